@@ -1,0 +1,92 @@
+"""Every error that splitkit raises on purpose: one family, each with a stable code, a reason and a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+CODES: dict[str, str] = {
+    "SK101": "not a graph",
+    "SK102": "a node has no meta['val']",
+    "SK103": "regions do not balance",
+    "SK104": "an attribute of the graph does not exist",
+    "SK201": "the plan names nodes of another graph",
+    "SK202": "a node that may run only once is planned several times",
+    "SK203": "parts depend on each other in a circle",
+    "SK204": "a name in the mapping is no node of the graph",
+    "SK205": "a node is planned nowhere, or twice in one part",
+    "SK206": "a part cannot be named or written",
+    "SK207": "a checkpointed part has effects",
+    "SK301": "not a policy",
+    "SK302": "a policy was given a bad parameter",
+    "SK303": "no plan fits",
+    "SK304": "a pattern matches nothing",
+    "SK401": "the model could not be captured",
+    "SK402": "an example model or its package is missing",
+    "SK403": "a model factory is wrong",
+    "SK501": "a file is not a plan",
+    "SK502": "a plan was made for another graph",
+    "SK503": "a plan file has another schema number",
+    "SK504": "a file could not be read or written",
+    "SK601": "the command was used wrongly",
+    "SK701": "the split differs from the whole",
+}
+
+
+class SplitError(ValueError):
+    """The family of splitkit's errors.
+
+    ``str(error)`` is ``"SK203: reason"`` followed by the remedy on its own line. The code is stable across releases
+    and listed in ``docs/errors.md``.
+
+    Attributes:
+        code: ``"SK"`` and three digits.
+        reason: what is wrong, naming the node or field.
+        remedy: what would work.
+        nodes: names of the nodes concerned.
+    """
+
+    def __init__(self, code: str, reason: str, remedy: str = "", nodes: Iterable[object] = ()) -> None:
+        self.code = code
+        self.reason = reason
+        self.remedy = remedy
+        self.nodes = tuple(str(n) for n in nodes)
+        super().__init__(f"{code}: {reason}" + (f"\n  {remedy}" if remedy else ""))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.code, self.reason, self.remedy, self.nodes)
+
+
+class GraphError(SplitError):
+    """The graph itself cannot be analysed (SK1xx)."""
+
+
+class PlanError(SplitError):
+    """The plan breaks a dependence, an effect or a rule of the graph (SK2xx)."""
+
+
+class CycleError(PlanError):
+    """Parts depend on each other in a circle (SK203)."""
+
+
+class PolicyError(SplitError):
+    """A policy was given parameters that make no sense for this graph (SK3xx)."""
+
+
+class NoPlanError(PolicyError):
+    """The policy is sound but no plan meets its demands (SK303)."""
+
+
+class CaptureError(SplitError):
+    """A model could not be turned into a graph (SK4xx)."""
+
+
+class FileError(SplitError):
+    """A plan or report file cannot be used (SK5xx)."""
+
+
+class UsageError(SplitError):
+    """The command line was used wrongly (SK601)."""
+
+
+class CheckError(SplitError, AssertionError):
+    """A split does not give what the whole gives (SK701)."""
