@@ -1,0 +1,143 @@
+"""The door in: from a module and example inputs to a graph whose every value has ``meta["val"]``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree  # the tree that export uses; 2.11, 2.13, 2.15
+
+from splitkit.capture_errors import capture_error
+from splitkit.errors import CaptureError
+from splitkit.regions import inline_regions
+from splitkit.tracing import trace
+
+# Checks that export writes into the graph. They hold by construction there, and would fail a part on another device.
+_EXPORT_CHECKS: frozenset[Any] = frozenset({torch.ops.aten._assert_tensor_metadata.default})
+
+
+def capture(
+    model: nn.Module | ExportedProgram, *args: Any, how: str = "export", dynamic: bool = False, **kwargs: Any
+) -> fx.GraphModule:
+    """The graph that ``model(*args, **kwargs)`` runs, with ``meta["val"]`` on every node that has a value.
+
+    The graph module is called like the model and holds the *same* parameters and buffers, not copies: a step taken on
+    one is seen by the other. Training mode, dropout, tied weights and module paths (``meta["nn_module_stack"]``) are
+    kept; ``no_grad`` and ``autocast`` blocks become enter and exit nodes. Neither the model's buffers nor the random
+    number generators are touched.
+
+    Python values among the inputs, and sizes unless ``dynamic``, are fixed at capture: the graph raises
+    ``RuntimeError`` when it is called with others.
+
+    Args:
+        model: a module, or an ``ExportedProgram`` that was made elsewhere (then without inputs).
+        args: example inputs.
+        how: ``"export"``, which understands most models, or ``"symbolic_trace"``, which keeps calls of modules whole
+            and loses ``no_grad`` and ``autocast`` blocks.
+        dynamic: let every size of the inputs vary where the model allows it (``how="export"`` only).
+        kwargs: example keyword inputs.
+
+    Raises:
+        CaptureError: SK401, with the line of the model that could not be captured and what to try.
+    """
+    if isinstance(model, ExportedProgram):
+        return _from_exported(model)
+    ways: dict[str, Callable[[], fx.GraphModule]] = {
+        "export": lambda: _from_exported(_export(model, args, kwargs, dynamic)),
+        "symbolic_trace": lambda: trace(model, args, kwargs),
+    }
+    if how not in ways:
+        raise CaptureError("SK401", f"there is no way of capture named {how!r}", f"Choose one of {', '.join(ways)}.")
+    if not isinstance(model, nn.Module):
+        raise CaptureError(
+            "SK401", f"a {type(model).__name__} is no module", "Give a torch.nn.Module; wrap a function in one."
+        )
+    with _undisturbed():
+        try:
+            return ways[how]()
+        except Exception as error:
+            raise capture_error(model, how, dynamic, error) from error
+
+
+def _export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: bool) -> ExportedProgram:
+    shapes = _all_dynamic(model, args, kwargs) if dynamic else None
+    return torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
+
+
+def _all_dynamic(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """``Dim.AUTO`` for every size of every tensor among the inputs."""
+    shapes = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor):
+            shapes[leaf] = dict.fromkeys(range(leaf.ndim), torch.export.Dim.AUTO)
+    return shapes.dynamic_shapes(model, args, dict(kwargs))  # type: ignore[no-untyped-call]
+
+
+def _from_exported(program: ExportedProgram) -> fx.GraphModule:
+    gm = _unlifted(program)
+    _drop_checks(gm)
+    inline_regions(gm)
+    gm.recompile()
+    _keep_input_check(gm)
+    return gm
+
+
+def _unlifted(program: ExportedProgram) -> fx.GraphModule:
+    try:
+        return program.module(check_guards=False)  # 2.11, 2.13, 2.15
+    except TypeError:
+        return program.module()
+
+
+def _drop_checks(gm: fx.GraphModule) -> None:
+    for node in list(gm.graph.nodes):
+        if node.target in _EXPORT_CHECKS or (node.op == "call_module" and node.target == "_guards_fn"):
+            gm.graph.erase_node(node)
+    if hasattr(gm, "_guards_fn"):
+        del gm._guards_fn
+
+
+def _keep_input_check(gm: fx.GraphModule) -> None:
+    """Keep the one hook that refuses inputs of other sizes, also on copies; drop export's two others.
+
+    Export's own hooks are closures, which cannot be pickled, and get lost in ``copy.deepcopy``.
+    """
+    gm._forward_pre_hooks.clear()
+    gm._forward_pre_hooks_with_kwargs.clear()
+    gm._forward_hooks.clear()
+    gm._forward_hooks_always_called.clear()
+    _add_input_check(getattr(gm, "range_constraints", {}), gm)
+    # Copies are made by GraphModule.__deepcopy__, which calls these: 2.11, 2.13, 2.15.
+    gm._register_deepcopy_hook(partial(_add_input_check, getattr(gm, "range_constraints", {})))
+
+
+def _add_input_check(ranges: Any, gm: fx.GraphModule) -> None:
+    gm.range_constraints, gm.validate_inputs = ranges, True  # type: ignore[assignment]  # what the check reads
+    gm.register_forward_pre_hook(_check_inputs, with_kwargs=True)
+
+
+def _check_inputs(gm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse inputs that differ from the example in structure, fixed sizes or Python values."""
+    from torch.export._unlift import _check_input_constraints_pre_hook  # 2.11, 2.13, 2.15
+
+    _check_input_constraints_pre_hook(gm, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Grad mode on, as a training step has it; afterwards the random state is what it was."""
+    state = torch.get_rng_state()
+    try:
+        with torch.enable_grad(), warnings.catch_warnings():
+            # torch's own deprecations; what it has to say about the model still comes through
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    finally:
+        torch.set_rng_state(state)

@@ -1,0 +1,92 @@
+"""What to say when a model cannot be captured: the line of the user's code, the construct, the way out."""
+
+from __future__ import annotations
+
+import linecache
+import traceback
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from splitkit.errors import CaptureError, SplitError
+
+_TORCH = Path(torch.__file__).parent
+_HERE = Path(__file__).parent
+
+# Words of torch's messages (2.11, 2.13, 2.15; lower case) -> the construct, and what to do about it.
+_CONSTRUCTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (
+        ("data-dependent", "data dependent", "unbacked", "guardondatadependent", "control flow", ".item()"),
+        "Python code decides on a value that only the data knows",
+        "Write the choice with torch.cond or torch.where; state bounds of a size with torch._check; or compute it "
+        "outside the model and pass it in.",
+    ),
+    (
+        ("one of the outputs with type", "unsupported output", "not supported output", "in output, which"),
+        "the model returns something that is no tensor",
+        "Return tensors, or tuples and dicts of them; for a transformers model pass use_cache=False.",
+    ),
+    (
+        ("unsupported input type", "not a supported input", "input type", "pytree_register_constant"),
+        "an input is no tensor",
+        "Pass tensors, numbers, or tuples and dicts of them; register other types with torch.utils._pytree.",
+    ),
+    (
+        ("proxy", "symbolically traced"),
+        "Python code looks into a value that symbolic_trace does not know",
+        'Use how="export", which runs the model on example inputs, or make the module a leaf of an own tracer.',
+    ),
+    (
+        ("constraints violated", "dynamic_shapes", "specialized", "was inferred to be a constant"),
+        "a size cannot vary",
+        "Capture with dynamic=False.",
+    ),
+)
+_OTHER_WAY = {
+    "export": 'Try how="symbolic_trace", or torch.export.export(model, args, strict=True) and capture the result.',
+    "symbolic_trace": 'Try how="export".',
+}
+
+
+def capture_error(model: nn.Module, how: str, dynamic: bool, error: Exception) -> SplitError:
+    """The SK401 for ``error``, which capturing ``model`` by ``how`` raised."""
+    if isinstance(error, SplitError):
+        return error
+    construct, remedy = _diagnose(f"{type(error).__name__}: {error}")
+    where = _users_line(error)
+    reason = f"{type(model).__name__} could not be captured by {how}"
+    reason += f": {construct}" if construct else ""
+    reason += f"\n  at {where}" if where else ""
+    reason += f"\n  torch says: {_first_line(error)}"
+    hints = [remedy, "Capture with dynamic=False." if dynamic else "", _OTHER_WAY[how]]
+    return CaptureError("SK401", reason, " ".join(dict.fromkeys(h for h in hints if h)))
+
+
+def _diagnose(text: str) -> tuple[str, str]:
+    text = text.lower()
+    for words, construct, remedy in _CONSTRUCTS:
+        if any(word in text for word in words):
+            return construct, remedy
+    return "", ""
+
+
+def _users_line(error: BaseException) -> str:
+    """``file:line: source`` of the deepest frame that is neither torch's nor ours, over the chain of causes."""
+    found = ""
+    current: BaseException | None = error
+    while current is not None:
+        for frame, number in traceback.walk_tb(current.__traceback__):
+            name = frame.f_code.co_filename
+            if name.startswith("<") or Path(name).is_relative_to(_TORCH) or Path(name).parent == _HERE:
+                continue
+            found = f"{name}:{number}: {linecache.getline(name, number).strip()}"
+        if found:
+            return found
+        current = current.__cause__ or current.__context__
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -1,0 +1,30 @@
+"""What every kind of costs answers about a node."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch.fx import Node
+
+
+class Costs(Protocol):
+    """Prices of the nodes of one graph."""
+
+    def seconds(self, node: Node) -> float:
+        """Time to run ``node``: comparable within one graph; real seconds only where the costs were measured."""
+        ...
+
+    def flops(self, node: Node) -> float:
+        """Floating-point operations of ``node``."""
+        ...
+
+    def nbytes(self, node: Node) -> int:
+        """Bytes of what ``node`` yields. A view counts its own size; a symbolic size counts as seen at capture."""
+        ...
+
+    def param_bytes(self, node: Node) -> int:
+        """Bytes of the parameters and buffers that ``node`` reads.
+
+        Each reader of a parameter counts it: callers that add up take each attribute once.
+        """
+        ...

@@ -1,0 +1,88 @@
+"""Bytes: of the values that nodes yield, and of the parameters and buffers that they read."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx import Node
+from torch.utils import _pytree as pytree  # 2.11, 2.13, 2.15
+
+from splitkit import _torch
+from splitkit.errors import GraphError
+from splitkit.scope import is_state_op
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in ``value``, a tensor or a tree of them."""
+    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def elements(tensor: torch.Tensor) -> int:
+    """Number of elements; a symbolic size is taken as seen at capture, one that only the data decides as 0."""
+    try:
+        return prod(_torch.size_hint(size) for size in tensor.shape)
+    except TypeError:
+        return 0
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the elements of ``tensor``, whatever storage it is a view of."""
+    return elements(tensor) * tensor.element_size()
+
+
+def value_bytes(node: Node) -> int:
+    """Bytes of the tensors that ``node`` yields, 0 if its ``meta["val"]`` is missing."""
+    return sum(tensor_bytes(t) for t in tensors(node.meta.get("val")))
+
+
+def read_bytes(root: nn.Module, node: Node) -> int:
+    """Bytes of the parameters and buffers that ``node`` reads: attributes in its arguments, or its module's own.
+
+    A tensor that is reached under two names is counted once.
+    """
+    read: dict[int, torch.Tensor] = {}
+    names = [str(source.target) for source in node.all_input_nodes if source.op == "get_attr"]
+    if node.op == "call_module":
+        names.append(str(node.target))
+    for name in names:
+        read.update((id(t), t) for t in _owned(operator.attrgetter(name)(root)))
+    return sum(tensor_bytes(t) for t in read.values())
+
+
+def _owned(value: object) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    if isinstance(value, nn.Module):
+        return (*value.parameters(), *value.buffers())
+    return ()
+
+
+def missing(graph: fx.Graph) -> list[Node]:
+    """The nodes whose price needs a ``meta["val"]`` that is not there."""
+    inert = ("get_attr", "output")
+    return [node for node in graph.nodes if node.op not in inert and "val" not in node.meta and not is_state_op(node)]
+
+
+def require_values(graph: fx.Graph) -> None:
+    """Refuse a graph of which some nodes have no ``meta["val"]``.
+
+    Raises:
+        GraphError: SK102, naming them.
+    """
+    nodes = missing(graph)
+    if not nodes:
+        return
+    shown = ", ".join(node.name for node in nodes[:5])
+    more = f" and {len(nodes) - 5} more" if len(nodes) > 5 else ""
+    raise GraphError(
+        "SK102",
+        f"{shown}{more} have no meta['val'], so that their sizes are unknown",
+        "Capture the model with splitkit.capture(model, *inputs), or run "
+        "torch.fx.passes.fake_tensor_prop.FakeTensorProp(gm).propagate(*inputs) on the graph.",
+        nodes,
+    )

@@ -1,0 +1,41 @@
+"""Costs that know nothing: every node takes one second."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+from torch import fx
+from torch.fx import Node
+
+from splitkit.costs.sizes import read_bytes, value_bytes
+from splitkit.scope import is_state_op
+
+
+def unit(gm: fx.GraphModule) -> Unit:
+    """One second and one FLOP for every node that a policy places."""
+    return Unit(gm)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """See `unit`. Bytes are real where ``meta["val"]`` is there, else 0."""
+
+    gm: fx.GraphModule
+
+    def seconds(self, node: Node) -> float:
+        """1 for a node that computes, 0 for inputs, attributes, ``getitem`` and state ops."""
+        computes = node.op in ("call_function", "call_method", "call_module")
+        return float(computes and node.target is not operator.getitem and not is_state_op(node))
+
+    def flops(self, node: Node) -> float:
+        """As `seconds`."""
+        return self.seconds(node)
+
+    def nbytes(self, node: Node) -> int:
+        """Bytes of the node's value, 0 if unknown."""
+        return value_bytes(node)
+
+    def param_bytes(self, node: Node) -> int:
+        """Bytes of the parameters and buffers that the node reads."""
+        return read_bytes(self.gm, node)

@@ -1,0 +1,131 @@
+"""Facts about a graph, computed once and read by everybody: policies, rewrites, the engine, reports."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from operator import getitem
+from typing import Any
+
+from torch import fx, nn
+from torch.fx import Node
+
+from splitkit.effects import order_of
+from splitkit.errors import GraphError
+from splitkit.ops import Effects, is_tuple
+from splitkit.scope import Scope, is_state_op, scopes
+
+
+@dataclass(frozen=True)
+class Dataflow:
+    """What `analyze` knows about a graph. It only reads the graph; edit the graph and it is stale.
+
+    Attributes:
+        graph: the graph.
+        root: the module that owns its parameters, buffers and called modules.
+        index: node -> position in graph order, the tie-breaker everywhere.
+        after: order edges. ``after[n]`` are the nodes that must run before ``n`` for the sake of an effect.
+        scope: the ambient state (autocast, grad mode ...) that each node was captured under.
+        final: the state in which the graph leaves its caller.
+        once: node -> why it may not be copied: it writes memory, owns memory that is written, draws random numbers,
+            or acts on the outside world. Iterates and tests like a set.
+        followers: nodes that unpack a tuple -> the node that made the tuple. They live where it lives.
+        effects: what each node does, as classified by `splitkit.ops`.
+    """
+
+    graph: fx.Graph
+    root: nn.Module
+    index: Mapping[Node, int]
+    after: Mapping[Node, tuple[Node, ...]]
+    scope: Mapping[Node, Scope]
+    final: Scope
+    once: Mapping[Node, str]
+    followers: Mapping[Node, Node]
+    effects: Mapping[Node, Effects]
+
+    @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """The placeable nodes in graph order: what a policy deals with."""
+        return tuple(n for n in self.index if self.is_placeable(n))
+
+    def is_placeable(self, node: Node) -> bool:
+        """Whether a policy decides where ``node`` runs (no input, output, attribute, state op or follower)."""
+        if node.op in ("placeholder", "output", "get_attr"):
+            return False
+        return node not in self.followers and node in self.scope
+
+    def producer(self, node: Node) -> Node:
+        """The node itself, or the maker of the tuple that it unpacks."""
+        return self.followers.get(node, node)
+
+    def inputs(self, node: Node) -> dict[Node, None]:
+        """The placeable nodes whose values ``node`` reads, each once, in the order of its arguments."""
+        producers = (self.producer(read) for read in reads(node))
+        return {p: None for p in producers if p is not node and self.is_placeable(p)}
+
+
+def analyze(gm: fx.GraphModule) -> Dataflow:
+    """Compute the facts about a graph, in time linear in its nodes and edges.
+
+    Works on graphs of ``torch.export``, ``torch.fx.symbolic_trace``, Dynamo backends and ``make_fx``.
+
+    Raises:
+        GraphError: SK101 if ``gm`` is no GraphModule, SK103 or SK104 if its regions or attributes do not resolve.
+    """
+    if not isinstance(gm, fx.GraphModule):
+        raise GraphError(
+            "SK101",
+            f"splitkit works on a torch.fx.GraphModule, not on {type(gm).__name__}",
+            "Capture the model first: gm = splitkit.capture(model, *example_inputs).",
+        )
+    graph = gm.graph
+    scope, final = scopes(graph)
+    followers = _followers(graph, gm)
+    order = order_of(graph, gm, followers.__contains__)
+    index = {n: i for i, n in enumerate(graph.nodes)}
+    return Dataflow(graph, gm, index, order.after, scope, final, order.once, followers, order.effects)
+
+
+def reads(node: Node) -> list[Node]:
+    """The nodes whose values ``node`` takes, each once; region handles are not values."""
+    return [a for a in node.all_input_nodes if not is_state_op(a)]
+
+
+def _followers(graph: fx.Graph, root: nn.Module) -> dict[Node, Node]:
+    """``getitem`` of a tuple -> the node that made it, through nested tuples."""
+    followers: dict[Node, Node] = {}
+    for node in graph.nodes:
+        if node.target is not getitem or not isinstance(node.args[0], Node):
+            continue
+        source = node.args[0]
+        if source.op in ("placeholder", "get_attr") or is_state_op(source):
+            continue
+        if _unpacks(node, source, root):
+            followers[node] = followers.get(source, source)
+    return followers
+
+
+def _unpacks(node: Node, source: Node, root: nn.Module) -> bool:
+    known = is_tuple(source, root)
+    if known is not None:
+        return known
+    # Unknown: an index that only tensors take makes it a view; else stay together, which is always right.
+    return isinstance(node.args[1], int | slice | str)
+
+
+_CALL_SUFFIX = re.compile(r"@\d+")  # export marks the second call of a module `h.0@1`
+_ITEM = re.compile(r"(?:\._modules)?\[['\"]?([^'\"\]]+)['\"]?\]")  # Dynamo: L['self'].h[0], ._modules['h']
+
+
+def module_path(node: Node) -> str:
+    """The dotted name of the innermost module whose call produced ``node``, ``""`` for the model itself."""
+    stack: Mapping[str, Any] | None = node.meta.get("nn_module_stack")
+    if node.op == "call_module":
+        return str(node.target)
+    if not stack:
+        return ""
+    path = str(next(reversed(stack.values()))[0])
+    path = path.removeprefix("L['self']").removeprefix("L__self__")
+    return _CALL_SUFFIX.sub("", _ITEM.sub(r".\1", path)).lstrip(".")

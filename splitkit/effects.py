@@ -1,0 +1,173 @@
+"""Order that data edges do not show: storages that are written, random numbers, prints.
+
+Values that may share memory form one *class* (union-find over views and aliases; two attribute names of one tensor
+are one class). Along graph order, reads and writes of a class give *order edges*::
+
+    y = x.add_(1)      write                 read-after-write    z waits for y
+    z = x * 2          read                  write-after-read    w waits for z
+    w = x.mul_(3)      write                 write-after-write   w waits for y
+
+Random generators and the outside world (prints) are classes too, so that independent dropouts keep their order.
+Obtaining a reference (get_attr, placeholder, getitem of a tuple) reads nothing: only its users do.
+
+Assumed: two inputs of the graph do not share memory, unless their ``meta["val"]`` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.fx import Node
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from splitkit.errors import GraphError
+from splitkit.ops import Effects, effects_of
+from splitkit.scope import is_state_op
+
+RANDOM = "random numbers"
+OUTSIDE = "the outside world"
+
+
+@dataclass(frozen=True)
+class Order:
+    """What `order_of` finds: order edges, and why a node may run only once.
+
+    Attributes:
+        after: for each node, the nodes that must have run before it for the sake of an effect.
+        once: node -> reason, for the nodes that may not be copied.
+        effects: what each node does.
+    """
+
+    after: Mapping[Node, tuple[Node, ...]]
+    once: Mapping[Node, str]
+    effects: Mapping[Node, Effects]
+
+
+class _Classes:
+    """Union-find with path halving over nodes, storages and tokens."""
+
+    def __init__(self) -> None:
+        self.parent: dict[Hashable, Hashable] = {}
+
+    def find(self, item: Hashable) -> Hashable:
+        parent = self.parent
+        if item not in parent:
+            parent[item] = item
+            return item
+        while parent[item] is not item:
+            parent[item] = parent[parent[item]]
+            item = parent[item]
+        return item
+
+    def join(self, a: Hashable, b: Hashable) -> None:
+        self.parent[self.find(a)] = self.find(b)
+
+
+def attribute(root: torch.nn.Module, target: str) -> object:
+    """The object behind a dotted attribute name.
+
+    Raises:
+        GraphError: SK104 when there is none.
+    """
+    value: object = root
+    for atom in target.split("."):
+        if not hasattr(value, atom):
+            raise GraphError("SK104", f"the graph reads {target!r}, but its module has no such attribute", "", [target])
+        value = getattr(value, atom)
+    return value
+
+
+def storage_key(tensor: torch.Tensor) -> Hashable:
+    """Equal for tensors that share memory; the tensor's identity where it has no storage (sparse, some subclasses)."""
+    try:
+        return StorageWeakRef(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
+
+
+def order_of(graph: fx.Graph, root: torch.nn.Module, is_reference: Callable[[Node], bool]) -> Order:
+    """Order edges and copy bans of a graph, in time linear in nodes and edges.
+
+    Args:
+        graph: the graph; it is only read.
+        root: the module that owns its attributes.
+        is_reference: nodes that only pass a reference on (getitem of a tuple).
+    """
+    effects = {n: effects_of(n, root) for n in graph.nodes if not is_state_op(n)}
+    classes = _alias_classes(effects, root)
+    written = {classes.find(w) for e in effects.values() for w in _written(e)}
+    after: dict[Node, tuple[Node, ...]] = {}
+    once: dict[Node, str] = {}
+    last_write: dict[Hashable, Node] = {}
+    readers: dict[Hashable, dict[Node, None]] = {}
+    for node, effect in effects.items():
+        if node.op in ("placeholder", "get_attr") or is_reference(node):
+            continue
+        writes = {classes.find(w): None for w in _written(effect)}
+        touched = dict(writes)
+        if written:
+            touched |= {c: None for item in _touched(node, effect) if (c := classes.find(item)) in written}
+        before: dict[Node, None] = {}
+        for c in touched:
+            if c in last_write:
+                before[last_write[c]] = None
+            if c in writes:
+                before |= readers.pop(c, {})
+                last_write[c] = node
+            else:
+                readers.setdefault(c, {})[node] = None
+        before.pop(node, None)
+        after[node] = tuple(before)
+        if node.op != "output" and (reason := _reason(effect, classes.find(node) in written)):
+            once[node] = reason
+    return Order(after, once, effects)
+
+
+def _alias_classes(effects: Mapping[Node, Effects], root: torch.nn.Module) -> _Classes:
+    classes = _Classes()
+    for node, effect in effects.items():
+        for other in effect.aliases:
+            classes.join(node, other)
+        if node.op == "get_attr":
+            value = attribute(root, str(node.target))
+            classes.join(node, storage_key(value) if isinstance(value, torch.Tensor) else ("object", id(value)))
+        elif node.op == "placeholder":
+            value = node.meta.get("val", node.meta.get("example_value"))
+            if isinstance(value, torch.Tensor):
+                classes.join(node, storage_key(value))
+    return classes
+
+
+def _written(effect: Effects) -> Iterable[Hashable]:
+    yield from effect.writes
+    yield from map(storage_key, effect.writes_state)
+    if effect.random:
+        yield RANDOM
+    if effect.impure:
+        yield OUTSIDE
+
+
+def _touched(node: Node, effect: Effects) -> Iterable[Hashable]:
+    if node.op != "output":
+        yield node
+    for read in node.all_input_nodes:
+        if not is_state_op(read):
+            yield read
+    yield from map(storage_key, effect.reads_state)
+    if effect.check:  # keeps its place among prints, is free among other checks
+        yield OUTSIDE
+
+
+def _reason(effect: Effects, storage_is_written: bool) -> str:
+    if not effect.known:
+        return "it is not known what it does (declare it with splitkit.ops.declare)"
+    if effect.writes or effect.writes_state:
+        return "it writes memory"
+    if effect.random:
+        return "it draws random numbers"
+    if effect.impure or effect.check:
+        return "it acts on the outside world"
+    return "its memory is written by another node" if storage_is_written else ""

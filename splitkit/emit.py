@@ -1,0 +1,229 @@
+"""Write the parts and their parent as fx graphs. The only place where graphs are built; the input graph is not."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+from torch.fx import Node
+from torch.utils.checkpoint import checkpoint
+
+from splitkit import _torch
+from splitkit.cut import Subgraph
+from splitkit.dataflow import Dataflow
+from splitkit.effects import attribute
+from splitkit.names import Style, part_names, unique
+from splitkit.plan import HOST, PartKey, Plan
+from splitkit.scope import NEUTRAL, Scope, region_kind
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """What `emit` makes.
+
+    Attributes:
+        module: the parent, which runs like the original.
+        parts: the module of each part, in the order in which the parent calls them.
+        attributes: for each part (and ``""`` for the parent), its attribute names -> their names in the original.
+        copies: for each part (and `HOST`), the original nodes that it computes -> their copies.
+    """
+
+    module: fx.GraphModule
+    parts: Mapping[PartKey, fx.GraphModule]
+    attributes: Mapping[str, Mapping[str, str]]
+    copies: Mapping[PartKey, Mapping[Node, Node]]
+
+
+class _ScopedGraph:
+    """A graph under construction that moves to the ambient state which each node wants."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.env: dict[Node, Node] = {}
+        self._scope = NEUTRAL
+        self._open: list[tuple[Node, Node, bool | None]] = []  # (enter, its copy, grad mode before it)
+        self._grad: bool | None = None  # the grad mode in force; None: the caller's
+        self._callers_grad: Node | None = None
+
+    def copy(self, node: Node, scope: Scope) -> Node:
+        """Append a copy of ``node`` under ``scope``."""
+        self.move_to(scope)
+        self.env[node] = self.graph.node_copy(node, self.env.__getitem__)
+        return self.env[node]
+
+    def move_to(self, want: Scope) -> None:
+        """Close and open regions and set grad mode until the state is ``want``."""
+        if want == self._scope:
+            return
+        if self._callers_grad is None:
+            self._callers_grad = self.graph.call_function(torch.is_grad_enabled)
+        have = [enter for enter, _, _ in self._open]
+        same = 0
+        while same < min(len(have), len(want.regions)) and have[same] is want.regions[same]:
+            same += 1
+        while len(self._open) > same:
+            self._close()
+        for enter in want.regions[same:]:
+            self._enter(enter)
+        if self._grad != want.grad:
+            self.graph.call_function(_torch.SET_GRAD, (self._callers_grad if want.grad is None else want.grad,))
+            self._grad = want.grad
+        self._scope = want
+
+    def _enter(self, enter: Node) -> None:
+        self._open.append((enter, self.graph.node_copy(enter), self._grad))
+        grad = region_kind(enter).grad(enter)
+        self._grad = self._grad if grad is None else grad
+
+    def _close(self) -> None:
+        enter, handle, grad_before = self._open.pop()
+        kind = region_kind(enter)
+        self.graph.call_function(kind.exit, (handle,))
+        if kind.grad(enter) is not None:
+            self._grad = grad_before
+
+    def finish(self, final: Scope) -> None:
+        """Leave the ambient state as ``final``; drop what was saved in vain."""
+        self.move_to(final)
+        if self._callers_grad is not None and not self._callers_grad.users:
+            self.graph.erase_node(self._callers_grad)
+
+
+def emit(flow: Dataflow, plan: Plan, units: tuple[Subgraph | Node, ...], style: Style) -> Emitted:
+    """Build one module a part, and the parent that calls them.
+
+    The parent keeps the signature of the original (pytree codegen, defaults, keyword arguments), every node keeps its
+    meta, and ``gm.meta`` and ``training`` are carried over. Parameters, buffers and called modules are the original's
+    objects, not copies.
+    """
+    subgraphs = [u for u in units if isinstance(u, Subgraph)]
+    taken = {str(u.target).split(".")[0] for u in units if isinstance(u, Node) and u.op in ("get_attr", "call_module")}
+    names = part_names([s.key for s in subgraphs], taken, style)
+    parts: dict[PartKey, fx.GraphModule] = {}
+    attributes: dict[str, Mapping[str, str]] = {}
+    copies: dict[PartKey, Mapping[Node, Node]] = {}
+    for sub in subgraphs:
+        env, graph = _emit_part(sub, flow, style)
+        parts[sub.key], attributes[names[sub.key]] = _module(flow, graph, style)
+        copies[sub.key] = {n: env[n] for n in sub.nodes}
+    scoped = _ScopedGraph()
+    scoped.graph.set_codegen(_torch.codegen_of(flow.graph))
+    for node in (u for u in units if isinstance(u, Node) and u.op == "placeholder"):
+        scoped.copy(node, NEUTRAL)
+    for unit in units:
+        if isinstance(unit, Subgraph):
+            _call_part(scoped, unit, names[unit.key], plan.parts[unit.key].call == "checkpoint", style)
+        elif unit.op == "get_attr":
+            scoped.env[unit] = scoped.graph.node_copy(unit)
+        elif unit.op == "output":
+            scoped.finish(flow.final)
+            scoped.copy(unit, flow.final)
+        elif unit.op != "placeholder":
+            scoped.copy(unit, flow.scope[unit])
+    copies[HOST] = {u: scoped.env[u] for u in units if isinstance(u, Node)}
+    module, attributes[""] = _module(flow, scoped.graph, Style(), skip=set(names.values()))
+    for sub in subgraphs:  # after the parent's code is made, which would make theirs a second time
+        module.add_module(names[sub.key], parts[sub.key])
+    module.meta = {**flow.root.meta, "partition_names": set(names.values())}
+    return Emitted(module, parts, attributes, copies)
+
+
+def _emit_part(sub: Subgraph, flow: Dataflow, style: Style) -> tuple[Mapping[Node, Node], fx.Graph]:
+    scoped = _ScopedGraph()
+    for number, value in enumerate(sub.inputs):
+        name = value.name if style.original_input_names else f"arg_{number}"
+        scoped.env[value] = scoped.graph.placeholder(name, type_expr=value.type)
+        scoped.env[value].meta = dict(value.meta)
+    for node in sub.nodes:
+        if node.op == "get_attr":
+            scoped.env[node] = scoped.graph.node_copy(node)
+        else:
+            scoped.copy(node, flow.scope[node])
+    scoped.finish(NEUTRAL)
+    values = tuple(scoped.env[v] for v in sub.outputs)
+    output = scoped.graph.output(values[0] if len(values) == 1 and not style.tuple_return else values)
+    _describe(output, sub.outputs, single=len(values) == 1 and not style.tuple_return)
+    return scoped.env, scoped.graph
+
+
+def _call_part(scoped: _ScopedGraph, sub: Subgraph, name: str, checkpointed: bool, style: Style) -> None:
+    scoped.move_to(NEUTRAL)  # a part opens the regions of its nodes itself
+    inputs = tuple(scoped.env[v] for v in sub.inputs)
+    if checkpointed:
+        body = scoped.graph.get_attr(name)
+        call = scoped.graph.call_function(checkpoint, (body, *inputs), {"use_reentrant": False})
+    else:
+        call = scoped.graph.call_module(name, inputs)
+    single = len(sub.outputs) == 1 and not style.tuple_return
+    _describe(call, sub.outputs, single)
+    if single:
+        scoped.env[sub.outputs[0]] = call
+        return
+    for position, value in enumerate(sub.outputs):
+        name = "getitem" if style.flat_names else value.name
+        item = scoped.graph.create_node("call_function", operator.getitem, (call, position), name=name)
+        item.meta = dict(value.meta)
+        scoped.env[value] = item
+
+
+def _describe(node: Node, values: tuple[Node, ...], single: bool) -> None:
+    """Give a call or output the meta of the values that it carries."""
+    if single:
+        node.meta = dict(values[0].meta)
+        return
+    for field in ("val", "example_value"):
+        if values and all(field in v.meta for v in values):
+            node.meta[field] = tuple(v.meta[field] for v in values)
+
+
+def _module(
+    flow: Dataflow, graph: fx.Graph, style: Style, skip: set[str] | None = None
+) -> tuple[fx.GraphModule, Mapping[str, str]]:
+    """A GraphModule with the original's attributes, its code made once; and its attribute names -> the original's."""
+    module = fx.GraphModule(nn.Module(), fx.Graph(), class_name=type(flow.root).__name__)
+    module.training = flow.root.training
+    attributes: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.op in ("get_attr", "call_module") and node.target not in (skip or ()):
+            original = str(node.target)
+            if style.flat_names:
+                node.target = _flat(original, attributes)
+            attributes[node.target] = original
+    for name, original in attributes.items():
+        _attach(module, name, flow.root, original)
+    module.graph = graph
+    return module, attributes
+
+
+def _flat(original: str, taken: Mapping[str, str]) -> str:
+    """``a.b`` as ``a_b``, with a suffix where that name already stands for something else."""
+    flat = original.replace(".", "_")
+    if taken.get(flat, original) == original:
+        return flat
+    known = next((name for name, target in taken.items() if target == original), None)
+    return known or unique(flat, taken)
+
+
+def _attach(to: nn.Module, name: str, root: nn.Module, original: str) -> None:
+    """Put the original's attribute at the dotted ``name``, as a parameter, buffer or module like the original's."""
+    *path, last = name.split(".")
+    for depth, atom in enumerate(path):
+        child = getattr(to, atom, None)
+        if not isinstance(child, nn.Module):
+            child = nn.Module()
+            child.training = getattr(attribute(root, ".".join(path[: depth + 1])), "training", root.training)
+            to.add_module(atom, child)
+        to = child
+    value = attribute(root, original)
+    if getattr(to, last, None) is value:  # inside a module that is already there
+        return
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        *where, field = original.split(".")
+        owner = attribute(root, ".".join(where)) if where else root
+        # nn.Module tells persistent from other buffers only by this private set (2.11, 2.13, 2.15).
+        to.register_buffer(last, value, persistent=field not in getattr(owner, "_non_persistent_buffers_set", ()))
+    else:
+        setattr(to, last, value)

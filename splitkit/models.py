@@ -1,0 +1,288 @@
+"""Example models: randomly initialised ``transformers`` architectures, and whatever a factory of the user's makes."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from splitkit.errors import CaptureError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A model in training mode, and inputs that make it return a loss.
+
+    Attributes:
+        model: the module.
+        args: positional inputs.
+        kwargs: keyword inputs.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def _sizes(**sizes: int) -> Sizes:
+    return MappingProxyType(sizes)
+
+
+# gpt2, bert, t5 and vit are the published small models; llama and mixtral are small enough for a laptop.
+SIZES: Mapping[str, Sizes] = MappingProxyType(
+    {
+        "gpt2": _sizes(layers=12, width=768, heads=12, vocab=50257, batch=2, seq=64),
+        "llama": _sizes(layers=8, width=512, heads=8, vocab=32000, batch=2, seq=64),
+        "bert": _sizes(layers=12, width=768, heads=12, vocab=30522, batch=2, seq=64),
+        "t5": _sizes(layers=6, width=512, heads=8, vocab=32128, batch=2, seq=64),
+        "vit": _sizes(layers=12, width=768, heads=12, image=224, patch=16, classes=1000, batch=2),
+        "mixtral": _sizes(layers=4, width=256, heads=8, experts=4, vocab=8000, batch=2, seq=64),
+    }
+)
+NAMES: tuple[str, ...] = tuple(SIZES)
+
+
+def build(name: str, seed: int = 0, **sizes: int) -> Example:
+    """The built-in example ``name``, with random weights and inputs drawn from ``seed``.
+
+    The caller's random state is left as it is. Sizes not given are those of `SIZES`.
+
+    Raises:
+        CaptureError: SK402 when there is no such example or ``transformers`` is missing, SK403 for a size that the
+            example does not have or cannot take.
+    """
+    if name not in SIZES:
+        raise CaptureError("SK402", f"there is no example model {name!r}", f"Choose one of {', '.join(NAMES)}.")
+    unknown = [size for size in sizes if size not in SIZES[name]]
+    if unknown:
+        raise CaptureError(
+            "SK403", f"{name} has no size {', '.join(unknown)}", f"Its sizes are {', '.join(SIZES[name])}."
+        )
+    wanted = dict(SIZES[name]) | sizes
+    if wanted["width"] % wanted["heads"]:
+        raise CaptureError(
+            "SK403",
+            f"{name}: width {wanted['width']} is no multiple of heads {wanted['heads']}",
+            "Choose heads that divide the width.",
+        )
+    transformers = _transformers()
+    with _seeded(seed), _quiet():
+        model, kwargs = _BUILDERS[name](transformers, wanted)
+    return Example(model.train(), (), kwargs)
+
+
+def load(spec: str, **sizes: int) -> Example:
+    """The example that ``spec`` names: ``"gpt2"``, ``"package.module:factory"`` or ``"path/to/file.py:factory"``.
+
+    A factory takes ``sizes`` as keywords and returns ``(module, args)``, ``(module, args, kwargs)``,
+    ``(module, kwargs)`` or an `Example`, where ``args`` is a tuple (or one tensor) and ``kwargs`` a dict.
+
+    Raises:
+        CaptureError: SK402 for a name that is no example, or a package that is not installed; SK403 for a factory that
+            is missing, fails, or returns something else.
+    """
+    if ":" not in spec:
+        return build(spec, **sizes)
+    place, _, name = spec.rpartition(":")
+    factory = getattr(_module(place), name, None)
+    if not callable(factory):
+        found = "does not exist" if factory is None else f"is a {type(factory).__name__}, no function"
+        raise CaptureError("SK403", f"the factory {name!r} in {place} {found}", "Define a function of that name there.")
+    try:
+        made = factory(**sizes)
+    except TypeError as error:
+        raise CaptureError(
+            "SK403", f"{spec} cannot be called: {error}", "It is called with the sizes given."
+        ) from error
+    return _example(spec, made)
+
+
+def _module(place: str) -> ModuleType:
+    """The module at a path that ends in ``.py``, or of a dotted name."""
+    try:
+        return _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except FileNotFoundError as error:
+        raise CaptureError("SK403", f"there is no file {place}", "Give the path of a Python file.") from error
+    except ModuleNotFoundError as error:
+        raise CaptureError(
+            "SK402", f"{place} needs the package {error.name!r}, which is missing", f"pip install {error.name}"
+        ) from error
+
+
+def _from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise FileNotFoundError(path)
+    name = f"splitkit_model_{path.stem}"
+    description = importlib.util.spec_from_file_location(name, path)
+    assert description is not None and description.loader is not None
+    module = importlib.util.module_from_spec(description)
+    sys.modules[name] = module  # dataclasses and pickle look a class up by its module
+    try:
+        description.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _example(spec: str, made: object) -> Example:
+    import torch
+    from torch import nn
+
+    if isinstance(made, Example):
+        return made
+    match made:
+        case (nn.Module() as model, torch.Tensor() as tensor):
+            return Example(model, (tensor,), {})
+        case (nn.Module() as model, dict() as kwargs):
+            return Example(model, (), dict(kwargs))
+        case (nn.Module() as model, tuple() | list() as args):
+            return Example(model, tuple(args), {})
+        case (nn.Module() as model, tuple() | list() as args, dict() as kwargs):
+            return Example(model, tuple(args), dict(kwargs))
+    raise CaptureError(
+        "SK403",
+        f"{spec} returned {_described(made)}",
+        "Return (module, args), (module, args, kwargs), (module, kwargs) or a splitkit.models.Example.",
+    )
+
+
+def _described(made: object) -> str:
+    if isinstance(made, (tuple, list)):
+        return f"a {type(made).__name__} of ({', '.join(type(item).__name__ for item in made)})"
+    return f"a {type(made).__name__}"
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise CaptureError(
+            "SK402", "the example models need the package transformers", "pip install 'splitkit[hf]'"
+        ) from error
+    return transformers
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    import torch
+
+    state = torch.get_rng_state()
+    try:
+        torch.manual_seed(seed)
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No word from transformers: it comments on small vocabularies and on configurations without a checkpoint."""
+    logger = logging.getLogger("transformers")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+Built = tuple[Any, dict[str, Any]]
+
+
+def _tokens(s: Sizes) -> Any:
+    import torch
+
+    return torch.randint(0, s["vocab"], (s["batch"], s["seq"]))
+
+
+def _gpt2(hf: Any, s: Sizes) -> Built:
+    config = hf.GPT2Config(
+        n_layer=s["layers"], n_embd=s["width"], n_head=s["heads"], vocab_size=s["vocab"],
+        n_positions=max(1024, s["seq"]), bos_token_id=0, eos_token_id=0, use_cache=False,
+    )  # fmt: skip
+    ids = _tokens(s)
+    model = hf.GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # transformers 5 does not know it from the class name, and warns in forward
+    return model, {"input_ids": ids, "labels": ids}
+
+
+def _llama(hf: Any, s: Sizes) -> Built:
+    config = hf.LlamaConfig(
+        num_hidden_layers=s["layers"], hidden_size=s["width"], intermediate_size=_gated(s["width"]),
+        num_attention_heads=s["heads"], num_key_value_heads=s["heads"], vocab_size=s["vocab"],
+        max_position_embeddings=max(2048, s["seq"]), bos_token_id=0, eos_token_id=0, use_cache=False,
+    )  # fmt: skip
+    ids = _tokens(s)
+    return hf.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
+
+
+def _bert(hf: Any, s: Sizes) -> Built:
+    import torch
+
+    config = hf.BertConfig(
+        num_hidden_layers=s["layers"], hidden_size=s["width"], intermediate_size=4 * s["width"],
+        num_attention_heads=s["heads"], vocab_size=s["vocab"], max_position_embeddings=max(512, s["seq"]),
+    )  # fmt: skip
+    ids = _tokens(s)
+    return hf.BertForMaskedLM(config), {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+
+def _t5(hf: Any, s: Sizes) -> Built:
+    config = hf.T5Config(
+        num_layers=s["layers"], num_decoder_layers=s["layers"], d_model=s["width"], d_ff=4 * s["width"],
+        num_heads=s["heads"], d_kv=s["width"] // s["heads"], vocab_size=s["vocab"], use_cache=False,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    return hf.T5ForConditionalGeneration(config), {"input_ids": _tokens(s), "labels": _tokens(s)}
+
+
+def _vit(hf: Any, s: Sizes) -> Built:
+    import torch
+
+    config = hf.ViTConfig(
+        num_hidden_layers=s["layers"], hidden_size=s["width"], intermediate_size=4 * s["width"],
+        num_attention_heads=s["heads"], image_size=s["image"], patch_size=s["patch"], num_labels=s["classes"],
+        problem_type="single_label_classification",
+    )  # fmt: skip
+    pixels = torch.randn(s["batch"], 3, s["image"], s["image"])
+    return hf.ViTForImageClassification(config), {
+        "pixel_values": pixels,
+        "labels": torch.randint(0, s["classes"], (s["batch"],)),
+    }
+
+
+def _mixtral(hf: Any, s: Sizes) -> Built:
+    config = hf.MixtralConfig(
+        num_hidden_layers=s["layers"], hidden_size=s["width"], intermediate_size=_gated(s["width"]),
+        num_attention_heads=s["heads"], num_key_value_heads=s["heads"], vocab_size=s["vocab"],
+        num_local_experts=s["experts"], num_experts_per_tok=min(2, s["experts"]), sliding_window=None,
+        max_position_embeddings=max(2048, s["seq"]), bos_token_id=0, eos_token_id=0, use_cache=False,
+    )  # fmt: skip
+    ids = _tokens(s)
+    return hf.MixtralForCausalLM(config), {"input_ids": ids, "labels": ids}
+
+
+def _gated(width: int) -> int:
+    """The usual inner width of a gated MLP: 8/3 of the width, rounded up to a multiple of 32."""
+    return -(-8 * width // 3 // 32) * 32
+
+
+_BUILDERS: Mapping[str, Callable[[Any, Sizes], Built]] = MappingProxyType(
+    {"gpt2": _gpt2, "llama": _llama, "bert": _bert, "t5": _t5, "vit": _vit, "mixtral": _mixtral}
+)

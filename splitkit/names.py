@@ -1,0 +1,51 @@
+"""What parts and their attributes are called."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
+
+from splitkit.plan import PartKey
+
+
+@dataclass(frozen=True)
+class Style:
+    """How the emitter names and returns. The defaults are splitkit's own; `split_module` uses torch's.
+
+    Attributes:
+        affix: ``submod_<affix>_<key>`` instead of ``submod_<key>``.
+        tuple_return: parts with one output return a tuple of one.
+        original_input_names: inputs of parts keep the names of their values; else ``arg_0``, ``arg_1`` ...
+        flat_names: attributes ``a.b`` of parts become ``a_b``.
+    """
+
+    affix: str | None = None
+    tuple_return: bool = False
+    original_input_names: bool = True
+    flat_names: bool = False
+
+
+def part_names(keys: Iterable[PartKey], taken: Container[str], style: Style) -> dict[PartKey, str]:
+    """A module name for each part: ``submod_0``, ``submod_cuda_0_3`` for ``("cuda:0", 3)``; never one in ``taken``."""
+    names: dict[PartKey, str] = {}
+    used: set[str] = set()
+    for key in keys:
+        atoms = key if isinstance(key, tuple) else (key,)
+        stem = "_".join(["submod", *([style.affix] if style.affix else []), *(_word(a) for a in atoms)])
+        name = stem if stem not in taken and stem not in used else unique(stem, {*used}, taken)
+        names[key] = name
+        used.add(name)
+    return names
+
+
+def unique(stem: str, *taken: Container[str]) -> str:
+    """``stem_1``, ``stem_2`` ...: the first that nobody has."""
+    number = 1
+    while any(f"{stem}_{number}" in names for names in taken):
+        number += 1
+    return f"{stem}_{number}"
+
+
+def _word(atom: object) -> str:
+    return re.sub(r"\W", "_", str(atom))

@@ -1,0 +1,132 @@
+"""The order of parts: a stable topological sort over data and effects, and an error that prints the circle."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+
+from torch.fx import Node
+
+from splitkit.dataflow import Dataflow, reads
+from splitkit.errors import CycleError
+from splitkit.plan import HOST, PartKey, Plan
+
+Unit = tuple[PartKey, Node | None]
+"""What the parent graph runs in one step: a part ``(key, None)``, or one of the host's own nodes ``(HOST, node)``."""
+
+Needs = dict[Unit, dict[Unit, tuple[Node, Node]]]
+"""unit -> the units that it waits for, each with one edge (producer, reader) that shows why."""
+
+
+def unit_of(node: Node, key: PartKey) -> Unit:
+    """The step of the parent in which part ``key`` computes ``node``."""
+    return (key, node if key is HOST else None)
+
+
+def part_order(flow: Dataflow, plan: Plan) -> list[Unit]:
+    """The units of a *complete* or partial plan in an order that respects data and effects.
+
+    Among those that are ready, the one whose first node came first in the graph runs first (Kahn's algorithm with a
+    heap), so the order is the same in every process.
+
+    Raises:
+        CycleError: SK203 when parts depend on each other in a circle.
+    """
+    needs, first = _needs(flow, plan)
+    waits = {unit: len(before) for unit, before in needs.items()}
+    users: dict[Unit, list[Unit]] = {}
+    for unit, before in needs.items():
+        for other in before:
+            users.setdefault(other, []).append(unit)
+    position = {unit: i for i, unit in enumerate(needs)}
+    ready = [(first[u], position[u], u) for u, count in waits.items() if not count]
+    heapq.heapify(ready)
+    order: list[Unit] = []
+    while ready:
+        unit = heapq.heappop(ready)[2]
+        order.append(unit)
+        for user in users.get(unit, ()):
+            waits[user] -= 1
+            if not waits[user]:
+                heapq.heappush(ready, (first[user], position[user], user))
+    if len(order) < len(needs):
+        raise _circle({u: before for u, before in needs.items() if waits[u]})
+    return order
+
+
+def _needs(flow: Dataflow, plan: Plan) -> tuple[Needs, dict[Unit, int]]:
+    needs: Needs = {}
+    first: dict[Unit, int] = {}
+    for node, position in flow.index.items():
+        if node not in flow.scope:  # a state op
+            continue
+        default = () if node.op == "get_attr" else plan.places.get(flow.producer(node), (HOST,))
+        for key in plan.places.get(node, default):
+            unit = unit_of(node, key)
+            first.setdefault(unit, position)
+            before = needs.setdefault(unit, {})
+            for read in reads(node):
+                _add(before, unit, unit_of(read, _source(flow, plan, read, key)), (read, node))
+            for earlier in flow.after.get(node, ()):  # an effect waits for every copy
+                for other in plan.places.get(earlier, (HOST,)):
+                    _add(before, unit, unit_of(earlier, other), (earlier, node))
+    return needs, first
+
+
+def _source(flow: Dataflow, plan: Plan, read: Node, key: PartKey) -> PartKey:
+    if read in plan.places:
+        return plan.source(read, key)
+    return key if read.op == "get_attr" else plan.source(flow.producer(read), key)
+
+
+def _add(before: dict[Unit, tuple[Node, Node]], unit: Unit, other: Unit, edge: tuple[Node, Node]) -> None:
+    if other != unit:
+        before.setdefault(other, edge)
+
+
+def _circle(left: Mapping[Unit, Mapping[Unit, tuple[Node, Node]]]) -> CycleError:
+    """The error that prints one shortest circle among the units that never became ready."""
+    loop = _shortest_loop({u: [b for b in before if b in left] for u, before in left.items()})
+    pairs = list(zip(loop, [*loop[1:], loop[0]], strict=True))
+    edges = [left[a][b] for a, b in pairs]
+    lines = [
+        f"    {_name(a)} waits for {_name(b)}: {reader.name} {_verb(reader, producer)} {producer.name}"
+        for (a, b), (producer, reader) in zip(pairs, edges, strict=True)
+    ]
+    return CycleError(
+        "SK203",
+        "parts depend on each other in a circle:\n" + "\n".join(lines),
+        "Give these nodes one part, or let splitkit.refine(flow, plan) visit a part several times.",
+        dict.fromkeys(n for edge in edges for n in edge),
+    )
+
+
+def _shortest_loop(graph: Mapping[Unit, list[Unit]]) -> list[Unit]:
+    """Walk until a unit repeats, then shorten by breadth-first search from it back to itself."""
+    unit = next(u for u, before in graph.items() if before)
+    seen: set[Unit] = set()
+    while unit not in seen:
+        seen.add(unit)
+        unit = graph[unit][0]
+    parent: dict[Unit, Unit] = {}
+    queue = [unit]
+    for current in queue:
+        for before in graph[current]:
+            if before == unit:
+                loop = [current]
+                while loop[-1] != unit:
+                    loop.append(parent[loop[-1]])
+                return loop[::-1]
+            if before not in parent:
+                parent[before] = current
+                queue.append(before)
+    raise AssertionError("a unit that never became ready lies on no circle")
+
+
+def _name(unit: Unit) -> str:
+    key, node = unit
+    return f"the host's node {node.name}" if node is not None else f"part {key!r}"
+
+
+def _verb(reader: Node, producer: Node) -> str:
+    return "reads" if producer in reader.all_input_nodes else "must run after the effect or read of"

@@ -1,0 +1,197 @@
+"""The plan: immutable data that maps every node to the parts that compute it, its home first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from splitkit.costs import Costs
+from splitkit.dataflow import Dataflow
+from splitkit.errors import PlanError, PolicyError
+
+PartKey = Hashable
+"""What names a part: ``0``, ``"backward"``, ``("cuda:0", 3)``."""
+
+HOST: PartKey = None
+"""The part that stays behind: the parent graph itself."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is known of a part besides its nodes.
+
+    Attributes:
+        key: its name.
+        device: where it should run; the engine moves nothing, the runtime does.
+        call: ``"plain"``, or ``"checkpoint"`` to keep only its inputs for backward and run it again there
+            (`torch.utils.checkpoint`).
+    """
+
+    key: PartKey
+    device: torch.device | None = None
+    call: Literal["plain", "checkpoint"] = "plain"
+
+
+@dataclass(frozen=True)
+class Plan(Mapping[Node, tuple[PartKey, ...]]):
+    """Node -> the parts that compute it, home first. More than one part means copies.
+
+    A part reads its own copy of a value if it has one, else the home's copy. Nodes that a plan leaves out stay in
+    `HOST`. Only placeable nodes count (``Dataflow.nodes``): inputs and the output are the host's, attributes are
+    with each of their readers, and the members of a tuple are with the node that makes it.
+
+    Attributes:
+        places: the mapping.
+        parts: what is known of each part, in the order of their first node; `HOST` is not among them.
+        note: what made the plan and what it claims.
+    """
+
+    places: Mapping[Node, tuple[PartKey, ...]]
+    parts: Mapping[PartKey, Part] = field(default_factory=dict)
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        parts = dict(self.parts)
+        for node, keys in self.places.items():
+            if not isinstance(keys, tuple) or not keys or len(set(keys)) < len(keys):
+                raise PlanError(
+                    "SK205",
+                    f"{node} is placed in {keys!r}; a place is a tuple of different parts, home first",
+                    "Use Plan.of({node: part}) to give each node one part.",
+                    [node],
+                )
+            for key in keys:
+                if key is not HOST and key not in parts:
+                    parts[key] = Part(key)
+        object.__setattr__(self, "parts", parts)
+
+    def __getitem__(self, node: Node) -> tuple[PartKey, ...]:
+        return self.places[node]
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @classmethod
+    def of(cls, labels: Mapping[Node, PartKey | list[PartKey]], note: str = "") -> Plan:
+        """A plan from one label a node; a *list* of labels means copies, home first."""
+        places = {n: tuple(label) if isinstance(label, list) else (label,) for n, label in labels.items()}
+        return cls(places, note=note)
+
+    def home(self, node: Node) -> PartKey:
+        """The part whose copy others read."""
+        keys = self.places.get(node)
+        return keys[0] if keys else HOST
+
+    def source(self, node: Node, reader: PartKey) -> PartKey:
+        """Where part ``reader`` takes the value of ``node`` from: its own copy if it has one, else the home's."""
+        keys = self.places.get(node, (HOST,))
+        return reader if reader in keys else keys[0]
+
+    def members(self, key: PartKey) -> tuple[Node, ...]:
+        """The nodes that part ``key`` computes."""
+        return tuple(n for n, keys in self.places.items() if key in keys)
+
+    def place(self, changes: Mapping[Node, tuple[PartKey, ...]]) -> Plan:
+        """The plan with some nodes placed elsewhere."""
+        return replace(self, places={**self.places, **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON-ready data, by node name; see `splitkit.planfile`."""
+        from splitkit import planfile
+
+        return planfile.to_dict(self)
+
+    @staticmethod
+    def from_dict(graph: fx.Graph, data: Mapping[str, Any]) -> Plan:
+        """The inverse of `to_dict` for the same graph (SK501, SK502, SK503 otherwise)."""
+        from splitkit import planfile
+
+        return planfile.from_dict(graph, data)
+
+    def save(self, path: str) -> None:
+        """Write the plan as JSON, atomically."""
+        from splitkit import planfile
+
+        planfile.write(path, self.to_dict())
+
+    @staticmethod
+    def load(path: str, graph: fx.Graph) -> Plan:
+        """Read a plan that was made for ``graph``; runs no code from the file."""
+        from splitkit import planfile
+
+        return planfile.from_dict(graph, planfile.read(path))
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """Decides which part computes which node. A policy is a frozen dataclass that carries its own parameters."""
+
+    def assign(self, flow: Dataflow, costs: Costs) -> Plan:
+        """Return the plan for a graph."""
+        ...
+
+
+PolicyLike = Policy | Plan | Mapping[Any, Any] | Callable[[Node], PartKey]
+
+
+def as_plan(policy: PolicyLike, flow: Dataflow, costs: Costs) -> Plan:
+    """Turn what people have at hand into a plan.
+
+    Args:
+        policy: a `Policy`, a `Plan`, a mapping of nodes or node names to parts (what it leaves out stays in the
+            host), or a callable ``node -> part``. The callable is called exactly once for every node but inputs,
+            attributes and the output, in graph order; its answers for state ops and tuple members are not used.
+        flow: facts about the graph.
+        costs: prices for the policy.
+
+    Raises:
+        PolicyError: SK301 when ``policy`` is none of these.
+        PlanError: SK201 or SK204 when it names nodes of another graph.
+    """
+    if isinstance(policy, Plan):
+        return policy
+    if isinstance(policy, Mapping):
+        return _from_mapping(policy, flow)
+    if isinstance(policy, Policy):
+        return policy.assign(flow, costs)
+    if callable(policy) and not isinstance(policy, type):
+        asked = (n for n in flow.index if n.op not in ("placeholder", "get_attr", "output"))
+        answers = {n: policy(n) for n in asked}
+        return Plan.of({n: key for n, key in answers.items() if flow.is_placeable(n)}, note="a callback")
+    raise PolicyError(
+        "SK301",
+        f"{policy!r} is not a policy",
+        "Pass a policy such as splitkit.policies.Stages(4), a Plan, a mapping of node names to parts, "
+        "or a function from a node to its part.",
+    )
+
+
+def _from_mapping(labels: Mapping[Any, Any], flow: Dataflow) -> Plan:
+    by_name = {n.name: n for n in flow.index}
+    found: dict[Node, Any] = {}
+    for item, label in labels.items():
+        node = item if isinstance(item, Node) else by_name.get(item)
+        if node is None or node not in flow.index:
+            raise PlanError(
+                "SK204",
+                f"the mapping names {str(item)!r}, which is no node of the graph{_nearest(str(item), by_name)}",
+                "Map nodes, or the names in [n.name for n in gm.graph.nodes].",
+                [item],
+            )
+        found[node] = label
+    return Plan.of({n: found[n] for n in flow.nodes if n in found}, note="a mapping")
+
+
+def _nearest(name: str, names: Mapping[str, Node]) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, names, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

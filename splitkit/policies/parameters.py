@@ -1,0 +1,22 @@
+"""Checks of the parameters that policies share."""
+
+from __future__ import annotations
+
+from splitkit.dataflow import Dataflow
+from splitkit.errors import NoPlanError, PolicyError
+
+
+def positive(policy: object, name: str, value: object) -> None:
+    """Raise SK302 unless ``value`` is an int above zero."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise PolicyError("SK302", f"{type(policy).__name__}({name}={value!r})", f"{name} must be a whole number >= 1.")
+
+
+def enough_nodes(flow: Dataflow, parts: int) -> None:
+    """Raise SK303 if the graph has fewer placeable nodes than ``parts``."""
+    if len(flow.nodes) < parts:
+        raise NoPlanError(
+            "SK303",
+            f"{parts} parts were asked for, but the graph has only {len(flow.nodes)} nodes to place",
+            f"Ask for at most {len(flow.nodes)}." if flow.nodes else "Capture a model that computes something.",
+        )

@@ -1,0 +1,30 @@
+"""Deal nodes out in turn: a baseline, and a torture test for the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from splitkit.costs import Costs
+from splitkit.dataflow import Dataflow
+from splitkit.plan import Plan
+from splitkit.policies.parameters import positive
+from splitkit.rewrite import refine
+
+
+@dataclass(frozen=True)
+class RoundRobin:
+    """Deal the nodes out to ``n`` labels in turn; a label is visited as often as the graph demands.
+
+    Attributes:
+        n: how many labels.
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        positive(self, "n", self.n)
+
+    def assign(self, flow: Dataflow, costs: Costs) -> Plan:
+        """Deal, then refine into visits ``(label, number)``."""
+        dealt = {node: i % self.n for i, node in enumerate(flow.nodes)}
+        return refine(flow, Plan.of(dealt, note=f"round robin over {self.n} labels"))

@@ -1,0 +1,159 @@
+"""Rewrites: functions that take a plan and return a plan. They never touch the graph."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Hashable, Iterator
+from dataclasses import replace
+
+from torch.fx import Node
+
+from splitkit.dataflow import Dataflow, reads
+from splitkit.errors import PlanError
+from splitkit.order import part_order
+from splitkit.plan import HOST, Part, PartKey, Plan
+
+Copy = tuple[Node, PartKey]  # a node as one part computes it
+
+
+def rematerialize(flow: Dataflow, plan: Plan, into: PartKey, keep: Collection[Node] = ()) -> Plan:
+    """Copy into a part what it reads, transitively, instead of sending it.
+
+    Recompute (``into`` is backward), replication (cheap nodes) and checkpointing (``keep`` is the segment's border)
+    are this one rewrite. It stops at ``keep``, at the host and its inputs, and at nodes that may run only once::
+
+        part 0: a -> b -> c ──c──> part 1: d        part 0: a ──a──> part 1: b' -> c' -> d
+                                              ==>           └ b -> c    keep = [a]
+
+    Args:
+        flow: facts about the graph.
+        plan: the plan.
+        into: the part that receives the copies.
+        keep: nodes that it goes on reading from their home.
+    """
+    stop = {flow.producer(n) for n in keep}
+    places = dict(plan.places)
+    stack = [r for n in plan.members(into) for r in flow.inputs(n)]
+    while stack:
+        node = stack.pop()
+        keys = places.get(node, (HOST,))
+        if into in keys or keys == (HOST,) or node in stop or node in flow.once:
+            continue
+        places[node] = (*keys, into)
+        stack += flow.inputs(node)
+    return replace(plan, places=places)
+
+
+def prune(flow: Dataflow, plan: Plan) -> Plan:
+    """Drop copies that nobody reads. If the home's copy is among them, the first copy that is read becomes the home.
+
+    A node that nobody reads at all keeps its home.
+    """
+    live: set[Copy] = set()
+    stack = list(_roots(flow, plan))
+    while stack:
+        node, key = stack.pop()
+        if (node, key) not in live:
+            live.add((node, key))
+            stack += [(r, plan.source(r, key)) for r in flow.inputs(node)]
+    changes = {}
+    for node, keys in plan.items():
+        kept = tuple(k for k in keys if (node, k) in live) or keys[:1]
+        if kept != keys:
+            changes[node] = kept
+    return plan.place(changes)
+
+
+def _roots(flow: Dataflow, plan: Plan) -> Iterator[Copy]:
+    """What must run: effects where they are, and what the output and the host read."""
+    for node in flow.index:
+        if node in flow.once:
+            yield from ((node, key) for key in plan.places.get(node, (HOST,)))
+        elif node.op == "output" or (flow.is_placeable(node) and HOST in plan.places.get(node, (HOST,))):
+            yield node, HOST
+
+
+def refine(flow: Dataflow, plan: Plan) -> Plan:
+    """Turn any labels into an acyclic plan: part ``label`` becomes its visits ``(label, 0), (label, 3) ...``.
+
+    A list schedule: a visit takes every node of its label that is ready, and all that becomes ready by that; then
+    the label of the earliest ready node gets the next visit. The number grows on every crossing, so the parts cannot
+    depend on each other in a circle::
+
+        labels  a0 b0 a1 b1, a1 reads b0    ==>    (a,0): a0   (b,1): b0 b1   (a,2): a1
+
+    Works on plans with copies; nodes in the host stay there. Linear in nodes and edges (times a logarithm).
+    """
+    visit: dict[Copy, PartKey] = {}
+    for number, copy in _schedule(flow, plan):
+        visit[copy] = HOST if copy[1] is HOST else (copy[1], number)
+    places = {node: tuple(visit[node, key] for key in keys) for node, keys in plan.items()}
+    order = sorted({k for keys in places.values() for k in keys if k is not HOST}, key=_visit_number)
+    parts = {key: replace(plan.parts[key[0]], key=key) for key in order}  # type: ignore[index]
+    return Plan(places, parts, plan.note)
+
+
+def _visit_number(key: Hashable) -> int:
+    assert isinstance(key, tuple)
+    return int(key[1])
+
+
+def _schedule(flow: Dataflow, plan: Plan) -> Iterator[tuple[int, Copy]]:
+    """Every copy with the number of its visit, in an order that respects data and effects."""
+    waits, users = _dependences(flow, plan)
+    ready: dict[PartKey, list[tuple[int, Node]]] = {}
+
+    def push(node: Node, key: PartKey) -> None:
+        heapq.heappush(ready.setdefault(key, []), (flow.index[node], node))
+
+    for (node, key), count in waits.items():
+        if not count:
+            push(node, key)
+    number = -1
+    while any(ready.values()):
+        label = min((k for k in ready if ready[k]), key=lambda k: (k is not HOST, ready[k][0][0]))
+        number += label is not HOST
+        while ready[label]:
+            _, node = heapq.heappop(ready[label])
+            yield number, (node, label)
+            for user in users.get((node, label), ()):
+                waits[user] -= 1
+                if not waits[user]:
+                    push(*user)
+
+
+def _dependences(flow: Dataflow, plan: Plan) -> tuple[dict[Copy, int], dict[Copy, list[Copy]]]:
+    """For each copy, how many copies it waits for; and who waits for it."""
+    waits: dict[Copy, int] = {}
+    users: dict[Copy, list[Copy]] = {}
+    for node in flow.nodes:
+        for key in plan.places.get(node, (HOST,)):
+            # The home too: a later visit of this label no longer has the copy and reads the home's.
+            before = {(d, k) for d in flow.inputs(node) for k in (plan.source(d, key), plan.home(d))}
+            for d in flow.after[node]:  # an effect waits for every copy
+                before |= {(d, k) for k in plan.places.get(d, (HOST,))}
+            waits[node, key] = len(before)
+            for copy in before:
+                users.setdefault(copy, []).append((node, key))
+    return waits, users
+
+
+def merge(flow: Dataflow, plan: Plan, into: PartKey, other: PartKey) -> Plan:
+    """Join part ``other`` into part ``into``.
+
+    Raises:
+        CycleError: SK203 when the joined part would depend on itself through a third one.
+        PlanError: SK206 when a part of that name does not exist.
+    """
+    for key in (into, other):
+        if key not in plan.parts:
+            raise PlanError("SK206", f"the plan has no part {key!r}", f"Its parts are {list(plan.parts)}.")
+    moved = {
+        node: tuple(dict.fromkeys(into if k == other else k for k in keys))
+        for node, keys in plan.items()
+        if other in keys
+    }
+    parts: dict[PartKey, Part] = {k: p for k, p in plan.parts.items() if k != other}
+    joined = replace(plan, places={**plan.places, **moved}, parts=parts)
+    part_order(flow, joined)
+    return joined

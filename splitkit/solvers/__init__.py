@@ -1,0 +1,1 @@
+"""Pure algorithms over arrays: numpy and scipy, no torch."""

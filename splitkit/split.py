@@ -1,0 +1,183 @@
+"""Split a graph by a policy: plan, complete, check, cut, emit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+from torch.fx import Node
+
+from splitkit.complete import check, complete
+from splitkit.costs import Costs, default
+from splitkit.cut import Subgraph, cut
+from splitkit.dataflow import Dataflow, analyze
+from splitkit.emit import Emitted, emit
+from splitkit.errors import PolicyError
+from splitkit.names import Style
+from splitkit.order import part_order
+from splitkit.plan import PartKey, Plan, PolicyLike, as_plan
+
+
+@dataclass(frozen=True)
+class Split:
+    """A graph that was split. Calling it runs it like the original.
+
+    Attributes:
+        module: the parent; its children are the parts.
+        plan: the complete plan: a place for every node.
+        flow: the facts about the original graph.
+        subgraphs: part -> what it computes, takes and gives, in the order of execution.
+        parts: part -> its module, in the order of execution.
+        qualified_names: name of every parameter and buffer in `module` -> its name in the original.
+        copies: part (and `HOST`) -> the original nodes that it computes -> their copies.
+    """
+
+    module: fx.GraphModule
+    plan: Plan
+    flow: Dataflow
+    subgraphs: Mapping[PartKey, Subgraph]
+    parts: Mapping[PartKey, fx.GraphModule]
+    qualified_names: Mapping[str, str]
+    copies: Mapping[PartKey, Mapping[Node, Node]]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the parts in order; takes and returns what the original does."""
+        return self.module(*args, **kwargs)
+
+    @cached_property
+    def locations(self) -> Mapping[str, tuple[str, ...]]:
+        """The inverse of `qualified_names`: a name in the original -> its names in `module`."""
+        where: dict[str, tuple[str, ...]] = {}
+        for name, original in self.qualified_names.items():
+            where[original] = (*where.get(original, ()), name)
+        return where
+
+    @cached_property
+    def shared(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of names in `module` that are one Parameter in several parts.
+
+        In one process autograd sums its gradients; across processes their gradients must be all-reduced.
+        """
+        groups: dict[int, list[str]] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            groups.setdefault(id(parameter), []).append(name)
+        return tuple(tuple(names) for names in groups.values() if len({n.split(".")[0] for n in names}) > 1)
+
+
+def plan(gm: fx.GraphModule, policy: PolicyLike, costs: Costs | None = None) -> Plan:
+    """Decide which part computes which node, and check that the decision can be carried out.
+
+    Args:
+        gm: the graph; it is only read.
+        policy: a policy, a plan, a mapping of nodes or names to parts, or a function from a node to its part.
+        costs: prices; FLOPs by default, or one unit a node where the graph has no ``meta["val"]``.
+
+    Raises:
+        SplitError: see `splitkit.policies` for what policies refuse; PlanError when the plan cannot be right.
+    """
+    flow = analyze(gm)
+    decided = as_plan(policy, flow, costs or default(gm))
+    whole = complete(flow, decided)
+    check(flow, whole)
+    part_order(flow, whole)
+    return decided
+
+
+def split(
+    gm: fx.GraphModule,
+    policy: PolicyLike,
+    *,
+    costs: Costs | None = None,
+    parameters: Literal["own", "hoist"] = "own",
+) -> Split:
+    """Split a graph into parts.
+
+    Args:
+        gm: the graph; it is left as it is. Parameters, buffers and modules are shared with it, not copied.
+        policy: a policy, a plan, a mapping of nodes or names to parts, or a function from a node to its part.
+        costs: prices; FLOPs by default, or one unit a node where the graph has no ``meta["val"]``.
+        parameters: ``"own"``: each part holds the parameters it reads under their original names; ``"hoist"``: the
+            parent holds them and passes them in.
+
+    Raises:
+        GraphError: the graph cannot be analysed (SK1xx).
+        PlanError: the plan cannot be right: copies of what may run once (SK202), a circle of parts (SK203) ...
+        PolicyError: the policy refuses (SK3xx).
+    """
+    if parameters not in ("own", "hoist"):
+        raise PolicyError("SK302", f"parameters={parameters!r} is not known", "Use 'own' or 'hoist'.")
+    flow = analyze(gm)
+    return _split(flow, as_plan(policy, flow, costs or default(gm)), parameters)
+
+
+def _split(flow: Dataflow, decided: Plan, parameters: Literal["own", "hoist"]) -> Split:
+    whole = complete(flow, decided, parameters)
+    check(flow, whole)
+    units = cut(flow, whole)
+    emitted = emit(flow, whole, units, Style())
+    subgraphs = {u.key: u for u in units if isinstance(u, Subgraph)}
+    return Split(emitted.module, whole, flow, subgraphs, emitted.parts, _qualified_names(emitted), emitted.copies)
+
+
+def _qualified_names(emitted: Emitted) -> dict[str, str]:
+    """Every parameter and buffer of the split module -> its original name."""
+    names: dict[str, str] = {}
+    for part, attributes in emitted.attributes.items():
+        owner = emitted.module.get_submodule(part)
+        prefix = f"{part}." if part else ""
+        for name, original in attributes.items():
+            value = owner
+            for atom in name.split("."):
+                value = getattr(value, atom)
+            if isinstance(value, nn.Module):  # a called module, or the body of a higher-order op
+                inner = [n for n, _ in value.named_parameters(remove_duplicate=False)]
+                inner += [n for n, _ in value.named_buffers(remove_duplicate=False)]
+                names |= {f"{prefix}{name}.{n}": f"{original}.{n}" for n in inner}
+            elif isinstance(value, torch.Tensor):
+                names[f"{prefix}{name}"] = original
+    return names
+
+
+def split_module(
+    m: fx.GraphModule,
+    root_m: nn.Module | None,
+    split_callback: PolicyLike | Callable[[Node], PartKey],
+    qualname_map: dict[str, str] | None = None,
+    keep_original_order: bool = False,
+    keep_original_node_name: bool = False,
+    keep_original_input_name: bool = True,
+    *,
+    partition_affix: str | None = None,
+    tuple_return: bool = False,
+) -> fx.GraphModule:
+    """Split a graph with the signature of ``torch.fx.passes.split_module.split_module``.
+
+    Parameters and buffers stay in the parent and are passed in; called modules move into their part as ``a_b``. What
+    differs from torch: ``split_callback`` may be anything that `split` takes and is called once a node; parts run in
+    the order of their first node as far as data and effects allow, whatever ``keep_original_order`` says; node names
+    are always kept.
+
+    Args:
+        m: the graph; it is left as it is.
+        root_m: ignored, as in torch; the attributes of ``m`` are used.
+        split_callback: node -> part id, any hashable; ``None`` leaves a node in the parent.
+        qualname_map: filled with names of moved modules -> their original names.
+        keep_original_order: accepted for compatibility.
+        keep_original_node_name: accepted for compatibility.
+        keep_original_input_name: name the inputs of parts after their values, else ``arg_0`` ...
+        partition_affix: ``submod_<affix>_<id>``.
+        tuple_return: parts with one output return a tuple.
+    """
+    flow = analyze(m)
+    style = Style(partition_affix, tuple_return, keep_original_input_name, flat_names=True)
+    whole = complete(flow, as_plan(split_callback, flow, default(m)), "hoist")
+    check(flow, whole)
+    emitted = emit(flow, whole, cut(flow, whole), style)
+    if qualname_map is not None:
+        for part, attributes in emitted.attributes.items():
+            qualname_map |= {f"{part}.{name}": original for name, original in attributes.items() if part}
+    return emitted.module

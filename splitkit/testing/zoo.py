@@ -1,0 +1,315 @@
+"""A zoo of small models, one for each thing that makes splitting hard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from splitkit import _torch
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """A graph with inputs to run it on.
+
+    Attributes:
+        name: what it is.
+        graph: the graph; every call of `zoo` makes a new one.
+        inputs: positional inputs.
+        other_inputs: inputs of another size, for graphs with symbolic sizes.
+        tolerance: for gradients; a part boundary inside an autocast region may round weights again.
+    """
+
+    name: str
+    graph: fx.GraphModule
+    inputs: tuple[Any, ...]
+    other_inputs: tuple[Any, ...] | None = None
+    tolerance: float = 1e-4
+
+
+def zoo() -> Iterator[Specimen]:
+    """Every specimen, freshly made, with weights and inputs from a fixed seed."""
+    for make in _SPECIMENS:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            yield make()
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (..., width) -> the same."""
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class TiedLanguageModel(nn.Module):
+    """Embedding and head are one parameter; a long skip; a tuple op; a buffer."""
+
+    bias: Tensor
+
+    def __init__(self, width: int = 8, vocabulary: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(width) * 1.3)
+        self.register_buffer("bias", torch.randn(width))
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Shape (batch, time) -> logits and a half of the last state."""
+        x = self.embedding(ids)
+        skip = x * self.scale
+        for block in self.blocks:
+            x = block(x)
+        x = x + skip + self.bias
+        left, right = x.chunk(2, -1)
+        y = torch.cat([left * right, left + right], -1) * self.scale
+        return F.linear(y, self.embedding.weight), left
+
+
+class Mutating(nn.Module):
+    """BatchNorm statistics, a counter buffer, in-place ops, a write through a view that the base shows."""
+
+    counter: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("counter", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Shape (8, 8) -> the same, and a scalar."""
+        y = self.linear(x)
+        z = y.relu()
+        doubled = y * 2.0
+        doubled.add_(z)
+        normed = self.norm(doubled)
+        base = doubled + 1.0
+        view = base.view(4, 16)
+        view.select(0, 0).fill_(1.0)
+        self.counter.add_(1.0)
+        count = self.counter * 2.0
+        return normed + doubled + count, view.sum() + base.mean()
+
+
+class Skips(nn.Module):
+    """A U-shape: early values are read several parts later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.up = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (batch, 8) -> the same."""
+        skips = []
+        for layer in self.down:
+            x = layer(x).tanh()
+            skips.append(x)
+        for layer, skip in zip(self.up, reversed(skips), strict=True):
+            x = layer(x + skip).sigmoid()
+        return x
+
+
+class ManyOutputs(nn.Module):
+    """Ops that yield tuples, nested unpacking, and a dict output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(6, 6, batch_first=True)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        """Shape (batch, time, 6)."""
+        y, (h, c) = self.rnn(x)
+        a, b, d = y.split(2, -1)
+        values, indices = (a + b * d).topk(2, -1)
+        mean, largest = values.mean(), values.max(-1)
+        return {"state": [h, c], "top": (values * 2, indices), "both": largest.values + mean}
+
+
+class Dropouts(nn.Module):
+    """Two independent random towers: swapping them changes the numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(8, 8)
+        self.right = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (batch, 8) -> the same."""
+        a = F.dropout(self.left(x), 0.3, self.training)
+        b = F.dropout(self.right(x), 0.3, self.training)
+        return a * torch.rand_like(a) + b.sin()
+
+
+class Regions(nn.Module):
+    """Blocks under ``no_grad`` and autocast, which export turns into higher-order ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.b = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (batch, 8) -> the same."""
+        x = self.a(x)
+        with torch.no_grad():
+            frozen = self.b(x).cos()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.b(x) + self.a(x).relu()
+        return y.float() * frozen + x
+
+
+class Dynamic(nn.Module):
+    """The batch size is a symbol that ops compute with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (batch, time, 4) -> (batch, 4)."""
+        rows = x.shape[0] * x.shape[1]
+        y = self.a(x).reshape(rows, 4).relu()
+        z = torch.arange(rows, device=x.device).unsqueeze(1) * y / rows
+        return z.view(x.shape[0], x.shape[1], 4).sum(1)
+
+
+class Cache(nn.Module):
+    """A key-value cache: written by index, read as a whole, without a data edge between the two."""
+
+    keys: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(4, 4)
+        self.register_buffer("keys", torch.zeros(6, 4))
+
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        """Shapes (n, 4) and (n,) -> (n, 6)."""
+        with torch.no_grad():
+            self.keys.index_copy_(0, position, self.project(x))
+        turned = self.keys.t()  # made while tracing: a second attribute of the graph with the buffer's memory
+        return F.linear(x, self.keys).sin() + x @ turned
+
+
+def _scoped() -> fx.GraphModule:
+    """Autocast with a no_grad region inside and interleaved with its end, as a Dynamo backend sees them."""
+    graph = fx.Graph()
+    x, w = graph.placeholder("x"), graph.get_attr("w")
+    y = graph.call_function(torch.mm, (x, w))
+    outer = graph.call_function(_torch.ENTER_AUTOCAST, ("cpu", torch.bfloat16, True, None))
+    y = graph.call_function(torch.mm, (y, w))
+    z = graph.call_function(torch.relu, (y,))
+    graph.call_function(_torch.SET_GRAD, (False,))
+    frozen = graph.call_function(torch.mm, (z, w))
+    inner = graph.call_function(_torch.ENTER_AUTOCAST, ("cpu", torch.bfloat16, False, None))
+    frozen = graph.call_function(torch.mul, (frozen, 2.0))
+    graph.call_function(_torch.SET_GRAD, (True,))
+    exact = graph.call_function(torch.mm, (graph.call_function(torch.Tensor.float, (z,)), w))
+    graph.call_function(_torch.EXIT_AUTOCAST, (inner,))
+    z = graph.call_function(torch.mm, (z, w))
+    z = graph.call_function(torch.add, (z, frozen))
+    graph.call_function(_torch.SET_GRAD, (False,))
+    graph.call_function(_torch.EXIT_AUTOCAST, (outer,))
+    late = graph.call_function(torch.mm, (exact, w))
+    graph.call_function(_torch.SET_GRAD, (True,))
+    z = graph.call_function(torch.mm, (graph.call_function(torch.Tensor.float, (z,)), w))
+    graph.output((graph.call_function(torch.add, (z, late)), graph.call_function(torch.sin, (exact,))))
+    root = nn.Module()
+    root.w = nn.Parameter(torch.randn(6, 6))
+    return fx.GraphModule(root, graph)
+
+
+def _inference() -> fx.GraphModule:
+    """An inference-mode region with a record_function region around it."""
+    graph = fx.Graph()
+    x, w = graph.placeholder("x"), graph.get_attr("w")
+    outer = graph.call_function(_torch.ENTER_RECORD, ("block", None))
+    y = graph.call_function(torch.mm, (x, w))
+    inner = graph.call_function(_torch.ENTER_INFERENCE, (True,))
+    a = graph.call_function(torch.sin, (x,))
+    b = graph.call_function(torch.cos, (a,))
+    graph.call_function(_torch.EXIT_INFERENCE, (inner,))
+    c = graph.call_function(torch.clone, (b,))
+    graph.call_function(_torch.EXIT_RECORD, (outer,))
+    graph.output((graph.call_function(torch.add, (y, c)), a))
+    root = nn.Module()
+    root.w = nn.Parameter(torch.randn(6, 6))
+    return fx.GraphModule(root, graph)
+
+
+def _exported(model: nn.Module, *inputs: Any, dynamic_shapes: Any = None) -> fx.GraphModule:
+    """Export without cleaning up: guards off, region ops left as higher-order ops."""
+    program = torch.export.export(model, inputs, dynamic_shapes=dynamic_shapes, strict=False)
+    return program.module(check_guards=False)  # type: ignore[return-value]
+
+
+def _make_fx(model: nn.Module, *inputs: Any) -> fx.GraphModule:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(lambda *xs: model(*xs), pre_dispatch=True)(*inputs)  # type: ignore[no-any-return]
+
+
+def _dynamo(model: nn.Module, *inputs: Any) -> fx.GraphModule:
+    """The graph that a Dynamo backend receives: parameters are placeholders."""
+    caught: list[fx.GraphModule] = []
+
+    def backend(gm: fx.GraphModule, example: list[Any]) -> Callable[..., Any]:
+        caught.append(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend)(*inputs)
+    return caught[0]
+
+
+def _dynamo_specimen() -> Specimen:
+    model = Regions()
+    gm = _dynamo(model, torch.randn(3, 8))
+    values = [n.meta["example_value"] for n in gm.graph.nodes if n.op == "placeholder"]
+    return Specimen("dynamo backend", gm, tuple(torch.randn(v.shape).requires_grad_() for v in values), tolerance=1e-2)
+
+
+def _dynamic_specimen() -> Specimen:
+    x, other = torch.randn(2, 3, 4), torch.randn(5, 3, 4)
+    batch = torch.export.Dim("batch", min=2, max=64)
+    return Specimen("dynamic batch", _exported(Dynamic(), x, dynamic_shapes=({0: batch},)), (x,), (other,))
+
+
+def _ids() -> Tensor:
+    return torch.randint(0, 16, (2, 5))
+
+
+_SPECIMENS: tuple[Callable[[], Specimen], ...] = (
+    lambda: Specimen("tied language model", fx.symbolic_trace(TiedLanguageModel()), (_ids(),)),
+    lambda: Specimen("tied language model, exported", _exported(TiedLanguageModel(), _ids()), (_ids(),)),
+    lambda: Specimen("mutation", fx.symbolic_trace(Mutating()), (torch.randn(8, 8),)),
+    lambda: Specimen("mutation, exported", _exported(Mutating(), torch.randn(8, 8)), (torch.randn(8, 8),)),
+    lambda: Specimen("skips", fx.symbolic_trace(Skips()), (torch.randn(4, 8, requires_grad=True),)),
+    lambda: Specimen("many outputs", fx.symbolic_trace(ManyOutputs()), (torch.randn(2, 3, 6),)),
+    lambda: Specimen("many outputs, exported", _exported(ManyOutputs(), torch.randn(2, 3, 6)), (torch.randn(2, 3, 6),)),
+    lambda: Specimen("dropout", fx.symbolic_trace(Dropouts()), (torch.randn(4, 8),)),
+    lambda: Specimen("dropout, exported", _exported(Dropouts(), torch.randn(4, 8)), (torch.randn(4, 8),)),
+    lambda: Specimen("autocast and no_grad", _scoped(), (torch.randn(6, 6, requires_grad=True),), tolerance=1e-2),
+    lambda: Specimen("inference mode", _inference(), (torch.randn(6, 6),)),
+    lambda: Specimen("higher-order regions", _exported(Regions(), torch.randn(3, 8)), (torch.randn(3, 8),), None, 1e-2),
+    _dynamo_specimen,
+    _dynamic_specimen,
+    lambda: Specimen("make_fx", _make_fx(Mutating(), torch.randn(8, 8)), (torch.randn(8, 8),)),
+    lambda: Specimen(
+        "key-value cache", fx.symbolic_trace(Cache()), (torch.randn(2, 4), torch.tensor([1, 4]))
+    ),
+)

@@ -1,0 +1,129 @@
+"""Capture by ``torch.fx.symbolic_trace``: module calls stay whole, and shapes come from a run on fake tensors."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.13, 2.15
+from torch.fx import Node
+from torch.utils import _pytree as pytree  # 2.11, 2.13, 2.15
+
+
+def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.GraphModule:
+    """Trace ``model`` and give every node its ``meta["val"]``; nothing real is computed.
+
+    Inputs without tensors (flags, ``None``, left-out defaults) are constants of the graph: they keep their place in
+    the signature, and another value is refused.
+    """
+    signature = inspect.signature(model.forward)
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    constants = {
+        name: value
+        for name, value in bound.arguments.items()
+        if signature.parameters[name].kind not in variadic and not _has_tensor(value)
+    }
+    gm = fx.symbolic_trace(model, concrete_args=constants)
+    _fold_constants(gm, constants)
+    propagate(gm, bound.arguments)
+    _guard(_ConstantInputs(signature, constants), gm)
+    gm._register_deepcopy_hook(partial(_guard, _ConstantInputs(signature, constants)))  # 2.11, 2.13, 2.15
+    return gm
+
+
+def _guard(check: _ConstantInputs, gm: fx.GraphModule) -> None:
+    gm.register_forward_pre_hook(check, with_kwargs=True)
+
+
+def _has_tensor(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+
+
+def _fold_constants(gm: fx.GraphModule, constants: Mapping[str, Any]) -> None:
+    """Drop the checks that fx writes for constant inputs, and give these inputs their own names back (``y_1``: ``y``).
+
+    The checks would be nodes that a policy places; a hook on the module does their work.
+    """
+    inputs = gm.graph.find_nodes(op="placeholder")
+    for name, value in constants.items():
+        node = next((n for n in inputs if n.target in (name, f"{name}_1")), None)
+        if node is None:
+            continue
+        for user in reversed(list(_readers(node))):
+            gm.graph.erase_node(user)
+        node.target = name
+        node.meta["val"] = value
+    gm.graph.lint()
+    gm.recompile()
+
+
+def _readers(node: Node) -> dict[Node, None]:
+    """All nodes that depend on ``node``, in graph order; of a constant input: its check."""
+    found: dict[Node, None] = {}
+    for user in node.users:
+        found[user] = None
+        found.update(_readers(user))
+    return found
+
+
+def propagate(gm: fx.GraphModule, inputs: Mapping[str, Any]) -> None:
+    """Set ``meta["val"]`` on the nodes of ``gm`` by a run on fake tensors; ``inputs`` are real, by placeholder."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    values = [inputs[str(node.target).lstrip("*")] for node in gm.graph.find_nodes(op="placeholder")]
+    fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, values)
+    with mode, torch.no_grad():
+        _Shapes(gm, mode).run(*fakes, enable_io_processing=False)
+
+
+class _Shapes(fx.Interpreter):
+    """Runs a graph on fakes of its parameters and buffers, so that BatchNorm, say, counts no batch."""
+
+    def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.mode = mode
+
+    def run_node(self, n: Node) -> Any:
+        """Run ``n`` and note what it yields."""
+        result = super().run_node(n)
+        if n.op == "get_attr":
+            n.meta["val"] = result
+        elif n.op != "output":  # detached: later in-place changes of the shape are not this node's
+            n.meta["val"] = pytree.tree_map_only(FakeTensor, torch.Tensor.detach, result)
+        return result
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A fake of the attribute."""
+        value = operator.attrgetter(target)(self.module)
+        return self.mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call the module on fakes of what it owns."""
+        module = self.fetch_attr(target)
+        owned = dict([*module.named_parameters(), *module.named_buffers()])
+        fakes = {name: self.mode.from_tensor(value) for name, value in owned.items()}
+        return torch.func.functional_call(module, fakes, args, kwargs)
+
+
+class _ConstantInputs:
+    """Refuses another value for an input that was fixed at capture."""
+
+    def __init__(self, signature: inspect.Signature, constants: Mapping[str, Any]) -> None:
+        self.signature = signature
+        self.constants = dict(constants)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = self.signature.bind(*args, **kwargs).arguments
+        for name, value in self.constants.items():
+            if name in given and not _same(given[name], value):
+                raise RuntimeError(f"Expected input {name} to be {value!r}, as at capture, but got {given[name]!r}")
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and bool(a == b))

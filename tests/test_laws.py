@@ -1,0 +1,97 @@
+"""Every policy on every model of the zoo keeps every law."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from torch.fx import Node
+
+from splitkit import planfile
+from splitkit.costs import unit
+from splitkit.dataflow import analyze, module_path
+from splitkit.plan import Plan, Policy, as_plan
+from splitkit.policies import ByDevice, ByName, Random, RoundRobin, Stages
+from splitkit.rewrite import refine
+from splitkit.split import split
+from splitkit.testing import assert_legal, assert_same, zoo
+from splitkit.testing.oracle import assert_emitted_as_planned
+
+ZOO = {specimen.name: specimen for specimen in zoo()}
+
+
+class Mapped:
+    """A mapping by node name, refined: what a user's own policy does."""
+
+    def assign(self, flow, costs):
+        return refine(flow, as_plan({n.name: len(n.name) % 3 for n in flow.nodes}, flow, costs))
+
+
+class Half:
+    """Every other run of three nodes is left in the host."""
+
+    def assign(self, flow, costs):
+        return refine(flow, Plan.of({n: i // 3 % 2 for i, n in enumerate(flow.nodes) if i // 3 % 2}))
+
+
+def by_letter(node: Node) -> str:
+    return f"cuda:{len(node.name) % 2}"
+
+
+POLICIES: dict[str, Policy] = {
+    **{f"RoundRobin({n})": RoundRobin(n) for n in (1, 2, 3, 5)},
+    **{f"Stages({n})": Stages(n) for n in (1, 2, 3, 4)},
+    **{f"Random(seed={s})": Random(4, seed=s) for s in range(6)},
+    "ByDevice": ByDevice(by_letter),
+    "Mapped": Mapped(),
+    "Half": Half(),
+}
+
+
+@pytest.fixture(params=ZOO)
+def specimen(request):
+    return ZOO[request.param]
+
+
+@pytest.mark.parametrize("parameters", ["own", "hoist"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_split_runs_like_the_whole(specimen, policy, parameters):
+    made = split(specimen.graph, POLICIES[policy], costs=unit(specimen.graph), parameters=parameters)
+    assert_legal(made.flow, made.plan)
+    assert_emitted_as_planned(made)
+    for inputs in filter(None, (specimen.inputs, specimen.other_inputs)):
+        assert_same(specimen.graph, made, *inputs, tolerance=specimen.tolerance)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_input_graph_is_left_as_it_was(specimen, policy):
+    before = _picture(specimen.graph)
+    split(specimen.graph, POLICIES[policy], costs=unit(specimen.graph))
+    assert _picture(specimen.graph) == before
+
+
+def _picture(gm):
+    nodes = [(n, n.name, n.op, n.target, n.args, n.kwargs, list(n.users), dict(n.meta)) for n in gm.graph.nodes]
+    return gm.code, [repr(entry) for entry in nodes], sorted(gm.__dict__), {n: sorted(_fields(n)) for n in gm.graph.nodes}
+
+
+def _fields(node):
+    return [name for name in dir(node) if not name.startswith("__")]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_same_graph_and_policy_give_the_same_plan(specimen, policy):
+    flow, again = analyze(specimen.graph), analyze(specimen.graph)
+    costs = unit(specimen.graph)
+    first, second = POLICIES[policy].assign(flow, costs), POLICIES[policy].assign(again, costs)
+    assert json.dumps(first.to_dict()) == json.dumps(second.to_dict())
+    assert planfile.from_dict(specimen.graph.graph, first.to_dict()) == first
+
+
+def test_by_name_on_module_paths():
+    specimen = ZOO["tied language model, exported"]
+    policy = ByName({"embedding": "first", "blocks.[01]": "first", "blocks.2": "second"})
+    made = split(specimen.graph, policy)
+    assert list(made.parts) == ["first", "second"]
+    assert {module_path(n).split(".")[0] for n in made.subgraphs["second"].nodes if n.op != "get_attr"} == {"blocks"}
+    assert_same(specimen.graph, made, *specimen.inputs)

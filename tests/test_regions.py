@@ -1,0 +1,155 @@
+"""Inlined regions compute what the region ops computed, and leave the ambient state as it was."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from splitkit import scope
+from splitkit.capture import capture
+from splitkit.regions import inline_regions, is_wrapped
+
+
+class NoGrad(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.no_grad():
+            y = self.a(x)
+        return self.a(x) * y
+
+
+class Nested(NoGrad):
+    def forward(self, x):
+        with torch.no_grad():
+            y = self.a(x)
+            with torch.autocast("cpu", torch.bfloat16):
+                z = self.a(y)
+            with torch.enable_grad():
+                w = self.a(z.float())
+        return w + y
+
+
+class Whole(NoGrad):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            left, right = self.a(x).split([1, 3], 1)
+            with torch.autocast("cpu", enabled=False):
+                exact = self.a(x)
+        return left, right, exact, x
+
+
+class Cond(NoGrad):
+    def forward(self, x):
+        with torch.no_grad():
+            y = torch.cond(x.sum() > 0, lambda v: v + 1, lambda v: v - 1, (x,))
+        return self.a(y)
+
+
+MODELS = [NoGrad, Nested, Whole, Cond]
+
+
+def run(model, x):
+    model.zero_grad()
+    out = torch.utils._pytree.tree_leaves(model(x))
+    loss = sum(o.float().square().sum() for o in out)
+    if loss.requires_grad:
+        loss.backward()
+    return out, {k: p.grad for k, p in model.named_parameters() if p.grad is not None}
+
+
+def gm_with_region_ops(model, x):
+    return torch.export.export(model, (x,), strict=False).module()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_values_and_gradients(kind):
+    model, x = kind(), torch.randn(3, 4)
+    gm = capture(copy.deepcopy(model), x)
+    assert not any(is_wrapped(node) for node in gm.graph.nodes)
+    (want, want_grads), (got, got_grads) = run(model, x), run(gm, x)
+    assert len(want) == len(got) and all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    assert want_grads.keys() == got_grads.keys()
+    for name, grad in want_grads.items():
+        torch.testing.assert_close(got_grads[name], grad)
+    assert [o.requires_grad for o in got] == [o.requires_grad for o in want]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("grad", [True, False])
+def test_ambient_state_is_left_alone(kind, grad):
+    x = torch.randn(3, 4)
+    gm = capture(kind(), x)
+    with torch.set_grad_enabled(grad):
+        gm(x)
+        assert torch.is_grad_enabled() is grad
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_scopes_read_the_regions(kind):
+    gm = capture(kind(), torch.randn(3, 4))
+    scopes, final = scope.scopes(gm.graph)
+    assert final == scope.NEUTRAL
+    assert any(s != scope.NEUTRAL for s in scopes.values())
+
+
+def test_meta_of_the_body_is_kept_and_the_body_is_gone():
+    x = torch.randn(3, 4)
+    gm = capture(Nested(), x)
+    assert [name for name, _ in gm.named_children()] == ["a"]
+    linears = [n for n in gm.graph.nodes if n.target is torch.ops.aten.linear.default]
+    assert len(linears) == 3
+    assert [n.meta["val"].dtype for n in linears] == [torch.float32, torch.bfloat16, torch.float32]
+    for node in linears:
+        assert {"val", "nn_module_stack", "stack_trace"} <= node.meta.keys()
+
+
+def test_a_body_with_branches_keeps_them_under_free_names():
+    x = torch.randn(3, 4)
+    gm = capture(Cond(), x)
+    (cond,) = [n for n in gm.graph.nodes if n.target is torch.ops.higher_order.cond]
+    for branch in cond.args[1:3]:
+        assert isinstance(gm.get_submodule(branch.target), torch.fx.GraphModule)
+
+
+def test_a_shared_body_and_an_empty_region():
+    class Twice(NoGrad):
+        def forward(self, x):
+            with torch.no_grad():
+                pass
+            with torch.no_grad():
+                x = x + 1
+            return self.a(x)
+
+    x = torch.randn(3, 4)
+    gm = gm_with_region_ops(Twice(), x)
+    (wrapped,) = [n for n in gm.graph.nodes if is_wrapped(n)]
+    with gm.graph.inserting_before(next(iter(wrapped.users))):  # a second call of the same body
+        again = gm.graph.node_copy(wrapped, lambda n: n)
+    reader = next(iter(wrapped.users))
+    reader.args = (again, 0)
+    want = gm(x)
+    assert inline_regions(gm) is gm
+    assert torch.equal(gm(x), want)
+    assert len([n for n in gm.graph.nodes if n.target is torch.is_grad_enabled]) == 2
+
+
+def test_a_result_that_is_used_as_a_tuple():
+    x = torch.randn(3, 4)
+    gm = gm_with_region_ops(Whole(), x)
+    (wrapped,) = [n for n in gm.graph.nodes if is_wrapped(n)]
+    output = gm.graph.output_node()
+    output.args = ((wrapped, *output.args[0][1:]),)
+    gm.graph.eliminate_dead_code()
+    inline_regions(gm)
+    assert isinstance(gm.graph.output_node().args[0][0], tuple)
+
+
+def test_a_graph_without_regions_is_not_touched():
+    gm = torch.fx.symbolic_trace(nn.Linear(2, 2))
+    nodes = list(gm.graph.nodes)
+    assert list(inline_regions(gm).graph.nodes) == nodes
