@@ -1,1 +1,97 @@
-"""splitkit: split PyTorch graphs into parts, and prove that the parts do what the whole did."""
+"""splitkit: split PyTorch graphs into parts, and prove that the parts do what the whole did.
+
+>>> import splitkit as sk
+>>> gm = sk.capture(model, *inputs)
+>>> split = sk.split(gm, sk.policies.Stages(4))
+>>> split(*inputs)
+
+Names load on first use, so that ``import splitkit`` does not wait for torch.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from splitkit import costs as costs
+    from splitkit import policies as policies
+    from splitkit import testing as testing
+    from splitkit.capture import capture as capture
+    from splitkit.compare import Comparison as Comparison
+    from splitkit.compare import compare as compare
+    from splitkit.dataflow import Dataflow as Dataflow
+    from splitkit.dataflow import analyze as analyze
+    from splitkit.errors import CaptureError as CaptureError
+    from splitkit.errors import CheckError as CheckError
+    from splitkit.errors import CycleError as CycleError
+    from splitkit.errors import FileError as FileError
+    from splitkit.errors import GraphError as GraphError
+    from splitkit.errors import NoPlanError as NoPlanError
+    from splitkit.errors import PlanError as PlanError
+    from splitkit.errors import PolicyError as PolicyError
+    from splitkit.errors import SplitError as SplitError
+    from splitkit.plan import HOST as HOST
+    from splitkit.plan import Part as Part
+    from splitkit.plan import Plan as Plan
+    from splitkit.plan import Policy as Policy
+    from splitkit.report import report as report
+    from splitkit.rewrite import merge as merge
+    from splitkit.rewrite import prune as prune
+    from splitkit.rewrite import refine as refine
+    from splitkit.rewrite import rematerialize as rematerialize
+    from splitkit.split import Split as Split
+    from splitkit.split import plan as plan
+    from splitkit.split import split as split
+    from splitkit.split import split_module as split_module
+
+__version__ = "0.1.0"
+
+_ERRORS = ("CaptureError", "CheckError", "CycleError", "FileError", "GraphError", "NoPlanError", "PlanError")
+_HOME = {
+    "HOST": "plan",
+    "Comparison": "compare",
+    "Dataflow": "dataflow",
+    **dict.fromkeys((*_ERRORS, "PolicyError", "SplitError"), "errors"),
+    "Part": "plan",
+    "Plan": "plan",
+    "Policy": "plan",
+    "Split": "split",
+    "analyze": "dataflow",
+    "capture": "capture",
+    "compare": "compare",
+    "merge": "rewrite",
+    "plan": "split",
+    "prune": "rewrite",
+    "refine": "rewrite",
+    "rematerialize": "rewrite",
+    "report": "report",
+    "split": "split",
+    "split_module": "split",
+}
+_MODULES = ("costs", "policies", "testing")
+
+__all__ = [*_HOME, *_MODULES]  # noqa: PLE0604
+
+
+class _FrontDoor(ModuleType):
+    """Loads names late, and keeps ``splitkit.plan`` the function when the module ``splitkit/plan.py`` is imported."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _MODULES:
+            return import_module(f"{__name__}.{name}")
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        self.__dict__[name] = value
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = _FrontDoor

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree  # the tree that export uses; 2.11, 2.13, 2.15
+from torch.utils import _pytree as pytree  # the tree that export uses; checked on 2.13
 
 from splitkit.capture_errors import capture_error
 from splitkit.errors import CaptureError
@@ -31,6 +31,9 @@ def capture(
     one is seen by the other. Training mode, dropout, tied weights and module paths (``meta["nn_module_stack"]``) are
     kept; ``no_grad`` and ``autocast`` blocks become enter and exit nodes. Neither the model's buffers nor the random
     number generators are touched.
+
+    torch.export (2.13) loses a ``no_grad`` or ``autocast`` block that has a ``torch.cond`` inside: write the block
+    inside the branches.
 
     Python values among the inputs, and sizes unless ``dynamic``, are fixed at capture: the graph raises
     ``RuntimeError`` when it is called with others.
@@ -90,7 +93,7 @@ def _from_exported(program: ExportedProgram) -> fx.GraphModule:
 
 def _unlifted(program: ExportedProgram) -> fx.GraphModule:
     try:
-        return program.module(check_guards=False)  # 2.11, 2.13, 2.15
+        return program.module(check_guards=False)  # checked on 2.13
     except TypeError:
         return program.module()
 
@@ -113,7 +116,7 @@ def _keep_input_check(gm: fx.GraphModule) -> None:
     gm._forward_hooks.clear()
     gm._forward_hooks_always_called.clear()
     _add_input_check(getattr(gm, "range_constraints", {}), gm)
-    # Copies are made by GraphModule.__deepcopy__, which calls these: 2.11, 2.13, 2.15.
+    # Copies are made by GraphModule.__deepcopy__, which calls these: checked on 2.13.
     gm._register_deepcopy_hook(partial(_add_input_check, getattr(gm, "range_constraints", {})))
 
 
@@ -124,7 +127,7 @@ def _add_input_check(ranges: Any, gm: fx.GraphModule) -> None:
 
 def _check_inputs(gm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse inputs that differ from the example in structure, fixed sizes or Python values."""
-    from torch.export._unlift import _check_input_constraints_pre_hook  # 2.11, 2.13, 2.15
+    from torch.export._unlift import _check_input_constraints_pre_hook  # checked on 2.13
 
     _check_input_constraints_pre_hook(gm, args, kwargs)  # type: ignore[no-untyped-call]
 

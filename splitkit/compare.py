@@ -18,6 +18,8 @@ GRADIENT_TOLERANCE = 1e-4
 """Largest difference of a gradient, relative to the largest entry of the model's gradients in that tensor's dtype,
 that counts as rounding: sums of the same terms in another order."""
 
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -160,10 +162,10 @@ def _run(
         inputs = _Inputs((args, kwargs))
         args, kwargs = inputs.rebuilt
         before = _state(module, inputs.passed, renamed)
-        grad_mode = torch.is_grad_enabled()
+        ambient = _ambient()
         output = module(*args, **kwargs)
-        left_on = torch.is_grad_enabled()
-        torch.set_grad_enabled(grad_mode)
+        left = _ambient()
+        _set_ambient(ambient)
         leaves = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(output)[0]}
         outputs = {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in leaves.items()}
         own = loss is None and isinstance(getattr(output, "loss", None), Tensor)
@@ -172,7 +174,7 @@ def _run(
             value.backward()  # type: ignore[no-untyped-call]
         after = _state(module, inputs.passed, renamed)
         return _Run(
-            {**outputs, " grad mode afterwards": left_on},
+            {**outputs, **{f", {name} afterwards": value for name, value in left.items()}},
             _gradients(module, inputs.leaves, renamed),
             after,
             frozenset(n for n, v in after.items() if not _bitwise(before[n], v)),
@@ -212,21 +214,37 @@ def _untouched(module: nn.Module) -> Iterator[None]:
     """Run with empty gradients; put gradients, parameters and buffers back afterwards."""
     gradients = {p: p.grad for p in module.parameters()}
     values = {t: t.detach().clone() for t in (*module.parameters(), *module.buffers())}
-    grad_mode = torch.is_grad_enabled()
+    ambient = _ambient()
     for parameter in gradients:
         parameter.grad = None
     try:
         yield
     finally:
-        torch.set_grad_enabled(grad_mode)
+        _set_ambient(ambient)
         with torch.no_grad():
             for tensor, value in values.items():
-                if tensor.grad_fn is not None:  # a buffer that the model wrote a differentiable value into
-                    tensor.detach_()
-                if not torch.equal(tensor, value):
-                    tensor.copy_(value)
+                if tensor.grad_fn is not None and not tensor._is_view():
+                    tensor.detach_()  # a buffer that the model wrote a differentiable value into
+                if not _bitwise(tensor, value):
+                    tensor.data.copy_(value)
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
+
+
+def _ambient() -> dict[str, Any]:
+    """The state that a graph may leave changed for its caller."""
+    state: dict[str, Any] = {"grad mode": torch.is_grad_enabled()}
+    for device in _AUTOCAST_DEVICES:
+        state[f"autocast on {device}"] = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+    return state
+
+
+def _set_ambient(state: Mapping[str, Any]) -> None:
+    torch.set_grad_enabled(state["grad mode"])
+    for device in _AUTOCAST_DEVICES:
+        enabled, dtype = state[f"autocast on {device}"]
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
 
 
 def _weighted_sum(leaves: Mapping[str, Any]) -> Tensor | None:

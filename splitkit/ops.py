@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import Node
@@ -134,12 +135,12 @@ def _dropout(call: _Call, effects: Effects) -> Effects:
     p, train, first = call.get("p"), call.get("train", "training"), _first(call.node)
     active = _may(p) and _may(train)
     inplace = call.facts.name.endswith("_") or _may(call.get("inplace", default=False))
+    # 1d and 3d unsqueeze their input in place, whatever the mode
+    written = inplace and (_may(train) or call.facts.name.endswith("d"))
     # eval mode and p=0 return the input itself, whatever the schema says
     returns_input = inplace or _may_not(p) or _may_not(train)
     out = call.nodes("out")
-    return Effects(
-        (*out, *(first if active and inplace else ())), (*out, *(first if returns_input else ())), random=active
-    )
+    return Effects((*out, *(first if written else ())), (*out, *(first if returns_input else ())), random=active)
 
 
 def _native_dropout(call: _Call, effects: Effects) -> Effects:
@@ -179,6 +180,14 @@ def _random_samples(call: _Call, effects: Effects) -> Effects:
     return replace(effects, random=call.node.kwargs.get("_random_samples") is None)
 
 
+def _einsum(call: _Call, effects: Effects) -> Effects:
+    equation, *operands = call.node.args
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        operands = list(operands[0])
+    several = isinstance(equation, str) and len(operands) > 1
+    return effects if several else replace(effects, aliases=tuple(call.node.all_input_nodes))  # of one: a view
+
+
 def _always_random(call: _Call, effects: Effects) -> Effects:
     return replace(effects, random=True)
 
@@ -201,6 +210,8 @@ def _rule(name: str, names: Iterable[str]) -> Callable[[_Call, Effects], Effects
         return _embedding
     if name.startswith("fractional_max_pool") and "random_samples" not in names:
         return _random_samples
+    if name == "einsum":
+        return _einsum
     return _always_random if name == "gumbel_softmax" else None
 
 
@@ -302,7 +313,13 @@ def _members(packet: Any) -> list[OpOverload]:
 
 @cache
 def _packet_facts(packet: OpOverloadPacket) -> tuple[_Facts, ...]:
-    return tuple(_schema_facts(op) for op in _members(packet) if op.name() in _registered() and not _is_out(op))
+    registered = _registered()
+    return tuple(_schema_facts(op) for op in _members(packet) if _key(op) in registered and not _is_out(op))
+
+
+def _key(op: OpOverload) -> str:
+    schema = op._schema
+    return f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
 
 
 def _is_out(op: OpOverload) -> bool:
@@ -514,7 +531,7 @@ def _module(m: nn.Module) -> _Inside | None:
     if name in tables.DROPOUT_MODULES:
         p = cast(nn.Dropout, m).p
         active = m.training and p != 0
-        return _Inside(Effects(random=active), inplace and active, inplace or not active)
+        return _Inside(Effects(random=active), inplace and (m.training or name.endswith("d")), inplace or not active)
     parts = [_module(c) for c in m.children()]
     if None in parts:
         return None
@@ -690,7 +707,8 @@ def effects_of(node: Node, root: nn.Module) -> Effects:
     if isinstance(target, HigherOrderOperator):
         return _higher_order(node, root)
     if isinstance(target, OpOverloadPacket):
-        return _union(_apply(node, f) for f in _packet_facts(target))
+        facts = _packet_facts(target) or tuple(map(_schema_facts, _members(target)))
+        return _union(_apply(node, f) for f in facts)
     try:
         what = _OBJECTS.get(target) if node.op == "call_function" else None
         name = _torch_name(target)
@@ -789,6 +807,8 @@ def _function_yields_tuple(node: Node, name: str) -> bool | None:
         first = 2 if name == "unique" else 1
         flags = [flag("return_inverse", first), flag("return_counts", first + 1)]
         return None if any(isinstance(f, Node) for f in flags) else any(flags)
+    if node.target is F.embedding_bag:  # not torch.embedding_bag
+        return False
     if name == "nonzero":
         return bool(node.kwargs.get("as_tuple", False))
     if name in ("tolist", "lu"):

@@ -18,11 +18,11 @@ LIES: dict[str, tuple[int, ...]] = {
     # return their input when there is nothing to do
     **dict.fromkeys(
         _words(
-            "_cast_Byte _cast_Char _cast_Double _cast_Float _cast_Half _cast_Int _cast_Long _cast_Short _to_cpu "
-            "conj_physical lift sum_to_size _sparse_sum to_dense to_sparse to_sparse_bsc to_sparse_bsr to_sparse_csc "
-            "to_sparse_csr _to_dense _to_sparse _to_sparse_bsc _to_sparse_bsr _to_sparse_csc _to_sparse_csr to_mkldnn "
-            "chalf type_as _rowwise_prune _remove_batch_dim _add_batch_dim "
-            "_saturate_weight_to_fp16 pad _pad_enum fft_fft2 fft_fftn fft_ifft2 fft_ifftn fft_hfft2 fft_hfftn"
+            "_cast_Byte _cast_Char _cast_Double _cast_Float _cast_Half _cast_Int _cast_Long _cast_Short "
+            "_to_cpu conj_physical lift sum_to_size _sparse_sum to_dense to_sparse to_sparse_bsc "
+            "to_sparse_bsr to_sparse_csc to_sparse_csr _to_dense _to_sparse _to_sparse_bsc _to_sparse_bsr "
+            "_to_sparse_csc _to_sparse_csr to_mkldnn chalf type_as _rowwise_prune _remove_batch_dim "
+            "_add_batch_dim _saturate_weight_to_fp16"
         ),
         (0,),
     ),
@@ -32,20 +32,20 @@ LIES: dict[str, tuple[int, ...]] = {
     # views without an annotation
     **dict.fromkeys(
         _words(
-            "_unsafe_view unsafe_chunk unsafe_split unsafe_split_with_sizes data _reshape_from_tensor pinverse "
-            "to_dense_backward to_mkldnn_backward value_selecting_reduction_backward"
+            "_unsafe_view unsafe_chunk unsafe_split unsafe_split_with_sizes data _reshape_from_tensor "
+            "to_dense_backward to_mkldnn_backward"
         ),
         (0,),
     ),
     **dict.fromkeys(
         _words(
-            "atleast_1d atleast_2d atleast_3d broadcast_tensors meshgrid einsum cartesian_prod chain_matmul "
-            "unflatten_dense_tensors flatten_dense_tensors align_tensors set_ set_data "
+            "atleast_1d atleast_2d atleast_3d broadcast_tensors meshgrid cartesian_prod chain_matmul "
+            "unflatten_dense_tensors flatten_dense_tensors align_tensors histogramdd set_ set_data "
             "sparse_coo_tensor sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor sparse_bsc_tensor "
-            "sparse_compressed_tensor _sparse_coo_tensor_unsafe _sparse_csr_tensor_unsafe _sparse_csc_tensor_unsafe "
-            "_sparse_bsr_tensor_unsafe _sparse_bsc_tensor_unsafe _sparse_compressed_tensor_unsafe "
-            "_sparse_coo_tensor_with_dims_and_tensors _sparse_compressed_tensor_with_dims_and_tensors "
-            "_cudnn_rnn _cudnn_rnn_flatten_weight"
+            "sparse_compressed_tensor _sparse_coo_tensor_unsafe _sparse_csr_tensor_unsafe "
+            "_sparse_csc_tensor_unsafe _sparse_bsr_tensor_unsafe _sparse_bsc_tensor_unsafe "
+            "_sparse_compressed_tensor_unsafe _sparse_coo_tensor_with_dims_and_tensors "
+            "_sparse_compressed_tensor_with_dims_and_tensors _cudnn_rnn _cudnn_rnn_flatten_weight"
         ),
         ALL,
     ),
@@ -69,30 +69,32 @@ COLLECTIVES = frozenset(_words("c10d c10d_functional _c10d_functional _c10d_func
 FUNCTIONS: dict[str, bool] = {
     **dict.fromkeys(
         _words(
-            "affine_grid cross_entropy dropout1d dropout2d dropout3d fold gaussian_nll_loss grid_sample "
-            "grouped_mm gumbel_softmax linear_cross_entropy local_response_norm logsigmoid lp_pool1d lp_pool2d lp_pool3d "
-            "max_unpool1d multilabel_soft_margin_loss normalize scaled_grouped_mm scaled_mm softmin softsign tanhshrink "
-            "triplet_margin_with_distance_loss tensor unravel_index new_tensor "
-            "is_tensor is_storage is_grad_enabled is_inference_mode_enabled is_autocast_enabled is_autocast_cpu_enabled "
-            "get_autocast_dtype get_autocast_cpu_dtype get_autocast_gpu_dtype get_default_dtype get_default_device "
-            "get_float32_matmul_precision are_deterministic_algorithms_enabled compiled_with_cxx11_abi typename "
-            "sym_float sym_int sym_ite sym_max sym_min sym_not sym_sqrt sym_sum _sym_sqrt _sym_cos _sym_cosh _sym_sin "
-            "_sym_sinh _sym_tan _sym_tanh _sym_asin _sym_acos _sym_atan _sym_log2 sym_fresh_size "
-            "has_torch_function has_torch_function_unary has_torch_function_variadic "
-            "__abs__ __add__ __sub__ __mul__ __matmul__ __mod__ __pow__ __truediv__ __floordiv__ __div__ __neg__ "
-            "__invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __radd__ __rsub__ __rmul__ __rmatmul__ __rmod__ "
-            "__rpow__ __rtruediv__ __rdiv__ __rfloordiv__ __rand__ __ror__ __rxor__ __rlshift__ __rrshift__ __bool__ "
-            "__complex__ __contains__ __float__ __format__ __hash__ __index__ __int__ __len__ __long__ __nonzero__ "
-            "__repr__ __str__ __sizeof__ __reversed__ __deepcopy__ const_data_ptr data_ptr element_size is_shared "
-            "nelement ndimension storage_type"
+            "interpolate upsample upsample_bilinear upsample_nearest unique affine_grid cross_entropy "
+            "dropout1d dropout2d dropout3d fold gaussian_nll_loss grid_sample grouped_mm gumbel_softmax "
+            "linear_cross_entropy local_response_norm logsigmoid lp_pool1d lp_pool2d lp_pool3d max_unpool1d "
+            "multilabel_soft_margin_loss normalize scaled_grouped_mm scaled_mm softmin softsign tanhshrink "
+            "triplet_margin_with_distance_loss tensor new_tensor is_tensor is_storage is_grad_enabled "
+            "is_inference_mode_enabled is_autocast_enabled is_autocast_cpu_enabled get_autocast_dtype "
+            "get_autocast_cpu_dtype get_autocast_gpu_dtype get_default_dtype get_default_device "
+            "get_float32_matmul_precision are_deterministic_algorithms_enabled compiled_with_cxx11_abi "
+            "typename sym_float sym_int sym_ite sym_max sym_min sym_not sym_sqrt sym_sum _sym_sqrt _sym_cos "
+            "_sym_cosh _sym_sin _sym_sinh _sym_tan _sym_tanh _sym_asin _sym_acos _sym_atan _sym_log2 "
+            "sym_fresh_size has_torch_function has_torch_function_unary has_torch_function_variadic __abs__ "
+            "__add__ __sub__ __mul__ __matmul__ __mod__ __pow__ __truediv__ __floordiv__ __div__ __neg__ "
+            "__invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __radd__ __rsub__ __rmul__ __rmatmul__ "
+            "__rmod__ __rpow__ __rtruediv__ __rdiv__ __rfloordiv__ __rand__ __ror__ __rxor__ __rlshift__ "
+            "__rrshift__ __bool__ __complex__ __contains__ __float__ __format__ __hash__ __index__ __int__ "
+            "__len__ __long__ __nonzero__ __repr__ __str__ __sizeof__ __reversed__ __deepcopy__ "
+            "const_data_ptr data_ptr element_size is_shared nelement ndimension storage_type"
         ),
         False,
     ),
     **dict.fromkeys(
         _words(
-            "multi_head_attention_forward broadcast_shapes dim_order max_pool1d_with_indices max_pool2d_with_indices "
-            "max_pool3d_with_indices adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices "
-            "adaptive_max_pool3d_with_indices fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices"
+            "multi_head_attention_forward unravel_index broadcast_shapes dim_order max_pool1d_with_indices "
+            "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool1d_with_indices "
+            "adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices "
+            "fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices"
         ),
         True,
     ),
@@ -100,52 +102,52 @@ FUNCTIONS: dict[str, bool] = {
 # The same for functions whose output may be (a view of) their first argument.
 ALIASING = frozenset(
     _words(
-        "interpolate upsample upsample_bilinear upsample_nearest lu unique "
-        "as_tensor asarray from_numpy from_dlpack to_dlpack frombuffer __array__ __getitem__ __pos__ __iter__ "
-        "__dlpack__ __array_wrap__ as_subclass bfloat16 bool byte cdouble cfloat char cpu cuda double float half int "
-        "ipu long mtia short xpu to_sparse_coo numpy tolist type untyped_storage storage _typed_storage new pixel_shuffle "
-        "pixel_unshuffle channel_shuffle native_channel_shuffle apply_ map_ map2_ share_memory_ "
+        "lu as_tensor asarray from_numpy from_dlpack to_dlpack frombuffer __array__ __getitem__ __pos__ "
+        "__iter__ __dlpack__ __array_wrap__ as_subclass bfloat16 bool byte cdouble cfloat char cpu cuda "
+        "double float half int ipu long mtia short xpu to_sparse_coo numpy tolist type untyped_storage "
+        "storage _typed_storage new pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle "
+        "apply_ map_ map2_ share_memory_"
     )
 )
 IN_PLACE_METHODS = frozenset(
     _words(
-        "__setitem__ __delitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __idiv__ __imod__ __ipow__ "
-        "__iand__ __ior__ __ixor__ __ilshift__ __irshift__ share_memory_"
+        "__setitem__ __delitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __idiv__ __imod__ "
+        "__ipow__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__ share_memory_"
     )
 )
 PURE_BUILTINS = frozenset(
     _words(
-        "abs all any bool callable complex divmod float format hasattr hash id int isinstance issubclass len pow "
-        "range repr round str sum type"
+        "abs all any bool callable complex divmod float format hasattr hash id int isinstance issubclass "
+        "len pow range repr round str sum type"
     )
 )
 CHECKS = frozenset(
     _words(
-        "_assert _check _check_index _check_is_size _check_not_implemented _check_tensor_all _check_tensor_all_with "
-        "_check_type _check_value _check_with _constrain_as_size"
+        "_assert _check _check_index _check_is_size _check_not_implemented _check_tensor_all "
+        "_check_tensor_all_with _check_type _check_value _check_with _constrain_as_size"
     )
 )
 GENERATOR_STATE = frozenset(
     _words(
-        "manual_seed manual_seed_all seed seed_all initial_seed get_rng_state get_rng_state_all set_rng_state "
-        "set_rng_state_all"
+        "manual_seed manual_seed_all seed seed_all initial_seed get_rng_state get_rng_state_all "
+        "set_rng_state set_rng_state_all"
     )
 )
 # Known, but visible to code outside the graph.
 IMPURE = frozenset(
     _words(
-        "_set_grad_enabled set_grad_enabled _enter_autocast _exit_autocast set_default_dtype set_default_device "
-        "set_autocast_enabled set_autocast_dtype set_autocast_cache_enabled clear_autocast_cache "
-        "autocast_increment_nesting autocast_decrement_nesting set_num_threads use_deterministic_algorithms "
-        "set_float32_matmul_precision"
+        "_set_grad_enabled set_grad_enabled _enter_autocast _exit_autocast set_default_dtype "
+        "set_default_device set_autocast_enabled set_autocast_dtype set_autocast_cache_enabled "
+        "clear_autocast_cache autocast_increment_nesting autocast_decrement_nesting set_num_threads "
+        "use_deterministic_algorithms set_float32_matmul_precision"
     )
 )
 TORCH_MODULES = frozenset(
     _words(
-        "torch torch._C torch._tensor torch._VF torch.functional torch.linalg torch.fft torch.special torch.random "
-        "torch.cuda.random torch.nn.functional torch.sparse torch.nested torch._C._nn torch._C._linalg torch._C._fft "
-        "torch._C._special torch._C._sparse torch._C._nested torch.amp.autocast_mode torch.fx.experimental.symbolic_shapes "
-        "torch._C._VariableFunctions"
+        "torch torch._C torch._tensor torch._VF torch.functional torch.linalg torch.fft torch.special "
+        "torch.random torch.cuda.random torch.nn.functional torch.sparse torch.nested torch._C._nn "
+        "torch._C._linalg torch._C._fft torch._C._special torch._C._sparse torch._C._nested "
+        "torch.amp.autocast_mode torch.fx.experimental.symbolic_shapes torch._C._VariableFunctions"
     )
 )
 # Attributes of a tensor that are no tuple (`shape` is).
@@ -160,27 +162,30 @@ RETURN_INDICES: dict[str, int] = {
 # Classes of torch.nn that compute fresh outputs and have no effect beyond the rules of ops.py (training, inplace...).
 FRESH_MODULES = frozenset(
     _words(
-        "AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveAvgPool3d AdaptiveLogSoftmaxWithLoss AdaptiveMaxPool1d "
-        "AdaptiveMaxPool2d AdaptiveMaxPool3d AvgPool1d AvgPool2d AvgPool3d BCELoss BCEWithLogitsLoss BatchNorm1d "
-        "BatchNorm2d BatchNorm3d SyncBatchNorm Bilinear CELU CTCLoss CircularPad1d CircularPad2d CircularPad3d Conv1d "
-        "Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d CosineEmbeddingLoss CosineSimilarity "
-        "CrossEntropyLoss CrossMapLRN2d ELU Embedding EmbeddingBag Fold FractionalMaxPool2d FractionalMaxPool3d GELU GLU "
-        "GRU GRUCell GaussianNLLLoss GroupNorm Hardshrink Hardsigmoid Hardswish Hardtanh HingeEmbeddingLoss HuberLoss "
-        "InstanceNorm1d InstanceNorm2d InstanceNorm3d KLDivLoss L1Loss LPPool1d LPPool2d LPPool3d LSTM LSTMCell LayerNorm "
-        "LeakyReLU Linear NonDynamicallyQuantizableLinear LocalResponseNorm LogSigmoid LogSoftmax MSELoss "
-        "MarginRankingLoss MaxPool1d MaxPool2d MaxPool3d MaxUnpool1d MaxUnpool2d MaxUnpool3d Mish MultiLabelMarginLoss "
-        "MultiLabelSoftMarginLoss MultiMarginLoss MultiheadAttention NLLLoss NLLLoss2d PReLU PairwiseDistance "
-        "PoissonNLLLoss RMSNorm RNN RNNCell RReLU ReLU ReLU6 SELU SiLU Sigmoid SmoothL1Loss SoftMarginLoss Softmax "
-        "Softmax2d Softmin Softplus Softshrink Softsign Tanh Tanhshrink Threshold TripletMarginLoss Unfold"
+        "AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveAvgPool3d AdaptiveLogSoftmaxWithLoss "
+        "AdaptiveMaxPool1d AdaptiveMaxPool2d AdaptiveMaxPool3d AvgPool1d AvgPool2d AvgPool3d BCELoss "
+        "BCEWithLogitsLoss BatchNorm1d BatchNorm2d BatchNorm3d SyncBatchNorm Bilinear CELU CTCLoss "
+        "CircularPad1d CircularPad2d CircularPad3d Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d "
+        "ConvTranspose3d CosineEmbeddingLoss CosineSimilarity CrossEntropyLoss CrossMapLRN2d ELU "
+        "Embedding EmbeddingBag Fold FractionalMaxPool2d FractionalMaxPool3d GELU GLU GRU GRUCell "
+        "GaussianNLLLoss GroupNorm Hardshrink Hardsigmoid Hardswish Hardtanh HingeEmbeddingLoss HuberLoss "
+        "InstanceNorm1d InstanceNorm2d InstanceNorm3d KLDivLoss L1Loss LPPool1d LPPool2d LPPool3d LSTM "
+        "LSTMCell LayerNorm LeakyReLU Linear NonDynamicallyQuantizableLinear LocalResponseNorm LogSigmoid "
+        "LogSoftmax MSELoss MarginRankingLoss MaxPool1d MaxPool2d MaxPool3d MaxUnpool1d MaxUnpool2d "
+        "MaxUnpool3d Mish MultiLabelMarginLoss MultiLabelSoftMarginLoss MultiMarginLoss "
+        "MultiheadAttention NLLLoss NLLLoss2d PReLU PairwiseDistance PoissonNLLLoss RMSNorm RNN RNNCell "
+        "RReLU ReLU ReLU6 SELU SiLU Sigmoid SmoothL1Loss SoftMarginLoss Softmax Softmax2d Softmin "
+        "Softplus Softshrink Softsign Tanh Tanhshrink Threshold TripletMarginLoss Unfold Upsample "
+        "UpsamplingBilinear2d UpsamplingNearest2d ConstantPad1d ConstantPad2d ConstantPad3d "
+        "ReflectionPad1d ReflectionPad2d ReflectionPad3d ReplicationPad1d ReplicationPad2d "
+        "ReplicationPad3d ZeroPad1d ZeroPad2d ZeroPad3d"
     )
 )
 # Classes whose output may be their input or a view of it.
 ALIAS_MODULES = frozenset(
     _words(
-        "ChannelShuffle ConstantPad1d ConstantPad2d ConstantPad3d Flatten Identity PixelShuffle PixelUnshuffle "
-        "ReflectionPad1d ReflectionPad2d ReflectionPad3d ReplicationPad1d ReplicationPad2d ReplicationPad3d Transformer "
-        "TransformerDecoder TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer Unflatten Upsample "
-        "UpsamplingBilinear2d UpsamplingNearest2d ZeroPad1d ZeroPad2d ZeroPad3d"
+        "ChannelShuffle Flatten Identity PixelShuffle PixelUnshuffle Transformer TransformerDecoder "
+        "TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer Unflatten"
     )
 )
 DROPOUT_MODULES = frozenset(_words("Dropout Dropout1d Dropout2d Dropout3d AlphaDropout FeatureAlphaDropout"))
@@ -188,7 +193,7 @@ TUPLE_MODULES = frozenset(_words("GRU LSTM LSTMCell RNN MultiheadAttention Adapt
 # Higher-order operators that run their body once on their operands and return what it returns.
 WRAPPERS = frozenset(
     _words(
-        "wrap wrap_with_set_grad_enabled wrap_with_autocast wrap_activation_checkpoint tag_activation_checkpoint "
-        "invoke_subgraph hints_wrapper cond strict_mode"
+        "wrap wrap_with_set_grad_enabled wrap_with_autocast wrap_activation_checkpoint "
+        "tag_activation_checkpoint invoke_subgraph hints_wrapper cond strict_mode"
     )
 )

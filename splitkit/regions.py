@@ -22,7 +22,7 @@ from torch.fx import Node
 
 from splitkit import _torch
 
-# torch.ops.higher_order has no stubs; both ops are there in 2.11, 2.13 and 2.15.
+# torch.ops.higher_order has no stubs; checked on 2.13.
 WRAP_GRAD: Any = torch.ops.higher_order.wrap_with_set_grad_enabled
 WRAP_AUTOCAST: Any = torch.ops.higher_order.wrap_with_autocast
 

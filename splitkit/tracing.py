@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.13, 2.15
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # checked on 2.13
 from torch.fx import Node
-from torch.utils import _pytree as pytree  # 2.11, 2.13, 2.15
+from torch.utils import _pytree as pytree  # checked on 2.13
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.GraphModule:
@@ -34,7 +34,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     _fold_constants(gm, constants)
     propagate(gm, bound.arguments)
     _guard(_ConstantInputs(signature, constants), gm)
-    gm._register_deepcopy_hook(partial(_guard, _ConstantInputs(signature, constants)))  # 2.11, 2.13, 2.15
+    gm._register_deepcopy_hook(partial(_guard, _ConstantInputs(signature, constants)))  # checked on 2.13
     return gm
 
 
@@ -107,7 +107,7 @@ class _Shapes(fx.Interpreter):
         """Call the module on fakes of what it owns."""
         module = self.fetch_attr(target)
         owned = dict([*module.named_parameters(), *module.named_buffers()])
-        fakes = {name: self.mode.from_tensor(value) for name, value in owned.items()}
+        fakes: dict[str, torch.Tensor] = {name: self.mode.from_tensor(value) for name, value in owned.items()}
         return torch.func.functional_call(module, fakes, args, kwargs)
 
 

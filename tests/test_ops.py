@@ -13,7 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -218,17 +220,27 @@ class Functions(TorchFunctionMode):
 
 
 class Dispatched(TorchDispatchMode):
-    def __init__(self, watch: Watch, key: Any = None) -> None:
-        super().__init__(_dispatch_key=key) if key else super().__init__()
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
         self.watch = watch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.watch.run(func, args, kwargs or {})
 
 
+class AsCalled(SchemaCheckMode):
+    """Sees composite ops before they are taken apart; only torch's own classes may stand at that key."""
+
+    def __init__(self, watch: Watch) -> None:
+        TorchDispatchMode.__init__(self, _dispatch_key=torch._C.DispatchKey.PreDispatch)
+        self.watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C._DisablePythonDispatcher():  # its rules are not what the kernels do: dropout in eval mode copies
+            return self.watch.run(func, args, kwargs or {})
+
+
 def watched(watch: Watch, function: Callable[[], Any]) -> None:
     """Run under all three eyes: Python functions, ATen ops as called, ATen ops below the composite ones."""
-    pre = torch._C.DispatchKey.PreDispatch
-    with suppress(Exception), Functions(watch), Dispatched(watch), torch._C._IncludeDispatchKeyGuard(pre):
-        with Dispatched(watch, pre):
-            function()
+    with suppress(Exception), Functions(watch), Dispatched(watch), AsCalled(watch), enable_python_dispatcher():
+        function()

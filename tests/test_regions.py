@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from splitkit import scope
 from splitkit.capture import capture
-from splitkit.regions import inline_regions, is_wrapped
+from splitkit.regions import WRAP_GRAD, inline_regions, is_wrapped
 
 
 class NoGrad(nn.Module):
@@ -49,7 +49,21 @@ class Cond(NoGrad):
         return self.a(y)
 
 
-MODELS = [NoGrad, Nested, Whole, Cond]
+class Counts(NoGrad):
+    """A region that is only there for what it writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        y = self.a(x)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(y.mean(0))
+        return y * self.mean
+
+
+MODELS = [NoGrad, Nested, Whole, Counts]
 
 
 def run(model, x):
@@ -75,6 +89,8 @@ def test_values_and_gradients(kind):
     assert want_grads.keys() == got_grads.keys()
     for name, grad in want_grads.items():
         torch.testing.assert_close(got_grads[name], grad)
+    for (name, mine), (_, theirs) in zip(model.named_buffers(), gm.named_buffers(), strict=True):
+        assert torch.equal(mine, theirs), name
     assert [o.requires_grad for o in got] == [o.requires_grad for o in want]
 
 
@@ -97,6 +113,22 @@ def test_scopes_read_the_regions(kind):
     assert any(s != scope.NEUTRAL for s in scopes.values())
 
 
+def outer_region(body):
+    """A graph whose one node runs ``body`` without gradients."""
+    root, graph = nn.Module(), fx.Graph()
+    root.body, root.true_graph_0 = body, nn.Identity()  # a name that the body's branch would like to have
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(WRAP_GRAD, (False, graph.get_attr("body"), x)))
+    return fx.GraphModule(root, graph)
+
+
+def test_an_empty_region_leaves_nothing():
+    empty = fx.Graph()
+    empty.output((empty.placeholder("x"),))
+    gm = inline_regions(outer_region(fx.GraphModule(nn.Module(), empty)))
+    assert [node.op for node in gm.graph.nodes] == ["placeholder", "output"]
+
+
 def test_meta_of_the_body_is_kept_and_the_body_is_gone():
     x = torch.randn(3, 4)
     gm = capture(Nested(), x)
@@ -110,17 +142,21 @@ def test_meta_of_the_body_is_kept_and_the_body_is_gone():
 
 def test_a_body_with_branches_keeps_them_under_free_names():
     x = torch.randn(3, 4)
-    gm = capture(Cond(), x)
+    body = capture(Cond(), x)
+    body.graph.set_codegen(fx.graph.CodeGen())  # bodies take and return flat tuples
+    body.recompile()
+    gm = outer_region(body)
+    (want,) = gm(x)
+    inline_regions(gm)
+    assert torch.equal(gm(x)[0], want)
     (cond,) = [n for n in gm.graph.nodes if n.target is torch.ops.higher_order.cond]
     for branch in cond.args[1:3]:
-        assert isinstance(gm.get_submodule(branch.target), torch.fx.GraphModule)
+        assert isinstance(gm.get_submodule(branch.target), fx.GraphModule)
 
 
-def test_a_shared_body_and_an_empty_region():
+def test_a_body_that_two_calls_share():
     class Twice(NoGrad):
         def forward(self, x):
-            with torch.no_grad():
-                pass
             with torch.no_grad():
                 x = x + 1
             return self.a(x)
@@ -150,6 +186,6 @@ def test_a_result_that_is_used_as_a_tuple():
 
 
 def test_a_graph_without_regions_is_not_touched():
-    gm = torch.fx.symbolic_trace(nn.Linear(2, 2))
+    gm = fx.symbolic_trace(nn.Linear(2, 2))
     nodes = list(gm.graph.nodes)
     assert list(inline_regions(gm).graph.nodes) == nodes

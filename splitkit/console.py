@@ -1,0 +1,48 @@
+"""Where text goes: tables with rich, plain and never truncated off a terminal."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+PLAIN_WIDTH = 400
+"""Columns off a terminal: wide enough that no cell is folded."""
+
+
+def to_text(renderable: RenderableType) -> str:
+    """Render without colour; on a terminal to its width, else as wide as needed."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else PLAIN_WIDTH
+    buffer = io.StringIO()
+    Console(file=buffer, width=width, no_color=True, safe_box=True).print(renderable)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+
+
+def show(*renderables: RenderableType) -> None:
+    """Print to standard output: rich on a terminal (``NO_COLOR`` respected), plain text elsewhere."""
+    from rich.console import Console
+
+    for renderable in renderables:
+        if sys.stdout.isatty():
+            Console().print(renderable)
+        else:
+            print(renderable if isinstance(renderable, str) else to_text(renderable))
+
+
+@contextmanager
+def busy(what: str) -> Iterator[None]:
+    """A spinner on standard error while something takes long; nothing off a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what):
+        yield

@@ -1,0 +1,178 @@
+"""What a plan amounts to: one row a part, as data and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from splitkit.complete import complete
+from splitkit.costs import Costs, default
+from splitkit.cut import Subgraph, cut
+from splitkit.dataflow import Dataflow, analyze, module_path
+from splitkit.effects import attribute, storage_key
+from splitkit.plan import HOST, PartKey, Plan
+from splitkit.ranges import collapse
+from splitkit.units import quantity, size
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """One part.
+
+    Attributes:
+        part: its name.
+        modules: which modules it computes, collapsed to ranges.
+        ops: how many nodes it computes, copies included; members of tuples are not counted.
+        flops: floating-point operations of these.
+        parameters: numbers in the parameters that it reads, each once.
+        parameter_bytes: bytes of these and of the buffers it reads.
+        bytes_in: bytes of the values that it takes, parameters not included.
+        bytes_out: bytes of the values that it gives.
+        share: its part of the total time under the given costs.
+        device: where it should run, if the plan says so.
+    """
+
+    part: str
+    modules: str
+    ops: int
+    flops: float
+    parameters: int
+    parameter_bytes: int
+    bytes_in: int
+    bytes_out: int
+    share: float
+    device: str | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """All parts, in the order of execution, the host last if it computes something.
+
+    Attributes:
+        parts: the rows.
+        total: the row of the whole model; its bytes are those of the model's inputs and outputs.
+        note: what the plan says of itself.
+        sizes_known: whether the graph carries the ``meta["val"]`` that bytes and FLOPs come from.
+    """
+
+    parts: tuple[PartReport, ...]
+    total: PartReport
+    note: str
+    sizes_known: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready data."""
+        return asdict(self)
+
+    def table(self) -> Table:
+        """A rich table that never truncates a name."""
+        return _table(self)
+
+    def __str__(self) -> str:
+        from splitkit.console import to_text
+
+        return to_text(self.table())
+
+
+def report(gm: fx.GraphModule, plan: Plan, costs: Costs | None = None) -> Report:
+    """Describe what each part of a plan computes, holds, takes and gives.
+
+    Args:
+        gm: the graph that the plan is for.
+        plan: the plan.
+        costs: prices; FLOPs by default, or one unit a node where the graph has no ``meta["val"]``.
+
+    Raises:
+        PlanError: when the plan's parts cannot be ordered.
+    """
+    costs = costs or default(gm)
+    flow = analyze(gm)
+    whole = complete(flow, plan)
+    subgraphs = [unit for unit in cut(flow, whole) if isinstance(unit, Subgraph)]
+    host = tuple(n for n, keys in whole.items() if HOST in keys)
+    paths = {n: module_path(n) for n in flow.nodes}
+    seconds = {n: costs.seconds(n) for n in flow.nodes}
+    work = sum(seconds[n] * len(whole[n]) for n in flow.nodes)
+
+    def row(title: str, nodes: Iterable[Node], taken: Iterable[Node], given: Iterable[Node], key: PartKey) -> PartReport:
+        nodes = tuple(nodes)
+        own = [n for n in nodes if flow.is_placeable(n)]
+        tensors = _tensors(flow, nodes)
+        device = plan.parts[key].device if key in plan.parts else None
+        return PartReport(
+            title,
+            ", ".join(collapse([paths[n] for n in own], paths.values())),
+            len(own),
+            sum(costs.flops(n) for n in own),
+            sum(t.numel() for t in tensors if isinstance(t, torch.nn.Parameter)),
+            sum(t.nbytes for t in tensors),
+            sum(costs.nbytes(n) for n in taken),
+            sum(costs.nbytes(n) for n in given),
+            sum(seconds[n] for n in own) / work if work else 0.0,
+            str(device) if device else None,
+        )
+
+    rows = [row(_title(s.key), s.nodes, s.inputs, s.outputs, s.key) for s in subgraphs]
+    if any(flow.is_placeable(n) for n in host):
+        rows.append(row("host", host, (), (), HOST))
+    inputs = [n for n in flow.index if n.op == "placeholder"]
+    outputs = [a for n in flow.index if n.op == "output" for a in n.all_input_nodes]
+    return Report(tuple(rows), row("all", flow.index, inputs, outputs, HOST), plan.note, _sizes_known(flow))
+
+
+def _title(key: PartKey) -> str:
+    return " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
+
+
+def _sizes_known(flow: Dataflow) -> bool:
+    return all("val" in n.meta for n in flow.nodes)
+
+
+def _tensors(flow: Dataflow, nodes: Iterable[Node]) -> list[torch.Tensor]:
+    """The parameters and buffers that nodes read, one for each storage."""
+    found: dict[object, torch.Tensor] = {}
+    for node in nodes:
+        if node.op == "call_module":
+            module = flow.root.get_submodule(str(node.target))
+            values: list[object] = [*module.parameters(), *module.buffers()]
+        else:
+            values = [attribute(flow.root, str(node.target))] if node.op == "get_attr" else []
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                found.setdefault(storage_key(value), value)
+    return list(found.values())
+
+
+def _table(report: Report) -> Table:
+    from rich.table import Table
+
+    table = Table(title=report.note or None, title_justify="left")
+    table.add_column("part", no_wrap=True)
+    devices = any(row.device for row in report.parts)
+    if devices:
+        table.add_column("device", no_wrap=True)
+    table.add_column("modules", overflow="fold", min_width=24)
+    titles = ("ops", "FLOPs", "parameters", "bytes in", "bytes out", "share")
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in (*report.parts, report.total):
+        if row is report.total:
+            table.add_section()
+        numbers = (
+            str(row.ops),
+            quantity(row.flops) if report.sizes_known else "-",
+            quantity(row.parameters),
+            size(row.bytes_in) if report.sizes_known else "-",
+            size(row.bytes_out) if report.sizes_known else "-",
+            f"{row.share:.1%}",
+        )
+        table.add_row(row.part, *([row.device or ""] if devices else []), row.modules, *numbers)
+    return table

@@ -1,0 +1,22 @@
+"""Numbers for people."""
+
+from __future__ import annotations
+
+
+def quantity(value: float) -> str:
+    """``1234567`` -> ``1.23 M``; small whole numbers stay as they are."""
+    return _scaled(value, 1000.0, ("", "k", "M", "G", "T", "P", "E"))
+
+
+def size(nbytes: float) -> str:
+    """``1536`` -> ``1.50 KiB``."""
+    return _scaled(nbytes, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def _scaled(value: float, base: float, units: tuple[str, ...]) -> str:
+    power = 0
+    while abs(value) >= base * 0.9995 and power < len(units) - 1:
+        value /= base
+        power += 1
+    number = f"{value:.0f}" if power == 0 and value == int(value) else f"{value:.3g}" if value >= 100 else f"{value:.2f}"
+    return f"{number} {units[power]}".rstrip()
