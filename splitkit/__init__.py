@@ -71,7 +71,7 @@ _HOME = {
 }
 _MODULES = ("costs", "policies", "testing")
 
-__all__ = [*_HOME, *_MODULES]  # noqa: PLE0604
+__all__ = [*_HOME, *_MODULES]
 
 
 class _FrontDoor(ModuleType):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.utils import _pytree as pytree  # the public torch.utils.pytree lacks paths (2.11)
 
@@ -41,3 +41,8 @@ def size_hint(value: object) -> int:
     if node.hint is None:
         raise TypeError(f"{value} depends on data: it has no size before the model runs")
     return int(node.hint)
+
+
+def meta_of(module: nn.Module) -> dict[str, Any]:
+    """``GraphModule.meta``, which type checkers take for a submodule."""
+    return cast(dict[str, Any], getattr(module, "meta", {}))

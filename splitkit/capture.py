@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -61,11 +61,24 @@ def capture(
         raise CaptureError(
             "SK401", f"a {type(model).__name__} is no module", "Give a torch.nn.Module; wrap a function in one."
         )
+    args, kwargs = _distinct((args, kwargs))
     with _undisturbed():
         try:
             return ways[how]()
         except Exception as error:
             raise capture_error(model, how, dynamic, error) from error
+
+
+def _distinct(inputs: Any) -> Any:
+    """A tensor that is given twice as two tensors: export would take them for one input, whatever is passed later."""
+    seen: set[int] = set()
+
+    def copy_of_known(leaf: torch.Tensor) -> torch.Tensor:
+        known = id(leaf) in seen
+        seen.add(id(leaf))
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad) if known else leaf
+
+    return pytree.tree_map_only(torch.Tensor, copy_of_known, inputs)
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: bool) -> ExportedProgram:
@@ -115,21 +128,31 @@ def _keep_input_check(gm: fx.GraphModule) -> None:
     gm._forward_pre_hooks_with_kwargs.clear()
     gm._forward_hooks.clear()
     gm._forward_hooks_always_called.clear()
-    _add_input_check(getattr(gm, "range_constraints", {}), gm)
+    check = _InputCheck(getattr(gm, "range_constraints", {}))
+    check.watch(gm)
     # Copies are made by GraphModule.__deepcopy__, which calls these: checked on 2.13.
-    gm._register_deepcopy_hook(partial(_add_input_check, getattr(gm, "range_constraints", {})))
+    gm._register_deepcopy_hook(check.watch)
 
 
-def _add_input_check(ranges: Any, gm: fx.GraphModule) -> None:
-    gm.range_constraints, gm.validate_inputs = ranges, True  # type: ignore[assignment]  # what the check reads
-    gm.register_forward_pre_hook(_check_inputs, with_kwargs=True)
+class _InputCheck:
+    """Refuses inputs that differ from the example in structure, fixed sizes or Python values.
 
+    It asks nothing of the module but its graph and signature, so that the parent of a split can carry it too.
+    """
 
-def _check_inputs(gm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse inputs that differ from the example in structure, fixed sizes or Python values."""
-    from torch.export._unlift import _check_input_constraints_pre_hook  # checked on 2.13
+    def __init__(self, ranges: Any) -> None:
+        self.ranges = ranges
 
-    _check_input_constraints_pre_hook(gm, args, kwargs)  # type: ignore[no-untyped-call]
+    def watch(self, gm: fx.GraphModule) -> None:
+        gm.register_forward_pre_hook(self, with_kwargs=True)
+
+    def __call__(self, gm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        from torch.export._unlift import _check_input_constraints_pre_hook  # checked on 2.13
+
+        read = SimpleNamespace(
+            validate_inputs=True, range_constraints=self.ranges, graph=gm.graph, _in_spec=gm._in_spec
+        )
+        _check_input_constraints_pre_hook(read, args, kwargs)  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -123,9 +123,10 @@ def compare(
         tolerance: what counts as rounding for gradients, relative to the largest entry of the gradient.
         kwargs: keyword inputs.
     """
-    first = _run(_module(reference), args, kwargs, seed, loss, {})
+    original, other = _module(reference), _module(candidate)
     renamed = names if names is not None else getattr(candidate, "qualified_names", {})
-    second = _run(_module(candidate), args, kwargs, seed, loss, renamed)
+    first = _run(original, args, kwargs, seed, loss, _names(original, original, {}))
+    second = _run(other, args, kwargs, seed, loss, _names(original, other, renamed))
     # A split need not hold buffers that its graph never reads; what either run changed must be in both.
     state = (first.state.keys() & second.state.keys()) | first.changed | second.changed
     return Comparison(
@@ -149,19 +150,36 @@ def _module(model: Any) -> nn.Module:
     return module
 
 
+def _names(original: nn.Module, other: nn.Module, renamed: Mapping[str, str]) -> dict[str, str]:
+    """Names in ``other`` -> one name each in ``original``: of the same tensor, else of the same or the renamed name.
+
+    A tensor with several names (tied weights) goes by the first.
+    """
+    first: dict[Tensor, str] = {}
+    canonical: dict[str, str] = {}
+    for name, tensor in _tensors(original):
+        canonical[name] = first.setdefault(tensor, name)
+    return {n: first.get(t) or canonical.get(renamed.get(n, n), renamed.get(n, n)) for n, t in _tensors(other)}
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
 def _run(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     seed: int,
     loss: Callable[[Any], Tensor] | None,
-    renamed: Mapping[str, str],
+    names: Mapping[str, str],
 ) -> _Run:
     with _untouched(module), torch.random.fork_rng():
         torch.manual_seed(seed)
         inputs = _Inputs((args, kwargs))
         args, kwargs = inputs.rebuilt
-        before = _state(module, inputs.passed, renamed)
+        before = _state(module, inputs.passed, names)
         ambient = _ambient()
         output = module(*args, **kwargs)
         left = _ambient()
@@ -172,10 +190,10 @@ def _run(
         value = output.loss if own else loss(output) if loss else _weighted_sum(leaves)
         if isinstance(value, Tensor) and value.requires_grad:
             value.backward()  # type: ignore[no-untyped-call]
-        after = _state(module, inputs.passed, renamed)
+        after = _state(module, inputs.passed, names)
         return _Run(
             {**outputs, **{f", {name} afterwards": value for name, value in left.items()}},
-            _gradients(module, inputs.leaves, renamed),
+            _gradients(module, inputs.leaves, names),
             after,
             frozenset(n for n, v in after.items() if not _bitwise(before[n], v)),
             float(value.detach()) if isinstance(value, Tensor) else None,
@@ -260,18 +278,17 @@ def _weighted_sum(leaves: Mapping[str, Any]) -> Tensor | None:
     return total
 
 
-def _gradients(module: nn.Module, inputs: Mapping[str, Tensor], renamed: Mapping[str, str]) -> dict[str, Tensor | None]:
+def _gradients(module: nn.Module, inputs: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor | None]:
     """By the name in the original; a parameter with several names or places counts once, its gradient is one."""
     found: dict[str, Tensor | None] = {name: t.grad for name, t in inputs.items() if t.requires_grad}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        found[renamed.get(name, name)] = parameter.grad
+        found[names[name]] = parameter.grad
     return {name: gradient for name, gradient in found.items() if gradient is not None}
 
 
-def _state(module: nn.Module, inputs: Mapping[str, Tensor], renamed: Mapping[str, str]) -> dict[str, Tensor]:
-    buffers = {f"buffer {renamed.get(n, n)}": b for n, b in module.named_buffers(remove_duplicate=False)}
-    parameters = {f"value of {renamed.get(n, n)}": p for n, p in module.named_parameters(remove_duplicate=False)}
-    return {name: t.detach().clone() for name, t in {**buffers, **parameters, **inputs}.items()}
+def _state(module: nn.Module, inputs: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+    own = {f"value of {names[name]}": tensor for name, tensor in _tensors(module)}
+    return {name: t.detach().clone() for name, t in {**own, **inputs}.items()}
 
 
 def _differences(first: Mapping[str, Any], second: Mapping[str, Any], title: str) -> tuple[Difference, ...]:

@@ -79,7 +79,7 @@ def _check_checkpoints(flow: Dataflow, plan: Plan) -> None:
 
 
 def _fixed_in_time(flow: Dataflow) -> dict[Node, None]:
-    """Nodes that give something else when they run again later: writers, impure nodes, and readers of what is written."""
+    """Nodes that may not run again later: writers, impure nodes, and readers of what is written."""
     writers = {n: None for n, e in flow.effects.items() if e.writes or e.writes_state or not e.known}
     early = (n for w in writers for n in flow.after.get(w, ()))
     late = (n for n, before in flow.after.items() if any(b in writers for b in before))

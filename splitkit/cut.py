@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from splitkit.dataflow import Dataflow, reads
 from splitkit.order import part_order
-from splitkit.plan import HOST, PartKey, Plan
+from splitkit.plan import PartKey, Plan
 
 
 @dataclass(frozen=True)

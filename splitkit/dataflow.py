@@ -126,6 +126,6 @@ def module_path(node: Node) -> str:
         return str(node.target)
     if not stack:
         return ""
-    path = str(next(reversed(stack.values()))[0])
+    path = str(list(stack.values())[-1][0])
     path = path.removeprefix("L['self']").removeprefix("L__self__")
     return _CALL_SUFFIX.sub("", _ITEM.sub(r".\1", path)).lstrip(".")

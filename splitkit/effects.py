@@ -83,7 +83,7 @@ def attribute(root: torch.nn.Module, target: str) -> object:
 def storage_key(tensor: torch.Tensor) -> Hashable:
     """Equal for tensors that share memory; the tensor's identity where it has no storage (sparse, some subclasses)."""
     try:
-        return StorageWeakRef(tensor.untyped_storage())
+        return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
     except (NotImplementedError, RuntimeError):
         return id(tensor)
 

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
 
 from splitkit import _torch
+from splitkit.assemble import carry_hooks, module_of
 from splitkit.cut import Subgraph
 from splitkit.dataflow import Dataflow
-from splitkit.effects import attribute
-from splitkit.names import Style, part_names, unique
+from splitkit.names import Style, part_names
 from splitkit.plan import HOST, PartKey, Plan
 from splitkit.scope import NEUTRAL, Scope, region_kind
 
@@ -107,7 +107,7 @@ def emit(flow: Dataflow, plan: Plan, units: tuple[Subgraph | Node, ...], style: 
     copies: dict[PartKey, Mapping[Node, Node]] = {}
     for sub in subgraphs:
         env, graph = _emit_part(sub, flow, style)
-        parts[sub.key], attributes[names[sub.key]] = _module(flow, graph, style)
+        parts[sub.key], attributes[names[sub.key]] = module_of(flow.root, graph, style)
         copies[sub.key] = {n: env[n] for n in sub.nodes}
     scoped = _ScopedGraph()
     scoped.graph.set_codegen(_torch.codegen_of(flow.graph))
@@ -124,10 +124,11 @@ def emit(flow: Dataflow, plan: Plan, units: tuple[Subgraph | Node, ...], style: 
         elif unit.op != "placeholder":
             scoped.copy(unit, flow.scope[unit])
     copies[HOST] = {u: scoped.env[u] for u in units if isinstance(u, Node)}
-    module, attributes[""] = _module(flow, scoped.graph, Style(), skip=set(names.values()))
+    module, attributes[""] = module_of(flow.root, scoped.graph, Style(), names.values())
     for sub in subgraphs:  # after the parent's code is made, which would make theirs a second time
         module.add_module(names[sub.key], parts[sub.key])
-    module.meta = {**flow.root.meta, "partition_names": set(names.values())}
+    module.meta = {**_torch.meta_of(flow.root), "partition_names": set(names.values())}
+    carry_hooks(flow.root, module)
     return Emitted(module, parts, attributes, copies)
 
 
@@ -177,53 +178,3 @@ def _describe(node: Node, values: tuple[Node, ...], single: bool) -> None:
     for field in ("val", "example_value"):
         if values and all(field in v.meta for v in values):
             node.meta[field] = tuple(v.meta[field] for v in values)
-
-
-def _module(
-    flow: Dataflow, graph: fx.Graph, style: Style, skip: set[str] | None = None
-) -> tuple[fx.GraphModule, Mapping[str, str]]:
-    """A GraphModule with the original's attributes, its code made once; and its attribute names -> the original's."""
-    module = fx.GraphModule(nn.Module(), fx.Graph(), class_name=type(flow.root).__name__)
-    module.training = flow.root.training
-    attributes: dict[str, str] = {}
-    for node in graph.nodes:
-        if node.op in ("get_attr", "call_module") and node.target not in (skip or ()):
-            original = str(node.target)
-            if style.flat_names:
-                node.target = _flat(original, attributes)
-            attributes[node.target] = original
-    for name, original in attributes.items():
-        _attach(module, name, flow.root, original)
-    module.graph = graph
-    return module, attributes
-
-
-def _flat(original: str, taken: Mapping[str, str]) -> str:
-    """``a.b`` as ``a_b``, with a suffix where that name already stands for something else."""
-    flat = original.replace(".", "_")
-    if taken.get(flat, original) == original:
-        return flat
-    known = next((name for name, target in taken.items() if target == original), None)
-    return known or unique(flat, taken)
-
-
-def _attach(to: nn.Module, name: str, root: nn.Module, original: str) -> None:
-    """Put the original's attribute at the dotted ``name``, as a parameter, buffer or module like the original's."""
-    *path, last = name.split(".")
-    for depth, atom in enumerate(path):
-        child = getattr(to, atom, None)
-        if not isinstance(child, nn.Module):
-            child = nn.Module()
-            child.training = getattr(attribute(root, ".".join(path[: depth + 1])), "training", root.training)
-            to.add_module(atom, child)
-        to = child
-    value = attribute(root, original)
-    if getattr(to, last, None) is value:  # inside a module that is already there
-        return
-    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-        *where, field = original.split(".")
-        owner = attribute(root, ".".join(where)) if where else root
-        # nn.Module tells persistent from other buffers only by this private set (2.11, 2.13, 2.15).
-        to.register_buffer(last, value, persistent=field not in getattr(owner, "_non_persistent_buffers_set", ()))
-    else:
-        setattr(to, last, value)

@@ -219,7 +219,7 @@ def _gpt2(hf: Any, s: Sizes) -> Built:
     ids = _tokens(s)
     model = hf.GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"  # transformers 5 does not know it from the class name, and warns in forward
-    return model, {"input_ids": ids, "labels": ids}
+    return model, {"input_ids": ids, "labels": ids.clone()}
 
 
 def _llama(hf: Any, s: Sizes) -> Built:
@@ -229,7 +229,7 @@ def _llama(hf: Any, s: Sizes) -> Built:
         max_position_embeddings=max(2048, s["seq"]), bos_token_id=0, eos_token_id=0, use_cache=False,
     )  # fmt: skip
     ids = _tokens(s)
-    return hf.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
+    return hf.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids.clone()}
 
 
 def _bert(hf: Any, s: Sizes) -> Built:
@@ -240,7 +240,7 @@ def _bert(hf: Any, s: Sizes) -> Built:
         num_attention_heads=s["heads"], vocab_size=s["vocab"], max_position_embeddings=max(512, s["seq"]),
     )  # fmt: skip
     ids = _tokens(s)
-    return hf.BertForMaskedLM(config), {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    return hf.BertForMaskedLM(config), {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
 
 
 def _t5(hf: Any, s: Sizes) -> Built:
@@ -275,7 +275,7 @@ def _mixtral(hf: Any, s: Sizes) -> Built:
         max_position_embeddings=max(2048, s["seq"]), bos_token_id=0, eos_token_id=0, use_cache=False,
     )  # fmt: skip
     ids = _tokens(s)
-    return hf.MixtralForCausalLM(config), {"input_ids": ids, "labels": ids}
+    return hf.MixtralForCausalLM(config), {"input_ids": ids, "labels": ids.clone()}
 
 
 def _gated(width: int) -> int:

@@ -262,7 +262,9 @@ def _schema_facts(op: OpOverload) -> _Facts:
     aliases |= {s for i, s in enumerate(slots) if i in lies}
     tag = getattr(torch.Tag, "maybe_aliasing_or_mutating", None)
     collective = namespace in tables.COLLECTIVES
-    everything = lies is tables.ALL or tag in op.tags or (namespace == "c10d")
+    rule = _rule(name, [a.name for a in schema.arguments])
+    # a rule knows why an op is tagged (dropout: returns its input in eval mode; batch_norm: its running statistics)
+    everything = lies is tables.ALL or (tag in op.tags and rule is None) or namespace == "c10d"
     if namespace == "c10d":  # its schemas declare no write at all: allreduce_(Tensor[] tensors, ...)
         writes = set(slots)
     check = "_assert" in name or name.startswith(("sym_constrain", "_async_error"))
@@ -278,7 +280,7 @@ def _schema_facts(op: OpOverload) -> _Facts:
         _packet_random(namespace, name),
         collective or (not schema.returns and not writes and not check) or namespace == "profiler",
         check,
-        _rule(name, [a.name for a in schema.arguments]),
+        rule,
         len(schema.returns) > 1 or any("List[" in str(r.type) for r in schema.returns),
     )
 
@@ -519,12 +521,12 @@ def _watched(module: nn.Module) -> bool:
 
 def _module(m: nn.Module) -> _Inside | None:
     """What calling a module does; ``None`` if it is not known."""
+    if type(m).__module__ == "torch.export._unlift":  # what export puts in front of a graph to check its inputs
+        return _Inside(Effects(check=True))
     if _watched(m):
         return None
     if isinstance(m, fx.GraphModule):
         return _graph(m)
-    if type(m).__module__ == "torch.export._unlift":  # what export puts in front of a graph to check its inputs
-        return _Inside(Effects(check=True))
     name, inplace = type(m).__name__, bool(getattr(m, "inplace", False))
     if not type(m).__module__.startswith("torch.nn.modules."):
         return None

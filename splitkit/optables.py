@@ -69,7 +69,7 @@ COLLECTIVES = frozenset(_words("c10d c10d_functional _c10d_functional _c10d_func
 FUNCTIONS: dict[str, bool] = {
     **dict.fromkeys(
         _words(
-            "interpolate upsample upsample_bilinear upsample_nearest unique affine_grid cross_entropy "
+            "_threshold interpolate upsample upsample_bilinear upsample_nearest unique affine_grid cross_entropy "
             "dropout1d dropout2d dropout3d fold gaussian_nll_loss grid_sample grouped_mm gumbel_softmax "
             "linear_cross_entropy local_response_norm logsigmoid lp_pool1d lp_pool2d lp_pool3d max_unpool1d "
             "multilabel_soft_margin_loss normalize scaled_grouped_mm scaled_mm softmin softsign tanhshrink "
@@ -106,7 +106,7 @@ ALIASING = frozenset(
         "__iter__ __dlpack__ __array_wrap__ as_subclass bfloat16 bool byte cdouble cfloat char cpu cuda "
         "double float half int ipu long mtia short xpu to_sparse_coo numpy tolist type untyped_storage "
         "storage _typed_storage new pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle "
-        "apply_ map_ map2_ share_memory_"
+        "apply_ share_memory_"
     )
 )
 IN_PLACE_METHODS = frozenset(

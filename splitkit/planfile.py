@@ -126,7 +126,7 @@ def _key_to_json(key: PartKey) -> Any:
 def _key_from_json(key: Any) -> PartKey:
     if isinstance(key, list):
         return tuple(_key_from_json(k) for k in key)
-    return torch.device(key["device"]) if isinstance(key, dict) else key  # type: ignore[no-any-return]
+    return torch.device(key["device"]) if isinstance(key, dict) else key
 
 
 def write(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:

@@ -102,7 +102,9 @@ def report(gm: fx.GraphModule, plan: Plan, costs: Costs | None = None) -> Report
     seconds = {n: costs.seconds(n) for n in flow.nodes}
     work = sum(seconds[n] * len(whole[n]) for n in flow.nodes)
 
-    def row(title: str, nodes: Iterable[Node], taken: Iterable[Node], given: Iterable[Node], key: PartKey) -> PartReport:
+    def row(
+        title: str, nodes: Iterable[Node], taken: Iterable[Node], given: Iterable[Node], key: PartKey
+    ) -> PartReport:
         nodes = tuple(nodes)
         own = [n for n in nodes if flow.is_placeable(n)]
         tensors = _tensors(flow, nodes)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from splitkit.dataflow import Dataflow, reads
+from splitkit.dataflow import Dataflow
 from splitkit.errors import PlanError
 from splitkit.order import part_order
 from splitkit.plan import HOST, Part, PartKey, Plan

@@ -15,6 +15,7 @@ from splitkit.complete import check, complete
 from splitkit.costs import Costs, default
 from splitkit.cut import Subgraph, cut
 from splitkit.dataflow import Dataflow, analyze
+from splitkit.effects import attribute
 from splitkit.emit import Emitted, emit
 from splitkit.errors import PolicyError
 from splitkit.names import Style
@@ -130,9 +131,7 @@ def _qualified_names(emitted: Emitted) -> dict[str, str]:
         owner = emitted.module.get_submodule(part)
         prefix = f"{part}." if part else ""
         for name, original in attributes.items():
-            value = owner
-            for atom in name.split("."):
-                value = getattr(value, atom)
+            value = attribute(owner, name)
             if isinstance(value, nn.Module):  # a called module, or the body of a higher-order op
                 inner = [n for n, _ in value.named_parameters(remove_duplicate=False)]
                 inner += [n for n, _ in value.named_buffers(remove_duplicate=False)]

@@ -18,5 +18,6 @@ def _scaled(value: float, base: float, units: tuple[str, ...]) -> str:
     while abs(value) >= base * 0.9995 and power < len(units) - 1:
         value /= base
         power += 1
-    number = f"{value:.0f}" if power == 0 and value == int(value) else f"{value:.3g}" if value >= 100 else f"{value:.2f}"
+    whole = power == 0 and value == int(value)
+    number = f"{value:.0f}" if whole or abs(value) >= 100 else f"{value:.2f}"
     return f"{number} {units[power]}".rstrip()

@@ -72,7 +72,9 @@ def test_the_input_graph_is_left_as_it_was(specimen, policy):
 
 def _picture(gm):
     nodes = [(n, n.name, n.op, n.target, n.args, n.kwargs, list(n.users), dict(n.meta)) for n in gm.graph.nodes]
-    return gm.code, [repr(entry) for entry in nodes], sorted(gm.__dict__), {n: sorted(_fields(n)) for n in gm.graph.nodes}
+    fields = {n: sorted(_fields(n)) for n in gm.graph.nodes}
+    attributes = {name: sorted(module.__dict__) for name, module in gm.named_modules()}
+    return gm.code, [repr(entry) for entry in nodes], attributes, fields, list(gm.state_dict())
 
 
 def _fields(node):

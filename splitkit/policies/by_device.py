@@ -11,7 +11,7 @@ from torch.fx import Node
 from splitkit.costs import Costs
 from splitkit.dataflow import Dataflow
 from splitkit.errors import PolicyError
-from splitkit.plan import HOST, Part, Plan
+from splitkit.plan import HOST, Part, PartKey, Plan
 from splitkit.rewrite import refine
 
 
@@ -29,7 +29,7 @@ class ByDevice:
         """Parts are ``(device name, visit)`` and know their device; SK302 when the rule names no device."""
         names = {node: self._device(node) for node in flow.nodes}
         devices = dict.fromkeys(name for name in names.values() if name is not HOST)
-        parts = {name: Part(name, torch.device(name)) for name in devices if name}
+        parts: dict[PartKey, Part] = {name: Part(name, torch.device(name)) for name in devices if name}
         plan = replace(Plan.of(names), parts=parts, note=f"{len(devices)} devices by rule")
         return refine(flow, plan)
 

@@ -63,7 +63,7 @@ def contiguous(weights: Floats, blocks: int, cut_costs: Floats | None = None) ->
     mirrored = _ends(_prefix(whole[::-1]), blocks, limit)
     assert latest is not None and mirrored is not None
     items = len(whole)
-    earliest = [items - end for end in mirrored[::-1]][1:] + [items]  # where block j may end at the earliest
+    earliest = [*(items - end for end in mirrored[-2::-1]), items]  # where block j may end at the earliest
     price = np.zeros(items) if cut_costs is None else cut_costs
     best: dict[int, float] = {0: 0.0}  # start of the next block -> least cost so far
     origins: list[dict[int, int]] = []

@@ -1,7 +1,22 @@
-"""The oracle, shipped: is a split the same as the whole, is a plan legal, and a zoo of models to try both on."""
+"""The oracle, shipped: is a split the same as the whole, is a plan legal, and models and random graphs to try on.
 
-from splitkit.testing.fuzz import Choose, random_graph, random_plan
-from splitkit.testing.oracle import assert_legal, assert_same
+``python -m splitkit.testing --plans 20000`` runs the fuzzer.
+"""
+
+from splitkit.testing.fuzz import FuzzReport, fuzz
+from splitkit.testing.oracle import assert_emitted_as_planned, assert_legal, assert_same
+from splitkit.testing.randoms import random_graph, random_inputs, random_plan
 from splitkit.testing.zoo import Specimen, zoo
 
-__all__ = ["Choose", "Specimen", "assert_legal", "assert_same", "random_graph", "random_plan", "zoo"]
+__all__ = [
+    "FuzzReport",
+    "Specimen",
+    "assert_emitted_as_planned",
+    "assert_legal",
+    "assert_same",
+    "fuzz",
+    "random_graph",
+    "random_inputs",
+    "random_plan",
+    "zoo",
+]

@@ -1,209 +1,118 @@
-"""Random graphs and random plans, drawn from one function, so that hypothesis can shrink them and a loop can run them."""
+"""Run random plans on random graphs against the oracle."""
 
 from __future__ import annotations
 
-import operator
+import random
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from contextlib import redirect_stderr, suppress
+from dataclasses import dataclass, field
+from io import StringIO
+from typing import Literal
 
 import torch
-import torch.nn.functional as F
-from torch import fx, nn
-from torch.fx import Node
+from torch import fx
 
 from splitkit import _torch
-from splitkit.dataflow import Dataflow
-from splitkit.plan import HOST, PartKey, Plan
-from splitkit.rewrite import prune, refine, rematerialize
-
-Choose = Callable[[int], int]
-"""``choose(n)`` gives a number from 0 to n - 1; small numbers are the simple cases."""
-
-SIZE = 8
+from splitkit.costs import unit
+from splitkit.dataflow import analyze
+from splitkit.errors import PlanError
+from splitkit.split import split
+from splitkit.testing.oracle import assert_emitted_as_planned, assert_same
+from splitkit.testing.randoms import Choose, random_graph, random_inputs, random_plan
 
 
-class _Root(nn.Module):
-    """What random graphs compute with: a tied weight under two names, a buffer, modules with state and randomness."""
+@dataclass
+class FuzzReport:
+    """What a fuzzing run met.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(SIZE, SIZE) / 3)
-        self.tied = nn.Module()
-        self.tied.weight = self.weight
-        self.register_buffer("state", torch.randn(SIZE, SIZE))
-        self.linear = nn.Linear(SIZE, SIZE)
-        self.norm = nn.BatchNorm1d(SIZE)
-        self.drop = nn.Dropout(0.4)
-        self.act = nn.ReLU(inplace=True)
-
-
-class _Writer:
-    """Appends one random op at a time; ``values`` are the square tensors so far."""
-
-    def __init__(self, choose: Choose) -> None:
-        self.choose = choose
-        self.graph = fx.Graph()
-        self.values = [self.graph.placeholder(name) for name in ("x", "y")]
-        self.regions: list[Node] = []
-
-    def value(self) -> Node:
-        """One of the values, recent ones first."""
-        return self.values[-1 - self.choose(min(len(self.values), 6))]
-
-    def op(self) -> None:
-        """Append one op."""
-        menu = (
-            self.unary, self.unary, self.binary, self.binary, self.product, self.attribute, self.view, self.chunk,
-            self.inplace, self.inplace_method, self.write_part, self.write_state, self.random, self.module,
-            self.autocast, self.grad_mode, self.inference,
-        )  # fmt: skip
-        menu[self.choose(len(menu))]()
-
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        return self.graph.call_function(target, args, kwargs)
-
-    def add(self, target: Any, *args: Any, **kwargs: Any) -> None:
-        self.values.append(self.call(target, *args, **kwargs))
-
-    def unary(self) -> None:
-        self.add((torch.sin, torch.tanh, torch.sigmoid, F.gelu)[self.choose(4)], self.value())
-
-    def binary(self) -> None:
-        targets = (torch.add, torch.mul, operator.sub, torch.ops.aten.maximum.default)
-        self.add(targets[self.choose(4)], self.value(), self.value())
-
-    def product(self) -> None:
-        weight = self.graph.get_attr(("weight", "tied.weight")[self.choose(2)])
-        self.add(torch.mm, self.graph.call_method("float", (self.value(),)), weight)
-
-    def attribute(self) -> None:
-        self.values.append(self.graph.get_attr("state"))
-
-    def view(self) -> None:
-        kind = self.choose(3)
-        if kind == 0:
-            self.values.append(self.graph.call_method("t", (self.value(),)))
-        elif kind == 1:
-            self.values.append(self.graph.call_method("view", (self.call(torch.clone, self.value()), SIZE, SIZE)))
-        else:
-            self.add(torch.ops.aten.detach.default, self.value())
-
-    def chunk(self) -> None:
-        parts = self.call(torch.chunk, self.value(), 2, 1)
-        first, second = self.call(operator.getitem, parts, 0), self.call(operator.getitem, parts, 1)
-        if self.choose(2):
-            self.call(torch.ops.aten.mul_.Scalar, first, 0.5)
-        self.add(torch.cat, [second, first], 1)
-
-    def inplace(self) -> None:
-        targets = (torch.ops.aten.add_.Tensor, operator.iadd, torch.ops.aten.copy_.default)
-        self.add(targets[self.choose(3)], self.value(), self.value())
-
-    def inplace_method(self) -> None:
-        name = ("sin_", "tanh_", "neg_")[self.choose(3)]
-        self.values.append(self.graph.call_method(name, (self.value(),)))
-
-    def write_part(self) -> None:
-        row = self.call(torch.select, self.value(), 0, self.choose(SIZE))
-        if self.choose(2):
-            self.graph.call_method("fill_", (row, 0.25))
-        else:
-            self.call(operator.setitem, self.value(), 0, row)
-
-    def write_state(self) -> None:
-        state = self.graph.get_attr("state")
-        self.graph.call_method("add_", (state, self.call(torch.detach, self.call(torch.sin, self.value()))))
-
-    def random(self) -> None:
-        if self.choose(2):
-            self.add(F.dropout, self.value(), 0.3, True)
-        else:
-            self.add(torch.rand_like, self.value())
-
-    def module(self) -> None:
-        name = ("linear", "norm", "drop", "act")[self.choose(4)]
-        self.values.append(self.graph.call_module(name, (self.graph.call_method("float", (self.value(),)),)))
-
-    def autocast(self) -> None:
-        if self.regions and self.choose(2):  # any open region: also ones that interleave
-            enter = self.regions.pop(self.choose(len(self.regions)))
-            self.call(_torch.EXIT_AUTOCAST, enter)
-        else:
-            self.regions.append(self.call(_torch.ENTER_AUTOCAST, "cpu", torch.bfloat16, not self.choose(3), None))
-
-    def grad_mode(self) -> None:
-        if self.choose(2):
-            self.call(_torch.SET_GRAD, bool(self.choose(2)))
-        else:
-            before = self.call(torch.is_grad_enabled)
-            self.call(_torch.SET_GRAD, False)
-            self.unary()
-            self.call(_torch.SET_GRAD, before)
-
-    def inference(self) -> None:
-        """A value from inference mode may only be read outside; so it is closed at once, and cloned."""
-        enter = self.call(_torch.ENTER_INFERENCE, True)
-        inner = self.call(torch.cos, self.value())
-        self.call(_torch.EXIT_INFERENCE, enter)
-        self.add(torch.clone, inner)
-
-    def finish(self) -> fx.Graph:
-        while self.regions:
-            self.call(_torch.EXIT_AUTOCAST, self.regions.pop())
-        self.call(_torch.SET_GRAD, True)
-        picked = dict.fromkeys(self.value() for _ in range(1 + self.choose(3)))
-        self.graph.output((self.values[-1], *picked))
-        return self.graph
-
-
-def random_graph(choose: Choose, length: int = 20, seed: int = 0) -> fx.GraphModule:
-    """A random graph of about ``length`` ops over two square inputs: views, writes through views, buffers, tied
-    weights, random ops, tuples, modules with state, autocast, grad-mode and inference regions.
-
-    Autograd refuses some of them in backward (a saved value was overwritten); `without_gradients` makes those usable.
+    Attributes:
+        legal: plans that ran and gave the same as the whole.
+        refused: error code -> plans that the engine refused.
+        graphs: graphs that were tried; on some, gradients are off because autograd refuses them.
+        unusable: graphs that do not even run whole, and were passed over.
     """
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        root = _Root()
-    writer = _Writer(choose)
-    for _ in range(length):
-        writer.op()
-    return fx.GraphModule(root, writer.finish())
+
+    legal: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    graphs: int = 0
+    unusable: int = 0
+
+    @property
+    def plans(self) -> int:
+        """All plans that were tried."""
+        return self.legal + self.refused.total()
+
+    def __str__(self) -> str:
+        refused = ", ".join(f"{count} {code}" for code, count in sorted(self.refused.items()))
+        return (
+            f"{self.plans} plans on {self.graphs} graphs: {self.legal} legal and the same as the whole, "
+            f"{self.refused.total()} refused ({refused}); {self.unusable} graphs do not run whole"
+        )
 
 
-def random_inputs(requires_grad: bool = True, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs for `random_graph`."""
-    generator = torch.Generator().manual_seed(seed)
-    x, y = (torch.randn(SIZE, SIZE, generator=generator) for _ in range(2))
-    return x.requires_grad_(requires_grad), y
+def try_plan(gm: fx.GraphModule, inputs: tuple[torch.Tensor, ...], choose: Choose, report: FuzzReport) -> None:
+    """Draw one plan for a graph and hold it to the laws.
 
-
-def random_plan(flow: Dataflow, choose: Choose) -> Plan:
-    """A random plan: raw labels, refined labels or consecutive ones; copies; nodes in the host.
-
-    Raw labels and copies may be illegal: the engine must refuse those, never run them wrongly.
+    Raises:
+        CheckError: SK701 when the engine ran a plan wrongly.
     """
-    kind, labels = choose(4), 1 + choose(4)
-    if kind == 0:
-        cuts = sorted(choose(len(flow.nodes) + 1) for _ in range(labels - 1))
-        label: dict[Node, PartKey] = {n: sum(i >= c for c in cuts) for i, n in enumerate(flow.nodes)}
-    else:
-        label = {n: choose(labels) for n in flow.nodes}
-    if choose(3) == 2:
-        label = {n: HOST if choose(5) == 4 else key for n, key in label.items()}
-    plan = Plan.of(label)
-    if kind == 2:
-        plan = refine(flow, _copied(flow, plan, choose))
-    elif kind == 1:
-        plan = refine(flow, plan)
-    if choose(2):
-        plan = _copied(flow, plan, choose)
-    return prune(flow, plan) if choose(4) == 3 else plan
+    plan = random_plan(analyze(gm), choose)
+    parameters: Literal["own", "hoist"] = "hoist" if choose(2) else "own"
+    try:
+        made = split(gm, plan, costs=unit(gm), parameters=parameters)
+    except PlanError as error:
+        report.refused[error.code] += 1
+        return
+    assert_emitted_as_planned(made)
+    rounds_weights = any(n.target is _torch.ENTER_AUTOCAST for n in gm.graph.nodes)
+    assert_same(gm, made, *inputs, tolerance=2e-2 if rounds_weights else 1e-4)
+    report.legal += 1
 
 
-def _copied(flow: Dataflow, plan: Plan, choose: Choose) -> Plan:
-    parts = list(plan.parts)
-    for _ in range(min(len(parts), 1 + choose(2))):
-        keep = [n for n in flow.nodes if choose(2)]
-        plan = rematerialize(flow, plan, parts[choose(len(parts))], keep)
-    return plan
+def usable_inputs(gm: fx.GraphModule, seed: int = 0) -> tuple[torch.Tensor, ...] | None:
+    """Inputs on which the graph runs whole: with gradients, else (autograd refuses the graph's writes) without, with
+    the parameters frozen. None if it does not run at all.
+    """
+    for with_gradients in (True, False):
+        inputs = random_inputs(with_gradients, seed)
+        for parameter in gm.parameters():
+            parameter.requires_grad_(with_gradients)
+        with suppress(RuntimeError), redirect_stderr(StringIO()):  # fx prints the traceback of what a graph raises
+            assert_same(gm, gm, *inputs)
+            return inputs
+    return None
+
+
+def fuzz(
+    plans: int, seed: int = 0, plans_per_graph: int = 5, tick: Callable[[int], object] = lambda done: None
+) -> FuzzReport:
+    """Try ``plans`` random plans on random graphs.
+
+    Args:
+        plans: how many.
+        seed: of the first graph; graph ``i`` is ``seed + i``, so a failure can be run again.
+        plans_per_graph: plans for each graph.
+        tick: called with the number of plans so far.
+
+    Raises:
+        CheckError: SK701 when the engine ran a plan wrongly, with the seed in a note.
+    """
+    report = FuzzReport()
+    while report.plans < plans:
+        current = seed + report.graphs + report.unusable
+        dice = random.Random(current)
+        gm = random_graph(dice.randrange, 5 + dice.randrange(20), current)
+        inputs = usable_inputs(gm, current)
+        if inputs is None:
+            report.unusable += 1
+            continue
+        report.graphs += 1
+        for _ in range(plans_per_graph):
+            try:
+                try_plan(gm, inputs, dice.randrange, report)
+            except Exception as error:
+                error.add_note(f"graph seed {current}:\n{gm.code}")
+                raise
+        tick(report.plans)
+    return report

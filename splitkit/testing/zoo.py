@@ -51,7 +51,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape (..., width) -> the same."""
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        y: Tensor = self.down(F.gelu(self.up(self.norm(x))))
+        return x + y
 
 
 class TiedLanguageModel(nn.Module):
@@ -151,7 +152,7 @@ class Dropouts(nn.Module):
         """Shape (batch, 8) -> the same."""
         a = F.dropout(self.left(x), 0.3, self.training)
         b = F.dropout(self.right(x), 0.3, self.training)
-        return a * torch.rand_like(a) + b.sin()
+        return torch.rand_like(a).mul(a) + b.sin()
 
 
 class Regions(nn.Module):
@@ -169,7 +170,8 @@ class Regions(nn.Module):
             frozen = self.b(x).cos()
         with torch.autocast("cpu", torch.bfloat16):
             y = self.b(x) + self.a(x).relu()
-        return y.float() * frozen + x
+        mixed: Tensor = y.float() * frozen + x
+        return mixed
 
 
 class Dynamic(nn.Module):
@@ -183,7 +185,7 @@ class Dynamic(nn.Module):
         """Shape (batch, time, 4) -> (batch, 4)."""
         rows = x.shape[0] * x.shape[1]
         y = self.a(x).reshape(rows, 4).relu()
-        z = torch.arange(rows, device=x.device).unsqueeze(1) * y / rows
+        z: Tensor = torch.arange(rows, device=x.device).unsqueeze(1) * y / rows
         return z.view(x.shape[0], x.shape[1], 4).sum(1)
 
 
@@ -254,13 +256,13 @@ def _inference() -> fx.GraphModule:
 def _exported(model: nn.Module, *inputs: Any, dynamic_shapes: Any = None) -> fx.GraphModule:
     """Export without cleaning up: guards off, region ops left as higher-order ops."""
     program = torch.export.export(model, inputs, dynamic_shapes=dynamic_shapes, strict=False)
-    return program.module(check_guards=False)  # type: ignore[return-value]
+    return program.module(check_guards=False)
 
 
 def _make_fx(model: nn.Module, *inputs: Any) -> fx.GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    return make_fx(lambda *xs: model(*xs), pre_dispatch=True)(*inputs)  # type: ignore[no-any-return]
+    return make_fx(lambda *xs: model(*xs), pre_dispatch=True)(*inputs)
 
 
 def _dynamo(model: nn.Module, *inputs: Any) -> fx.GraphModule:
@@ -309,7 +311,5 @@ _SPECIMENS: tuple[Callable[[], Specimen], ...] = (
     _dynamo_specimen,
     _dynamic_specimen,
     lambda: Specimen("make_fx", _make_fx(Mutating(), torch.randn(8, 8)), (torch.randn(8, 8),)),
-    lambda: Specimen(
-        "key-value cache", fx.symbolic_trace(Cache()), (torch.randn(2, 4), torch.tensor([1, 4]))
-    ),
+    lambda: Specimen("key-value cache", fx.symbolic_trace(Cache()), (torch.randn(2, 4), torch.tensor([1, 4]))),
 )

@@ -1,0 +1,29 @@
+"""Run the fuzzer by hand: ``python -m splitkit.testing --plans 20000 --seed 1000``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from rich.console import Console
+from rich.progress import Progress
+
+from splitkit.testing.fuzz import fuzz
+
+
+def main() -> None:
+    """Fuzz, and print how many plans were legal and how many refused."""
+    parser = argparse.ArgumentParser(prog="python -m splitkit.testing", description=main.__doc__)
+    parser.add_argument("--plans", type=int, default=1000, help="how many plans to try (default: 1000)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first graph (default: 0)")
+    args = parser.parse_args()
+    start = time.perf_counter()
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("plans", total=args.plans)
+        report = fuzz(args.plans, args.seed, tick=lambda done: progress.update(task, completed=done))
+    print(f"{report}; {time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
