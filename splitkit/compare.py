@@ -280,7 +280,7 @@ def _weighted_sum(leaves: Mapping[str, Any]) -> Tensor | None:
 
 def _gradients(module: nn.Module, inputs: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor | None]:
     """By the name in the original; a parameter with several names or places counts once, its gradient is one."""
-    found: dict[str, Tensor | None] = {name: t.grad for name, t in inputs.items() if t.requires_grad}
+    found: dict[str, Tensor | None] = {name: t.grad for name, t in inputs.items() if t.is_leaf and t.requires_grad}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         found[names[name]] = parameter.grad
     return {name: gradient for name, gradient in found.items() if gradient is not None}

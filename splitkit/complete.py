@@ -20,7 +20,18 @@ def complete(flow: Dataflow, plan: Plan, parameters: Literal["own", "hoist"] = "
     Inputs and the output go to the host, members of a tuple to its producer, attributes to each of their readers
     (with ``parameters="hoist"``, tensors stay in the host and are passed in), and what the plan leaves out stays in
     the host. State ops have no place: they become scopes.
+
+    Raises:
+        PlanError: SK201 for nodes of another graph.
     """
+    foreign = [n for n in plan if n not in flow.index]
+    if foreign:
+        raise PlanError(
+            "SK201",
+            f"the plan places {foreign[0]}, which is no node of this graph",
+            "Plan again after editing the graph, or load the plan with Plan.load(path, gm.graph).",
+            foreign,
+        )
     places: dict[Node, tuple[PartKey, ...]] = {}
     for node in flow.scope:
         if node.op != "get_attr":
@@ -39,17 +50,9 @@ def check(flow: Dataflow, plan: Plan) -> None:
     """Refuse a plan that cannot be right.
 
     Raises:
-        PlanError: SK201 for nodes of another graph, SK202 for copies of nodes that may run only once, SK207 for
-            effects inside a checkpointed part. Circles are found by `splitkit.order.part_order` (SK203).
+        PlanError: SK202 for copies of nodes that may run only once, SK207 for effects inside a checkpointed part.
+            Circles are found by `splitkit.order.part_order` (SK203).
     """
-    foreign = [n for n in plan if n not in flow.index]
-    if foreign:
-        raise PlanError(
-            "SK201",
-            f"the plan places {foreign[0]}, which is no node of this graph",
-            "Plan again after editing the graph, or load the plan with Plan.load(path, gm.graph).",
-            foreign,
-        )
     for node, reason in flow.once.items():
         keys = plan.places.get(node, ())
         if len(keys) > 1:

@@ -21,19 +21,36 @@ def to_text(renderable: RenderableType) -> str:
 
     width = None if sys.stdout.isatty() else PLAIN_WIDTH
     buffer = io.StringIO()
-    Console(file=buffer, width=width, no_color=True, safe_box=True).print(renderable)
+    Console(file=buffer, width=width, no_color=True, safe_box=True, markup=False, emoji=False).print(renderable)
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
 
 
 def show(*renderables: RenderableType) -> None:
-    """Print to standard output: rich on a terminal (``NO_COLOR`` respected), plain text elsewhere."""
+    """Print to standard output: rich on a terminal (``NO_COLOR`` respected), plain text elsewhere.
+
+    Off a terminal lines of tables are ASCII, and what the encoding of the output lacks is escaped.
+    """
     from rich.console import Console
 
     for renderable in renderables:
+        is_text = isinstance(renderable, str)
         if sys.stdout.isatty():
-            Console().print(renderable)
+            Console(markup=False, emoji=False, highlight=False).print(renderable, soft_wrap=is_text)
         else:
-            print(renderable if isinstance(renderable, str) else to_text(renderable))
+            text = renderable if isinstance(renderable, str) else to_text(_plain(renderable))
+            encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+            print(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def _plain(renderable: RenderableType) -> RenderableType:
+    """A table with a rule of dashes under its head instead of a frame."""
+    from rich.box import Box
+    from rich.table import Table
+
+    if isinstance(renderable, Table) and renderable.box is not None:
+        renderable.box = Box("    \n    \n -- \n    \n    \n -- \n    \n    \n", ascii=True)
+        renderable.show_edge = False
+    return renderable
 
 
 @contextmanager

@@ -160,7 +160,7 @@ def as_plan(policy: PolicyLike, flow: Dataflow, costs: Costs) -> Plan:
         return policy
     if isinstance(policy, Mapping):
         return _from_mapping(policy, flow)
-    if isinstance(policy, Policy):
+    if isinstance(policy, Policy) and not isinstance(policy, type):
         return policy.assign(flow, costs)
     if callable(policy) and not isinstance(policy, type):
         asked = (n for n in flow.index if n.op not in ("placeholder", "get_attr", "output"))

@@ -136,12 +136,12 @@ def write(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
         FileError: SK504 when the file cannot be written.
     """
     target = Path(path)
+    text = json.dumps(data, indent=1) + "\n"
     temporary = None
     try:
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(data, file, indent=1)
-            file.write("\n")
+            file.write(text)
         Path(temporary).chmod(0o644)
         Path(temporary).replace(target)
     except OSError as error:

@@ -45,6 +45,7 @@ class _Writer:
         self.graph = fx.Graph()
         self.values = [self.graph.placeholder(name) for name in ("x", "y")]
         self.regions: list[Node] = []
+        self.menu = self.swarm()
 
     def value(self) -> Node:
         """One of the values, recent ones first."""
@@ -52,12 +53,18 @@ class _Writer:
 
     def op(self) -> None:
         """Append one op."""
-        menu = (
-            self.unary, self.unary, self.binary, self.binary, self.product, self.attribute, self.view, self.chunk,
-            self.inplace, self.inplace_method, self.write_part, self.write_state, self.random, self.module,
-            self.autocast, self.grad_mode, self.inference,
+        self.menu[self.choose(len(self.menu))]()
+
+    def swarm(self) -> list[Callable[[], None]]:
+        """Plain ops and a few kinds of special ones: a graph of few kinds has more of each, and more that interact
+        (Groce et al., "Swarm testing", 2012).
+        """
+        special = (
+            self.attribute, self.view, self.chunk, self.inplace, self.inplace_method, self.write_part,
+            self.write_state, self.random, self.module, self.autocast, self.grad_mode, self.inference,
         )  # fmt: skip
-        menu[self.choose(len(menu))]()
+        picked = [special[self.choose(len(special))] for _ in range(1 + self.choose(6))]
+        return [self.unary, self.binary, self.product, *picked]
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         return self.graph.call_function(target, args, kwargs)

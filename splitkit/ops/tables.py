@@ -1,6 +1,6 @@
 """What names alone say about torch's functions, methods and modules: data for `splitkit.ops`, found by running them.
 
-Every entry of `LIES` was found by `tests/test_ops.py` or by reading a kernel: the schema declares a fresh output (or no
+Every entry of `LIES` was found by `tests/ops` or by reading a kernel: the schema declares a fresh output (or no
 write), yet the op returns its input, a view of it, or writes. Positions count arguments; ``ALL`` means every argument.
 """
 
@@ -65,7 +65,7 @@ RANDOM = frozenset(_words("_cudnn_init_dropout_state _fused_dropout inductor_see
 COLLECTIVES = frozenset(_words("c10d c10d_functional _c10d_functional _c10d_functional_autograd symm_mem"))
 
 # Python functions of torch.nn.functional and torch without an ATen packet of their name; fresh outputs, no effect but
-# `inplace=` and what the rules of ops.py say. The value: do they yield a tuple?
+# `inplace=` and what `rules` says. The value: do they yield a tuple?
 FUNCTIONS: dict[str, bool] = {
     **dict.fromkeys(
         _words(
@@ -99,22 +99,28 @@ FUNCTIONS: dict[str, bool] = {
         True,
     ),
 }
-# The same for functions whose output may be (a view of) their first argument.
-ALIASING = frozenset(
-    _words(
-        "lu as_tensor asarray from_numpy from_dlpack to_dlpack frombuffer __array__ __getitem__ __pos__ "
-        "__iter__ __dlpack__ __array_wrap__ as_subclass bfloat16 bool byte cdouble cfloat char cpu cuda "
-        "double float half int ipu long mtia short xpu to_sparse_coo numpy tolist type untyped_storage "
-        "storage _typed_storage new pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle "
-        "apply_ share_memory_"
-    )
-)
+# The same for functions whose output may be (a view of) their first argument; `tolist` depends on the dimensions.
+ALIASING: dict[str, bool | None] = {
+    **dict.fromkeys(
+        _words(
+            "as_tensor asarray from_numpy from_dlpack to_dlpack frombuffer __array__ __getitem__ __pos__ "
+            "__dlpack__ __array_wrap__ as_subclass bfloat16 bool byte cdouble cfloat char cpu cuda "
+            "double float half int ipu long mtia short xpu to_sparse_coo numpy type untyped_storage "
+            "storage _typed_storage new pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle"
+        ),
+        False,
+    ),
+    **dict.fromkeys(("lu", "__iter__"), True),
+    "tolist": None,
+}
 IN_PLACE_METHODS = frozenset(
     _words(
         "__setitem__ __delitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __idiv__ __imod__ "
         "__ipow__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__ share_memory_"
     )
 )
+# They call functions that are given to them, or make autograd do so.
+CALLS_BACK = frozenset(_words("backward register_hook register_post_accumulate_grad_hook apply_ map_ map2_"))
 PURE_BUILTINS = frozenset(
     _words(
         "abs all any bool callable complex divmod float format hasattr hash id int isinstance issubclass "
@@ -152,14 +158,17 @@ TORCH_MODULES = frozenset(
 )
 # Attributes of a tensor that are no tuple (`shape` is).
 SINGLE_ATTRIBUTES = frozenset(_words("dtype device layout ndim T mT H mH real imag data grad requires_grad is_cuda"))
-# Where `return_indices` stands among the positional arguments.
-RETURN_INDICES: dict[str, int] = {
-    **dict.fromkeys(("max_pool1d", "max_pool2d", "max_pool3d"), 6),
-    **dict.fromkeys(("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"), 2),
-    **dict.fromkeys(("fractional_max_pool2d", "fractional_max_pool3d"), 4),
+# Functions that yield a tuple if one of these arguments is true: its name, its position (-1: by keyword only).
+TUPLE_IF: dict[str, tuple[tuple[str, int], ...]] = {
+    **dict.fromkeys(("max_pool1d", "max_pool2d", "max_pool3d"), (("return_indices", 6),)),
+    **dict.fromkeys(("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"), (("return_indices", 2),)),
+    **dict.fromkeys(("fractional_max_pool2d", "fractional_max_pool3d"), (("return_indices", 4),)),
+    "unique": (("return_inverse", 2), ("return_counts", 3)),
+    "unique_consecutive": (("return_inverse", 1), ("return_counts", 2)),
+    "nonzero": (("as_tuple", -1),),
 }
 
-# Classes of torch.nn that compute fresh outputs and have no effect beyond the rules of ops.py (training, inplace...).
+# Classes of torch.nn that compute fresh outputs and have no effect beyond what `modules` says (training, inplace...).
 FRESH_MODULES = frozenset(
     _words(
         "AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveAvgPool3d AdaptiveLogSoftmaxWithLoss "

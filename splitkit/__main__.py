@@ -1,0 +1,7 @@
+"""``python -m splitkit``."""
+
+import sys
+
+from splitkit.cli import main
+
+sys.exit(main())

@@ -1,0 +1,121 @@
+"""The command line: parse, run one command, print its outcome; errors become messages and exit codes.
+
+0 fine, 1 error, 2 wrong usage, 3 no plan fits, 4 the split differs from the whole, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from importlib import import_module
+from typing import cast
+
+from splitkit.cli.outcome import Outcome, jsonable
+from splitkit.cli.parser import make_parser
+from splitkit.errors import CheckError, NoPlanError, PolicyError, SplitError, UsageError
+
+__all__ = ["main"]
+
+ERROR, USAGE, NO_PLAN, DIFFERENT = 1, 2, 3, 4
+INTERRUPTED, PIPE_CLOSED = 128 + 2, 128 + 13  # as a shell reports SIGINT and SIGPIPE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (by default that of the process) and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _parse_and_run(words)
+    except BrokenPipeError:
+        return _reader_has_gone()
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED, "--json" in words)
+    except Exception as error:
+        if "--debug" in words:
+            raise
+        return _fail(error, exit_code(error), "--json" in words)
+
+
+def exit_code(error: Exception) -> int:
+    """The exit code that tells what kind of error it was."""
+    if isinstance(error, NoPlanError):
+        return NO_PLAN
+    if isinstance(error, CheckError):
+        return DIFFERENT
+    bad_policy = isinstance(error, PolicyError) and error.code in ("SK301", "SK302")
+    return USAGE if bad_policy or isinstance(error, UsageError) else ERROR
+
+
+def _parse_and_run(words: list[str]) -> int:
+    try:
+        args = make_parser().parse_args(words)
+    except SystemExit as done:  # --help and --version
+        sys.stdout.flush()
+        return int(done.code or 0)
+    with nullcontext() if args.debug else _silence(), redirect_stdout(sys.stderr) if args.json else nullcontext():
+        outcome = _command(args)
+    if args.json:
+        print(json.dumps(jsonable(outcome.data), indent=1, allow_nan=False))
+    else:
+        from splitkit.console import show
+
+        show(*outcome.text)
+    sys.stdout.flush()
+    return outcome.code
+
+
+def _command(args: Namespace) -> Outcome:
+    return cast(Outcome, import_module(f"splitkit.cli.commands.{args.command}").run(args))
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """No warnings and log lines of torch and transformers: they concern the makers of the model."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _fail(error: Exception | str, code: int, as_json: bool) -> int:
+    facts = _facts(error)
+    try:
+        if as_json:
+            print(json.dumps({"error": facts}, indent=1))
+            sys.stdout.flush()
+        else:
+            title = f"{facts['code']}: " if facts["code"] else ""
+            print(f"error: {title}{facts['reason']}" if isinstance(error, Exception) else error, file=sys.stderr)
+            if facts["remedy"]:
+                print(f"  {facts['remedy']}", file=sys.stderr)
+    except BrokenPipeError:
+        _reader_has_gone()
+    return code
+
+
+def _facts(error: Exception | str) -> dict[str, str | list[str] | None]:
+    """What a JSON reader is told; ``code`` is ``None`` for an error that splitkit did not foresee."""
+    if isinstance(error, SplitError):
+        return {"code": error.code, "reason": error.reason, "remedy": error.remedy, "nodes": list(error.nodes)}
+    if isinstance(error, str):
+        return {"code": None, "reason": error, "remedy": "", "nodes": []}
+    remedy = "Run the command again with --debug to see where."
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        remedy = f"Install {error.name}; `splitkit doctor` shows what else is missing."
+    return {"code": None, "reason": f"{type(error).__name__}: {error}", "remedy": remedy, "nodes": []}
+
+
+def _reader_has_gone() -> int:
+    """Say nothing, also not when Python flushes standard output at exit."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return PIPE_CLOSED

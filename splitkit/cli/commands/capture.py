@@ -1,0 +1,128 @@
+"""``splitkit capture``: what a model looks like as a graph."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import splitkit as sk
+from splitkit.cli import source
+from splitkit.cli.outcome import Outcome, facts, seconds, table
+from splitkit.cli.work import Work, prepare, require_folder, versions
+from splitkit.units import quantity, size
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from torch import fx
+
+    from splitkit.dataflow import Dataflow
+
+TOP = 10
+SHOWN = 3
+
+
+def run(args: Namespace) -> Outcome:
+    """See the module."""
+    require_folder(args.output)
+    work = prepare(source.from_args(args.model, args))
+    data = {"command": "capture", "model": work.source.to_dict(), **summary(work.gm)}
+    data |= {"seconds": work.clock.seconds, "file": args.output}
+    if args.code:
+        data["code"] = work.gm.code
+    if args.output:
+        _write(args.output, work)
+    return Outcome(data, _text(data))
+
+
+def summary(gm: fx.GraphModule) -> dict[str, Any]:
+    """The facts about a graph that fit on a screen."""
+    from splitkit.cli.describe import target_name
+
+    flow = sk.analyze(gm)
+    ops = Counter(target_name(n) for n in flow.index if n.op.startswith("call_"))
+    once: dict[str, list[str]] = {}
+    for node, reason in flow.once.items():
+        once.setdefault(reason, []).append(node.name)
+    return {
+        "nodes": {"all": len(flow.index), "placeable": len(flow.nodes), **Counter(n.op for n in flow.index)},
+        "ops": dict(ops.most_common()),
+        "parameters": sum(p.numel() for p in gm.parameters()),
+        "parameter_bytes": sum(p.nbytes for p in gm.parameters()),
+        "buffers": len(list(gm.buffers())),
+        "flops": _flops(gm, flow),
+        "regions": _regions(flow),
+        "dynamic": _dynamic(flow),
+        "once": once,
+    }
+
+
+def _flops(gm: fx.GraphModule, flow: Dataflow) -> float | None:
+    from splitkit import costs
+
+    prices = costs.default(gm)
+    return sum(prices.flops(n) for n in flow.nodes) if isinstance(prices, costs.Flops) else None
+
+
+def _regions(flow: Dataflow) -> dict[str, int]:
+    """Kind of region -> how many nodes are in one."""
+    from splitkit.scope import region_kind
+
+    inside: Counter[str] = Counter()
+    for node in flow.nodes:
+        scope = flow.scope[node]
+        inside.update({region_kind(enter).name for enter in scope.regions})
+        inside.update(["no_grad"] if scope.grad is False else ["enable_grad"] if scope.grad else [])
+    return dict(inside)
+
+
+def _dynamic(flow: Dataflow) -> dict[str, str]:
+    """``input_ids.shape[0]`` -> its symbol."""
+    import torch
+
+    from splitkit.cli.describe import size_data
+
+    return {
+        f"{node.name}.shape[{dim}]": name
+        for node in flow.index
+        if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor)
+        for dim, size in enumerate(node.meta["val"].shape)
+        if isinstance(name := size_data(size), str)
+    }
+
+
+def _write(path: str, work: Work) -> None:
+    from splitkit import planfile
+    from splitkit.cli.describe import node_data
+
+    graph = work.gm.graph
+    header = {"schema": 1, "kind": "splitkit graph", "graph": planfile.fingerprint(graph), **versions()}
+    nodes = [node_data(node) for node in graph.nodes]
+    planfile.write(path, {**header, "model": work.source.to_dict(), "nodes": nodes})
+
+
+def _text(data: dict[str, Any]) -> list[RenderableType]:
+    kinds = ", ".join(f"{name} {number}" for name, number in data["nodes"].items() if name != "all")
+    rows = {
+        "nodes": f"{data['nodes']['all']} ({kinds})",
+        "parameters": f"{quantity(data['parameters'])} ({size(data['parameter_bytes'])})",
+        "buffers": data["buffers"],
+        "FLOPs": "unknown: the graph carries no sizes" if data["flops"] is None else quantity(data["flops"]),
+        "regions": ", ".join(f"{kind} ({number} nodes)" for kind, number in data["regions"].items()) or "none",
+        "dynamic sizes": ", ".join(f"{place} = {name}" for place, name in data["dynamic"].items()) or "none",
+        "run only once": "nothing",
+        "captured in": seconds(data["seconds"]["capture"]),
+    }
+    if data["once"]:
+        rows["run only once"] = "; ".join(_once(reason, names) for reason, names in data["once"].items())
+    if data["file"]:
+        rows["wrote"] = data["file"]
+    counts = list(data["ops"].items())
+    title = f"ops ({len(counts)} kinds, the first {TOP})" if len(counts) > TOP else "ops"
+    text: list[RenderableType] = [facts(rows), "", table(("op", "nodes"), counts[:TOP], ("nodes",), title)]
+    return [*text, "", data["code"].strip()] if "code" in data else text
+
+
+def _once(reason: str, names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{reason}: {', '.join(names[:SHOWN])}{more}"

@@ -1,0 +1,120 @@
+"""``splitkit doctor``: what is installed, what the machine has, and whether a tiny split works."""
+
+from __future__ import annotations
+
+import os
+import platform
+from argparse import Namespace
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import splitkit as sk
+from splitkit.cli.outcome import Outcome, table
+from splitkit.units import size
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+NEEDED = {"torch": (2, 11), "numpy": (), "scipy": (), "networkx": (), "rich": ()}
+OPTIONAL = ("transformers",)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line.
+
+    Attributes:
+        name: what was looked at.
+        found: what was found.
+        ok: whether splitkit can work with it.
+        needed: whether it cannot work without.
+        remedy: what to do if not.
+    """
+
+    name: str
+    found: str
+    ok: bool = True
+    needed: bool = True
+    remedy: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """The last column of the table."""
+        if self.ok:
+            return "ok"
+        return f"{'missing' if self.needed else 'optional'}: {self.remedy}"
+
+
+def run(args: Namespace) -> Outcome:
+    """See the module."""
+    python = Check("python", platform.python_version(), remedy="splitkit needs 3.11")
+    checks = [python, Check("splitkit", sk.__version__), *map(_package, NEEDED)]
+    checks += [_package(name, needed=False) for name in OPTIONAL]
+    checks += [*_machine(), _self_test(args.debug)]
+    healthy = all(c.ok for c in checks if c.needed)
+    data = {"command": "doctor", "ok": healthy, "checks": [asdict(c) for c in checks]}
+    return Outcome(data, _text(checks, healthy), 0 if healthy else 1)
+
+
+def _text(checks: list[Check], healthy: bool) -> list[RenderableType]:
+    rows = [(c.name, c.found, c.verdict) for c in checks]
+    verdict = "everything needed is here" if healthy else "something needed is missing"
+    if find_spec("rich"):
+        return [table(("what", "found", "verdict"), rows), "", verdict]
+    return [*map("  ".join, rows), verdict]
+
+
+def _package(name: str, needed: bool = True) -> Check:
+    least = NEEDED.get(name, ())
+    wanted = f"pip install '{name}{'>=' + '.'.join(map(str, least)) if least else ''}'"
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        return Check(name, "not installed", False, needed, wanted)
+    return Check(name, found, _release(found) >= least, needed, wanted)
+
+
+def _release(text: str) -> tuple[int, ...]:
+    """``2.13.0+cpu`` -> (2, 13)."""
+    return tuple(int(number) for number in text.split(".")[:2] if number.isdigit())
+
+
+def _machine() -> list[Check]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found = [Check("cores", str(cores)), Check("memory", _memory())]
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError as error:
+        return [*found, Check("import torch", str(error), False, True, "install torch again")]
+    devices = ["cpu"] + [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        devices.append("mps")
+    gloo = dist.is_available() and dist.is_gloo_available()
+    remedy = "pipelines over several processes need torch.distributed with gloo"
+    return [*found, Check("devices", ", ".join(devices)), Check("gloo", "yes" if gloo else "no", gloo, False, remedy)]
+
+
+def _memory() -> str:
+    try:
+        return size(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (AttributeError, ValueError, OSError):
+        return "unknown"
+
+
+def _self_test(debug: bool) -> Check:
+    """Split a tiny model in two and compare."""
+    try:
+        import torch
+        from torch import nn
+
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Dropout(), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        x = torch.randn(3, 4)
+        sk.compare(model, sk.split(sk.capture(model, x), sk.policies.Stages(2)), x).raise_if_different()
+    except Exception as error:
+        if debug:
+            raise
+        return Check("self-test", f"failed: {type(error).__name__}: {error}", False, True, "run it with --debug")
+    return Check("self-test", "a tiny model, split in two, gives what the whole gives")

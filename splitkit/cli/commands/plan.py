@@ -1,0 +1,32 @@
+"""``splitkit plan``: decide, show the parts, write the plan."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import splitkit as sk
+from splitkit.cli.outcome import Outcome, seconds
+from splitkit.cli.work import make_plan, require_folder, versions
+
+
+def run(args: Namespace) -> Outcome:
+    """See the module."""
+    require_folder(args.output)
+    work, plan, costs = make_plan(args, args.model)
+    report = sk.report(work.gm, plan, costs)
+    if args.output:
+        from splitkit import planfile
+
+        planfile.write(args.output, {**plan.to_dict(), "model": work.source.to_dict(), **versions()})
+    took = work.clock.seconds
+    times = f"captured in {seconds(took['capture'])}, planned in {seconds(took['plan'])}"
+    data = {
+        "command": "plan",
+        "model": work.source.to_dict(),
+        "note": plan.note,
+        "report": report.to_dict(),
+        "seconds": took,
+        "file": args.output,
+    }
+    written = [f"wrote {args.output}"] if args.output else []
+    return Outcome(data, [report.table(), "", times, *written])

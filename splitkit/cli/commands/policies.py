@@ -1,0 +1,30 @@
+"""``splitkit policies``: what ``--policy`` knows. Without torch, and without loading anybody's package."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from splitkit.cli.outcome import Outcome, table
+from splitkit.cli.policylist import Builtin, builtins, installed
+
+
+def run(args: Namespace) -> Outcome:
+    """See the module."""
+    rows = [_own(policy) for policy in builtins().values()]
+    for name, entry in installed().items():
+        brought = f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
+        row = {"name": name, "signature": f"{name}(...)", "doc": f"Brought by {brought}.", "from": entry.value}
+        rows.append({**row, "command_line": True})
+    cells = [(r["signature"], r["doc"] if r["command_line"] else f"(Python only) {r['doc']}") for r in rows]
+    return Outcome({"command": "policies", "policies": rows}, [table(("policy", "what it does"), cells)])
+
+
+def _own(policy: Builtin) -> dict[str, Any]:
+    return {
+        "name": policy.name,
+        "signature": policy.signature,
+        "doc": policy.doc,
+        "from": "splitkit",
+        "command_line": policy.function is None,
+    }

@@ -1,0 +1,59 @@
+"""Nodes and values as data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from splitkit.dataflow import module_path
+
+
+def node_data(node: Node) -> dict[str, Any]:
+    """One node of a graph."""
+    return {
+        "name": node.name,
+        "op": node.op,
+        "target": target_name(node),
+        "module": module_path(node),
+        **value_data(node.meta.get("val")),
+        "inputs": [read.name for read in node.all_input_nodes],
+    }
+
+
+def named_value(node: Node) -> dict[str, Any]:
+    """The value that a node yields, by its name."""
+    return {"name": node.name, **value_data(node.meta.get("val"))}
+
+
+def value_data(value: object) -> dict[str, Any]:
+    """Shape and dtype of a tensor; the type of anything else; ``items`` of a tuple."""
+    if isinstance(value, torch.Tensor):
+        return {"shape": [size_data(s) for s in value.shape], "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, tuple | list):
+        return {"shape": None, "dtype": None, "items": [value_data(v) for v in value]}
+    return {"shape": None, "dtype": None if value is None else type(value).__name__}
+
+
+def value_text(value: object) -> str:
+    """``float32[2, 8, 64]``."""
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(value_text, value))})"
+    data = value_data(value)
+    return f"{data['dtype']}{data['shape'] if data['shape'] is not None else ''}"
+
+
+def target_name(node: Node) -> str:
+    """``aten.linear.default``, ``_operator.getitem``, ``transformer.wte.weight``."""
+    target = node.target
+    if isinstance(target, str | torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return str(target)
+    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", str(target))
+    place = getattr(target, "__module__", None)
+    return f"{place}.{name}" if place else str(name)
+
+
+def size_data(size: int | torch.SymInt) -> int | str:
+    """A number, or the symbol of a size that varies; a symbol that turned out to be fixed is its number."""
+    return int(str(size)) if str(size).isdigit() else str(size)

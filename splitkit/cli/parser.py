@@ -1,0 +1,152 @@
+"""The arguments of every command. Nothing here waits for torch."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+from splitkit import __version__
+from splitkit.errors import UsageError
+from splitkit.models import NAMES
+
+MODEL_HELP = f"an example ({', '.join(NAMES)}), package.module:factory, or path.py:factory"
+EPILOG = """exit codes:
+  0 fine   1 error   2 wrong usage   3 no plan fits   4 the split differs from the whole   130 interrupted
+
+example:
+  splitkit plan gpt2 --stages 4 -o plan.json && splitkit run plan.json --check"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises `UsageError` where argparse would print and leave."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise SK601."""
+        raise UsageError("SK601", message, f"See `{self.prog} --help`.")
+
+
+def make_parser() -> Parser:
+    """The parser of ``splitkit``."""
+    parser = Parser(
+        prog="splitkit",
+        description="Split PyTorch graphs into parts, and prove that the parts do what the whole did.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"splitkit {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _capture(commands)
+    _plan(commands)
+    _split(commands)
+    _run(commands)
+    _command(commands, "policies", "list the policies that --policy knows", "splitkit policies --json")
+    _command(commands, "doctor", "check the installation, and split a tiny model", "splitkit doctor")
+    return parser
+
+
+_Commands = argparse._SubParsersAction  # argparse has no public name for it
+
+
+def _capture(commands: _Commands[Parser]) -> None:
+    example = "splitkit capture gpt2 --size layers=4,width=256,heads=4\nsplitkit capture my_model.py:make -o graph.json"
+    parser = _command(commands, "capture", "capture a model as a graph and describe it", example)
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    _add_model_options(parser)
+    parser.add_argument("--code", action="store_true", help="also print the code of the graph")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the nodes as JSON")
+
+
+def _plan(commands: _Commands[Parser]) -> None:
+    example = (
+        "splitkit plan gpt2 --stages 4 -o plan.json\n"
+        "splitkit plan gpt2 --policy \"ByName({'transformer.h.[0-5]': 0, 'transformer.h.*': 1})\""
+    )
+    parser = _command(commands, "plan", "decide which part computes which node", example)
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    _add_model_options(parser)
+    _add_policy_options(parser, required=True)
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
+
+
+def _split(commands: _Commands[Parser]) -> None:
+    example = "splitkit split plan.json -o parts\nsplitkit split gpt2 --stages 2"
+    parser = _command(commands, "split", "split a model and show the code of the parts", example)
+    _add_plan_or_model(parser)
+    parser.add_argument("-o", "--output", metavar="DIR", help="write parent.py, one file a part, and split.json")
+    parser.add_argument("--force", action="store_true", help="write into a folder that is not empty")
+
+
+def _run(commands: _Commands[Parser]) -> None:
+    example = "splitkit run plan.json --check\nsplitkit run gpt2 --stages 4 --repeat 5"
+    parser = _command(commands, "run", "run a split model forward and backward", example)
+    _add_plan_or_model(parser)
+    parser.add_argument("--check", action="store_true", help="compare with the unsplit model; exit 4 if not the same")
+    parser.add_argument("--repeat", type=positive, default=1, metavar="N", help="time the best of N runs (default 1)")
+
+
+def _command(commands: _Commands[Parser], name: str, what: str, example: str) -> Parser:
+    indented = "\n".join(f"  {line}" for line in example.splitlines())
+    parser = commands.add_parser(
+        name,
+        help=what,
+        description=f"{what[0].upper()}{what[1:]}.",
+        epilog=f"example:\n{indented}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks and warnings")
+    return parser
+
+
+def _add_plan_or_model(parser: Parser) -> None:
+    parser.add_argument("target", metavar="PLAN.json|MODEL", help=f"a plan, or {MODEL_HELP}")
+    parser.add_argument("--model", metavar="SPEC", help="the model of the plan; needed to run a factory's code")
+    _add_model_options(parser)
+    _add_policy_options(parser, required=False)
+
+
+def _add_model_options(parser: Parser) -> None:
+    """Options default to None, so that those of a plan file hold unless others are given."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--size", type=sizes, action="append", metavar="NAME=N", help="sizes of the model: layers=4,width=256"
+    )
+    group.add_argument("--how", choices=("export", "symbolic_trace"), help="way of capture (default export)")
+    group.add_argument("--dynamic", action="store_true", default=None, help="let the sizes of the inputs vary")
+    group.add_argument("--eval", action="store_true", default=None, help="evaluation mode: no dropout")
+    group.add_argument("--seed", type=natural, metavar="N", help="random seed of weights and inputs (default 0)")
+
+
+def _add_policy_options(parser: Parser, required: bool) -> None:
+    group = parser.add_argument_group("policy" if required else "policy (with MODEL)")
+    one = group.add_mutually_exclusive_group(required=required)
+    one.add_argument("--stages", type=positive, metavar="N", help="N pipeline stages; short for --policy 'Stages(N)'")
+    one.add_argument("--policy", metavar="EXPR", help="a policy with its parameters; see `splitkit policies`")
+    group.add_argument("--costs", choices=("flops", "unit"), help="what a node costs (default flops)")
+
+
+def sizes(text: str) -> dict[str, int]:
+    """``layers=4,width=256`` as a mapping."""
+    found: dict[str, int] = {}
+    for item in text.split(","):
+        name, equals, value = item.partition("=")
+        if not equals or not name.isidentifier():
+            raise argparse.ArgumentTypeError(f"{item!r} is not NAME=N, such as layers=4")
+        found[name] = natural(value)
+    return found
+
+
+def natural(text: str) -> int:
+    """A whole number >= 0."""
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number >= 0")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """A whole number >= 1."""
+    if natural(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number >= 1")
+    return int(text)

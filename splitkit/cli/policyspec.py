@@ -1,0 +1,155 @@
+"""Policies as text: ``Stages(4)``, ``ByName({'transformer.h.*': 1})``. Literals only; nothing is ever evaluated."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from splitkit.cli.policylist import PACKAGE, Builtin, builtins, installed
+from splitkit.errors import PolicyError, SplitError, UsageError
+
+if TYPE_CHECKING:
+    from splitkit.costs import Costs
+    from splitkit.dataflow import Dataflow
+    from splitkit.plan import Plan, Policy
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """A policy that was named in text, not built yet.
+
+    Attributes:
+        text: as it was written.
+        name: of the policy.
+        args: its parameters by position.
+        kwargs: and by name.
+    """
+
+    text: str
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def build(self) -> Policy:
+        """The policy; imports torch, and the package that brings the policy.
+
+        Raises:
+            PolicyError: SK301 when it cannot be loaded, SK302 when it does not take these parameters.
+        """
+        make = _load(self.name)
+        try:
+            return _Spelled(self.text, make(*self.args, **self.kwargs))
+        except TypeError as error:
+            raise _unfit(self.text, error) from error
+
+
+@dataclass(frozen=True)
+class _Spelled:
+    """A policy made from text: what it stumbles over is a parameter of the wrong kind."""
+
+    text: str
+    policy: Any
+
+    def assign(self, flow: Dataflow, costs: Costs) -> Plan:
+        from splitkit.plan import as_plan
+
+        try:
+            return as_plan(self.policy, flow, costs)
+        except SplitError:
+            raise
+        except (TypeError, AttributeError, ValueError, LookupError) as error:
+            raise _unfit(self.text, error) from error
+
+
+def parse(text: str) -> PolicySpec:
+    """Read a policy expression; without torch.
+
+    Raises:
+        UsageError: SK601 when it is no call of a known policy with literals.
+    """
+    call = _expression(text)
+    if isinstance(call, ast.Name):  # Random is Random()
+        call = ast.Call(call, [], [])
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+        raise _unreadable(text, "it is not the name of a policy with its parameters")
+    _require_known(call.func.id)
+    args = tuple(_literal(text, arg) for arg in call.args)
+    kwargs = {}
+    for word in call.keywords:
+        if word.arg is None:
+            raise _unreadable(text, "** has no place in it")
+        kwargs[word.arg] = _literal(text, word.value)
+    return PolicySpec(text, call.func.id, args, kwargs)
+
+
+def _expression(text: str) -> ast.expr:
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise _unreadable(text, getattr(error, "msg", str(error)) or "it is too deep") from error
+
+
+def _literal(text: str, node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
+        raise _unreadable(text, f"{ast.unparse(node)} is no literal") from error
+
+
+def _require_known(name: str) -> None:
+    own, others = builtins(), installed()
+    if name in own:
+        _require_writable(own[name])
+    elif name not in others:
+        known = [*own, *others]
+        near = get_close_matches(name.lower(), {n.lower(): n for n in known}, n=3, cutoff=0.5)
+        names = [n for n in known if n.lower() in near] or known
+        raise UsageError(
+            "SK601",
+            f"there is no policy {name!r}",
+            f"{'Did you mean' if near else 'Choose one of'} {', '.join(names)}{'?' if near else '.'}",
+        )
+
+
+def _require_writable(policy: Builtin) -> None:
+    if policy.function:
+        raise UsageError(
+            "SK601",
+            f"{policy.name} takes a function ({policy.function.name}), which the command line cannot give",
+            f"Use ByName({{...}}), or Python: splitkit.plan(gm, policies.{policy.name}(...)).save('plan.json').",
+        )
+
+
+def _load(name: str) -> Any:
+    if name in builtins():
+        return getattr(import_module(PACKAGE), name)
+    entry = installed()[name]
+    try:
+        return entry.load()
+    except Exception as error:
+        raise PolicyError(
+            "SK301",
+            f"the policy {name} ({entry.value}) cannot be loaded: {type(error).__name__}: {error}",
+            "Mend or remove the package that brings it.",
+        ) from error
+
+
+def _unreadable(text: str, why: str) -> UsageError:
+    return UsageError(
+        "SK601",
+        f"the policy {text!r} cannot be read: {why}",
+        'Write a policy and literals, such as "Stages(4)" or "ByName({\'transformer.h.*\': 1})".',
+    )
+
+
+def _unfit(text: str, error: Exception) -> PolicyError:
+    known = builtins().get(text.partition("(")[0].strip())
+    return PolicyError(
+        "SK302",
+        f"{text}: {error}" if isinstance(error, TypeError) else f"{text}: {type(error).__name__}: {error}",
+        f"It is {known.signature}." if known else "See the documentation of the policy.",
+    )

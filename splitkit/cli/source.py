@@ -1,0 +1,126 @@
+"""Which model a command works on, and the record of it that a plan file keeps. No torch, no code of the model yet."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from difflib import get_close_matches
+from typing import Any
+
+from splitkit.errors import FileError, UsageError
+from splitkit.models import NAMES, SIZES
+
+RESERVED = ("name", "seed", "spec")
+"""Words that `splitkit.models` takes itself."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """How to make the model again and capture it.
+
+    Attributes:
+        spec: an example's name, or ``place:factory``.
+        sizes: what the example or the factory is called with.
+        how: way of capture.
+        dynamic: whether the sizes of inputs may vary.
+        seed: of weights and inputs.
+        mode: ``"eval"``, or ``"train"`` for a model left as it was made.
+    """
+
+    spec: str
+    sizes: Mapping[str, int]
+    how: str = "export"
+    dynamic: bool = False
+    seed: int = 0
+    mode: str = "train"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready data."""
+        return asdict(self)
+
+
+def from_args(spec: str, args: Namespace) -> Source:
+    """The model that the command line names."""
+    return with_options(Source(spec, {}), args)
+
+
+def with_options(source: Source, args: Namespace) -> Source:
+    """``source`` with what the command line says instead.
+
+    Raises:
+        UsageError: SK601 for sizes and options that do not fit.
+    """
+    given = {name: value for name in ("how", "dynamic", "seed") if (value := getattr(args, name)) is not None}
+    if args.eval:
+        given["mode"] = "eval"
+    sizes = dict(source.sizes)
+    for some in args.size or ():
+        sizes |= some
+    made = replace(source, sizes=sizes, **given)
+    _check(made)
+    return made
+
+
+def _check(source: Source) -> None:
+    known = SIZES.get(source.spec)
+    for name in source.sizes:
+        if known is not None and name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"Did you mean {near[0]}? " if near else ""
+            raise UsageError("SK601", f"{source.spec} has no size {name!r}", f"{hint}Its sizes are {', '.join(known)}.")
+        if name in RESERVED:
+            raise UsageError("SK601", f"a size cannot be called {name!r}", "Give the factory another parameter.")
+    if source.dynamic and source.how != "export":
+        raise UsageError("SK601", f"--dynamic does not work with --how {source.how}", "Use --how export.")
+
+
+def from_plan(path: str, data: Mapping[str, Any], args: Namespace) -> Source:
+    """The model of a plan file: the recorded one, or that of ``--model``.
+
+    A plan file may come from anywhere, so a factory that only the file names is not called.
+
+    Raises:
+        UsageError: SK601 when ``--model`` has to be given.
+        FileError: SK501 when the record is damaged.
+    """
+    record = data.get("model")
+    if record is None:
+        if args.model is None:
+            raise UsageError("SK601", f"{path} does not say which model it is for", "Pass --model MODEL.")
+        return from_args(args.model, args)
+    recorded = _validated(path, record)
+    if args.model is None and recorded.spec not in NAMES:
+        raise UsageError(
+            "SK601",
+            f"this plan was made for {recorded.spec!r}",
+            f"Pass --model {recorded.spec} to run that code.",
+        )
+    return with_options(replace(recorded, spec=args.model or recorded.spec), args)
+
+
+def _validated(path: str, record: Any) -> Source:
+    if not isinstance(record, dict) or not isinstance(record.get("spec"), str):
+        raise _damaged(path, "model")
+    source = Source(**{"sizes": {}} | {k: v for k, v in record.items() if k in Source.__dataclass_fields__})
+    sizes = source.sizes
+    sound = {
+        "spec": source.spec.isprintable(),
+        "sizes": isinstance(sizes, dict) and all(k.isidentifier() and _natural(v) for k, v in sizes.items()),
+        "how": source.how in ("export", "symbolic_trace"),
+        "dynamic": isinstance(source.dynamic, bool),
+        "seed": _natural(source.seed),
+        "mode": source.mode in ("train", "eval"),
+    }
+    for field, fine in sound.items():
+        if not fine:
+            raise _damaged(path, f"model.{field}")
+    return source
+
+
+def _natural(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**18
+
+
+def _damaged(path: str, field: str) -> FileError:
+    return FileError("SK501", f"{path} is damaged: its field {field!r} makes no sense", "Plan again.", [field])

@@ -1,0 +1,105 @@
+"""How long a split model takes, as a whole and part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from splitkit._torch import pytree
+
+if TYPE_CHECKING:
+    from splitkit.models import Example
+    from splitkit.split import Split
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One step, forward and backward.
+
+    Attributes:
+        forward: seconds.
+        backward: seconds, ``None`` if nothing takes a gradient.
+        parts: seconds of the forward of each part, in order.
+        output: what the model returned.
+        loss: its loss, else the sum of its outputs.
+        loss_is_models: which of the two.
+    """
+
+    forward: float
+    backward: float | None
+    parts: tuple[float, ...]
+    output: Any
+    loss: float | None
+    loss_is_models: bool
+
+
+def best(split: Split, example: Example, seed: int, repeat: int) -> Timed:
+    """The fastest of ``repeat`` steps, all from the same random state."""
+    runs = [_step(split, example, seed) for _ in range(repeat)]
+    return min(runs, key=lambda run: run.forward + (run.backward or 0.0))
+
+
+def _step(split: Split, example: Example, seed: int) -> Timed:
+    split.module.zero_grad()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        with _stopwatch(list(split.parts.values())) as parts:
+            start = _now()
+            output = split(*example.args, **example.kwargs)
+            forward = _now() - start
+        loss, is_models = _loss(output)
+        backward = None
+        if loss is not None and loss.requires_grad:
+            start = _now()
+            loss.backward()  # type: ignore[no-untyped-call]
+            backward = _now() - start
+    split.module.zero_grad()
+    return Timed(forward, backward, tuple(parts), output, None if loss is None else float(loss.detach()), is_models)
+
+
+@contextmanager
+def _stopwatch(parts: list[Any]) -> Iterator[list[float]]:
+    """Seconds of each part's forward, filled in while the block runs."""
+    took = [0.0] * len(parts)
+    started = [0.0] * len(parts)
+
+    def start(number: int) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            started[number] = _now()
+
+        return hook
+
+    def stop(number: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            took[number] += _now() - started[number]
+
+        return hook
+
+    handles = [part.register_forward_pre_hook(start(i)) for i, part in enumerate(parts)]
+    handles += [part.register_forward_hook(stop(i)) for i, part in enumerate(parts)]
+    try:
+        yield took
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _now() -> float:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+    return perf_counter()
+
+
+def _loss(output: Any) -> tuple[Tensor | None, bool]:
+    own = getattr(output, "loss", None)
+    if isinstance(own, Tensor):
+        return own, True
+    values = [v for v in pytree.tree_leaves(output) if isinstance(v, Tensor) and v.requires_grad]
+    sums = [(torch.view_as_real(v) if v.is_complex() else v).float().sum() for v in values]
+    return (torch.stack(sums).sum() if sums else None), False

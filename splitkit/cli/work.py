@@ -1,0 +1,183 @@
+"""What several commands do: make the model, capture it, plan it or read its plan."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import splitkit as sk
+from splitkit import models
+from splitkit.cli import policyspec, source
+from splitkit.cli.source import Source
+from splitkit.console import busy
+from splitkit.errors import CaptureError, FileError, SplitError, UsageError
+from splitkit.models import Example
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from splitkit.costs import Costs
+    from splitkit.plan import Plan
+
+
+@dataclass
+class Clock:
+    """Seconds that each step took.
+
+    Attributes:
+        seconds: step -> seconds.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def step(self, name: str, what: str) -> Iterator[None]:
+        """Time a step, with a spinner on a terminal."""
+        start = perf_counter()
+        with busy(what):
+            yield
+        self.seconds[name] = perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model and its graph.
+
+    Attributes:
+        source: where the model is from.
+        example: the model and its inputs.
+        gm: its graph.
+        clock: what took how long.
+    """
+
+    source: Source
+    example: Example
+    gm: fx.GraphModule
+    clock: Clock
+
+
+def prepare(wanted: Source) -> Work:
+    """Make the model and capture it."""
+    clock = Clock()
+    with clock.step("load", f"making {wanted.spec}"):
+        example = _example(wanted)
+        if wanted.mode == "eval":
+            example.model.eval()
+    with clock.step("capture", f"capturing {wanted.spec}"):
+        gm = sk.capture(example.model, *example.args, how=wanted.how, dynamic=wanted.dynamic, **example.kwargs)
+    made = replace(wanted, mode="train" if example.model.training else "eval")
+    return Work(made, example, gm, clock)
+
+
+def _example(wanted: Source) -> Example:
+    import torch
+
+    if ":" not in wanted.spec:
+        return models.build(wanted.spec, seed=wanted.seed, **wanted.sizes)
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # a console script does not look there; last, so that nothing is shadowed
+    with torch.random.fork_rng():
+        torch.manual_seed(wanted.seed)
+        try:
+            return models.load(wanted.spec, **wanted.sizes)
+        except SystemExit as error:
+            raise CaptureError("SK403", f"{wanted.spec} left with sys.exit({error.code})") from error
+
+
+def policy_of(args: Namespace) -> policyspec.PolicySpec:
+    """The policy that the command line names; found wrong before torch is imported."""
+    return policyspec.parse(args.policy if args.policy is not None else f"Stages({args.stages})")
+
+
+def prices(gm: fx.GraphModule, name: str | None) -> Costs:
+    """``--costs``: FLOPs unless said otherwise, or unless the graph does not know its sizes."""
+    from splitkit import costs
+
+    known: dict[str | None, Callable[[fx.GraphModule], Costs]] = {
+        "flops": costs.flops, "unit": costs.unit, None: costs.default,
+    }  # fmt: skip
+    return known[name](gm)
+
+
+def planned(args: Namespace) -> tuple[Work, Plan, Costs]:
+    """For ``split`` and ``run``: the plan of ``PLAN.json``, or of MODEL and a policy."""
+    if args.target.endswith(".json"):
+        return _from_file(args)
+    if args.model is not None:
+        raise UsageError("SK601", "--model goes with a plan file", "Name the model, or a plan that ends in .json.")
+    if args.stages is None and args.policy is None:
+        raise UsageError("SK601", f"{args.target} needs a policy", "Add --stages N or --policy EXPR, or give a plan.")
+    return make_plan(args, args.target)
+
+
+def make_plan(args: Namespace, spec: str) -> tuple[Work, Plan, Costs]:
+    """The plan that the policy of the command line makes for a model."""
+    wanted, named = source.from_args(spec, args), policy_of(args)
+    policy = named.build()
+    work = prepare(wanted)
+    with work.clock.step("plan", f"planning {named.text}"):
+        costs = prices(work.gm, args.costs)
+        return work, sk.plan(work.gm, policy, costs), costs
+
+
+def _from_file(args: Namespace) -> tuple[Work, Plan, Costs]:
+    unfit = [f"--{name}" for name in ("stages", "policy", "costs") if getattr(args, name) is not None]
+    if unfit:
+        raise UsageError("SK601", f"{unfit[0]} does not go with a plan file, which has decided", "Plan again with it.")
+    from splitkit import planfile
+
+    data = planfile.read(args.target)
+    _require_plan(args.target, data)
+    work = prepare(source.from_plan(args.target, data, args))
+    with work.clock.step("plan", "reading the plan"):
+        return work, _decoded(work, args.target, data), prices(work.gm, None)
+
+
+def _require_plan(path: str, data: dict[str, Any]) -> None:
+    """Refuse before the model is made."""
+    if data.get("kind") != "splitkit plan":
+        raise FileError("SK501", f"{path} is not a splitkit plan", "Make one with `splitkit plan MODEL ... -o FILE`.")
+    if not all(text.isprintable() for text in _strings(data)):  # they would reach the terminal
+        raise FileError("SK501", f"{path} is damaged: it has control characters", "Plan again.")
+
+
+def _strings(data: Any) -> Iterator[str]:
+    """Every string in JSON data."""
+    if isinstance(data, str):
+        yield data
+    elif isinstance(data, dict | list):
+        for item in (*data, *data.values()) if isinstance(data, dict) else data:
+            yield from _strings(item)
+
+
+def _decoded(work: Work, path: str, data: dict[str, Any]) -> Plan:
+    try:
+        return sk.Plan.from_dict(work.gm.graph, data)
+    except SplitError:
+        raise
+    except (TypeError, AttributeError, LookupError, ValueError) as error:
+        raise FileError("SK501", f"{path} is damaged: {error}", "Plan again.") from error
+
+
+def require_folder(path: str | None) -> None:
+    """Refuse an output file that cannot be written, before anything long is done.
+
+    Raises:
+        FileError: SK504.
+    """
+    if path is not None and not Path(path).parent.is_dir():
+        raise FileError("SK504", f"cannot write {path}: there is no folder {Path(path).parent}", "Make it first.")
+
+
+def versions() -> dict[str, str]:
+    """Who wrote a file."""
+    import torch
+
+    return {"splitkit": sk.__version__, "torch": torch.__version__}

@@ -1,0 +1,25 @@
+"""What the target of one node does: which memory it writes or passes on, and whether it is random or acts outside.
+
+Everything errs on one side: what may happen is reported, what is reported need not happen. ATen schemas give most of
+the answer; `tables` corrects the ones that lie and knows the Python functions, methods and modules. The modules stand
+on one another in this order::
+
+    tables     what names say
+    facts      the answer for a node (Effects), what is known of a callable (Facts)
+    rules      where the answer depends on the arguments: dropout in eval mode draws nothing
+    schema     operators
+    names      functions and methods
+    modules    torch.nn
+    tuples     does a node yield a tuple?
+    declared   what users say
+    classify   all of it, with the graphs inside a node
+"""
+
+from __future__ import annotations
+
+from splitkit.ops.classify import effects_of
+from splitkit.ops.declared import declare
+from splitkit.ops.facts import Effects
+from splitkit.ops.tuples import is_tuple
+
+__all__ = ["Effects", "declare", "effects_of", "is_tuple"]

@@ -1,0 +1,76 @@
+"""What users say of functions, methods, operators and modules of their own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch._ops import OpOverload  # 2.11, 2.13, 2.15
+from torch.fx import Node
+
+from splitkit.ops.facts import Effects, Facts, Slot
+from splitkit.ops.modules import lookup, state
+
+_DECLARED: dict[Any, Facts] = {}
+
+
+def declare(
+    target: Callable[..., Any] | str | OpOverload | type[nn.Module],
+    *,
+    writes: tuple[int | str, ...] = (),
+    aliases: tuple[int | str, ...] = (),
+    random: bool = False,
+    impure: bool = False,
+) -> None:
+    """Say what a function, method, operator or leaf-module type of your own does; it overrides what splitkit knows.
+
+    Args:
+        target: a function, the name of a method, an operator overload, or a module class (exactly that class).
+        writes: positions or keyword names of the arguments that it writes.
+        aliases: positions or keyword names of the arguments that its output may share memory with.
+        random: it draws random numbers.
+        impure: it acts on the outside world.
+
+    Buffers of a declared module are taken to be written in training mode.
+    """
+    names = _parameters(target)
+    _DECLARED[target] = Facts(
+        writes=tuple(_slot(item, names) for item in writes),
+        aliases=tuple(_slot(item, names) for item in aliases),
+        random=random,
+        impure=impure,
+    )
+
+
+def _slot(item: int | str, names: tuple[str, ...]) -> Slot:
+    if isinstance(item, int):
+        return item, names[item] if item < len(names) else ""
+    return names.index(item) if item in names else -1, item
+
+
+def _parameters(target: Any) -> tuple[str, ...]:
+    if isinstance(target, OpOverload):
+        return tuple(a.name for a in target._schema.arguments)
+    if isinstance(target, type):
+        return tuple(inspect.signature(cast(Any, target).forward).parameters)[1:]
+    try:
+        return tuple(inspect.signature(target).parameters)
+    except (TypeError, ValueError):
+        return ()
+
+
+def declared_effects(node: Node, root: nn.Module) -> Effects | None:
+    """What a node does by its declaration; ``None`` if there is none."""
+    if node.op != "call_module":
+        facts = _DECLARED.get(node.target)
+        return None if facts is None else facts.of(node)
+    module = lookup(root, node.target)
+    facts = _DECLARED.get(type(module))
+    if facts is None:
+        return None
+    written: tuple[torch.Tensor, ...] = tuple(module.buffers()) if module.training else ()
+    return replace(facts.of(node), reads_state=state(module), writes_state=written)

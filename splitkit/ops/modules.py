@@ -1,0 +1,109 @@
+"""Modules of torch.nn, whose class and settings say what a call does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from splitkit.ops import tables
+from splitkit.ops.facts import Effects, union
+from splitkit.ops.names import torch_name
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What a module does, seen from its caller: its own nodes are of no concern.
+
+    Attributes:
+        effects: what it does beyond its arguments.
+        writes: it may write its first argument; a graph, any of them.
+        aliases: its output may share memory with its first argument; a graph's, with any of them.
+    """
+
+    effects: Effects
+    writes: bool = False
+    aliases: bool = False
+
+
+def lookup(root: nn.Module | None, target: object) -> Any:
+    """What a dotted name means in a module; ``None`` if nothing."""
+    value: Any = root
+    for atom in str(target).split("."):
+        value = getattr(value, atom, None)
+    return value
+
+
+def bodies(node: Node, root: nn.Module | None) -> dict[Node | nn.Module, nn.Module]:
+    """The modules among the arguments of a higher-order operator, by the argument that stands for them."""
+    args: tuple[Any, ...] = node.args
+    found: dict[Node | nn.Module, nn.Module] = {a: a for a in args if isinstance(a, nn.Module)}
+    for n in node.all_input_nodes:
+        if n.op == "get_attr" and isinstance(body := lookup(root, n.target), nn.Module):
+            found[n] = body
+    return found
+
+
+def state(module: nn.Module) -> tuple[torch.Tensor, ...]:
+    """The parameters and buffers of a module and its children."""
+    return (*module.parameters(), *module.buffers())
+
+
+def is_stock(module: object) -> bool:
+    """Does it do what its class of torch.nn says, and no more: no hook, no parametrization, no forward of its own?"""
+    if not isinstance(module, nn.Module) or not type(module).__module__.startswith("torch.nn.modules."):
+        return False
+    return not is_changed(module)
+
+
+def is_changed(module: nn.Module) -> bool:
+    """Does it do more or other than its class says?"""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(module, h, None) for h in hooks):
+        return True
+    return "forward" in vars(module) or "parametrizations" in module._modules
+
+
+def stock_inside(m: nn.Module, children: Sequence[Inside]) -> Inside | None:
+    """What a module of torch.nn does, given what its children do; ``None`` if that is not known."""
+    name, inplace = type(m).__name__, bool(getattr(m, "inplace", False))
+    if name in tables.DROPOUT_MODULES:
+        active = m.training and cast(nn.Dropout, m).p != 0
+        return Inside(Effects(random=active), inplace and (m.training or name.endswith("d")), inplace or not active)
+    effects = union((_own(m, name), *(c.effects for c in children)))
+    if name == "Sequential":
+        return Inside(effects, *_in_turn(children))
+    if name.startswith("Transformer") and name.endswith("Layer"):
+        activation = getattr(m, "activation", None)
+        if not isinstance(activation, nn.Module) and torch_name(activation) is None:
+            return None
+    if name in tables.FRESH_MODULES:
+        return Inside(effects, inplace, inplace)
+    return Inside(effects, any(c.writes for c in children), True) if name in tables.ALIAS_MODULES else None
+
+
+def _in_turn(children: Sequence[Inside]) -> tuple[bool, bool]:
+    """Does a chain of modules write its input, and does it return it?"""
+    written, reached = False, True  # does what runs next get the input itself?
+    for child in children:
+        written, reached = written or (reached and child.writes), reached and child.aliases
+    return written, reached
+
+
+def _own(m: Any, name: str) -> Effects:
+    """Random numbers and state of one module, its children left out."""
+    written: tuple[Any, ...] = ()
+    if m.training and name.startswith(("BatchNorm", "SyncBatchNorm", "InstanceNorm")):
+        written = tuple(m.buffers(recurse=False))
+    elif name in ("Embedding", "EmbeddingBag") and m.max_norm is not None:
+        written = (m.weight,)
+    draws = (
+        (name == "RReLU" and m.training)
+        or (name.startswith("FractionalMaxPool") and m._random_samples is None)
+        or (name in ("LSTM", "GRU", "RNN", "MultiheadAttention") and m.training and m.dropout != 0)
+    )
+    return Effects(writes_state=written, random=draws, impure=name == "SyncBatchNorm" and m.training)

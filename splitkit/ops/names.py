@@ -1,0 +1,140 @@
+"""Functions and methods, which have a name but no schema: torch's own, Python's operators and builtins."""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import logging
+import math
+import operator
+import warnings
+from collections.abc import Callable
+from enum import Enum
+from functools import cache
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from splitkit.ops import tables
+from splitkit.ops.facts import PURE, Call, Effects, Facts, first_argument, nodes_in, union, unknown
+from splitkit.ops.rules import dropout, rule_for
+from splitkit.ops.schema import fitting, named_facts
+
+# ---------------------------------------------------------------- Python
+
+
+class _Does(Enum):
+    """What a Python function does to its arguments."""
+
+    NOTHING = 0
+    ALIAS = 1  # passes on its first argument
+    ALIAS_ALL = 2
+    WRITE = 3  # writes its first argument
+    OUTSIDE = 4  # acts on the outside world
+
+
+def _functions_of(module: Any) -> list[Callable[..., Any]]:
+    opaque = (operator.call, operator.attrgetter, operator.itemgetter, operator.methodcaller)
+    return [f for name, f in vars(module).items() if callable(f) and not name.startswith("__") and f not in opaque]
+
+
+_PYTHON: dict[Any, _Does] = {
+    **dict.fromkeys((*_functions_of(operator), *_functions_of(math)), _Does.NOTHING),
+    **{f: _Does.WRITE for f in _functions_of(operator) if f"__{f.__name__}__" in tables.IN_PLACE_METHODS},
+    **dict.fromkeys((operator.imatmul, operator.iconcat), _Does.WRITE),
+    **dict.fromkeys((operator.getitem, operator.pos, getattr, next, iter, enumerate, reversed, sorted), _Does.ALIAS),
+    **dict.fromkeys((tuple, list, dict, zip, max, min, operator.concat, set, frozenset), _Does.ALIAS_ALL),
+    **dict.fromkeys((print, setattr, delattr, warnings.warn, input, open), _Does.OUTSIDE),
+    **dict.fromkeys((torch.device, torch.Size, torch.finfo, torch.iinfo, slice), _Does.NOTHING),
+    **{getattr(builtins, k): _Does.NOTHING for k in tables.PURE_BUILTINS},
+}
+
+
+def is_python(node: Node) -> bool:
+    """Does it call one of the Python functions that `python_effects` knows?"""
+    return node.op == "call_function" and node.target in _PYTHON
+
+
+def python_effects(node: Node) -> Effects:
+    """What a Python function does, given tensors or numbers: sums and products of lists are left to the caller."""
+    what, first = _PYTHON[node.target], first_argument(node)
+    if what is _Does.OUTSIDE:
+        return Effects(first if node.target is setattr else (), impure=True)
+    if what is _Does.WRITE:
+        return Effects(first, tuple(node.all_input_nodes) if node.target is operator.setitem else first)
+    if what is _Does.ALIAS_ALL:
+        return Effects(aliases=tuple(node.all_input_nodes))
+    return Effects(aliases=first) if what is _Does.ALIAS else PURE
+
+
+# ---------------------------------------------------------------- torch
+
+
+@cache
+def torch_name(target: Any) -> str | None:
+    """The name of a function or method that torch itself defines."""
+    if isinstance(target, str):
+        return target
+    owner = getattr(target, "__objclass__", None)
+    if owner is not None:
+        return str(target.__name__) if issubclass(torch.Tensor, owner) else None
+    name, module = getattr(target, "__name__", None), getattr(target, "__module__", None)
+    return name if isinstance(name, str) and module in tables.TORCH_MODULES and not isinstance(target, type) else None
+
+
+def named_effects(node: Node) -> Effects:
+    """What a function or method does, by its name."""
+    target: Any = node.target
+    name = torch_name(target)
+    if isinstance(getattr(target, "__self__", None), logging.Logger):
+        return Effects(impure=True)
+    if name is None or name in tables.CALLS_BACK:
+        return unknown(node)
+    if name in tables.CHECKS:
+        return Effects(check=True)
+    if name in tables.GENERATOR_STATE:
+        return Effects(random=True, impure=True)
+    if name in tables.IMPURE:
+        return Effects(impure=True)
+    facts = _signature_facts(target, name)
+    effects = _computed(node, name, facts)
+    return unknown(node) if effects is None else union((effects, *_optional(node, name, facts)))
+
+
+@cache
+def _signature_facts(target: Any, name: str) -> Facts:
+    """Parameter names and defaults of a Python function, with the rule that goes with them."""
+    if not inspect.isfunction(target):
+        return Facts()
+    parameters = inspect.signature(target).parameters
+    defaults = {k: p.default for k, p in parameters.items() if p.default is not p.empty}
+    return Facts(name, tuple(parameters), defaults=defaults, rule=rule_for(name, parameters))
+
+
+def _computed(node: Node, name: str, facts: Facts) -> Effects | None:
+    first = first_argument(node)
+    if facts.rule:
+        return facts.of(node)
+    if name in tables.IN_PLACE_METHODS:
+        return Effects(first, first)
+    if name in tables.ALIASING:
+        return Effects(aliases=first)
+    if name in tables.FUNCTIONS:
+        return PURE
+    overloads = named_facts(name)
+    if any(f.rule for f in overloads):
+        overloads = fitting(node, overloads)
+    return union(f.of(node) for f in overloads if not f.plain) if overloads else None
+
+
+def _optional(node: Node, name: str, facts: Facts) -> list[Effects]:
+    """What the arguments ``inplace`` and ``out`` add, and autograd's switches."""
+    added = []
+    if name in ("retain_grad", "requires_grad_"):
+        added.append(Effects(impure=True))
+    if facts.rule is not dropout and Call(node, facts).may("inplace", default=False):
+        added.append(Effects(first_argument(node), first_argument(node)))
+    if out := nodes_in(node.kwargs.get("out")):
+        added.append(Effects(out, out))
+    return added

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import random as python_random
+from typing import Any
+
+import pytest
+import torch
+from opnodes import FRESH, ROOT, Layer, X, Y, call, method, module, names, seen, stranger
+from torch import nn
+
+from splitkit.ops import declare, declared, effects_of
+
+aten = torch.ops.aten
+
+
+def friend(x: Any, y: Any = None) -> Any:
+    return y
+
+
+@pytest.mark.parametrize("op", ["call_function", "call_method"])
+def test_the_unknown_may_do_anything(op: str) -> None:
+    for target in (stranger, python_random.random) if op == "call_function" else ("frobnicate",):
+        e = effects_of(call(target, X, [Y], op=op), ROOT)
+        assert (names(e.writes), names(e.aliases)) == ({"x", "y"}, {"x", "y"})
+        assert e.random and e.impure and not e.known
+
+
+def test_declare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(declared, "_DECLARED", {})
+    declare(friend, writes=("y",), aliases=(0,), random=True)
+    assert seen(call(friend, X, Y)) == seen(call(friend, x=X, y=Y)) == ({"y"}, {"x"}, True, False)
+    assert seen(call(friend, X)) == (set(), {"x"}, True, False)
+    declare("frobnicate")
+    assert seen(method("frobnicate", X)) == FRESH
+    declare(aten.relu.default, impure=True)
+    assert seen(call(aten.relu.default, X))[3]
+    declare(Layer, aliases=(0,))
+    node, root = module(Layer())
+    e = effects_of(node, root)
+    assert (names(e.aliases), e.known, len(e.writes_state)) == ({"x"}, True, 1)
+    root.m.eval()
+    assert not effects_of(node, root).writes_state
+    assert not effects_of(module(nn.Sequential(Layer()))[0], module(nn.Sequential(Layer()))[1]).known

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from opnodes import module, names
+from opwatch import Snapshot, storages
+from torch import nn
+
+from splitkit.ops import effects_of, is_tuple, tables
+
+aten = torch.ops.aten
+
+
+def act(m: nn.Module, train: bool = True) -> tuple[str, str, bool, int]:
+    """(writes, aliases, random, number of state tensors written)."""
+    node, root = module(m.train(train))
+    e = effects_of(node, root)
+    assert e.known and not e.impure
+    assert {id(t) for t in e.writes_state} <= {id(t) for t in e.reads_state}
+    return " ".join(names(e.writes)), " ".join(names(e.aliases)), e.random, len(e.writes_state)
+
+
+def test_modules() -> None:
+    assert (
+        act(nn.Linear(2, 2)) == act(nn.Conv2d(1, 1, 1)) == act(nn.LayerNorm(2)) == act(nn.GELU()) == ("", "", False, 0)
+    )
+    assert act(nn.ReLU(inplace=True)) == ("x", "x", False, 0)
+    assert act(nn.Identity()) == act(nn.Flatten()) == ("", "x", False, 0)
+    assert act(nn.Dropout(0.1)) == ("", "", True, 0)
+    assert act(nn.Dropout(0.1), train=False) == act(nn.Dropout(0.0)) == ("", "x", False, 0)
+    assert act(nn.RReLU())[2] and not act(nn.RReLU(), train=False)[2]
+    assert act(nn.BatchNorm2d(2))[3] == 3
+    assert act(nn.BatchNorm2d(2), train=False)[3] == act(nn.BatchNorm2d(2, track_running_stats=False))[3] == 0
+    assert act(nn.InstanceNorm2d(2, track_running_stats=True))[3] == 3
+    assert act(nn.Embedding(3, 2))[3] == 0 and act(nn.Embedding(3, 2, max_norm=1.0))[3] == 1
+    assert act(nn.LSTM(2, 2, 2, dropout=0.5))[2] and not act(nn.LSTM(2, 2, 2, dropout=0.5), train=False)[2]
+    assert act(nn.MultiheadAttention(4, 2, dropout=0.1))[2] and not act(nn.MultiheadAttention(4, 2))[2]
+    assert act(nn.CrossEntropyLoss()) == ("", "", False, 0)
+    assert act(nn.TransformerEncoderLayer(4, 2, 8))[2] and not act(nn.TransformerEncoderLayer(4, 2, 8, 0.0))[2]
+    assert act(nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))) == ("", "", False, 0)
+    assert act(nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True))) == ("x", "x", False, 0)
+
+
+def test_modules_that_may_do_anything() -> None:
+    class Own(nn.Linear):
+        pass
+
+    hooked = nn.Linear(2, 2)
+    hooked.register_forward_hook(lambda *_: None)
+    patched = nn.Linear(2, 2)
+    patched.forward = lambda x: x  # type: ignore[method-assign]
+    shaped = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    activation = nn.TransformerEncoderLayer(4, 2, 8, activation=lambda x: x)
+    for m in (Own(2, 2), hooked, patched, shaped, activation, nn.Sequential(Own(2, 2))):
+        node, root = module(m)
+        e = effects_of(node, root)
+        assert (names(e.writes), names(e.aliases), e.random, e.impure, e.known) == ({"x"}, {"x"}, True, True, False)
+        assert len(e.writes_state) == len(list(m.parameters())) > 0
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_modules_do_what_their_row_says(train: bool) -> None:
+    """Every torch.nn class that can be built from small numbers, run against its prediction."""
+    run = 0
+    faults = []
+    for name in sorted(tables.FRESH_MODULES | tables.ALIAS_MODULES | tables.DROPOUT_MODULES):
+        for args in ((), (1,), (4,), (4, 4), (4, 4, 1)):
+            for shape in ((2, 4), (2, 4, 4), (2, 4, 4, 4), (2, 4, 4, 4, 4)):
+                try:
+                    m = getattr(nn, name)(*args).train(train)
+                    x = torch.randn(shape)
+                    held = {k: t.clone() for k, t in m.state_dict().items()}
+                    before = Snapshot(x)
+                    out = m(x)
+                except Exception:
+                    continue
+                node, root = module(m)
+                e = effects_of(node, root)
+                state = {k for k, t in m.state_dict(keep_vars=True).items() if not torch.equal(t, held[k])}
+                foretold = {k for k, t in m.state_dict(keep_vars=True).items() if any(t is w for w in e.writes_state)}
+                if not e.known:
+                    faults.append(f"{name} is unknown")
+                if (before.written() and not e.writes) or (before.drew() and not e.random) or not state <= foretold:
+                    faults.append(f"{name}{args} {shape} does more")
+                if storages(out).keys() & before.held.keys() and not e.aliases:
+                    faults.append(f"{name}{args} {shape} aliases")
+                expected = is_tuple(node, root)
+                if expected is not None and expected is not isinstance(out, (tuple, list)):
+                    faults.append(f"{name}{args} tuple")
+                run += 1
+    assert not faults
+    assert run > 200

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx, nn
+
+from splitkit.dataflow import analyze
+from splitkit.errors import PlanError
+from splitkit.plan import HOST, Part, Plan
+from splitkit.rewrite import refine
+from splitkit.split import split
+from splitkit.testing import Specimen, assert_same, zoo
+
+ZOO: dict[str, Specimen] = {s.name: s for s in zoo()}
+
+
+def test_every_node_gets_a_place():
+    gm = ZOO["tied language model"].graph
+    flow = analyze(gm)
+    half = refine(flow, Plan.of({n: 0 for n in flow.nodes[::2]}))
+    whole = split(gm, half).plan
+    assert set(whole) == {n for n in gm.graph.nodes}
+    for node, keys in whole.items():
+        if node.op in ("placeholder", "output"):
+            assert keys == (HOST,)
+        elif node in flow.followers:
+            assert keys == whole[flow.followers[node]]
+        elif node.op == "get_attr":
+            assert set(keys) == {k for u in node.users for k in whole[u]}
+        else:
+            assert keys == half.places.get(node, (HOST,))
+
+
+def test_hoisted_tensors_stay_in_the_host_and_bodies_do_not():
+    gm = ZOO["higher-order regions"].graph
+    whole = split(gm, lambda node: 0, parameters="hoist").plan
+    attributes = {n.target: keys for n, keys in whole.items() if n.op == "get_attr"}
+    bodies = {t for t in attributes if isinstance(gm.get_submodule(str(t).split(".")[0]), fx.GraphModule)}
+    assert bodies and all(attributes[t] == (0,) for t in bodies)
+    assert all(keys == (HOST,) for t, keys in attributes.items() if t not in bodies)
+
+
+def test_foreign_nodes_are_refused(chain):
+    other = fx.symbolic_trace(nn.Sequential(nn.ReLU()))
+    plan = Plan.of({n: 0 for n in other.graph.nodes if n.op.startswith("call")})
+    with pytest.raises(PlanError, match="SK201: the plan places"):
+        split(chain, plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "node", "reason"),
+    [
+        ("dropout", "dropout", "draws random numbers"),
+        ("mutation", "add_", "writes memory"),
+        ("mutation", "norm", "writes memory"),
+        ("mutation", "mul", "memory is written by another node"),
+    ],
+)
+def test_copies_of_what_may_run_once_are_refused_with_the_reason(name, node, reason):
+    gm = ZOO[name].graph
+    flow = analyze(gm)
+    found = next(n for n in flow.nodes if n.name == node)
+    with pytest.raises(PlanError, match=rf"SK202: {node} is planned in \[0, 1\], but .*{reason}"):
+        split(gm, Plan.of({n: [0, 1] if n is found else 0 for n in flow.nodes}))
+
+
+def checkpointed(gm, keys):
+    flow = analyze(gm)
+    size = -(-len(flow.nodes) // 3)
+    parts = {k: Part(k, call="checkpoint" if k in keys else "plain") for k in range(3)}
+    return Plan({n: (i // size,) for i, n in enumerate(flow.nodes)}, parts)
+
+
+@pytest.mark.parametrize("name", ["tied language model", "tied language model, exported", "dropout", "skips"])
+def test_a_checkpointed_part_gives_the_same_and_keeps_less(name):
+    specimen = ZOO[name]
+    made = split(specimen.graph, checkpointed(specimen.graph, {0, 1}))
+    assert_same(specimen.graph, made, *specimen.inputs)
+    assert saved(made, specimen.inputs) < saved(specimen.graph, specimen.inputs)
+
+
+def saved(module, inputs):
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        module(*inputs)
+    return sum(kept)
+
+
+@pytest.mark.parametrize("name", ["mutation", "mutation, exported", "key-value cache"])
+def test_effects_in_a_checkpointed_part_are_refused(name):
+    with pytest.raises(PlanError, match="SK207: part .* is checkpointed and would run .* again"):
+        split(ZOO[name].graph, checkpointed(ZOO[name].graph, {0, 1, 2}))
+
+
+def test_a_checkpointed_reader_of_what_is_written_later_is_refused():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("state", torch.ones(2))
+
+        def forward(self, x):
+            y = x * self.state
+            self.state.add_(x)
+            return y.sin()
+
+    gm = fx.symbolic_trace(Model())
+    flow = analyze(gm)
+    labels = {n.name: n for n in flow.nodes}
+    parts = {"early": Part("early", call="checkpoint")}
+    plan = Plan({labels["mul"]: ("early",), labels["add_"]: ("late",), labels["sin"]: ("late",)}, parts)
+    with pytest.raises(PlanError, match="SK207.*run mul again.*what it reads is written by another node"):
+        split(gm, plan)

@@ -1,0 +1,201 @@
+"""Facts: order edges, copy bans, followers, module paths."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from torch import fx, nn
+
+from splitkit.dataflow import analyze, module_path
+from splitkit.errors import GraphError
+
+
+def build(write, root=None):
+    """Write a graph with a function of (call, get, x, y); names are kept in a dict."""
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    made = {"x": x, "y": y}
+
+    def call(name, target, *args, **kwargs):
+        make = graph.call_method if isinstance(target, str) else graph.call_function
+        node = make(target, args, kwargs)
+        node.name = name
+        made[name] = node
+        return node
+
+    graph.output(write(call, graph.get_attr, x, y))
+    gm = fx.GraphModule(root or nn.Module(), graph)
+    return analyze(gm), {n.name: n for n in gm.graph.nodes}
+
+
+def after(flow, nodes, name):
+    return {n.name for n in flow.after[nodes[name]]}
+
+
+def test_the_drawing_of_hazards_in_effects_py():
+    def write(call, get, x, y):
+        a = call("a", "add_", x, 1)
+        z = call("z", torch.mul, x, 2)
+        w = call("w", "mul_", x, 3)
+        return a, z, w
+
+    flow, n = build(write)
+    assert after(flow, n, "a") == set()
+    assert after(flow, n, "z") == {"a"}
+    assert after(flow, n, "w") == {"a", "z"}
+    assert set(flow.once) == {n["a"], n["w"]}
+
+
+def test_a_write_through_a_view_reaches_the_base_and_other_views():
+    def write(call, get, x, y):
+        base = call("base", torch.sin, x)
+        one = call("one", "view", base, -1)
+        two = call("two", "t", base)
+        call("write", "fill_", one, 0.0)
+        return call("read_base", torch.cos, base), call("read_two", torch.cos, two), call("other", torch.cos, y)
+
+    flow, n = build(write)
+    assert after(flow, n, "read_base") == after(flow, n, "read_two") == {"write"}
+    assert after(flow, n, "other") == set()
+    assert {m.name for m in flow.once} == {"base", "one", "two", "write"}
+    assert "written by another node" in flow.once[n["base"]]
+
+
+def test_two_names_of_one_tensor_and_views_of_it_are_one_class():
+    root = nn.Module()
+    root.register_buffer("a", torch.zeros(4))
+    root.register_buffer("b", root.a)
+    root.register_buffer("part", root.a[:2])
+    root.register_buffer("c", torch.zeros(4))
+
+    def write(call, get, x, y):
+        call("write", "add_", get("a"), x)
+        return [call(f"read_{k}", torch.sin, get(k)) for k in ("b", "part", "c")]
+
+    flow, n = build(write, root)
+    assert after(flow, n, "read_b") == after(flow, n, "read_part") == {"write"}
+    assert after(flow, n, "read_c") == set()
+
+
+def test_a_reference_is_no_read():
+    root = nn.Module()
+    root.register_buffer("a", torch.zeros(4))
+    graph = fx.Graph()
+    early = graph.get_attr("a")
+    write = graph.call_method("add_", (early, 1))
+    late = graph.get_attr("a")
+    read = graph.call_function(torch.sin, (late,))
+    again = graph.call_method("add_", (early, 1))
+    graph.output((read, again))
+    flow = analyze(fx.GraphModule(root, graph))
+    assert flow.after[again] == (write, read) or set(flow.after[again]) == {write, read}
+    assert late not in flow.after
+
+
+def test_random_ops_keep_their_order_and_prints_theirs():
+    def write(call, get, x, y):
+        a = call("a", torch.rand_like, x)
+        call("p", print, "one")
+        b = call("b", torch.nn.functional.dropout, x, 0.5, True)
+        call("q", print, "two")
+        return a, b
+
+    flow, n = build(write)
+    assert after(flow, n, "b") == {"a"}
+    assert after(flow, n, "q") == {"p"}
+    assert after(flow, n, "p") == set()
+    assert flow.once[n["a"]] == "it draws random numbers"
+
+
+def test_checks_keep_their_place_among_prints_and_are_free_among_themselves():
+    def write(call, get, x, y):
+        check = torch.ops.aten._assert_async.msg
+        call("c1", check, x, "no")
+        call("c2", check, y, "no")
+        call("p", print, "one")
+        call("c3", check, y, "no")
+        return x
+
+    flow, n = build(write)
+    assert after(flow, n, "c2") == set()
+    assert after(flow, n, "p") == {"c1", "c2"}
+    assert after(flow, n, "c3") == {"p"}
+
+
+def test_inputs_whose_example_values_share_memory_are_one_class():
+    shared = torch.zeros(4)
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    x.meta["val"], y.meta["val"] = shared, shared[:2]
+    write = graph.call_method("add_", (x, 1))
+    read = graph.call_function(torch.sin, (y,))
+    graph.output((write, read))
+    flow = analyze(fx.GraphModule(nn.Module(), graph))
+    assert flow.after[read] == (write,)
+
+
+def test_members_of_tuples_follow_their_producer_also_when_nested():
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.LSTM(4, 4)
+
+        def forward(self, x):
+            y, (h, c) = self.rnn(x)
+            a, b = y.chunk(2, -1)
+            return a + b, h[0], c[:, None], x[0]
+
+    gm = fx.symbolic_trace(Nested())
+    flow = analyze(gm)
+    producer = {n.name: flow.producer(n).name for n in flow.followers}
+    assert set(producer.values()) == {"rnn", "chunk"}
+    indexing = [n for n in gm.graph.nodes if n.target is operator.getitem and n not in flow.followers]
+    assert {n.args[0].name for n in indexing if n.args[0].op == "placeholder"} == {"x"}
+    assert flow.is_placeable(next(n for n in indexing if n.args[0].op == "placeholder"))
+
+
+def test_a_graph_is_asked_for():
+    with pytest.raises(GraphError, match="SK101.*not on Linear"):
+        analyze(nn.Linear(2, 2))
+
+
+def test_an_attribute_that_is_not_there_is_named():
+    root = nn.Module()
+    root.w = nn.Parameter(torch.ones(1))
+    graph = fx.Graph()
+    graph.output(graph.get_attr("w"))
+    gm = fx.GraphModule(root, graph)
+    del gm.w
+    with pytest.raises(GraphError, match="SK104.*'w'"):
+        analyze(gm)
+
+
+@pytest.mark.parametrize(
+    ("stack", "path"),
+    [
+        ({"a": ("", "Model"), "b": ("h.0.attn", "Attention")}, "h.0.attn"),
+        ({"b": ("h.0@1", "Block")}, "h.0"),
+        ({"b": ("L['self'].h[0].mlp", "MLP")}, "h.0.mlp"),
+        ({"b": ("L['self']._modules['h']._modules['3']", "Block")}, "h.3"),
+        ({}, ""),
+    ],
+)
+def test_module_paths_of_every_door(stack, path):
+    node = fx.Graph().placeholder("x")
+    node.meta["nn_module_stack"] = stack
+    assert module_path(node) == path
+
+
+def test_time_is_linear_in_the_graph():
+    """A write after many reads, many times: order edges must not grow with the square."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    for _ in range(60):
+        for _ in range(50):
+            graph.call_function(torch.sin, (x,))
+        graph.call_method("add_", (x, 1))
+    graph.output(x)
+    flow = analyze(fx.GraphModule(nn.Module(), graph))
+    assert sum(map(len, flow.after.values())) <= 3 * len(flow.index)

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from splitkit.costs import unit
+from splitkit.dataflow import analyze
+from splitkit.errors import PlanError, PolicyError
+from splitkit.plan import HOST, Part, Plan, Policy, as_plan
+from splitkit.policies import RoundRobin
+
+
+def test_a_plan_is_a_mapping_home_first(chain, nodes):
+    n = nodes(chain)
+    plan = Plan.of({n["add"]: 0, n["mul"]: [1, 0], n["sub"]: ("cuda:0", 2)})
+    assert plan[n["mul"]] == (1, 0)
+    assert [plan.home(m) for m in plan] == [0, 1, ("cuda:0", 2)]
+    assert plan.home(n["x"]) is HOST
+    assert plan.source(n["mul"], reader=0) == 0
+    assert plan.source(n["mul"], reader="other") == 1
+    assert plan.members(0) == (n["add"], n["mul"])
+    assert list(plan.parts) == [0, 1, ("cuda:0", 2)]
+    assert len(plan) == 3 and dict(plan) == dict(plan.places)
+
+
+def test_place_gives_another_plan_and_knows_new_parts(chain, nodes):
+    n = nodes(chain)
+    plan = Plan.of({n["add"]: 0}, note="mine")
+    other = plan.place({n["mul"]: ("new", 0)})
+    assert n["mul"] not in plan
+    assert other.members("new") == (n["mul"],) and other.parts["new"] == Part("new") and other.note == "mine"
+
+
+@pytest.mark.parametrize("place", [(), (0, 0), 0, [0]])
+def test_a_place_is_a_tuple_of_different_parts(chain, nodes, place):
+    with pytest.raises(PlanError, match="SK205: add is placed in"):
+        Plan({nodes(chain)["add"]: place})
+
+
+def test_a_callback_is_called_once_a_node_in_graph_order(chain):
+    calls = []
+
+    def callback(node):
+        calls.append(node.name)
+        return len(calls) // 2
+
+    flow = analyze(chain)
+    plan = as_plan(callback, flow, unit(chain))
+    assert calls == ["add", "mul", "sub"]
+    assert [plan.home(n) for n in flow.nodes] == [0, 1, 1]
+
+
+def test_mappings_by_name_or_node_leave_the_rest_in_the_host(chain, nodes):
+    flow = analyze(chain)
+    by_name = as_plan({"mul": "a"}, flow, unit(chain))
+    by_node = as_plan({nodes(chain)["mul"]: "a"}, flow, unit(chain))
+    assert by_name == by_node
+    assert by_name.home(nodes(chain)["add"]) is HOST
+
+
+def test_an_unknown_name_is_refused_with_the_nearest(chain):
+    with pytest.raises(PlanError, match=r"SK204.*'mull'.*did you mean 'mul'"):
+        as_plan({"mull": 0}, analyze(chain), unit(chain))
+
+
+@pytest.mark.parametrize("thing", [3, "round robin", RoundRobin, None])
+def test_what_is_no_policy_is_refused(chain, thing):
+    with pytest.raises(PolicyError, match="SK301"):
+        as_plan(thing, analyze(chain), unit(chain))
+
+
+def test_a_policy_is_anything_that_assigns(chain):
+    class Mine:
+        def assign(self, flow, costs):
+            return Plan.of(dict.fromkeys(flow.nodes, "mine"))
+
+    assert isinstance(Mine(), Policy)
+    assert list(as_plan(Mine(), analyze(chain), unit(chain)).parts) == ["mine"]
+
+
+def test_parts_know_their_device():
+    assert Part("a", torch.device("cuda:1")).device.index == 1

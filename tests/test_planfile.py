@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import json
+import stat
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
+
+from splitkit import planfile
+from splitkit.errors import FileError, PlanError
+from splitkit.plan import Part, Plan
+
+KEYS = st.recursive(
+    st.integers() | st.text() | st.booleans() | st.just(torch.device("cuda:1")),
+    lambda inner: st.tuples(inner, inner),
+    max_leaves=4,
+)
+
+
+class Chain(nn.Module):
+    def forward(self, x):
+        return (x + 1) * 2 - 3
+
+
+GRAPH = fx.symbolic_trace(Chain())
+
+
+def some_plan():
+    add, mul, sub = (n for n in GRAPH.graph.nodes if n.op == "call_function")
+    parts = {("cuda:0", 1): Part(("cuda:0", 1), torch.device("cuda:0"), "checkpoint")}
+    return Plan({add: (0,), mul: (("cuda:0", 1), 0), sub: (None, "b")}, parts, "a note")
+
+
+def test_a_plan_survives_a_file(tmp_path):
+    path = tmp_path / "plan.json"
+    some_plan().save(path)
+    assert Plan.load(path, GRAPH.graph) == some_plan()
+    assert Plan.from_dict(GRAPH.graph, some_plan().to_dict()) == some_plan()
+    assert list(tmp_path.iterdir()) == [path]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(KEYS, min_size=3, max_size=3))
+def test_every_kind_of_key_survives(keys):
+    plan = Plan.of(dict(zip([n for n in GRAPH.graph.nodes if n.op == "call_function"], keys, strict=True)))
+    again = Plan.from_dict(GRAPH.graph, json.loads(json.dumps(plan.to_dict())))
+    assert again == plan
+
+
+def test_the_empty_plan_survives():
+    assert Plan.from_dict(GRAPH.graph, Plan({}).to_dict()) == Plan({})
+
+
+def test_another_graph_is_refused_by_name(tmp_path):
+    some_plan().save(tmp_path / "p.json")
+    other = fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(FileError, match=r"SK502.*'add' and 2 more"):
+        Plan.load(tmp_path / "p.json", other.graph)
+
+
+def test_the_fingerprint_sees_structure_and_not_sizes():
+    class Sized(nn.Module):
+        def __init__(self, size, op):
+            super().__init__()
+            self.size, self.op = size, op
+
+        def forward(self, x):
+            return self.op(x.view(self.size))
+
+    def print_of(size, op):
+        return planfile.fingerprint(fx.symbolic_trace(Sized(size, op)).graph)
+
+    assert print_of(4, torch.sin) == print_of(8, torch.sin) != print_of(4, torch.cos)
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"schema": 99}, "SK503"),
+        ({"kind": "something"}, "SK501"),
+        ({"parts": [{"key": 0}]}, "SK501"),
+        ({"places": {"add": [7]}}, "SK501"),
+        ({"places": {"add": []}}, "SK205"),
+    ],
+)
+def test_damage_is_refused(change, code):
+    data = {**some_plan().to_dict(), **change}
+    with pytest.raises((FileError, PlanError), match=code):
+        Plan.from_dict(GRAPH.graph, data)
+
+
+def test_a_missing_field_is_named():
+    data = some_plan().to_dict()
+    del data["places"]
+    with pytest.raises(FileError, match="SK501.*'places'"):
+        Plan.from_dict(GRAPH.graph, data)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "\x00"])
+def test_files_that_are_no_json_objects(tmp_path, text):
+    (tmp_path / "p.json").write_text(text)
+    with pytest.raises(FileError, match="SK501"):
+        Plan.load(tmp_path / "p.json", GRAPH.graph)
+
+
+def test_files_that_cannot_be_read_or_written(tmp_path):
+    with pytest.raises(FileError, match="SK504: cannot read"):
+        Plan.load(tmp_path / "none.json", GRAPH.graph)
+    with pytest.raises(FileError, match="SK504: cannot write"):
+        some_plan().save(tmp_path / "no" / "folder.json")
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "p.json"
+    some_plan().save(path)
+    before = path.read_text()
+    with pytest.raises(TypeError):
+        planfile.write(path, {"not json": object()})
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_part_without_a_name_for_files():
+    node = next(iter(some_plan()))
+    with pytest.raises(PlanError, match="SK206.*frozenset"):
+        Plan.of({node: frozenset([1])}).to_dict()
