@@ -46,3 +46,13 @@ def size_hint(value: object) -> int:
 def meta_of(module: nn.Module) -> dict[str, Any]:
     """``GraphModule.meta``, which type checkers take for a submodule."""
     return cast(dict[str, Any], getattr(module, "meta", {}))
+
+
+def target_name(node: fx.Node) -> str:
+    """What a node calls: ``aten.linear.default``, ``_operator.getitem``, ``transformer.wte.weight``."""
+    target = node.target
+    if isinstance(target, str | torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return str(target)
+    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", type(target).__name__)
+    place = getattr(target, "__module__", None)
+    return f"{place}.{name}" if place else str(name)

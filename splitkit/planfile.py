@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch.fx import Node
 
+from splitkit._torch import target_name
 from splitkit.errors import FileError, PlanError
 
 if TYPE_CHECKING:
@@ -26,17 +26,9 @@ def fingerprint(graph: fx.Graph) -> str:
     """A hash of the structure of a graph: names, targets and edges; not sizes, weights or constants."""
     digest = hashlib.sha256()
     for node in graph.nodes:
-        line = (node.op, node.name, _target_name(node), *(a.name for a in node.all_input_nodes))
+        line = (node.op, node.name, target_name(node), *(a.name for a in node.all_input_nodes))
         digest.update(("\0".join(line) + "\n").encode())
     return digest.hexdigest()[:32]
-
-
-def _target_name(node: Node) -> str:
-    if isinstance(node.target, str):
-        return node.target
-    name = getattr(node.target, "__qualname__", None) or getattr(node.target, "__name__", "")
-    is_op = isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
-    return str(node.target) if is_op else f"{getattr(node.target, '__module__', '')}.{name}"
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:

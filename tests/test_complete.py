@@ -17,7 +17,7 @@ ZOO: dict[str, Specimen] = {s.name: s for s in zoo()}
 def test_every_node_gets_a_place():
     gm = ZOO["tied language model"].graph
     flow = analyze(gm)
-    half = refine(flow, Plan.of({n: 0 for n in flow.nodes[::2]}))
+    half = refine(flow, Plan.of(dict.fromkeys(flow.nodes[::2], 0)))
     whole = split(gm, half).plan
     assert set(whole) == {n for n in gm.graph.nodes}
     for node, keys in whole.items():

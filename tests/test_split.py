@@ -90,7 +90,9 @@ def test_tuples_do_not_cross():
     for name in ("many outputs", "many outputs, exported"):
         made = split(ZOO[name].graph, RoundRobin(4))
         for sub in made.subgraphs.values():
-            assert not any(u.target is operator.getitem and u in made.flow.followers for v in sub.inputs for u in v.users)
+            assert not any(
+                u.target is operator.getitem and u in made.flow.followers for v in sub.inputs for u in v.users
+            )
 
 
 class Names(nn.Module):
@@ -132,7 +134,7 @@ def test_tied_weights_are_recorded_as_shared():
     made = split(ZOO["tied language model"].graph, Stages(4))
     tied = [g for g in made.shared if any("embedding" in n for n in g)]
     assert len(tied) == 1 and {n.split(".")[0] for n in tied[0]} == {"submod_0", "submod_3"}
-    assert split(ZOO["tied language model"].graph, Stages(4), parameters="hoist").shared == ()
+    assert split(ZOO["tied language model, exported"].graph, Stages(4), parameters="hoist").shared == ()
 
 
 def test_parts_own_what_they_read_under_original_names():
@@ -156,6 +158,7 @@ def test_buffers_stay_persistent_or_not():
             return x + self.inner.kept + self.inner.lost
 
     gm = fx.symbolic_trace(Model())
+    gm.inner.register_buffer("lost", gm.inner.lost, persistent=False)  # symbolic_trace makes it persistent
     made = split(gm, lambda node: "all")
     assert list(made.module.state_dict()) == ["submod_all.inner.kept"]
     assert list(gm.state_dict()) == ["inner.kept"]
@@ -215,9 +218,9 @@ def test_a_static_capture_refuses_other_sizes_when_split_too():
 
 
 def test_the_remedies_of_wrong_calls():
-    with pytest.raises(GraphError, match=r"SK101.*splitkit.capture\(model"):
+    with pytest.raises(GraphError, match=r"(?s)SK101.*splitkit.capture\(model"):
         split(nn.Linear(2, 2), RoundRobin(2))
-    with pytest.raises(PolicyError, match="SK302.*'own' or 'hoist'"):
+    with pytest.raises(PolicyError, match="(?s)SK302.*'own' or 'hoist'"):
         split(ZOO["skips"].graph, RoundRobin(2), parameters="both")
 
 
@@ -262,4 +265,6 @@ def test_torch_signature_hoists_parameters_and_leaves_none_in_the_parent():
 def test_torch_signature_gives_the_same_on_the_zoo(specimen):
     flow = sk.analyze(specimen.graph)
     plan = Stages(3).assign(flow, sk.costs.unit(specimen.graph))
-    assert_same(specimen.graph, split_module(specimen.graph, None, plan), *specimen.inputs, tolerance=specimen.tolerance)
+    assert_same(
+        specimen.graph, split_module(specimen.graph, None, plan), *specimen.inputs, tolerance=specimen.tolerance
+    )

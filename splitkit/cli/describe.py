@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from splitkit._torch import target_name
 from splitkit.dataflow import module_path
 
 
@@ -42,16 +43,6 @@ def value_text(value: object) -> str:
         return f"({', '.join(map(value_text, value))})"
     data = value_data(value)
     return f"{data['dtype']}{data['shape'] if data['shape'] is not None else ''}"
-
-
-def target_name(node: Node) -> str:
-    """``aten.linear.default``, ``_operator.getitem``, ``transformer.wte.weight``."""
-    target = node.target
-    if isinstance(target, str | torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        return str(target)
-    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", str(target))
-    place = getattr(target, "__module__", None)
-    return f"{place}.{name}" if place else str(name)
 
 
 def size_data(size: int | torch.SymInt) -> int | str:

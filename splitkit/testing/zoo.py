@@ -273,7 +273,7 @@ def _dynamo(model: nn.Module, *inputs: Any) -> fx.GraphModule:
         caught.append(gm)
         return gm.forward
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch.compile(model, backend=backend)(*inputs)
     return caught[0]
 

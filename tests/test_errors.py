@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+
+import splitkit
+from splitkit import errors
+from splitkit.errors import CODES, CheckError, CycleError, PlanError, SplitError
+
+SOURCE = "\n".join(p.read_text() for p in Path(splitkit.__file__).parent.rglob("*.py") if p.name != "errors.py")
+
+
+def test_one_family_with_reason_remedy_and_nodes():
+    error = CycleError("SK203", "a circle", "cut it", ["a", "b"])
+    assert isinstance(error, PlanError) and isinstance(error, SplitError) and isinstance(error, ValueError)
+    assert str(error) == "SK203: a circle\n  cut it"
+    assert (error.code, error.reason, error.remedy, error.nodes) == ("SK203", "a circle", "cut it", ("a", "b"))
+
+
+def test_errors_survive_a_process_border():
+    error = pickle.loads(pickle.dumps(CheckError("SK701", "differs", nodes=["x"])))
+    assert isinstance(error, AssertionError) and error.nodes == ("x",)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_every_code_is_raised_somewhere(code):
+    assert f'"{code}"' in SOURCE
+
+
+def test_every_code_that_is_raised_is_listed():
+    assert set(re.findall(r'"(SK\d{3})"', SOURCE)) <= set(CODES)
+
+
+def test_the_page_of_the_docs_lists_each_once():
+    page = (Path(__file__).parent.parent / "docs" / "errors.md").read_text()
+    assert re.findall(r"^\| (SK\d{3}) \|", page, re.M) == sorted(CODES)
+    classes = {name for name in vars(errors) if name.endswith("Error")} - {"SplitError"}
+    assert set(re.findall(r"^\| SK\d{3} \| `(\w+)`", page, re.M)) == classes | {"CycleError"}

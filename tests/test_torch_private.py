@@ -1,0 +1,83 @@
+"""Fails when a private torch name that splitkit stands on goes away or changes its meaning."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from splitkit import _torch
+
+
+def test_autocast_regions():
+    handle = _torch.ENTER_AUTOCAST("cpu", torch.bfloat16, True, None)
+    assert torch.is_autocast_enabled("cpu")
+    _torch.EXIT_AUTOCAST(handle)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_grad_mode():
+    _torch.SET_GRAD(False)
+    assert not torch.is_grad_enabled()
+    _torch.SET_GRAD(True)
+    assert torch.is_grad_enabled()
+
+
+def test_inference_mode_restores_grad_mode():
+    torch.set_grad_enabled(True)
+    handle = _torch.ENTER_INFERENCE(True)
+    assert torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    _torch.EXIT_INFERENCE(handle)
+    assert not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
+    torch.set_grad_enabled(False)
+    _torch.EXIT_INFERENCE(_torch.ENTER_INFERENCE(True))
+    assert not torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+
+
+def test_record_function():
+    _torch.EXIT_RECORD(_torch.ENTER_RECORD("name", None))
+
+
+def test_codegen_carries_the_signature():
+    program = torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),))
+    codegen = _torch.codegen_of(program.module().graph)
+    graph = fx.Graph()
+    graph.set_codegen(codegen)
+    assert _torch.codegen_of(graph) is codegen
+
+
+def test_size_hints():
+    program = torch.export.export(
+        nn.Linear(2, 2), (torch.ones(3, 2),), dynamic_shapes=({0: torch.export.Dim("n", min=2, max=9)},)
+    )
+    size = next(n for n in program.graph.nodes if n.name == "input").meta["val"].shape[0]
+    assert not isinstance(size, int)
+    assert _torch.size_hint(size) == 3
+    assert _torch.size_hint(7) == 7
+
+
+def test_meta_of_a_module_without_any():
+    assert _torch.meta_of(nn.Linear(1, 1)) == {}
+
+
+def test_storages_are_known_by_weak_reference():
+    a = torch.ones(4)
+    assert StorageWeakRef(a.untyped_storage()) == StorageWeakRef(a[1:].untyped_storage())
+    assert hash(StorageWeakRef(a.untyped_storage())) == hash(StorageWeakRef(a.t().untyped_storage()))
+    assert StorageWeakRef(a.untyped_storage()) != StorageWeakRef(a.clone().untyped_storage())
+
+
+def test_modules_tell_persistent_buffers_apart():
+    module = nn.Module()
+    module.register_buffer("a", torch.ones(1), persistent=False)
+    assert module._non_persistent_buffers_set == {"a"}
+
+
+def test_hooks_are_kept_where_assemble_reads_them():
+    module = nn.Module()
+    before = module.register_forward_pre_hook(print, with_kwargs=True)
+    after = module.register_forward_hook(print, with_kwargs=True)
+    assert list(module._forward_pre_hooks) == list(module._forward_pre_hooks_with_kwargs) == [before.id]
+    assert list(module._forward_hooks) == list(module._forward_hooks_with_kwargs) == [after.id]
