@@ -19,7 +19,7 @@ def test_every_node_gets_a_place():
     flow = analyze(gm)
     half = refine(flow, Plan.of(dict.fromkeys(flow.nodes[::2], 0)))
     whole = split(gm, half).plan
-    assert set(whole) == {n for n in gm.graph.nodes}
+    assert set(whole) == set(gm.graph.nodes)
     for node, keys in whole.items():
         if node.op in ("placeholder", "output"):
             assert keys == (HOST,)

@@ -68,19 +68,29 @@ class Bug:
 
 ORDER, EFFECTS, EMIT = "splitkit.order", "splitkit.effects", "splitkit.emit"
 BUGS = [
-    Bug("a read does not wait for the write before it", EFFECTS, "order_of", "if c in last_write:", "if c in last_write and c in writes:"),
-    Bug("a write does not wait for the reads before it", EFFECTS, "order_of", "before |= readers.pop(c, {})", "pass"),
+    Bug(
+        "a read does not wait for the write before it",
+        EFFECTS, "order_of", "if c in last_write:", "if c in last_write and c in writes:",
+    ),
+    Bug(
+        "a write does not wait for the reads before it",
+        EFFECTS, "order_of", "before |= readers.pop(c, {})", "pass",
+    ),
     Bug("random ops do not keep their order", EFFECTS, "_written", "if effect.random:", "if False:"),
     Bug("a view is not its base", EFFECTS, "_alias_classes", "for other in effect.aliases:", "for other in ():"),
     Bug("tied names are two storages", EFFECTS, "_alias_classes", "storage_key(value) if", "object() if"),
-    Bug("an effect waits for the home alone", ORDER, "_needs", "in plan.places.get(earlier, (HOST,)):",
-        "in plan.places.get(earlier, (HOST,))[:1]:"),
+    Bug(
+        "an effect waits for the home alone",
+        ORDER, "_needs", "in plan.places.get(earlier, (HOST,)):", "in plan.places.get(earlier, (HOST,))[:1]:",
+    ),
     Bug("effects are no edges", ORDER, "_needs", "in flow.after.get(node, ()):", "in ():"),
     Bug("what may run once is copied", "splitkit.complete", "check", "if len(keys) > 1:", "if len(keys) > 9:"),
     Bug("parts run in the host's region", EMIT, "_call_part", "scoped.move_to(NEUTRAL)", "pass"),
     Bug("a part leaves its region open", EMIT, "_emit_part", "scoped.finish(NEUTRAL)", "pass"),
-    Bug("grad mode is not set back", EMIT, "_ScopedGraph.move_to", "if self._grad != want.grad:",
-        "if self._grad != want.grad and want.grad is not None:"),
+    Bug(
+        "grad mode is not set back",
+        EMIT, "_ScopedGraph.move_to", "self._grad != want.grad:", "self._grad != want.grad is not None:",
+    ),
     Bug("an exit closes the innermost region", "splitkit.scope", "_exited", "saved[enter]", "saved[now.regions[-1]]"),
 ]  # fmt: skip
 

@@ -103,7 +103,7 @@ def test_refine_visits_a_label_as_seldom_as_two_labels_allow():
     """A zigzag of two labels and a free chain of each: the free ones join the visits that are there."""
     flow, n = drawn(a0="x", b0="a0", a1="b0", b1="a1", a2="x", b2="x", out="b1 a2 b2")
     labels = {node: name[0] for name, node in n.items() if name[0] in "ab"} | {n["out"]: "b"}
-    assert [key for key in refine(flow, Plan.of(labels)).parts] == [("a", 0), ("b", 1), ("a", 2), ("b", 3)]
+    assert list(refine(flow, Plan.of(labels)).parts) == [("a", 0), ("b", 1), ("a", 2), ("b", 3)]
 
 
 def test_refine_makes_any_labels_legal_also_with_copies():

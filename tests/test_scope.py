@@ -10,8 +10,7 @@ from splitkit.scope import NEUTRAL, Scope, is_state_op, scopes
 
 
 def graph_of(*steps):
-    """Steps are names: `+a`, `-a` open and close autocast, `+i`, `-i` inference, `on`, `off`, `save`, `back`; others are
-    ops."""
+    """Steps: `+a` `-a` open and close autocast, `+i` `-i` inference; `on off save back` for grad mode; or ops."""
     graph, handles, found = fx.Graph(), {}, {}
     x = graph.placeholder("x")
     for step in steps:

@@ -66,7 +66,7 @@ class Snapshot:
 class Watch:
     """Runs calls and notes where `effects_of` promised too little."""
 
-    def __init__(self, most: int = 6) -> None:
+    def __init__(self, most: int = 10) -> None:
         self.faults: dict[str, str] = {}
         self.checked: dict[Any, int] = {}
         self.targets: set[Any] = set()

@@ -1,17 +1,46 @@
 from __future__ import annotations
 
+import random as python_random
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from opnodes import ROOT, X, Y, call, names
+from opnodes import ROOT, X, Y, call, names, stranger
 from torch import fx, nn
 
 from splitkit.ops import effects_of, is_tuple
+from splitkit.ops.facts import PURE
 
 aten = torch.ops.aten
+
+
+def test_nodes_that_compute_nothing() -> None:
+    graph = fx.Graph()
+    for node in (graph.placeholder("x"), graph.get_attr("w"), graph.output(())):
+        assert effects_of(node, ROOT) is PURE
+
+
+@pytest.mark.parametrize("op", ["call_function", "call_method"])
+def test_the_unknown_may_do_anything(op: str) -> None:
+    for target in (stranger, python_random.random) if op == "call_function" else ("frobnicate",):
+        e = effects_of(call(target, X, [Y], op=op), ROOT)
+        assert (names(e.writes), names(e.aliases)) == ({"x", "y"}, {"x", "y"})
+        assert e.random and e.impure and not e.known
+
+
+def test_a_target_that_cannot_be_hashed_is_unknown() -> None:
+    class Unhashable:
+        __name__ = "unhashable"
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self, x: Any) -> Any:
+            return x
+
+    node = call(Unhashable(), X)
+    assert not effects_of(node, ROOT).known and is_tuple(node, ROOT) is None
 
 
 class Body(nn.Module):
@@ -74,3 +103,12 @@ def test_exported_regions() -> None:
     assert all(e.known for e in known)
     assert sum(e.random for e in known) == 1
     assert not any(e.writes or e.impure for e in known)
+
+
+def test_it_is_quick() -> None:
+    node = call(aten.addmm.default, X, Y, X)
+    effects_of(node, ROOT)
+    start = time.perf_counter()
+    for _ in range(2000):
+        effects_of(node, ROOT)
+    assert (time.perf_counter() - start) / 2000 < 50e-6

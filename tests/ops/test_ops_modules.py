@@ -8,8 +8,6 @@ from torch import nn
 
 from splitkit.ops import effects_of, is_tuple, tables
 
-aten = torch.ops.aten
-
 
 def act(m: nn.Module, train: bool = True) -> tuple[str, str, bool, int]:
     """(writes, aliases, random, number of state tensors written)."""
@@ -58,6 +56,7 @@ def test_modules_that_may_do_anything() -> None:
         assert len(e.writes_state) == len(list(m.parameters())) > 0
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("train", [True, False])
 def test_modules_do_what_their_row_says(train: bool) -> None:
     """Every torch.nn class that can be built from small numbers, run against its prediction."""

@@ -9,10 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from opnodes import FRESH, ROOT, X, Y, call, method, seen
-from torch import fx
 
 from splitkit.ops import Effects, effects_of
-from splitkit.ops.facts import PURE
 
 aten = torch.ops.aten
 
@@ -184,9 +182,3 @@ def test_methods(name: str, args: tuple[Any, ...], writes: str, aliases: str, ra
 )
 def test_assertions_only_raise(target: Any) -> None:
     assert effects_of(call(target, X, "why"), ROOT) == Effects(check=True)
-
-
-def test_nodes_that_compute_nothing() -> None:
-    graph = fx.Graph()
-    for node in (graph.placeholder("x"), graph.get_attr("w"), graph.output(())):
-        assert effects_of(node, ROOT) is PURE

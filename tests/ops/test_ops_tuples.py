@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import operator
-import time
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import torch.nn.functional as F
 from opnodes import ROOT, Layer, X, Y, call, method, module, stranger
 from torch import fx, nn
 
-from splitkit.ops import effects_of, is_tuple
+from splitkit.ops import is_tuple
 
 aten = torch.ops.aten
 
@@ -66,12 +65,3 @@ def test_meta_decides_about_tuples_and_modules_have_their_own() -> None:
     node, root = module(nn.LSTM(2, 2))
     assert is_tuple(node.graph.call_function(operator.getitem, (node, 1)), root) is True
     assert is_tuple(node.graph.call_function(operator.getitem, (node, 0)), root) is False
-
-
-def test_it_is_quick() -> None:
-    node = call(aten.addmm.default, X, Y, X)
-    effects_of(node, ROOT)
-    start = time.perf_counter()
-    for _ in range(2000):
-        effects_of(node, ROOT)
-    assert (time.perf_counter() - start) / 2000 < 50e-6

@@ -37,7 +37,7 @@ def run(args: Namespace) -> Outcome:
 
 def summary(gm: fx.GraphModule) -> dict[str, Any]:
     """The facts about a graph that fit on a screen."""
-    from splitkit.cli.describe import target_name
+    from splitkit._torch import target_name
 
     flow = sk.analyze(gm)
     ops = Counter(target_name(n) for n in flow.index if n.op.startswith("call_"))
