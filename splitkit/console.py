@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-PLAIN_WIDTH = 400
-"""Columns off a terminal: wide enough that no cell is folded."""
-
 
 def to_text(renderable: RenderableType) -> str:
-    """Render without colour; on a terminal to its width, else as wide as needed."""
+    """Render without colour: on a terminal to its width; elsewhere as wide as needed, with ASCII rules."""
     from rich.console import Console
+    from rich.measure import Measurement
 
-    width = None if sys.stdout.isatty() else PLAIN_WIDTH
+    plain = not sys.stdout.isatty()
     buffer = io.StringIO()
-    Console(file=buffer, width=width, no_color=True, safe_box=True, markup=False, emoji=False).print(renderable)
+    console = Console(file=buffer, no_color=True, markup=False, emoji=False, width=10**6 if plain else None)
+    if plain:
+        renderable = _plain(renderable)
+        console.width = Measurement.get(console, console.options, renderable).maximum
+    console.print(renderable)
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
 
 
@@ -37,7 +39,7 @@ def show(*renderables: RenderableType) -> None:
         if sys.stdout.isatty():
             Console(markup=False, emoji=False, highlight=False).print(renderable, soft_wrap=is_text)
         else:
-            text = renderable if isinstance(renderable, str) else to_text(_plain(renderable))
+            text = renderable if isinstance(renderable, str) else to_text(renderable)
             encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
             print(text.encode(encoding, "backslashreplace").decode(encoding))
 

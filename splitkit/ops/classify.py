@@ -31,10 +31,6 @@ def effects_of(node: Node, root: nn.Module) -> Effects:
     if node.op in ("placeholder", "get_attr", "output"):
         return PURE
     target: Any = node.target
-    try:
-        hash(target)
-    except TypeError:
-        return unknown(node)
     if (declared := declared_effects(node, root)) is not None:
         return declared
     if node.op == "call_module":

@@ -47,10 +47,6 @@ def _call(node: Node, root: nn.Module | None) -> bool | None:
         return _overloads(node, packet_facts(target))
     if target is operator.getitem:
         return _item(node, root)
-    try:
-        hash(target)
-    except TypeError:
-        return None
     if is_python(node):
         return _python(node, root)
     name = torch_name(target)

@@ -31,18 +31,6 @@ def test_the_unknown_may_do_anything(op: str) -> None:
         assert e.random and e.impure and not e.known
 
 
-def test_a_target_that_cannot_be_hashed_is_unknown() -> None:
-    class Unhashable:
-        __name__ = "unhashable"
-        __hash__ = None  # type: ignore[assignment]
-
-        def __call__(self, x: Any) -> Any:
-            return x
-
-    node = call(Unhashable(), X)
-    assert not effects_of(node, ROOT).known and is_tuple(node, ROOT) is None
-
-
 class Body(nn.Module):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
