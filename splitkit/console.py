@@ -19,7 +19,9 @@ def to_text(renderable: RenderableType) -> str:
 
     plain = not sys.stdout.isatty()
     buffer = io.StringIO()
-    console = Console(file=buffer, no_color=True, markup=False, emoji=False, width=10**6 if plain else None)
+    width = 10**6 if plain else None
+    # Text also in a notebook, where rich would show HTML instead.
+    console = Console(file=buffer, no_color=True, markup=False, emoji=False, width=width, force_jupyter=False)
     if plain:
         renderable = _plain(renderable)
         console.width = Measurement.get(console, console.options, renderable).maximum

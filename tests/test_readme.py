@@ -1,0 +1,65 @@
+"""What the README shows runs as shown."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from splitkit.cli.parser import make_parser
+from splitkit.models import build
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_python_blocks_run_one_after_another(capsys):
+    example = build("gpt2", layers=2, width=32, heads=2, vocab=96, seq=12)
+    scope = {"model": example.model, "inputs": (example.kwargs["input_ids"],)}
+    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(block, scope)
+    assert "transformer.h.0" in capsys.readouterr().out
+    assert ("attention", 1) in scope["split"].parts
+    with torch.no_grad():
+        scope["split"](*scope["inputs"])
+
+
+@pytest.mark.parametrize("name", ["run", "test"])
+def test_both_commands_set_everything_up_by_themselves(name):
+    block = re.search(rf"<!-- {name} -->\n```\n(.*?)\n```\n<!-- end -->", README, re.S)
+    assert block, f"the README has no {name} command"
+    lines = block[1].splitlines()
+    assert len(lines) == 1 and lines[0].startswith(
+        "python3.11 -m venv .venv && .venv/bin/pip install -q -c constraints.txt "
+    )
+
+
+def test_the_splitkit_commands_of_the_readme_are_understood():
+    commands = re.findall(r"(?:\.venv/bin/|`)splitkit ((?:plan|run|split|capture) [^`&\n]*)", README)
+    assert len(commands) >= 3
+    for command in commands:
+        make_parser().parse_args(shlex.split(command))
+
+
+def test_the_files_it_names_are_there():
+    for name in re.findall(r"`((?:splitkit|docs|notebooks|tests|benchmarks)/[\w./-]*)`", README):
+        assert (ROOT / name).exists(), name
+    for name in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / name).exists(), name
+
+
+def test_the_changelog_is_kept():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert "Keep a Changelog" in text and "## [Unreleased]" in text
+
+
+def test_every_file_of_the_project_is_free_of_paths_of_one_machine():
+    for path in ROOT.rglob("*"):
+        if path.suffix in {".py", ".md", ".cfg", ".toml", ".ipynb", ".txt"} and ".venv" not in path.parts:
+            text = path.read_text(errors="ignore")
+            assert not re.search(r"(?<![\w.])/(?:work|root|farm)/\w", text), path
