@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree  # the tree that export uses; checked on 2.13
+from torch.utils import _pytree as pytree  # the tree that export uses; 2.11, 2.13, 2.15
 
 from splitkit.capture_errors import capture_error
 from splitkit.errors import CaptureError
@@ -32,8 +32,8 @@ def capture(
     kept; ``no_grad`` and ``autocast`` blocks become enter and exit nodes. Neither the model's buffers nor the random
     number generators are touched.
 
-    torch.export (2.13) loses a ``no_grad`` or ``autocast`` block that has a ``torch.cond`` inside: write the block
-    inside the branches.
+    torch.export (2.11, 2.13, 2.15) loses a ``no_grad`` or ``autocast`` block that has a ``torch.cond`` inside: write
+    the block inside the branches.
 
     Python values among the inputs, and sizes unless ``dynamic``, are fixed at capture: the graph raises
     ``RuntimeError`` when it is called with others.
@@ -96,19 +96,12 @@ def _all_dynamic(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def _from_exported(program: ExportedProgram) -> fx.GraphModule:
-    gm = _unlifted(program)
+    gm = program.module(check_guards=False)  # 2.11, 2.13, 2.15
     _drop_checks(gm)
     inline_regions(gm)
     gm.recompile()
     _keep_input_check(gm)
     return gm
-
-
-def _unlifted(program: ExportedProgram) -> fx.GraphModule:
-    try:
-        return program.module(check_guards=False)  # checked on 2.13
-    except TypeError:
-        return program.module()
 
 
 def _drop_checks(gm: fx.GraphModule) -> None:
@@ -130,7 +123,7 @@ def _keep_input_check(gm: fx.GraphModule) -> None:
     gm._forward_hooks_always_called.clear()
     check = _InputCheck(getattr(gm, "range_constraints", {}))
     check.watch(gm)
-    # Copies are made by GraphModule.__deepcopy__, which calls these: checked on 2.13.
+    # Copies are made by GraphModule.__deepcopy__, which calls these: 2.11, 2.13, 2.15.
     gm._register_deepcopy_hook(check.watch)
 
 
@@ -147,7 +140,7 @@ class _InputCheck:
         gm.register_forward_pre_hook(self, with_kwargs=True)
 
     def __call__(self, gm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        from torch.export._unlift import _check_input_constraints_pre_hook  # checked on 2.13
+        from torch.export._unlift import _check_input_constraints_pre_hook  # 2.11, 2.13, 2.15
 
         read = SimpleNamespace(
             validate_inputs=True, range_constraints=self.ranges, graph=gm.graph, _in_spec=gm._in_spec

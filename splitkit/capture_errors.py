@@ -14,7 +14,7 @@ from splitkit.errors import CaptureError, SplitError
 _TORCH = Path(torch.__file__).parent
 _HERE = Path(__file__).parent
 
-# Words of torch's messages (checked on 2.13; lower case) -> the construct, and what to do about it.
+# Words of torch's messages (2.11, 2.13, 2.15; lower case) -> the construct, and what to do about it.
 _CONSTRUCTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("data-dependent", "data dependent", "unbacked", "guardondatadependent", "control flow", ".item()"),

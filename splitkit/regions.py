@@ -22,7 +22,7 @@ from torch.fx import Node
 
 from splitkit import _torch
 
-# torch.ops.higher_order has no stubs; checked on 2.13.
+# torch.ops.higher_order has no stubs; 2.11, 2.13, 2.15.
 WRAP_GRAD: Any = torch.ops.higher_order.wrap_with_set_grad_enabled
 WRAP_AUTOCAST: Any = torch.ops.higher_order.wrap_with_autocast
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # checked on 2.13
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.13, 2.15
 from torch.fx import Node
-from torch.utils import _pytree as pytree  # checked on 2.13
+from torch.utils import _pytree as pytree  # 2.11, 2.13, 2.15
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.GraphModule:
@@ -34,7 +34,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     _fold_constants(gm, constants)
     propagate(gm, bound.arguments)
     _guard(_ConstantInputs(signature, constants), gm)
-    gm._register_deepcopy_hook(partial(_guard, _ConstantInputs(signature, constants)))  # checked on 2.13
+    gm._register_deepcopy_hook(partial(_guard, _ConstantInputs(signature, constants)))  # 2.11, 2.13, 2.15
     return gm
 
 

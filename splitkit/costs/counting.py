@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._ops import HigherOrderOperator  # checked on 2.13
-from torch._subclasses.fake_tensor import FakeTensorMode  # checked on 2.13
+from torch._ops import HigherOrderOperator  # 2.11, 2.13, 2.15
+from torch._subclasses.fake_tensor import FakeTensorMode  # 2.11, 2.13, 2.15
 from torch.fx import Node
-from torch.utils import _pytree as pytree  # checked on 2.13
+from torch.utils import _pytree as pytree  # 2.11, 2.13, 2.15
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from splitkit import _torch
@@ -32,7 +32,8 @@ def attention_flops(query: Shape, key: Shape, value: Shape, *args: Any, **kwargs
     return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
 
 
-# Ops that torch runs on the CPU and has no formula for (checked on 2.13); give it to FlopCounterMode to compare.
+# Ops that torch runs on the CPU and has no formula for (2.11, 2.13; 2.15 has this one). To compare, give them to
+# FlopCounterMode.
 FORMULAS: dict[Any, Callable[..., int]] = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops}
 
 
@@ -205,7 +206,7 @@ def _written(target: Any, result: Any, inputs: Any) -> int:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # the storage's identity: checked on 2.13
+    return int(tensor.untyped_storage()._cdata)  # the storage's identity: 2.11, 2.13, 2.15
 
 
 def _allocates(target: Any) -> bool:

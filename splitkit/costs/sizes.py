@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.fx import Node
-from torch.utils import _pytree as pytree  # checked on 2.13
+from torch.utils import _pytree as pytree  # 2.11, 2.13, 2.15
 
 from splitkit import _torch
 from splitkit.errors import GraphError

@@ -16,7 +16,7 @@ from splitkit.solvers.contiguous import Floats, contiguous
 @dataclass(frozen=True)
 class Stages:
     """``n`` consecutive stages in graph order. The slowest is as fast as possible under the given costs, exactly;
-    among all such plans the least bytes cross the cuts.
+    among all such plans the least bytes cross the cuts, and among these the stages are the most even.
 
     Attributes:
         n: how many stages, at most the number of nodes.

@@ -11,6 +11,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 _ROOM = 2**61  # sums of scaled weights stay below this
+_PAIRS = 2**22  # steps between two cuts that are weighed against each other
 
 
 def scaled(weights: Floats) -> Ints:
@@ -45,8 +46,8 @@ def bottleneck(weights: Ints, blocks: int) -> int:
 def contiguous(weights: Floats, blocks: int, cut_costs: Floats | None = None) -> list[int]:
     """The first item of each block in the best division.
 
-    Best is: the heaviest block as light as possible (exact), and among all such divisions the least total cut cost
-    (exact, a dynamic program over the window of positions that each cut can take).
+    Best is: the heaviest block as light as possible (exact); among all such divisions the least total cut cost (exact);
+    among these the least sum of squared weights, so that the other blocks are even too (exact up to `_PAIRS`).
 
     Args:
         weights: shape (n,), not negative.
@@ -59,30 +60,25 @@ def contiguous(weights: Floats, blocks: int, cut_costs: Floats | None = None) ->
     whole = scaled(weights)
     limit = bottleneck(whole, blocks)
     prefix = _prefix(whole)
-    latest = _ends(prefix, blocks, limit)
+    price = np.zeros(len(whole)) if cut_costs is None else cut_costs
+    costs = [{0: 0.0}]  # for each cut: where it may be -> least cost up to it
+    for window in _windows(whole, blocks, limit):
+        costs.append(_extend(costs[-1], window, prefix, limit, price))
+    return _most_even(costs, prefix, limit, price)
+
+
+def _windows(whole: Ints, blocks: int, limit: int) -> list[range]:
+    """Where each cut may be, so that what lies on either side still fits."""
+    latest = _ends(_prefix(whole), blocks, limit)
     mirrored = _ends(_prefix(whole[::-1]), blocks, limit)
     assert latest is not None and mirrored is not None
-    items = len(whole)
-    earliest = [*(items - end for end in mirrored[-2::-1]), items]  # where block j may end at the earliest
-    price = np.zeros(items) if cut_costs is None else cut_costs
-    best: dict[int, float] = {0: 0.0}  # start of the next block -> least cost so far
-    origins: list[dict[int, int]] = []
-    for end_low, end_high in zip(earliest[:-1], latest[:-1], strict=True):
-        best, origin = _extend(best, range(end_low, end_high + 1), prefix, limit, price)
-        origins.append(origin)
-    last = min((s for s in best if prefix[items] - prefix[s] <= limit), key=lambda s: (best[s], s))
-    starts = [last]
-    for origin in reversed(origins):
-        starts.append(origin[starts[-1]])
-    return starts[::-1]
+    earliest = [len(whole) - end for end in mirrored[-2::-1]]
+    return [range(low, high + 1) for low, high in zip(earliest, latest[:-1], strict=True)]
 
 
-def _extend(
-    best: dict[int, float], ends: range, prefix: Ints, limit: int, price: Floats
-) -> tuple[dict[int, float], dict[int, int]]:
-    """One more block: for each end, the cheapest start within ``limit``, by a sliding-window minimum."""
+def _extend(best: dict[int, float], ends: range, prefix: Ints, limit: int, price: Floats) -> dict[int, float]:
+    """One more block: for each end the least cost of all starts within ``limit``, by a sliding-window minimum."""
     costs: dict[int, float] = {}
-    origin: dict[int, int] = {}
     starts = iter(sorted(best))
     window: deque[int] = deque()
     coming = next(starts, None)
@@ -96,8 +92,32 @@ def _extend(
             window.popleft()
         if window:
             costs[end] = best[window[0]] + float(price[end])
-            origin[end] = window[0]
-    return costs, origin
+    return costs
+
+
+def _most_even(costs: list[dict[int, float]], prefix: Ints, limit: int, price: Floats) -> list[int]:
+    """The starts of the blocks: from the last cut back over steps of least cost, the evenest of these."""
+    items = len(prefix) - 1
+    least = min(cost for start, cost in costs[-1].items() if prefix[items] - prefix[start] <= limit)
+    ends, target, added, squares = np.array([items]), np.array([least]), np.zeros(1), np.zeros(1)
+    following: list[dict[int, int]] = []
+    for layer in reversed(costs):
+        starts = np.array(sorted(layer))
+        cost = np.array([layer[int(start)] for start in starts])
+        if len(starts) * len(ends) > _PAIRS:  # too many ties to weigh: the first will do
+            ends, target, added, squares = ends[:1], target[:1], added[:1], squares[:1]
+        load = prefix[ends][None, :] - prefix[starts][:, None]
+        fits = (ends[None, :] > starts[:, None]) & (load <= limit)
+        fits &= cost[:, None] + added[None, :] == target[None, :]  # the sum of `_extend`, so equal to the bit
+        total = np.where(fits, (load / max(limit, 1)) ** 2 + squares[None, :], np.inf)
+        choice, kept = total.argmin(axis=1), fits.any(axis=1)
+        following.append({int(s): int(ends[c]) for s, c in zip(starts[kept], choice[kept], strict=True)})
+        ends, target, squares = starts[kept], cost[kept], total[kept, choice[kept]]
+        added = price[ends]
+    path = [0]
+    for step in reversed(following):
+        path.append(step[path[-1]])
+    return path[:-1]
 
 
 def _prefix(weights: Ints) -> Ints:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -255,7 +256,9 @@ def _inference() -> fx.GraphModule:
 
 def _exported(model: nn.Module, *inputs: Any, dynamic_shapes: Any = None) -> fx.GraphModule:
     """Export without cleaning up: guards off, region ops left as higher-order ops."""
-    program = torch.export.export(model, inputs, dynamic_shapes=dynamic_shapes, strict=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of LSTM's flat weights, which is as it should be
+        program = torch.export.export(model, inputs, dynamic_shapes=dynamic_shapes, strict=False)
     return program.module(check_guards=False)
 
 

@@ -11,13 +11,13 @@ from splitkit.solvers.contiguous import bottleneck, contiguous, scaled
 
 
 def brute_force(weights, blocks, costs):
-    """The least (heaviest block, cut cost) over all divisions."""
+    """The least (heaviest block, cut cost, squares) over all divisions."""
     items = len(weights)
 
     def price(cuts):
         starts = [0, *cuts]
         loads = [sum(weights[a:b]) for a, b in zip(starts, [*cuts, items], strict=True)]
-        return max(loads), sum(costs[c] for c in cuts)
+        return max(loads), sum(costs[c] for c in cuts), sum(load**2 for load in loads)
 
     return min(price(cuts) for cuts in combinations(range(1, items), blocks - 1))
 
@@ -31,7 +31,8 @@ def test_equals_brute_force(data):
     starts = contiguous(np.array(weights, float), blocks, np.array(costs, float))
     assert len(starts) == blocks and starts[0] == 0 and sorted(set(starts)) == starts
     loads = [sum(weights[a:b]) for a, b in zip(starts, [*starts[1:], len(weights)], strict=True)]
-    assert (max(loads), sum(costs[s] for s in starts[1:])) == brute_force(weights, blocks, costs)
+    found = max(loads), sum(costs[s] for s in starts[1:]), sum(load**2 for load in loads)
+    assert found == brute_force(weights, blocks, costs)
     assert bottleneck(np.array(weights), blocks) == max(loads)
 
 
@@ -53,3 +54,14 @@ def test_a_long_sequence(blocks):
     loads = np.add.reduceat(weights, starts)
     assert len(starts) == blocks
     assert loads.max() < weights.sum() / blocks + weights.max()
+
+
+def test_many_ties_are_weighed_up_to_a_limit(monkeypatch):
+    monkeypatch.setattr("splitkit.solvers.contiguous._PAIRS", 4)
+    starts = contiguous(np.array([9.0, *[1.0] * 20]), 4)
+    assert len(starts) == 4 and max(np.add.reduceat(np.array([9.0, *[1.0] * 20]), starts)) == 9
+
+
+def test_the_other_blocks_are_even_too():
+    weights = np.array([*[1.0] * 12, 9.0])
+    assert contiguous(weights, 4) == [0, 4, 8, 12]
