@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
+from torch._ops import HigherOrderOperator  # 2.11, 2.13, 2.15
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree  # the tree that export uses; 2.11, 2.13, 2.15
 
@@ -31,9 +33,6 @@ def capture(
     one is seen by the other. Training mode, dropout, tied weights and module paths (``meta["nn_module_stack"]``) are
     kept; ``no_grad`` and ``autocast`` blocks become enter and exit nodes. Neither the model's buffers nor the random
     number generators are touched.
-
-    torch.export (2.11, 2.13, 2.15) loses a ``no_grad`` or ``autocast`` block that has a ``torch.cond`` inside: write
-    the block inside the branches.
 
     Python values among the inputs, and sizes unless ``dynamic``, are fixed at capture: the graph raises
     ``RuntimeError`` when it is called with others.
@@ -65,6 +64,8 @@ def capture(
     with _undisturbed():
         try:
             return ways[how]()
+        except CaptureError:
+            raise
         except Exception as error:
             raise capture_error(model, how, dynamic, error) from error
 
@@ -83,7 +84,44 @@ def _distinct(inputs: Any) -> Any:
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: bool) -> ExportedProgram:
     shapes = _all_dynamic(model, args, kwargs) if dynamic else None
-    return torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
+    with _without_grad() as called:
+        program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
+    lost = [n for n in program.graph.nodes if n.target in called]
+    if lost:
+        raise CaptureError(
+            "SK401",
+            f"{lost[0].name} is control flow in a no_grad block, which torch.export loses: gradients would be wrong",
+            "Write `with torch.no_grad():` inside the branches, or detach what goes in.",
+            lost,
+        )
+    return program
+
+
+_CONTROL_FLOW = ("cond", "while_loop", "map_impl", "scan", "associative_scan")
+
+
+@contextmanager
+def _without_grad() -> Iterator[set[Any]]:
+    """The control-flow operators that are called while grad mode is off, not counting calls inside each other.
+
+    On 2.11, 2.13 and 2.15 such a call makes export forget the block; other nodes of the block are lost with it.
+    """
+    called: set[Any] = set()
+    inside = 0
+    original: Callable[..., Any] = HigherOrderOperator.__call__
+
+    def watched(op: Any, /, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if not inside and op.name() in _CONTROL_FLOW and not torch.is_grad_enabled():
+            called.add(op)
+        inside += 1
+        try:
+            return original(op, *args, **kwargs)
+        finally:
+            inside -= 1
+
+    with patch.object(HigherOrderOperator, "__call__", watched):
+        yield called
 
 
 def _all_dynamic(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from splitkit._torch import pytree
 from splitkit.errors import CheckError
+from splitkit.trial import bitwise, named_tensors, trial
 
 GRADIENT_TOLERANCE = 1e-4
 """Largest difference of a gradient, relative to its own largest entry, that counts as rounding: sums of the same terms
@@ -21,8 +20,6 @@ in another order."""
 NOISE = 1e-7
 """Beside that, what is smaller than this share of the largest gradient of the model counts as rounding. Gradients that
 are zero but for rounding (the key bias of an attention) have no scale of their own."""
-
-_AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ class Comparison:
     Attributes:
         outputs: every leaf of the output.
         gradients: every parameter that has a gradient in either run, and every input that takes one.
-        state: every buffer, parameter and input as the run leaves it.
+        state: every buffer, parameter and input as the run leaves it, and the caller's grad mode and autocast.
         loss: the loss of reference and candidate.
         loss_is_models: whether the loss is the model's own, or a weighted sum of its outputs.
         tolerance: what counts as rounding for a gradient, relative to its scale.
@@ -92,16 +89,6 @@ class Comparison:
             raise CheckError("SK701", "the candidate differs from the reference in\n" + "\n".join(lines) + more)
 
 
-@dataclass
-class _Run:
-    outputs: dict[str, Any]
-    gradients: dict[str, Tensor | None]
-    state: dict[str, Tensor]
-    changed: frozenset[str]
-    loss: float | None
-    loss_is_models: bool = field(default=False)
-
-
 def compare(
     reference: Callable[..., Any],
     candidate: Callable[..., Any],
@@ -114,8 +101,8 @@ def compare(
 ) -> Comparison:
     """Run both on the same inputs from the same random state, forward and backward, and compare everything.
 
-    Both runs start from the same buffers and leave parameters, gradients, buffers, inputs, random state and grad mode
-    as they were.
+    Both runs start from the same buffers, and leave parameters, gradients, buffers, inputs, random state and grad mode
+    as they were. Memory: one copy of all parameters and buffers, and two sets of gradients.
 
     Args:
         reference: the original: a module.
@@ -123,24 +110,23 @@ def compare(
         args: inputs, each run gets copies.
         seed: random seed of both runs.
         loss: from the output to a scalar; by default the output's own ``loss``, else a weighted sum of its tensors.
-        names: parameter names of the candidate -> of the reference, where they are not the same objects; taken from a
-            `Split` by itself.
+        names: names of the candidate's parameters and buffers -> the reference's, where they are not the same objects;
+            taken from a `Split` by itself.
         tolerance: what counts as rounding for gradients, relative to the largest entry of the gradient.
         kwargs: keyword inputs.
     """
     original, other = _module(reference), _module(candidate)
     renamed = names if names is not None else getattr(candidate, "qualified_names", {})
-    first = _run(original, args, kwargs, seed, loss, _names(original, original, {}))
-    second = _run(other, args, kwargs, seed, loss, _names(original, other, renamed))
+    first = trial(original, args, kwargs, seed, loss, _names(original, original, {}))
+    second = trial(other, args, kwargs, seed, loss, _names(original, other, renamed))
     # A split need not hold buffers that its graph never reads; what either run changed must be in both.
-    state = (first.state.keys() & second.state.keys()) | first.changed | second.changed
+    state = sorted((first.state.keys() & second.state.keys()) | first.changed.keys() | second.changed.keys())
     return Comparison(
         _differences(first.outputs, second.outputs, "output{}"),
         _differences(first.gradients, second.gradients, "gradient of {}"),
-        _differences(
-            {n: v for n, v in first.state.items() if n in state},
-            {n: v for n, v in second.state.items() if n in state},
-            "{}",
+        (
+            *_differences({n: first.state.get(n) for n in state}, {n: second.state.get(n) for n in state}, "{}"),
+            *_differences(first.ambient, second.ambient, "{} afterwards"),
         ),
         (first.loss, second.loss),
         first.loss_is_models,
@@ -162,138 +148,9 @@ def _names(original: nn.Module, other: nn.Module, renamed: Mapping[str, str]) ->
     """
     first: dict[Tensor, str] = {}
     canonical: dict[str, str] = {}
-    for name, tensor in _tensors(original):
+    for name, tensor in named_tensors(original):
         canonical[name] = first.setdefault(tensor, name)
-    return {n: first.get(t) or canonical.get(renamed.get(n, n), renamed.get(n, n)) for n, t in _tensors(other)}
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
-
-
-def _run(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    seed: int,
-    loss: Callable[[Any], Tensor] | None,
-    names: Mapping[str, str],
-) -> _Run:
-    with _untouched(module), torch.random.fork_rng():
-        torch.manual_seed(seed)
-        inputs = _Inputs((args, kwargs))
-        args, kwargs = inputs.rebuilt
-        before = _state(module, inputs.passed, names)
-        ambient = _ambient()
-        output = module(*args, **kwargs)
-        left = _ambient()
-        _set_ambient(ambient)
-        leaves = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(output)[0]}
-        outputs = {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in leaves.items()}
-        own = loss is None and isinstance(getattr(output, "loss", None), Tensor)
-        value = output.loss if own else loss(output) if loss else _weighted_sum(leaves)
-        if isinstance(value, Tensor) and value.requires_grad:
-            value.backward()  # type: ignore[no-untyped-call]
-        after = _state(module, inputs.passed, names)
-        return _Run(
-            {**outputs, **{f", {name} afterwards": value for name, value in left.items()}},
-            _gradients(module, inputs.leaves, names),
-            after,
-            frozenset(n for n, v in after.items() if not _bitwise(before[n], v)),
-            float(value.detach()) if isinstance(value, Tensor) else None,
-            own,
-        )
-
-
-class _Inputs:
-    """Copies of the inputs.
-
-    One that requires grad is passed on as a non-leaf, so that models which write to their inputs still run.
-
-    Attributes:
-        leaves: the tensors that receive gradients, by name.
-        passed: the tensors that the model sees, by name.
-        rebuilt: the inputs in their original structure.
-    """
-
-    def __init__(self, inputs: Any) -> None:
-        flat, spec = pytree.tree_flatten_with_path(inputs)
-        self.leaves: dict[str, Tensor] = {}
-        self.passed: dict[str, Tensor] = {}
-        values: list[Any] = []
-        for path, value in flat:
-            if isinstance(value, Tensor):
-                name = f"input {pytree.keystr(path)}"
-                self.leaves[name] = value.detach().clone().requires_grad_(value.requires_grad)
-                value = self.leaves[name].clone() if value.requires_grad else self.leaves[name]
-                self.passed[name] = value
-            values.append(value)
-        self.rebuilt = pytree.tree_unflatten(values, spec)
-
-
-@contextmanager
-def _untouched(module: nn.Module) -> Iterator[None]:
-    """Run with empty gradients; put gradients, parameters and buffers back afterwards."""
-    gradients = {p: p.grad for p in module.parameters()}
-    values = {t: t.detach().clone() for t in (*module.parameters(), *module.buffers())}
-    ambient = _ambient()
-    for parameter in gradients:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        _set_ambient(ambient)
-        with torch.no_grad():
-            for tensor, value in values.items():
-                if tensor.grad_fn is not None and not tensor._is_view():
-                    tensor.detach_()  # a buffer that the model wrote a differentiable value into
-                if not _bitwise(tensor, value):
-                    tensor.data.copy_(value)
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
-
-
-def _ambient() -> dict[str, Any]:
-    """The state that a graph may leave changed for its caller."""
-    state: dict[str, Any] = {"grad mode": torch.is_grad_enabled()}
-    for device in _AUTOCAST_DEVICES:
-        state[f"autocast on {device}"] = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-    return state
-
-
-def _set_ambient(state: Mapping[str, Any]) -> None:
-    torch.set_grad_enabled(state["grad mode"])
-    for device in _AUTOCAST_DEVICES:
-        enabled, dtype = state[f"autocast on {device}"]
-        torch.set_autocast_enabled(device, enabled)
-        torch.set_autocast_dtype(device, dtype)
-
-
-def _weighted_sum(leaves: Mapping[str, Any]) -> Tensor | None:
-    """A scalar that gives every entry of every output its own weight, so that no gradient cancels."""
-    total: Tensor | None = None
-    for value in leaves.values():
-        if isinstance(value, Tensor) and value.requires_grad:
-            real = torch.view_as_real(value) if value.is_complex() else value
-            wide = real.float() if real.dtype.itemsize < 4 else real
-            weights = torch.cos(torch.arange(real.numel(), dtype=wide.dtype, device=real.device))
-            term = (wide.flatten() * weights).sum()
-            total = term if total is None else total + term
-    return total
-
-
-def _gradients(module: nn.Module, inputs: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor | None]:
-    """By the name in the original; a parameter with several names or places counts once, its gradient is one."""
-    found: dict[str, Tensor | None] = {name: t.grad for name, t in inputs.items() if t.is_leaf and t.requires_grad}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        found[names[name]] = parameter.grad
-    return {name: gradient for name, gradient in found.items() if gradient is not None}
-
-
-def _state(module: nn.Module, inputs: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
-    own = {f"value of {names[name]}": tensor for name, tensor in _tensors(module)}
-    return {name: t.detach().clone() for name, t in {**own, **inputs}.items()}
+    return {n: first.get(t) or canonical.get(renamed.get(n, n), renamed.get(n, n)) for n, t in named_tensors(other)}
 
 
 def _differences(first: Mapping[str, Any], second: Mapping[str, Any], title: str) -> tuple[Difference, ...]:
@@ -307,16 +164,8 @@ def _difference(name: str, a: Any, b: Any) -> Difference:
         return Difference(name, 0.0 if equal else math.inf, 0.0, equal)
     if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
         return Difference(name, math.inf, 0.0, False)
-    bitwise = _bitwise(a, b)
+    equal = bitwise(a, b)
     wide = torch.complex128 if a.is_complex() else torch.float64
-    x, y = a.to(wide), b.to(wide)
-    largest = float((x - y).abs().nan_to_num(math.inf).max()) if a.numel() and not bitwise else 0.0
-    return Difference(name, largest, float(x.abs().max()) if a.numel() else 0.0, bitwise)
-
-
-def _bitwise(a: Tensor, b: Tensor) -> bool:
-    """Equal to the bit, so that equal NaNs are equal."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    flat = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
-    return torch.equal(*flat)
+    x, y = a.detach().to(wide), b.detach().to(wide)
+    largest = float((x - y).abs().nan_to_num(math.inf).max()) if a.numel() and not equal else 0.0
+    return Difference(name, largest, float(x.abs().max()) if a.numel() else 0.0, equal)

@@ -124,3 +124,24 @@ def test_exports_guard_call_was_taken_for_a_writer():
     flow = sk.analyze(gm)
     assert not any(flow.after[n] for n in flow.nodes)
     assert_same(gm, split(gm, RoundRobin(2)), torch.ones(2), torch.ones(2))
+
+
+def test_export_lost_a_no_grad_block_around_control_flow():
+    class Branches(nn.Module):
+        def __init__(self, inside):
+            super().__init__()
+            self.linear, self.inside = nn.Linear(4, 4), inside
+
+        def forward(self, x):
+            y = self.linear(x)
+            with torch.set_grad_enabled(not self.inside):
+                z = torch.cond(x.sum() > 0, lambda a: a.sin(), lambda a: a.cos(), (y,))
+            with torch.no_grad():
+                w = y.tan()
+            return y + z + w
+
+    with pytest.raises(sk.CaptureError, match=r"(?s)^SK401: cond is control flow in a no_grad block.*branches"):
+        sk.capture(Branches(inside=True), torch.randn(2, 4))
+    model = Branches(inside=False)
+    gm = sk.capture(model, torch.randn(2, 4))
+    assert_same(model, split(gm, RoundRobin(2)), torch.randn(2, 4))

@@ -20,7 +20,7 @@ FLOORS: list[set[str]] = [
     {"policies"},  # floors 0-2 and 4 only: never the engine
     {"capture", "capture_errors", "tracing", "regions"},  # doors to torch.export and fx
     set(),  # runtime
-    {"compare", "report", "console", "models", "testing", "cli", "__main__"},  # looking
+    {"trial", "compare", "report", "console", "models", "testing", "cli", "__main__"},  # looking
 ]
 FLOOR = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
 ENGINE = 3
@@ -91,7 +91,7 @@ def test_solvers_are_pure(path):
     assert names <= {"__future__", "collections", "heapq", "math", "dataclasses", "numpy", "scipy", "splitkit"}
 
 
-PRIVATE_DOORS = {"_torch", "capture", "capture_errors", "tracing", "regions", "ops", "costs", "assemble", "compare"}
+PRIVATE_DOORS = {"_torch", "capture", "capture_errors", "tracing", "regions", "ops", "costs", "assemble", "trial"}
 """Where private torch names may stand; each use has the versions it was checked on beside it."""
 
 

@@ -69,15 +69,13 @@ def _parts(split: Split, times: Sequence[float]) -> list[dict[str, Any]]:
 
 def check_data(found: Comparison) -> dict[str, Any]:
     """A comparison as data: counts, the worst of each kind, and what failed."""
-    # What a run leaves changed for its caller (grad mode, autocast) is listed among the outputs there.
-    ambient = tuple(d for d in found.outputs if d.name.startswith("output, "))
     return {
         "same": found.same,
         "loss": list(found.loss),
         "tolerance": found.tolerance,
-        "outputs": _group(tuple(d for d in found.outputs if d not in ambient)),
+        "outputs": _group(found.outputs),
         "gradients": _group(found.gradients),
-        "state": _group((*found.state, *ambient)),
+        "state": _group(found.state),
         "failures": [_difference(d) for d in found.failures],
     }
 
