@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import fx, nn
-from torch._ops import HigherOrderOperator  # 2.11, 2.13, 2.15
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree  # the tree that export uses; 2.11, 2.13, 2.15
 
 from splitkit.capture_errors import capture_error
 from splitkit.errors import CaptureError
-from splitkit.regions import inline_regions
+from splitkit.regions import inline_regions, restore_callers_grad
 from splitkit.tracing import trace
 
 # Checks that export writes into the graph. They hold by construction there, and would fail a part on another device.
@@ -64,8 +63,6 @@ def capture(
     with _undisturbed():
         try:
             return ways[how]()
-        except CaptureError:
-            raise
         except Exception as error:
             raise capture_error(model, how, dynamic, error) from error
 
@@ -84,44 +81,25 @@ def _distinct(inputs: Any) -> Any:
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: bool) -> ExportedProgram:
     shapes = _all_dynamic(model, args, kwargs) if dynamic else None
-    with _without_grad() as called:
-        program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
-    lost = [n for n in program.graph.nodes if n.target in called]
-    if lost:
-        raise CaptureError(
-            "SK401",
-            f"{lost[0].name} is control flow in a no_grad block, which torch.export loses: gradients would be wrong",
-            "Write `with torch.no_grad():` inside the branches, or detach what goes in.",
-            lost,
-        )
-    return program
-
-
-_CONTROL_FLOW = ("cond", "while_loop", "map_impl", "scan", "associative_scan")
+    with _regions_as_nodes():
+        return torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
 
 
 @contextmanager
-def _without_grad() -> Iterator[set[Any]]:
-    """The control-flow operators that are called while grad mode is off, not counting calls inside each other.
+def _regions_as_nodes() -> Iterator[None]:
+    """Make export keep ``no_grad`` and autocast blocks as the enter and exit nodes that it traced.
 
-    On 2.11, 2.13 and 2.15 such a call makes export forget the block; other nodes of the block are lost with it.
+    Its last two passes would hide them in higher-order ops, and lose a ``no_grad`` inside autocast or around
+    ``torch.cond``. The passes are looked up when they are needed: 2.11, 2.13, 2.15.
     """
-    called: set[Any] = set()
-    inside = 0
-    original: Callable[..., Any] = HigherOrderOperator.__call__
 
-    def watched(op: Any, /, *args: Any, **kwargs: Any) -> Any:
-        nonlocal inside
-        if not inside and op.name() in _CONTROL_FLOW and not torch.is_grad_enabled():
-            called.add(op)
-        inside += 1
-        try:
-            return original(op, *args, **kwargs)
-        finally:
-            inside -= 1
+    def leave(gm: fx.GraphModule, signature: Any) -> tuple[fx.GraphModule, Any]:
+        return gm, signature
 
-    with patch.object(HigherOrderOperator, "__call__", watched):
-        yield called
+    with ExitStack() as stack:
+        for name in ("replace_set_grad_with_hop_pass", "replace_autocast_with_hop_pass"):
+            stack.enter_context(patch(f"torch._export.passes.{name}.{name}", leave))
+        yield
 
 
 def _all_dynamic(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -135,8 +113,9 @@ def _all_dynamic(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 def _from_exported(program: ExportedProgram) -> fx.GraphModule:
     gm = program.module(check_guards=False)  # 2.11, 2.13, 2.15
-    _drop_checks(gm)
     inline_regions(gm)
+    restore_callers_grad(gm.graph)
+    _drop_checks(gm)
     gm.recompile()
     _keep_input_check(gm)
     return gm
