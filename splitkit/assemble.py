@@ -63,15 +63,32 @@ def _like_original(module: nn.Module, name: str, root: nn.Module, original: str)
         owner._non_persistent_buffers_set.add(last)
 
 
-def carry_hooks(root: nn.Module, module: nn.Module) -> None:
-    """Hooks of the original (checks of its inputs, say) are called for the parent, and still see the original."""
+class _SeenByOriginal:
+    """A hook of the original that is called for the parent and still sees the original."""
 
-    def seen_by_original(hook: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda _, *rest: hook(root, *rest)
+    def __init__(self, hook: Callable[..., Any], original: nn.Module) -> None:
+        self.hook = hook
+        self.original = original
 
+    def __call__(self, module: nn.Module, *rest: Any) -> Any:
+        return self.hook(self.original, *rest)
+
+
+def carry_hooks(root: fx.GraphModule, module: fx.GraphModule) -> None:
+    """Hooks of the original (checks of its inputs, say) are called for the parent."""
+    # nn.Module keeps its hooks in private tables and lists them nowhere (2.11, 2.13, 2.15).
     for hook_id, before in root._forward_pre_hooks.items():
-        module.register_forward_pre_hook(
-            seen_by_original(before), with_kwargs=hook_id in root._forward_pre_hooks_with_kwargs
-        )
+        with_kwargs = hook_id in root._forward_pre_hooks_with_kwargs
+        module.register_forward_pre_hook(_SeenByOriginal(before, root), with_kwargs=with_kwargs)
     for hook_id, after in root._forward_hooks.items():
-        module.register_forward_hook(seen_by_original(after), with_kwargs=hook_id in root._forward_hooks_with_kwargs)
+        module.register_forward_hook(
+            _SeenByOriginal(after, root),
+            with_kwargs=hook_id in root._forward_hooks_with_kwargs,
+            always_call=hook_id in root._forward_hooks_always_called,
+        )
+    for backward in root._backward_hooks.values():
+        module.register_full_backward_hook(_SeenByOriginal(backward, root))
+    for backward in root._backward_pre_hooks.values():
+        module.register_full_backward_pre_hook(_SeenByOriginal(backward, root))
+    for on_copy in root._deepcopy_hooks:
+        module._register_deepcopy_hook(on_copy)

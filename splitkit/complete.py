@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -9,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from splitkit.dataflow import Dataflow
-from splitkit.effects import attribute
+from splitkit.effects import attribute, storage_key
 from splitkit.errors import PlanError
 from splitkit.plan import HOST, PartKey, Plan
 
@@ -19,7 +20,8 @@ def complete(flow: Dataflow, plan: Plan, parameters: Literal["own", "hoist"] = "
 
     Inputs and the output go to the host, members of a tuple to its producer, attributes to each of their readers
     (with ``parameters="hoist"``, tensors stay in the host and are passed in), and what the plan leaves out stays in
-    the host. State ops have no place: they become scopes.
+    the host. So does a buffer that is written and that several parts read: registered in each of them,
+    ``module.double()`` would make it several. State ops have no place: they become scopes.
 
     Raises:
         PlanError: SK201 for nodes of another graph.
@@ -37,13 +39,33 @@ def complete(flow: Dataflow, plan: Plan, parameters: Literal["own", "hoist"] = "
         if node.op != "get_attr":
             producer = flow.producer(node)
             places[node] = plan.places.get(producer, (HOST,)) if flow.is_placeable(producer) else (HOST,)
-    for node in flow.scope:
-        if node.op == "get_attr":
-            hoisted = parameters == "hoist" and isinstance(attribute(flow.root, str(node.target)), torch.Tensor)
-            readers = dict.fromkeys(key for user in node.users for key in places.get(user, ()))
-            places[node] = (HOST,) if hoisted else tuple(readers)
+    attributes = {n: attribute(flow.root, str(n.target)) for n in flow.scope if n.op == "get_attr"}
+    for node in attributes:
+        places[node] = tuple(dict.fromkeys(key for user in node.users for key in places.get(user, ())))
+    for node in _hoisted(flow, places, attributes, everything=parameters == "hoist"):
+        places[node] = (HOST,)
     ordered = {node: places[node] for node in flow.scope if places[node]}
     return replace(plan, places=ordered)
+
+
+def _hoisted(
+    flow: Dataflow,
+    places: Mapping[Node, tuple[PartKey, ...]],
+    attributes: Mapping[Node, object],
+    everything: bool,
+) -> list[Node]:
+    """The tensor attributes that the host keeps and passes in."""
+    tensors = {n: value for n, value in attributes.items() if isinstance(value, torch.Tensor)}
+    if everything:
+        return list(tensors)
+    readers: dict[Hashable, set[PartKey]] = {}
+    for node, value in tensors.items():
+        readers.setdefault(storage_key(value), set()).update(places[node])
+    return [
+        n
+        for n, value in tensors.items()
+        if n in flow.written and not isinstance(value, torch.nn.Parameter) and len(readers[storage_key(value)]) > 1
+    ]
 
 
 def check(flow: Dataflow, plan: Plan) -> None:
@@ -86,5 +108,15 @@ def _fixed_in_time(flow: Dataflow) -> dict[Node, None]:
     writers = {n: None for n, e in flow.effects.items() if e.writes or e.writes_state or not e.known}
     early = (n for w in writers for n in flow.after.get(w, ()))
     late = (n for n, before in flow.after.items() if any(b in writers for b in before))
-    impure = (n for n, e in flow.effects.items() if e.impure)
-    return dict.fromkeys([*writers, *early, *late, *impure])
+    impure = (n for n, e in flow.effects.items() if e.impure or e.ambient)
+    seeded = (n for n, e in flow.effects.items() if e.random and _has_generator(flow, n))
+    return dict.fromkeys([*writers, *early, *late, *impure, *seeded])
+
+
+def _has_generator(flow: Dataflow, node: Node) -> bool:
+    """Whether ``node`` draws from a generator of its own, which checkpoint does not set back."""
+    read = [attribute(flow.root, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
+    inputs = any(
+        n.op == "placeholder" and not isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes
+    )
+    return inputs or any(isinstance(v, torch.Generator) for v in (*read, *node.args, *node.kwargs.values()))

@@ -31,17 +31,19 @@ class Dataflow:
         final: the state in which the graph leaves its caller.
         once: node -> why it may not be copied: it writes memory, owns memory that is written, draws random numbers,
             or acts on the outside world. Iterates and tests like a set.
+        written: attributes (``get_attr`` nodes) whose memory the graph writes.
         followers: nodes that unpack a tuple -> the node that made the tuple. They live where it lives.
         effects: what each node does, as classified by `splitkit.ops`.
     """
 
     graph: fx.Graph
-    root: nn.Module
+    root: fx.GraphModule
     index: Mapping[Node, int]
     after: Mapping[Node, tuple[Node, ...]]
     scope: Mapping[Node, Scope]
     final: Scope
     once: Mapping[Node, str]
+    written: frozenset[Node]
     followers: Mapping[Node, Node]
     effects: Mapping[Node, Effects]
 
@@ -85,7 +87,7 @@ def analyze(gm: fx.GraphModule) -> Dataflow:
     followers = _followers(graph, gm)
     order = order_of(graph, gm, followers.__contains__)
     index = {n: i for i, n in enumerate(graph.nodes)}
-    return Dataflow(graph, gm, index, order.after, scope, final, order.once, followers, order.effects)
+    return Dataflow(graph, gm, index, order.after, scope, final, order.once, order.written, followers, order.effects)
 
 
 def reads(node: Node) -> list[Node]:
@@ -102,7 +104,8 @@ def _followers(graph: fx.Graph, root: nn.Module) -> dict[Node, Node]:
         source = node.args[0]
         if source.op in ("placeholder", "get_attr") or is_state_op(source):
             continue
-        if _unpacks(node, source, root):
+        # An index that is computed may come from another part: then the tuple crosses whole.
+        if len(node.all_input_nodes) == 1 and _unpacks(node, source, root):
             followers[node] = followers.get(source, source)
     return followers
 

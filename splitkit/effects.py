@@ -8,6 +8,8 @@ are one class). Along graph order, reads and writes of a class give *order edges
     w = x.mul_(3)      write                 write-after-write   w waits for y
 
 Random generators and the outside world (prints) are classes too, so that independent dropouts keep their order.
+So is ambient state that no `splitkit.scope.Scope` describes (a default dtype, a choice of attention kernels): what sets
+it writes, and every other node reads, so nothing moves across.
 Obtaining a reference (get_attr, placeholder, getitem of a tuple) reads nothing: only its users do.
 
 Assumed: two inputs of the graph do not share memory, unless their ``meta["val"]`` do.
@@ -29,6 +31,7 @@ from splitkit.scope import is_state_op
 
 RANDOM = "random numbers"
 OUTSIDE = "the outside world"
+AMBIENT = "ambient state"
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,13 @@ class Order:
     Attributes:
         after: for each node, the nodes that must have run before it for the sake of an effect.
         once: node -> reason, for the nodes that may not be copied.
+        written: attributes of the graph (``get_attr``) whose memory some node writes.
         effects: what each node does.
     """
 
     after: Mapping[Node, tuple[Node, ...]]
     once: Mapping[Node, str]
+    written: frozenset[Node]
     effects: Mapping[Node, Effects]
 
 
@@ -123,7 +128,8 @@ def order_of(graph: fx.Graph, root: torch.nn.Module, is_reference: Callable[[Nod
         after[node] = tuple(before)
         if node.op != "output" and (reason := _reason(effect, classes.find(node) in written)):
             once[node] = reason
-    return Order(after, once, effects)
+    attributes = frozenset(n for n in effects if n.op == "get_attr" and classes.find(n) in written)
+    return Order(after, once, attributes, effects)
 
 
 def _alias_classes(effects: Mapping[Node, Effects], root: torch.nn.Module) -> _Classes:
@@ -148,6 +154,8 @@ def _written(effect: Effects) -> Iterable[Hashable]:
         yield RANDOM
     if effect.impure:
         yield OUTSIDE
+    if effect.ambient:
+        yield AMBIENT
 
 
 def _touched(node: Node, effect: Effects) -> Iterable[Hashable]:
@@ -156,6 +164,7 @@ def _touched(node: Node, effect: Effects) -> Iterable[Hashable]:
     for read in node.all_input_nodes:
         if not is_state_op(read):
             yield read
+    yield AMBIENT
     yield from map(storage_key, effect.reads_state)
     if effect.check:  # keeps its place among prints, is free among other checks
         yield OUTSIDE
@@ -168,6 +177,8 @@ def _reason(effect: Effects, storage_is_written: bool) -> str:
         return "it writes memory"
     if effect.random:
         return "it draws random numbers"
+    if effect.ambient:
+        return "it sets the state in which others run"
     if effect.impure or effect.check:
         return "it acts on the outside world"
     return "its memory is written by another node" if storage_is_written else ""

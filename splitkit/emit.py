@@ -136,6 +136,7 @@ def _emit_part(sub: Subgraph, flow: Dataflow, style: Style) -> tuple[Mapping[Nod
     scoped = _ScopedGraph()
     for number, value in enumerate(sub.inputs):
         name = value.name if style.original_input_names else f"arg_{number}"
+        name = "self_" if name == "self" else name
         scoped.env[value] = scoped.graph.placeholder(name, type_expr=value.type)
         scoped.env[value].meta = dict(value.meta)
     for node in sub.nodes:

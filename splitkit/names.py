@@ -48,4 +48,4 @@ def unique(stem: str, *taken: Container[str]) -> str:
 
 
 def _word(atom: object) -> str:
-    return re.sub(r"\W", "_", str(atom))
+    return re.sub(r"[^0-9A-Za-z_]", "_", str(atom))  # ASCII: Python folds other letters of names

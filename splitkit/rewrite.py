@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import replace
+from itertools import count
 
 from torch.fx import Node
 
@@ -31,6 +32,7 @@ def rematerialize(flow: Dataflow, plan: Plan, into: PartKey, keep: Collection[No
         into: the part that receives the copies.
         keep: nodes that it goes on reading from their home.
     """
+    _require(plan, into)
     stop = {flow.producer(n) for n in keep}
     places = dict(plan.places)
     stack = [r for n in plan.members(into) for r in flow.inputs(n)]
@@ -87,7 +89,8 @@ def refine(flow: Dataflow, plan: Plan) -> Plan:
     visit: dict[Copy, PartKey] = {}
     for number, copy in _schedule(flow, plan):
         visit[copy] = HOST if copy[1] is HOST else (copy[1], number)
-    places = {node: tuple(visit[node, key] for key in keys) for node, keys in plan.items()}
+    placed = (n for n in flow.nodes if n in plan)
+    places = {node: tuple(visit[node, key] for key in plan[node]) for node in placed}
     order = sorted({k for keys in places.values() for k in keys if k is not HOST}, key=_visit_number)
     parts = {key: replace(plan.parts[key[0]], key=key) for key in order}  # type: ignore[index]
     return Plan(places, parts, plan.note)
@@ -102,16 +105,20 @@ def _schedule(flow: Dataflow, plan: Plan) -> Iterator[tuple[int, Copy]]:
     """Every copy with the number of its visit, in an order that respects data and effects."""
     waits, users = _dependences(flow, plan)
     ready: dict[PartKey, list[tuple[int, Node]]] = {}
+    upcoming: list[tuple[bool, int, int, PartKey]] = []  # of every ready copy: the host's first, then graph order
+    number, pushed = -1, count()
 
     def push(node: Node, key: PartKey) -> None:
         heapq.heappush(ready.setdefault(key, []), (flow.index[node], node))
+        heapq.heappush(upcoming, (key is not HOST, flow.index[node], next(pushed), key))
 
-    for (node, key), count in waits.items():
-        if not count:
+    for (node, key), left in waits.items():
+        if not left:
             push(node, key)
-    number = -1
-    while any(ready.values()):
-        label = min((k for k in ready if ready[k]), key=lambda k: (k is not HOST, ready[k][0][0]))
+    while upcoming:
+        label = heapq.heappop(upcoming)[-1]
+        if not ready[label]:  # all done in a visit that an earlier copy began
+            continue
         number += label is not HOST
         while ready[label]:
             _, node = heapq.heappop(ready[label])
@@ -120,6 +127,11 @@ def _schedule(flow: Dataflow, plan: Plan) -> Iterator[tuple[int, Copy]]:
                 waits[user] -= 1
                 if not waits[user]:
                     push(*user)
+
+
+def _require(plan: Plan, key: PartKey) -> None:
+    if key not in plan.parts:
+        raise PlanError("SK206", f"the plan has no part {key!r}", f"Its parts are {list(plan.parts)}.")
 
 
 def _dependences(flow: Dataflow, plan: Plan) -> tuple[dict[Copy, int], dict[Copy, list[Copy]]]:
@@ -145,9 +157,10 @@ def merge(flow: Dataflow, plan: Plan, into: PartKey, other: PartKey) -> Plan:
         CycleError: SK203 when the joined part would depend on itself through a third one.
         PlanError: SK206 when a part of that name does not exist.
     """
-    for key in (into, other):
-        if key not in plan.parts:
-            raise PlanError("SK206", f"the plan has no part {key!r}", f"Its parts are {list(plan.parts)}.")
+    _require(plan, into)
+    _require(plan, other)
+    if into == other:
+        return plan
     moved = {
         node: tuple(dict.fromkeys(into if k == other else k for k in keys))
         for node, keys in plan.items()

@@ -117,17 +117,20 @@ def scopes(graph: fx.Graph) -> tuple[Mapping[Node, Scope], Scope]:
     """
     scope: dict[Node, Scope] = {}
     saved: dict[Node, Scope] = {}
+    order: dict[Node, int] = {}  # of regions, as they are opened
     now = NEUTRAL
     for node in graph.nodes:
+        if node.target is torch.is_grad_enabled:
+            saved[node] = now
         if not is_state_op(node):
             scope[node] = now
         elif node.target is torch.is_grad_enabled:
-            saved[node] = now
+            continue
         elif opens(node):
-            saved[node] = now
+            saved[node], order[node] = now, len(order)
             now = _entered(node, now)
         elif closes(node):
-            now = _exited(node, now, saved)
+            now = _exited(node, now, saved, order)
         else:
             now = replace(now, grad=_grad_set_by(node, saved))
     return scope, now
@@ -145,7 +148,7 @@ def _entered(node: Node, now: Scope) -> Scope:
     return Scope((*now.regions, node), now.grad if grad is None else grad)
 
 
-def _exited(node: Node, now: Scope, saved: Mapping[Node, Scope]) -> Scope:
+def _exited(node: Node, now: Scope, saved: Mapping[Node, Scope], order: Mapping[Node, int]) -> Scope:
     enter = node.args[0]
     if not isinstance(enter, Node) or enter not in saved:
         raise GraphError(
@@ -158,8 +161,7 @@ def _exited(node: Node, now: Scope, saved: Mapping[Node, Scope]) -> Scope:
     key, before = kind.key(enter), saved[enter]
     others = [r for r in now.regions if region_kind(r).key(r) != key]
     restored = [r for r in before.regions if region_kind(r).key(r) == key]
-    position = {r: i for i, r in enumerate(saved)}
-    regions = tuple(sorted([*others, *restored], key=position.__getitem__))
+    regions = tuple(sorted([*others, *restored], key=order.__getitem__))
     return Scope(regions, now.grad if kind.grad(enter) is None else before.grad)
 
 

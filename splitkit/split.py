@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import fx, nn
@@ -20,7 +21,7 @@ from splitkit.emit import Emitted, emit
 from splitkit.errors import PolicyError
 from splitkit.names import Style
 from splitkit.order import part_order
-from splitkit.plan import PartKey, Plan, PolicyLike, as_plan
+from splitkit.plan import HOST, PartKey, Plan, PolicyLike, as_plan
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,27 @@ class Split:
 
         In one process autograd sums its gradients; across processes their gradients must be all-reduced.
         """
-        groups: dict[int, list[str]] = {}
+        groups: dict[int, dict[str, str]] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            groups.setdefault(id(parameter), []).append(name)
-        return tuple(tuple(names) for names in groups.values() if len({n.split(".")[0] for n in names}) > 1)
+            owner = name.split(".")[0]
+            groups.setdefault(id(parameter), {})[name] = owner if owner in self._names.values() else ""
+        return tuple(tuple(names) for names in groups.values() if len(set(names.values())) > 1)
+
+    @cached_property
+    def _names(self) -> Mapping[PartKey, str]:
+        """Part -> what its module is called in the parent."""
+        names = {id(child): name for name, child in self.module.named_children()}
+        return {key: names[id(part)] for key, part in self.parts.items()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Split:
+        """A split with modules of its own; plan and facts are about the same original graph."""
+        module = copy.deepcopy(self.module, memo)
+        parts = {key: cast(fx.GraphModule, module.get_submodule(name)) for key, name in self._names.items()}
+        copies: dict[PartKey, Mapping[Node, Node]] = {}
+        for key, made in self.copies.items():
+            by_name = {n.name: n for n in (module if key is HOST else parts[key]).graph.nodes}
+            copies[key] = {node: by_name[copied.name] for node, copied in made.items()}
+        return replace(self, module=module, parts=parts, copies=copies)
 
 
 def plan(gm: fx.GraphModule, policy: PolicyLike, costs: Costs | None = None) -> Plan:
@@ -101,8 +119,9 @@ def split(
         gm: the graph; it is left as it is. Parameters, buffers and modules are shared with it, not copied.
         policy: a policy, a plan, a mapping of nodes or names to parts, or a function from a node to its part.
         costs: prices; FLOPs by default, or one unit a node where the graph has no ``meta["val"]``.
-        parameters: ``"own"``: each part holds the parameters it reads under their original names; ``"hoist"``: the
-            parent holds them and passes them in.
+        parameters: ``"own"``: each part holds the parameters and buffers it reads under their original names (but a
+            buffer that is written and that several parts read stays in the parent, so that it remains one);
+            ``"hoist"``: the parent holds all of them and passes them in.
 
     Raises:
         GraphError: the graph cannot be analysed (SK1xx).

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import operator
+import pickle
+
 import pytest
 import torch
 from torch import fx, nn
@@ -13,7 +17,7 @@ from splitkit.plan import Plan
 from splitkit.policies import RoundRobin
 from splitkit.rewrite import refine
 from splitkit.split import split
-from splitkit.testing import assert_legal, assert_same
+from splitkit.testing import assert_emitted_as_planned, assert_legal, assert_same
 
 
 def test_one_tensor_given_twice_was_captured_as_one_input():
@@ -178,3 +182,154 @@ def test_export_lost_no_grad_inside_autocast():
             made(x)
             assert not torch.is_grad_enabled()
         assert torch.is_grad_enabled()
+
+
+def graph_of(write, root=None):
+    """A GraphModule around a function that writes a graph."""
+    graph = fx.Graph()
+    write(graph)
+    return fx.GraphModule(root or nn.Module(), graph)
+
+
+def test_setting_ambient_state_did_not_keep_other_nodes_in_place():
+    def write(g):
+        x = g.placeholder("x")
+        before = g.call_function(torch.cos, (x,))
+        g.call_function(torch.set_grad_enabled, (False,))
+        inside = g.call_function(torch.tan, (x,))
+        g.call_function(torch.set_grad_enabled, (True,))
+        g.output((inside, before))
+
+    gm = graph_of(write)
+    with pytest.raises(sk.CycleError):
+        split(gm, {"cos": 0, "tan": 0, "set_grad_enabled": 1, "set_grad_enabled_1": 1})
+    assert_same(gm, split(gm, RoundRobin(2)), torch.ones(2, requires_grad=True))
+
+
+def test_a_checkpointed_part_drew_other_numbers_from_a_generator_of_its_own():
+    def write(g):
+        x = g.placeholder("x")
+        g.output(g.call_function(torch.bernoulli, (x,), {"generator": g.get_attr("generator")}))
+
+    root = nn.Module()
+    root.generator = torch.Generator()
+    gm = graph_of(write, root)
+    parts = {0: sk.Part(0, call="checkpoint")}
+    with pytest.raises(sk.PlanError, match="SK207.*bernoulli"):
+        split(gm, Plan(dict.fromkeys(sk.analyze(gm).nodes, (0,)), parts))
+    assert len(split(gm, lambda node: 0).parts) == 1
+
+
+def test_a_buffer_written_in_one_part_and_read_in_another_was_torn_apart_by_double():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(3))
+            self.register_buffer("fixed", torch.ones(3))
+
+        def forward(self, x):
+            self.count.add_(x)
+            return x.sin() + self.count + self.fixed
+
+    gm = fx.symbolic_trace(Counting())
+    made = split(gm, {"add_": 0, "sin": 1, "add": 1, "add_1": 1}).module
+    assert sorted(made.state_dict()) == ["count", "submod_1.fixed"]
+    x = torch.ones(3, dtype=torch.double)
+    assert torch.equal(copy.deepcopy(gm).double()(x), copy.deepcopy(made).double()(x))
+
+
+def test_backward_hooks_of_the_original_were_lost():
+    gm = fx.symbolic_trace(nn.Sequential(nn.Tanh(), nn.Tanh()))
+    gm.register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] * 10,))
+    gm.register_full_backward_pre_hook(lambda module, grad_out: (grad_out[0] * 3,))
+    assert_same(gm, split(gm, RoundRobin(2)), torch.ones(2, requires_grad=True))
+
+
+def test_a_copy_of_a_split_lost_the_check_of_its_inputs():
+    gm = sk.capture(nn.Linear(3, 3), torch.ones(2, 3))
+    made = split(gm, lambda node: 0)
+    for copied in (copy.deepcopy(made.module), copy.deepcopy(made)):
+        with pytest.raises(RuntimeError, match="[Ee]xpected input"):
+            copied(torch.ones(5, 3))
+
+
+def test_a_split_of_a_captured_model_could_not_be_copied():
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+    gm = sk.capture(model, torch.ones(2, 3))
+    made = split(gm, RoundRobin(2))
+    copied = copy.deepcopy(made)
+    assert_emitted_as_planned(copied)
+    assert not {id(p) for p in copied.module.parameters()} & {id(p) for p in made.module.parameters()}
+    assert_same(gm, copied, torch.ones(2, 3))
+
+
+def test_a_split_with_hooks_could_not_be_pickled():
+    gm = sk.capture(nn.Linear(3, 3), torch.ones(2, 3), how="symbolic_trace")
+    again = pickle.loads(pickle.dumps(split(gm, lambda node: 0).module))
+    assert torch.equal(again(torch.ones(2, 3)), gm(torch.ones(2, 3)))
+
+
+def test_part_names_that_python_folds_called_the_wrong_part():
+    class Three(nn.Module):
+        def forward(self, x):
+            return x.sin().cos().tan()
+
+    gm = fx.symbolic_trace(Three())
+    made = split(gm, dict(zip(["sin", "cos", "tan"], ["\ufb01", "fi", "\uff11"], strict=True)))
+    assert all(name.isascii() for name, _ in made.module.named_children())
+    assert_same(gm, made, torch.ones(2))
+
+
+def test_refine_did_not_take_the_plan_of_a_split(chain):
+    made = split(chain, {"add": 0, "mul": 0, "sub": 1})
+    assert list(refine(made.flow, made.plan).parts) == [(0, 0), (1, 1)]
+
+
+def test_a_value_called_self_hid_the_module():
+    def write(g):
+        x = g.placeholder("x")
+        g.output(g.call_function(torch.cos, (g.create_node("call_function", torch.sin, (x,), name="self"),)))
+
+    gm = graph_of(write)
+    assert_same(gm, split(gm, {"self": 0, "cos": 1}), torch.ones(2))
+
+
+def test_refine_gave_a_circle_where_the_index_of_a_tuple_is_computed():
+    def write(g):
+        x = g.placeholder("x")
+        parts = g.call_function(torch.chunk, (x, 2))
+        first = g.call_method("sum", (g.call_function(operator.getitem, (parts, 0)),))
+        index = g.call_function(int, (g.call_method("item", (first,)),))
+        g.output(g.call_function(operator.getitem, (parts, index)))
+
+    gm = graph_of(write)
+    assert_same(gm, split(gm, RoundRobin(2)), torch.tensor([0.0, 1.0, 5.0, 6.0]))
+
+
+def test_asking_for_the_grad_mode_both_to_read_and_to_restore_it_was_refused():
+    def write(g):
+        x = g.placeholder("x")
+        before = g.call_function(torch.is_grad_enabled)
+        g.call_function(_torch.SET_GRAD, (False,))
+        frozen = g.call_function(torch.sin, (x,))
+        g.call_function(_torch.SET_GRAD, (before,))
+        g.output((frozen, before, g.call_function(torch.cos, (x,))))
+
+    gm = graph_of(write)
+    assert_same(gm, split(gm, RoundRobin(2)), torch.ones(2, requires_grad=True))
+
+
+def test_tied_weights_in_the_parent_counted_as_shared_between_parts():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    gm = sk.capture(model, torch.ones(1, 3))
+    assert split(gm, RoundRobin(2), parameters="hoist").shared == ()
+    assert len(split(gm, RoundRobin(2)).shared) == 1
+
+
+def test_merging_a_part_with_itself_forgot_how_it_is_called(chain):
+    flow = sk.analyze(chain)
+    plan = Plan(dict.fromkeys(flow.nodes, (0,)), {0: sk.Part(0, call="checkpoint")})
+    assert sk.merge(flow, plan, 0, 0) == plan
+    with pytest.raises(sk.PlanError, match="SK206: the plan has no part 7"):
+        sk.rematerialize(flow, plan, into=7)
