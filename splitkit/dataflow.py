@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from splitkit.effects import order_of
 from splitkit.errors import GraphError
-from splitkit.ops import Effects, is_tuple
+from splitkit.ops import Effects, effects_of, is_tuple
 from splitkit.scope import Scope, is_state_op, scopes
 
 
@@ -84,10 +84,11 @@ def analyze(gm: fx.GraphModule) -> Dataflow:
         )
     graph = gm.graph
     scope, final = scopes(graph)
-    followers = _followers(graph, gm)
-    order = order_of(graph, gm, followers.__contains__)
+    effects = {n: effects_of(n, gm) for n in graph.nodes if n in scope}
+    followers = _followers(effects, gm)
+    order = order_of(effects, gm, followers.__contains__)
     index = {n: i for i, n in enumerate(graph.nodes)}
-    return Dataflow(graph, gm, index, order.after, scope, final, order.once, order.written, followers, order.effects)
+    return Dataflow(graph, gm, index, order.after, scope, final, order.once, order.written, followers, effects)
 
 
 def reads(node: Node) -> list[Node]:
@@ -95,14 +96,15 @@ def reads(node: Node) -> list[Node]:
     return [a for a in node.all_input_nodes if not is_state_op(a)]
 
 
-def _followers(graph: fx.Graph, root: nn.Module) -> dict[Node, Node]:
-    """``getitem`` of a tuple -> the node that made it, through nested tuples."""
+def _followers(effects: Mapping[Node, Effects], root: nn.Module) -> dict[Node, Node]:
+    """``getitem`` of a tuple -> the node that made it, through nested tuples; not of a list that is written to."""
     followers: dict[Node, Node] = {}
-    for node in graph.nodes:
+    written = {node for effect in effects.values() for node in effect.writes}
+    for node in effects:
         if node.target is not getitem or not isinstance(node.args[0], Node):
             continue
         source = node.args[0]
-        if source.op in ("placeholder", "get_attr") or is_state_op(source):
+        if source.op in ("placeholder", "get_attr") or source not in effects or source in written:
             continue
         # An index that is computed may come from another part: then the tuple crosses whole.
         if len(node.all_input_nodes) == 1 and _unpacks(node, source, root):

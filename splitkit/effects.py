@@ -21,12 +21,11 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import fx
 from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from splitkit.errors import GraphError
-from splitkit.ops import Effects, effects_of
+from splitkit.ops import Effects
 from splitkit.scope import is_state_op
 
 RANDOM = "random numbers"
@@ -42,13 +41,11 @@ class Order:
         after: for each node, the nodes that must have run before it for the sake of an effect.
         once: node -> reason, for the nodes that may not be copied.
         written: attributes of the graph (``get_attr``) whose memory some node writes.
-        effects: what each node does.
     """
 
     after: Mapping[Node, tuple[Node, ...]]
     once: Mapping[Node, str]
     written: frozenset[Node]
-    effects: Mapping[Node, Effects]
 
 
 class _Classes:
@@ -93,15 +90,14 @@ def storage_key(tensor: torch.Tensor) -> Hashable:
         return id(tensor)
 
 
-def order_of(graph: fx.Graph, root: torch.nn.Module, is_reference: Callable[[Node], bool]) -> Order:
+def order_of(effects: Mapping[Node, Effects], root: torch.nn.Module, is_reference: Callable[[Node], bool]) -> Order:
     """Order edges and copy bans of a graph, in time linear in nodes and edges.
 
     Args:
-        graph: the graph; it is only read.
-        root: the module that owns its attributes.
+        effects: what each node of the graph does, in graph order.
+        root: the module that owns the graph's attributes.
         is_reference: nodes that only pass a reference on (getitem of a tuple).
     """
-    effects = {n: effects_of(n, root) for n in graph.nodes if not is_state_op(n)}
     classes = _alias_classes(effects, root)
     written = {classes.find(w) for e in effects.values() for w in _written(e)}
     after: dict[Node, tuple[Node, ...]] = {}
@@ -129,7 +125,7 @@ def order_of(graph: fx.Graph, root: torch.nn.Module, is_reference: Callable[[Nod
         if node.op != "output" and (reason := _reason(effect, classes.find(node) in written)):
             once[node] = reason
     attributes = frozenset(n for n in effects if n.op == "get_attr" and classes.find(n) in written)
-    return Order(after, once, attributes, effects)
+    return Order(after, once, attributes)
 
 
 def _alias_classes(effects: Mapping[Node, Effects], root: torch.nn.Module) -> _Classes:

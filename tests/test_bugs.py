@@ -333,3 +333,16 @@ def test_merging_a_part_with_itself_forgot_how_it_is_called(chain):
     assert sk.merge(flow, plan, 0, 0) == plan
     with pytest.raises(sk.PlanError, match="SK206: the plan has no part 7"):
         sk.rematerialize(flow, plan, into=7)
+
+
+def test_an_item_of_a_list_that_is_written_was_read_too_early():
+    def write(g):
+        x = g.placeholder("x")
+        made = g.call_function(list, ((1, 2, 3),))
+        g.call_function(operator.setitem, (made, 0, 7))
+        g.output(g.call_function(torch.add, (x, g.call_function(operator.getitem, (made, 0)))))
+
+    gm = graph_of(write)
+    with pytest.raises(sk.CycleError, match="getitem must run after the effect or read of setitem"):
+        split(gm, {"list_1": 0, "setitem": 1, "getitem": 0, "add": 0})
+    assert_same(gm, split(gm, RoundRobin(2)), torch.zeros(2))

@@ -6,11 +6,13 @@ on one another in this order::
 
     tables     what names say
     facts      the answer for a node (Effects), what is known of a callable (Facts)
+    ambient    which names say that a call changes the state in which later nodes run
     rules      where the answer depends on the arguments: dropout in eval mode draws nothing
     schema     operators
     names      functions and methods
     modules    torch.nn
     tuples     does a node yield a tuple?
+    containers lists, dicts and iterators
     declared   what users say
     classify   all of it, with the graphs inside a node
 """

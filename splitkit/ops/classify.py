@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, cast
@@ -13,12 +12,16 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # 2.11
 from torch.fx import Node
 
 from splitkit.ops import tables
-from splitkit.ops.declared import declared_effects
-from splitkit.ops.facts import PURE, Effects, first_argument, union, unknown
+from splitkit.ops.ambient import is_restored
+from splitkit.ops.containers import container_effects
+from splitkit.ops.declared import declared_effects, declared_facts
+from splitkit.ops.facts import PURE, Effects, distinct, first_argument, union, unknown
 from splitkit.ops.modules import Inside, bodies, is_changed, is_stock, lookup, state, stock_inside
 from splitkit.ops.names import is_python, named_effects, python_effects
 from splitkit.ops.schema import members, packet_facts, schema_facts
-from splitkit.ops.tuples import is_tuple
+from splitkit.scope import is_state_op
+
+Memo = dict[nn.Module, Inside | None]  # what is inside the modules that one question has led to
 
 
 def effects_of(node: Node, root: nn.Module) -> Effects:
@@ -28,32 +31,34 @@ def effects_of(node: Node, root: nn.Module) -> Effects:
         node: a node of any graph; it is only read.
         root: the module that its ``call_module`` and ``get_attr`` targets belong to.
     """
+    return _effects(node, root, {})
+
+
+def _effects(node: Node, root: nn.Module, memo: Memo) -> Effects:
     if node.op in ("placeholder", "get_attr", "output"):
         return PURE
     target: Any = node.target
     if (declared := declared_effects(node, root)) is not None:
         return declared
     if node.op == "call_module":
-        return _call_module(node, root)
+        return _call_module(node, root, memo)
     if isinstance(target, OpOverload):
         return schema_facts(target).of(node)
     if isinstance(target, HigherOrderOperator):
-        return _higher_order(node, root)
+        return _higher_order(node, root, memo)
     if isinstance(target, OpOverloadPacket):
-        facts = packet_facts(target) or tuple(map(schema_facts, members(target)))
+        facts = packet_facts(target, bool(node.kwargs)) or tuple(map(schema_facts, members(target)))
         return union(f.of(node) for f in facts)
-    if not is_python(node):
-        return named_effects(node)
-    if target in (operator.add, operator.mul) and is_tuple(node, root):  # of tuples: their items
-        return Effects(aliases=tuple(node.all_input_nodes))
-    return python_effects(node)
+    if (found := container_effects(node, root)) is not None:
+        return found
+    return python_effects(node) if is_python(node) else named_effects(node)
 
 
-def _call_module(node: Node, root: nn.Module) -> Effects:
+def _call_module(node: Node, root: nn.Module, memo: Memo) -> Effects:
     m = lookup(root, node.target)
     if not isinstance(m, nn.Module):
         return unknown(node)
-    inside = _inside(m)
+    inside = _inside(m, memo)
     if inside is None:
         return unknown(node, state(m))
     args = tuple(node.all_input_nodes) if isinstance(m, fx.GraphModule) else first_argument(node)
@@ -61,14 +66,14 @@ def _call_module(node: Node, root: nn.Module) -> Effects:
         inside.effects,
         writes=args if inside.writes else (),
         aliases=args if inside.aliases else (),
-        reads_state=state(m),
+        reads_state=distinct(inside.effects.reads_state + state(m)),
     )
 
 
-def _higher_order(node: Node, root: nn.Module) -> Effects:
+def _higher_order(node: Node, root: nn.Module, memo: Memo) -> Effects:
     """An operator over operators: what its bodies do to their arguments, it does to its own."""
     name: str = cast(Any, node.target).name()
-    inner = [schema_facts(a) for a in node.args if isinstance(a, OpOverload)]
+    inner = [declared_facts(a) or schema_facts(a) for a in node.args if isinstance(a, OpOverload)]
     found = bodies(node, root)
     operands = tuple(n for n in node.all_input_nodes if n not in found)
     if name == "print":
@@ -81,7 +86,7 @@ def _higher_order(node: Node, root: nn.Module) -> Effects:
             random=any(f.random for f in inner),
             impure=name == "with_effects" or any(f.impure for f in inner),
         )
-    inside = _all_inside(found.values())
+    inside = _all_inside(found.values(), memo)
     if not inside:
         return unknown(node, tuple(t for b in found.values() for t in state(b)))
     # loops return what they were given when they run zero times
@@ -93,21 +98,27 @@ def _higher_order(node: Node, root: nn.Module) -> Effects:
     )
 
 
-def _inside(m: nn.Module) -> Inside | None:
+def _inside(m: nn.Module, memo: Memo) -> Inside | None:
     """What calling a module does; ``None`` if it is not known."""
+    if m not in memo:
+        memo[m] = _look_inside(m, memo)
+    return memo[m]
+
+
+def _look_inside(m: nn.Module, memo: Memo) -> Inside | None:
     if type(m).__module__ == "torch.export._unlift":  # what export puts in front of a graph to check its inputs
         return Inside(Effects(check=True))
     if isinstance(m, fx.GraphModule):
-        return None if is_changed(m) else _Walk(m).run()
-    children = _all_inside(m.children()) if is_stock(m) else None
+        return None if is_changed(m) else _Walk(m, memo).run()
+    children = _all_inside(m.children(), memo) if is_stock(m) else None
     return None if children is None else stock_inside(m, children)
 
 
-def _all_inside(modules: Iterable[nn.Module]) -> list[Inside] | None:
+def _all_inside(modules: Iterable[nn.Module], memo: Memo) -> list[Inside] | None:
     """What each of them does; ``None`` if one of them is not known."""
     found = []
     for m in modules:
-        inside = _inside(m)
+        inside = _inside(m, memo)
         if inside is None:
             return None
         found.append(inside)
@@ -117,11 +128,12 @@ def _all_inside(modules: Iterable[nn.Module]) -> list[Inside] | None:
 class _Walk:
     """Follows through a graph what shares memory with its inputs and with its state."""
 
-    def __init__(self, gm: fx.GraphModule) -> None:
-        self.gm = gm
+    def __init__(self, gm: fx.GraphModule, memo: Memo) -> None:
+        self.gm, self.memo = gm, memo
         self.inputs: set[Node] = set()
         self.state: dict[Node, tuple[torch.Tensor, ...]] = {}
-        self.total, self.writes = PURE, False
+        self.found: list[Effects] = []
+        self.writes = False
 
     def run(self) -> Inside:
         outputs: tuple[Node, ...] = ()
@@ -132,26 +144,29 @@ class _Walk:
                 self.attribute(node)
             elif node.op == "output":
                 outputs = tuple(node.all_input_nodes)
-            else:
+            elif not is_state_op(node):
                 self.call(node)
+        if not is_restored(self.gm.graph):
+            self.found.append(Effects(impure=True, ambient=True))
+        total = union(self.found)
         if any(o in self.state for o in outputs):  # its state escapes under another name: nothing here can say so
-            self.total = replace(self.total, impure=True, known=False, writes_state=self.total.reads_state)
-        return Inside(self.total, self.writes, any(o in self.inputs for o in outputs))
+            total = replace(total, impure=True, known=False, writes_state=total.reads_state)
+        return Inside(total, self.writes, any(o in self.inputs for o in outputs))
 
     def attribute(self, node: Node) -> None:
         value = lookup(self.gm, node.target)
         if isinstance(value, torch.Tensor):
             self.state[node] = (value,)
-            self.total = union((self.total, Effects(reads_state=(value,))))
+            self.found.append(Effects(reads_state=(value,)))
 
     def call(self, node: Node) -> None:
-        e = effects_of(node, self.gm)
+        e = _effects(node, self.gm, self.memo)
         if e is PURE:
             return
         self.writes = self.writes or any(w in self.inputs for w in e.writes)
         touched = tuple(t for w in e.writes for t in self.state.get(w, ()))
-        self.total = union((self.total, replace(e, writes=(), aliases=(), writes_state=e.writes_state + touched)))
+        self.found.append(replace(e, writes=(), aliases=(), writes_state=e.writes_state + touched))
         if any(a in self.inputs for a in e.aliases):
             self.inputs.add(node)
-        if kept := tuple(t for a in e.aliases for t in self.state.get(a, ())):
+        if kept := distinct(t for a in e.aliases for t in self.state.get(a, ())):
             self.state[node] = kept

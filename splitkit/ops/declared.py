@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
-import torch
 from torch import nn
-from torch._ops import OpOverload  # 2.11, 2.13, 2.15
+from torch._ops import OpOverload, OpOverloadPacket  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
 from splitkit.ops.facts import Effects, Facts, Slot
 from splitkit.ops.modules import lookup, state
+from splitkit.ops.schema import members
 
 _DECLARED: dict[Any, Facts] = {}
 
@@ -29,21 +29,30 @@ def declare(
     """Say what a function, method, operator or leaf-module type of your own does; it overrides what splitkit knows.
 
     Args:
-        target: a function, the name of a method, an operator overload, or a module class (exactly that class).
+        target: a function, the name of a method, an operator, or a module class (exactly that class).
         writes: positions or keyword names of the arguments that it writes.
         aliases: positions or keyword names of the arguments that its output may share memory with.
         random: it draws random numbers.
         impure: it acts on the outside world.
 
-    Buffers of a declared module are taken to be written in training mode.
+    A custom operator (any namespace but those of torch and torchvision) that is not declared is taken to be random: its
+    schema says what it writes but not what it draws. Buffers of a declared module are taken to be written.
     """
-    names = _parameters(target)
-    _DECLARED[target] = Facts(
+    spellings = _spellings(target)
+    names = _parameters(spellings[-1])
+    facts = Facts(
         writes=tuple(_slot(item, names) for item in writes),
         aliases=tuple(_slot(item, names) for item in aliases),
         random=random,
         impure=impure,
     )
+    _DECLARED.update(dict.fromkeys(spellings, facts))
+
+
+def _spellings(target: Any) -> tuple[Any, ...]:
+    """The targets that mean it: a custom operator is the object that was defined, its packet and its overloads."""
+    packet = getattr(getattr(target, "_opoverload", None), "overloadpacket", target)
+    return (target, packet, *members(packet)) if isinstance(packet, OpOverloadPacket) else (target,)
 
 
 def _slot(item: int | str, names: tuple[str, ...]) -> Slot:
@@ -63,14 +72,18 @@ def _parameters(target: Any) -> tuple[str, ...]:
         return ()
 
 
+def declared_facts(target: Any) -> Facts | None:
+    """What users say of a function, method or operator."""
+    return _DECLARED.get(target)
+
+
 def declared_effects(node: Node, root: nn.Module) -> Effects | None:
     """What a node does by its declaration; ``None`` if there is none."""
     if node.op != "call_module":
-        facts = _DECLARED.get(node.target)
+        facts = declared_facts(node.target)
         return None if facts is None else facts.of(node)
     module = lookup(root, node.target)
     facts = _DECLARED.get(type(module))
     if facts is None:
         return None
-    written: tuple[torch.Tensor, ...] = tuple(module.buffers()) if module.training else ()
-    return replace(facts.of(node), reads_state=state(module), writes_state=written)
+    return replace(facts.of(node), reads_state=state(module), writes_state=tuple(module.buffers()))

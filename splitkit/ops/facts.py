@@ -26,6 +26,8 @@ class Effects:
         impure: visible outside (print, hooks, unknown code); keeps its order among its like.
         check: only raises: must run, in any order among checks.
         known: ``False`` if nothing is known about the target, so that everything is assumed.
+        ambient: changes the state in which later nodes run (default dtype, streams, vmap levels): nothing may move
+            across it.
     """
 
     writes: tuple[Node, ...] = ()
@@ -36,6 +38,7 @@ class Effects:
     impure: bool = False
     check: bool = False
     known: bool = True
+    ambient: bool = False
 
 
 PURE = Effects()
@@ -43,19 +46,25 @@ PURE = Effects()
 
 def union(effects: Iterable[Effects]) -> Effects:
     """All that any of them does."""
-    whole = PURE
-    for e in effects:
-        whole = Effects(
-            tuple(dict.fromkeys(whole.writes + e.writes)),
-            tuple(dict.fromkeys(whole.aliases + e.aliases)),
-            whole.reads_state + e.reads_state,
-            whole.writes_state + e.writes_state,
-            whole.random or e.random,
-            whole.impure or e.impure,
-            whole.check or e.check,
-            whole.known and e.known,
-        )
-    return whole
+    found = [e for e in effects if e is not PURE]
+    if len(found) < 2:
+        return found[0] if found else PURE
+    return Effects(
+        tuple(dict.fromkeys(n for e in found for n in e.writes)),
+        tuple(dict.fromkeys(n for e in found for n in e.aliases)),
+        distinct(t for e in found for t in e.reads_state),
+        distinct(t for e in found for t in e.writes_state),
+        random=any(e.random for e in found),
+        impure=any(e.impure for e in found),
+        check=any(e.check for e in found),
+        known=all(e.known for e in found),
+        ambient=any(e.ambient for e in found),
+    )
+
+
+def distinct(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The tensors, each object once."""
+    return tuple({id(t): t for t in tensors}.values())
 
 
 def unknown(node: Node, state: tuple[torch.Tensor, ...] = ()) -> Effects:
@@ -93,7 +102,7 @@ class Facts:
         writes: parameters that it writes.
         aliases: parameters that an output may share memory with.
         everything: an output may share memory with any argument.
-        random, impure, check: as in `Effects`.
+        random, impure, check, ambient: as in `Effects`.
         rule: amends the effects after a look at the arguments.
         yields_tuple: it returns a tuple or list.
     """
@@ -109,15 +118,15 @@ class Facts:
     random: bool = False
     impure: bool = False
     check: bool = False
+    ambient: bool = False
     rule: Rule | None = None
     yields_tuple: bool = False
 
     @property
     def plain(self) -> bool:
         """It computes fresh outputs and does nothing else."""
-        return not (
-            self.writes or self.aliases or self.everything or self.random or self.impure or self.check or self.rule
-        )
+        effects = self.random or self.impure or self.check or self.ambient
+        return not (self.writes or self.aliases or self.everything or effects or self.rule)
 
     def of(self, node: Node) -> Effects:
         """What a call of it does."""
@@ -129,6 +138,7 @@ class Facts:
             random=self.random,
             impure=self.impure,
             check=self.check,
+            ambient=self.ambient,
         )
         return self.rule(Call(node, self), effects) if self.rule else effects
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import Node
 
 from splitkit.ops import tables
-from splitkit.ops.facts import Effects, union
+from splitkit.ops.facts import Effects, distinct, union
 from splitkit.ops.names import torch_name
 
 
@@ -49,8 +49,9 @@ def bodies(node: Node, root: nn.Module | None) -> dict[Node | nn.Module, nn.Modu
 
 
 def state(module: nn.Module) -> tuple[torch.Tensor, ...]:
-    """The parameters and buffers of a module and its children."""
-    return (*module.parameters(), *module.buffers())
+    """The parameters, buffers and plain tensors of a module and its children."""
+    plain = (t for m in module.modules() for t in vars(m).values() if isinstance(t, torch.Tensor))
+    return distinct((*module.parameters(), *module.buffers(), *plain))
 
 
 def is_stock(module: object) -> bool:
@@ -69,11 +70,13 @@ def is_changed(module: nn.Module) -> bool:
 
 
 def stock_inside(m: nn.Module, children: Sequence[Inside]) -> Inside | None:
-    """What a module of torch.nn does, given what its children do; ``None`` if that is not known."""
+    """What a module of torch.nn does in either mode, given what its children do; ``None`` if that is not known.
+
+    ``training`` is not asked: parts may be put into the other mode later on.
+    """
     name, inplace = type(m).__name__, bool(getattr(m, "inplace", False))
     if name in tables.DROPOUT_MODULES:
-        active = m.training and cast(nn.Dropout, m).p != 0
-        return Inside(Effects(random=active), inplace and (m.training or name.endswith("d")), inplace or not active)
+        return Inside(Effects(random=cast(nn.Dropout, m).p != 0), inplace, True)
     effects = union((_own(m, name), *(c.effects for c in children)))
     if name == "Sequential":
         return Inside(effects, *_in_turn(children))
@@ -97,13 +100,13 @@ def _in_turn(children: Sequence[Inside]) -> tuple[bool, bool]:
 def _own(m: Any, name: str) -> Effects:
     """Random numbers and state of one module, its children left out."""
     written: tuple[Any, ...] = ()
-    if m.training and name.startswith(("BatchNorm", "SyncBatchNorm", "InstanceNorm")):
+    if name.startswith(("BatchNorm", "SyncBatchNorm", "InstanceNorm")):
         written = tuple(m.buffers(recurse=False))
     elif name in ("Embedding", "EmbeddingBag") and m.max_norm is not None:
         written = (m.weight,)
     draws = (
-        (name == "RReLU" and m.training)
+        name == "RReLU"
         or (name.startswith("FractionalMaxPool") and m._random_samples is None)
-        or (name in ("LSTM", "GRU", "RNN", "MultiheadAttention") and m.training and m.dropout != 0)
+        or (name in ("LSTM", "GRU", "RNN", "MultiheadAttention") and m.dropout != 0)
     )
-    return Effects(writes_state=written, random=draws, impure=name == "SyncBatchNorm" and m.training)
+    return Effects(writes_state=written, random=draws, impure=name == "SyncBatchNorm")

@@ -9,6 +9,7 @@ import math
 import operator
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -17,7 +18,8 @@ import torch
 from torch.fx import Node
 
 from splitkit.ops import tables
-from splitkit.ops.facts import PURE, Call, Effects, Facts, first_argument, nodes_in, union, unknown
+from splitkit.ops.ambient import is_ambient
+from splitkit.ops.facts import PURE, Call, Effects, Facts, first_argument, union, unknown
 from splitkit.ops.rules import dropout, rule_for
 from splitkit.ops.schema import fitting, named_facts
 
@@ -44,7 +46,7 @@ _PYTHON: dict[Any, _Does] = {
     **{f: _Does.WRITE for f in _functions_of(operator) if f"__{f.__name__}__" in tables.IN_PLACE_METHODS},
     **dict.fromkeys((operator.imatmul, operator.iconcat), _Does.WRITE),
     **dict.fromkeys((operator.getitem, operator.pos, getattr, next, iter, enumerate, reversed, sorted), _Does.ALIAS),
-    **dict.fromkeys((tuple, list, dict, zip, max, min, operator.concat, set, frozenset), _Does.ALIAS_ALL),
+    **dict.fromkeys((tuple, list, dict, zip, max, min, sum, operator.concat, set, frozenset), _Does.ALIAS_ALL),
     **dict.fromkeys((print, setattr, delattr, warnings.warn, input, open), _Does.OUTSIDE),
     **dict.fromkeys((torch.device, torch.Size, torch.finfo, torch.iinfo, slice), _Does.NOTHING),
     **{getattr(builtins, k): _Does.NOTHING for k in tables.PURE_BUILTINS},
@@ -57,14 +59,17 @@ def is_python(node: Node) -> bool:
 
 
 def python_effects(node: Node) -> Effects:
-    """What a Python function does, given tensors or numbers: sums and products of lists are left to the caller."""
+    """What a Python function does, given tensors or numbers; `containers` knows about lists and iterators."""
     what, first = _PYTHON[node.target], first_argument(node)
     if what is _Does.OUTSIDE:
-        return Effects(first if node.target is setattr else (), impure=True)
+        touched = tuple(node.all_input_nodes) if node.target in (setattr, delattr) else ()
+        return Effects(touched, touched, impure=True)  # x.data = y: one memory from now on
     if what is _Does.WRITE:
         return Effects(first, tuple(node.all_input_nodes) if node.target is operator.setitem else first)
     if what is _Does.ALIAS_ALL:
         return Effects(aliases=tuple(node.all_input_nodes))
+    if node.target is getattr and node.args[1:2] == ("grad",):  # what `backward` has put there
+        return Effects(aliases=first, impure=True)
     return Effects(aliases=first) if what is _Does.ALIAS else PURE
 
 
@@ -89,14 +94,14 @@ def named_effects(node: Node) -> Effects:
     name = torch_name(target)
     if isinstance(getattr(target, "__self__", None), logging.Logger):
         return Effects(impure=True)
+    if name not in tables.GENERATOR_STATE and is_ambient(target):
+        return replace(unknown(node), known=True, ambient=True)
     if name is None or name in tables.CALLS_BACK:
         return unknown(node)
     if name in tables.CHECKS:
         return Effects(check=True)
     if name in tables.GENERATOR_STATE:
         return Effects(random=True, impure=True)
-    if name in tables.IMPURE:
-        return Effects(impure=True)
     facts = _signature_facts(target, name)
     effects = _computed(node, name, facts)
     return unknown(node) if effects is None else union((effects, *_optional(node, name, facts)))
@@ -130,11 +135,11 @@ def _computed(node: Node, name: str, facts: Facts) -> Effects | None:
 
 def _optional(node: Node, name: str, facts: Facts) -> list[Effects]:
     """What the arguments ``inplace`` and ``out`` add, and autograd's switches."""
-    added = []
+    added, first, call = [], first_argument(node), Call(node, facts)
     if name in ("retain_grad", "requires_grad_"):
-        added.append(Effects(impure=True))
-    if facts.rule is not dropout and Call(node, facts).may("inplace", default=False):
-        added.append(Effects(first_argument(node), first_argument(node)))
-    if out := nodes_in(node.kwargs.get("out")):
+        added.append(Effects(first, first, impure=True))
+    if facts.rule is not dropout and call.may("inplace", default=False):
+        added.append(Effects(first, first))
+    if out := call.nodes("out"):
         added.append(Effects(out, out))
     return added

@@ -42,9 +42,10 @@ def schema_facts(op: OpOverload) -> Facts:
         writes=tuple(sorted(writes)),
         aliases=tuple(sorted(aliases)),
         everything=lies is tables.ALL or tagged or namespace == "c10d",
-        random=_packet_random(namespace, name),
+        random=_packet_random(namespace, name) or namespace not in tables.TRUSTED,
         impure=namespace in tables.COLLECTIVES or namespace == "profiler" or silent,
         check=check,
+        ambient=namespace == "streams" or name == "_backward",
         rule=rule,
         yields_tuple=len(schema.returns) > 1 or any("List[" in str(r.type) for r in schema.returns),
     )
@@ -91,9 +92,9 @@ def members(packet: Any) -> list[OpOverload]:
 
 
 @cache
-def packet_facts(packet: OpOverloadPacket) -> tuple[Facts, ...]:
-    """The facts of the functional and in-place overloads of a packet."""
-    return tuple(schema_facts(op) for op in members(packet) if registered(op) and not _is_out(op))
+def packet_facts(packet: OpOverloadPacket, outs: bool = False) -> tuple[Facts, ...]:
+    """The facts of the functional and in-place overloads of a packet, and perhaps of those with an ``out``."""
+    return tuple(schema_facts(op) for op in members(packet) if registered(op) and (outs or not _is_out(op)))
 
 
 @cache

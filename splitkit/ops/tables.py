@@ -120,11 +120,11 @@ IN_PLACE_METHODS = frozenset(
     )
 )
 # They call functions that are given to them, or make autograd do so.
-CALLS_BACK = frozenset(_words("backward register_hook register_post_accumulate_grad_hook apply_ map_ map2_"))
+CALLS_BACK = frozenset(_words("register_hook register_post_accumulate_grad_hook apply_ map_ map2_"))
 PURE_BUILTINS = frozenset(
     _words(
         "abs all any bool callable complex divmod float format hasattr hash id int isinstance issubclass "
-        "len pow range repr round str sum type"
+        "len pow range repr round str type"
     )
 )
 CHECKS = frozenset(
@@ -139,13 +139,27 @@ GENERATOR_STATE = frozenset(
         "set_rng_state set_rng_state_all"
     )
 )
-# Known, but visible to code outside the graph.
-IMPURE = frozenset(
+# Change the state in which later nodes run, besides torch's functions whose names say so (see `ambient`).
+AMBIENT = frozenset(
     _words(
-        "_set_grad_enabled set_grad_enabled _enter_autocast _exit_autocast set_default_dtype "
-        "set_default_device set_autocast_enabled set_autocast_dtype set_autocast_cache_enabled "
-        "clear_autocast_cache autocast_increment_nesting autocast_decrement_nesting set_num_threads "
-        "use_deterministic_algorithms set_float32_matmul_precision"
+        "use_deterministic_algorithms clear_autocast_cache synchronize _sdpa_kernel _sdpa_kernel_variadic stream "
+        "__enter__ __exit__ wait_stream wait_event backward"
+    )
+)
+# Methods of lists, dicts and sets that change nothing.
+CONTAINER_READS = frozenset(
+    _words(
+        "index count keys values items get copy numel union intersection difference symmetric_difference isdisjoint "
+        "issubset issuperset __add__ __radd__ __mul__ __rmul__ __or__ __and__ __sub__ __xor__ __getitem__ __contains__ "
+        "__len__ __iter__ __reversed__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __hash__ __bool__ __repr__ __str__"
+    )
+)
+# Namespaces of operators whose tags can be trusted to say what is random: torch's own and torchvision's.
+TRUSTED = COLLECTIVES | frozenset(
+    _words(
+        "aten prim prims prepacked quantized _quantized quantization onednn mkldnn mkldnn_prepacked mkl xnnpack sparse "
+        "profiler streams inductor inductor_prims rngprims debugprims fsdp static_runtime onnx onnx_symbolic export "
+        "flex_lib debug_mode_ops higher_order _dtensor _native torchvision"
     )
 )
 TORCH_MODULES = frozenset(

@@ -72,9 +72,29 @@ def _python(node: Node, root: nn.Module | None) -> bool | None:
     if target is getattr:
         name = node.args[1] if len(node.args) > 1 else None
         return True if name == "shape" else False if name in tables.SINGLE_ATTRIBUTES else None
-    if target in (operator.add, operator.mul, operator.concat, operator.iadd, operator.imul):
-        return any(_argument(a, root) for a in node.args)
+    if _is_sum(node):
+        return any(_argument(a, root) for a in _operands(node))
     return None if target in (next, iter, reversed, max, min) else False
+
+
+def _is_sum(node: Node) -> bool:
+    sums = (operator.add, operator.mul, operator.concat, operator.iadd, operator.imul)
+    return node.op == "call_function" and node.target in sums
+
+
+def _operands(node: Node) -> list[object]:
+    """What a sum of sums is made of; those that it shares are looked into once, or the time would be exponential."""
+    leaves: list[object] = []
+    seen, left = {node}, [node]
+    while left:
+        for a in left.pop().args:
+            if not isinstance(a, Node):
+                leaves.append(a)
+            elif a not in seen:
+                seen.add(a)
+                known = "val" in a.meta or "example_value" in a.meta
+                (left if _is_sum(a) and not known else leaves).append(a)
+    return leaves
 
 
 def _item(node: Node, root: nn.Module | None) -> bool | None:

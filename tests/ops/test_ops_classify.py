@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from opnodes import ROOT, X, Y, call, names, stranger
+from opnodes import ROOT, X, Y, call, module, names, stranger
 from torch import fx, nn
 
 from splitkit.ops import effects_of, is_tuple
@@ -91,6 +91,38 @@ def test_exported_regions() -> None:
     assert all(e.known for e in known)
     assert sum(e.random for e in known) == 1
     assert not any(e.writes or e.impure for e in known)
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.t = torch.ones(3)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.t
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_a_plain_tensor_of_a_called_module_is_read(traced: bool) -> None:
+    plain = Plain()
+    node, root = module(fx.symbolic_trace(plain) if traced else plain)
+    assert any(t is root.m.t for t in effects_of(node, root).reads_state)
+
+
+def test_a_module_that_is_called_many_times_is_looked_into_once() -> None:
+    inner: nn.Module = Plain()
+    inner = fx.symbolic_trace(inner)
+    for _ in range(40):
+        root = nn.Module()
+        root.m = inner
+        graph = fx.Graph(root)
+        x = graph.placeholder("x")
+        graph.output(graph.call_module("m", (graph.call_module("m", (x,)),)))
+        inner = fx.GraphModule(root, graph)
+    node, root = module(inner)
+    start = time.perf_counter()
+    assert len(effects_of(node, root).reads_state) == 1
+    assert time.perf_counter() - start < 1
 
 
 def test_it_is_quick() -> None:

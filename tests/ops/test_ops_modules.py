@@ -24,19 +24,42 @@ def test_modules() -> None:
     )
     assert act(nn.ReLU(inplace=True)) == ("x", "x", False, 0)
     assert act(nn.Identity()) == act(nn.Flatten()) == ("", "x", False, 0)
-    assert act(nn.Dropout(0.1)) == ("", "", True, 0)
-    assert act(nn.Dropout(0.1), train=False) == act(nn.Dropout(0.0)) == ("", "x", False, 0)
-    assert act(nn.RReLU())[2] and not act(nn.RReLU(), train=False)[2]
+    assert act(nn.Dropout(0.1)) == ("", "x", True, 0)
+    assert act(nn.Dropout(0.0)) == ("", "x", False, 0)
+    assert act(nn.RReLU())[2]
     assert act(nn.BatchNorm2d(2))[3] == 3
-    assert act(nn.BatchNorm2d(2), train=False)[3] == act(nn.BatchNorm2d(2, track_running_stats=False))[3] == 0
+    assert act(nn.BatchNorm2d(2, track_running_stats=False))[3] == 0
     assert act(nn.InstanceNorm2d(2, track_running_stats=True))[3] == 3
     assert act(nn.Embedding(3, 2))[3] == 0 and act(nn.Embedding(3, 2, max_norm=1.0))[3] == 1
-    assert act(nn.LSTM(2, 2, 2, dropout=0.5))[2] and not act(nn.LSTM(2, 2, 2, dropout=0.5), train=False)[2]
+    assert act(nn.LSTM(2, 2, 2, dropout=0.5))[2] and not act(nn.LSTM(2, 2, 2))[2]
     assert act(nn.MultiheadAttention(4, 2, dropout=0.1))[2] and not act(nn.MultiheadAttention(4, 2))[2]
     assert act(nn.CrossEntropyLoss()) == ("", "", False, 0)
     assert act(nn.TransformerEncoderLayer(4, 2, 8))[2] and not act(nn.TransformerEncoderLayer(4, 2, 8, 0.0))[2]
     assert act(nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))) == ("", "", False, 0)
     assert act(nn.Sequential(nn.Flatten(), nn.ReLU(inplace=True))) == ("x", "x", False, 0)
+
+
+@pytest.mark.parametrize(
+    "m",
+    [
+        nn.Dropout(0.1),
+        nn.Dropout2d(0.1, inplace=True),
+        nn.RReLU(),
+        nn.BatchNorm1d(2),
+        nn.SyncBatchNorm(2),
+        nn.InstanceNorm1d(2, track_running_stats=True),
+        nn.LSTM(2, 2, 2, dropout=0.5),
+        nn.MultiheadAttention(4, 2, dropout=0.1),
+        nn.TransformerEncoderLayer(4, 2, 8),
+        nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.1)),
+    ],
+    ids=lambda m: type(m).__name__,
+)
+def test_a_module_does_the_same_in_either_mode_for_a_part_may_be_put_into_the_other(m: nn.Module) -> None:
+    node, root = module(m)
+    trains, evaluates = effects_of(node, root.train()), effects_of(node, root.eval())
+    assert trains == evaluates
+    assert trains.random or trains.writes_state
 
 
 def test_modules_that_may_do_anything() -> None:

@@ -130,7 +130,7 @@ TABLE = [
     (torch.split, (X, 2), {}, "", "x", False, False),
     (torch.meshgrid, (X, Y), {}, "", "x y", False, False),
     (torch.ops.aten.relu_, (X,), {}, "x", "x", False, False),
-    (operator.iadd, (X, Y), {}, "x", "x", False, False),
+    (operator.iadd, (X, Y), {}, "x", "x y", False, False),
     (operator.setitem, (X, 0, Y), {}, "x", "x y", False, False),
     (operator.getitem, (X, 0), {}, "", "x", False, False),
     (getattr, (X, "T"), {}, "", "x", False, False),
@@ -169,7 +169,7 @@ def test_functions(row: tuple[Any, ...]) -> None:
         ("set_", (Y,), "x", "x y", False),
         ("normal_", (), "x", "x", True),
         ("bernoulli", (), "", "", True),
-        ("__setitem__", (0, Y), "x", "x", False),
+        ("__setitem__", (0, Y), "x", "x y", False),
         ("__rsub__", (1,), "", "", False),
     ],
 )
@@ -182,3 +182,18 @@ def test_methods(name: str, args: tuple[Any, ...], writes: str, aliases: str, ra
 )
 def test_assertions_only_raise(target: Any) -> None:
     assert effects_of(call(target, X, "why"), ROOT) == Effects(check=True)
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        call(F.normalize, X, 2.0, 0, 1e-12, Y),
+        call(torch.norm, X, 2, 0, False, Y),
+        call(torch.tensordot, X, X, 1, Y),
+        call(aten.add, X, X, out=Y),
+        call(torch.add, X, X, out=Y),
+    ],
+    ids=str,
+)
+def test_an_out_by_position_is_written(node: Any) -> None:
+    assert seen(node)[:2] == ({"y"}, {"y"})

@@ -1,0 +1,67 @@
+"""Lists, dicts and iterators, which Python functions and methods write, join and use up."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.fx import Node
+
+from splitkit.ops import tables
+from splitkit.ops.facts import Effects, first_argument, unknown
+from splitkit.ops.modules import lookup
+from splitkit.ops.names import is_python
+from splitkit.ops.tuples import is_tuple
+
+_ITERATORS: tuple[Any, ...] = (iter, reversed, enumerate, zip, map, filter)
+_JOINS = (operator.or_, operator.and_, operator.xor, operator.sub)  # of sets and dicts
+_GROWS = (operator.iadd, operator.iconcat, operator.ior, operator.ixor, "__iadd__", "__ior__", "__setitem__")
+
+
+def container_effects(node: Node, root: nn.Module) -> Effects | None:
+    """What a Python function or a method does to containers and iterators; ``None`` if it has to do with neither."""
+    target: Any = node.target
+    everything = tuple(node.all_input_nodes)
+    if target in _GROWS and is_container(node.args[0], root) is not False:
+        return Effects(first_argument(node), everything)
+    if node.op == "call_method":
+        return _method(node, root)
+    if not is_python(node):
+        return None
+    used_up = first_argument(node) if target is next else tuple(filter(_is_iterator, everything))
+    if used_up:
+        return Effects(used_up, everything)
+    if target in (operator.add, operator.mul) and is_tuple(node, root):
+        return Effects(aliases=everything)
+    if target in _JOINS and any(is_container(n, root) for n in everything):
+        return Effects(aliases=everything)
+    return None
+
+
+def is_container(value: object, root: nn.Module) -> bool | None:
+    """Is it a list, tuple, dict, set or iterator? ``None`` if that is not known."""
+    if not isinstance(value, Node):
+        return isinstance(value, (tuple, list, dict))
+    known = is_tuple(value, root)
+    if known or _is_iterator(value):
+        return True
+    meta = value.meta.get("val", value.meta.get("example_value"))
+    if meta is None and value.op == "get_attr":
+        meta = lookup(root, value.target)
+    return known if meta is None else isinstance(meta, (dict, set, frozenset, Iterator))
+
+
+def _is_iterator(value: Node) -> bool:
+    made = value.op == "call_function" and value.target in _ITERATORS
+    return made or value.target == "__iter__" or isinstance(value.meta.get("val"), Iterator)
+
+
+def _method(node: Node, root: nn.Module) -> Effects | None:
+    kind = is_container(node.args[0], root) if node.args else None
+    if kind and node.target in tables.CONTAINER_READS:
+        return Effects(aliases=tuple(node.all_input_nodes))
+    # tensors and lists have a `sort`; that of a tensor is called for what it returns
+    may_be_a_list = kind is None and node.target == "sort" and not node.users
+    return unknown(node) if kind or may_be_a_list else None
