@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from splitkit.errors import CheckError
-from splitkit.trial import bitwise, named_tensors, trial
+from splitkit.trial import Trial, bitwise, named_tensors, pieces, trial
 
 GRADIENT_TOLERANCE = 1e-4
 """Largest difference of a gradient, relative to its own largest entry, that counts as rounding: sums of the same terms
 in another order."""
 
-NOISE = 1e-7
-"""Beside that, what is smaller than this share of the largest gradient of the model counts as rounding. Gradients that
-are zero but for rounding (the key bias of an attention) have no scale of their own."""
+NOISE = 3e-7
+"""A gradient that is zero but for rounding (the key bias of an attention, a bias before a batch norm) has no scale of
+its own to be compared on. Where the largest gradient of the model is 1, such a gradient is up to 6e-7 and differs by up
+to 2e-7 (float32, seen on small batches), so one of at most ten times this may differ by this. Larger ones may not."""
+
+_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -28,8 +33,9 @@ class Difference:
 
     Attributes:
         name: ``output[0]``, ``gradient of transformer.wte.weight``, ``buffer running_mean`` ...
-        largest: largest absolute difference; ``inf`` where one is missing or has another shape or dtype.
-        scale: largest absolute entry of the reference.
+        largest: largest absolute difference; ``inf`` where one is missing, has another shape, dtype or
+            ``requires_grad``, or is infinite or NaN in other places.
+        scale: largest absolute entry of the reference that is finite.
         bitwise: whether every bit is equal.
     """
 
@@ -49,9 +55,10 @@ class Comparison:
     """Two runs side by side.
 
     Attributes:
-        outputs: every leaf of the output.
+        outputs: every leaf of the output; and its structure and the memory it shares, where these differ.
         gradients: every parameter that has a gradient in either run, and every input that takes one.
-        state: every buffer, parameter and input as the run leaves it, and the caller's grad mode and autocast.
+        state: every buffer, parameter and input as the run leaves it, and the caller's random state, grad mode and
+            autocast.
         loss: the loss of reference and candidate.
         loss_is_models: whether the loss is the model's own, or a weighted sum of its outputs.
         tolerance: what counts as rounding for a gradient, relative to its scale.
@@ -74,7 +81,10 @@ class Comparison:
         """What is not the same."""
         exact = [d for d in (*self.outputs, *self.state) if not d.bitwise]
         noise = NOISE * max((d.scale for d in self.gradients), default=0.0)
-        return (*exact, *(d for d in self.gradients if not d.largest <= self.tolerance * d.scale + noise))
+        return (*exact, *(d for d in self.gradients if not self._is_rounding(d, noise)))
+
+    def _is_rounding(self, d: Difference, noise: float) -> bool:
+        return d.bitwise or d.largest <= max(self.tolerance * d.scale, noise if d.scale <= 10 * noise else 0.0)
 
     def worst(self, which: str) -> Difference | None:
         """The entry of ``outputs``, ``gradients`` or ``state`` with the largest relative difference."""
@@ -120,12 +130,13 @@ def compare(
     first = trial(original, args, kwargs, seed, loss, _names(original, original, {}))
     second = trial(other, args, kwargs, seed, loss, _names(original, other, renamed))
     # A split need not hold buffers that its graph never reads; what either run changed must be in both.
-    state = sorted((first.state.keys() & second.state.keys()) | first.changed.keys() | second.changed.keys())
+    both = first.state.keys() & second.state.keys()
+    state = sorted(both | first.changed.keys() | second.changed.keys())
     return Comparison(
-        _differences(first.outputs, second.outputs, "output{}"),
+        (*_differences(first.outputs, second.outputs, "output{}"), *_other_shapes(first, second, both)),
         _differences(first.gradients, second.gradients, "gradient of {}"),
         (
-            *_differences({n: first.state.get(n) for n in state}, {n: second.state.get(n) for n in state}, "{}"),
+            *_differences(_only(first.state, state), _only(second.state, state), "{}"),
             *_differences(first.ambient, second.ambient, "{} afterwards"),
         ),
         (first.loss, second.loss),
@@ -153,19 +164,55 @@ def _names(original: nn.Module, other: nn.Module, renamed: Mapping[str, str]) ->
     return {n: first.get(t) or canonical.get(renamed.get(n, n), renamed.get(n, n)) for n, t in named_tensors(other)}
 
 
+def _only(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: values[name] for name in names if name in values}
+
+
+def _other_shapes(first: Trial, second: Trial, both: AbstractSet[str]) -> tuple[Difference, ...]:
+    """Where the outputs sit in other containers, or share memory with other tensors of those that both runs have."""
+    known = both | {f"output{name}" for name in first.outputs.keys() & second.outputs.keys()}
+    one, other = ({name: held & known for name, held in run.shared.items()} for run in (first, second))
+    found = (
+        _difference("structure of the output", first.structure, second.structure),
+        *_differences(one, other, "memory that output{} shares"),
+    )
+    return tuple(d for d in found if not d.bitwise)
+
+
 def _differences(first: Mapping[str, Any], second: Mapping[str, Any], title: str) -> tuple[Difference, ...]:
     names = dict.fromkeys([*first, *second])
-    return tuple(_difference(title.format(n), first.get(n), second.get(n)) for n in names)
+    return tuple(_difference(title.format(n), first.get(n, _MISSING), second.get(n, _MISSING)) for n in names)
 
 
 def _difference(name: str, a: Any, b: Any) -> Difference:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        equal = type(a) is type(b) and a == b
+        equal = _equal(a, b)
         return Difference(name, 0.0 if equal else math.inf, 0.0, equal)
-    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+    (where, x), (elsewhere, y) = pieces(a.detach()), pieces(b.detach())
+    kinds = [(t.layout, t.dtype, t.device, t.requires_grad) for t in (a, b)]
+    if kinds[0] != kinds[1] or where != elsewhere:
         return Difference(name, math.inf, 0.0, False)
+    wide = torch.complex128 if x.is_complex() else torch.float64
+    x, y = x.to(wide), y.to(wide)
     equal = bitwise(a, b)
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    x, y = a.detach().to(wide), b.detach().to(wide)
-    largest = float((x - y).abs().nan_to_num(math.inf).max()) if a.numel() and not equal else 0.0
-    return Difference(name, largest, float(x.abs().max()) if a.numel() else 0.0, equal)
+    same = (x == y) | (x.isnan() & y.isnan())
+    apart = (x - y).abs().nan_to_num(math.inf, math.inf).masked_fill(same, 0.0)
+    scale = x.abs().masked_fill(~x.isfinite(), 0.0)
+    return Difference(name, _largest(apart) if not equal else 0.0, _largest(scale), equal)
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.max()) if x.numel() else 0.0
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two objects are equal; a NaN equals itself, and what cannot be compared is another object."""
+    if a is b or type(a) is not type(b):
+        return a is b
+    try:
+        if isinstance(a, np.ndarray):
+            same = np.array_equal(a, b) if a.dtype.hasobject else a.tobytes() == b.tobytes()
+            return bool(same and a.dtype == b.dtype and a.shape == b.shape)
+        return bool(a == b or (a != a and b != b))
+    except Exception:
+        return False

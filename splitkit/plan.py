@@ -20,6 +20,22 @@ PartKey = Hashable
 HOST: PartKey = None
 """The part that stays behind: the parent graph itself."""
 
+CALLS = ("plain", "checkpoint")
+
+
+_NAMES = "Name parts with ints, strings, devices or tuples of these."
+
+
+def _flaw(key: object) -> str:
+    """Why a key cannot name a part; empty if it can."""
+    if isinstance(key, torch.Tensor):
+        return "equal tensors are different keys (take key.item())"
+    try:
+        hash(key)
+    except Exception:
+        return f"a {type(key).__name__} cannot be a key"
+    return next(filter(None, map(_flaw, key)), "") if isinstance(key, tuple) else ""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -35,6 +51,20 @@ class Part:
     key: PartKey
     device: torch.device | None = None
     call: Literal["plain", "checkpoint"] = "plain"
+
+    def __post_init__(self) -> None:
+        call: object = self.call
+        device: object = self.device
+        if self.key is HOST:
+            raise PlanError("SK206", "None is the host, not a part", "Name the part.")
+        if flaw := _flaw(self.key):
+            raise PlanError("SK206", f"{self.key!r} cannot name a part: {flaw}", _NAMES)
+        if not isinstance(call, str) or call not in CALLS:
+            raise PlanError("SK206", f"part {self.key!r} has call={call!r}", "Use 'plain' or 'checkpoint'.")
+        if device is not None and not isinstance(device, torch.device):
+            raise PlanError(
+                "SK206", f"part {self.key!r} has device={device!r}, no torch.device", "Use torch.device('cuda:0')."
+            )
 
 
 @dataclass(frozen=True)
@@ -58,6 +88,9 @@ class Plan(Mapping[Node, tuple[PartKey, ...]]):
     def __post_init__(self) -> None:
         parts = dict(self.parts)
         for node, keys in self.places.items():
+            for key in keys if isinstance(keys, tuple) else ():
+                if flaw := _flaw(key):
+                    raise PlanError("SK206", f"{node} is placed in {key!r}: {flaw}", _NAMES, [node])
             if not isinstance(keys, tuple) or not keys or len(set(keys)) < len(keys):
                 raise PlanError(
                     "SK205",
@@ -153,15 +186,22 @@ def as_plan(policy: PolicyLike, flow: Dataflow, costs: Costs) -> Plan:
         costs: prices for the policy.
 
     Raises:
-        PolicyError: SK301 when ``policy`` is none of these.
-        PlanError: SK201 or SK204 when it names nodes of another graph.
+        PolicyError: SK301 when ``policy`` is none of these, or returns no plan.
+        PlanError: SK201 or SK204 when it names nodes of another graph, SK206 when a label cannot name a part.
     """
     if isinstance(policy, Plan):
         return policy
     if isinstance(policy, Mapping):
         return _from_mapping(policy, flow)
     if isinstance(policy, Policy) and not isinstance(policy, type):
-        return policy.assign(flow, costs)
+        made: object = policy.assign(flow, costs)
+        if not isinstance(made, Plan):
+            raise PolicyError(
+                "SK301",
+                f"the policy {policy!r} returned {made!r:.200}, no plan",
+                "Return splitkit.Plan.of({node: part}).",
+            )
+        return made
     if callable(policy) and not isinstance(policy, type):
         asked = (n for n in flow.index if n.op not in ("placeholder", "get_attr", "output"))
         answers = {n: policy(n) for n in asked}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import reprlib
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from splitkit._torch import target_name
 from splitkit.errors import FileError, PlanError
 
 if TYPE_CHECKING:
-    from splitkit.plan import PartKey, Plan
+    from splitkit.plan import Part, PartKey, Plan
 
 SCHEMA = 1
 
@@ -35,6 +36,9 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     """A plan as JSON-ready data. The same plan gives the same data in every process."""
     graph = next(iter(plan)).graph if plan else None
     keys = list(plan.parts)
+    written = [_key_to_json(k) for k in keys]
+    if len({_key_from_json(k) for k in written}) < len(keys):
+        raise PlanError("SK206", f"two of the parts {keys!r:.200} have one name in a file", "Name them differently.")
     number: dict[PartKey, int | None] = {None: None, **{k: i for i, k in enumerate(keys)}}
     nodes = [n for n in graph.nodes if n in plan.places] if graph else []
     return {
@@ -44,11 +48,11 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "note": plan.note,
         "parts": [
             {
-                "key": _key_to_json(k),
+                "key": name,
                 "device": str(plan.parts[k].device) if plan.parts[k].device else None,
                 "call": plan.parts[k].call,
             }
-            for k in keys
+            for k, name in zip(keys, written, strict=True)
         ],
         "places": {n.name: [number[k] for k in plan[n]] for n in nodes},
     }
@@ -60,11 +64,14 @@ def from_dict(graph: fx.Graph, data: Mapping[str, Any]) -> Plan:
     Raises:
         FileError: SK501 when the data is no plan, SK502 when the graph is another one, SK503 for another schema.
     """
-    from splitkit.plan import Part, Plan
+    from splitkit.plan import Plan
 
     _check_header(data)
-    if data["graph"] not in (None, fingerprint(graph)):
-        missing = [name for name in data["places"] if name not in {n.name for n in graph.nodes}]
+    parts = _parts(data["parts"])
+    _check_places(data["places"], len(parts))
+    by_name = {n.name: n for n in graph.nodes}
+    missing = [name for name in data["places"] if name not in by_name]
+    if missing or data["graph"] not in (None, fingerprint(graph)):
         raise FileError(
             "SK502",
             "the plan was made for another graph"
@@ -72,25 +79,60 @@ def from_dict(graph: fx.Graph, data: Mapping[str, Any]) -> Plan:
             "Capture the model in the same way (same sizes, mode and torch version), or plan again.",
             missing,
         )
-    try:
-        parts = [
-            Part(_key_from_json(p["key"]), torch.device(p["device"]) if p["device"] else None, p["call"])
-            for p in data["parts"]
-        ]
-        by_name = {n.name: n for n in graph.nodes}
-        places = {
-            by_name[name]: tuple(None if i is None else parts[i].key for i in where)
-            for name, where in data["places"].items()
-        }
-    except (KeyError, IndexError, TypeError, RuntimeError) as error:
-        raise FileError("SK501", f"the plan is damaged: {error!r}", "Plan again.") from error
+    places = {
+        by_name[name]: tuple(None if i is None else parts[i].key for i in where)
+        for name, where in data["places"].items()
+    }
     return Plan(places, {p.key: p for p in parts}, str(data.get("note", "")))
+
+
+def _parts(data: object) -> list[Part]:
+    """The parts of a plan file."""
+    if not isinstance(data, list):
+        raise _damaged("parts", data, "a list")
+    parts: dict[PartKey, Part] = {}
+    for i, entry in enumerate(data):
+        if not isinstance(entry, Mapping) or not {"key", "device", "call"} <= entry.keys():
+            raise _damaged(f"parts[{i}]", entry, "an object with a key, a device and a call")
+        part = _part(f"parts[{i}]", entry)
+        if part.key in parts:  # 1, 1.0 and true are one key
+            raise _damaged(f"parts[{i}].key", entry["key"], "another name than those of the parts before")
+        parts[part.key] = part
+    return list(parts.values())
+
+
+def _part(place: str, entry: Mapping[str, Any]) -> Part:
+    from splitkit.plan import CALLS, Part
+
+    key, device, call = entry["key"], entry["device"], entry["call"]
+    if not isinstance(call, str) or call not in CALLS:
+        raise _damaged(f"{place}.call", call, "'plain' or 'checkpoint'")
+    try:
+        name = _key_from_json(key)
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise _damaged(f"{place}.key", key, "an int, a string, a device or a list of these") from error
+    try:
+        return Part(name, None if device is None else _device(device), "plain" if call == "plain" else "checkpoint")
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise _damaged(f"{place}.device", device, "null or the name of a device") from error
+
+
+def _check_places(data: object, count: int) -> None:
+    if not isinstance(data, Mapping):
+        raise _damaged("places", data, "an object of node names")
+    for name, where in data.items():
+        if not isinstance(where, list) or not all(i is None or (type(i) is int and 0 <= i < count) for i in where):
+            raise _damaged(f"places[{name!r}]", where, f"a list of nulls and numbers below {count}")
+
+
+def _damaged(field: str, value: object, wanted: str) -> FileError:
+    return FileError("SK501", f"the plan is damaged: {field} is {reprlib.repr(value)}, not {wanted}", "Plan again.")
 
 
 def _check_header(data: object) -> None:
     if not isinstance(data, Mapping) or data.get("kind") != "splitkit plan":
         raise FileError("SK501", "this is not a splitkit plan", "Write one with plan.save(path) or `splitkit plan -o`.")
-    if data.get("schema") != SCHEMA:
+    if type(data.get("schema")) is not int or data["schema"] != SCHEMA:
         raise FileError(
             "SK503",
             f"the plan has schema {data.get('schema')!r}, this splitkit reads {SCHEMA}",
@@ -102,7 +144,9 @@ def _check_header(data: object) -> None:
 
 
 def _key_to_json(key: PartKey) -> Any:
-    if isinstance(key, str | int | float | bool):
+    if isinstance(key, str):
+        return str.__str__(key)  # of a subclass too
+    if isinstance(key, int | float | bool):
         return key
     if isinstance(key, torch.device):
         return {"device": str(key)}
@@ -118,7 +162,17 @@ def _key_to_json(key: PartKey) -> Any:
 def _key_from_json(key: Any) -> PartKey:
     if isinstance(key, list):
         return tuple(_key_from_json(k) for k in key)
-    return torch.device(key["device"]) if isinstance(key, dict) else key
+    if isinstance(key, Mapping) and key.keys() == {"device"}:
+        return _device(key["device"])
+    if not isinstance(key, str | int | float | bool):
+        raise TypeError(type(key).__name__)
+    return key
+
+
+def _device(name: object) -> torch.device:
+    if not isinstance(name, str):  # torch takes an int for a GPU
+        raise TypeError(type(name).__name__)
+    return torch.device(name)
 
 
 def write(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
@@ -128,32 +182,43 @@ def write(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
         FileError: SK504 when the file cannot be written.
     """
     target = Path(path)
-    text = json.dumps(data, indent=1) + "\n"
     temporary = None
     try:
+        text = json.dumps(data, indent=1) + "\n"
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
         Path(temporary).chmod(0o644)
         Path(temporary).replace(target)
-    except OSError as error:
+    except (OSError, ValueError, RecursionError) as error:
         if temporary:
             Path(temporary).unlink(missing_ok=True)
-        raise FileError("SK504", f"cannot write {target}: {error.strerror}", "Name a folder that exists.") from error
+        reason = getattr(error, "strerror", None) or error
+        raise FileError("SK504", f"cannot write {str(target)!r}: {reason}", "Name a folder that exists.") from error
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        FileError: SK504 when the file cannot be read, SK501 when it is not a JSON object.
+        FileError: SK504 when the file cannot be read, SK501 when it is not a JSON object or names a field twice.
     """
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise FileError("SK504", f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+        content = Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FileError("SK504", f"cannot read {str(path)!r}: {reason}") from error
+    try:
+        data = json.loads(content.decode("utf-8"), object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
         raise FileError("SK501", f"{path} is not JSON: {error}", "Name a file that splitkit wrote.") from error
     if not isinstance(data, dict):
         raise FileError("SK501", f"{path} holds no JSON object", "Name a file that splitkit wrote.")
     return data
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"two fields of one name among {reprlib.repr([name for name, _ in pairs])}")
+    return found

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from splitkit._torch import pytree
+from splitkit.effects import storage_key
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
+
+Saved = Mapping[str, tuple[Tensor, Tensor]]
+"""Name of a parameter, buffer or other tensor of a module -> the tensor, and a copy of what it held before the run."""
 
 
 @dataclass(frozen=True)
@@ -21,15 +26,19 @@ class Trial:
 
     Attributes:
         outputs: every leaf of the output, by its path.
+        structure: what the leaves sit in: the pytree of the output.
+        shared: leaves that share memory with inputs, parameters, buffers or earlier leaves, and the names of these.
         gradients: of parameters and inputs, by name, where there is one.
         changed: parameters, buffers and inputs that the run wrote to, as it left them.
         state: all of them: the changed ones as the run left them, the others as they are.
-        ambient: the grad mode and autocast state that it left its caller.
+        ambient: the random state, grad mode and autocast state that it left its caller.
         loss: what backward started from.
         loss_is_models: whether that is the model's own loss.
     """
 
     outputs: Mapping[str, Any]
+    structure: list[Any]
+    shared: Mapping[str, frozenset[str]]
     gradients: Mapping[str, Tensor]
     changed: Mapping[str, Tensor]
     state: Mapping[str, Tensor]
@@ -48,38 +57,61 @@ def trial(
 ) -> Trial:
     """Run ``module`` on copies of the inputs; ``names`` says what its parameters and buffers are called."""
     inputs = _Inputs((args, kwargs))
-    with _untouched(module) as values, torch.random.fork_rng():
+    with _untouched(module) as saved, torch.random.fork_rng():
         torch.manual_seed(seed)
         ambient = _ambient()
         output = module(*inputs.rebuilt[0], **inputs.rebuilt[1])
         left = _ambient()
         _set_ambient(ambient)
-        leaves = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(output)[0]}
-        outputs = {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in leaves.items()}
+        leaves, structure = _opened(output)
+        outputs = {name: _kept(leaf) for name, leaf in leaves.items()}
+        titles = {n: f"value of {names.get(n, n)}" for n in saved}
+        shared = _shared(leaves, {titles[n]: t for n, (t, _) in saved.items()} | inputs.passed)
         own = loss is None and isinstance(getattr(output, "loss", None), Tensor)
         value = output.loss if own else loss(output) if loss else _weighted_sum(leaves)
         if isinstance(value, Tensor) and value.requires_grad:
             value.backward()  # type: ignore[no-untyped-call]
-        gradients = _gradients(module, inputs.leaves, names)
-        tensors = {f"value of {names[name]}": t for name, t in named_tensors(module)}
-        before = {name: values[t] for name, t in tensors.items()} | inputs.values
-        tensors |= inputs.passed
+        gradients = _gradients(saved, inputs.leaves, names)
+        now = dict(named_tensors(module))
+        tensors = {titles[n]: now.get(n, t) for n, (t, _) in saved.items()} | inputs.passed
+        before = {titles[n]: value for n, (_, value) in saved.items()} | inputs.values
         changed = {name: t.detach().clone() for name, t in tensors.items() if not bitwise(before[name], t)}
-    state = {**tensors, **changed}
-    return Trial(outputs, gradients, changed, state, left, None if value is None else float(value.detach()), own)
+    number = None if value is None else float(value.detach())
+    return Trial(outputs, structure, shared, gradients, changed, {**tensors, **changed}, left, number, own)
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters and buffers, under each of their names."""
+    """All parameters, buffers and tensors that are plain attributes, under each of their names."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
+    for path, owner in module.named_modules(remove_duplicate=False):
+        plain = ((name, value) for name, value in vars(owner).items() if isinstance(value, Tensor))
+        yield from ((f"{path}.{name}" if path else name, value) for name, value in plain)
+
+
+def pieces(tensor: Tensor) -> tuple[object, Tensor]:
+    """Where the entries of a tensor of any layout are, and the entries as a strided tensor."""
+    if tensor.is_nested:
+        parts = tensor.unbind()
+        return [p.shape for p in parts], torch.cat([p.reshape(-1) for p in parts])
+    if tensor.layout == torch.sparse_coo:
+        whole = tensor.coalesce()
+        return (tensor.shape, whole.indices().tolist()), whole.values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return (tensor.shape, tensor.crow_indices().tolist(), tensor.col_indices().tolist()), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return (tensor.shape, tensor.ccol_indices().tolist(), tensor.row_indices().tolist()), tensor.values()
+    return tensor.shape, tensor.to_dense() if tensor.is_mkldnn else tensor.resolve_conj().resolve_neg()
 
 
 def bitwise(a: Tensor, b: Tensor) -> bool:
     """Equal to the bit, so that equal NaNs are equal."""
-    if a.shape != b.shape or a.dtype != b.dtype:
+    if a.dtype != b.dtype or a.layout != b.layout:
         return False
-    flat = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    (where, x), (elsewhere, y) = pieces(a.detach()), pieces(b.detach())
+    if where != elsewhere:
+        return False
+    flat = (t.contiguous().reshape(-1).view(torch.uint8) for t in (x, y))
     return torch.equal(*flat)
 
 
@@ -113,36 +145,47 @@ class _Inputs:
 
 
 @contextmanager
-def _untouched(module: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
-    """Run with empty gradients; gives the values of all parameters and buffers, and puts them back afterwards."""
-    gradients = {p: p.grad for p in module.parameters()}
-    values = {t: t.detach().clone() for t in (*module.parameters(), *module.buffers())}
+def _untouched(module: nn.Module) -> Iterator[Saved]:
+    """Keep all tensors of the module, take their gradients away, and put everything back at the end."""
+    tensors = dict(named_tensors(module))
+    values = {t: t.detach().clone() for t in tensors.values()}
+    gradients = {t: t.grad for t in values if t.is_leaf}
     ambient = _ambient()
-    for parameter in gradients:
-        parameter.grad = None
+    for leaf in gradients:
+        leaf.grad = None
     try:
-        yield values
+        yield {name: (t, values[t]) for name, t in tensors.items()}
     finally:
         _set_ambient(ambient)
+        for name, tensor in tensors.items():
+            path, _, last = name.rpartition(".")
+            owner = module.get_submodule(path)
+            if getattr(owner, last, None) is not tensor:  # bound anew
+                setattr(owner, last, tensor)
         with torch.no_grad():
             for tensor, value in values.items():
-                if tensor.grad_fn is not None and not tensor._is_view():
+                if tensor in gradients and tensor.grad_fn is not None and not tensor._is_view():
                     tensor.detach_()  # a buffer that the model wrote a differentiable value into
                 if not bitwise(tensor, value):
                     tensor.data.copy_(value)
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
+        for leaf, gradient in gradients.items():
+            leaf.grad = gradient
 
 
 def _ambient() -> dict[str, Any]:
     """The state that a graph may leave changed for its caller."""
-    state: dict[str, Any] = {"grad mode": torch.is_grad_enabled()}
+    state: dict[str, Any] = {"random state": torch.get_rng_state().numpy().tobytes()}
+    if torch.cuda.is_available():
+        for number, cuda in enumerate(torch.cuda.get_rng_state_all()):
+            state[f"random state of cuda:{number}"] = cuda.numpy().tobytes()
+    state["grad mode"] = torch.is_grad_enabled()
     for device in _AUTOCAST_DEVICES:
         state[f"autocast on {device}"] = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
     return state
 
 
 def _set_ambient(state: Mapping[str, Any]) -> None:
+    """Put back all but the random state."""
     torch.set_grad_enabled(state["grad mode"])
     for device in _AUTOCAST_DEVICES:
         enabled, dtype = state[f"autocast on {device}"]
@@ -150,11 +193,47 @@ def _set_ambient(state: Mapping[str, Any]) -> None:
         torch.set_autocast_dtype(device, dtype)
 
 
+def _opened(output: Any, path: str = "") -> tuple[dict[str, Any], list[Any]]:
+    """The leaves of an output by path, and what they sit in; dataclasses that pytree does not know are opened too."""
+    flat, spec = pytree.tree_flatten_with_path(output)
+    leaves, structure = dict[str, Any](), list[Any]([spec])
+    for where, leaf in flat:
+        name = path + pytree.keystr(where)
+        if not is_dataclass(leaf) or isinstance(leaf, type):
+            leaves[name] = leaf
+            continue
+        inner, specs = _opened({field.name: getattr(leaf, field.name) for field in fields(leaf)}, name)
+        leaves |= inner
+        structure += [type(leaf), *specs]
+    return leaves, structure
+
+
+def _kept(leaf: Any) -> Any:
+    """A copy, if it may look into memory that is put back after the run."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+
+def _shared(leaves: Mapping[str, Any], held: Mapping[str, Tensor]) -> dict[str, frozenset[str]]:
+    holders: dict[Any, set[str]] = {}
+    for name, tensor in held.items():
+        holders.setdefault(storage_key(tensor), set()).add(name)
+    shared: dict[str, frozenset[str]] = {}
+    for name, leaf in leaves.items():
+        if isinstance(leaf, Tensor):
+            others = holders.setdefault(storage_key(leaf), set())
+            shared[name] = frozenset(others)
+            others.add(f"output{name}")
+    return shared
+
+
 def _weighted_sum(leaves: Mapping[str, Any]) -> Tensor | None:
     """A scalar that gives every entry of every output its own weight, so that no gradient cancels."""
     total: Tensor | None = None
-    for value in leaves.values():
-        if isinstance(value, Tensor) and value.requires_grad:
+    for leaf in leaves.values():
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            _, value = pieces(leaf)
             real = torch.view_as_real(value) if value.is_complex() else value
             wide = real.float() if real.dtype.itemsize < 4 else real
             weights = torch.cos(torch.arange(real.numel(), dtype=wide.dtype, device=real.device))
@@ -163,9 +242,8 @@ def _weighted_sum(leaves: Mapping[str, Any]) -> Tensor | None:
     return total
 
 
-def _gradients(module: nn.Module, inputs: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+def _gradients(saved: Saved, inputs: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
     """A parameter with several names or places counts once: its gradient is one."""
-    found = {name: t.grad for name, t in inputs.items() if t.is_leaf and t.requires_grad}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        found[names[name]] = parameter.grad
+    tensors = {**inputs, **{names.get(n, n): t for n, (t, _) in saved.items()}}
+    found = {name: t.grad for name, t in tensors.items() if t.is_leaf and t.requires_grad}
     return {name: gradient for name, gradient in found.items() if gradient is not None}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -80,3 +81,46 @@ def test_a_policy_is_anything_that_assigns(chain):
 
 def test_parts_know_their_device():
     assert Part("a", torch.device("cuda:1")).device.index == 1
+
+
+@pytest.mark.parametrize(
+    "key", [{}, {0}, np.zeros(2), (0, [1]), ("a", (1, {})), torch.tensor(0), (torch.tensor(0),), [0, {}]], ids=repr
+)
+def test_a_callback_with_keys_that_are_none_was_a_raw_type_error(chain, key):
+    with pytest.raises(PlanError, match="SK206: add is placed in") as caught:
+        as_plan(lambda node: key, analyze(chain), unit(chain))
+    assert caught.value.nodes == ("add",)
+
+
+def test_nan_may_name_a_part(chain):
+    nan = float("nan")
+    assert list(as_plan(lambda node: nan, analyze(chain), unit(chain)).parts) == [nan]
+
+
+@pytest.mark.parametrize("made", [{}, None, {"add": 0}])
+def test_a_policy_that_returns_no_plan_was_an_attribute_error(chain, made):
+    class Broken:
+        def assign(self, flow, costs):
+            return made
+
+        def __repr__(self):
+            return "Broken()"
+
+    with pytest.raises(PolicyError, match=r"SK301: the policy Broken\(\) returned (\{|None)"):
+        as_plan(Broken(), analyze(chain), unit(chain))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"key": None}, "None is the host"),
+        ({"key": [1]}, "cannot name a part: a list"),
+        ({"key": 0, "call": "chekpoint"}, "call='chekpoint'"),
+        ({"key": 0, "call": ["plain"]}, r"call=\['plain'\]"),
+        ({"key": 0, "device": "cuda:0"}, "device='cuda:0', no torch.device"),
+        ({"key": 0, "device": 0}, "device=0, no torch.device"),
+    ],
+)
+def test_parts_of_any_call_and_device_were_accepted(fields, reason):
+    with pytest.raises(PlanError, match=f"SK206.*{reason}"):
+        Part(**fields)

@@ -85,6 +85,9 @@ def test_the_fingerprint_sees_structure_and_not_sizes():
         ({"parts": [{"key": 0}]}, "SK501"),
         ({"places": {"add": [7]}}, "SK501"),
         ({"places": {"add": []}}, "SK205"),
+        ({"places": {"add": [0, 0]}}, "SK205"),
+        ({"schema": True}, "SK503"),
+        ({"graph": None, "places": {"nowhere": [0]}}, "SK502"),
     ],
 )
 def test_damage_is_refused(change, code):
@@ -128,3 +131,75 @@ def test_a_part_without_a_name_for_files():
     node = next(iter(some_plan()))
     with pytest.raises(PlanError, match="SK206.*frozenset"):
         Plan.of({node: frozenset([1])}).to_dict()
+
+
+def part(**fields):
+    return {"parts": [{"key": 0, "device": None, "call": "plain", **fields}]}
+
+
+NESTED = "x"
+for _ in range(100_000):
+    NESTED = [NESTED]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"places": []}, r"places is \[\], not an object"),
+        ({"places": {"add": 0}}, r"places\['add'\] is 0, not a list"),
+        ({"places": {"add": [-1]}}, r"places\['add'\] is \[-1\]"),
+        ({"places": {"add": [True]}}, r"places\['add'\] is \[True\]"),
+        ({"places": {"add": [0.0]}}, r"places\['add'\] is \[0.0\]"),
+        ({"parts": {}}, r"parts is \{\}, not a list"),
+        ({"parts": [0]}, r"parts\[0\] is 0, not an object"),
+        ({"parts": 2 * part()["parts"]}, r"parts\[1\].key is 0, not another name"),
+        ({"parts": part()["parts"] + part(key=False)["parts"]}, r"parts\[1\].key is False, not another name"),
+        ({"parts": part(key=[1])["parts"] + part(key=[1.0])["parts"]}, r"parts\[1\].key is \[1.0\]"),
+        (part(key=None), r"parts\[0\].key is None"),
+        (part(key=["a", None]), r"parts\[0\].key is \['a', None\]"),
+        (part(key={"device": 0}), r"parts\[0\].key is \{'device': 0\}"),
+        (part(key={"device": "abacus"}), r"parts\[0\].key is \{'device': 'abacus'\}"),
+        (part(key={"name": "a"}), r"parts\[0\].key is \{'name': 'a'\}"),
+        (part(key=NESTED), r"parts\[0\].key is "),
+        (part(call="chekpoint"), r"parts\[0\].call is 'chekpoint'"),
+        (part(call=[1]), r"parts\[0\].call is \[1\]"),
+        (part(device=0), r"parts\[0\].device is 0"),
+        (part(device=""), r"parts\[0\].device is ''"),
+        (part(device="cuda:99999999999999999999"), r"parts\[0\].device is "),
+    ],
+    ids=lambda item: item if isinstance(item, str) else "",
+)
+def test_damage_was_accepted_or_crashed(change, reason):
+    with pytest.raises(FileError, match=f"SK501: the plan is damaged: {reason}"):
+        Plan.from_dict(GRAPH.graph, {**some_plan().to_dict(), **change})
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, '{"a":' * 200_000, '{"a": 1, "a": 2}', '{"a": 1' + "0" * 5000 + "}", "\udcff"]
+)
+def test_files_that_json_cannot_take_crashed(tmp_path, text):
+    (tmp_path / "p.json").write_text(text, errors="surrogateescape")
+    with pytest.raises(FileError, match="SK501.* is not JSON"):
+        planfile.read(tmp_path / "p.json")
+
+
+def test_names_and_numbers_that_no_file_takes_crashed(tmp_path):
+    with pytest.raises(FileError, match="SK504: cannot write"):
+        some_plan().save(str(tmp_path / "a\0b"))
+    with pytest.raises(FileError, match="SK504: cannot read"):
+        Plan.load(str(tmp_path / "a\0b"), GRAPH.graph)
+    with pytest.raises(FileError, match="SK504: cannot write"):
+        Plan.of({next(iter(some_plan())): 10**5000}).save(tmp_path / "p.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_parts_became_one_in_the_file():
+    class Name(str):
+        __hash__ = object.__hash__
+
+        def __eq__(self, other):
+            return self is other
+
+    add, mul, _ = some_plan()
+    with pytest.raises(PlanError, match="SK206: two of the parts .* have one name"):
+        Plan.of({add: Name("a"), mul: "a"}).to_dict()
