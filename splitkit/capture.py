@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree  # the tree that export uses; 2.11, 2.13, 2.15
 
+from splitkit.blocks import blocks_as_nodes, restore_callers_grad
 from splitkit.capture_errors import capture_error
 from splitkit.errors import CaptureError
-from splitkit.regions import inline_regions, restore_callers_grad
+from splitkit.regions import inline_regions, restore_by_value
 from splitkit.tracing import trace
 
 # Checks that export writes into the graph. They hold by construction there, and would fail a part on another device.
@@ -34,7 +34,9 @@ def capture(
     number generators are touched.
 
     Python values among the inputs, and sizes unless ``dynamic``, are fixed at capture: the graph raises
-    ``RuntimeError`` when it is called with others.
+    ``RuntimeError`` when it is called with others. What the model's Python code asks of its surroundings
+    (``torch.is_grad_enabled()``, ``torch.is_autocast_enabled()``, ``self.training``) is fixed too, without a check:
+    capture has grad mode on and autocast off. ``inference_mode`` blocks become ``no_grad`` blocks.
 
     Args:
         model: a module, or an ``ExportedProgram`` that was made elsewhere (then without inputs).
@@ -63,6 +65,8 @@ def capture(
     with _undisturbed():
         try:
             return ways[how]()
+        except CaptureError:
+            raise
         except Exception as error:
             raise capture_error(model, how, dynamic, error) from error
 
@@ -81,25 +85,15 @@ def _distinct(inputs: Any) -> Any:
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: bool) -> ExportedProgram:
     shapes = _all_dynamic(model, args, kwargs) if dynamic else None
-    with _regions_as_nodes():
-        return torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
-
-
-@contextmanager
-def _regions_as_nodes() -> Iterator[None]:
-    """Make export keep ``no_grad`` and autocast blocks as the enter and exit nodes that it traced.
-
-    Its last two passes would hide them in higher-order ops, and lose a ``no_grad`` inside autocast or around
-    ``torch.cond``. The passes are looked up when they are needed: 2.11, 2.13, 2.15.
-    """
-
-    def leave(gm: fx.GraphModule, signature: Any) -> tuple[fx.GraphModule, Any]:
-        return gm, signature
-
-    with ExitStack() as stack:
-        for name in ("replace_set_grad_with_hop_pass", "replace_autocast_with_hop_pass"):
-            stack.enter_context(patch(f"torch._export.passes.{name}.{name}", leave))
-        yield
+    with blocks_as_nodes() as lost:
+        program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
+    if lost:
+        raise CaptureError(
+            "SK401",
+            f"the model calls {lost[0]} on a tensor, which torch.export loses: its gradient would be missing",
+            "Make that tensor an input or a parameter.",
+        )
+    return program
 
 
 def _all_dynamic(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -115,10 +109,20 @@ def _from_exported(program: ExportedProgram) -> fx.GraphModule:
     gm = program.module(check_guards=False)  # 2.11, 2.13, 2.15
     inline_regions(gm)
     restore_callers_grad(gm.graph)
+    for body in gm.modules():  # branches of control flow, which Dynamo traced
+        if isinstance(body, fx.GraphModule) and body is not gm:
+            restore_by_value(body.graph)
+            body.recompile()
     _drop_checks(gm)
     gm.recompile()
     _keep_input_check(gm)
+    gm.__dict__.update(train=_refuse_mode, eval=_refuse_mode)  # export's own are methods that cannot be pickled
     return gm
+
+
+def _refuse_mode(mode: bool = True) -> None:
+    """What dropout and BatchNorm do is in the graph."""
+    raise NotImplementedError("The mode is fixed at capture: call model.train() or model.eval(), and capture again.")
 
 
 def _drop_checks(gm: fx.GraphModule) -> None:
@@ -170,7 +174,13 @@ def _undisturbed() -> Iterator[None]:
     """Grad mode on, as a training step has it; afterwards the random state is what it was."""
     state = torch.get_rng_state()
     try:
-        with torch.enable_grad(), warnings.catch_warnings():
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False),
+            warnings.catch_warnings(),
+        ):
             # torch's own deprecations; what it has to say about the model still comes through
             warnings.simplefilter("ignore", FutureWarning)
             warnings.simplefilter("ignore", DeprecationWarning)

@@ -54,17 +54,18 @@ def inline_regions(gm: fx.GraphModule) -> fx.GraphModule:
     return gm
 
 
-def restore_callers_grad(graph: fx.Graph) -> None:
-    """Let the end of an outermost grad-mode block restore what the caller has, not the mode at capture.
+def restore_by_value(graph: fx.Graph) -> None:
+    """Let the end of an outermost grad-mode block restore what the caller has, where nothing marks blocks. In place.
 
-    Tracing writes both ends of ``with torch.no_grad():`` as constants; captured with grad mode on, the end would turn
-    it on for a caller who has it off. Ends are matched to beginnings by value: an end sets what was set before its
-    beginning. (So ``enable_grad`` inside ``no_grad`` counts as the end of one ``no_grad`` block and the beginning of
-    another; that differs only for a caller under ``no_grad``.) In place.
+    Both ends are constants there, as the mode was at capture, which was on. An end is taken to be what sets the mode
+    that was set before its beginning; so ``enable_grad`` inside ``no_grad`` counts as the end of one ``no_grad`` block
+    and the beginning of another, which differs only for a caller under ``no_grad``.
     """
     modes = [True]  # of the blocks that are open; first what capture had
     before: Node | None = None
     for node in [n for n in graph.nodes if n.target is _torch.SET_GRAD and isinstance(n.args[0], bool)]:
+        if len(modes) > 1 and modes[-1] == node.args[0]:
+            continue  # `with set_grad_enabled(m)` sets it twice
         if len(modes) > 1 and modes[-2] == node.args[0]:
             modes.pop()
             if len(modes) == 1:

@@ -27,7 +27,7 @@ class Trial:
     Attributes:
         outputs: every leaf of the output, by its path.
         structure: what the leaves sit in: the pytree of the output.
-        shared: leaves that share memory with inputs, parameters, buffers or earlier leaves, and the names of these.
+        shared: leaves, and the names of the inputs, parameters and buffers that each shares memory with.
         gradients: of parameters and inputs, by name, where there is one.
         changed: parameters, buffers and inputs that the run wrote to, as it left them.
         state: all of them: the changed ones as the run left them, the others as they are.
@@ -216,16 +216,12 @@ def _kept(leaf: Any) -> Any:
 
 
 def _shared(leaves: Mapping[str, Any], held: Mapping[str, Tensor]) -> dict[str, frozenset[str]]:
+    """Not which outputs share memory with each other: a plan with copies may give each its own."""
     holders: dict[Any, set[str]] = {}
     for name, tensor in held.items():
         holders.setdefault(storage_key(tensor), set()).add(name)
-    shared: dict[str, frozenset[str]] = {}
-    for name, leaf in leaves.items():
-        if isinstance(leaf, Tensor):
-            others = holders.setdefault(storage_key(leaf), set())
-            shared[name] = frozenset(others)
-            others.add(f"output{name}")
-    return shared
+    tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
+    return {name: frozenset(holders.get(storage_key(leaf), ())) for name, leaf in tensors.items()}
 
 
 def _weighted_sum(leaves: Mapping[str, Any]) -> Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 import pickle
+import threading
 
 import pytest
 import torch
@@ -346,3 +347,126 @@ def test_an_item_of_a_list_that_is_written_was_read_too_early():
     with pytest.raises(sk.CycleError, match="getitem must run after the effect or read of setitem"):
         split(gm, {"list_1": 0, "setitem": 1, "getitem": 0, "add": 0})
     assert_same(gm, split(gm, RoundRobin(2)), torch.zeros(2))
+
+
+def grad_modes(model, x):
+    """requires_grad of the outputs and the caller's mode afterwards, called with grad mode on and off."""
+    found = []
+    for mode in (True, False):
+        with torch.set_grad_enabled(mode):
+            found.append(([y.requires_grad for y in model(x)], torch.is_grad_enabled()))
+    return found
+
+
+class GradBlocks(nn.Module):
+    """One way of changing grad mode, given by name."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.linear, self.way = nn.Linear(4, 4), way
+
+    @torch.set_grad_enabled(False)
+    def decorated(self, x):
+        return self.linear(x)
+
+    def forward(self, x):
+        return getattr(self, self.way)(x)
+
+    def set_off(self, x):
+        with torch.set_grad_enabled(False):
+            y = self.linear(x)
+        return y, self.linear(x), self.decorated(x)
+
+    def set_on(self, x):
+        with torch.set_grad_enabled(True):
+            y = self.linear(x)
+        return y, self.linear(x)
+
+    def sequence(self, x):
+        with torch.enable_grad():
+            a = self.linear(x)
+        with torch.no_grad():
+            b = self.linear(x)
+        with torch.enable_grad(), torch.enable_grad():
+            c = self.linear(x)
+        return a, b, c, self.linear(x)
+
+    def nested(self, x):
+        with torch.no_grad():
+            with torch.enable_grad():
+                a = self.linear(x)
+            b = self.linear(x)
+        return a, b, self.linear(x)
+
+    def inference(self, x):
+        with torch.inference_mode():
+            a = self.linear(x)
+        with torch.no_grad(), torch.inference_mode(False):
+            b = self.linear(x)
+        return self.linear(x), a, b
+
+    def plainly(self, x):
+        torch.set_grad_enabled(False)
+        a = self.linear(x)
+        torch.set_grad_enabled(True)
+        return a, self.linear(x)
+
+    def branches(self, x):
+        def frozen(v):
+            with torch.no_grad():
+                return v * 2
+
+        return torch.cond(x.sum() > 0, frozen, lambda v: v * 3, (x,)), self.linear(x)
+
+
+@pytest.mark.parametrize(
+    "way", ["set_off", "set_on", "sequence", "nested", "inference", "plainly", "branches", "decorated_alone"]
+)
+def test_blocks_of_grad_mode_were_told_apart_by_value(way):
+    if way == "decorated_alone":
+        GradBlocks.decorated_alone = lambda self, x: (self.decorated(x), self.linear(x))
+    model, x = GradBlocks(way), torch.ones(2, 4)
+    gm = sk.capture(model, x)
+    wanted = grad_modes(model, x)
+    torch.set_grad_enabled(True)
+    assert grad_modes(gm, x) == wanted
+    torch.set_grad_enabled(True)
+    assert grad_modes(split(gm, RoundRobin(2)), x) == wanted
+
+
+def test_captures_in_threads_left_export_patched():
+    results = []
+
+    def work(depth):
+        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(depth)])
+        results.append(sk.capture(model, torch.ones(1, 4)))
+
+    threads = [threading.Thread(target=work, args=(depth,)) for depth in (2, 9, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 3
+    exported = torch.export.export(GradBlocks("nested"), (torch.ones(1, 4),), strict=False)
+    assert any("wrap_with_set_grad_enabled" in str(n.target) for n in exported.graph.nodes)
+
+
+def test_requires_grad_in_a_model_was_lost():
+    class Marks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x).detach().requires_grad_(True) * 2
+
+    with pytest.raises(sk.CaptureError, match="SK401: the model calls requires_grad_"):
+        sk.capture(Marks(), torch.ones(1, 4))
+
+
+def test_a_caller_under_autocast_changed_what_was_captured():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(1, 4)
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        gm = sk.capture(model, x)
+    assert gm.graph.find_nodes(op="output")[0].args[0][0].meta["val"].dtype == torch.float32
+    assert_same(model, split(gm, RoundRobin(2)), torch.ones(1, 4))

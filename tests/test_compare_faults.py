@@ -90,7 +90,6 @@ class Pair:
         (lambda m, x: x * m.weights[0], lambda m, x: (x * m.weights[0]).detach(), "output"),
         (lambda m, x: x, lambda m, x: x.clone(), "memory that output shares"),
         (lambda m, x: m.weights[0], lambda m, x: m.weights[0] * 1, "memory that output shares"),
-        (lambda m, x: [x * 2] * 2, lambda m, x: [x * 2, x * 2], "memory that output[1] shares"),
         (lambda m, x: x * 2, lambda m, x: (x * 2, torch.rand(1))[0], "random state afterwards"),
     ],
 )

@@ -1,0 +1,141 @@
+"""Export with ``no_grad``, ``inference_mode`` and autocast blocks as the nodes that they are, not as hidden bodies.
+
+torch.export's last two passes turn such blocks into higher-order ops, and lose a ``no_grad`` inside autocast or around
+``torch.cond``: here they are left out. What tracing writes for a grad-mode block are constants, as the mode was at
+capture; here each such node is marked with what wrote it, so that the end of a block restores what the caller has::
+
+    with torch.no_grad():   set(False)  begin           prev = is_grad_enabled(); set(False)
+        y = f(x)            y = f(x)              ==>    y = f(x)
+    z = g(y)                set(True)   end             set(prev)
+
+All names below are private to torch; checked on 2.11, 2.13 and 2.15.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import fx
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
+
+from splitkit import _torch
+
+_MARK = "splitkit_block"
+_LOCK = threading.RLock()  # export itself cannot run twice at a time either
+_LOST = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def blocks_as_nodes() -> Iterator[list[str]]:
+    """Within, torch.export keeps blocks as nodes and marks them for `restore_callers_grad`.
+
+    Yields a list that receives the names of calls that tracing loses (``requires_grad_``).
+    """
+    lost: list[str] = []
+    writer: list[str] = []  # what is setting grad mode now, outermost first
+
+    def marked(how: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            writer.append(how)
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                writer.pop()
+
+        return call
+
+    traced = PreDispatchTorchFunctionMode.__torch_function__
+
+    def trace(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = traced(mode, func, types, args, kwargs)
+        if func is _torch.SET_GRAD and writer:
+            next(iter(reversed(mode.tracer.graph.nodes))).meta[_MARK] = writer[0]
+        elif func in _LOST and (len(args) < 2 or args[1]):
+            lost.append("requires_grad_")
+        return result
+
+    with _LOCK, ExitStack() as stack:
+        for name in ("replace_set_grad_with_hop_pass", "replace_autocast_with_hop_pass"):
+            stack.enter_context(patch(f"torch._export.passes.{name}.{name}", lambda gm, signature: (gm, signature)))
+        stack.enter_context(patch.object(PreDispatchTorchFunctionMode, "__torch_function__", trace))
+        for kind, method, how in _WRITERS:
+            stack.enter_context(patch.object(kind, method, marked(how, getattr(kind, method))))
+        stack.enter_context(patch.object(torch.inference_mode, "__enter__", _enter_inference(writer)))
+        stack.enter_context(patch.object(torch.inference_mode, "__exit__", _exit_inference(writer)))
+        yield lost
+
+
+# `with set_grad_enabled(m)` sets the mode when it is made, and again when it is entered.
+_WRITERS: tuple[tuple[Any, str, str], ...] = (
+    (torch.no_grad, "__enter__", "begin"),
+    (torch.enable_grad, "__enter__", "begin"),
+    (torch.set_grad_enabled, "__init__", "make"),
+    (torch.set_grad_enabled, "__enter__", "begin made"),
+    *((kind, "__exit__", "end") for kind in (torch.no_grad, torch.enable_grad, torch.set_grad_enabled)),
+)
+
+
+def _enter_inference(writer: list[str]) -> Callable[..., None]:
+    """Inference mode is not traced; what it does to gradients is."""
+    original = torch.inference_mode.__enter__
+
+    def enter(self: Any) -> None:
+        self._splitkit_before = torch.is_grad_enabled()
+        original(self)
+        _set_grad(writer, "begin", not self.mode)
+
+    return enter
+
+
+def _exit_inference(writer: list[str]) -> Callable[..., None]:
+    original = torch.inference_mode.__exit__
+
+    def leave(self: Any, *why: Any) -> None:
+        original(self, *why)
+        _set_grad(writer, "end", self._splitkit_before)
+
+    return leave
+
+
+def _set_grad(writer: list[str], how: str, mode: bool) -> None:
+    writer.append(how)
+    try:
+        torch._C._set_grad_enabled(mode)
+    finally:
+        writer.pop()
+
+
+def restore_callers_grad(graph: fx.Graph) -> None:
+    """Let the end of a marked block restore what was before it: the caller's mode for an outermost one. In place.
+
+    Calls of ``torch.set_grad_enabled(mode)`` that begin no block stay what they are: they set the mode for good.
+    """
+    nodes = [n for n in graph.nodes if n.target is _torch.SET_GRAD]
+    if not any(_MARK in n.meta for n in nodes):
+        return
+    with graph.inserting_before(nodes[0]):
+        callers = graph.call_function(torch.is_grad_enabled)
+    now: bool | Node = callers
+    before: list[bool | Node] = []  # what was before each block that is open
+    made: list[bool | Node] = []  # and before each `set_grad_enabled` that is made and not entered
+    for node in nodes:
+        how = node.meta.pop(_MARK, None)
+        if how == "end" and before:
+            now = before.pop()
+            node.args = (now,)
+            continue
+        if how == "begin":
+            before.append(now)
+        elif how == "make":
+            made.append(now)
+        elif how == "begin made" and made:
+            before.append(made.pop())
+        now = bool(node.args[0])
+    if not callers.users:
+        graph.erase_node(callers)
