@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree  # the tree that export uses; 2.11, 2.13, 2.15
 
+from splitkit._torch import pytree
 from splitkit.blocks import blocks_as_nodes, restore_callers_grad
 from splitkit.capture_errors import capture_error
 from splitkit.errors import CaptureError

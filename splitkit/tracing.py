@@ -12,7 +12,8 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.13, 2.15
 from torch.fx import Node
-from torch.utils import _pytree as pytree  # 2.11, 2.13, 2.15
+
+from splitkit._torch import pytree
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.GraphModule:

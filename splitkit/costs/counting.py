@@ -16,11 +16,12 @@ from torch import fx, nn
 from torch._ops import HigherOrderOperator  # 2.11, 2.13, 2.15
 from torch._subclasses.fake_tensor import FakeTensorMode  # 2.11, 2.13, 2.15
 from torch.fx import Node
-from torch.utils import _pytree as pytree  # 2.11, 2.13, 2.15
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from splitkit import _torch
+from splitkit._torch import pytree
 from splitkit.costs.sizes import elements, read_bytes, require_values, tensors, value_bytes
+from splitkit.effects import storage_key
 
 NOMINAL = 1e12  # FLOP/s: only ratios matter to a policy
 
@@ -201,12 +202,8 @@ def _written(target: Any, result: Any, inputs: Any) -> int:
         return 0
     if _writes(target):
         return sum(elements(t) for t in tensors(result))
-    held = {_storage(t) for t in tensors(inputs)}
-    return sum(elements(t) for t in tensors(result) if _storage(t) not in held)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # the storage's identity: 2.11, 2.13, 2.15
+    held = {storage_key(t) for t in tensors(inputs)}
+    return sum(elements(t) for t in tensors(result) if storage_key(t) not in held)
 
 
 def _allocates(target: Any) -> bool:

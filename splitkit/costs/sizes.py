@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.fx import Node
-from torch.utils import _pytree as pytree  # 2.11, 2.13, 2.15
 
 from splitkit import _torch
+from splitkit._torch import pytree
 from splitkit.errors import GraphError
 from splitkit.scope import is_state_op
 
