@@ -6,7 +6,6 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +16,8 @@ from splitkit.cut import Subgraph
 from splitkit.dataflow import Dataflow
 from splitkit.names import Style, part_names
 from splitkit.plan import HOST, PartKey, Plan
-from splitkit.scope import NEUTRAL, Scope, region_kind
+from splitkit.scope import NEUTRAL
+from splitkit.scoped import ScopedGraph
 
 
 @dataclass(frozen=True)
@@ -37,61 +37,6 @@ class Emitted:
     copies: Mapping[PartKey, Mapping[Node, Node]]
 
 
-class _ScopedGraph:
-    """A graph under construction that moves to the ambient state which each node wants."""
-
-    def __init__(self) -> None:
-        self.graph = fx.Graph()
-        self.env: dict[Node, Node] = {}
-        self._scope = NEUTRAL
-        self._open: list[tuple[Node, Node, bool | None]] = []  # (enter, its copy, grad mode before it)
-        self._grad: bool | None = None  # the grad mode in force; None: the caller's
-        self._callers_grad: Node | None = None
-
-    def copy(self, node: Node, scope: Scope) -> Node:
-        """Append a copy of ``node`` under ``scope``."""
-        self.move_to(scope)
-        self.env[node] = self.graph.node_copy(node, self.env.__getitem__)
-        return self.env[node]
-
-    def move_to(self, want: Scope) -> None:
-        """Close and open regions and set grad mode until the state is ``want``."""
-        if want == self._scope:
-            return
-        if self._callers_grad is None:
-            self._callers_grad = self.graph.call_function(torch.is_grad_enabled)
-        have = [enter for enter, _, _ in self._open]
-        same = 0
-        while same < min(len(have), len(want.regions)) and have[same] is want.regions[same]:
-            same += 1
-        while len(self._open) > same:
-            self._close()
-        for enter in want.regions[same:]:
-            self._enter(enter)
-        if self._grad != want.grad:
-            self.graph.call_function(_torch.SET_GRAD, (self._callers_grad if want.grad is None else want.grad,))
-            self._grad = want.grad
-        self._scope = want
-
-    def _enter(self, enter: Node) -> None:
-        self._open.append((enter, self.graph.node_copy(enter), self._grad))
-        grad = region_kind(enter).grad(enter)
-        self._grad = self._grad if grad is None else grad
-
-    def _close(self) -> None:
-        enter, handle, grad_before = self._open.pop()
-        kind = region_kind(enter)
-        self.graph.call_function(kind.exit, (handle,))
-        if kind.grad(enter) is not None:
-            self._grad = grad_before
-
-    def finish(self, final: Scope) -> None:
-        """Leave the ambient state as ``final``; drop what was saved in vain."""
-        self.move_to(final)
-        if self._callers_grad is not None and not self._callers_grad.users:
-            self.graph.erase_node(self._callers_grad)
-
-
 def emit(flow: Dataflow, plan: Plan, units: tuple[Subgraph | Node, ...], style: Style) -> Emitted:
     """Build one module a part, and the parent that calls them.
 
@@ -109,7 +54,7 @@ def emit(flow: Dataflow, plan: Plan, units: tuple[Subgraph | Node, ...], style: 
         env, graph = _emit_part(sub, flow, style)
         parts[sub.key], attributes[names[sub.key]] = module_of(flow.root, graph, style)
         copies[sub.key] = {n: env[n] for n in sub.nodes}
-    scoped = _ScopedGraph()
+    scoped = ScopedGraph()
     scoped.graph.set_codegen(_torch.codegen_of(flow.graph))
     for node in (u for u in units if isinstance(u, Node) and u.op == "placeholder"):
         scoped.copy(node, NEUTRAL)
@@ -133,7 +78,7 @@ def emit(flow: Dataflow, plan: Plan, units: tuple[Subgraph | Node, ...], style: 
 
 
 def _emit_part(sub: Subgraph, flow: Dataflow, style: Style) -> tuple[Mapping[Node, Node], fx.Graph]:
-    scoped = _ScopedGraph()
+    scoped = ScopedGraph()
     for number, value in enumerate(sub.inputs):
         name = value.name if style.original_input_names else f"arg_{number}"
         name = "self_" if name == "self" else name
@@ -151,7 +96,7 @@ def _emit_part(sub: Subgraph, flow: Dataflow, style: Style) -> tuple[Mapping[Nod
     return scoped.env, scoped.graph
 
 
-def _call_part(scoped: _ScopedGraph, sub: Subgraph, name: str, checkpointed: bool, style: Style) -> None:
+def _call_part(scoped: ScopedGraph, sub: Subgraph, name: str, checkpointed: bool, style: Style) -> None:
     scoped.move_to(NEUTRAL)  # a part opens the regions of its nodes itself
     inputs = tuple(scoped.env[v] for v in sub.inputs)
     if checkpointed:

@@ -89,7 +89,7 @@ BUGS = [
     Bug("a part leaves its region open", EMIT, "_emit_part", "scoped.finish(NEUTRAL)", "pass"),
     Bug(
         "grad mode is not set back",
-        EMIT, "_ScopedGraph.move_to", "self._grad != want.grad:", "self._grad != want.grad is not None:",
+        "splitkit.scoped", "ScopedGraph.move_to", "self._grad != want.grad:", "self._grad != want.grad is not None:",
     ),
     Bug("an exit closes the innermost region", "splitkit.scope", "_exited", "saved[enter]", "saved[now.regions[-1]]"),
 ]  # fmt: skip
