@@ -12,10 +12,11 @@ from typing import Any
 from torch import fx, nn
 from torch.fx import Node
 
-from splitkit.effects import order_of
+from splitkit.effects import attribute, order_of
 from splitkit.errors import GraphError
 from splitkit.ops import Effects, effects_of, is_tuple
 from splitkit.scope import Scope, is_state_op, scopes
+from splitkit.symbols import binders, is_symbolic, symbols_of, value_of
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,31 @@ class Dataflow:
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
         """The placeable nodes in graph order: what a policy deals with."""
-        return tuple(n for n in self.index if self.is_placeable(n))
+        fixed, followers = ("placeholder", "output", "get_attr"), self.followers
+        return tuple(n for n in self.scope if n.op not in fixed and n not in followers)
+
+    @cached_property
+    def _placeable(self) -> frozenset[Node]:
+        return frozenset(self.nodes)
 
     def is_placeable(self, node: Node) -> bool:
         """Whether a policy decides where ``node`` runs (no input, output, attribute, state op or follower)."""
-        if node.op in ("placeholder", "output", "get_attr"):
-            return False
-        return node not in self.followers and node in self.scope
+        return node in self._placeable
+
+    @cached_property
+    def _binders(self) -> Mapping[Any, Node]:
+        return binders(self.graph)
+
+    def symbols(self, node: Node) -> tuple[Node, ...]:
+        """The nodes that give a value to the symbols in the sizes of what ``node`` yields, by name of the symbol.
+
+        A symbol that no node yields, as in graphs of ``torch.export`` that never ask for it, is left out: the tensor
+        itself carries it.
+        """
+        value = value_of(node)
+        if not is_symbolic(value):
+            return ()
+        return tuple(self._binders[s] for s in symbols_of(value) if s in self._binders)
 
     def producer(self, node: Node) -> Node:
         """The node itself, or the maker of the tuple that it unpacks."""
@@ -84,7 +103,10 @@ def analyze(gm: fx.GraphModule) -> Dataflow:
         )
     graph = gm.graph
     scope, final = scopes(graph)
-    effects = {n: effects_of(n, gm) for n in graph.nodes if n in scope}
+    effects = {n: effects_of(n, gm) for n in scope}
+    for node in scope:
+        if node.op == "get_attr":
+            attribute(gm, str(node.target))  # SK104 if it is not there
     followers = _followers(effects, gm)
     order = order_of(effects, gm, followers.__contains__)
     index = {n: i for i, n in enumerate(graph.nodes)}
@@ -99,11 +121,11 @@ def reads(node: Node) -> list[Node]:
 def _followers(effects: Mapping[Node, Effects], root: nn.Module) -> dict[Node, Node]:
     """``getitem`` of a tuple -> the node that made it, through nested tuples; not of a list that is written to."""
     followers: dict[Node, Node] = {}
-    written = {node for effect in effects.values() for node in effect.writes}
-    for node in effects:
-        if node.target is not getitem or not isinstance(node.args[0], Node):
-            continue
+    items = [n for n in effects if n.target is getitem and isinstance(n.args[0], Node)]
+    written = {node for effect in effects.values() for node in effect.writes} if items else set()
+    for node in items:
         source = node.args[0]
+        assert isinstance(source, Node)
         if source.op in ("placeholder", "get_attr") or source not in effects or source in written:
             continue
         # An index that is computed may come from another part: then the tuple crosses whole.

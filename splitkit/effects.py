@@ -25,7 +25,7 @@ from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from splitkit.errors import GraphError
-from splitkit.ops import Effects
+from splitkit.ops import PURE, Effects
 from splitkit.scope import is_state_op
 
 RANDOM = "random numbers"
@@ -90,6 +90,13 @@ def storage_key(tensor: torch.Tensor) -> Hashable:
         return id(tensor)
 
 
+class _Edges(dict[Node, tuple[Node, ...]]):
+    """Order edges; a node without an entry waits for nobody."""
+
+    def __missing__(self, node: Node) -> tuple[Node, ...]:
+        return ()
+
+
 def order_of(effects: Mapping[Node, Effects], root: torch.nn.Module, is_reference: Callable[[Node], bool]) -> Order:
     """Order edges and copy bans of a graph, in time linear in nodes and edges.
 
@@ -98,19 +105,17 @@ def order_of(effects: Mapping[Node, Effects], root: torch.nn.Module, is_referenc
         root: the module that owns the graph's attributes.
         is_reference: nodes that only pass a reference on (getitem of a tuple).
     """
-    classes = _alias_classes(effects, root)
-    written = {classes.find(w) for e in effects.values() for w in _written(e)}
-    after: dict[Node, tuple[Node, ...]] = {}
-    once: dict[Node, str] = {}
+    acting = {n: e for n, e in effects.items() if e is not PURE}
+    written, members = _written_classes(acting, effects, root)
+    after, once = _Edges(), dict[Node, str]()
     last_write: dict[Hashable, Node] = {}
     readers: dict[Hashable, dict[Node, None]] = {}
-    for node, effect in effects.items():
+    for node in _concerned(acting, effects, members, AMBIENT in written):
         if node.op in ("placeholder", "get_attr") or is_reference(node):
             continue
-        writes = {classes.find(w): None for w in _written(effect)}
-        touched = dict(writes)
-        if written:
-            touched |= {c: None for item in _touched(node, effect) if (c := classes.find(item)) in written}
+        effect = effects[node]
+        writes = {members.get(w, w): None for w in _written(effect)}
+        touched = writes | {c: None for item in _touched(node, effect) if (c := members.get(item, item)) in written}
         before: dict[Node, None] = {}
         for c in touched:
             if c in last_write:
@@ -121,18 +126,49 @@ def order_of(effects: Mapping[Node, Effects], root: torch.nn.Module, is_referenc
             else:
                 readers.setdefault(c, {})[node] = None
         before.pop(node, None)
-        after[node] = tuple(before)
-        if node.op != "output" and (reason := _reason(effect, classes.find(node) in written)):
+        if before:
+            after[node] = tuple(before)
+        if node.op != "output" and (reason := _reason(effect, node in members)):
             once[node] = reason
-    attributes = frozenset(n for n in effects if n.op == "get_attr" and classes.find(n) in written)
+    attributes = frozenset(n for n in members if isinstance(n, Node) and n.op == "get_attr")
     return Order(after, once, attributes)
 
 
-def _alias_classes(effects: Mapping[Node, Effects], root: torch.nn.Module) -> _Classes:
+def _written_classes(
+    acting: Mapping[Node, Effects], effects: Mapping[Node, Effects], root: torch.nn.Module
+) -> tuple[set[Hashable], dict[Hashable, Hashable]]:
+    """The classes that some node writes; and their members (nodes, storages), each with its class."""
+    written = {w for e in acting.values() for w in _written(e)}
+    if not any(e.writes or e.writes_state for e in acting.values()):
+        return written, {}
+    classes = _alias_classes(acting, effects, root)
+    found = {classes.find(w) for w in written}
+    members = {item: c for item in list(classes.parent) if (c := classes.find(item)) in found}
+    return found, members
+
+
+def _concerned(
+    acting: Mapping[Node, Effects], effects: Mapping[Node, Effects], members: Mapping[Hashable, Hashable], all_: bool
+) -> Iterable[Node]:
+    """The nodes that write, or touch what is written, in graph order; the others wait for nobody."""
+    if all_:
+        return effects
+    if not members:
+        return acting
+    found = dict.fromkeys(acting)
+    for item in members:
+        if isinstance(item, Node):
+            found[item] = None
+            found |= item.users
+    return [n for n in effects if n in found]
+
+
+def _alias_classes(acting: Mapping[Node, Effects], effects: Mapping[Node, Effects], root: torch.nn.Module) -> _Classes:
     classes = _Classes()
-    for node, effect in effects.items():
+    for node, effect in acting.items():
         for other in effect.aliases:
             classes.join(node, other)
+    for node in effects:
         if node.op == "get_attr":
             value = attribute(root, str(node.target))
             classes.join(node, storage_key(value) if isinstance(value, torch.Tensor) else ("object", id(value)))

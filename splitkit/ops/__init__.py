@@ -14,6 +14,7 @@ on one another in this order::
     tuples     does a node yield a tuple?
     containers lists, dicts and iterators
     declared   what users say
+    quick      targets that do nothing but compute, remembered
     classify   all of it, with the graphs inside a node
 """
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 from splitkit.ops.classify import effects_of
 from splitkit.ops.declared import declare
-from splitkit.ops.facts import Effects
+from splitkit.ops.facts import PURE, Effects
 from splitkit.ops.tuples import is_tuple
 
-__all__ = ["Effects", "declare", "effects_of", "is_tuple"]
+__all__ = ["PURE", "Effects", "declare", "effects_of", "is_tuple"]

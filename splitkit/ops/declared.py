@@ -16,6 +16,12 @@ from splitkit.ops.modules import lookup, state
 from splitkit.ops.schema import members
 
 _DECLARED: dict[Any, Facts] = {}
+_WATCHERS: list[Callable[[], None]] = []
+
+
+def on_declare(forget: Callable[[], None]) -> None:
+    """Call ``forget`` at each declaration: what was known of targets may no longer hold."""
+    _WATCHERS.append(forget)
 
 
 def declare(
@@ -47,6 +53,8 @@ def declare(
         impure=impure,
     )
     _DECLARED.update(dict.fromkeys(spellings, facts))
+    for forget in _WATCHERS:
+        forget()
 
 
 def _spellings(target: Any) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ import logging
 import math
 import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from enum import Enum
 from functools import cache
@@ -58,6 +58,11 @@ def is_python(node: Node) -> bool:
     return node.op == "call_function" and node.target in _PYTHON
 
 
+def computes(target: object) -> bool:
+    """Is it a Python function that only computes, given tensors or numbers?"""
+    return isinstance(target, Hashable) and _PYTHON.get(target) is _Does.NOTHING
+
+
 def python_effects(node: Node) -> Effects:
     """What a Python function does, given tensors or numbers; `containers` knows about lists and iterators."""
     what, first = _PYTHON[node.target], first_argument(node)
@@ -102,13 +107,13 @@ def named_effects(node: Node) -> Effects:
         return Effects(check=True)
     if name in tables.GENERATOR_STATE:
         return Effects(random=True, impure=True)
-    facts = _signature_facts(target, name)
+    facts = signature_facts(target, name)
     effects = _computed(node, name, facts)
     return unknown(node) if effects is None else union((effects, *_optional(node, name, facts)))
 
 
 @cache
-def _signature_facts(target: Any, name: str) -> Facts:
+def signature_facts(target: Any, name: str) -> Facts:
     """Parameter names and defaults of a Python function, with the rule that goes with them."""
     if not inspect.isfunction(target):
         return Facts()
