@@ -7,28 +7,53 @@ from typing import Any
 
 from torch import fx, nn
 
+from splitkit import _torch
 from splitkit.effects import attribute
-from splitkit.names import Style, unique
+from splitkit.modules import EagerPart, LazyPart
+from splitkit.names import Style
 
 
 def module_of(
-    original: nn.Module, graph: fx.Graph, style: Style, parts: Collection[str] = ()
-) -> tuple[fx.GraphModule, Mapping[str, str]]:
-    """A GraphModule with the original's attributes, its code made once; and its attribute names -> the original's.
+    original: nn.Module,
+    graph: fx.Graph,
+    attributes: Mapping[str, str],
+    style: Style,
+    lazy: bool = False,
+    *,
+    is_part: bool = False,
+    parts: Collection[str] = (),
+) -> fx.GraphModule:
+    """A GraphModule with the original's attributes; its code is made once, or on the first call.
 
-    ``parts`` are names of modules that will be added later.
+    Args:
+        original: the module whose attributes it takes.
+        graph: its graph.
+        attributes: its attribute names -> the original's.
+        style: names and returns.
+        lazy: leave the code to be made when it is first needed.
+        is_part: it is called often, by a parent.
+        parts: names of modules that will be added later.
     """
-    attributes: dict[str, str] = {}
-    for node in graph.nodes:
-        if node.op in ("get_attr", "call_module") and node.target not in parts:
-            source = str(node.target)
-            if style.flat_names:
-                node.target = _flat(source, attributes)
-            attributes[node.target] = source
-    module = fx.GraphModule(_root(original, attributes, parts), graph, class_name=type(original).__name__)
-    for name, source in attributes.items():
-        _like_original(module, name, original, source)
-    return module, attributes
+    name = "GraphModule" if style.like_torch else type(original).__name__
+    module = _class_of(lazy, is_part)(_root(original, attributes, parts), graph, class_name=name)
+    for own, source in attributes.items():
+        _like_original(module, own, original, source)
+    return module
+
+
+def _class_of(lazy: bool, is_part: bool) -> type[fx.GraphModule]:
+    if is_part:
+        return LazyPart if lazy else EagerPart
+    return _torch.LazyGraphModule if lazy else fx.GraphModule
+
+
+def add_parts(module: fx.GraphModule, parts: Mapping[str, fx.GraphModule]) -> None:
+    """Make the parts the first children of their parent: after its code is made, which would make theirs again."""
+    others = {name: child for name, child in module.named_children() if name not in parts}
+    for name in others:
+        delattr(module, name)
+    for name, child in {**parts, **others}.items():
+        module.add_module(name, child)
 
 
 def _root(original: nn.Module, attributes: Mapping[str, str], parts: Collection[str]) -> nn.Module:
@@ -41,15 +66,6 @@ def _root(original: nn.Module, attributes: Mapping[str, str], parts: Collection[
         root.__dict__[top] = getattr(original, top) if name == source else attribute(original, source)
     root.__dict__.update(dict.fromkeys(parts, nn.Module()))
     return root
-
-
-def _flat(original: str, taken: Mapping[str, str]) -> str:
-    """``a.b`` as ``a_b``, with a suffix where that name already stands for something else."""
-    flat = original.replace(".", "_")
-    if taken.get(flat, original) == original:
-        return flat
-    known = next((name for name, target in taken.items() if target == original), None)
-    return known or unique(flat, taken)
 
 
 def _like_original(module: nn.Module, name: str, root: nn.Module, original: str) -> None:

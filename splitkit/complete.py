@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from torch.fx import Node
@@ -13,6 +13,7 @@ from splitkit.dataflow import Dataflow
 from splitkit.effects import attribute, storage_key
 from splitkit.errors import PlanError
 from splitkit.plan import HOST, PartKey, Plan
+from splitkit.rewrite import relay
 
 
 def complete(flow: Dataflow, plan: Plan, parameters: Literal["own", "hoist"] = "own") -> Plan:
@@ -26,26 +27,26 @@ def complete(flow: Dataflow, plan: Plan, parameters: Literal["own", "hoist"] = "
     Raises:
         PlanError: SK201 for nodes of another graph.
     """
-    foreign = [n for n in plan if n not in flow.index]
-    if foreign:
-        raise PlanError(
-            "SK201",
-            f"the plan places {foreign[0]}, which is no node of this graph",
-            "Plan again after editing the graph, or load the plan with Plan.load(path, gm.graph).",
-            foreign,
-        )
-    places: dict[Node, tuple[PartKey, ...]] = {}
-    for node in flow.scope:
-        if node.op != "get_attr":
-            producer = flow.producer(node)
-            places[node] = plan.places.get(producer, (HOST,)) if flow.is_placeable(producer) else (HOST,)
+    if not plan.places.keys() <= flow.index.keys():
+        _refuse_foreign([n for n in plan if n not in flow.index])
+    places: dict[Node, tuple[PartKey, ...]] = dict.fromkeys(flow.scope, (HOST,))
+    places |= {n: plan.places[n] for n in flow.nodes if n in plan.places}
+    places |= {n: places[producer] for n, producer in flow.followers.items()}
     attributes = {n: attribute(flow.root, str(n.target)) for n in flow.scope if n.op == "get_attr"}
     for node in attributes:
         places[node] = tuple(dict.fromkeys(key for user in node.users for key in places.get(user, ())))
     for node in _hoisted(flow, places, attributes, everything=parameters == "hoist"):
         places[node] = (HOST,)
-    ordered = {node: places[node] for node in flow.scope if places[node]}
-    return replace(plan, places=ordered)
+    return replace(plan, places=places)
+
+
+def _refuse_foreign(foreign: list[Node]) -> NoReturn:
+    raise PlanError(
+        "SK201",
+        f"the plan places {foreign[0]}, which is no node of this graph",
+        "Plan again after editing the graph, or load the plan with Plan.load(path, gm.graph).",
+        foreign,
+    )
 
 
 def _hoisted(
@@ -72,9 +73,12 @@ def check(flow: Dataflow, plan: Plan) -> None:
     """Refuse a plan that cannot be right.
 
     Raises:
-        PlanError: SK202 for copies of nodes that may run only once, SK207 for effects inside a checkpointed part.
-            Circles are found by `splitkit.order.part_order` (SK203).
+        PlanError: SK202 for copies of nodes that may run only once, SK207 for effects inside a checkpointed part,
+            SK208 for nodes that are needed and planned nowhere, SK209 for a relay around the host. Circles are found by `splitkit.order.part_order` (SK203).
     """
+    if plan.routing == "relay":
+        relay(flow, plan)
+    _check_dropped(flow, plan)
     for node, reason in flow.once.items():
         keys = plan.places.get(node, ())
         if len(keys) > 1:
@@ -86,6 +90,19 @@ def check(flow: Dataflow, plan: Plan) -> None:
             )
     if any(part.call == "checkpoint" for part in plan.parts.values()):
         _check_checkpoints(flow, plan)
+
+
+def _check_dropped(flow: Dataflow, plan: Plan) -> None:
+    for node in [n for n, keys in plan.places.items() if not keys and n.op != "get_attr"]:
+        readers = [user for user in node.users if plan.places.get(user)]
+        if readers or node in flow.once:
+            why = f"{readers[0].name} reads it" if readers else flow.once[node]
+            raise PlanError(
+                "SK208",
+                f"{node.name} is planned in no part, but {why}",
+                "Give it a part. splitkit.prune drops only what nobody needs.",
+                [node],
+            )
 
 
 def _check_checkpoints(flow: Dataflow, plan: Plan) -> None:

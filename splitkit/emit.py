@@ -11,13 +11,14 @@ from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
 
 from splitkit import _torch
-from splitkit.assemble import carry_hooks, module_of
+from splitkit.assemble import add_parts, carry_hooks, module_of
 from splitkit.cut import Subgraph
 from splitkit.dataflow import Dataflow
-from splitkit.names import Style, part_names
+from splitkit.names import Style, flat_names, part_names
 from splitkit.plan import HOST, PartKey, Plan
-from splitkit.scope import NEUTRAL
+from splitkit.scope import NEUTRAL, region_attributes
 from splitkit.scoped import ScopedGraph
+from splitkit.writer import Writer
 
 
 @dataclass(frozen=True)
@@ -37,90 +38,156 @@ class Emitted:
     copies: Mapping[PartKey, Mapping[Node, Node]]
 
 
-def emit(flow: Dataflow, plan: Plan, units: tuple[Subgraph | Node, ...], style: Style) -> Emitted:
+def emit(flow: Dataflow, plan: Plan, units: tuple[Subgraph | Node, ...], style: Style, lazy: bool = False) -> Emitted:
     """Build one module a part, and the parent that calls them.
 
     The parent keeps the signature of the original (pytree codegen, defaults, keyword arguments), every node keeps its
     meta, and ``gm.meta`` and ``training`` are carried over. Parameters, buffers and called modules are the original's
     objects, not copies.
+
+    Args:
+        flow: facts about the graph.
+        plan: a complete plan.
+        units: what `splitkit.cut.cut` made of it.
+        style: names and returns.
+        lazy: leave the code of each module to be made when it is first called.
     """
     subgraphs = [u for u in units if isinstance(u, Subgraph)]
-    taken = {str(u.target).split(".")[0] for u in units if isinstance(u, Node) and u.op in ("get_attr", "call_module")}
+    attributed = [u for u in units if isinstance(u, Node) and u.op in ("get_attr", "call_module")]
+    taken = {target.split(".")[0] for target in [*(str(u.target) for u in attributed), *region_attributes(flow.scope)]}
     names = part_names([s.key for s in subgraphs], taken, style)
     parts: dict[PartKey, fx.GraphModule] = {}
     attributes: dict[str, Mapping[str, str]] = {}
     copies: dict[PartKey, Mapping[Node, Node]] = {}
     for sub in subgraphs:
-        env, graph = _emit_part(sub, flow, style)
-        parts[sub.key], attributes[names[sub.key]] = module_of(flow.root, graph, style)
-        copies[sub.key] = {n: env[n] for n in sub.nodes}
-    scoped = ScopedGraph()
-    scoped.graph.set_codegen(_torch.codegen_of(flow.graph))
-    for node in (u for u in units if isinstance(u, Node) and u.op == "placeholder"):
-        scoped.copy(node, NEUTRAL)
-    for unit in units:
-        if isinstance(unit, Subgraph):
-            _call_part(scoped, unit, names[unit.key], plan.parts[unit.key].call == "checkpoint", style)
-        elif unit.op == "get_attr":
-            scoped.env[unit] = scoped.graph.node_copy(unit)
-        elif unit.op == "output":
-            scoped.finish(flow.final)
-            scoped.copy(unit, flow.final)
-        elif unit.op != "placeholder":
-            scoped.copy(unit, flow.scope[unit])
-    copies[HOST] = {u: scoped.env[u] for u in units if isinstance(u, Node)}
-    module, attributes[""] = module_of(flow.root, scoped.graph, Style(), names.values())
-    for sub in subgraphs:  # after the parent's code is made, which would make theirs a second time
-        module.add_module(names[sub.key], parts[sub.key])
+        written = _write_part(sub, flow, style)
+        attributes[names[sub.key]] = written.attributes
+        parts[sub.key] = module_of(flow.root, written.graph, written.attributes, style, lazy, is_part=True)
+        copies[sub.key] = {n: written.env[n] for n in sub.nodes}
+    parent = _Parent(flow, plan, style, names)
+    parent.write(units)
+    copies[HOST] = {u: parent.env[u] for u in units if isinstance(u, Node)}
+    attributes[""] = {target: target for target in [*(str(u.target) for u in attributed), *parent.region_attributes]}
+    module = module_of(flow.root, parent.graph, attributes[""], style, lazy, parts=names.values())
+    add_parts(module, {names[key]: part for key, part in parts.items()})
     module.meta = {**_torch.meta_of(flow.root), "partition_names": set(names.values())}
     carry_hooks(flow.root, module)
     return Emitted(module, parts, attributes, copies)
 
 
-def _emit_part(sub: Subgraph, flow: Dataflow, style: Style) -> tuple[Mapping[Node, Node], fx.Graph]:
+@dataclass(frozen=True)
+class _Written:
+    graph: fx.Graph
+    env: Mapping[Node, Node]
+    attributes: Mapping[str, str]
+
+
+def _write_part(sub: Subgraph, flow: Dataflow, style: Style) -> _Written:
+    """The graph of a part: its inputs, the attributes that it reads, its nodes in their scopes, its output."""
     scoped = ScopedGraph()
+    writer = Writer(scoped.graph, style.original_node_names)
+    env: dict[Node, Node] = {}
     for number, value in enumerate(sub.inputs):
         name = value.name if style.original_input_names else f"arg_{number}"
-        name = "self_" if name == "self" else name
-        scoped.env[value] = scoped.graph.placeholder(name, type_expr=value.type)
-        scoped.env[value].meta = dict(value.meta)
+        env[value] = writer.placeholder("self_" if name == "self" else name, value.type)
+        env[value].meta.update(value.meta)
+    read = [n for n in sub.nodes if n.op == "get_attr"]
+    called = [str(n.target) for n in sub.nodes if n.op == "call_module"]
+    renamed = flat_names(called) if style.like_torch else {}
+    for node in read:
+        env[node] = writer.copy(node, env.__getitem__)
+    scopes, scope, value_of = flow.scope, NEUTRAL, env.__getitem__
     for node in sub.nodes:
         if node.op == "get_attr":
-            scoped.env[node] = scoped.graph.node_copy(node)
-        else:
-            scoped.copy(node, flow.scope[node])
+            continue
+        if scopes[node] is not scope:
+            scope = scopes[node]
+            scoped.move_to(scope)
+        env[node] = writer.copy(node, value_of, renamed.get(node.target) if node.op == "call_module" else None)  # type: ignore[arg-type]
     scoped.finish(NEUTRAL)
-    values = tuple(scoped.env[v] for v in sub.outputs)
-    output = scoped.graph.output(values[0] if len(values) == 1 and not style.tuple_return else values)
-    _describe(output, sub.outputs, single=len(values) == 1 and not style.tuple_return)
-    return scoped.env, scoped.graph
+    values = tuple(map(value_of, sub.outputs))
+    single = len(values) == 1 and not style.tuple_return
+    output = writer.append("output", "output", (values[0] if single else values,), "output")
+    _describe(output, sub.outputs, single)
+    targets = [*(str(n.target) for n in read), *called, *scoped.attributes]
+    attributes = {renamed.get(target, target): target for target in targets}
+    attributes |= {target: target for target in scoped.attributes}
+    return _Written(scoped.graph, env, attributes)
 
 
-def _call_part(scoped: ScopedGraph, sub: Subgraph, name: str, checkpointed: bool, style: Style) -> None:
-    scoped.move_to(NEUTRAL)  # a part opens the regions of its nodes itself
-    inputs = tuple(scoped.env[v] for v in sub.inputs)
-    if checkpointed:
-        body = scoped.graph.get_attr(name)
-        call = scoped.graph.call_function(checkpoint, (body, *inputs), {"use_reentrant": False})
-    else:
-        call = scoped.graph.call_module(name, inputs)
-    single = len(sub.outputs) == 1 and not style.tuple_return
-    _describe(call, sub.outputs, single)
-    if single:
-        scoped.env[sub.outputs[0]] = call
-        return
-    for position, value in enumerate(sub.outputs):
-        name = "getitem" if style.flat_names else value.name
-        item = scoped.graph.create_node("call_function", operator.getitem, (call, position), name=name)
-        item.meta = dict(value.meta)
-        scoped.env[value] = item
+class _Parent:
+    """The parent graph under construction."""
+
+    def __init__(self, flow: Dataflow, plan: Plan, style: Style, names: Mapping[PartKey, str]) -> None:
+        self._flow, self._plan, self._style, self._names = flow, plan, style, names
+        self._scoped = ScopedGraph()
+        self.graph = self._scoped.graph
+        self.region_attributes = self._scoped.attributes
+        self.graph.set_codegen(_torch.codegen_of(flow.graph))
+        self._writer = Writer(self.graph, style.original_node_names)
+        self.env: dict[Node, Node] = {}  # a value -> where the parent has it now
+        self.copies: dict[Node, Node] = {}
+
+    @property
+    def attributes(self) -> dict[str, None]:
+        """The names of what the parent reads itself."""
+        own = (str(n.target) for n in self.copies if n.op in ("get_attr", "call_module"))
+        return dict.fromkeys([*own, *self._scoped.attributes])
+
+    def write(self, units: tuple[Subgraph | Node, ...]) -> None:
+        """Write inputs, attributes, then calls of parts and the host's own nodes, and the output."""
+        own = [u for u in units if isinstance(u, Node)]
+        for node in (n for n in own if n.op == "placeholder"):
+            self._copy(node)
+        if not self._style.late_attributes:
+            for node in (n for n in own if n.op == "get_attr"):
+                self._copy(node)
+        for unit in units:
+            if isinstance(unit, Subgraph):
+                self._call(unit)
+            elif unit.op == "output":
+                self._scoped.finish(self._flow.final)
+                self._copy(unit)
+            elif unit.op not in ("placeholder", "get_attr"):
+                self._scoped.move_to(self._flow.scope[unit])
+                self._copy(unit)
+
+    def _copy(self, node: Node) -> None:
+        self.env[node] = self.copies[node] = self._writer.copy(node, self._value)
+
+    def _value(self, node: Node) -> Node:
+        if node not in self.env:  # an attribute that is read late
+            self._copy(node)
+        return self.env[node]
+
+    def _call(self, sub: Subgraph) -> None:
+        self._scoped.move_to(NEUTRAL)  # a part opens the regions of its nodes itself
+        call = self._call_node(sub, tuple(map(self._value, sub.inputs)))
+        single = len(sub.outputs) == 1 and not self._style.tuple_return
+        _describe(call, sub.outputs, single)
+        if single:
+            self.env[sub.outputs[0]] = call
+            return
+        for position, value in enumerate(sub.outputs):
+            name = "getitem" if self._style.like_torch else value.name
+            item = self._writer.append("call_function", operator.getitem, (call, position), name)
+            item.meta.update(value.meta)
+            self.env[value] = item
+
+    def _call_node(self, sub: Subgraph, inputs: tuple[Node, ...]) -> Node:
+        name = self._names[sub.key]
+        if self._plan.parts[sub.key].call == "plain":
+            return self._writer.append("call_module", name, inputs, name)
+        body = self.graph.get_attr(name)
+        return self.graph.call_function(checkpoint, (body, *inputs), {"use_reentrant": False})
 
 
 def _describe(node: Node, values: tuple[Node, ...], single: bool) -> None:
     """Give a call or output the meta of the values that it carries."""
     if single:
-        node.meta = dict(values[0].meta)
+        node.meta.update(values[0].meta)
         return
+    metas = [v.meta for v in values]
     for field in ("val", "example_value"):
-        if values and all(field in v.meta for v in values):
-            node.meta[field] = tuple(v.meta[field] for v in values)
+        if metas and all(field in meta for meta in metas):
+            node.meta[field] = tuple(meta[field] for meta in metas)

@@ -11,19 +11,25 @@ from splitkit.plan import PartKey
 
 @dataclass(frozen=True)
 class Style:
-    """How the emitter names and returns. The defaults are splitkit's own; `split_module` uses torch's.
+    """How the emitter names and returns. The defaults are splitkit's own.
 
     Attributes:
         affix: ``submod_<affix>_<key>`` instead of ``submod_<key>``.
         tuple_return: parts with one output return a tuple of one.
         original_input_names: inputs of parts keep the names of their values; else ``arg_0``, ``arg_1`` ...
-        flat_names: attributes ``a.b`` of parts become ``a_b``.
+        original_node_names: nodes keep their names; else they are called by what they call, as fx names new nodes.
+        late_attributes: the parent reads its attributes where they are first needed, not all at its beginning.
+        like_torch: the other habits of ``torch.fx.passes.split_module``: modules ``a.b`` of parts become ``a_b``,
+            members of tuples are called ``getitem``, classes ``GraphModule``, and inputs and outputs of parts are in
+            the order in which they are met.
     """
 
     affix: str | None = None
     tuple_return: bool = False
     original_input_names: bool = True
-    flat_names: bool = False
+    original_node_names: bool = True
+    late_attributes: bool = False
+    like_torch: bool = False
 
 
 def part_names(keys: Iterable[PartKey], taken: Container[str], style: Style) -> dict[PartKey, str]:
@@ -37,6 +43,17 @@ def part_names(keys: Iterable[PartKey], taken: Container[str], style: Style) -> 
         names[key] = name
         used.add(name)
     return names
+
+
+def flat_names(targets: Iterable[str]) -> dict[str, str]:
+    """``a.b`` -> ``a_b``, with a number where that name already stands for something else."""
+    flat: dict[str, str] = {}
+    taken: set[str] = set()
+    for target in dict.fromkeys(targets):
+        name = target.replace(".", "_")
+        flat[target] = name if name not in taken else unique(name, taken)
+        taken.add(flat[target])
+    return flat
 
 
 def unique(stem: str, *taken: Container[str]) -> str:

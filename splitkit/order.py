@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch.fx import Node
 
-from splitkit.dataflow import Dataflow, reads
+from splitkit.dataflow import Dataflow
 from splitkit.errors import CycleError
 from splitkit.plan import HOST, PartKey, Plan
 
@@ -54,29 +54,47 @@ def part_order(flow: Dataflow, plan: Plan) -> list[Unit]:
     return order
 
 
+def unit_needs(flow: Dataflow, plan: Plan) -> Needs:
+    """The units that each unit waits for."""
+    return _needs(flow, plan)[0]
+
+
 def _needs(flow: Dataflow, plan: Plan) -> tuple[Needs, dict[Unit, int]]:
     needs: Needs = {}
     first: dict[Unit, int] = {}
-    for node, position in flow.index.items():
-        if node not in flow.scope:  # a state op
+    known: set[tuple[PartKey, ...]] = set()  # places all of whose units have been met
+    places, after = _all_places(flow, plan), flow.after
+    for node, keys in places.items():
+        crossing = []
+        for read in node.all_input_nodes:
+            sources = places.get(read)  # neither a state op nor a free attribute has one
+            if sources and (sources != keys or keys == _IN_HOST):  # in the host each node is a unit of its own
+                crossing.append((read, sources))
+        if not crossing and keys in known and node not in after:
             continue
-        default = () if node.op == "get_attr" else plan.places.get(flow.producer(node), (HOST,))
-        for key in plan.places.get(node, default):
+        if HOST not in keys:
+            known.add(keys)
+        for key in keys:
             unit = unit_of(node, key)
-            first.setdefault(unit, position)
+            first.setdefault(unit, flow.index[node])
             before = needs.setdefault(unit, {})
-            for read in reads(node):
-                _add(before, unit, unit_of(read, _source(flow, plan, read, key)), (read, node))
-            for earlier in flow.after.get(node, ()):  # an effect waits for every copy
-                for other in plan.places.get(earlier, (HOST,)):
+            for read, sources in crossing:
+                _add(before, unit, unit_of(read, key if key in sources else sources[0]), (read, node))
+            for earlier in after[node]:  # an effect waits for every copy
+                for other in places[earlier]:
                     _add(before, unit, unit_of(earlier, other), (earlier, node))
     return needs, first
 
 
-def _source(flow: Dataflow, plan: Plan, read: Node, key: PartKey) -> PartKey:
-    if read in plan.places:
-        return plan.source(read, key)
-    return key if read.op == "get_attr" else plan.source(flow.producer(read), key)
+_IN_HOST = (HOST,)
+
+
+def _all_places(flow: Dataflow, plan: Plan) -> Mapping[Node, tuple[PartKey, ...]]:
+    """Where each node is computed, also by a plan that is not complete; attributes without a place are free."""
+    if len(plan.places) == len(flow.scope):
+        return plan.places
+    nodes = (n for n in flow.scope if n.op != "get_attr" or n in plan.places)
+    return {n: plan.places.get(flow.producer(n), _IN_HOST) for n in nodes}
 
 
 def _add(before: dict[Unit, tuple[Node, Node]], unit: Unit, other: Unit, edge: tuple[Node, Node]) -> None:

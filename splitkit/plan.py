@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -21,6 +21,7 @@ HOST: PartKey = None
 """The part that stays behind: the parent graph itself."""
 
 CALLS = ("plain", "checkpoint")
+ROUTINGS = ("direct", "relay")
 
 
 _NAMES = "Name parts with ints, strings, devices or tuples of these."
@@ -35,6 +36,12 @@ def _flaw(key: object) -> str:
     except Exception:
         return f"a {type(key).__name__} cannot be a key"
     return next(filter(None, map(_flaw, key)), "") if isinstance(key, tuple) else ""
+
+
+def _flaw_of_place(keys: object) -> bool:
+    if not isinstance(keys, tuple) or any(map(_flaw, keys)):
+        return True
+    return len(set(keys)) < len(keys)
 
 
 @dataclass(frozen=True)
@@ -73,35 +80,51 @@ class Plan(Mapping[Node, tuple[PartKey, ...]]):
 
     A part reads its own copy of a value if it has one, else the home's copy. Nodes that a plan leaves out stay in
     `HOST`. Only placeable nodes count (``Dataflow.nodes``): inputs and the output are the host's, attributes are
-    with each of their readers, and the members of a tuple are with the node that makes it.
+    with each of their readers, and the members of a tuple are with the node that makes it. A node whose place is the
+    empty tuple is computed nowhere; `splitkit.prune` gives it to nodes that nobody reads.
 
     Attributes:
         places: the mapping.
         parts: what is known of each part, in the order of their first node; `HOST` is not among them.
         note: what made the plan and what it claims.
+        routing: ``"direct"``: a value goes from its home to each reader; ``"relay"``: through the parts in between.
     """
 
     places: Mapping[Node, tuple[PartKey, ...]]
     parts: Mapping[PartKey, Part] = field(default_factory=dict)
     note: str = ""
+    routing: Literal["direct", "relay"] = "direct"
 
     def __post_init__(self) -> None:
+        if (routing := self.routing) not in ROUTINGS:
+            raise PlanError("SK206", f"the plan has routing={routing!r}", "Use 'direct' or 'relay'.")
         parts = dict(self.parts)
+        for keys in self._distinct():
+            for key in keys:
+                if key is not HOST and key not in parts:
+                    parts[key] = Part(key)
+        object.__setattr__(self, "parts", parts)
+
+    def _distinct(self) -> Iterable[tuple[PartKey, ...]]:
+        """The different places, in graph order; many nodes share one."""
+        try:
+            distinct = dict.fromkeys(self.places.values())
+        except TypeError:
+            distinct = {}
+        if distinct and not any(map(_flaw_of_place, distinct)):
+            return distinct
         for node, keys in self.places.items():
             for key in keys if isinstance(keys, tuple) else ():
                 if flaw := _flaw(key):
                     raise PlanError("SK206", f"{node} is placed in {key!r}: {flaw}", _NAMES, [node])
-            if not isinstance(keys, tuple) or not keys or len(set(keys)) < len(keys):
+            if _flaw_of_place(keys):
                 raise PlanError(
                     "SK205",
                     f"{node} is placed in {keys!r}; a place is a tuple of different parts, home first",
                     "Use Plan.of({node: part}) to give each node one part.",
                     [node],
                 )
-            for key in keys:
-                if key is not HOST and key not in parts:
-                    parts[key] = Part(key)
-        object.__setattr__(self, "parts", parts)
+        return distinct
 
     def __getitem__(self, node: Node) -> tuple[PartKey, ...]:
         return self.places[node]
@@ -125,7 +148,7 @@ class Plan(Mapping[Node, tuple[PartKey, ...]]):
 
     def source(self, node: Node, reader: PartKey) -> PartKey:
         """Where part ``reader`` takes the value of ``node`` from: its own copy if it has one, else the home's."""
-        keys = self.places.get(node, (HOST,))
+        keys = self.places.get(node) or (HOST,)
         return reader if reader in keys else keys[0]
 
     def members(self, key: PartKey) -> tuple[Node, ...]:
@@ -203,9 +226,9 @@ def as_plan(policy: PolicyLike, flow: Dataflow, costs: Costs) -> Plan:
             )
         return made
     if callable(policy) and not isinstance(policy, type):
-        asked = (n for n in flow.index if n.op not in ("placeholder", "get_attr", "output"))
-        answers = {n: policy(n) for n in asked}
-        return Plan.of({n: key for n, key in answers.items() if flow.is_placeable(n)}, note="a callback")
+        fixed = ("placeholder", "get_attr", "output")
+        answers = {n: policy(n) for n in flow.index if n.op not in fixed}
+        return Plan.of({n: answers[n] for n in flow.nodes}, note="a callback")
     raise PolicyError(
         "SK301",
         f"{policy!r} is not a policy",

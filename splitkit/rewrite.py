@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from splitkit.dataflow import Dataflow
 from splitkit.errors import PlanError
-from splitkit.order import part_order
+from splitkit.order import Unit, part_order, unit_needs, unit_of
 from splitkit.plan import HOST, Part, PartKey, Plan
 
 Copy = tuple[Node, PartKey]  # a node as one part computes it
@@ -49,7 +49,8 @@ def rematerialize(flow: Dataflow, plan: Plan, into: PartKey, keep: Collection[No
 def prune(flow: Dataflow, plan: Plan) -> Plan:
     """Drop copies that nobody reads. If the home's copy is among them, the first copy that is read becomes the home.
 
-    A node that nobody reads at all keeps its home.
+    A node that nobody needs at all, and that has no effect, is computed nowhere any more: its place is ``()``. So a
+    part without use goes away.
     """
     live: set[Copy] = set()
     stack = list(_roots(flow, plan))
@@ -60,7 +61,7 @@ def prune(flow: Dataflow, plan: Plan) -> Plan:
             stack += [(r, plan.source(r, key)) for r in flow.inputs(node)]
     changes = {}
     for node, keys in plan.items():
-        kept = tuple(k for k in keys if (node, k) in live) or keys[:1]
+        kept = tuple(k for k in keys if (node, k) in live)
         if kept != keys:
             changes[node] = kept
     return plan.place(changes)
@@ -73,6 +74,28 @@ def _roots(flow: Dataflow, plan: Plan) -> Iterator[Copy]:
             yield from ((node, key) for key in plan.places.get(node, (HOST,)))
         elif node.op == "output" or (flow.is_placeable(node) and HOST in plan.places.get(node, (HOST,))):
             yield node, HOST
+
+
+def relay(flow: Dataflow, plan: Plan) -> Plan:
+    """Pass values on through the parts in between, for runtimes in which a part talks to its neighbours only::
+
+        part 0 ──a──> part 2     ==>     part 0 ──a──> part 1 ──a──> part 2
+
+    Each part then takes and returns all that is live at its borders. Inputs of the graph enter with the first part;
+    parameters that the host holds are handed to each part.
+
+    Raises:
+        PlanError: SK209 when the host computes something between the parts.
+    """
+    left = [n for n in flow.nodes if HOST in plan.places.get(n, (HOST,))]
+    if left:
+        raise PlanError(
+            "SK209",
+            f"the host computes {left[0].name}{f' and {len(left) - 1} more' if left[1:] else ''}, between the parts",
+            "Give every node a part, as Stages does.",
+            left,
+        )
+    return replace(plan, routing="relay")
 
 
 def refine(flow: Dataflow, plan: Plan) -> Plan:
@@ -148,6 +171,28 @@ def _dependences(flow: Dataflow, plan: Plan) -> tuple[dict[Copy, int], dict[Copy
             for copy in before:
                 users.setdefault(copy, []).append((node, key))
     return waits, users
+
+
+def condense(flow: Dataflow, plan: Plan) -> Plan:
+    """Join parts that depend on each other in a circle into one, the first of them; nodes of the host on the way too.
+
+    The strongly connected components of the graph of parts (Tarjan 1972), so that as little as possible is joined.
+    """
+    from networkx import DiGraph, strongly_connected_components
+
+    graph = DiGraph((before, unit) for unit, needs in unit_needs(flow, plan).items() for before in needs)
+    position = {key: i for i, key in enumerate(plan.parts)}
+    joined: dict[Unit, PartKey] = {}
+    for circle in strongly_connected_components(graph):
+        if len(circle) > 1:
+            first = min((key for key, node in circle if node is None), key=position.__getitem__)
+            joined |= dict.fromkeys(circle, first)
+    places = {
+        node: tuple(dict.fromkeys(joined.get(unit_of(node, key), key) for key in plan.places.get(node, (HOST,))))
+        for node in flow.nodes
+    }
+    used = {key for keys in places.values() for key in keys}
+    return replace(plan, places=places, parts={key: part for key, part in plan.parts.items() if key in used})
 
 
 def merge(flow: Dataflow, plan: Plan, into: PartKey, other: PartKey) -> Plan:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -12,16 +14,21 @@ import torch
 from torch import fx, nn
 from torch.fx import Node
 
+from splitkit import _torch
 from splitkit.complete import check, complete
-from splitkit.costs import Costs, default
+from splitkit.costs import Costs, default, unit
 from splitkit.cut import Subgraph, cut
 from splitkit.dataflow import Dataflow, analyze
 from splitkit.effects import attribute
 from splitkit.emit import Emitted, emit
-from splitkit.errors import PolicyError
+from splitkit.errors import CycleError, PolicyError
 from splitkit.names import Style
 from splitkit.order import part_order
-from splitkit.plan import HOST, PartKey, Plan, PolicyLike, as_plan
+from splitkit.plan import HOST, PartKey, Plan, Policy, PolicyLike, as_plan
+from splitkit.rewrite import condense, refine
+
+OnCycle = Literal["error", "refine", "merge"]
+_WAYS_OUT: Mapping[str, Callable[[Dataflow, Plan], Plan]] = {"refine": refine, "merge": condense}
 
 
 @dataclass(frozen=True)
@@ -87,19 +94,20 @@ class Split:
         return replace(self, module=module, parts=parts, copies=copies)
 
 
-def plan(gm: fx.GraphModule, policy: PolicyLike, costs: Costs | None = None) -> Plan:
+def plan(gm: fx.GraphModule, policy: PolicyLike, costs: Costs | None = None, *, on_cycle: OnCycle = "error") -> Plan:
     """Decide which part computes which node, and check that the decision can be carried out.
 
     Args:
         gm: the graph; it is only read.
         policy: a policy, a plan, a mapping of nodes or names to parts, or a function from a node to its part.
         costs: prices; FLOPs by default, or one unit a node where the graph has no ``meta["val"]``.
+        on_cycle: as in `split`.
 
     Raises:
         SplitError: see `splitkit.policies` for what policies refuse; PlanError when the plan cannot be right.
     """
     flow = analyze(gm)
-    decided = as_plan(policy, flow, costs or default(gm))
+    decided = _decide(flow, policy, costs, on_cycle)
     whole = complete(flow, decided)
     check(flow, whole)
     part_order(flow, whole)
@@ -112,6 +120,8 @@ def split(
     *,
     costs: Costs | None = None,
     parameters: Literal["own", "hoist"] = "own",
+    lazy: bool = False,
+    on_cycle: OnCycle = "error",
 ) -> Split:
     """Split a graph into parts.
 
@@ -122,25 +132,56 @@ def split(
         parameters: ``"own"``: each part holds the parameters and buffers it reads under their original names (but a
             buffer that is written and that several parts read stays in the parent, so that it remains one);
             ``"hoist"``: the parent holds all of them and passes them in.
+        lazy: make the code of each module when it is first called, which most of the time of a split goes to.
+        on_cycle: what to do with parts that depend on each other in a circle: ``"error"``, ``"refine"`` to visit a
+            part several times, or ``"merge"`` to join the parts of a circle.
 
     Raises:
         GraphError: the graph cannot be analysed (SK1xx).
         PlanError: the plan cannot be right: copies of what may run once (SK202), a circle of parts (SK203) ...
         PolicyError: the policy refuses (SK3xx).
     """
-    if parameters not in ("own", "hoist"):
-        raise PolicyError("SK302", f"parameters={parameters!r} is not known", "Use 'own' or 'hoist'.")
-    flow = analyze(gm)
-    return _split(flow, as_plan(policy, flow, costs or default(gm)), parameters)
-
-
-def _split(flow: Dataflow, decided: Plan, parameters: Literal["own", "hoist"]) -> Split:
-    whole = complete(flow, decided, parameters)
-    check(flow, whole)
-    units = cut(flow, whole)
-    emitted = emit(flow, whole, units, Style())
+    _check_choice("parameters", parameters, ("own", "hoist"))
+    with paused_collections():
+        flow = analyze(gm)
+        whole = complete(flow, _decide(flow, policy, costs, on_cycle), parameters)
+        check(flow, whole)
+        units = cut(flow, whole)
+        emitted = emit(flow, whole, units, Style(), lazy)
     subgraphs = {u.key: u for u in units if isinstance(u, Subgraph)}
     return Split(emitted.module, whole, flow, subgraphs, emitted.parts, _qualified_names(emitted), emitted.copies)
+
+
+def _decide(flow: Dataflow, policy: PolicyLike, costs: Costs | None, on_cycle: OnCycle) -> Plan:
+    _check_choice("on_cycle", on_cycle, ("error", *_WAYS_OUT))
+    if costs is None:
+        costs = default(flow.root) if isinstance(policy, Policy) else unit(flow.root)  # only policies look at prices
+    decided = as_plan(policy, flow, costs)
+    if on_cycle == "error":
+        return decided
+    try:
+        part_order(flow, complete(flow, decided))
+    except CycleError:
+        return _WAYS_OUT[on_cycle](flow, decided)
+    return decided
+
+
+def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        *others, last = map(repr, known)
+        raise PolicyError("SK302", f"{name}={value!r} is not known", f"Use {', '.join(others)} or {last}.")
+
+
+@contextmanager
+def paused_collections() -> Iterator[None]:
+    """Nothing of what a split makes is garbage: looking for it would cost a sixth of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _qualified_names(emitted: Emitted) -> dict[str, str]:
@@ -190,11 +231,19 @@ def split_module(
         partition_affix: ``submod_<affix>_<id>``.
         tuple_return: parts with one output return a tuple.
     """
-    flow = analyze(m)
-    style = Style(partition_affix, tuple_return, keep_original_input_name, flat_names=True)
-    whole = complete(flow, as_plan(split_callback, flow, default(m)), "hoist")
-    check(flow, whole)
-    emitted = emit(flow, whole, cut(flow, whole), style)
+    style = Style(
+        partition_affix,
+        tuple_return,
+        keep_original_input_name,
+        keep_original_node_name,
+        late_attributes=keep_original_order,
+        like_torch=True,
+    )
+    with paused_collections():
+        flow = analyze(m)
+        whole = complete(flow, _decide(flow, split_callback, None, "error"), "hoist")
+        check(flow, whole)
+        emitted = emit(flow, whole, cut(flow, whole, as_met=True), style, lazy=_torch.wants_lazy_code())
     if qualname_map is not None:
         for part, attributes in emitted.attributes.items():
             qualname_map |= {f"{part}.{name}": original for name, original in attributes.items() if part}

@@ -13,9 +13,9 @@ PACKAGE = Path(splitkit.__file__).parent
 
 FLOORS: list[set[str]] = [
     {"errors", "units", "ranges"},
-    {"_torch", "ops", "scope", "effects", "dataflow"},  # facts about a graph; torch.fx read-only
+    {"_torch", "ops", "states", "scope", "effects", "symbols", "dataflow"},  # facts about a graph; torch.fx read-only
     {"costs", "plan", "planfile", "order", "rewrite"},  # prices and plans; no fx surgery
-    {"complete", "cut", "names", "assemble", "scoped", "emit", "split"},  # the engine
+    {"complete", "cut", "names", "modules", "assemble", "scoped", "writer", "emit", "split"},  # the engine
     {"solvers"},  # pure: numpy and scipy, no torch
     {"policies"},  # floors 0-2 and 4 only: never the engine
     {"capture", "capture_errors", "tracing", "regions", "blocks"},  # doors to torch.export and fx

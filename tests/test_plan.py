@@ -32,7 +32,7 @@ def test_place_gives_another_plan_and_knows_new_parts(chain, nodes):
     assert other.members("new") == (n["mul"],) and other.parts["new"] == Part("new") and other.note == "mine"
 
 
-@pytest.mark.parametrize("place", [(), (0, 0), 0, [0]])
+@pytest.mark.parametrize("place", [(0, 0), 0, [0]])
 def test_a_place_is_a_tuple_of_different_parts(chain, nodes, place):
     with pytest.raises(PlanError, match="SK205: add is placed in"):
         Plan({nodes(chain)["add"]: place})
