@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from splitkit.split import plan as plan
     from splitkit.split import split as split
     from splitkit.split import split_module as split_module
+    from splitkit.states import register_region as register_region
 
 __version__ = "0.1.0"
 
@@ -64,6 +65,7 @@ _HOME = {
     "plan": "split",
     "prune": "rewrite",
     "refine": "rewrite",
+    "register_region": "states",
     "rematerialize": "rewrite",
     "report": "report",
     "split": "split",

@@ -10,10 +10,13 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # 2.11, 2.13, 2.15
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
+from torch.fx import _lazy_graph_module
+from torch.nn.modules import module as _module
 from torch.utils import _pytree as pytree  # the public torch.utils.pytree lacks paths (2.11)
 
-__all__ = ["pytree"]
+__all__ = ["HigherOrderOperator", "OpOverload", "OpOverloadPacket", "pytree"]
 
 # Dynamo and pre-dispatch graphs write these targets for `with` blocks (2.11, 2.13, 2.15).
 ENTER_AUTOCAST: Any = torch.amp._enter_autocast  # type: ignore[attr-defined]
@@ -22,7 +25,64 @@ SET_GRAD: Any = torch._C._set_grad_enabled
 ENTER_INFERENCE: Any = _enter_inference_mode
 EXIT_INFERENCE: Any = _exit_inference_mode
 ENTER_RECORD: Any = torch.ops.profiler._record_function_enter_new
+ENTER_OLD_RECORD: Any = torch.ops.profiler._record_function_enter
 EXIT_RECORD: Any = torch.ops.profiler._record_function_exit
+# The stack of torch.autograd.graph.saved_tensors_hooks (2.11, 2.13, 2.15).
+PUSH_HOOKS: Any = torch._C._autograd._push_saved_tensors_default_hooks
+POP_HOOKS: Any = torch._C._autograd._pop_saved_tensors_default_hooks
+TOP_HOOKS: Any = torch._C._autograd._top_saved_tensors_default_hooks
+# What else Dynamo writes as calls that overwrite a value (2.11, 2.13, 2.15).
+IS_FWD_GRAD: Any = torch._C._is_fwd_grad_enabled
+SET_FWD_GRAD: Any = torch._C._set_fwd_grad_enabled
+FORBID_HOOKS: Any = torch._C._autograd._saved_tensors_hooks_disable
+ALLOW_HOOKS: Any = torch._C._autograd._saved_tensors_hooks_enable
+HOOKS_MESSAGE: Any = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+SET_DETERMINISTIC: Any = torch._C._set_deterministic_algorithms
+
+
+def set_hooks_message(message: str | None) -> None:
+    """Put back what ``HOOKS_MESSAGE()`` gave: why saved-tensors hooks are forbidden, ``None`` if they are not."""
+    if message is None:
+        ALLOW_HOOKS()
+    else:
+        FORBID_HOOKS(message)
+
+
+def deterministic() -> tuple[bool, bool]:
+    """Whether deterministic algorithms are in force, and whether a lack of one only warns."""
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def set_deterministic(value: tuple[bool, bool]) -> None:
+    """Put back what `deterministic` gave."""
+    SET_DETERMINISTIC(value[0], warn_only=value[1])
+
+
+def spellings(target: Any) -> tuple[Any, ...]:
+    """The targets that mean it: a custom operator is the object that was defined, its packet and its overloads."""
+    overload = getattr(target, "_opoverload", target)  # of torch.library.custom_op: 2.11, 2.13, 2.15
+    packet: Any = overload.overloadpacket if isinstance(overload, OpOverload) else overload
+    if not isinstance(packet, OpOverloadPacket):
+        return (target,)
+    return (target, packet, *(getattr(packet, name) for name in cast(Any, packet).overloads()))
+
+
+# A GraphModule that makes its code when it is first called, and torch's own switch for it (2.11, 2.13, 2.15).
+LazyGraphModule: Any = _lazy_graph_module._LazyGraphModule
+
+
+# The hooks that apply to every module; dictionaries that nn.Module.__call__ asks (2.11, 2.13, 2.15).
+HOOKS_OF_ALL_MODULES: tuple[dict[int, Any], ...] = (
+    _module._global_forward_hooks,
+    _module._global_forward_pre_hooks,
+    _module._global_backward_hooks,
+    _module._global_backward_pre_hooks,
+)
+
+
+def wants_lazy_code() -> bool:
+    """Whether torch's ``_use_lazy_graph_module(True)`` is in force."""
+    return _lazy_graph_module._get_graph_module_cls() is LazyGraphModule
 
 
 def codegen_of(graph: fx.Graph) -> Any:

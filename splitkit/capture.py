@@ -16,7 +16,7 @@ from splitkit._torch import pytree
 from splitkit.blocks import blocks_as_nodes, restore_callers_grad
 from splitkit.capture_errors import capture_error
 from splitkit.errors import CaptureError
-from splitkit.regions import inline_regions, restore_by_value
+from splitkit.regions import inline_regions, inlined, restore_by_value
 from splitkit.tracing import trace
 
 # Checks that export writes into the graph. They hold by construction there, and would fail a part on another device.
@@ -27,6 +27,12 @@ def capture(
     model: nn.Module | ExportedProgram, *args: Any, how: str = "export", dynamic: bool = False, **kwargs: Any
 ) -> fx.GraphModule:
     """The graph that ``model(*args, **kwargs)`` runs, with ``meta["val"]`` on every node that has a value.
+
+    A graph that was made elsewhere is given without inputs. torch.export hides the nodes of a ``no_grad`` or
+    ``autocast`` block behind a single one; to split them, take the graph that ``capture`` makes of it::
+
+        gm = torch.export.export(model, inputs).module()     wrap_with_autocast(..., body, x)      1 node
+        gm = splitkit.capture(gm)                            enter; 200 nodes of body; exit        200 nodes
 
     The graph module is called like the model and holds the *same* parameters and buffers, not copies: a step taken on
     one is seen by the other. Training mode, dropout, tied weights and module paths (``meta["nn_module_stack"]``) are
@@ -39,7 +45,7 @@ def capture(
     capture has grad mode on and autocast off. ``inference_mode`` blocks become ``no_grad`` blocks.
 
     Args:
-        model: a module, or an ``ExportedProgram`` that was made elsewhere (then without inputs).
+        model: a module; or, without inputs, an ``ExportedProgram`` or a ``GraphModule``, which is left as it is.
         args: example inputs.
         how: ``"export"``, which understands most models, or ``"symbolic_trace"``, which keeps calls of modules whole
             and loses ``no_grad`` and ``autocast`` blocks.
@@ -51,6 +57,8 @@ def capture(
     """
     if isinstance(model, ExportedProgram):
         return _from_exported(model)
+    if isinstance(model, fx.GraphModule) and not args and not kwargs:
+        return inlined(model)
     ways: dict[str, Callable[[], fx.GraphModule]] = {
         "export": lambda: _from_exported(_export(model, args, kwargs, dynamic)),
         "symbolic_trace": lambda: trace(model, args, kwargs),

@@ -12,6 +12,7 @@ from torch.fx import Node
 from splitkit.dataflow import Dataflow
 from splitkit.effects import attribute, storage_key
 from splitkit.errors import PlanError
+from splitkit.local import recompute_locally
 from splitkit.plan import HOST, PartKey, Plan
 from splitkit.rewrite import relay
 
@@ -32,6 +33,7 @@ def complete(flow: Dataflow, plan: Plan, parameters: Literal["own", "hoist"] = "
     places: dict[Node, tuple[PartKey, ...]] = dict.fromkeys(flow.scope, (HOST,))
     places |= {n: plan.places[n] for n in flow.nodes if n in plan.places}
     places |= {n: places[producer] for n, producer in flow.followers.items()}
+    recompute_locally(flow, places)
     attributes = {n: attribute(flow.root, str(n.target)) for n in flow.scope if n.op == "get_attr"}
     for node in attributes:
         places[node] = tuple(dict.fromkeys(key for user in node.users for key in places.get(user, ())))
@@ -74,7 +76,8 @@ def check(flow: Dataflow, plan: Plan) -> None:
 
     Raises:
         PlanError: SK202 for copies of nodes that may run only once, SK207 for effects inside a checkpointed part,
-            SK208 for nodes that are needed and planned nowhere, SK209 for a relay around the host. Circles are found by `splitkit.order.part_order` (SK203).
+            SK208 for nodes that are needed and planned nowhere, SK209 for a relay around the host. Circles are found by
+            `splitkit.order.part_order` (SK203).
     """
     if plan.routing == "relay":
         relay(flow, plan)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import fx
 from torch.fx import Node
@@ -16,8 +17,9 @@ from splitkit.cut import Subgraph
 from splitkit.dataflow import Dataflow
 from splitkit.names import Style, flat_names, part_names
 from splitkit.plan import HOST, PartKey, Plan
-from splitkit.scope import NEUTRAL, region_attributes
+from splitkit.scope import NEUTRAL, Scope, region_attributes
 from splitkit.scoped import ScopedGraph
+from splitkit.verbatim import Run, RunGraph, with_bare_runs
 from splitkit.writer import Writer
 
 
@@ -38,7 +40,14 @@ class Emitted:
     copies: Mapping[PartKey, Mapping[Node, Node]]
 
 
-def emit(flow: Dataflow, plan: Plan, units: tuple[Subgraph | Node, ...], style: Style, lazy: bool = False) -> Emitted:
+def emit(
+    flow: Dataflow,
+    plan: Plan,
+    units: tuple[Subgraph | Node, ...],
+    style: Style,
+    lazy: bool = False,
+    runs: Mapping[PartKey, Run] = MappingProxyType({}),
+) -> Emitted:
     """Build one module a part, and the parent that calls them.
 
     The parent keeps the signature of the original (pytree codegen, defaults, keyword arguments), every node keeps its
@@ -51,7 +60,10 @@ def emit(flow: Dataflow, plan: Plan, units: tuple[Subgraph | Node, ...], style: 
         units: what `splitkit.cut.cut` made of it.
         style: names and returns.
         lazy: leave the code of each module to be made when it is first called.
+        runs: parts that keep their state ops as they stand; all of them or none.
     """
+    if runs:
+        plan, units = with_bare_runs(plan, units, runs)
     subgraphs = [u for u in units if isinstance(u, Subgraph)]
     attributed = [u for u in units if isinstance(u, Node) and u.op in ("get_attr", "call_module")]
     taken = {target.split(".")[0] for target in [*(str(u.target) for u in attributed), *region_attributes(flow.scope)]}
@@ -60,11 +72,11 @@ def emit(flow: Dataflow, plan: Plan, units: tuple[Subgraph | Node, ...], style: 
     attributes: dict[str, Mapping[str, str]] = {}
     copies: dict[PartKey, Mapping[Node, Node]] = {}
     for sub in subgraphs:
-        written = _write_part(sub, flow, style)
+        written = _write_part(sub, flow, style, runs.get(sub.key))
         attributes[names[sub.key]] = written.attributes
         parts[sub.key] = module_of(flow.root, written.graph, written.attributes, style, lazy, is_part=True)
         copies[sub.key] = {n: written.env[n] for n in sub.nodes}
-    parent = _Parent(flow, plan, style, names)
+    parent = _Parent(flow, plan, style, names, NEUTRAL if runs else flow.final)
     parent.write(units)
     copies[HOST] = {u: parent.env[u] for u in units if isinstance(u, Node)}
     attributes[""] = {target: target for target in [*(str(u.target) for u in attributed), *parent.region_attributes]}
@@ -82,9 +94,9 @@ class _Written:
     attributes: Mapping[str, str]
 
 
-def _write_part(sub: Subgraph, flow: Dataflow, style: Style) -> _Written:
+def _write_part(sub: Subgraph, flow: Dataflow, style: Style, run: Run | None) -> _Written:
     """The graph of a part: its inputs, the attributes that it reads, its nodes in their scopes, its output."""
-    scoped = ScopedGraph()
+    scoped = RunGraph(run) if run else ScopedGraph()
     writer = Writer(scoped.graph, style.original_node_names)
     env: dict[Node, Node] = {}
     for number, value in enumerate(sub.inputs):
@@ -94,32 +106,55 @@ def _write_part(sub: Subgraph, flow: Dataflow, style: Style) -> _Written:
     read = [n for n in sub.nodes if n.op == "get_attr"]
     called = [str(n.target) for n in sub.nodes if n.op == "call_module"]
     renamed = flat_names(called) if style.like_torch else {}
+
+    def copy(node: Node) -> None:
+        env[node] = writer.copy(node, value_of, renamed.get(str(node.target)) if node.op == "call_module" else None)
+
+    value_of = env.__getitem__
+    if isinstance(scoped, RunGraph):
+        scoped.begin()
     for node in read:
-        env[node] = writer.copy(node, env.__getitem__)
-    scopes, scope, value_of = flow.scope, NEUTRAL, env.__getitem__
+        copy(node)
+    if isinstance(scoped, RunGraph):
+        _write_run(sub, flow, scoped, copy)
+    else:
+        _write_scoped(sub, flow, scoped, copy)
+    values = tuple(map(value_of, sub.outputs))
+    single = len(values) == 1 and not style.tuple_return
+    output = writer.append("output", "output", (values[0] if single else values,), "output")
+    _describe(output, sub.outputs, single)
+    targets = [*(str(n.target) for n in read), *called, *scoped.attributes]
+    return _Written(scoped.graph, env, {renamed.get(target, target): target for target in targets})
+
+
+def _write_scoped(sub: Subgraph, flow: Dataflow, scoped: ScopedGraph, copy: Callable[[Node], None]) -> None:
+    scopes, scope = flow.scope, NEUTRAL
     for node in sub.nodes:
         if node.op == "get_attr":
             continue
         if scopes[node] is not scope:
             scope = scopes[node]
             scoped.move_to(scope)
-        env[node] = writer.copy(node, value_of, renamed.get(node.target) if node.op == "call_module" else None)  # type: ignore[arg-type]
+        copy(node)
     scoped.finish(NEUTRAL)
-    values = tuple(map(value_of, sub.outputs))
-    single = len(values) == 1 and not style.tuple_return
-    output = writer.append("output", "output", (values[0] if single else values,), "output")
-    _describe(output, sub.outputs, single)
-    targets = [*(str(n.target) for n in read), *called, *scoped.attributes]
-    attributes = {renamed.get(target, target): target for target in targets}
-    attributes |= {target: target for target in scoped.attributes}
-    return _Written(scoped.graph, env, attributes)
+
+
+def _write_run(sub: Subgraph, flow: Dataflow, scoped: RunGraph, copy: Callable[[Node], None]) -> None:
+    state_ops = scoped.run.state_ops
+    own = (n for n in sub.nodes if n.op != "get_attr")
+    for node in sorted((*own, *state_ops), key=flow.index.__getitem__):
+        if node in flow.scope:
+            copy(node)
+        else:
+            scoped.pass_by(node)
+    scoped.end()
 
 
 class _Parent:
     """The parent graph under construction."""
 
-    def __init__(self, flow: Dataflow, plan: Plan, style: Style, names: Mapping[PartKey, str]) -> None:
-        self._flow, self._plan, self._style, self._names = flow, plan, style, names
+    def __init__(self, flow: Dataflow, plan: Plan, style: Style, names: Mapping[PartKey, str], final: Scope) -> None:
+        self._flow, self._plan, self._style, self._names, self._final = flow, plan, style, names, final
         self._scoped = ScopedGraph()
         self.graph = self._scoped.graph
         self.region_attributes = self._scoped.attributes
@@ -146,7 +181,7 @@ class _Parent:
             if isinstance(unit, Subgraph):
                 self._call(unit)
             elif unit.op == "output":
-                self._scoped.finish(self._flow.final)
+                self._scoped.finish(self._final)
                 self._copy(unit)
             elif unit.op not in ("placeholder", "get_attr"):
                 self._scoped.move_to(self._flow.scope[unit])

@@ -76,7 +76,7 @@ def _needs(flow: Dataflow, plan: Plan) -> tuple[Needs, dict[Unit, int]]:
             known.add(keys)
         for key in keys:
             unit = unit_of(node, key)
-            first.setdefault(unit, flow.index[node])
+            first.setdefault(unit, -1 if node.op == "get_attr" else flow.index[node])  # attributes delay nobody
             before = needs.setdefault(unit, {})
             for read, sources in crossing:
                 _add(before, unit, unit_of(read, key if key in sources else sources[0]), (read, node))

@@ -21,6 +21,9 @@ from torch import fx, nn
 from torch.fx import Node
 
 from splitkit import _torch
+from splitkit.assemble import carry_hooks, module_of
+from splitkit.names import Style
+from splitkit.scope import is_state_op
 
 # torch.ops.higher_order has no stubs; 2.11, 2.13, 2.15.
 WRAP_GRAD: Any = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -35,20 +38,49 @@ def is_wrapped(node: Node) -> bool:
     return node.op == "call_function" and node.target in (WRAP_GRAD, WRAP_AUTOCAST)
 
 
+def hidden_note(gm: fx.GraphModule) -> str:
+    """How many nodes a policy does not see, and what shows them; nothing if it sees all."""
+    wrapped = [node for node in gm.graph.nodes if is_wrapped(node)]
+    if not wrapped:
+        return ""
+    opened = inlined(gm)
+    hidden = sum(n.op.startswith("call_") and not is_state_op(n) for n in opened.graph.nodes)
+    hidden -= sum(n.op.startswith("call_") and not is_wrapped(n) for n in gm.graph.nodes)
+    return f"{hidden} nodes hide in {len(wrapped)} blocks; splitkit.capture(gm) shows them"
+
+
+def inlined(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of ``gm`` with every wrapped region replaced by its nodes; ``gm`` and the bodies are left as they are.
+
+    Parameters, buffers and called modules are shared with ``gm``, not copied.
+    """
+    graph, env = fx.Graph(), dict[Node, Node]()
+    graph.set_codegen(_torch.codegen_of(gm.graph))
+    for node in gm.graph.nodes:
+        env[node] = graph.node_copy(node, env.__getitem__)
+    names = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
+    made = module_of(gm, graph, {name: name for name in sorted(names)}, Style())
+    made.meta = dict(_torch.meta_of(gm))
+    carry_hooks(gm, made)
+    return inline_regions(made)
+
+
 def inline_regions(gm: fx.GraphModule) -> fx.GraphModule:
     """Replace every wrapped region of ``gm`` by its nodes, between enter and exit nodes; regions nest.
 
-    Works in place, so ``gm`` must be the caller's own. The nodes of a body keep their meta. Grad mode is put back to
-    what ``torch.is_grad_enabled()`` gave before the region, which is also right when the caller runs the whole graph
-    under ``no_grad``.
+    Works in place, so ``gm`` must be the caller's own; the bodies may be shared. The nodes of a body keep their meta.
+    Grad mode is put back to what ``torch.is_grad_enabled()`` gave before the region, which is also right when the
+    caller runs the whole graph under ``no_grad``.
 
     Returns:
         ``gm``.
     """
-    wrapped = [node for node in gm.graph.nodes if is_wrapped(node)]
-    for node in wrapped:
-        _inline(gm, node)
-    if wrapped:
+    changed = False
+    while wrapped := [node for node in gm.graph.nodes if is_wrapped(node)]:  # bodies may bring wrapped regions along
+        changed = True
+        for node in wrapped:
+            _inline(gm, node)
+    if changed:
         gm.graph.lint()
         gm.recompile()
     return gm
@@ -83,8 +115,6 @@ def _inline(gm: fx.GraphModule, node: Node) -> None:
     assert isinstance(reference, Node)
     body = gm.get_submodule(str(reference.target))
     assert isinstance(body, fx.GraphModule)
-    inline_regions(body)  # a body that two calls share is inlined once: the second time there is nothing to do
-
     around = _grad_region if node.target is WRAP_GRAD else _autocast_region
     with gm.graph.inserting_before(node):
         result = _copy_body(gm, body, operands, partial(around, gm.graph, node, settings))

@@ -17,6 +17,7 @@ from splitkit.dataflow import Dataflow, analyze, module_path
 from splitkit.effects import attribute, storage_key
 from splitkit.plan import HOST, PartKey, Plan
 from splitkit.ranges import collapse
+from splitkit.regions import hidden_note
 from splitkit.units import quantity, size
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Report:
     Attributes:
         parts: the rows.
         total: the row of the whole model; its bytes are those of the model's inputs and outputs.
-        note: what the plan says of itself.
+        note: what the plan says of itself, and how many nodes export has hidden from it.
         sizes_known: whether the graph carries the ``meta["val"]`` that bytes and FLOPs come from.
     """
 
@@ -127,7 +128,8 @@ def report(gm: fx.GraphModule, plan: Plan, costs: Costs | None = None) -> Report
         rows.append(row("host", host, (), (), HOST))
     inputs = [n for n in flow.index if n.op == "placeholder"]
     outputs = [a for n in flow.index if n.op == "output" for a in n.all_input_nodes]
-    return Report(tuple(rows), row("all", flow.index, inputs, outputs, HOST), plan.note, _sizes_known(flow))
+    note = "; ".join(filter(None, (plan.note, hidden_note(gm))))
+    return Report(tuple(rows), row("all", flow.index, inputs, outputs, HOST), note, _sizes_known(flow))
 
 
 def _title(key: PartKey) -> str:

@@ -8,13 +8,13 @@ between them, and written again by the emitter wherever a part needs them::
     relu            │            part 1: enter, relu, exit
     exit_autocast ──┘
 
-A *region* is a pair of targets (enter, exit) where exit restores what enter saw. Grad mode is a value that
-``_set_grad_enabled`` overwrites. `REGIONS` is the table; a new kind of region is one more row.
+What counts as a state op stands in the registry, `splitkit.states`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,8 +22,19 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from splitkit import _torch
 from splitkit.errors import GraphError
+from splitkit.states import GRAD, TARGETS, Region, closed_by, is_state_op, opened_by, read_by, written_by
+
+__all__ = ["CALLERS", "NEUTRAL", "Scope", "is_state_op", "region_attributes", "region_kind", "scopes", "states_before"]
+
+
+class _Callers:
+    def __repr__(self) -> str:
+        return "CALLERS"
+
+
+CALLERS = _Callers()
+"""Stands for the value of a setting that the graph did not set: whatever the caller has."""
 
 
 @dataclass(frozen=True)
@@ -32,78 +43,42 @@ class Scope:
 
     Attributes:
         regions: the enter nodes that are open, outermost first.
-        grad: the grad mode that the graph set, ``None`` for whatever the caller has.
+        settings: (name, value) of what the graph set, by name; a setting that is not listed is the caller's.
     """
 
     regions: tuple[Node, ...] = ()
-    grad: bool | None = None
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def grad(self) -> bool | None:
+        """The grad mode that the graph set, ``None`` for whatever the caller has."""
+        value = self.value(GRAD.name)
+        return None if value is CALLERS else bool(value)
+
+    def value(self, setting: str) -> Any:
+        """The value of a setting, or `CALLERS`."""
+        return next((value for name, value in self.settings if name == setting), CALLERS)
+
+    def having(self, values: Mapping[str, Any]) -> Scope:
+        """The same with other values; `CALLERS` is a value too."""
+        now = {name: value for name, value in {**dict(self.settings), **values}.items() if value is not CALLERS}
+        return replace(self, settings=tuple(sorted(now.items(), key=operator.itemgetter(0))))
 
 
 NEUTRAL = Scope()
 
 
-@dataclass(frozen=True)
-class RegionKind:
-    """One kind of region.
-
-    Attributes:
-        name: for messages.
-        enter: target that opens it and yields a handle.
-        exit: target that takes the handle and restores what ``enter`` saw.
-        key: which state it changes; two regions with one key restore each other's state.
-        grad: the grad mode that entering sets, given the enter node; ``None`` if it leaves grad mode alone.
-    """
-
-    name: str
-    enter: Any
-    exit: Any
-    key: Callable[[Node], Hashable]
-    grad: Callable[[Node], bool | None] = lambda node: None
-
-
-REGIONS: tuple[RegionKind, ...] = (
-    RegionKind("autocast", _torch.ENTER_AUTOCAST, _torch.EXIT_AUTOCAST, lambda n: ("autocast", n.args[0])),
-    RegionKind(
-        "inference_mode",
-        _torch.ENTER_INFERENCE,
-        _torch.EXIT_INFERENCE,
-        lambda n: "inference_mode",
-        lambda n: not n.args[0],  # c10::InferenceMode(on) also sets grad mode to `not on`
-    ),
-    RegionKind("record_function", _torch.ENTER_RECORD, _torch.EXIT_RECORD, lambda n: n),
-)
-_BY_ENTER = {kind.enter: kind for kind in REGIONS}
-_BY_EXIT = {kind.exit: kind for kind in REGIONS}
-
-
-def region_kind(enter: Node) -> RegionKind:
+def region_kind(enter: Node) -> Region:
     """The kind of region that the node ``enter`` opens."""
-    return _BY_ENTER[_packet(enter.target)]
+    kind = opened_by(enter)
+    assert kind is not None, f"{enter.name} opens no region"
+    return kind
 
 
-def opens(node: Node) -> bool:
-    """Whether ``node`` opens a region."""
-    return node.op == "call_function" and _packet(node.target) in _BY_ENTER
-
-
-def closes(node: Node) -> bool:
-    """Whether ``node`` closes a region."""
-    return node.op == "call_function" and _packet(node.target) in _BY_EXIT
-
-
-def is_state_op(node: Node) -> bool:
-    """Whether ``node`` only changes, or only saves for a later change, the ambient state."""
-    if node.op != "call_function":
-        return False
-    if node.target is torch.is_grad_enabled:  # `prev = is_grad_enabled(); ...; set_grad_enabled(prev)`
-        return bool(node.users) and all(user.target is _torch.SET_GRAD for user in node.users)
-    return node.target is _torch.SET_GRAD or opens(node) or closes(node)
-
-
-def _packet(target: object) -> object:
-    """``aten.op.overload`` -> ``aten.op``: graphs carry either; unhashable targets are nobody's."""
-    target = getattr(target, "overloadpacket", target)
-    return target if isinstance(target, Hashable) else None
+def region_attributes(scope: Mapping[Node, Scope]) -> set[str]:
+    """The attributes of the graph that its regions take."""
+    distinct = {id(s): s for s in scope.values()}
+    return {str(a.target) for s in distinct.values() for enter in s.regions for a in enter.all_input_nodes}
 
 
 def scopes(graph: fx.Graph) -> tuple[Mapping[Node, Scope], Scope]:
@@ -115,65 +90,115 @@ def scopes(graph: fx.Graph) -> tuple[Mapping[Node, Scope], Scope]:
     Raises:
         GraphError: SK103 when an exit has no open enter, or when the state depends on a computed value.
     """
-    scope: dict[Node, Scope] = {}
-    saved: dict[Node, Scope] = {}
-    order: dict[Node, int] = {}  # of regions, as they are opened
-    now = NEUTRAL
+    nodes = list(graph.nodes)
+    if TARGETS.keys().isdisjoint(map(id, map(operator.attrgetter("target"), nodes))):
+        return dict.fromkeys(nodes, NEUTRAL), NEUTRAL
+    reader = _Reader()
+    return {node: reader.now for node in nodes if not reader.read(node)}, reader.now
+
+
+def states_before(graph: fx.Graph) -> Mapping[Node, Scope]:
+    """The state before each node, state ops included."""
+    reader, before = _Reader(), dict[Node, Scope]()
     for node in graph.nodes:
-        if node.target is torch.is_grad_enabled:
-            saved[node] = now
-        if not is_state_op(node):
-            scope[node] = now
-        elif node.target is torch.is_grad_enabled:
-            continue
-        elif opens(node):
-            saved[node], order[node] = now, len(order)
-            now = _entered(node, now)
-        elif closes(node):
-            now = _exited(node, now, saved, order)
+        before[node] = reader.now
+        reader.read(node)
+    return before
+
+
+class _Reader:
+    """Reads a graph node by node; ``now`` is the state after the last one."""
+
+    def __init__(self) -> None:
+        self.now = NEUTRAL
+        self.saved: dict[Node, Scope] = {}  # by nodes that open a region, or yield the value of a setting
+        self.order: dict[Node, int] = {}  # of regions, as they are opened
+
+    def read(self, node: Node) -> bool:
+        """Go past ``node``; is it a state op?"""
+        if id(node.target) not in TARGETS or node.op != "call_function":
+            return False
+        if read_by(node):
+            self.saved[node] = self.now
+            return is_state_op(node)
+        if kind := opened_by(node):
+            self._enter(node, kind)
+        elif kinds := closed_by(node):
+            self._exit(node, kinds)
         else:
-            now = replace(now, grad=_grad_set_by(node, saved))
-    return scope, now
+            self._set(node)
+        return True
+
+    def _enter(self, node: Node, kind: Region) -> None:
+        if computed := [a for a in node.all_input_nodes if not _is_constant(a)]:
+            raise GraphError(
+                "SK103",
+                f"{node.name} opens a region whose settings are computed by {computed[0].name}",
+                "Capture the model with constant region settings.",
+                [node],
+            )
+        if others := [user for user in node.users if kind not in closed_by(user)]:
+            raise GraphError(
+                "SK103",
+                f"{others[0].name} reads what {node.name} yields, but does not close the region that it opens",
+                "Let a region's exit be the only reader of what its enter yields.",
+                [node, others[0]],
+            )
+        self.saved[node], self.order[node] = self.now, len(self.order)
+        self.now = Scope((*self.now.regions, node), self.now.having(kind.sets(node)).settings)
+
+    def _exit(self, node: Node, kinds: tuple[Region, ...]) -> None:
+        enter = self._closed(node, kinds)
+        if enter is None:
+            raise GraphError(
+                "SK103",
+                f"{node.name} closes a region that was not opened before it, or has been closed",
+                "Put an enter node before it, or erase the exit node.",
+                [node],
+            )
+        kind, before = region_kind(enter), self.saved.pop(enter)
+        key = kind.key(enter)
+        others = [r for r in self.now.regions if region_kind(r).key(r) != key]
+        restored = [r for r in before.regions if region_kind(r).key(r) == key]
+        regions = tuple(sorted([*others, *restored], key=self.order.__getitem__))
+        self.now = replace(self.now, regions=regions).having({name: before.value(name) for name in kind.sets(enter)})
+
+    def _closed(self, node: Node, kinds: tuple[Region, ...]) -> Node | None:
+        """The enter node of the region that ``node`` closes."""
+        if any(kind.handle for kind in kinds):
+            handles = node.all_input_nodes
+            known = [*node.args, *node.kwargs.values()] == handles and len(handles) == 1 and handles[0] in self.saved
+            return handles[0] if known and _is_one(handles[0], kinds) else None
+        return next((enter for enter in reversed(self.now.regions) if _is_one(enter, kinds)), None)
+
+    def _set(self, node: Node) -> None:
+        setting, value = written_by(node)
+        if isinstance(value, Node) and value in self.saved and read_by(value) is setting:
+            value = self.saved[value].value(setting.name)
+        elif node.all_input_nodes:
+            raise GraphError(
+                "SK103",
+                f"{node.name} sets the {setting.name} to {value}, which the graph computes",
+                f"Set it to a constant or to the result of {_name(setting.get)}().",
+                [node],
+            )
+        self.now = self.now.having({setting.name: value})
 
 
-def _entered(node: Node, now: Scope) -> Scope:
-    if node.all_input_nodes:
-        raise GraphError(
-            "SK103",
-            f"{node.name} opens a region whose settings are computed by {node.all_input_nodes[0].name}",
-            "Capture the model with constant region settings.",
-            [node],
-        )
-    grad = region_kind(node).grad(node)
-    return Scope((*now.regions, node), now.grad if grad is None else grad)
+def _is_constant(node: Node) -> bool:
+    """Is it an attribute of the graph that is the same wherever a part may read it? Memory may be written."""
+    if node.op != "get_attr":
+        return False
+    try:
+        value = operator.attrgetter(str(node.target))(node.graph.owning_module)
+    except AttributeError:
+        return False
+    return not isinstance(value, torch.Tensor)
 
 
-def _exited(node: Node, now: Scope, saved: Mapping[Node, Scope], order: Mapping[Node, int]) -> Scope:
-    enter = node.args[0]
-    if not isinstance(enter, Node) or enter not in saved:
-        raise GraphError(
-            "SK103",
-            f"{node.name} closes a region that was not opened before it",
-            "Put an enter node before it, or erase the exit node.",
-            [node],
-        )
-    kind = region_kind(enter)
-    key, before = kind.key(enter), saved[enter]
-    others = [r for r in now.regions if region_kind(r).key(r) != key]
-    restored = [r for r in before.regions if region_kind(r).key(r) == key]
-    regions = tuple(sorted([*others, *restored], key=order.__getitem__))
-    return Scope(regions, now.grad if kind.grad(enter) is None else before.grad)
+def _is_one(enter: Node, kinds: tuple[Region, ...]) -> bool:
+    return opened_by(enter) in kinds
 
 
-def _grad_set_by(node: Node, saved: Mapping[Node, Scope]) -> bool | None:
-    value = node.args[0]
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, Node) and value in saved:
-        return saved[value].grad
-    raise GraphError(
-        "SK103",
-        f"{node.name} sets the grad mode to {value}, which the graph computes",
-        "Set it to True, False or the result of torch.is_grad_enabled().",
-        [node],
-    )
+def _name(target: Any) -> str:
+    return str(getattr(target, "__name__", target))

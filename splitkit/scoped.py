@@ -2,64 +2,89 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Container
+from typing import Any
+
 from torch import fx
 from torch.fx import Node
 
-from splitkit import _torch
-from splitkit.scope import NEUTRAL, Scope, region_kind
+from splitkit.scope import CALLERS, NEUTRAL, Scope, region_kind
+from splitkit.states import SETTINGS, Setting
 
 
 class ScopedGraph:
-    """A graph under construction that moves to the ambient state which each node wants."""
+    """A graph under construction that moves to the ambient state which each node wants.
+
+    ``attributes`` are the names of the graph's attributes that regions take (the hooks of saved tensors, say)::
+
+        want: a, grad off     enter a; before = is_grad_enabled(); set(False)
+        want: a, grad off     -
+        want: a, b            set(before); enter b
+        want: b               exit b; exit a; enter b           regions close in the order in which they nest
+    """
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
-        self.env: dict[Node, Node] = {}
+        self.attributes: dict[str, None] = {}
         self._scope = NEUTRAL
-        self._open: list[tuple[Node, Node, bool | None]] = []  # (enter, its copy, grad mode before it)
-        self._grad: bool | None = None  # the grad mode in force; None: the caller's
-        self._callers_grad: Node | None = None
-
-    def copy(self, node: Node, scope: Scope) -> Node:
-        """Append a copy of ``node`` under ``scope``."""
-        self.move_to(scope)
-        self.env[node] = self.graph.node_copy(node, self.env.__getitem__)
-        return self.env[node]
+        self._open: list[tuple[Node, Node, dict[str, Any]]] = []  # (enter, its copy, settings before it)
+        self._settings: dict[str, Any] = dict.fromkeys(SETTINGS, CALLERS)  # in force
+        self._callers: dict[str, Node] = {}  # nodes that yield what the caller had
+        self._first: Node | None = None  # of the state ops: before it, everything is the caller's
 
     def move_to(self, want: Scope) -> None:
-        """Close and open regions and set grad mode until the state is ``want``."""
-        if want == self._scope:
+        """Close and open regions and write settings until the state is ``want``."""
+        if want is self._scope or want == self._scope:
             return
-        if self._callers_grad is None:
-            self._callers_grad = self.graph.call_function(torch.is_grad_enabled)
-        have = [enter for enter, _, _ in self._open]
         same = 0
-        while same < min(len(have), len(want.regions)) and have[same] is want.regions[same]:
+        while same < min(len(self._open), len(want.regions)) and self._open[same][0] is want.regions[same]:
             same += 1
         while len(self._open) > same:
             self._close()
-        for enter in want.regions[same:]:
+        opening = want.regions[same:]
+        # Before the regions open, as some refuse to under the wrong setting; but not what they set themselves.
+        self._write(want, {name for enter in opening for name in region_kind(enter).sets(enter)})
+        for enter in opening:
             self._enter(enter)
-        if self._grad != want.grad:
-            self.graph.call_function(_torch.SET_GRAD, (self._callers_grad if want.grad is None else want.grad,))
-            self._grad = want.grad
+        self._write(want)
         self._scope = want
 
+    def finish(self, final: Scope) -> None:
+        """Leave the ambient state as ``final``."""
+        self.move_to(final)
+
     def _enter(self, enter: Node) -> None:
-        self._open.append((enter, self.graph.node_copy(enter), self._grad))
-        grad = region_kind(enter).grad(enter)
-        self._grad = self._grad if grad is None else grad
+        handle = self._append(self.graph.node_copy(enter, self._attribute))
+        self._open.append((enter, handle, dict(self._settings)))
+        self._settings |= region_kind(enter).sets(enter)
+
+    def _attribute(self, node: Node) -> Node:
+        """What regions take: attributes, which every graph can have."""
+        self.attributes[str(node.target)] = None
+        return self.graph.node_copy(node)
 
     def _close(self) -> None:
-        enter, handle, grad_before = self._open.pop()
+        enter, handle, before = self._open.pop()
         kind = region_kind(enter)
-        self.graph.call_function(kind.exit, (handle,))
-        if kind.grad(enter) is not None:
-            self._grad = grad_before
+        self._append(self.graph.call_function(kind.exit, (handle,) if kind.handle else ()))
+        self._settings |= {name: before[name] for name in kind.sets(enter)}
 
-    def finish(self, final: Scope) -> None:
-        """Leave the ambient state as ``final``; drop what was saved in vain."""
-        self.move_to(final)
-        if self._callers_grad is not None and not self._callers_grad.users:
-            self.graph.erase_node(self._callers_grad)
+    def _write(self, want: Scope, but: Container[str] = ()) -> None:
+        for name, setting in SETTINGS.items():
+            value = want.value(name)
+            if name not in but and self._settings[name] != value:
+                self._append(self._written(setting, value))
+                self._settings[name] = value
+
+    def _written(self, setting: Setting, value: Any) -> Node:
+        if value is not CALLERS:
+            return self.graph.call_function(*setting.write(value))
+        if setting.name not in self._callers:
+            assert self._first is not None, "what is the caller's needs no setting"
+            with self.graph.inserting_before(self._first):
+                self._callers[setting.name] = self.graph.call_function(setting.get)
+        return self.graph.call_function(setting.set, (self._callers[setting.name],))
+
+    def _append(self, state_op: Node) -> Node:
+        self._first = self._first or state_op
+        return state_op

@@ -26,6 +26,7 @@ from splitkit.names import Style
 from splitkit.order import part_order
 from splitkit.plan import HOST, PartKey, Plan, Policy, PolicyLike, as_plan
 from splitkit.rewrite import condense, refine
+from splitkit.verbatim import runs_of
 
 OnCycle = Literal["error", "refine", "merge"]
 _WAYS_OUT: Mapping[str, Callable[[Dataflow, Plan], Plan]] = {"refine": refine, "merge": condense}
@@ -241,10 +242,20 @@ def split_module(
     )
     with paused_collections():
         flow = analyze(m)
-        whole = complete(flow, _decide(flow, split_callback, None, "error"), "hoist")
+        labels: dict[Node, PartKey] = {}
+        asked = _recorded(split_callback, labels) if keep_original_order else split_callback
+        whole = complete(flow, _decide(flow, asked, None, "error"), "hoist")
         check(flow, whole)
-        emitted = emit(flow, whole, cut(flow, whole, as_met=True), style, lazy=_torch.wants_lazy_code())
+        units = cut(flow, whole, as_met=True)
+        emitted = emit(flow, whole, units, style, _torch.wants_lazy_code(), runs_of(flow, labels))
     if qualname_map is not None:
         for part, attributes in emitted.attributes.items():
             qualname_map |= {f"{part}.{name}": original for name, original in attributes.items() if part}
     return emitted.module
+
+
+def _recorded(policy: PolicyLike, labels: dict[Node, PartKey]) -> PolicyLike:
+    """A callback that notes its answers, also those for state ops, which a plan has no use for."""
+    if isinstance(policy, (Policy, Plan, Mapping)) or not callable(policy):
+        return policy
+    return lambda node: labels.setdefault(node, policy(node))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from splitkit._torch import pytree
 from splitkit.effects import storage_key
+from splitkit.states import SETTINGS
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
@@ -31,7 +32,7 @@ class Trial:
         gradients: of parameters and inputs, by name, where there is one.
         changed: parameters, buffers and inputs that the run wrote to, as it left them.
         state: all of them: the changed ones as the run left them, the others as they are.
-        ambient: the random state, grad mode and autocast state that it left its caller.
+        ambient: the random state, settings (grad mode ...) and autocast state that it left its caller.
         loss: what backward started from.
         loss_is_models: whether that is the model's own loss.
     """
@@ -178,7 +179,7 @@ def _ambient() -> dict[str, Any]:
     if torch.cuda.is_available():
         for number, cuda in enumerate(torch.cuda.get_rng_state_all()):
             state[f"random state of cuda:{number}"] = cuda.numpy().tobytes()
-    state["grad mode"] = torch.is_grad_enabled()
+    state |= {name: setting.get() for name, setting in SETTINGS.items()}
     for device in _AUTOCAST_DEVICES:
         state[f"autocast on {device}"] = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
     return state
@@ -186,7 +187,8 @@ def _ambient() -> dict[str, Any]:
 
 def _set_ambient(state: Mapping[str, Any]) -> None:
     """Put back all but the random state."""
-    torch.set_grad_enabled(state["grad mode"])
+    for name, setting in SETTINGS.items():
+        setting.set(state[name])
     for device in _AUTOCAST_DEVICES:
         enabled, dtype = state[f"autocast on {device}"]
         torch.set_autocast_enabled(device, enabled)

@@ -17,7 +17,6 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-
 _map_arg: Callable[[Any, Callable[[Node], Any]], Any] = torch._C._fx_map_arg  # 2.11, 2.13, 2.15
 
 

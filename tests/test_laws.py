@@ -11,7 +11,17 @@ from splitkit import planfile
 from splitkit.costs import unit
 from splitkit.dataflow import analyze, module_path
 from splitkit.plan import Plan, Policy, as_plan
-from splitkit.policies import ByDevice, ByName, Random, RoundRobin, Stages
+from splitkit.policies import (
+    AroundOps,
+    AtMarkers,
+    Buckets,
+    ByDevice,
+    ByName,
+    BySupport,
+    Random,
+    RoundRobin,
+    Stages,
+)
 from splitkit.rewrite import refine
 from splitkit.split import split
 from splitkit.testing import assert_legal, assert_same, zoo
@@ -38,11 +48,21 @@ def by_letter(node: Node) -> str:
     return f"cuda:{len(node.name) % 2}"
 
 
+def every_third(node: Node) -> bool:
+    """A third of the nodes, spread by name."""
+    return sum(map(ord, node.name)) % 3 == 0
+
+
 POLICIES: dict[str, Policy] = {
     **{f"RoundRobin({n})": RoundRobin(n) for n in (1, 2, 3, 5)},
     **{f"Stages({n})": Stages(n) for n in (1, 2, 3, 4)},
     **{f"Random(seed={s})": Random(4, seed=s) for s in range(6)},
     "ByDevice": ByDevice(by_letter),
+    "AroundOps": AroundOps(every_third),
+    "AtMarkers": AtMarkers(every_third),
+    "Buckets": Buckets(200, first=50),
+    "BySupport": BySupport(every_third),
+    "BySupport(unsupported='parts')": BySupport(every_third, unsupported="parts", min_size=2),
     "Mapped": Mapped(),
     "Half": Half(),
 }

@@ -15,7 +15,7 @@ FLOORS: list[set[str]] = [
     {"errors", "units", "ranges"},
     {"_torch", "ops", "states", "scope", "effects", "symbols", "dataflow"},  # facts about a graph; torch.fx read-only
     {"costs", "plan", "planfile", "order", "rewrite"},  # prices and plans; no fx surgery
-    {"complete", "cut", "names", "modules", "assemble", "scoped", "writer", "emit", "split"},  # the engine
+    {"local", "complete", "cut", "names", "modules", "assemble", "scoped", "verbatim", "writer", "emit", "split"},  # the engine
     {"solvers"},  # pure: numpy and scipy, no torch
     {"policies"},  # floors 0-2 and 4 only: never the engine
     {"capture", "capture_errors", "tracing", "regions", "blocks"},  # doors to torch.export and fx
@@ -101,6 +101,7 @@ PRIVATE_DOORS = {
     "ops",
     "costs",
     "assemble",
+    "writer",
     "trial",
 }
 """Where private torch names may stand; each use has the versions it was checked on beside it."""

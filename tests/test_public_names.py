@@ -16,8 +16,8 @@ import splitkit.testing
 FRONT_DOOR = {
     "CaptureError", "CheckError", "Comparison", "CycleError", "Dataflow", "FileError", "GraphError", "HOST",
     "NoPlanError", "Part", "Plan", "PlanError", "Policy", "PolicyError", "Split", "SplitError",
-    "analyze", "capture", "compare", "merge", "plan", "prune", "refine", "rematerialize", "report", "split",
-    "split_module", "costs", "policies", "testing",
+    "analyze", "capture", "compare", "merge", "plan", "prune", "refine", "register_region", "rematerialize", "report",
+    "split", "split_module", "costs", "policies", "testing",
 }  # fmt: skip
 
 

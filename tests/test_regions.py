@@ -6,9 +6,15 @@ import pytest
 import torch
 from torch import fx, nn
 
-from splitkit import scope
+from splitkit import models, scope
 from splitkit.capture import capture
+from splitkit.dataflow import analyze
+from splitkit.plan import Plan
+from splitkit.policies import RoundRobin, Stages
 from splitkit.regions import WRAP_GRAD, inline_regions, is_wrapped
+from splitkit.report import report
+from splitkit.split import split
+from splitkit.testing import assert_same
 
 
 class NoGrad(nn.Module):
@@ -172,6 +178,64 @@ def test_a_body_that_two_calls_share():
     assert inline_regions(gm) is gm
     assert torch.equal(gm(x), want)
     assert len([n for n in gm.graph.nodes if n.target is torch.is_grad_enabled]) == 2
+
+
+@pytest.mark.parametrize("kind", [*MODELS, Cond])
+def test_a_graph_that_was_exported_elsewhere_is_opened_in_a_copy(kind):
+    model, x = kind(), torch.randn(3, 4)
+    gm = gm_with_region_ops(model, x)
+    before = gm.print_readable(print_output=False, include_stride=False)
+    opened = capture(gm)
+    assert gm.print_readable(print_output=False, include_stride=False) == before
+    assert not any(is_wrapped(node) for node in opened.graph.nodes)
+    assert len(opened.graph.nodes) >= len(gm.graph.nodes) and opened.meta == gm.meta
+    assert {id(p) for p in opened.parameters()} == {id(p) for p in model.parameters()}
+    assert_same(gm, opened, x, tolerance=1e-2)
+    assert_same(gm, split(opened, RoundRobin(3)), x, tolerance=1e-2)
+    with pytest.raises(AssertionError, match="Guard failed"):  # its checks of inputs came along
+        opened(torch.randn(3, 5))
+
+
+def test_a_report_tells_of_nodes_that_are_hidden():
+    gm = gm_with_region_ops(Whole(), torch.randn(3, 4))
+    plan = Plan.of(dict.fromkeys(analyze(gm).nodes, 0), note="one part")
+    assert report(gm, plan).note.startswith("one part; 2 nodes hide ")
+    assert "splitkit.capture(gm)" in report(gm, plan).note
+    opened = capture(gm)
+    assert report(opened, Plan.of(dict.fromkeys(analyze(opened).nodes, 0))).note == ""
+
+
+def test_an_exported_program_keeps_its_bodies():
+    program = torch.export.export(Nested(), (torch.randn(3, 4),), strict=False)
+    bodies = [m for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
+    before = [m.code for m in bodies]
+    capture(program)
+    capture(program.module())
+    assert len(bodies) > 2 and [m.code for m in bodies] == before
+
+
+def test_a_language_model_under_autocast_that_was_exported_elsewhere_can_be_split():
+    example = models.build("llama", layers=2, width=32, heads=4, vocab=64, batch=2, seq=8)
+
+    class Autocast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = example.model
+
+        def forward(self, input_ids):
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.model(input_ids, use_cache=False).logits
+
+    ids = example.kwargs["input_ids"]
+    gm = torch.export.export(Autocast(), (ids,), strict=False).module()
+    computed = [n for n in gm.graph.nodes if n.op.startswith("call_")]
+    assert len(computed) < 20
+    opened = capture(gm)
+    flow = analyze(opened)
+    assert len(flow.nodes) > 150
+    made = split(opened, Stages(4))
+    assert len(made.parts) == 4
+    assert_same(gm, made, ids, tolerance=5e-2)
 
 
 def test_a_result_that_is_used_as_a_tuple():

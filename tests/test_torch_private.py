@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -38,6 +39,57 @@ def test_inference_mode_restores_grad_mode():
 
 def test_record_function():
     _torch.EXIT_RECORD(_torch.ENTER_RECORD("name", None))
+    _torch.EXIT_RECORD(_torch.ENTER_OLD_RECORD("name", None))
+
+
+def test_inference_mode_restores_forward_gradients():
+    handle = _torch.ENTER_INFERENCE(True)
+    assert not _torch.IS_FWD_GRAD()
+    _torch.SET_FWD_GRAD(True)
+    assert _torch.IS_FWD_GRAD()
+    _torch.SET_FWD_GRAD(False)
+    _torch.EXIT_INFERENCE(handle)
+    assert _torch.IS_FWD_GRAD()
+
+
+def test_saved_tensors_hooks_are_a_stack():
+    seen = []
+
+    def pack(x):
+        seen.append(x)
+        return x
+
+    _torch.PUSH_HOOKS(pack, lambda x: x)
+    assert _torch.TOP_HOOKS(True)[0] is pack
+    torch.sin(torch.ones(1, requires_grad=True))
+    _torch.POP_HOOKS()
+    torch.sin(torch.ones(1, requires_grad=True))
+    assert len(seen) == 1 and _torch.TOP_HOOKS(True) is None
+
+
+def test_saved_tensors_hooks_can_be_forbidden():
+    assert _torch.HOOKS_MESSAGE() is None
+    _torch.FORBID_HOOKS("not now")
+    assert _torch.HOOKS_MESSAGE() == "not now"
+    with pytest.raises(RuntimeError, match="not now"):
+        _torch.PUSH_HOOKS(id, id)
+    _torch.ALLOW_HOOKS()
+    for message in ("again", None):
+        _torch.set_hooks_message(message)
+        assert _torch.HOOKS_MESSAGE() == message
+
+
+def test_deterministic_algorithms():
+    for value in ((True, True), (True, False), (False, False)):
+        _torch.set_deterministic(value)
+        assert _torch.deterministic() == value
+
+
+def test_spellings_of_an_operator():
+    packet = torch.ops.aten.sin
+    expected = {packet, packet.default, packet.out, packet.int}
+    assert expected <= set(_torch.spellings(packet)) and expected <= set(_torch.spellings(packet.out))
+    assert _torch.spellings(print) == (print,)
 
 
 def test_codegen_carries_the_signature():

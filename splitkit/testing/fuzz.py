@@ -19,6 +19,7 @@ from splitkit.dataflow import analyze
 from splitkit.errors import PlanError
 from splitkit.split import split
 from splitkit.testing.oracle import assert_emitted_as_planned, assert_same
+from splitkit.testing.probes import close_all
 from splitkit.testing.randoms import Choose, random_graph, random_inputs, random_plan
 
 
@@ -81,6 +82,7 @@ def usable_inputs(gm: fx.GraphModule, seed: int = 0) -> tuple[torch.Tensor, ...]
         with suppress(RuntimeError), redirect_stderr(StringIO()):  # fx prints the traceback of what a graph raises
             assert_same(gm, gm, *inputs)
             return inputs
+        close_all()
     return None
 
 

@@ -11,15 +11,23 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.fx import Node
 
-from splitkit import _torch
+from splitkit import _torch, states
 from splitkit.dataflow import Dataflow
 from splitkit.plan import HOST, PartKey, Plan
 from splitkit.rewrite import prune, refine, rematerialize
+from splitkit.testing.probes import Divided, enter_level, exit_level, observe
 
 Choose = Callable[[int], int]
 """``choose(n)`` gives a number from 0 to n - 1; small numbers are the simple cases."""
 
 SIZE = 8
+
+_SETTINGS: tuple[tuple[states.Setting, tuple[Any, Any]], ...] = (
+    (states.FORWARD_GRAD, (False, True)),
+    (states.HOOKS, ("no hooks", None)),
+    (states.DETERMINISTIC, ((True, True), (False, False))),
+)
+"""Settings besides the grad mode, with two values each."""
 
 
 class _Root(nn.Module):
@@ -35,6 +43,7 @@ class _Root(nn.Module):
         self.norm = nn.BatchNorm1d(SIZE)
         self.drop = nn.Dropout(0.4)
         self.act = nn.ReLU(inplace=True)
+        self.halved, self.thirds, self.same = Divided(2), Divided(3), nn.Identity()
 
 
 class _Writer:
@@ -44,8 +53,11 @@ class _Writer:
         self.choose = choose
         self.graph = fx.Graph()
         self.values = [self.graph.placeholder(name) for name in ("x", "y")]
-        self.regions: list[Node] = []
+        self.regions: list[tuple[Any, Node]] = []  # what closes each that is open, and its handle
+        self.hooks = 0  # how many pairs of saved-tensors hooks are open
         self.menu = self.swarm()
+        # Regions that interleave leave the level changed; what is around them puts it back for the next run.
+        self.around = self.call(enter_level, 0) if self.region in self.menu else None
 
     def value(self) -> Node:
         """One of the values, recent ones first."""
@@ -62,6 +74,7 @@ class _Writer:
         special = (
             self.attribute, self.view, self.chunk, self.inplace, self.inplace_method, self.write_part,
             self.write_state, self.random, self.module, self.autocast, self.grad_mode, self.inference,
+            self.region, self.setting, self.saved_hooks, self.observe,
         )  # fmt: skip
         picked = [special[self.choose(len(special))] for _ in range(1 + self.choose(6))]
         return [self.unary, self.binary, self.product, *picked]
@@ -132,11 +145,53 @@ class _Writer:
         self.values.append(self.graph.call_module(name, (self.graph.call_method("float", (self.value(),)),)))
 
     def autocast(self) -> None:
-        if self.regions and self.choose(2):  # any open region: also ones that interleave
-            enter = self.regions.pop(self.choose(len(self.regions)))
-            self.call(_torch.EXIT_AUTOCAST, enter)
+        args = "cpu", torch.bfloat16, not self.choose(3), None
+        self.open_or_close(_torch.ENTER_AUTOCAST, _torch.EXIT_AUTOCAST, *args)
+
+    def region(self) -> None:
+        """One of the other kinds that may interleave: a user's own, profiler marks."""
+        if self.choose(2):
+            self.open_or_close(enter_level, exit_level, 1 + self.choose(3))
         else:
-            self.regions.append(self.call(_torch.ENTER_AUTOCAST, "cpu", torch.bfloat16, not self.choose(3), None))
+            self.open_or_close(_torch.ENTER_RECORD, _torch.EXIT_RECORD, "region", None)
+        self.observe()
+
+    def open_or_close(self, enter: Any, exit: Any, *args: Any) -> None:
+        if self.regions and self.choose(2):  # any open region: also ones that interleave
+            exit, handle = self.regions.pop(self.choose(len(self.regions)))
+            self.call(exit, handle)
+        else:
+            self.regions.append((exit, self.call(enter, *args)))
+
+    def observe(self) -> None:
+        """A value that tells the ambient state."""
+        self.add(observe, self.value())
+
+    def setting(self) -> None:
+        """Overwrite one of the other settings, for good or for one op."""
+        setting, values = _SETTINGS[self.choose(len(_SETTINGS))]
+        if setting is states.HOOKS and self.hooks:
+            return  # torch refuses to forbid hooks that are there
+        keep = self.choose(2)
+        before = None if keep else self.call(setting.get)
+        target, args, kwargs = setting.write(values[self.choose(2)])
+        self.call(target, *args, **kwargs)
+        self.observe()
+        if before is not None:
+            self.call(setting.set, before)
+            self.observe()
+
+    def saved_hooks(self) -> None:
+        """What is saved for backward in here comes back as a half or a third of it, so that gradients tell."""
+        if self.hooks and self.choose(2):
+            self.hooks -= 1
+            self.call(_torch.POP_HOOKS)
+        else:
+            self.hooks += 1
+            self.call(_torch.ALLOW_HOOKS)
+            pack = self.graph.get_attr(("halved", "thirds")[self.choose(2)])
+            self.call(_torch.PUSH_HOOKS, pack, self.graph.get_attr("same"))
+        self.unary()
 
     def grad_mode(self) -> None:
         if self.choose(2):
@@ -151,13 +206,24 @@ class _Writer:
         """A value from inference mode may only be read outside; so it is closed at once, and cloned."""
         enter = self.call(_torch.ENTER_INFERENCE, True)
         inner = self.call(torch.cos, self.value())
+        if self.choose(2):
+            self.call((_torch.SET_GRAD, _torch.SET_FWD_GRAD)[self.choose(2)], bool(self.choose(2)))
+            inner = self.call(observe, inner)
         self.call(_torch.EXIT_INFERENCE, enter)
         self.add(torch.clone, inner)
+        self.observe()
 
     def finish(self) -> fx.Graph:
         while self.regions:
-            self.call(_torch.EXIT_AUTOCAST, self.regions.pop())
-        self.call(_torch.SET_GRAD, True)
+            exit, handle = self.regions.pop()
+            self.call(exit, handle)
+        if self.around is not None:
+            self.call(exit_level, self.around)
+        for _ in range(self.hooks):
+            self.call(_torch.POP_HOOKS)
+        if self.choose(4):  # else the graph may end in another state than it began
+            self.call(_torch.SET_GRAD, True)
+            self.call(_torch.ALLOW_HOOKS)
         picked = dict.fromkeys(self.value() for _ in range(1 + self.choose(3)))
         self.graph.output((self.values[-1], *picked))
         return self.graph
@@ -165,7 +231,7 @@ class _Writer:
 
 def random_graph(choose: Choose, length: int = 20, seed: int = 0) -> fx.GraphModule:
     """A random graph of about ``length`` ops over two square inputs: views, writes through views, buffers, tied
-    weights, random ops, tuples, modules with state, autocast, grad-mode and inference regions.
+    weights, random ops, tuples, modules with state, regions and settings of every kind, and ops that tell which hold.
 
     Autograd refuses some of them in backward (a saved value was overwritten); `without_gradients` makes those usable.
     """

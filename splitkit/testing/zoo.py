@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from splitkit import _torch
+from splitkit.testing.probes import Divided, enter_level, exit_level, observe
 from splitkit.testing.specimens import (
     Cache,
     Dropouts,
@@ -96,6 +97,36 @@ def _inference() -> fx.GraphModule:
     return fx.GraphModule(root, graph)
 
 
+def _settings() -> fx.GraphModule:
+    """Every other kind of state: hooks on what is saved, none allowed, forward gradients off, a user's region."""
+    graph = fx.Graph()
+    x, w, same = graph.placeholder("x"), graph.get_attr("w"), graph.get_attr("same")
+    level = graph.call_function(enter_level, (2,))
+    y = graph.call_function(observe, (graph.call_function(torch.mm, (x, w)),))
+    graph.call_function(_torch.PUSH_HOOKS, (graph.get_attr("halved"), same))
+    y = graph.call_function(torch.sin, (y,))
+    graph.call_function(_torch.PUSH_HOOKS, (graph.get_attr("thirds"), same))
+    y = graph.call_function(torch.sin, (graph.call_function(torch.mm, (y, w)),))
+    graph.call_function(_torch.POP_HOOKS)
+    y = graph.call_function(torch.cos, (y,))
+    graph.call_function(_torch.POP_HOOKS)
+    before = graph.call_function(_torch.HOOKS_MESSAGE)
+    graph.call_function(_torch.FORBID_HOOKS, ("none in here",))
+    graph.call_function(_torch.SET_FWD_GRAD, (False,))
+    y = graph.call_function(observe, (graph.call_function(torch.mm, (y, w)),))
+    graph.call_function(exit_level, (level,))
+    graph.call_function(_torch.SET_DETERMINISTIC, (True,), {"warn_only": True})
+    z = graph.call_function(observe, (y,))
+    graph.call_function(_torch.set_hooks_message, (before,))
+    graph.call_function(_torch.SET_FWD_GRAD, (True,))
+    graph.call_function(_torch.SET_DETERMINISTIC, (False,))
+    graph.output((graph.call_function(observe, (y,)), graph.call_function(torch.mul, (z, y))))
+    root = nn.Module()
+    root.w = nn.Parameter(torch.randn(6, 6))
+    root.halved, root.thirds, root.same = Divided(2), Divided(3), nn.Identity()
+    return fx.GraphModule(root, graph)
+
+
 def _exported(model: nn.Module, *inputs: Any, dynamic_shapes: Any = None) -> fx.GraphModule:
     """Export without cleaning up: guards off, region ops left as higher-order ops."""
     with warnings.catch_warnings():
@@ -151,6 +182,7 @@ _SPECIMENS: tuple[Callable[[], Specimen], ...] = (
     lambda: Specimen("dropout", fx.symbolic_trace(Dropouts()), (torch.randn(4, 8),)),
     lambda: Specimen("dropout, exported", _exported(Dropouts(), torch.randn(4, 8)), (torch.randn(4, 8),)),
     lambda: Specimen("autocast and no_grad", _scoped(), (torch.randn(6, 6, requires_grad=True),), tolerance=1e-2),
+    lambda: Specimen("hooks and settings", _settings(), (torch.randn(6, 6, requires_grad=True),)),
     lambda: Specimen("inference mode", _inference(), (torch.randn(6, 6),)),
     lambda: Specimen("higher-order regions", _exported(Regions(), torch.randn(3, 8)), (torch.randn(3, 8),), None, 1e-2),
     _dynamo_specimen,

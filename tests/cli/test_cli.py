@@ -259,7 +259,7 @@ def test_policy_expressions(text, args, kwargs):
     "text, says",
     [
         ("Stagse(2)", "Did you mean Stages"),
-        ("Nothing(2)", "Choose one of ByDevice"),
+        ("Nothing(2)", "Choose one of AroundOps"),
         ("Stages(__import__('os').getpid())", "is no literal"),
         ("Stages(open)", "is no literal"),
         ("__import__('os').system('true')", "not the name of a policy"),

@@ -1,0 +1,102 @@
+"""Sizes, numbers and opaque values are recomputed by the part that reads them, where it has what they are made of.
+
+A ``torch.Size``, a float or a device that crosses is a burden to whoever compiles, exports or sends a part, and costs
+nothing to compute again::
+
+    part 0: size = x.size()  ──size──>  part 1: y.view(size)     ==>     part 1: size = x.size(); y.view(size)
+
+Ints go on crossing: they are what symbolic shapes are made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import torch
+from torch.fx import Node
+
+from splitkit.dataflow import Dataflow, reads
+from splitkit.plan import HOST, PartKey
+from splitkit.symbols import value_of
+
+Places = dict[Node, tuple[PartKey, ...]]
+
+_INTS = (int, torch.SymInt)
+_NUMBERS = (*_INTS, float, complex, torch.SymFloat, torch.SymBool)
+_SMALL = (*_NUMBERS, str, slice, range, torch.Size, torch.device, torch.dtype, torch.layout, torch.memory_format)
+_OF_A_TENSOR = ("shape", "device", "dtype", "layout")
+
+
+def recompute_locally(flow: Dataflow, places: Places) -> None:
+    """Add a copy of each small value to the parts that read it, where nothing new has to cross for it.
+
+    Args:
+        flow: facts about the graph.
+        places: a place for every node but attributes; changed in place.
+    """
+    local = _Local(flow, places)
+    for node in reversed(flow.nodes):  # so that what a copy reads is looked at after it
+        if is_small(node) and not isinstance(value_of(node), _INTS):
+            local.spread(node)
+    places.update({n: places[producer] for n, producer in flow.followers.items()})
+
+
+class _Local:
+    def __init__(self, flow: Dataflow, places: Places) -> None:
+        self.flow, self.places = flow, places
+        self._known: dict[tuple[Node, PartKey], bool] = {}
+
+    def spread(self, node: Node) -> None:
+        """Add copies to the readers that can make one; where that leaves the home without a reader, it goes."""
+        copies = tuple(reader for reader in self.readers(node) if self.may_have(node, reader))
+        if not copies:
+            return
+        left = {key for user in node.users for key in self.places.get(user, ())} - {*copies}
+        gone = not left and not any(user in self.flow.followers for user in node.users)
+        self.places[node] = copies if gone else (*self.places[node], *copies)
+
+    def readers(self, node: Node) -> list[PartKey]:
+        """The parts that would take the value from elsewhere."""
+        keys = self.places[node]
+        found = dict.fromkeys(key for user in self._users(node) for key in self.places.get(user, ()))
+        return [key for key in found if key is not HOST and key not in keys] if keys else []
+
+    def may_have(self, node: Node, reader: PartKey) -> bool:
+        """Whether ``reader`` can compute a copy from what it has or is given anyway."""
+        known = self._known.get((node, reader))
+        if known is None:
+            free = node not in self.flow.once and node not in self._timed
+            known = self._known[node, reader] = free and all(self._has(read, reader) for read in reads(node))
+        return known
+
+    def _has(self, value: Node, reader: PartKey) -> bool:
+        if value.op in ("placeholder", "get_attr") or reader in self.places[value]:
+            return True
+        if isinstance(value_of(value), _INTS) or any(reader in self.places[user] for user in self._users(value)):
+            return True
+        return is_small(value) and self.flow.is_placeable(value) and self.may_have(value, reader)
+
+    def _users(self, node: Node) -> Iterator[Node]:
+        return (user for user in node.users if user in self.places and user not in self.flow.followers)
+
+    @cached_property
+    def _timed(self) -> set[Node]:
+        """Nodes that must run before or after an effect: no later copy of them would be the same."""
+        after = self.flow.after
+        return {*after, *(n for before in after.values() for n in before)}
+
+
+def is_small(node: Node) -> bool:
+    """Does it yield a size, a number or a setting, which costs nothing to compute?"""
+    value = value_of(node)
+    if value is None:
+        return _asks_a_tensor(node)
+    return isinstance(value, _SMALL) or (type(value) is tuple and all(isinstance(v, _NUMBERS) for v in value))
+
+
+def _asks_a_tensor(node: Node) -> bool:
+    """Is it ``x.size()``, ``x.shape``, ``x.device`` ... of a graph that has no values?"""
+    if node.op == "call_method":
+        return node.target == "size" and len(node.args) == 1 and not node.kwargs
+    return node.target is getattr and len(node.args) > 1 and node.args[1] in _OF_A_TENSOR

@@ -1,0 +1,242 @@
+"""The registry of ambient state: which targets open, close and set it.
+
+Two kinds of state appear in graphs::
+
+    handle = enter(settings)      region: exit restores      disable()       setting: a value is overwritten,
+    y = f(x)                      what its enter saw         y = f(x)        by whatever comes next
+    exit(handle)                                             enable()
+
+Everything else that changes the state in which later nodes run (a default dtype, streams, the levels of ``vmap``,
+``grad`` and dual numbers, whose tensors die with their level) has no entry here: it is an effect that no node moves
+across (`splitkit.effects.AMBIENT`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from splitkit import _torch
+from splitkit.errors import GraphError
+
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""A target with its arguments."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value that calls overwrite.
+
+    Attributes:
+        name: of the value, in `splitkit.scope.Scope` and in messages.
+        get: target that yields the value in force; takes nothing.
+        set: target that puts back what ``get`` yielded.
+        writers: other targets that write a value -> which one, given their arguments.
+        write: the call that writes a constant value.
+    """
+
+    name: str
+    get: Any
+    set: Any
+    writers: Mapping[Any, Callable[..., Any]]
+    write: Callable[[Any], Call]
+
+
+@dataclass(frozen=True)
+class Region:
+    """A pair of targets.
+
+    Attributes:
+        name: for messages.
+        enter: target that opens it.
+        exit: target that closes it and restores what ``enter`` saw.
+        key: which state it changes, given the enter node; two regions with one key restore each other's state.
+        sets: the settings that entering changes and leaving restores, given the enter node.
+        handle: whether ``enter`` yields what ``exit`` takes; else an exit closes the innermost open region of its kind.
+    """
+
+    name: str
+    enter: Any
+    exit: Any
+    key: Callable[[Node], Hashable]
+    sets: Callable[[Node], Mapping[str, Any]] = lambda node: {}
+    handle: bool = True
+
+
+def _plain(name: str, get: Any, set_: Any) -> Setting:
+    return Setting(name, get, set_, {}, lambda value: (set_, (value,), {}))
+
+
+GRAD = _plain("grad mode", torch.is_grad_enabled, _torch.SET_GRAD)
+FORWARD_GRAD = _plain("forward-mode gradients", _torch.IS_FWD_GRAD, _torch.SET_FWD_GRAD)
+HOOKS = Setting(
+    "saved-tensors hooks",
+    _torch.HOOKS_MESSAGE,
+    _torch.set_hooks_message,
+    {_torch.FORBID_HOOKS: lambda error_message: error_message, _torch.ALLOW_HOOKS: lambda: None},
+    lambda message: (_torch.ALLOW_HOOKS, (), {}) if message is None else (_torch.FORBID_HOOKS, (message,), {}),
+)
+DETERMINISTIC = Setting(
+    "deterministic algorithms",
+    _torch.deterministic,
+    _torch.set_deterministic,
+    {_torch.SET_DETERMINISTIC: lambda mode, *, warn_only=False: (mode, warn_only)},
+    lambda value: (_torch.SET_DETERMINISTIC, (value[0],), {"warn_only": value[1]}),
+)
+SETTINGS: Mapping[str, Setting] = {s.name: s for s in (GRAD, FORWARD_GRAD, HOOKS, DETERMINISTIC)}
+"""By name."""
+
+
+def _first(node: Node) -> Any:
+    return next(iter([*node.args, *node.kwargs.values()]), None)
+
+
+def _inference(node: Node) -> Mapping[str, Any]:
+    # c10::InferenceMode(on) also sets both kinds of gradients to `not on`
+    return dict.fromkeys((GRAD.name, FORWARD_GRAD.name), not _first(node))
+
+
+# By the id of the target: hashing an operator is slow, and some targets have no hash.
+_BY_ENTER: dict[int, Region] = {}
+_BY_EXIT: dict[int, tuple[Region, ...]] = {}
+_BY_GET: dict[int, Setting] = {}
+_BY_SET: dict[int, tuple[Setting, Callable[..., Any]]] = {}
+TARGETS: dict[int, Any] = {}
+"""Every target that has an entry, by its id."""
+
+
+def is_state_op(node: Node) -> bool:
+    """Whether ``node`` only changes, or only saves for a later change, the ambient state."""
+    if id(node.target) not in TARGETS or node.op != "call_function":
+        return False
+    setting = read_by(node)  # `before = is_grad_enabled(); ...; set_grad_enabled(before)`
+    return setting is None or (bool(node.users) and all(setting is _written(user) for user in node.users))
+
+
+def _written(node: Node) -> Setting | None:
+    found = _BY_SET.get(id(node.target))
+    return found and found[0]
+
+
+def opened_by(node: Node) -> Region | None:
+    """The kind of region that ``node`` opens."""
+    return _BY_ENTER.get(id(node.target))
+
+
+def closed_by(node: Node) -> tuple[Region, ...]:
+    """The kinds of region that ``node`` may close."""
+    return _BY_EXIT.get(id(node.target), ())
+
+
+def read_by(node: Node) -> Setting | None:
+    """The setting whose value ``node`` yields."""
+    return _BY_GET.get(id(node.target))
+
+
+def written_by(node: Node) -> tuple[Setting, Any]:
+    """The setting that ``node`` overwrites, and with what: a constant or a node.
+
+    Raises:
+        GraphError: SK103 if its arguments do not fit.
+    """
+    setting, value = _BY_SET[id(node.target)]
+    try:
+        return setting, value(*node.args, **node.kwargs)
+    except TypeError as error:
+        raise GraphError(
+            "SK103", f"{node.name} sets the {setting.name} in an unknown way: {error}", "", [node]
+        ) from error
+
+
+def register_region(
+    name: str,
+    enter: Callable[..., Any],
+    exit: Callable[..., Any],
+    *,
+    state: Hashable = None,
+    grad: bool | None = None,
+    handle: bool = True,
+) -> None:
+    """Say that two functions or operators of your own open and close a region, as ``with`` blocks do.
+
+    Nodes that call them are then like those of autocast: no part computes them, and each part that has nodes from
+    inside a region enters and leaves it around these::
+
+        splitkit.register_region("scaled", enter_scale, exit_scale)
+
+        old = enter_scale(2.0) ─┐             part 0: enter_scale(2.0), mm, exit_scale
+        mm                      │   split ==>
+        relu                    │             part 1: enter_scale(2.0), relu, exit_scale
+        exit_scale(old)        ─┘
+
+    A graph contains such nodes if you write them, or if your tracer takes the functions for leaves; tracers that run
+    them (``torch.export``) leave no trace of the region. Registering the same pair again changes nothing.
+
+    Args:
+        name: of the kind of region, for messages.
+        enter: opens it. Its arguments must be constants or attributes of the graph.
+        exit: takes what ``enter`` returned, and nothing else, and restores what ``enter`` saw.
+        state: what the region changes, where that is not its own: kinds of one state restore each other's.
+        grad: the grad mode that ``enter`` sets and ``exit`` restores, if it does. Neither may change any other state
+            that splitkit knows (autocast, inference mode, ...).
+        handle: whether ``exit`` takes what ``enter`` returned; without, it takes nothing and closes the innermost.
+
+    Raises:
+        GraphError: SK105 if one is not callable, both are the same, or one has another meaning already.
+    """
+    key: Hashable = ("registered", name if state is None else state)
+    sets: Mapping[str, Any] = {} if grad is None else {GRAD.name: grad}
+    known = _known(enter)
+    if known is not None and (known.name, known.exit, known.handle) == (name, exit, handle):
+        return
+    _refuse_unfit(name, enter, exit, handle)
+    _add_region(Region(name, enter, exit, lambda node: key, lambda node: sets, handle))
+
+
+def _known(target: Any) -> Region | None:
+    return _BY_ENTER.get(id(target))
+
+
+def _refuse_unfit(name: str, enter: Any, exit: Any, handle: bool) -> None:
+    remedy = "Give two functions or operators that have no other meaning."
+    for what in (enter, exit):
+        if not callable(what):
+            raise GraphError("SK105", f"region {name!r}: {what!r} cannot be called", remedy)
+        shared = _BY_EXIT.get(id(what), ()) if what is exit else ()  # several kinds may have one exit
+        free = all(id(target) not in TARGETS for target in _torch.spellings(what))
+        if not free and [kind.handle for kind in shared[:1]] != [handle]:
+            raise GraphError("SK105", f"region {name!r}: {what} opens, closes or sets something already", remedy)
+    if enter is exit:
+        raise GraphError("SK105", f"region {name!r}: it is opened and closed by the same function", remedy)
+
+
+def _add_region(region: Region) -> None:
+    for target in _torch.spellings(region.enter):
+        _BY_ENTER[id(target)] = region
+        TARGETS[id(target)] = target
+    for target in _torch.spellings(region.exit):
+        _BY_EXIT[id(target)] = (*_BY_EXIT.get(id(target), ()), region)
+        TARGETS[id(target)] = target
+
+
+def _add_setting(setting: Setting) -> None:
+    writers = {setting.set: lambda value: value, **setting.writers}
+    _BY_GET[id(setting.get)] = setting
+    _BY_SET.update({id(target): (setting, value) for target, value in writers.items()})
+    TARGETS.update({id(target): target for target in (setting.get, *writers)})
+
+
+for _setting in SETTINGS.values():
+    _add_setting(_setting)
+for _region in (
+    Region("autocast", _torch.ENTER_AUTOCAST, _torch.EXIT_AUTOCAST, lambda n: ("autocast", _first(n))),
+    Region("inference_mode", _torch.ENTER_INFERENCE, _torch.EXIT_INFERENCE, lambda n: "inference_mode", _inference),
+    Region("record_function", _torch.ENTER_RECORD, _torch.EXIT_RECORD, lambda n: n),
+    Region("record_function", _torch.ENTER_OLD_RECORD, _torch.EXIT_RECORD, lambda n: n),
+    Region("saved_tensors_hooks", _torch.PUSH_HOOKS, _torch.POP_HOOKS, lambda n: n, handle=False),
+):
+    _add_region(_region)

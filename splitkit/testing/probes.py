@@ -1,0 +1,55 @@
+"""Ops that make the ambient state visible, and a region of our own: what the fuzzer and the zoo look through."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from splitkit import _torch
+from splitkit.ops import declare
+from splitkit.states import SETTINGS, register_region
+
+_level = 0
+
+
+def enter_level(level: int) -> int:
+    """Open a region in which `observe` adds ``level``; yields what was before."""
+    global _level
+    before, _level = _level, level
+    return before
+
+
+def exit_level(before: int) -> None:
+    """Close it."""
+    global _level
+    _level = before
+
+
+def observe(x: Tensor) -> Tensor:
+    """``x`` and a number that tells the ambient state in which this runs."""
+    inside = [torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")]
+    digits = [*inside, *(setting.get() not in (False, None, (False, False)) for setting in SETTINGS.values())]
+    return x + (_level + sum(2.0 ** -(1 + place) for place, digit in enumerate(digits) if digit))
+
+
+def close_all() -> None:
+    """Leave every region that a graph which raised has left open."""
+    exit_level(0)
+    while _torch.TOP_HOOKS(True) is not None:
+        _torch.POP_HOOKS()
+
+
+class Divided(nn.Module):
+    """What saved-tensors hooks do to a tensor so that its gradients show it."""
+
+    def __init__(self, by: int) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A fraction of ``x``, if it is a number that has fractions."""
+        return x / self.by if x.is_floating_point() else x
+
+
+register_region("level", enter_level, exit_level)
+declare(observe)

@@ -1,0 +1,117 @@
+"""State ops where the graph has them: for torch's passes that split a graph at its state ops and then read the parts.
+
+``torch.export`` splits at each ``_set_grad_enabled`` and wants to find it at the head of a part, once and as it was.
+Where parts are consecutive runs of the graph, asked for in their original order, that is right as well: each part
+begins in the state in which the one before it ended::
+
+    set_grad(False)                part 1: set_grad(False), sin      (elsewhere: before = is_grad_enabled(),
+    sin                      ==>                                      set_grad(False), sin, set_grad(before))
+    set_grad(True)                 part 2: set_grad(True), tan
+    tan
+
+A region that spans parts is opened again at the head of each, and closed at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby, takewhile
+
+from torch import fx
+from torch.fx import Node
+
+from splitkit import _torch
+from splitkit.cut import Subgraph
+from splitkit.dataflow import Dataflow
+from splitkit.plan import HOST, Part, PartKey, Plan
+from splitkit.scope import Scope, is_state_op, states_before
+
+_HEADS = (_torch.ENTER_AUTOCAST, _torch.EXIT_AUTOCAST, _torch.SET_GRAD)  # what torch's split_module knows
+
+
+@dataclass(frozen=True)
+class Run:
+    """The state ops of a part that is a consecutive run of the graph.
+
+    Attributes:
+        before: the state in which it begins.
+        leading: the state ops that it begins with.
+        state_ops: the others, in graph order.
+    """
+
+    before: Scope
+    leading: tuple[Node, ...]
+    state_ops: tuple[Node, ...]
+
+
+def runs_of(flow: Dataflow, labels: Mapping[Node, PartKey]) -> Mapping[PartKey, Run]:
+    """The runs that parts are, in graph order; none if they are no runs, or if there is nothing to keep.
+
+    Args:
+        flow: facts about the graph.
+        labels: the part of each node but inputs, attributes and the output, state ops included.
+    """
+    state_ops = [n for n in labels if is_state_op(n)]
+    if not all(n.target in _HEADS and (n.target is not _torch.SET_GRAD or type(n.args[0]) is bool) for n in state_ops):
+        return {}
+    groups = [(key, list(nodes)) for key, nodes in groupby(labels, key=labels.__getitem__)]
+    keys = [key for key, _ in groups]
+    if not state_ops or HOST in keys or len(set(keys)) < len(keys):
+        return {}
+    before = states_before(flow.graph)
+    return {key: _run(nodes, before[nodes[0]]) for key, nodes in groups}
+
+
+def _run(nodes: list[Node], before: Scope) -> Run:
+    leading = tuple(takewhile(is_state_op, nodes))
+    return Run(before, leading, tuple(n for n in nodes[len(leading) :] if is_state_op(n)))
+
+
+def with_bare_runs(
+    plan: Plan, units: tuple[Subgraph | Node, ...], runs: Mapping[PartKey, Run]
+) -> tuple[Plan, tuple[Subgraph | Node, ...]]:
+    """Add the parts that hold nothing but state ops, and put all in the order of the graph."""
+    made = {u.key: u for u in units if isinstance(u, Subgraph)}
+    parts = [made.get(key) or Subgraph(key, (), (), ()) for key in runs]
+    own = [u for u in units if isinstance(u, Node)]
+    output = [u for u in own if u.op == "output"]
+    known = {**{key: Part(key) for key in runs}, **plan.parts}
+    return replace(plan, parts=known), (*(u for u in own if u.op != "output"), *parts, *output)
+
+
+class RunGraph:
+    """A graph under construction that keeps the state ops of a run; what `splitkit.scoped.ScopedGraph` is elsewhere."""
+
+    def __init__(self, run: Run) -> None:
+        self.graph = fx.Graph()
+        self.attributes: dict[str, None] = {}
+        self.run = run
+        self._handles: dict[Node, Node] = {}  # of the regions that are open
+
+    def begin(self) -> None:
+        """Write the head: first the grad mode, which export looks for, then the regions; they do not interfere."""
+        leading, before = self.run.leading, self.run.before
+        modes = [n for n in leading if n.target is _torch.SET_GRAD]
+        for node in modes:
+            self.graph.node_copy(node)
+        if before.grad is not None and not modes:
+            self.graph.call_function(_torch.SET_GRAD, (before.grad,))
+        closed = [n.args[0] for n in leading]
+        for enter in (*before.regions, *leading):
+            if enter.target is _torch.ENTER_AUTOCAST and enter not in closed:
+                self.pass_by(enter)
+
+    def pass_by(self, state_op: Node) -> None:
+        """Copy a state op."""
+        copied = self.graph.node_copy(state_op, self._handles.__getitem__)
+        if state_op.target is _torch.ENTER_AUTOCAST:
+            self._handles[state_op] = copied
+        elif state_op.target is _torch.EXIT_AUTOCAST:
+            del self._handles[state_op.all_input_nodes[0]]
+
+    def end(self) -> None:
+        """Close what is open."""
+        for enter, handle in reversed(self._handles.items()):
+            leave = self.graph.call_function(_torch.EXIT_AUTOCAST, (handle,))
+            leave.meta.update(next((user.meta for user in enter.users), {}))
