@@ -82,7 +82,7 @@ class _Local:
 
     @cached_property
     def _timed(self) -> set[Node]:
-        """Nodes that must run before or after an effect: no later copy of them would be the same."""
+        """Nodes that must run before or after an effect: a copy must as well, which may close a circle of parts."""
         after = self.flow.after
         return {*after, *(n for before in after.values() for n in before)}
 

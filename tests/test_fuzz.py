@@ -87,7 +87,7 @@ BUGS = [
     Bug("effects are no edges", ORDER, "_needs", "in after[node]:", "in ():"),
     Bug("what may run once is copied", "splitkit.complete", "check", "if len(keys) > 1:", "if len(keys) > 9:"),
     Bug("parts run in the host's region", EMIT, "_Parent._call", "self._scoped.move_to(NEUTRAL)", "pass"),
-    Bug("a part leaves its region open", EMIT, "_write_part", "scoped.finish(NEUTRAL)", "pass"),
+    Bug("a part leaves its region open", EMIT, "_write_scoped", "scoped.finish(NEUTRAL)", "pass"),
     Bug(
         "settings are not set back",
         SCOPED, "ScopedGraph._write", "self._settings[name] != value:", "self._settings[name] != value is not CALLERS:",

@@ -15,7 +15,19 @@ FLOORS: list[set[str]] = [
     {"errors", "units", "ranges"},
     {"_torch", "ops", "states", "scope", "effects", "symbols", "dataflow"},  # facts about a graph; torch.fx read-only
     {"costs", "plan", "planfile", "order", "rewrite"},  # prices and plans; no fx surgery
-    {"local", "complete", "cut", "names", "modules", "assemble", "scoped", "verbatim", "writer", "emit", "split"},  # the engine
+    {
+        "local",
+        "complete",
+        "cut",
+        "names",
+        "modules",
+        "assemble",
+        "scoped",
+        "verbatim",
+        "writer",
+        "emit",
+        "split",
+    },  # the engine
     {"solvers"},  # pure: numpy and scipy, no torch
     {"policies"},  # floors 0-2 and 4 only: never the engine
     {"capture", "capture_errors", "tracing", "regions", "blocks"},  # doors to torch.export and fx

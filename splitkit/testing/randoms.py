@@ -74,7 +74,7 @@ class _Writer:
         special = (
             self.attribute, self.view, self.chunk, self.inplace, self.inplace_method, self.write_part,
             self.write_state, self.random, self.module, self.autocast, self.grad_mode, self.inference,
-            self.region, self.setting, self.saved_hooks, self.observe,
+            self.region, self.setting, self.saved_hooks, self.observe, self.number, self.size,
         )  # fmt: skip
         picked = [special[self.choose(len(special))] for _ in range(1 + self.choose(6))]
         return [self.unary, self.binary, self.product, *picked]
@@ -133,6 +133,17 @@ class _Writer:
     def write_state(self) -> None:
         state = self.graph.get_attr("state")
         self.graph.call_method("add_", (state, self.call(torch.detach, self.call(torch.sin, self.value()))))
+
+    def number(self) -> None:
+        """A float out of memory that may be written before or after."""
+        row = self.call(torch.select, self.value(), 0, self.choose(SIZE))
+        number = self.graph.call_method("item", (self.call(torch.select, row, 0, 0),))
+        number.meta["val"] = 0.5
+        self.add(torch.mul, self.value(), number)
+
+    def size(self) -> None:
+        size = self.graph.call_method("size", (self.value(),))
+        self.values.append(self.graph.call_method("expand", (self.value(), size)))
 
     def random(self) -> None:
         if self.choose(2):

@@ -1,0 +1,81 @@
+"""A module with the attributes of another, and with those of the parts that were made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx, nn
+
+from splitkit.effects import attribute
+from splitkit.names import unique
+
+
+class Mirror:
+    """A new GraphModule that has all that ``original`` has, and what ``modules`` read, under the original names.
+
+    Tensors and called modules are shared; the plain modules that only hold them are made anew. An attribute that was
+    replaced or added in one of ``modules`` is taken from there; two that differ under one name get two names.
+    """
+
+    def __init__(self, original: fx.GraphModule, modules: Iterable[fx.GraphModule]) -> None:
+        self.module = fx.GraphModule(nn.Module(), fx.Graph(), class_name=type(original).__name__)
+        self._own: set[nn.Module] = set()  # may be written to
+        self._fill(self.module, original)
+        self._names: dict[tuple[int, str], str] = {}
+        self._taken: dict[str, object] = {}
+        self._original = original
+        parts = {id(m) for m in modules}
+        read = [(m, str(n.target)) for m in modules for n in m.graph.nodes if n.op in ("get_attr", "call_module")]
+        for module, target in sorted(read, key=lambda pair: pair[1].count(".")):  # modules before what is in them
+            value = attribute(module, target)
+            if id(value) not in parts:
+                self._names[id(module), target] = self._add(module, target, value)
+
+    def name(self, module: fx.GraphModule, target: str) -> str:
+        """What the attribute ``target`` of ``module`` is called here."""
+        return self._names[id(module), target]
+
+    def _fill(self, module: nn.Module, original: nn.Module) -> None:
+        self._own.add(module)
+        module.training = original.training
+        for name, parameter in original._parameters.items():
+            module.register_parameter(name, parameter)
+        for name, buffer in original._buffers.items():
+            module.register_buffer(name, buffer, name not in original._non_persistent_buffers_set)
+        for name, child in original._modules.items():
+            if type(child) is nn.Module:
+                module.add_module(name, nn.Module())
+                self._fill(module.get_submodule(name), child)
+            else:
+                module.add_module(name, child)
+
+    def _add(self, module: fx.GraphModule, target: str, value: object) -> str:
+        if target in self._taken and self._taken[target] is not value or not self._may_hold(target, value):
+            target_here = unique(target.replace(".", "_"), self._taken, dir(self.module))
+        else:
+            target_here = target
+        self._taken[target_here] = value
+        if _find(self.module, target_here) is not value:
+            self._put(target_here, value, _owner(module, target))
+        return target_here
+
+    def _may_hold(self, target: str, value: object) -> bool:
+        """Whether ``target`` is or can be ``value`` without a change to a module that is shared."""
+        owner: object = self.module
+        *path, last = target.split(".")
+        for atom in path:
+            owner = getattr(owner, atom, None)
+            if owner is None:
+                return True
+        return owner in self._own or getattr(owner, last, None) is value
+
+    def _put(self, target: str, value: object, like: nn.Module) -> None:
+        *path, last = target.split(".")
+        owner: nn.Module = self.module
+        for atom in path:
+            if atom not in owner._modules:
+                owner.add_module(atom, nn.Module())
+                self._own.add(owner.get_submodule(atom))
+                owner.get_submodule(atom).training = like.training
+            owner = owner.get_submodule(atom)
+        ...

@@ -1,0 +1,133 @@
+"""torch's CapabilityBasedPartitioner: `BySupport` never makes more parts, and parts that run like the whole."""
+
+from __future__ import annotations
+
+import operator
+import random
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
+from torch.fx.passes.operator_support import OperatorSupportBase
+
+import splitkit as sk
+from splitkit.plan import HOST
+from splitkit.policies import BySupport
+from splitkit.testing import assert_same, zoo
+
+ZOO = {specimen.name: specimen for specimen in zoo()}
+
+
+class Support(OperatorSupportBase):
+    """A rule as torch's partitioners take it; members of a tuple are with its producer."""
+
+    def __init__(self, rule):
+        self.rule = rule
+
+    def is_node_supported(self, submodules, node):
+        while (
+            node.target is operator.getitem and isinstance(node.args[0], fx.Node) and node.args[0].op != "placeholder"
+        ):
+            node = node.args[0]
+        return node.op.startswith("call_") and self.rule(node)
+
+
+def some(seed, share=0.6):
+    """A rule that supports ``share`` of the targets of a graph."""
+    return lambda node: random.Random(f"{seed} {node.op} {node.target}").random() < share
+
+
+def counts(gm, rule):
+    """(parts of splitkit, parts of torch that hold a node which a policy places)"""
+    flow = sk.analyze(gm)
+    plan = BySupport(Support(rule)).assign(flow, sk.costs.unit(gm))
+    partitioner = CapabilityBasedPartitioner(gm, Support(rule), allows_single_node_partition=True)
+    theirs = [p for p in partitioner.propose_partitions() if any(flow.is_placeable(n) for n in p.nodes)]
+    for node in flow.nodes:
+        assert (plan.home(node) is not HOST) == rule(node)
+    return len(plan.parts), len(theirs)
+
+
+def has_effects(flow):
+    return any(flow.after.values())
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ZOO)
+def test_never_more_parts_than_torch_on_the_zoo(name, seed):
+    """Where effects order the graph, torch's count is no measure: it moves nodes across writes."""
+    gm = ZOO[name].graph
+    ours, theirs = counts(gm, some(seed))
+    assert ours <= theirs or has_effects(sk.analyze(gm))
+    assert_same(gm, sk.split(gm, BySupport(Support(some(seed)))), *ZOO[name].inputs, tolerance=ZOO[name].tolerance)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+def test_never_more_parts_than_torch_on_models(small, name):
+    model, inputs = small(name)
+    if name == "t5":
+        inputs = {**inputs, "decoder_input_ids": inputs["input_ids"]}
+    gm = sk.capture(model.eval(), **inputs)
+    assert not has_effects(sk.analyze(gm)) or name == "t5"
+    for unsupported in (
+        ["aten.softmax"],
+        ["aten.layer_norm", "aten.mean"],
+        ["aten.linear"],
+        ["aten.gelu", "aten.silu"],
+    ):
+        names = tuple(unsupported)
+        ours, theirs = counts(gm, lambda node, names=names: not str(node.target).startswith(names))
+        assert 1 <= ours <= theirs
+
+
+def test_split_module_leaves_in_the_parent_what_has_no_part(small):
+    """As `fuse_by_partitions` does: unsupported nodes stay, in the order and with the meta that they had."""
+    model, inputs = small("bert")
+    gm = sk.capture(model.eval(), **inputs)
+    plan = BySupport(lambda n: "softmax" not in n.name and "layer_norm" not in n.name).assign(
+        sk.analyze(gm), sk.costs.unit(gm)
+    )
+    split = sk.split_module(gm, None, lambda node: plan.home(node), keep_original_order=True)
+    left = [n.name for n in gm.graph.nodes if "softmax" in n.name or "layer_norm" in n.name]
+    kept = [n for n in split.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+    assert [n.name for n in kept] == left and all("val" in n.meta for n in kept)
+    assert len([n for n in split.graph.nodes if n.op == "call_module"]) == len(plan.parts)
+    assert torch.equal(split(**inputs).logits, model(**inputs).logits)
+
+
+def layered(seed, width=6, depth=12):
+    """Several chains that read from each other."""
+    dice = random.Random(seed)
+    graph = fx.Graph()
+    values = [graph.placeholder(f"x{i}") for i in range(width)]
+    for _ in range(depth * width):
+        op = dice.choice((torch.sin, torch.cos, torch.tanh, torch.add))
+        args = dice.sample(values[-2 * width :], 2 if op is torch.add else 1)
+        values.append(graph.call_function(op, tuple(args)))
+    graph.output(tuple(values[-width:]))
+    return fx.GraphModule(nn.Module(), graph)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+def test_never_more_parts_than_torch_on_random_graphs(share):
+    for seed in range(20):
+        ours, theirs = counts(layered(seed), lambda n, seed=seed: random.Random(f"{seed} {n}").random() < share)
+        assert ours <= theirs
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_plan_has_fewer_parts(seed):
+    """The longest chain of supported nodes with an unsupported one between any two is a bound that is met."""
+    gm = layered(seed)
+    depth = {}
+    for node in gm.graph.nodes:
+        before = [depth.get(n, (0, 0)) for n in node.all_input_nodes]
+        supported, crossed = max((s for s, _ in before), default=0), max((c for _, c in before), default=0)
+        if node.op == "call_function":
+            # (parts that a chain up to here needs; the same after an unsupported node)
+            depth[node] = (
+                (supported, supported + 1) if node.target is torch.sin else (max(supported, crossed, 1), crossed)
+            )
+    ours, _ = counts(gm, lambda n: n.target is not torch.sin)
+    assert ours == max(s for s, _ in depth.values())
