@@ -31,14 +31,17 @@ if TYPE_CHECKING:
     from splitkit.errors import PlanError as PlanError
     from splitkit.errors import PolicyError as PolicyError
     from splitkit.errors import SplitError as SplitError
+    from splitkit.inline import inline as inline
     from splitkit.plan import HOST as HOST
     from splitkit.plan import Part as Part
     from splitkit.plan import Plan as Plan
     from splitkit.plan import Policy as Policy
     from splitkit.report import report as report
+    from splitkit.rewrite import condense as condense
     from splitkit.rewrite import merge as merge
     from splitkit.rewrite import prune as prune
     from splitkit.rewrite import refine as refine
+    from splitkit.rewrite import relay as relay
     from splitkit.rewrite import rematerialize as rematerialize
     from splitkit.split import Split as Split
     from splitkit.split import plan as plan
@@ -61,11 +64,14 @@ _HOME = {
     "analyze": "dataflow",
     "capture": "capture",
     "compare": "compare",
+    "condense": "rewrite",
+    "inline": "inline",
     "merge": "rewrite",
     "plan": "split",
     "prune": "rewrite",
     "refine": "rewrite",
     "register_region": "states",
+    "relay": "rewrite",
     "rematerialize": "rewrite",
     "report": "report",
     "split": "split",

@@ -11,10 +11,10 @@ from torch.fx import Node
 from splitkit import _torch
 from splitkit.assemble import carry_hooks
 from splitkit.dataflow import Dataflow, analyze
-from splitkit.flatten import FREE, Flat, flatten, modules_of
+from splitkit.flatten import Flat, flatten
+from splitkit.frames import FREE, is_for_regions, modules_of
 from splitkit.mirror import Mirror
 from splitkit.names import unique
-from splitkit.plan import PartKey
 from splitkit.scope import NEUTRAL
 from splitkit.scoped import ScopedGraph
 from splitkit.split import Split
@@ -66,7 +66,7 @@ def _order(flat: Flat, gm: fx.GraphModule, original: Dataflow) -> list[tuple[int
     after = analyze(gm).after  # of added nodes too
     first = max((i for n, i in original.index.items() if n.op == "placeholder"), default=-1)
     number = {node: i for i, node in enumerate(flat.graph.nodes)}
-    place = {n: p if n.op == "placeholder" else max(p, (first, 1)) for n, p in flat.place.items()}
+    place = {n: p if n in flat.origin else max(p, (first, 1)) for n, p in flat.place.items()}
     waits = {node: {*node.all_input_nodes, *after[node]} for node in number}
     users: dict[Node, list[Node]] = {}
     for node, before in waits.items():
@@ -106,6 +106,9 @@ def _write(flat: Flat, order: list[tuple[int, Node]], split: Split, anew: bool) 
     index, other = next(others)
     for reached, node in order:
         while index < reached:
+            for read in other.all_input_nodes:
+                if read.op == "get_attr" and read not in whole:  # erased in the parts
+                    whole[read] = writer.copy(read, whole.__getitem__)
             if all(read in whole for read in other.all_input_nodes):
                 whole[other] = writer.copy(other, whole.__getitem__)
             index, other = next(others)
@@ -129,6 +132,7 @@ def _others(split: Split, anew: bool) -> Iterator[tuple[int, Node]]:
     """The nodes of the original that no part has, with their index."""
     flow, places = split.flow, split.plan.places
     for node, index in flow.index.items():
-        if (node not in flow.scope and not anew) or places.get(node, (None,)) == ():
+        of_regions = node not in flow.scope or is_for_regions(node, flow.scope)
+        if not (anew and of_regions) and (of_regions or not places[node]):
             yield index, node
     yield len(flow.index), next(iter(flow.index))

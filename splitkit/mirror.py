@@ -50,7 +50,8 @@ class Mirror:
                 module.add_module(name, child)
 
     def _add(self, module: fx.GraphModule, target: str, value: object) -> str:
-        if target in self._taken and self._taken[target] is not value or not self._may_hold(target, value):
+        differs = target in self._taken and self._taken[target] is not value
+        if differs or not self._may_hold(target, value):
             target_here = unique(target.replace(".", "_"), self._taken, dir(self.module))
         else:
             target_here = target
@@ -78,4 +79,18 @@ class Mirror:
                 self._own.add(owner.get_submodule(atom))
                 owner.get_submodule(atom).training = like.training
             owner = owner.get_submodule(atom)
-        ...
+        if last in like._buffers:
+            owner.register_buffer(last, like._buffers[last], last not in like._non_persistent_buffers_set)
+        else:
+            setattr(owner, last, value)
+
+
+def _owner(module: nn.Module, target: str) -> nn.Module:
+    return module.get_submodule(target.rpartition(".")[0])
+
+
+def _find(module: nn.Module, target: str) -> object:
+    found: object = module
+    for atom in target.split("."):
+        found = getattr(found, atom, None)
+    return found

@@ -9,7 +9,7 @@ import reprlib
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import fx
@@ -46,6 +46,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "kind": "splitkit plan",
         "graph": fingerprint(graph) if graph else None,
         "note": plan.note,
+        "routing": plan.routing,
         "parts": [
             {
                 "key": name,
@@ -83,7 +84,14 @@ def from_dict(graph: fx.Graph, data: Mapping[str, Any]) -> Plan:
         by_name[name]: tuple(None if i is None else parts[i].key for i in where)
         for name, where in data["places"].items()
     }
-    return Plan(places, {p.key: p for p in parts}, str(data.get("note", "")))
+    return Plan(places, {p.key: p for p in parts}, str(data.get("note", "")), _routing(data.get("routing", "direct")))
+
+
+def _routing(data: object) -> Literal["direct", "relay"]:
+    """How values travel; files of before there was a choice do not say."""
+    if data != "direct" and data != "relay":
+        raise _damaged("routing", data, "'direct' or 'relay'")
+    return "direct" if data == "direct" else "relay"
 
 
 def _parts(data: object) -> list[Part]:

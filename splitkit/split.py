@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import fx, nn
@@ -27,6 +27,9 @@ from splitkit.order import part_order
 from splitkit.plan import HOST, PartKey, Plan, Policy, PolicyLike, as_plan
 from splitkit.rewrite import condense, refine
 from splitkit.verbatim import runs_of
+
+if TYPE_CHECKING:
+    from networkx import DiGraph
 
 OnCycle = Literal["error", "refine", "merge"]
 _WAYS_OUT: Mapping[str, Callable[[Dataflow, Plan], Plan]] = {"refine": refine, "merge": condense}
@@ -75,19 +78,39 @@ class Split:
         groups: dict[int, dict[str, str]] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             owner = name.split(".")[0]
-            groups.setdefault(id(parameter), {})[name] = owner if owner in self._names.values() else ""
+            groups.setdefault(id(parameter), {})[name] = owner if owner in self.names.values() else ""
         return tuple(tuple(names) for names in groups.values() if len(set(names.values())) > 1)
 
+    def __post_init__(self) -> None:
+        _ = self.names  # while the children of the parent are the parts: users may replace them
+
     @cached_property
-    def _names(self) -> Mapping[PartKey, str]:
+    def names(self) -> Mapping[PartKey, str]:
         """Part -> what its module is called in the parent."""
         names = {id(child): name for name, child in self.module.named_children()}
         return {key: names[id(part)] for key, part in self.parts.items()}
 
+    def to_networkx(self) -> DiGraph[Any]:
+        """The parts as a graph without circles.
+
+        Its nodes are the parts, and the original's nodes that the host has: the inputs, the output, and what else it
+        computes or holds. So ``split.to_networkx().subgraph(split.parts)`` is the parts alone::
+
+            x ──> part 0 ──> part 1 ──> output
+
+        Attributes of a node: ``kind`` (``"part"``, or the op of a node of the host), ``name`` (of the module, or the
+        node), ``nodes`` (how many it computes) and ``device``. Attributes of an edge: ``values`` (the names of what is
+        handed on), ``bytes`` (of these, as far as sizes are known) and ``effect``: true where nothing is handed on,
+        and one has to wait for what the other does to memory, random numbers or the outside world.
+        """
+        from splitkit.partgraph import part_graph
+
+        return part_graph(self.flow, self.plan, self.subgraphs, self.names, self.copies[HOST])
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Split:
         """A split with modules of its own; plan and facts are about the same original graph."""
         module = copy.deepcopy(self.module, memo)
-        parts = {key: cast(fx.GraphModule, module.get_submodule(name)) for key, name in self._names.items()}
+        parts = {key: cast(fx.GraphModule, module.get_submodule(name)) for key, name in self.names.items()}
         copies: dict[PartKey, Mapping[Node, Node]] = {}
         for key, made in self.copies.items():
             by_name = {n.name: n for n in (module if key is HOST else parts[key]).graph.nodes}

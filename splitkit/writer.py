@@ -34,14 +34,14 @@ class Writer:
         self._keep_names = keep_names
         self._bases: dict[int, str] = {}  # id of a target -> the name that fx gives; targets live as long as the graph
 
-    def copy(self, node: Node, value: Callable[[Node], Any], target: Any = None) -> Node:
+    def copy(self, node: Node, value: Callable[[Node], Any], target: Any = None, name: str | None = None) -> Node:
         """Append a copy of ``node`` that reads ``value(n)`` where ``node`` reads ``n``."""
         target = node.target if target is None else target
         args, kwargs = _map_arg(node.args, value), node.kwargs
         if kwargs:
             kwargs = _map_arg(kwargs, value)
         if self._keep_names:
-            copied = self._append(self.graph, node.op, target, args, kwargs, node.name, node.type)
+            copied = self._append(self.graph, node.op, target, args, kwargs, name or node.name, node.type)
         else:
             name = self._bases.get(id(target)) or self._base_of(target)
             copied = self._append(self.graph, node.op, target, args, kwargs, name, node.type, True)

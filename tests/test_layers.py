@@ -26,7 +26,12 @@ FLOORS: list[set[str]] = [
         "verbatim",
         "writer",
         "emit",
+        "partgraph",
         "split",
+        "frames",
+        "flatten",
+        "mirror",
+        "inline",
     },  # the engine
     {"solvers"},  # pure: numpy and scipy, no torch
     {"policies"},  # floors 0-2 and 4 only: never the engine

@@ -16,8 +16,8 @@ import splitkit.testing
 FRONT_DOOR = {
     "CaptureError", "CheckError", "Comparison", "CycleError", "Dataflow", "FileError", "GraphError", "HOST",
     "NoPlanError", "Part", "Plan", "PlanError", "Policy", "PolicyError", "Split", "SplitError",
-    "analyze", "capture", "compare", "merge", "plan", "prune", "refine", "register_region", "rematerialize", "report",
-    "split", "split_module", "costs", "policies", "testing",
+    "analyze", "capture", "compare", "condense", "inline", "merge", "plan", "prune", "refine", "register_region", "relay", "rematerialize",
+    "report", "split", "split_module", "costs", "policies", "testing",
 }  # fmt: skip
 
 
@@ -41,11 +41,12 @@ def test_what_a_public_module_lists_it_has(module):
 def test_functions_are_not_hidden_by_modules_of_their_name():
     import splitkit.capture
     import splitkit.compare
+    import splitkit.inline
     import splitkit.plan
     import splitkit.report
     import splitkit.split
 
-    for name in ("capture", "compare", "plan", "report", "split"):
+    for name in ("capture", "compare", "inline", "plan", "report", "split"):
         assert callable(getattr(splitkit, name)) and not isinstance(getattr(splitkit, name), ModuleType)
 
 

@@ -15,6 +15,7 @@ from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.errors import GraphError
 from splitkit.scope import is_state_op
+from splitkit.symbols import value_of
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -36,8 +37,8 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
 
 
 def value_bytes(node: Node) -> int:
-    """Bytes of the tensors that ``node`` yields, 0 if its ``meta["val"]`` is missing."""
-    return sum(tensor_bytes(t) for t in tensors(node.meta.get("val")))
+    """Bytes of the tensors that ``node`` yields, 0 if neither ``meta["val"]`` nor ``meta["example_value"]`` tells."""
+    return sum(tensor_bytes(t) for t in tensors(value_of(node)))
 
 
 def read_bytes(root: nn.Module, node: Node) -> int:

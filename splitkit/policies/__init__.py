@@ -1,9 +1,23 @@
 """Policies: frozen dataclasses that decide which part computes which node."""
 
+from splitkit.policies.around_ops import AroundOps
+from splitkit.policies.at_markers import AtMarkers
+from splitkit.policies.buckets import Buckets
 from splitkit.policies.by_device import ByDevice
 from splitkit.policies.by_name import ByName
+from splitkit.policies.by_support import BySupport
 from splitkit.policies.random import Random
 from splitkit.policies.round_robin import RoundRobin
 from splitkit.policies.stages import Stages
 
-__all__ = ["ByDevice", "ByName", "Random", "RoundRobin", "Stages"]
+__all__ = [
+    "AroundOps",
+    "AtMarkers",
+    "Buckets",
+    "ByDevice",
+    "ByName",
+    "BySupport",
+    "Random",
+    "RoundRobin",
+    "Stages",
+]

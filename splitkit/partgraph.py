@@ -1,0 +1,69 @@
+"""The parts of a split as a graph for networkx: who gives what to whom, and who must wait for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch.fx import Node
+
+from splitkit.costs.sizes import value_bytes
+from splitkit.cut import Subgraph
+from splitkit.dataflow import Dataflow, reads
+from splitkit.order import Unit, unit_needs
+from splitkit.plan import HOST, PartKey, Plan
+
+if TYPE_CHECKING:
+    from networkx import DiGraph
+
+
+def part_graph(
+    flow: Dataflow,
+    plan: Plan,
+    subgraphs: Mapping[PartKey, Subgraph],
+    names: Mapping[PartKey, str],
+    own: Iterable[Node],
+) -> DiGraph[Any]:
+    """The graph that `splitkit.split.Split.to_networkx` describes.
+
+    Args:
+        flow: facts about the original graph.
+        plan: the complete plan.
+        subgraphs: the parts, in the order of execution.
+        names: part -> what its module is called.
+        own: the nodes that the host has.
+    """
+    from networkx import DiGraph
+
+    graph: DiGraph[Any] = DiGraph()
+    own = sorted(own, key=flow.index.__getitem__)
+    for node in own:
+        graph.add_node(node, kind=node.op, name=node.name, nodes=1, device=None)
+    for key, sub in subgraphs.items():
+        graph.add_node(key, kind="part", name=names[key], nodes=len(sub.nodes), device=plan.parts[key].device)
+    holder: dict[Node, Any] = {node: node for node in own}  # who hands a value on: its home, or the last of a relay
+    for key, sub in subgraphs.items():
+        for value in sub.inputs:
+            _carry(graph, holder[value], key, value)
+        holder |= dict.fromkeys(sub.outputs, key)
+    for node in own:
+        for value in reads(node):
+            _carry(graph, holder[value], node, value)
+    for unit, needs in unit_needs(flow, plan).items():
+        for other in needs:
+            if not graph.has_edge(_vertex(other), _vertex(unit)):
+                graph.add_edge(_vertex(other), _vertex(unit), values=(), bytes=0, effect=True)
+    return graph
+
+
+def _carry(graph: DiGraph[Any], source: Any, reader: Any, value: Node) -> None:
+    if not graph.has_edge(source, reader):
+        graph.add_edge(source, reader, values=(), bytes=0, effect=False)
+    edge = graph.edges[source, reader]
+    edge["values"] += (value.name,)
+    edge["bytes"] += value_bytes(value)
+
+
+def _vertex(unit: Unit) -> Any:
+    key, node = unit
+    return node if key is HOST else key

@@ -1,0 +1,80 @@
+"""Cut around listed ops: what piecewise compilation and CUDA graphs need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch.fx import Node
+
+from splitkit.costs import Costs
+from splitkit.dataflow import Dataflow
+from splitkit.plan import PartKey, Plan
+from splitkit.policies.matching import Ops, Rule, rule_of
+from splitkit.policies.sizes import ask_sizes_again
+
+_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+
+
+@dataclass(frozen=True)
+class AroundOps:
+    """Each run of consecutive listed ops is one part, and what lies between two of them is one part.
+
+    Parts are numbered in the order of execution, which is graph order, so that no write is passed. **Odd parts hold
+    listed ops, even ones what lies between** (see `is_listed`); there is no part 0 if a listed op comes first::
+
+        rms qkv attn out norm moe mlp      ops = [attn, moe]
+        ──0──── ─1── ──2───── ─3─ ─4─
+
+    What only allocates makes no part of its own: it joins the part before the listed ops (so that a buffer which
+    attention fills has the address that a CUDA graph saw), or the listed ops themselves where that is too early. Nor
+    does a ``torch.Size`` cross: each part asks again.
+
+    The rule is vLLM's ``split_graph`` (vllm/compilation/backends.py) and TensorRT-LLM's piecewise optimizer.
+
+    Attributes:
+        ops: ops, names of ops, or a rule ``node -> bool``; see `splitkit.policies.matching.Ops`. Ops that the graph
+            does not have are no error: such lists are written for many models.
+    """
+
+    ops: Ops
+
+    @staticmethod
+    def is_listed(key: PartKey) -> bool:
+        """Whether part ``key`` of such a plan holds listed ops."""
+        return isinstance(key, int) and key % 2 == 1
+
+    def assign(self, flow: Dataflow, costs: Costs) -> Plan:
+        """Parts are ints; SK302 for what is no op."""
+        labels = _number(flow, rule_of(self, self.ops, flow))
+        listed = sum(map(self.is_listed, set(labels.values())))
+        return ask_sizes_again(flow, Plan.of(labels, note=f"cut around {listed} runs of listed ops"))
+
+
+def _number(flow: Dataflow, listed: Rule) -> dict[Node, int]:
+    runs = [(is_listed, list(run)) for is_listed, run in groupby(flow.nodes, listed)]
+    idle = [not is_listed and all(map(_only_allocates, run)) for is_listed, run in runs]
+    first = part = int(bool(runs) and (runs[0][0] or (idle[0] and len(runs) > 1)))
+    labels: dict[Node, int] = {}
+    for (is_listed, run), empty in zip(runs, idle, strict=True):
+        if not empty:
+            part += is_listed != part % 2
+        for node in run:
+            early = empty and part > first and _is_ready(flow, node, labels, part - 1)
+            labels[node] = part - early
+    return labels
+
+
+def _is_ready(flow: Dataflow, node: Node, labels: Mapping[Node, int], part: int) -> bool:
+    return all(labels[n] <= part for n in (*flow.inputs(node), *flow.after.get(node, ())))
+
+
+def _only_allocates(node: Node) -> bool:
+    """It reserves memory, or computes the size of what is reserved."""
+    value = node.meta.get("val", node.meta.get("example_value"))
+    if isinstance(value, int | torch.SymInt | torch.Size):
+        return True
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return node.op != "call_module" and str(name).partition(".")[0] in _ALLOCATIONS

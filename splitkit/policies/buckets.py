@@ -1,0 +1,93 @@
+"""Buckets of parameters in the order in which their gradients become ready: all-reduce while backward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+from torch.fx import Node
+
+from splitkit.costs import Costs
+from splitkit.costs.sizes import tensor_bytes
+from splitkit.dataflow import Dataflow
+from splitkit.effects import attribute
+from splitkit.plan import Plan
+from splitkit.policies.parameters import positive
+from splitkit.policies.readers import given_back, readers_of
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Consecutive parts whose parameters fill a bucket, counted from the end of the graph, where backward begins.
+
+    A bucket is closed as soon as it holds ``bytes`` or more and some value of it is used outside. Nodes before the
+    first parameter belong to the first part. Parts are numbered in graph order, so the *last* one is ready first::
+
+        w1 (4)   w2 (4)   w3 (4)   w4 (4)    bytes = 8, first = 4
+        ──0───  ──1────────────── ──2───
+
+    The rule is that of ``torch._dynamo.backends.distributed.DDPOptimizer``, and so are the parts, but for parameters
+    with several readers. They are counted once, at the reader that comes first in the graph: its backward is the last
+    to add to the gradient, and only then can that be sent.
+
+    Attributes:
+        bytes: when a bucket is full.
+        first: when the bucket that is ready first is full, as ``bytes`` if not given. DDP keeps it small (1 MiB), so
+            that sending begins early.
+    """
+
+    bytes: int
+    first: int | None = None
+
+    def __post_init__(self) -> None:
+        positive(self, "bytes", self.bytes)
+        if self.first is not None:
+            positive(self, "first", self.first)
+
+    def assign(self, flow: Dataflow, costs: Costs) -> Plan:
+        """Parts are ints; parameters that need no gradient, or that DDP was told to ignore, do not count."""
+        cap = self.bytes if self.first is None else self.first
+        own, readers, given = _parameter_bytes(flow), readers_of(flow), given_back(flow)
+        bucket: dict[Node, int] = {}
+        number = size = total = 0
+        is_used = False
+        for node in reversed(flow.nodes):
+            if size >= cap and is_used:
+                number, size, cap, is_used = number + 1, 0, self.bytes, False
+            bucket[node] = number
+            size, total = size + own.get(node, 0), total + own.get(node, 0)
+            is_used |= node in given or any(bucket[reader] != number for reader in readers[node])
+        last = number if size or not number else number - 1  # a preamble without parameters joins what follows it
+        labels = {node: max(last - bucket[node], 0) for node in flow.nodes}
+        return Plan.of(labels, f"{last + 1} buckets of {total} bytes of parameters")
+
+
+def _parameter_bytes(flow: Dataflow) -> dict[Node, int]:
+    """Bytes of the parameters that a node is the first to read."""
+    seen: set[int] = set()
+    own: dict[Node, int] = {}
+    for node in flow.nodes:
+        for parameter in _parameters(flow, node):
+            counts = parameter.requires_grad and not getattr(parameter, "_ddp_ignored", False)
+            if counts and id(parameter) not in seen:
+                seen.add(id(parameter))
+                own[node] = own.get(node, 0) + tensor_bytes(parameter)
+    return own
+
+
+def _parameters(flow: Dataflow, node: Node) -> Iterator[nn.Parameter]:
+    """Attributes, parameters of called modules, and the inputs that Dynamo makes of parameters."""
+    sources = [flow.root.get_submodule(str(node.target))] if node.op == "call_module" else []
+    for read in node.all_input_nodes:
+        value: object = None
+        if read.op == "get_attr":
+            value = attribute(flow.root, str(read.target))
+        elif read.op == "placeholder":
+            value = read.meta.get("example_value")
+        if isinstance(value, nn.Parameter):
+            yield value
+        elif isinstance(value, nn.Module):
+            sources.append(value)
+    for module in sources:
+        yield from module.parameters()
