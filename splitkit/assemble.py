@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from splitkit import _torch
 from splitkit.effects import attribute
-from splitkit.modules import EagerPart, LazyPart
+from splitkit.modules import EagerPart, LazyParent, LazyPart, bare_part
 from splitkit.names import Style
 
 
@@ -35,6 +34,8 @@ def module_of(
         parts: names of modules that will be added later.
     """
     name = "GraphModule" if style.like_torch else type(original).__name__
+    if is_part and not attributes:
+        return bare_part(lazy, graph, name, original.training)
     module = _class_of(lazy, is_part)(_root(original, attributes, parts), graph, class_name=name)
     for own, source in attributes.items():
         _like_original(module, own, original, source)
@@ -44,7 +45,7 @@ def module_of(
 def _class_of(lazy: bool, is_part: bool) -> type[fx.GraphModule]:
     if is_part:
         return LazyPart if lazy else EagerPart
-    return _torch.LazyGraphModule if lazy else fx.GraphModule
+    return LazyParent if lazy else fx.GraphModule
 
 
 def add_parts(module: fx.GraphModule, parts: Mapping[str, fx.GraphModule]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from splitkit.dataflow import Dataflow
-from splitkit.order import part_order
+from splitkit.order import Crossings, crossings, part_order
 from splitkit.plan import HOST, PartKey, Plan
 
 
@@ -45,8 +45,9 @@ def cut(flow: Dataflow, plan: Plan, as_met: bool = False) -> tuple[Subgraph | No
     Raises:
         CycleError: SK203 when parts depend on each other in a circle.
     """
-    borders = _Borders(flow, plan)
-    units = part_order(flow, plan)
+    crossing = crossings(plan.places)
+    borders = _Borders(flow, plan, crossing)
+    units = part_order(flow, plan, crossing)
     if plan.routing == "relay":
         borders.relay([key for key, node in units if node is None])
 
@@ -61,21 +62,19 @@ def cut(flow: Dataflow, plan: Plan, as_met: bool = False) -> tuple[Subgraph | No
 class _Borders:
     """What each part computes, and what crosses its border, in the order in which it is met."""
 
-    def __init__(self, flow: Dataflow, plan: Plan) -> None:
+    def __init__(self, flow: Dataflow, plan: Plan, crossing: Crossings) -> None:
         self.nodes: dict[PartKey, list[Node]] = defaultdict(list)
         self.inputs: dict[PartKey, dict[Node, None]] = defaultdict(dict)
         self.outputs: dict[PartKey, dict[Node, None]] = defaultdict(dict)
         self._flow, self._places = flow, plan.places
-        places, nodes = plan.places, self.nodes
-        for node, keys in places.items():
+        for node, keys in plan.places.items():
             for key in keys:
-                nodes[key].append(node)
-            for read in node.all_input_nodes:
-                sources = places.get(read, keys)  # a state op has no place
-                if sources is not keys and sources != keys:
-                    for key in keys:
-                        if key not in sources:
-                            self._cross(read, sources[0], key)
+                self.nodes[key].append(node)
+        for node, reads in crossing.items():
+            for value, sources in reads:
+                for key in plan.places[node]:
+                    if key not in sources:
+                        self._cross(value, sources[0], key)
 
     def _cross(self, value: Node, source: PartKey, reader: PartKey) -> None:
         self.outputs[source][value] = None

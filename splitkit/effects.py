@@ -154,13 +154,17 @@ def _concerned(
     if all_:
         return effects
     if not members:
-        return acting
-    found = dict.fromkeys(acting)
+        return [n for n, e in acting.items() if not _only_aliases(e)]
+    found = dict.fromkeys(n for n, e in acting.items() if not _only_aliases(e))
     for item in members:
         if isinstance(item, Node):
             found[item] = None
             found |= item.users
     return [n for n in effects if n in found]
+
+
+def _only_aliases(e: Effects) -> bool:
+    return not (e.random or e.writes or e.writes_state or e.impure or e.check or e.ambient or not e.known)
 
 
 def _alias_classes(acting: Mapping[Node, Effects], effects: Mapping[Node, Effects], root: torch.nn.Module) -> _Classes:

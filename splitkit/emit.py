@@ -20,7 +20,7 @@ from splitkit.plan import HOST, PartKey, Plan
 from splitkit.scope import NEUTRAL, Scope, region_attributes
 from splitkit.scoped import ScopedGraph
 from splitkit.verbatim import Run, RunGraph, with_bare_runs
-from splitkit.writer import Writer
+from splitkit.writer import LeanGraph, Writer
 
 
 @dataclass(frozen=True)
@@ -65,21 +65,22 @@ def emit(
     if runs:
         plan, units = with_bare_runs(plan, units, runs)
     subgraphs = [u for u in units if isinstance(u, Subgraph)]
-    attributed = [u for u in units if isinstance(u, Node) and u.op in ("get_attr", "call_module")]
-    taken = {target.split(".")[0] for target in [*(str(u.target) for u in attributed), *region_attributes(flow.scope)]}
+    read = [str(u.target) for u in units if isinstance(u, Node) and u.op in ("get_attr", "call_module")]
+    taken = {target.split(".")[0] for target in (*read, *region_attributes(flow.scope))}
     names = part_names([s.key for s in subgraphs], taken, style)
     parts: dict[PartKey, fx.GraphModule] = {}
     attributes: dict[str, Mapping[str, str]] = {}
     copies: dict[PartKey, Mapping[Node, Node]] = {}
+    bases: dict[int, str] = {}
     for sub in subgraphs:
-        written = _write_part(sub, flow, style, runs.get(sub.key))
+        written = _write_part(sub, flow, style, runs.get(sub.key), bases)
         attributes[names[sub.key]] = written.attributes
         parts[sub.key] = module_of(flow.root, written.graph, written.attributes, style, lazy, is_part=True)
         copies[sub.key] = {n: written.env[n] for n in sub.nodes}
     parent = _Parent(flow, plan, style, names, NEUTRAL if runs else flow.final)
     parent.write(units)
-    copies[HOST] = {u: parent.env[u] for u in units if isinstance(u, Node)}
-    attributes[""] = {target: target for target in [*(str(u.target) for u in attributed), *parent.region_attributes]}
+    copies[HOST] = parent.copies
+    attributes[""] = {name: name for name in parent.attributes}
     module = module_of(flow.root, parent.graph, attributes[""], style, lazy, parts=names.values())
     add_parts(module, {names[key]: part for key, part in parts.items()})
     module.meta = {**_torch.meta_of(flow.root), "partition_names": set(names.values())}
@@ -94,10 +95,10 @@ class _Written:
     attributes: Mapping[str, str]
 
 
-def _write_part(sub: Subgraph, flow: Dataflow, style: Style, run: Run | None) -> _Written:
+def _write_part(sub: Subgraph, flow: Dataflow, style: Style, run: Run | None, bases: dict[int, str]) -> _Written:
     """The graph of a part: its inputs, the attributes that it reads, its nodes in their scopes, its output."""
-    scoped = RunGraph(run) if run else ScopedGraph()
-    writer = Writer(scoped.graph, style.original_node_names)
+    writer = Writer(LeanGraph(), style.original_node_names, bases)
+    scoped = RunGraph(run, writer.graph) if run else ScopedGraph(writer)
     env: dict[Node, Node] = {}
     for number, value in enumerate(sub.inputs):
         name = value.name if style.original_input_names else f"arg_{number}"
@@ -124,7 +125,7 @@ def _write_part(sub: Subgraph, flow: Dataflow, style: Style, run: Run | None) ->
     output = writer.append("output", "output", (values[0] if single else values,), "output")
     _describe(output, sub.outputs, single)
     targets = [*(str(n.target) for n in read), *called, *scoped.attributes]
-    return _Written(scoped.graph, env, {renamed.get(target, target): target for target in targets})
+    return _Written(writer.graph, env, {renamed.get(target, target): target for target in targets})
 
 
 def _write_scoped(sub: Subgraph, flow: Dataflow, scoped: ScopedGraph, copy: Callable[[Node], None]) -> None:
@@ -155,11 +156,10 @@ class _Parent:
 
     def __init__(self, flow: Dataflow, plan: Plan, style: Style, names: Mapping[PartKey, str], final: Scope) -> None:
         self._flow, self._plan, self._style, self._names, self._final = flow, plan, style, names, final
-        self._scoped = ScopedGraph()
-        self.graph = self._scoped.graph
-        self.region_attributes = self._scoped.attributes
+        self.graph = LeanGraph()
         self.graph.set_codegen(_torch.codegen_of(flow.graph))
         self._writer = Writer(self.graph, style.original_node_names)
+        self._scoped = ScopedGraph(self._writer)
         self.env: dict[Node, Node] = {}  # a value -> where the parent has it now
         self.copies: dict[Node, Node] = {}
 

@@ -97,8 +97,8 @@ def _regions_are_kept(flat: Flat, order: list[tuple[int, Node]], original: Dataf
 
 def _write(flat: Flat, order: list[tuple[int, Node]], split: Split, anew: bool) -> fx.Graph:
     """Write the nodes, and those of the original that no part has: state ops, and what `prune` dropped."""
-    scoped = ScopedGraph()
-    writer = Writer(scoped.graph)
+    writer = Writer(fx.Graph())
+    scoped = ScopedGraph(writer)
     env: dict[Node, Node] = {}  # of the flat graph
     whole: dict[Node, Node] = {}  # of the original
     names = {node.name for node in split.flow.index}

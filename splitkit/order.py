@@ -23,16 +23,36 @@ def unit_of(node: Node, key: PartKey) -> Unit:
     return (key, node if key is HOST else None)
 
 
-def part_order(flow: Dataflow, plan: Plan) -> list[Unit]:
+Crossings = dict[Node, list[tuple[Node, tuple[PartKey, ...]]]]
+"""reader -> what it reads that is not computed wherever it is itself: (value, the places of the value)."""
+
+
+def crossings(places: Mapping[Node, tuple[PartKey, ...]]) -> Crossings:
+    """The reads that leave a part, or stay in the host, where each node is a unit of its own; in graph order."""
+    found: Crossings = {}
+    for node, keys in places.items():
+        for read in node.all_input_nodes:
+            sources = places.get(read)  # neither a state op nor a free attribute has one
+            if sources and (sources != keys or keys == _IN_HOST):
+                found.setdefault(node, []).append((read, sources))
+    return found
+
+
+def part_order(flow: Dataflow, plan: Plan, crossing: Crossings | None = None) -> list[Unit]:
     """The units of a *complete* or partial plan in an order that respects data and effects.
 
     Among those that are ready, the one whose first node came first in the graph runs first (Kahn's algorithm with a
     heap), so the order is the same in every process.
 
+    Args:
+        flow: facts about the graph.
+        plan: the plan.
+        crossing: its `crossings`, if they are known.
+
     Raises:
         CycleError: SK203 when parts depend on each other in a circle.
     """
-    needs, first = _needs(flow, plan)
+    needs, first = _needs(flow, plan, crossing)
     waits = {unit: len(before) for unit, before in needs.items()}
     users: dict[Unit, list[Unit]] = {}
     for unit, before in needs.items():
@@ -59,18 +79,14 @@ def unit_needs(flow: Dataflow, plan: Plan) -> Needs:
     return _needs(flow, plan)[0]
 
 
-def _needs(flow: Dataflow, plan: Plan) -> tuple[Needs, dict[Unit, int]]:
+def _needs(flow: Dataflow, plan: Plan, crossing: Crossings | None = None) -> tuple[Needs, dict[Unit, int]]:
     needs: Needs = {}
     first: dict[Unit, int] = {}
     known: set[tuple[PartKey, ...]] = set()  # places all of whose units have been met
     places, after = _all_places(flow, plan), flow.after
+    crossing = crossings(places) if crossing is None else crossing
     for node, keys in places.items():
-        crossing = []
-        for read in node.all_input_nodes:
-            sources = places.get(read)  # neither a state op nor a free attribute has one
-            if sources and (sources != keys or keys == _IN_HOST):  # in the host each node is a unit of its own
-                crossing.append((read, sources))
-        if not crossing and keys in known and node not in after:
+        if keys in known and node not in crossing and node not in after:
             continue
         if HOST not in keys:
             known.add(keys)
@@ -78,7 +94,7 @@ def _needs(flow: Dataflow, plan: Plan) -> tuple[Needs, dict[Unit, int]]:
             unit = unit_of(node, key)
             first.setdefault(unit, -1 if node.op == "get_attr" else flow.index[node])  # attributes delay nobody
             before = needs.setdefault(unit, {})
-            for read, sources in crossing:
+            for read, sources in crossing.get(node, ()):
                 _add(before, unit, unit_of(read, key if key in sources else sources[0]), (read, node))
             for earlier in after[node]:  # an effect waits for every copy
                 for other in places[earlier]:

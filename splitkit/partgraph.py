@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
@@ -10,7 +11,6 @@ from torch.fx import Node
 from splitkit.costs.sizes import value_bytes
 from splitkit.cut import Subgraph
 from splitkit.dataflow import Dataflow, reads
-from splitkit.order import Unit, unit_needs
 from splitkit.plan import HOST, PartKey, Plan
 
 if TYPE_CHECKING:
@@ -49,10 +49,11 @@ def part_graph(
     for node in own:
         for value in reads(node):
             _carry(graph, holder[value], node, value)
-    for unit, needs in unit_needs(flow, plan).items():
-        for other in needs:
-            if not graph.has_edge(_vertex(other), _vertex(unit)):
-                graph.add_edge(_vertex(other), _vertex(unit), values=(), bytes=0, effect=True)
+    for node in flow.scope:
+        for earlier in flow.after[node]:
+            for edge in product(_vertices(earlier, plan), _vertices(node, plan)):
+                if edge[0] != edge[1] and not graph.has_edge(*edge):
+                    graph.add_edge(*edge, values=(), bytes=0, effect=True)
     return graph
 
 
@@ -64,6 +65,5 @@ def _carry(graph: DiGraph[Any], source: Any, reader: Any, value: Node) -> None:
     edge["bytes"] += value_bytes(value)
 
 
-def _vertex(unit: Unit) -> Any:
-    key, node = unit
-    return node if key is HOST else key
+def _vertices(node: Node, plan: Plan) -> list[Any]:
+    return [node if key is HOST else key for key in plan[node]]

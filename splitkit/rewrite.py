@@ -116,7 +116,7 @@ def refine(flow: Dataflow, plan: Plan) -> Plan:
     places = {node: tuple(visit[node, key] for key in plan[node]) for node in placed}
     order = sorted({k for keys in places.values() for k in keys if k is not HOST}, key=_visit_number)
     parts = {key: replace(plan.parts[key[0]], key=key) for key in order}  # type: ignore[index]
-    return Plan(places, parts, plan.note)
+    return replace(plan, places=places, parts=parts)
 
 
 def _visit_number(key: Hashable) -> int:
@@ -164,7 +164,9 @@ def _dependences(flow: Dataflow, plan: Plan) -> tuple[dict[Copy, int], dict[Copy
     for node in flow.nodes:
         for key in plan.places.get(node, (HOST,)):
             # The home too: a later visit of this label no longer has the copy and reads the home's.
-            before = {(d, k) for d in flow.inputs(node) for k in (plan.source(d, key), plan.home(d))}
+            before = {
+                (d, k) for d in flow.inputs(node) for k in (plan.source(d, key), plan.home(d)) if plan.get(d) != ()
+            }
             for d in flow.after[node]:  # an effect waits for every copy
                 before |= {(d, k) for k in plan.places.get(d, (HOST,))}
             waits[node, key] = len(before)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Any
 
-from torch import fx
 from torch.fx import Node
 
 from splitkit.scope import CALLERS, NEUTRAL, Scope, region_kind
 from splitkit.states import SETTINGS, Setting
+from splitkit.writer import Writer
 
 
 class ScopedGraph:
@@ -23,8 +23,8 @@ class ScopedGraph:
         want: b               exit b; exit a; enter b           regions close in the order in which they nest
     """
 
-    def __init__(self) -> None:
-        self.graph = fx.Graph()
+    def __init__(self, writer: Writer) -> None:
+        self.graph, self._writer = writer.graph, writer
         self.attributes: dict[str, None] = {}
         self._scope = NEUTRAL
         self._open: list[tuple[Node, Node, dict[str, Any]]] = []  # (enter, its copy, settings before it)
@@ -78,12 +78,13 @@ class ScopedGraph:
 
     def _written(self, setting: Setting, value: Any) -> Node:
         if value is not CALLERS:
-            return self.graph.call_function(*setting.write(value))
+            target, args, kwargs = setting.write(value)
+            return self.graph.call_function(target, args, kwargs) if kwargs else self._writer.call(target, args)
         if setting.name not in self._callers:
             assert self._first is not None, "what is the caller's needs no setting"
             with self.graph.inserting_before(self._first):
                 self._callers[setting.name] = self.graph.call_function(setting.get)
-        return self.graph.call_function(setting.set, (self._callers[setting.name],))
+        return self._writer.call(setting.set, (self._callers[setting.name],))
 
     def _append(self, state_op: Node) -> Node:
         self._first = self._first or state_op

@@ -83,8 +83,8 @@ def with_bare_runs(
 class RunGraph:
     """A graph under construction that keeps the state ops of a run; what `splitkit.scoped.ScopedGraph` is elsewhere."""
 
-    def __init__(self, run: Run) -> None:
-        self.graph = fx.Graph()
+    def __init__(self, run: Run, graph: fx.Graph) -> None:
+        self.graph = graph
         self.attributes: dict[str, None] = {}
         self.run = run
         self._handles: dict[Node, Node] = {}  # of the regions that are open

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 from torch.fx import Node
@@ -10,7 +11,8 @@ from torch.fx import Node
 from splitkit import planfile
 from splitkit.costs import unit
 from splitkit.dataflow import analyze, module_path
-from splitkit.plan import Plan, Policy, as_plan
+from splitkit.errors import PlanError
+from splitkit.plan import HOST, Plan, Policy, as_plan
 from splitkit.policies import (
     AroundOps,
     AtMarkers,
@@ -22,10 +24,10 @@ from splitkit.policies import (
     RoundRobin,
     Stages,
 )
-from splitkit.rewrite import refine
+from splitkit.rewrite import condense, refine, relay
 from splitkit.split import split
 from splitkit.testing import assert_legal, assert_same, zoo
-from splitkit.testing.oracle import assert_emitted_as_planned
+from splitkit.testing.oracle import assert_emitted_as_planned, assert_inlines
 
 ZOO = {specimen.name: specimen for specimen in zoo()}
 
@@ -79,8 +81,47 @@ def test_split_runs_like_the_whole(specimen, policy, parameters):
     made = split(specimen.graph, POLICIES[policy], costs=unit(specimen.graph), parameters=parameters)
     assert_legal(made.flow, made.plan)
     assert_emitted_as_planned(made)
+    assert_inlines(made)
     for inputs in filter(None, (specimen.inputs, specimen.other_inputs)):
         assert_same(specimen.graph, made, *inputs, tolerance=specimen.tolerance)
+
+
+@pytest.mark.parametrize("parameters", ["own", "hoist"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_relayed_plans_keep_the_laws(specimen, policy, parameters):
+    flow, costs = analyze(specimen.graph), unit(specimen.graph)
+    plan = POLICIES[policy].assign(flow, costs)
+    if any(HOST in plan.places.get(n, (HOST,)) for n in flow.nodes):
+        with pytest.raises(PlanError, match="SK209"):
+            relay(flow, plan)
+        return
+    made = split(specimen.graph, relay(flow, plan), parameters=parameters)
+    chain = list(made.subgraphs.values())
+    for before, after in pairwise(chain):
+        handed_by_the_host = {n for n in after.inputs if n.op == "get_attr"}
+        assert set(before.outputs) == set(after.inputs) - handed_by_the_host
+    assert_emitted_as_planned(made)
+    assert_inlines(made)
+    for inputs in filter(None, (specimen.inputs, specimen.other_inputs)):
+        assert_same(specimen.graph, made, *inputs, tolerance=specimen.tolerance)
+
+
+@pytest.mark.parametrize("policy", ["Stages(3)", "Random(seed=1)", "Half", "BySupport"])
+def test_lazy_splits_keep_the_laws(specimen, policy):
+    made = split(specimen.graph, POLICIES[policy], costs=unit(specimen.graph), lazy=True)
+    assert_emitted_as_planned(made)
+    assert_inlines(made)
+    assert_same(specimen.graph, made, *specimen.inputs, tolerance=specimen.tolerance)
+
+
+@pytest.mark.parametrize("labels", [2, 3, 5])
+def test_joined_circles_keep_the_laws(specimen, labels):
+    flow = analyze(specimen.graph)
+    plan = condense(flow, Plan.of({n: i % labels for i, n in enumerate(flow.nodes)}))
+    assert_legal(flow, plan)
+    made = split(specimen.graph, plan)
+    assert_emitted_as_planned(made)
+    assert_same(specimen.graph, made, *specimen.inputs, tolerance=specimen.tolerance)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

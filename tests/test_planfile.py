@@ -51,6 +51,20 @@ def test_every_kind_of_key_survives(keys):
     assert again == plan
 
 
+def test_routing_and_dropped_nodes_survive(tmp_path):
+    add, mul, sub = some_plan()
+    plan = Plan({add: (0,), mul: (), sub: (1,)}, routing="relay")
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json", GRAPH.graph)
+    assert again == plan and again.routing == "relay" and again[mul] == ()
+
+
+def test_files_from_before_there_was_routing_are_direct():
+    data = some_plan().to_dict()
+    del data["routing"]
+    assert Plan.from_dict(GRAPH.graph, data) == some_plan()
+
+
 def test_the_empty_plan_survives():
     assert Plan.from_dict(GRAPH.graph, Plan({}).to_dict()) == Plan({})
 
@@ -84,7 +98,7 @@ def test_the_fingerprint_sees_structure_and_not_sizes():
         ({"kind": "something"}, "SK501"),
         ({"parts": [{"key": 0}]}, "SK501"),
         ({"places": {"add": [7]}}, "SK501"),
-        ({"places": {"add": []}}, "SK205"),
+        ({"routing": "by pigeon"}, "SK501"),
         ({"places": {"add": [0, 0]}}, "SK205"),
         ({"schema": True}, "SK503"),
         ({"graph": None, "places": {"nowhere": [0]}}, "SK502"),
@@ -162,6 +176,8 @@ for _ in range(100_000):
         (part(key={"name": "a"}), r"parts\[0\].key is \{'name': 'a'\}"),
         (part(key=NESTED), r"parts\[0\].key is "),
         (part(call="chekpoint"), r"parts\[0\].call is 'chekpoint'"),
+        ({"routing": None}, r"routing is None, not 'direct' or 'relay'"),
+        ({"routing": ["relay"]}, r"routing is \['relay'\]"),
         (part(call=[1]), r"parts\[0\].call is \[1\]"),
         (part(device=0), r"parts\[0\].device is 0"),
         (part(device=""), r"parts\[0\].device is ''"),

@@ -16,8 +16,8 @@ import splitkit.testing
 FRONT_DOOR = {
     "CaptureError", "CheckError", "Comparison", "CycleError", "Dataflow", "FileError", "GraphError", "HOST",
     "NoPlanError", "Part", "Plan", "PlanError", "Policy", "PolicyError", "Split", "SplitError",
-    "analyze", "capture", "compare", "condense", "inline", "merge", "plan", "prune", "refine", "register_region", "relay", "rematerialize",
-    "report", "split", "split_module", "costs", "policies", "testing",
+    "analyze", "capture", "compare", "condense", "inline", "merge", "plan", "prune", "refine", "register_region",
+    "relay", "rematerialize", "report", "split", "split_module", "costs", "policies", "testing",
 }  # fmt: skip
 
 

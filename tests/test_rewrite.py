@@ -5,11 +5,11 @@ import torch
 from torch import fx, nn
 
 from splitkit.dataflow import analyze
-from splitkit.errors import CycleError, PlanError
+from splitkit.errors import CycleError, PlanError, PolicyError
 from splitkit.plan import HOST, Part, Plan
-from splitkit.rewrite import merge, prune, refine, rematerialize
+from splitkit.rewrite import condense, merge, prune, refine, relay, rematerialize
 from splitkit.split import split
-from splitkit.testing import assert_legal
+from splitkit.testing import assert_legal, assert_same
 
 
 def drawn(**edges):
@@ -18,7 +18,7 @@ def drawn(**edges):
     made = {"x": graph.placeholder("x")}
     for name, reads in edges.items():
         args = [made[r] for r in reads.split()]
-        made[name] = graph.call_function(torch.stack, (args,), name=name)
+        made[name] = graph.call_function(torch.cat, (args,), name=name)
     graph.output(list(made.values())[-1])
     flow = analyze(fx.GraphModule(nn.Module(), graph))
     return flow, {n.name: n for n in flow.index}
@@ -128,3 +128,178 @@ def test_a_merge_of_copies_leaves_one(chain):
     plan = Plan.of({n: [0, 1] for n in flow.nodes})
     assert set(merge(flow, plan, 0, 1).places.values()) == {(0,)}
     assert len(split(chain, merge(flow, plan, 0, 1)).parts) == 1
+
+
+def borders(made):
+    return {key: ([n.name for n in s.inputs], [n.name for n in s.outputs]) for key, s in made.subgraphs.items()}
+
+
+def test_the_drawing_of_relay():
+    flow, n = drawn(a="x", b="a", c="b a", d="c x")
+    plan = Plan.of({n["a"]: 0, n["b"]: 1, n["c"]: 2, n["d"]: 3})
+    made = split(flow.root, relay(flow, plan))
+    assert borders(made) == {
+        0: (["x"], ["x", "a"]),
+        1: (["x", "a"], ["x", "a", "b"]),
+        2: (["x", "a", "b"], ["x", "c"]),
+        3: (["x", "c"], ["d"]),
+    }
+    assert_same(flow.root, made, torch.ones(2))
+    direct = split(flow.root, plan)
+    assert borders(direct)[3] == (["x", "c"], ["d"]) and borders(direct)[1] == (["a"], ["b"])
+
+
+def test_relay_takes_early_results_to_the_end():
+    class Model(nn.Module):
+        def forward(self, x, y):
+            a = x.sin()
+            b = a.cos()
+            return a, y, b.tan()
+
+    gm = fx.symbolic_trace(Model())
+    flow = analyze(gm)
+    made = split(gm, relay(flow, Plan.of({node: i for i, node in enumerate(flow.nodes)})))
+    assert borders(made) == {0: (["x"], ["sin"]), 1: (["sin"], ["sin", "cos"]), 2: (["sin", "cos"], ["sin", "tan"])}
+    assert_same(gm, made, torch.ones(2), torch.ones(2))
+
+
+def test_relay_of_copies_sends_what_is_read_only():
+    flow, n = drawn(a="x", b="a", c="a b")
+    made = split(flow.root, relay(flow, Plan.of({n["a"]: [0, 2], n["b"]: [1], n["c"]: [2]})))
+    assert borders(made) == {0: (["x"], ["x", "a"]), 1: (["x", "a"], ["x", "b"]), 2: (["x", "b"], ["c"])}
+    assert_same(flow.root, made, torch.ones(2))
+
+
+def test_relay_refuses_a_host_in_between():
+    flow, n = drawn(a="x", b="a", h="b", c="h")
+    plan = Plan.of({n["a"]: 0, n["c"]: 1})
+    with pytest.raises(PlanError, match=r"(?s)SK209: the host computes b and 1 more, between.*Stages") as caught:
+        relay(flow, plan)
+    assert caught.value.nodes == ("b", "h")
+    with pytest.raises(PlanError, match="SK209"):  # also where the plan says so itself
+        split(flow.root, Plan(plan.places, routing="relay"))
+    with pytest.raises(PlanError, match="SK206: the plan has routing='pigeon'"):
+        Plan(plan.places, routing="pigeon")
+
+
+def test_routing_survives_every_rewrite():
+    flow, n = drawn(a0="x", b0="a0", a1="b0", b1="x")
+    plan = relay(flow, Plan.of({node: name[0] for name, node in n.items() if name[0] in "ab"}))
+    rewrites = [
+        refine(flow, plan),
+        condense(flow, plan),
+        prune(flow, plan),
+        rematerialize(flow, plan, into="b"),
+        merge(flow, plan, "a", "b"),
+    ]
+    assert [p.routing for p in rewrites] == ["relay"] * 5
+    assert split(flow.root, plan, on_cycle="refine").plan.routing == "relay"
+
+
+def test_condense_joins_circles_and_nothing_else():
+    """Two circles, and a part before, between and behind them."""
+    flow, n = drawn(s="x", a0="s", b0="a0", a1="b0", m="a1", c0="m", d0="c0", c1="d0", t="c1", b1="x")
+    plan = Plan.of({node: name[0] for name, node in n.items() if name[0] in "sabmcdt"})
+    joined = condense(flow, plan)
+    assert {name: key for name, (key,) in places(joined).items()} == {
+        "s": "s", "a0": "a", "b0": "a", "a1": "a", "m": "m", "c0": "c", "d0": "c", "c1": "c", "t": "t", "b1": "a",
+    }  # fmt: skip
+    assert list(joined.parts) == ["s", "a", "m", "c", "t"]
+    assert_legal(flow, joined)
+    assert condense(flow, joined) == joined
+
+
+def test_condense_takes_nodes_of_the_host_on_the_way_too():
+    flow, n = drawn(a="x", h="a", c="h", k="c")
+    part = Part("p", torch.device("cpu"))
+    joined = condense(flow, Plan({n["a"]: ("p",), n["c"]: ("p",)}, {"p": part}, "note"))
+    assert places(joined) == {"a": ("p",), "h": ("p",), "c": ("p",), "k": (HOST,)}
+    assert joined.parts == {"p": part} and joined.note == "note"
+
+
+def test_condense_makes_one_of_copies():
+    flow, n = drawn(a="x", b="a", c="b", d="c", e="d a")
+    plan = Plan.of({n["a"]: [0, 1], n["b"]: 0, n["c"]: 1, n["d"]: 0, n["e"]: [0, 1, 2]})
+    assert places(condense(flow, plan)) == {"a": (0,), "b": (0,), "c": (0,), "d": (0,), "e": (0, 2)}
+
+
+def test_a_circle_through_an_effect_is_joined():
+    class Model(nn.Module):
+        def forward(self, x):
+            y = x.clone()
+            a = y.sin()
+            y.add_(1)
+            return a.cos() + y.tan()
+
+    gm = fx.symbolic_trace(Model())
+    labels = {"clone": 0, "sin": 1, "add_": 0, "cos": 0, "tan": 1, "add": 1}
+    with pytest.raises(CycleError):
+        split(gm, labels)
+    made = split(gm, labels, on_cycle="merge")
+    assert list(made.parts) == [0]
+    assert_same(gm, made, torch.ones(2))
+
+
+def test_circles_are_refined_or_joined_if_so_asked():
+    flow, n = drawn(a0="x", b0="a0", a1="b0", b1="x", e="a1 b1")
+    labels = {name: name[0] for name in n if name[0] in "ab"} | {"e": "e"}
+    with pytest.raises(CycleError):
+        split(flow.root, labels)
+    refined = split(flow.root, labels, on_cycle="refine")
+    assert list(refined.parts) == [("a", 0), ("b", 1), ("a", 2), ("e", 3)]
+    joined = split(flow.root, labels, on_cycle="merge")
+    assert list(joined.parts) == ["a", "e"]
+    for made in (refined, joined):
+        assert_same(flow.root, made, torch.ones(2))
+    with pytest.raises(PolicyError, match=r"SK302: on_cycle='wait'.*\n.*'error', 'refine' or 'merge'"):
+        split(flow.root, labels, on_cycle="wait")
+
+
+def test_plans_without_a_circle_are_left_alone():
+    flow, _ = drawn(a="x", b="a")
+    for on_cycle in ("refine", "merge"):
+        assert list(split(flow.root, {"a": 0, "b": 1}, on_cycle=on_cycle).parts) == [0, 1]
+
+
+def test_prune_drops_a_part_that_nobody_needs():
+    flow, n = drawn(a="x", dead="a", deader="dead", b="a")
+    plan = prune(flow, Plan.of({n["a"]: 0, n["dead"]: 1, n["deader"]: 2, n["b"]: 3}))
+    assert places(plan) == {"a": (0,), "dead": (), "deader": (), "b": (3,)}
+    made = split(flow.root, plan)
+    assert list(made.parts) == [0, 3]
+    assert_same(flow.root, made, torch.ones(2))
+
+
+def test_prune_keeps_what_acts():
+    class Model(nn.Module):
+        def forward(self, x):
+            torch._assert(x.sum() > 0, "positive")
+            noise = torch.rand_like(x).sin()  # noqa: F841
+            return x.sin()
+
+    flow = analyze(fx.symbolic_trace(Model()))
+    kept = places(prune(flow, Plan.of(dict.fromkeys(flow.nodes, 0))))
+    assert kept == {"sum_1": (0,), "gt": (0,), "_assert": (0,), "rand_like": (0,), "sin": (), "sin_1": (0,)}
+
+
+def test_what_is_needed_cannot_be_dropped():
+    class Model(nn.Module):
+        def forward(self, x):
+            print_like = x.add_(1)  # noqa: F841
+            return x.sin().cos()
+
+    flow = analyze(fx.symbolic_trace(Model()))
+    add, sin, cos = flow.nodes
+    for dropped, why in [(add, "it writes memory"), (sin, "cos reads it"), (cos, "output reads it")]:
+        plan = Plan({add: (0,), sin: (0,), cos: (0,)}).place({dropped: ()})
+        with pytest.raises(PlanError, match=f"(?s)SK208: {dropped.name} is planned in no part, but {why}.*prune"):
+            split(flow.root, plan)
+        with pytest.raises(PlanError, match="SK208"):
+            assert_legal(flow, plan)
+
+
+def test_refine_of_a_plan_that_drops_what_is_needed_says_so():
+    flow, n = drawn(a="x", b="a", c="b")
+    plan = Plan({n["a"]: (), n["b"]: (0,), n["c"]: (1,)})
+    with pytest.raises(PlanError, match="SK208"):
+        split(flow.root, refine(flow, plan))

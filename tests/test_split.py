@@ -183,8 +183,8 @@ def test_regions_open_only_where_a_node_wants_them():
 
 def test_each_part_is_compiled_once(monkeypatch):
     counted = []
-    original = fx.Graph.python_code
-    monkeypatch.setattr(fx.Graph, "python_code", lambda self, *a, **k: counted.append(1) or original(self, *a, **k))
+    original = fx.Graph._python_code
+    monkeypatch.setattr(fx.Graph, "_python_code", lambda self, *a, **k: counted.append(1) or original(self, *a, **k))
     made = split(ZOO["skips"].graph, Stages(4))
     assert len(counted) == len(made.parts) + 1
 
@@ -268,3 +268,70 @@ def test_torch_signature_gives_the_same_on_the_zoo(specimen):
     assert_same(
         specimen.graph, split_module(specimen.graph, None, plan), *specimen.inputs, tolerance=specimen.tolerance
     )
+
+
+class Skipping(nn.Module):
+    """part 0: a; part 1: the write; part 2: b, c. `b` reads what is written, `c` reads `a`."""
+
+    def forward(self, x, unused):
+        a = x.sin()
+        x.add_(1)
+        b = x.cos()
+        c = torch.stack([a, b])
+        return c, a
+
+
+def test_the_parts_as_a_graph_of_networkx():
+    import networkx as nx
+
+    gm = fx.symbolic_trace(Skipping())
+    for node in gm.graph.nodes:
+        node.meta["example_value"] = torch.empty(2, 4) if node.name == "stack" else torch.empty(4)
+    flow = sk.analyze(gm)
+    sin, add, cos, stack = flow.nodes
+    parts = {1: sk.Part(1, torch.device("cpu"))}
+    made = split(gm, Plan({sin: (0,), add: (1,), cos: (2,), stack: (2,)}, parts))
+    graph = made.to_networkx()
+    x, unused, output = (n for n in gm.graph.nodes if n.op in ("placeholder", "output"))
+    assert list(graph) == [x, unused, output, 0, 1, 2]
+    assert graph.nodes[1] == {"kind": "part", "name": "submod_1", "nodes": 1, "device": torch.device("cpu")}
+    assert graph.nodes[2] == {"kind": "part", "name": "submod_2", "nodes": 2, "device": None}
+    assert graph.nodes[x] == {"kind": "placeholder", "name": "x", "nodes": 1, "device": None}
+    assert dict(graph.edges) == {
+        (x, 0): {"values": ("x",), "bytes": 16, "effect": False},
+        (x, 1): {"values": ("x",), "bytes": 16, "effect": False},
+        (x, 2): {"values": ("x",), "bytes": 16, "effect": False},
+        (0, 1): {"values": (), "bytes": 0, "effect": True},
+        (0, 2): {"values": ("sin",), "bytes": 16, "effect": False},
+        (1, 2): {"values": (), "bytes": 0, "effect": True},
+        (0, output): {"values": ("sin",), "bytes": 16, "effect": False},
+        (2, output): {"values": ("stack",), "bytes": 32, "effect": False},
+    }
+    assert list(nx.topological_sort(graph.subgraph(made.parts))) == [0, 1, 2]
+
+
+def test_a_relay_is_a_chain_in_networkx():
+    specimen = ZOO["skips"]
+    flow = sk.analyze(specimen.graph)
+    made = split(specimen.graph, sk.relay(flow, Stages(4).assign(flow, sk.costs.unit(specimen.graph))))
+    chain = made.to_networkx().subgraph(made.parts)
+    assert sorted(chain.edges) == [(0, 1), (1, 2), (2, 3)]
+
+
+@pytest.mark.parametrize("parameters", ["own", "hoist"])
+@pytest.mark.parametrize("specimen", ZOO.values(), ids=ZOO)
+def test_the_graph_of_parts_tells_every_input(specimen, parameters):
+    import networkx as nx
+
+    made = split(specimen.graph, {n.name: i % 2 for i, n in enumerate(sk.analyze(specimen.graph).nodes) if i % 5},
+                 on_cycle="refine", parameters=parameters)  # fmt: skip
+    graph = made.to_networkx()
+    assert nx.is_directed_acyclic_graph(graph)
+    for key, sub in made.subgraphs.items():
+        taken = [name for _, _, edge in graph.in_edges(key, data=True) for name in edge["values"]]
+        assert sorted(taken) == sorted(n.name for n in sub.inputs)
+
+
+def test_names_of_parts():
+    made = split(ZOO["skips"].graph, lambda node: ("cuda:0", len(node.name) > 3), on_cycle="refine")
+    assert [made.module.get_submodule(name) for name in made.names.values()] == list(made.parts.values())

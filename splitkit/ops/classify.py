@@ -18,7 +18,7 @@ from splitkit.ops.declared import declared_effects, declared_facts
 from splitkit.ops.facts import PURE, Effects, distinct, first_argument, union, unknown
 from splitkit.ops.modules import Inside, bodies, is_changed, is_stock, lookup, state, stock_inside
 from splitkit.ops.names import is_python, named_effects, python_effects
-from splitkit.ops.quick import is_surely_pure
+from splitkit.ops.quick import quick_effects
 from splitkit.ops.schema import members, packet_facts, schema_facts
 from splitkit.scope import is_state_op
 
@@ -38,8 +38,8 @@ def effects_of(node: Node, root: nn.Module) -> Effects:
 def _effects(node: Node, root: nn.Module, memo: Memo) -> Effects:
     if node.op in ("placeholder", "get_attr", "output"):
         return PURE
-    if is_surely_pure(node):
-        return PURE
+    if (quick := quick_effects(node)) is not None:
+        return quick
     target: Any = node.target
     if (declared := declared_effects(node, root)) is not None:
         return declared

@@ -44,6 +44,13 @@ class Effects:
 PURE = Effects()
 
 
+def view_of(node: Node) -> Effects:
+    """``Effects(aliases=(node,))``, which is so common that the checks of a frozen dataclass are felt."""
+    effects = Effects.__new__(Effects)
+    effects.__dict__.update(PURE.__dict__, aliases=(node,))
+    return effects
+
+
 def union(effects: Iterable[Effects]) -> Effects:
     """All that any of them does."""
     found = [e for e in effects if e is not PURE]

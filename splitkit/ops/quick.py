@@ -1,8 +1,9 @@
-"""Most nodes compute something fresh and do nothing else, and their target says so: one dictionary lookup."""
+"""Most nodes compute something fresh, or a view of their first argument, and their target says so: one lookup."""
 
 from __future__ import annotations
 
 import logging
+import operator
 from typing import Any
 
 import torch
@@ -12,60 +13,79 @@ from torch.fx import Node
 from splitkit.ops import tables
 from splitkit.ops.ambient import is_ambient
 from splitkit.ops.declared import declared_facts, on_declare
+from splitkit.ops.facts import PURE, Effects, Facts, view_of
 from splitkit.ops.names import computes, signature_facts, torch_name
 from splitkit.ops.schema import named_facts, schema_facts
 
-# id(target) -> (target, always, on tensors). By identity, as the hash of an operator is slow; the target is kept alive
-# so that its id is not given to another.
-_KNOWN: dict[int, tuple[object, bool, bool]] = {}
+_Known = tuple[object, bool, bool]
+# id(target) -> (target, is it a view of its first argument, must that and the result be known as tensors?); by
+# identity, as the hash of an operator is slow. The target is kept alive, so that its id is not given to another.
+_KNOWN: dict[int, _Known] = {}
 on_declare(_KNOWN.clear)
 
 
-def is_surely_pure(node: Node) -> bool:
-    """Whether `effects_of` would find nothing. ``False`` means: look closer."""
+def quick_effects(node: Node) -> Effects | None:
+    """What a node does, if its target alone says so; ``None`` means: look closer."""
     if node.op == "call_module":
-        return False
+        return None
     target = node.target
     known = _KNOWN.get(id(target)) or _learn(target)
-    if known[1]:
-        return not node.kwargs or not ("out" in node.kwargs or "inplace" in node.kwargs)
-    return known[2] and not node.kwargs and _is_about_tensors(node)
+    if known is None:
+        return None
+    _, is_view, wants_tensors = known
+    kwargs = node.kwargs
+    if kwargs and ("out" in kwargs or "inplace" in kwargs):
+        return None
+    if wants_tensors and not _is_about_tensors(node):
+        return None
+    if not is_view:
+        return PURE
+    first = node.args[0] if node.args else None
+    return view_of(first) if isinstance(first, Node) else None
 
 
-def _learn(target: Any) -> tuple[object, bool, bool]:
-    known = (target, _is_pure(target), _is_pure_on_tensors(target))
-    if any(known[1:]) or isinstance(target, OpOverload):  # not of users' functions, which may hold on to tensors
+def _learn(target: Any) -> _Known | None:
+    known: _Known | None
+    if isinstance(target, (OpOverloadPacket, HigherOrderOperator)) or declared_facts(target) is not None:
+        return None
+    if isinstance(target, OpOverload):
+        facts = schema_facts(target)
+        known = (target, bool(facts.aliases), False) if facts.plain or _is_view(facts) else None
+    elif isinstance(target, str):
+        known = _of_name(target, wants_tensors=True)
+    elif computes(target) or target is operator.getitem:
+        known = (target, target is operator.getitem, True)
+    else:
+        known = _of_name(target, wants_tensors=False)
+    if known is not None:  # users' functions, which may hold on to tensors, are not remembered
         _KNOWN[id(target)] = known
     return known
 
 
-def _is_pure(target: Any) -> bool:
-    """Pure whatever the arguments are, but for ``out`` and ``inplace``."""
-    if isinstance(target, str) or declared_facts(target) is not None:
-        return False
-    if isinstance(target, OpOverload):
-        return schema_facts(target).plain
-    return not computes(target) and _is_plain_name(target)
+def _is_view(facts: Facts) -> bool:
+    """Does it pass on its first argument, and do nothing else?"""
+    effects = facts.writes or facts.everything or facts.random or facts.impure or facts.check or facts.ambient
+    return not effects and not facts.rule and [position for position, _ in facts.aliases] == [0]
 
 
-def _is_pure_on_tensors(target: Any) -> bool:
-    """Pure but for lists, dicts and iterators."""
-    if isinstance(target, OpOverload) or declared_facts(target) is not None:
-        return False
-    return _is_plain_name(target) if isinstance(target, str) else computes(target)
-
-
-def _is_plain_name(target: Any) -> bool:
-    name = None if isinstance(target, (OpOverloadPacket, HigherOrderOperator)) else torch_name(target)
+def _of_name(target: Any, wants_tensors: bool) -> _Known | None:
+    """What the name of a function or method of torch says."""
+    name = torch_name(target)
     if name is None or name in _NOT_PLAIN or is_ambient(target):
-        return False
+        return None
     if isinstance(getattr(target, "__self__", None), logging.Logger):
-        return False
+        return None
     facts = signature_facts(target, name)
     if facts.rule or "inplace" in facts.names or "out" in facts.names:
-        return False
+        return None
+    if name in tables.ALIASING:
+        return target, True, wants_tensors
+    if name in tables.FUNCTIONS:
+        return target, False, wants_tensors
     overloads = named_facts(name)
-    return name in tables.FUNCTIONS or (bool(overloads) and all(f.plain for f in overloads))
+    if not overloads or not all(f.plain or _is_view(f) for f in overloads):
+        return None
+    return target, any(f.aliases for f in overloads), wants_tensors
 
 
 _NOT_PLAIN = frozenset(
@@ -74,7 +94,6 @@ _NOT_PLAIN = frozenset(
         *tables.CHECKS,
         *tables.GENERATOR_STATE,
         *tables.IN_PLACE_METHODS,
-        *tables.ALIASING,
         "retain_grad",
         "requires_grad_",
         "sort",
@@ -83,11 +102,15 @@ _NOT_PLAIN = frozenset(
 
 
 def _is_about_tensors(node: Node) -> bool:
-    """What it takes first and what it yields are tensors or symbolic sizes, by their meta."""
-    first = node.args[0] if node.args else None
-    return isinstance(first, Node) and _has_value(first) and _has_value(node)
+    """Is a method's tensor one, or what a Python function computes? By their meta; sizes will do as well."""
+    subject = node
+    if node.op == "call_method" or node.target is operator.getitem:
+        first = node.args[0] if node.args else None
+        if not isinstance(first, Node):
+            return False
+        subject = first
+    value = subject.meta.get("val")
+    return isinstance(value if value is not None else subject.meta.get("example_value"), _TENSORS)
 
 
-def _has_value(node: Node) -> bool:
-    value = node.meta.get("val", node.meta.get("example_value"))
-    return isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
+_TENSORS = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -18,7 +18,7 @@ from splitkit.costs import unit
 from splitkit.dataflow import analyze
 from splitkit.errors import PlanError
 from splitkit.split import split
-from splitkit.testing.oracle import assert_emitted_as_planned, assert_same
+from splitkit.testing.oracle import assert_emitted_as_planned, assert_inlines, assert_same
 from splitkit.testing.probes import close_all
 from splitkit.testing.randoms import Choose, random_graph, random_inputs, random_plan
 
@@ -66,6 +66,7 @@ def try_plan(gm: fx.GraphModule, inputs: tuple[torch.Tensor, ...], choose: Choos
         report.refused[error.code] += 1
         return
     assert_emitted_as_planned(made)
+    assert_inlines(made)
     rounds_weights = any(n.target is _torch.ENTER_AUTOCAST for n in gm.graph.nodes)
     assert_same(gm, made, *inputs, tolerance=2e-2 if rounds_weights else 1e-4)
     report.legal += 1

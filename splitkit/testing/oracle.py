@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
+from torch import fx
 from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
 
@@ -12,6 +14,7 @@ from splitkit.compare import GRADIENT_TOLERANCE, compare
 from splitkit.complete import check, complete
 from splitkit.dataflow import Dataflow, reads
 from splitkit.errors import CheckError
+from splitkit.inline import inline
 from splitkit.order import part_order
 from splitkit.plan import HOST, PartKey, Plan
 from splitkit.scope import is_state_op
@@ -57,6 +60,33 @@ def assert_emitted_as_planned(split: Split) -> None:
         early = [str(b) for b in before if not when[b] < when[node, key]]
         if early:
             raise CheckError("SK701", f"{node} in part {key!r} runs before {early}")
+
+
+def assert_inlines(split: Split) -> None:
+    """What `splitkit.inline` makes of a split is the original, node by node, with the same parameters and buffers.
+
+    Raises:
+        CheckError: SK701, with the first node that differs.
+    """
+    original, again = split.flow.root, inline(split)
+    before, after = _picture(original), _picture(again)
+    for one, other in zip_longest(before, after):
+        if one != other:
+            raise CheckError("SK701", f"inline gives {other} instead of {one}")
+    if _tensors(original) != _tensors(again) or original.training != again.training:
+        raise CheckError("SK701", f"inline gives the tensors {list(_tensors(again))}, not {list(_tensors(original))}")
+
+
+def _picture(gm: fx.GraphModule) -> list[tuple[Any, ...]]:
+    """All there is to each node. Values of meta are compared as objects: inlining hands them on."""
+    return [
+        (n.name, n.op, n.target, repr((n.args, n.kwargs)), n.type, {field: id(v) for field, v in n.meta.items()})
+        for n in gm.graph.nodes
+    ]
+
+
+def _tensors(gm: fx.GraphModule) -> list[tuple[str, int]]:
+    return [(name, id(value)) for name, value in gm.state_dict(keep_vars=True).items()]
 
 
 def _moments(split: Split) -> dict[tuple[Node, PartKey], tuple[int, int]]:

@@ -155,13 +155,13 @@ def test_a_symbol_of_meta_val_enters_with_the_shapes_that_hold_it():
 
 def test_each_part_is_code_generated_once(monkeypatch):
     gm, made = fx.symbolic_trace(nn.Sequential(nn.ReLU(), nn.Tanh(), nn.Sigmoid())), []
-    python_code = fx.Graph.python_code
+    python_code = fx.Graph._python_code
 
     def counted(self, *args, **kwargs):
         made.append(self)
         return python_code(self, *args, **kwargs)
 
-    monkeypatch.setattr(fx.Graph, "python_code", counted)
+    monkeypatch.setattr(fx.Graph, "_python_code", counted)
     torch_split_module(gm, None, by_name(_1=1, _2=2))
     assert len(made) == 7
     made.clear()
