@@ -17,7 +17,8 @@ import torch
 from torch.fx import Node
 
 from splitkit.dataflow import Dataflow, reads
-from splitkit.plan import HOST, PartKey
+from splitkit.plan import HOST, PartKey, Plan
+from splitkit.rewrite import prune
 from splitkit.symbols import value_of
 
 Places = dict[Node, tuple[PartKey, ...]]
@@ -40,6 +41,31 @@ def recompute_locally(flow: Dataflow, places: Places) -> None:
         if is_small(node) and not isinstance(value_of(node), _INTS):
             local.spread(node)
     places.update({n: places[producer] for n, producer in flow.followers.items()})
+
+
+def ask_sizes_again(flow: Dataflow, plan: Plan) -> Plan:
+    """Copy every ``x.size()`` into the parts that read it whole, and send them ``x``; members, which are ints, cross::
+
+        part 0: x -> s = x.size()      ──s──>  part 1: y.view(s)
+        part 0: x                      ──x──>  part 1: s = x.size(); y.view(s)
+
+    For compilers of single parts, which take tensors and ints only. A size that is asked before its tensor is written
+    or resized stays where it is: asked again later, it could be another one.
+    """
+    local = _Local(flow, {n: plan.places.get(n, (HOST,)) for n in flow.nodes})
+    changes: dict[Node, tuple[PartKey, ...]] = {}
+    for node in flow.nodes:
+        free = _is_size(node) and node not in flow.once and node not in local.timed
+        if free and (readers := local.readers(node)):
+            changes[node] = (*plan.places.get(node, (HOST,)), *readers)
+    return prune(flow, plan.place(changes)) if changes else plan
+
+
+def _is_size(node: Node) -> bool:
+    value = value_of(node)
+    if value is None:
+        return _asks_a_tensor(node) and node.target in ("size", getattr) and node.args[1:2] in ((), ("shape",))
+    return isinstance(value, torch.Size)
 
 
 class _Local:
@@ -66,7 +92,7 @@ class _Local:
         """Whether ``reader`` can compute a copy from what it has or is given anyway."""
         known = self._known.get((node, reader))
         if known is None:
-            free = node not in self.flow.once and node not in self._timed
+            free = node not in self.flow.once and node not in self.timed
             known = self._known[node, reader] = free and all(self._has(read, reader) for read in reads(node))
         return known
 
@@ -81,7 +107,7 @@ class _Local:
         return (user for user in node.users if user in self.places and user not in self.flow.followers)
 
     @cached_property
-    def _timed(self) -> set[Node]:
+    def timed(self) -> set[Node]:
         """Nodes that must run before or after an effect: a copy must as well, which may close a circle of parts."""
         after = self.flow.after
         return {*after, *(n for before in after.values() for n in before)}

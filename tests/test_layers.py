@@ -14,9 +14,8 @@ PACKAGE = Path(splitkit.__file__).parent
 FLOORS: list[set[str]] = [
     {"errors", "units", "ranges"},
     {"_torch", "ops", "states", "scope", "effects", "symbols", "dataflow"},  # facts about a graph; torch.fx read-only
-    {"costs", "plan", "planfile", "order", "rewrite"},  # prices and plans; no fx surgery
+    {"costs", "plan", "planfile", "order", "rewrite", "local"},  # prices and plans; no fx surgery
     {
-        "local",
         "complete",
         "cut",
         "names",

@@ -11,9 +11,9 @@ from torch.fx import Node
 
 from splitkit.costs import Costs
 from splitkit.dataflow import Dataflow
+from splitkit.local import ask_sizes_again
 from splitkit.plan import PartKey, Plan
 from splitkit.policies.matching import Ops, Rule, rule_of
-from splitkit.policies.sizes import ask_sizes_again
 
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 
