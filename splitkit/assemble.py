@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx, nn
 
 from splitkit.effects import attribute
-from splitkit.modules import EagerPart, LazyParent, LazyPart, bare_part
+from splitkit.modules import EagerParent, EagerPart, LazyParent, LazyPart, bare_part
 from splitkit.names import Style
 
 
@@ -45,7 +45,7 @@ def module_of(
 def _class_of(lazy: bool, is_part: bool) -> type[fx.GraphModule]:
     if is_part:
         return LazyPart if lazy else EagerPart
-    return LazyParent if lazy else fx.GraphModule
+    return LazyParent if lazy else EagerParent
 
 
 def add_parts(module: fx.GraphModule, parts: Mapping[str, fx.GraphModule]) -> None:

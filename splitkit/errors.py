@@ -11,6 +11,7 @@ CODES: dict[str, str] = {
     "SK104": "an attribute of the graph does not exist",
     "SK105": "a region cannot be registered",
     "SK106": "a part of a split cannot be understood",
+    "SK107": "a split with regions cannot be pickled",
     "SK201": "the plan names nodes of another graph",
     "SK202": "a node that may run only once is planned several times",
     "SK203": "parts depend on each other in a circle",

@@ -8,6 +8,8 @@ from typing import Any
 from torch import fx, nn
 
 from splitkit import _torch
+from splitkit.errors import GraphError
+from splitkit.scope import is_state_op
 
 _MODULE_CALL = nn.Module.__call__
 _FORWARD, _FORWARD_PRE, _BACKWARD, _BACKWARD_PRE = _torch.HOOKS_OF_ALL_MODULES
@@ -34,7 +36,28 @@ def call_part(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self.forward(*args, **kwargs)
 
 
-class EagerPart(fx.GraphModule):
+class _Picky:
+    """Refuses what ``fx`` would unpickle wrongly: it traces the code, in which state ops run and leave no node."""
+
+    graph: fx.Graph
+
+    def __reduce__(self) -> Any:
+        """What pickle asks for; SK107 for a graph with regions."""
+        if state_ops := [n for n in self.graph.nodes if is_state_op(n)]:
+            raise GraphError(
+                "SK107",
+                f"torch.fx loses {state_ops[0].name} and every other region when it unpickles a graph",
+                "Save the plan (plan.save) and the weights (state_dict), and split again; or copy with copy.deepcopy.",
+                state_ops,
+            )
+        return super().__reduce__()
+
+
+class EagerParent(_Picky, fx.GraphModule):
+    """A parent whose code is made when it is built."""
+
+
+class EagerPart(_Picky, fx.GraphModule):
     """A part whose code is made when it is built."""
 
     def recompile(self) -> Any:
@@ -49,7 +72,7 @@ def _made_code(self: Any) -> Any:
     return self.forward
 
 
-class _Lazy(_torch.LazyGraphModule):  # type: ignore[misc]
+class _Lazy(_Picky, _torch.LazyGraphModule):  # type: ignore[misc]
     """A GraphModule whose code is made when its ``forward`` is first asked for.
 
     Torch's own makes it inside the first call and then calls itself once more, so that hooks fire twice and Dynamo

@@ -10,10 +10,12 @@ import threading
 import pytest
 import torch
 from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import splitkit as sk
 from splitkit import _torch
 from splitkit.costs import unit
+from splitkit.errors import GraphError
 from splitkit.plan import Plan
 from splitkit.policies import RoundRobin
 from splitkit.rewrite import refine
@@ -470,3 +472,19 @@ def test_a_caller_under_autocast_changed_what_was_captured():
         gm = sk.capture(model, x)
     assert gm.graph.find_nodes(op="output")[0].args[0][0].meta["val"].dtype == torch.float32
     assert_same(model, split(gm, RoundRobin(2)), torch.ones(1, 4))
+
+
+def test_a_pickled_split_lost_its_regions_in_silence():
+    """fx unpickles by tracing the code, in which ``_set_grad_enabled`` runs instead of becoming a node."""
+
+    def model(x):
+        with torch.no_grad():
+            y = x.sin()
+        return y * x
+
+    gm = make_fx(model, pre_dispatch=True)(torch.ones(2))
+    for lazy in (False, True):
+        made = split(gm, lambda node: 0, lazy=lazy)
+        with pytest.raises(GraphError, match="SK107"):
+            pickle.dumps(made.module)
+        assert_same(gm, copy.deepcopy(made.module), torch.ones(2, requires_grad=True))

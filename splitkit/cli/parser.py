@@ -60,7 +60,8 @@ def _capture(commands: _Commands[Parser]) -> None:
 def _plan(commands: _Commands[Parser]) -> None:
     example = (
         "splitkit plan gpt2 --stages 4 -o plan.json\n"
-        "splitkit plan gpt2 --policy \"ByName({'transformer.h.[0-5]': 0, 'transformer.h.*': 1})\""
+        "splitkit plan gpt2 --policy \"ByName({'transformer.h.[0-5]': 0, 'transformer.h.*': 1})\"\n"
+        "splitkit plan llama --policy \"AroundOps(['aten.scaled_dot_product_attention'])\""
     )
     parser = _command(commands, "plan", "decide which part computes which node", example)
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
@@ -125,6 +126,11 @@ def _add_policy_options(parser: Parser, required: bool) -> None:
     one.add_argument("--stages", type=positive, metavar="N", help="N pipeline stages; short for --policy 'Stages(N)'")
     one.add_argument("--policy", metavar="EXPR", help="a policy with its parameters; see `splitkit policies`")
     group.add_argument("--costs", choices=("flops", "unit"), help="what a node costs (default flops)")
+    group.add_argument(
+        "--on-cycle",
+        choices=("error", "refine", "merge"),
+        help="parts that depend on each other in a circle: refuse (default), visit them several times, or join them",
+    )
 
 
 def sizes(text: str) -> dict[str, int]:

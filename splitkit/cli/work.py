@@ -124,13 +124,14 @@ def make_plan(args: Namespace, spec: str) -> tuple[Work, Plan, Costs]:
     work = prepare(wanted)
     with work.clock.step("plan", f"planning {named.text}"):
         costs = prices(work.gm, args.costs)
-        return work, sk.plan(work.gm, policy, costs), costs
+        return work, sk.plan(work.gm, policy, costs, on_cycle=args.on_cycle or "error"), costs
 
 
 def _from_file(args: Namespace) -> tuple[Work, Plan, Costs]:
-    unfit = [f"--{name}" for name in ("stages", "policy", "costs") if getattr(args, name) is not None]
+    unfit = [name for name in ("stages", "policy", "costs", "on_cycle") if getattr(args, name) is not None]
     if unfit:
-        raise UsageError("SK601", f"{unfit[0]} does not go with a plan file, which has decided", "Plan again with it.")
+        option = f"--{unfit[0].replace('_', '-')}"
+        raise UsageError("SK601", f"{option} does not go with a plan file, which has decided", "Plan again with it.")
     from splitkit import planfile
 
     data = planfile.read(args.target)

@@ -196,6 +196,21 @@ def test_plan_output(call, data, factory):
     assert found["seconds"].keys() == {"load", "capture", "plan"}
 
 
+def test_parts_in_a_circle(call, data, tmp_path, factory):
+    model, plan = f"{factory}:make", tmp_path / "p.json"
+    circle = ["--policy", "ByName({'first': 0, 'norm': 1, 'second': 0})"]
+    code, found = data("plan", model, *circle)
+    assert code == 1 and failing(found)["code"] == "SK203"
+    assert call("plan", model, *circle, "--on-cycle", "refine", "-o", plan)[0] == 0
+    code, found = data("run", plan, "--model", model, "--check")
+    assert code == 0 and found["check"]["same"]
+    assert [p["module"] for p in found["parts"]] == ["submod_0_0", "submod_1_1", "submod_0_2"]
+    code, found = data("split", model, *circle, "--on-cycle", "merge")
+    assert code == 0 and [p["module"] for p in found["parts"]] == ["submod_0"]
+    code, _, err = call("run", plan, "--on-cycle", "merge")
+    assert code == 2 and "--on-cycle does not go with a plan file" in err
+
+
 def test_split(call, data, tmp_path, gpt2_plan, factory):
     folder = tmp_path / "parts"
     code, out, _ = call("split", gpt2_plan, "-o", folder)
@@ -327,6 +342,8 @@ def failing(found):
         ["run", "gpt2"],
         ["run", "gpt2", "--stages", "2", "--model", "bert"],
         ["run", "plan.json", "--stages", "2"],
+        ["run", "plan.json", "--on-cycle", "refine"],
+        ["plan", "gpt2", "--stages", "2", "--on-cycle", "ignore"],
         ["split", "gpt2", "--stages", "2", "--force"],
         ["capture", "gpt2", "--js"],
     ],
