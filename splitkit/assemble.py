@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx, nn
 
 from splitkit.effects import attribute
-from splitkit.modules import EagerParent, EagerPart, LazyParent, LazyPart, bare_part
+from splitkit.modules import EagerParent, EagerPart, LazyParent, LazyPart, bare_part, child_called
 from splitkit.names import Style
 
 
@@ -42,6 +42,22 @@ def module_of(
     return module
 
 
+def keep_whole(
+    module: fx.GraphModule, original: nn.Module, attributes: Mapping[str, str], whole: Collection[str]
+) -> Mapping[str, str]:
+    """Put some of the original's modules in whole where only a buffer of them is read, so that ``module.double()``
+    does not make two of it; gives the attributes of the module as they are then.
+    """
+    owners = {name.rpartition(".")[0] for name, source in attributes.items() if source == name} & set(whole)
+    if not owners:
+        return attributes
+    for owner in owners:
+        *path, last = owner.split(".")
+        setattr(module.get_submodule(".".join(path)), last, original.get_submodule(owner))
+    others = {name: source for name, source in attributes.items() if name.rpartition(".")[0] not in owners}
+    return {**others, **{owner: owner for owner in sorted(owners)}}
+
+
 def _class_of(lazy: bool, is_part: bool) -> type[fx.GraphModule]:
     if is_part:
         return LazyPart if lazy else EagerPart
@@ -55,6 +71,8 @@ def add_parts(module: fx.GraphModule, parts: Mapping[str, fx.GraphModule]) -> No
         delattr(module, name)
     for name, child in {**parts, **others}.items():
         module.add_module(name, child)
+    for name in parts:
+        setattr(type(module), name, child_called(name))  # a GraphModule has a class of its own
 
 
 def _root(original: nn.Module, attributes: Mapping[str, str], parts: Collection[str]) -> nn.Module:

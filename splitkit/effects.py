@@ -155,7 +155,7 @@ def _concerned(
         return effects
     if not members:
         return [n for n, e in acting.items() if not _only_aliases(e)]
-    found = dict.fromkeys(n for n, e in acting.items() if not _only_aliases(e))
+    found = dict.fromkeys(n for n, e in acting.items() if e.reads_state or not _only_aliases(e))
     for item in members:
         if isinstance(item, Node):
             found[item] = None

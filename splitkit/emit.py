@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
 
 from splitkit import _torch
-from splitkit.assemble import add_parts, carry_hooks, module_of
+from splitkit.assemble import add_parts, carry_hooks, keep_whole, module_of
 from splitkit.cut import Subgraph
 from splitkit.dataflow import Dataflow
 from splitkit.names import Style, flat_names, part_names
@@ -65,27 +65,35 @@ def emit(
     if runs:
         plan, units = with_bare_runs(plan, units, runs)
     subgraphs = [u for u in units if isinstance(u, Subgraph)]
-    read = [str(u.target) for u in units if isinstance(u, Node) and u.op in ("get_attr", "call_module")]
-    taken = {target.split(".")[0] for target in (*read, *region_attributes(flow.scope))}
+    own = [str(u.target) for u in units if isinstance(u, Node) and u.op in ("get_attr", "call_module")]
+    taken = {target.split(".")[0] for target in (*own, *region_attributes(flow.scope))}
     names = part_names([s.key for s in subgraphs], taken, style)
     parts: dict[PartKey, fx.GraphModule] = {}
     attributes: dict[str, Mapping[str, str]] = {}
     copies: dict[PartKey, Mapping[Node, Node]] = {}
     bases: dict[int, str] = {}
+    whole = _kept_whole(flow)
     for sub in subgraphs:
         written = _write_part(sub, flow, style, runs.get(sub.key), bases)
-        attributes[names[sub.key]] = written.attributes
         parts[sub.key] = module_of(flow.root, written.graph, written.attributes, style, lazy, is_part=True)
+        attributes[names[sub.key]] = keep_whole(parts[sub.key], flow.root, written.attributes, whole)
         copies[sub.key] = {n: written.env[n] for n in sub.nodes}
     parent = _Parent(flow, plan, style, names, NEUTRAL if runs else flow.final)
     parent.write(units)
     copies[HOST] = parent.copies
-    attributes[""] = {name: name for name in parent.attributes}
-    module = module_of(flow.root, parent.graph, attributes[""], style, lazy, parts=names.values())
+    read = {name: name for name in parent.attributes}
+    module = module_of(flow.root, parent.graph, read, style, lazy, parts=names.values())
+    attributes[""] = keep_whole(module, flow.root, read, whole)
     add_parts(module, {names[key]: part for key, part in parts.items()})
     module.meta = {**_torch.meta_of(flow.root), "partition_names": set(names.values())}
     carry_hooks(flow.root, module)
     return Emitted(module, parts, attributes, copies)
+
+
+def _kept_whole(flow: Dataflow) -> set[str]:
+    """Modules that some part calls, and of which another reads a buffer that is written: one object in both."""
+    owners = {str(n.target).rpartition(".")[0] for n in flow.written}
+    return owners and owners & {str(n.target) for n in flow.scope if n.op == "call_module"}
 
 
 @dataclass(frozen=True)
@@ -102,7 +110,7 @@ def _write_part(sub: Subgraph, flow: Dataflow, style: Style, run: Run | None, ba
     env: dict[Node, Node] = {}
     for number, value in enumerate(sub.inputs):
         name = value.name if style.original_input_names else f"arg_{number}"
-        env[value] = writer.placeholder("self_" if name == "self" else name, value.type)
+        env[value] = writer.placeholder(name, value.type)
         env[value].meta.update(value.meta)
     read = [n for n in sub.nodes if n.op == "get_attr"]
     called = [str(n.target) for n in sub.nodes if n.op == "call_module"]

@@ -21,7 +21,8 @@ def call_part(self: Any, *args: Any, **kwargs: Any) -> Any:
     What a GraphModule adds to it, a print of the line of the graph where an error arose, its parent does as well.
     """
     if (
-        self._forward_hooks
+        kwargs
+        or self._forward_hooks
         or self._forward_pre_hooks
         or self._backward_hooks
         or self._backward_pre_hooks
@@ -33,7 +34,20 @@ def call_part(self: Any, *args: Any, **kwargs: Any) -> Any:
         or nn.Module.__call__ is not _MODULE_CALL  # fx traces by replacing it
     ):
         return nn.Module.__call__(self, *args, **kwargs)
-    return self.forward(*args, **kwargs)
+    return self.forward(*args)
+
+
+@cache
+def child_called(name: str) -> property:
+    """``module.name`` for a child, without the failed lookups that end in ``nn.Module.__getattr__``."""
+
+    def child(self: nn.Module) -> nn.Module | None:
+        try:
+            return self._modules[name]
+        except KeyError:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
+
+    return property(child)
 
 
 class _Picky:

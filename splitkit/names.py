@@ -38,7 +38,7 @@ def part_names(keys: Iterable[PartKey], taken: Container[str], style: Style) -> 
     used: set[str] = set()
     for key in keys:
         atoms = key if isinstance(key, tuple) else (key,)
-        stem = "_".join(["submod", *([style.affix] if style.affix else []), *(_word(a) for a in atoms)])
+        stem = "_".join(["submod", *([_word(style.affix)] if style.affix else []), *(_word(a) for a in atoms)])
         name = stem if stem not in taken and stem not in used else unique(stem, {*used}, taken)
         names[key] = name
         used.add(name)

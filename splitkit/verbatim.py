@@ -45,11 +45,12 @@ class Run:
     state_ops: tuple[Node, ...]
 
 
-def runs_of(flow: Dataflow, labels: Mapping[Node, PartKey]) -> Mapping[PartKey, Run]:
+def runs_of(flow: Dataflow, plan: Plan, labels: Mapping[Node, PartKey]) -> Mapping[PartKey, Run]:
     """The runs that parts are, in graph order; none if they are no runs, or if there is nothing to keep.
 
     Args:
         flow: facts about the graph.
+        plan: the complete plan, which may have copied nodes into other runs.
         labels: the part of each node but inputs, attributes and the output, state ops included.
     """
     state_ops = [n for n in labels if is_state_op(n)]
@@ -57,10 +58,24 @@ def runs_of(flow: Dataflow, labels: Mapping[Node, PartKey]) -> Mapping[PartKey, 
         return {}
     groups = [(key, list(nodes)) for key, nodes in groupby(labels, key=labels.__getitem__)]
     keys = [key for key, _ in groups]
-    if not state_ops or HOST in keys or len(set(keys)) < len(keys):
+    if not state_ops or HOST in keys or len(set(keys)) < len(keys) or not _nest(state_ops):
+        return {}
+    moved = (n for n in flow.nodes if plan.places[n] != (labels[n],))
+    if not all(n.all_input_nodes for n in moved):  # it asks for the state, which is another one there
         return {}
     before = states_before(flow.graph)
     return {key: _run(nodes, before[nodes[0]]) for key, nodes in groups}
+
+
+def _nest(state_ops: list[Node]) -> bool:
+    """Whether each region is closed, and before those around it."""
+    opened: list[Node] = []
+    for node in state_ops:
+        if node.target is _torch.ENTER_AUTOCAST:
+            opened.append(node)
+        elif node.target is _torch.EXIT_AUTOCAST and opened.pop() is not node.args[0]:
+            return False
+    return not opened
 
 
 def _run(nodes: list[Node], before: Scope) -> Run:

@@ -107,11 +107,15 @@ class Writer:
         return self._append(self.graph, "call_function", target, args, {}, name, None, _numbered)
 
     def placeholder(self, name: str, type_expr: Any = None) -> Node:
-        """Append an input."""
-        if name.islower() and name[:2] != "__":
-            naming = _kept if self._keep_names else _given
-            return self._append(self.graph, "placeholder", name, (), {}, name, type_expr, naming)
-        return self.graph.placeholder(name, type_expr)  # which writes the name in snake case
+        """Append an input; the parameter of ``forward`` is called like the node, or two could be mixed up."""
+        space: Any = self.graph._graph_namespace
+        if self._keep_names:
+            name = _kept(space, name)
+        elif name.islower() and name[:2] != "__":
+            name = _given(space, name)
+        else:
+            name = _created(space, self.graph._target_to_str(name))  # in snake case
+        return self._append(self.graph, "placeholder", name, (), {}, name, type_expr, _final)
 
     def _base_of(self, target: Any) -> str:
         name = self._bases[id(target)] = str(self.graph._target_to_str(target))  # 2.11, 2.13, 2.15
@@ -139,7 +143,14 @@ def _append(
 def _append_publicly(
     graph: fx.Graph, op: str, target: Any, args: Any, kwargs: Any, name: str, type_expr: Any, naming: Naming
 ) -> Node:
+    if naming is _final:
+        graph._graph_namespace._used_names.discard(name)
     return graph.create_node(op, target, args, kwargs, name, type_expr)
+
+
+def _final(space: Any, name: str) -> str:
+    """A name that the namespace has given already."""
+    return name
 
 
 def _created(space: Any, name: str) -> str:
@@ -149,8 +160,8 @@ def _created(space: Any, name: str) -> str:
 def _kept(space: Any, name: str) -> str:
     """A name that another graph has given."""
     used = space._used_names
-    if name in used:
-        return _created(space, name)
+    if name in used or name == "self":  # which is the module in the code of a parent
+        return _created(space, name if name != "self" else "self_")
     used.add(name)
     return name
 
@@ -158,8 +169,8 @@ def _kept(space: Any, name: str) -> str:
 def _given(space: Any, name: str) -> str:
     """``space.create_name(name)`` for a name that another graph has given, with or without a number."""
     used, counts = space._used_names, space._base_count
-    if name in used:
-        return _created(space, name)
+    if name in used or name == "self":
+        return _created(space, name if name != "self" else "self_")
     base, _, number = name.rpartition("_")
     if base and number.isdigit():
         counts[base] = int(number)

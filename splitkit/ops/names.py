@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from enum import Enum
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,6 +82,9 @@ def python_effects(node: Node) -> Effects:
 # ---------------------------------------------------------------- torch
 
 
+_TORCH_FILES = str(Path(torch.__file__).parent)
+
+
 @cache
 def torch_name(target: Any) -> str | None:
     """The name of a function or method that torch itself defines."""
@@ -90,6 +94,8 @@ def torch_name(target: Any) -> str | None:
     if owner is not None:
         return str(target.__name__) if issubclass(torch.Tensor, owner) else None
     name, module = getattr(target, "__name__", None), getattr(target, "__module__", None)
+    if inspect.isfunction(target) and not target.__code__.co_filename.startswith(_TORCH_FILES):
+        return None  # functools.wraps gives a wrapper the names of what it wraps
     return name if isinstance(name, str) and module in tables.TORCH_MODULES and not isinstance(target, type) else None
 
 
@@ -117,7 +123,10 @@ def signature_facts(target: Any, name: str) -> Facts:
     """Parameter names and defaults of a Python function, with the rule that goes with them."""
     if not inspect.isfunction(target):
         return Facts()
-    parameters = inspect.signature(target).parameters
+    try:
+        parameters = inspect.signature(target).parameters
+    except ValueError:  # a wrapper around a builtin: torch.Tensor.__pow__
+        return Facts()
     defaults = {k: p.default for k, p in parameters.items() if p.default is not p.empty}
     return Facts(name, tuple(parameters), defaults=defaults, rule=rule_for(name, parameters))
 

@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.passes.split_module import split_module as torch_split_module
 from torch.testing import assert_close
 from torchgraphs import TUPLE_RETURN, Label, both, by_name, called, graph_of, inputs_of, label, named, written
@@ -215,3 +216,17 @@ def test_the_module_can_be(again):
     gm, inputs = made("nested")
     for split in both(gm, three_runs(gm)):
         assert_close(again(split)(*inputs), gm(*inputs))
+
+
+def test_torchs_switch_for_lazy_code(monkeypatch):
+    """Inside torch's ``_use_lazy_graph_module`` code is made when a module is first called."""
+    gm, inputs = made("nested")
+    sk.split_module(gm, None, three_runs(gm))(*inputs)  # checks of how torch makes code, once a process
+    codes, python_code = [], fx.Graph._python_code
+    monkeypatch.setattr(fx.Graph, "_python_code", lambda self, *a, **k: codes.append(self) or python_code(self, *a, **k))
+    with _use_lazy_graph_module(True):
+        for split in both(gm, three_runs(gm)):
+            assert not codes
+            split(*inputs)
+            assert len(codes) == 4, "three parts and the parent"
+            codes.clear()
