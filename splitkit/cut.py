@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch.fx import Node
 
 from splitkit.dataflow import Dataflow
-from splitkit.order import Crossings, crossings, part_order
+from splitkit.order import Crossing, crossings, part_order
 from splitkit.plan import HOST, PartKey, Plan
 
 
@@ -62,7 +63,7 @@ def cut(flow: Dataflow, plan: Plan, as_met: bool = False) -> tuple[Subgraph | No
 class _Borders:
     """What each part computes, and what crosses its border, in the order in which it is met."""
 
-    def __init__(self, flow: Dataflow, plan: Plan, crossing: Crossings) -> None:
+    def __init__(self, flow: Dataflow, plan: Plan, crossing: Mapping[Node, list[Crossing]]) -> None:
         self.nodes: dict[PartKey, list[Node]] = defaultdict(list)
         self.inputs: dict[PartKey, dict[Node, None]] = defaultdict(dict)
         self.outputs: dict[PartKey, dict[Node, None]] = defaultdict(dict)
@@ -71,10 +72,10 @@ class _Borders:
             for key in keys:
                 self.nodes[key].append(node)
         for node, reads in crossing.items():
-            for value, sources in reads:
+            for value, home, sources in reads:
                 for key in plan.places[node]:
                     if key not in sources:
-                        self._cross(value, sources[0], key)
+                        self._cross(value, home, key)
 
     def _cross(self, value: Node, source: PartKey, reader: PartKey) -> None:
         self.outputs[source][value] = None

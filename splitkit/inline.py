@@ -103,6 +103,8 @@ def _write(flat: Flat, order: list[tuple[int, Node]], split: Split, anew: bool) 
     whole: dict[Node, Node] = {}  # of the original
     names = {node.name for node in split.flow.index}
     others = _others(split, anew)
+    if not order:
+        return writer.graph
     index, other = next(others)
     for reached, node in order:
         while index < reached:
@@ -135,4 +137,4 @@ def _others(split: Split, anew: bool) -> Iterator[tuple[int, Node]]:
         of_regions = node not in flow.scope or is_for_regions(node, flow.scope)
         if not (anew and of_regions) and (of_regions or not places[node]):
             yield index, node
-    yield len(flow.index), next(iter(flow.index))
+    yield from ((len(flow.index), node) for node in list(flow.index)[:1])  # a guard that is never written

@@ -10,7 +10,7 @@ Ints go on crossing: they are what symbolic shapes are made of.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 
 import torch
@@ -71,7 +71,7 @@ def _is_size(node: Node) -> bool:
 class _Local:
     def __init__(self, flow: Dataflow, places: Places) -> None:
         self.flow, self.places = flow, places
-        self._known: dict[tuple[Node, PartKey], bool] = {}
+        self._taken: dict[Node, set[PartKey]] = {}
 
     def spread(self, node: Node) -> None:
         """Add copies to the readers that can make one; where that leaves the home without a reader, it goes."""
@@ -85,32 +85,49 @@ class _Local:
     def readers(self, node: Node) -> list[PartKey]:
         """The parts that would take the value from elsewhere."""
         keys = self.places[node]
-        found = dict.fromkeys(key for user in self._users(node) for key in self.places.get(user, ()))
+        found = dict.fromkeys(key for user in self._users(node) for key in self.places[user])
         return [key for key in found if key is not HOST and key not in keys] if keys else []
 
     def may_have(self, node: Node, reader: PartKey) -> bool:
         """Whether ``reader`` can compute a copy from what it has or is given anyway."""
-        known = self._known.get((node, reader))
-        if known is None:
-            free = node not in self.flow.once and node not in self.timed
-            known = self._known[node, reader] = free and all(self._has(read, reader) for read in reads(node))
-        return known
+        needed = self._needs[node]
+        return needed is not None and all(reader in self._parts_with(value) for value in needed)
 
-    def _has(self, value: Node, reader: PartKey) -> bool:
-        if value.op in ("placeholder", "get_attr") or reader in self.places[value]:
-            return True
-        if isinstance(value_of(value), _INTS) or any(reader in self.places[user] for user in self._users(value)):
-            return True
-        return is_small(value) and self.flow.is_placeable(value) and self.may_have(value, reader)
+    def _parts_with(self, value: Node) -> set[PartKey]:
+        """The parts that compute or read a value."""
+        if value not in self._taken:
+            read = (key for user in self._users(value) for key in self.places[user])
+            self._taken[value] = {*self.places[value], *read}
+        return self._taken[value]
 
     def _users(self, node: Node) -> Iterator[Node]:
         return (user for user in node.users if user in self.places and user not in self.flow.followers)
+
+    @cached_property
+    def _needs(self) -> dict[Node, frozenset[Node] | None]:
+        """Small value -> what must be there to compute it, other small values followed back; ``None``: it cannot be."""
+        needs: dict[Node, frozenset[Node] | None] = {}
+        for node in self.flow.nodes:
+            if is_small(node):
+                free = node not in self.flow.once and node not in self.timed
+                found = frozenset(n for read in reads(node) for n in self._sources(read, needs)) if free else None
+                needs[node] = found if found is None or len(found) <= _MOST else None
+        return needs
+
+    def _sources(self, value: Node, needs: Mapping[Node, frozenset[Node] | None]) -> Iterable[Node]:
+        if value.op in ("placeholder", "get_attr") or isinstance(value_of(value), _INTS):  # these may cross
+            return ()
+        found = needs.get(value)
+        return (value,) if found is None else found
 
     @cached_property
     def timed(self) -> set[Node]:
         """Nodes that must run before or after an effect: a copy must as well, which may close a circle of parts."""
         after = self.flow.after
         return {*after, *(n for before in after.values() for n in before)}
+
+
+_MOST = 16  # values that a small value is followed back to
 
 
 def is_small(node: Node) -> bool:

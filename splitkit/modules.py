@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from threading import RLock
 from typing import Any
 
 from torch import fx, nn
@@ -12,6 +13,7 @@ from splitkit.errors import GraphError
 from splitkit.scope import is_state_op
 
 _MODULE_CALL = nn.Module.__call__
+_MAKING_CODE = RLock()
 _FORWARD, _FORWARD_PRE, _BACKWARD, _BACKWARD_PRE = _torch.HOOKS_OF_ALL_MODULES
 
 
@@ -94,6 +96,11 @@ class _Lazy(_Picky, _torch.LazyGraphModule):  # type: ignore[misc]
     """
 
     _lazy_forward = forward = property(_made_code)  # compared by torch: 2.11, 2.13, 2.15
+
+    def real_recompile(self) -> None:
+        """Make the code unless it is there; two threads at once would mix up its names."""
+        with _MAKING_CODE:
+            super().real_recompile()
 
 
 class LazyPart(_Lazy):

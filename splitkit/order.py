@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch.fx import Node
 
@@ -23,22 +23,29 @@ def unit_of(node: Node, key: PartKey) -> Unit:
     return (key, node if key is HOST else None)
 
 
-Crossings = dict[Node, list[tuple[Node, tuple[PartKey, ...]]]]
-"""reader -> what it reads that is not computed wherever it is itself: (value, the places of the value)."""
+Crossing = tuple[Node, PartKey, Collection[PartKey]]
+"""A value that is read, its home, and all its places."""
 
 
-def crossings(places: Mapping[Node, tuple[PartKey, ...]]) -> Crossings:
-    """The reads that leave a part, or stay in the host, where each node is a unit of its own; in graph order."""
-    found: Crossings = {}
+def crossings(places: Mapping[Node, tuple[PartKey, ...]]) -> dict[Node, list[Crossing]]:
+    """reader -> what it reads that is not computed wherever it is itself, in graph order.
+
+    In the host each node is a unit of its own, so that reads within it count as well.
+    """
+    found: dict[Node, list[Crossing]] = {}
+    many: dict[Node, frozenset[PartKey]] = {}
     for node, keys in places.items():
         for read in node.all_input_nodes:
             sources = places.get(read)  # neither a state op nor a free attribute has one
             if sources and (sources != keys or keys == _IN_HOST):
-                found.setdefault(node, []).append((read, sources))
+                known: Collection[PartKey] = sources
+                if len(sources) > 8:  # looked up for each reader
+                    known = many[read] = many.get(read) or frozenset(sources)
+                found.setdefault(node, []).append((read, sources[0], known))
     return found
 
 
-def part_order(flow: Dataflow, plan: Plan, crossing: Crossings | None = None) -> list[Unit]:
+def part_order(flow: Dataflow, plan: Plan, crossing: Mapping[Node, list[Crossing]] | None = None) -> list[Unit]:
     """The units of a *complete* or partial plan in an order that respects data and effects.
 
     Among those that are ready, the one whose first node came first in the graph runs first (Kahn's algorithm with a
@@ -79,7 +86,9 @@ def unit_needs(flow: Dataflow, plan: Plan) -> Needs:
     return _needs(flow, plan)[0]
 
 
-def _needs(flow: Dataflow, plan: Plan, crossing: Crossings | None = None) -> tuple[Needs, dict[Unit, int]]:
+def _needs(
+    flow: Dataflow, plan: Plan, crossing: Mapping[Node, list[Crossing]] | None = None
+) -> tuple[Needs, dict[Unit, int]]:
     needs: Needs = {}
     first: dict[Unit, int] = {}
     known: set[tuple[PartKey, ...]] = set()  # places all of whose units have been met
@@ -94,8 +103,8 @@ def _needs(flow: Dataflow, plan: Plan, crossing: Crossings | None = None) -> tup
             unit = unit_of(node, key)
             first.setdefault(unit, -1 if node.op == "get_attr" else flow.index[node])  # attributes delay nobody
             before = needs.setdefault(unit, {})
-            for read, sources in crossing.get(node, ()):
-                _add(before, unit, unit_of(read, key if key in sources else sources[0]), (read, node))
+            for read, home, sources in crossing.get(node, ()):
+                _add(before, unit, unit_of(read, key if key in sources else home), (read, node))
             for earlier in after[node]:  # an effect waits for every copy
                 for other in places[earlier]:
                     _add(before, unit, unit_of(earlier, other), (earlier, node))

@@ -226,16 +226,17 @@ def split_module(
 
     Parameters and buffers stay in the parent and are passed in; called modules move into their part as ``a_b``. What
     differs from torch: ``split_callback`` may be anything that `split` takes and is called once a node; parts run in
-    the order of their first node as far as data and effects allow, whatever ``keep_original_order`` says; node names
-    are always kept.
+    the order of their first node as far as data and effects allow, whatever ``keep_original_order`` says. All
+    differences: ``docs/split_module.md``.
 
     Args:
         m: the graph; it is left as it is.
         root_m: ignored, as in torch; the attributes of ``m`` are used.
         split_callback: node -> part id, any hashable; ``None`` leaves a node in the parent.
         qualname_map: filled with names of moved modules -> their original names.
-        keep_original_order: accepted for compatibility.
-        keep_original_node_name: accepted for compatibility.
+        keep_original_order: the parent reads attributes where they are first needed; and where each part is one
+            consecutive run of the graph, grad-mode and autocast ops stay where they stand.
+        keep_original_node_name: nodes keep their names, else they get those that fx gives to new nodes.
         keep_original_input_name: name the inputs of parts after their values, else ``arg_0`` ...
         partition_affix: ``submod_<affix>_<id>``.
         tuple_return: parts with one output return a tuple.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "against_torch"))
-pytest.register_assert_rewrite("torch_wrong", "torch_raises", "torch_loses", "torch_lacks", "torchgraphs")
+pytest.register_assert_rewrite("torch_wrong", "torch_raises", "torch_loses", "torch_lacks")
 
 from torch_lacks import *  # noqa: E402, F403
 from torch_loses import *  # noqa: E402, F403

@@ -6,7 +6,9 @@ import copy
 import functools
 import gc
 import operator
+import sys
 import threading
+import time
 import weakref
 
 import pytest
@@ -165,3 +167,95 @@ def test_a_buffer_of_a_called_module_and_the_same_buffer_read_elsewhere_were_tor
     made = sk.split(gm, {"norm": 0, "add": 1}).module
     x = torch.randn(4, 3, dtype=torch.double)
     assert torch.equal(copy.deepcopy(gm).double()(x), copy.deepcopy(made).double()(x))
+
+
+def test_a_long_chain_of_numbers_was_a_recursion_error():
+    def write(g):
+        x = g.placeholder("x")
+        y = g.call_function(torch.sin, (x,))
+        y.meta["val"] = torch.ones(())
+        number = g.call_method("item", (y,))
+        number.meta["val"] = 1.0
+        for _ in range(2000):
+            number = g.call_function(operator.add, (number, 1.0))
+            number.meta["val"] = 1.0
+        g.output(g.create_node("call_function", torch.mul, (y, number), name="last"))
+
+    gm = graph_of(write)
+    assert_same(gm, sk.split(gm, lambda node: int(node.name == "last")), torch.ones(()))
+
+
+def test_many_sizes_of_one_tensor_took_quadratic_time():
+    def seconds(count):
+        def write(g):
+            x = g.placeholder("x")
+            y = g.call_function(torch.sin, (x,))
+            for _ in range(count):
+                size = g.call_method("size", (y,))
+                x = g.call_method("view", (x, size))
+                y.meta["val"] = x.meta["val"] = torch.ones(2)
+                size.meta["val"] = torch.Size([2])
+            g.output(x)
+
+        gm = graph_of(write)
+        part = {n: 0 if n.target == "size" else i // 8 for i, n in enumerate(gm.graph.nodes)}
+        begin = time.perf_counter()
+        sk.plan(gm, part.__getitem__)
+        return time.perf_counter() - begin
+
+    assert seconds(3000) < 12 * max(seconds(500), seconds(500))
+
+
+def test_two_threads_that_called_a_lazy_split_first_broke_its_code():
+    gm = fx.symbolic_trace(nn.Sequential(*[nn.ReLU() for _ in range(8)]))
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    failed = []
+    try:
+        for _ in range(150):
+            made = sk.split(gm, RoundRobin(3), lazy=True)
+            gate = threading.Barrier(4)
+
+            def call(made=made, gate=gate):
+                gate.wait()
+                try:
+                    made(torch.ones(1))
+                except Exception as error:
+                    failed.append(error)
+
+            threads = [threading.Thread(target=call) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not failed
+
+
+def test_inline_of_an_empty_graph_was_a_runtime_error():
+    gm = graph_of(lambda g: None)
+    assert not list(sk.inline(sk.split(gm, lambda node: 0)).graph.nodes)
+
+
+def test_the_forward_of_a_lazy_part_could_not_be_replaced():
+    gm = fx.symbolic_trace(nn.Sequential(nn.ReLU(), nn.ReLU()))
+    made = sk.split(gm, {"_0": 0, "_1": 1}, lazy=True)
+    made.parts[0].forward = lambda x: x * 5
+    assert made(torch.ones(())) == 5
+
+
+def test_objects_behind_targets_were_kept_alive_for_ever():
+    """`torch_name`, `signature_facts` and `is_ambient` are cached by target: bound methods, closures over tensors."""
+
+    class Model(nn.Module):
+        def double(self, x):
+            return x * 2
+
+    model = Model()
+    gm = graph_of(lambda g: g.output(g.call_function(model.double, (g.placeholder("x"),))))
+    sk.split(gm, RoundRobin(1))
+    kept = weakref.ref(model)
+    del model, gm
+    gc.collect()
+    assert kept() is None

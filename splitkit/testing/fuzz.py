@@ -68,7 +68,7 @@ def try_plan(gm: fx.GraphModule, inputs: tuple[torch.Tensor, ...], choose: Choos
     assert_emitted_as_planned(made)
     assert_inlines(made)
     rounds_weights = any(n.target is _torch.ENTER_AUTOCAST for n in gm.graph.nodes)
-    assert_same(gm, made, *inputs, tolerance=2e-2 if rounds_weights else 1e-4)
+    assert_same(gm, made, *inputs, tolerance=5e-2 if rounds_weights else 1e-4)
     report.legal += 1
 
 

@@ -223,7 +223,9 @@ def test_torchs_switch_for_lazy_code(monkeypatch):
     gm, inputs = made("nested")
     sk.split_module(gm, None, three_runs(gm))(*inputs)  # checks of how torch makes code, once a process
     codes, python_code = [], fx.Graph._python_code
-    monkeypatch.setattr(fx.Graph, "_python_code", lambda self, *a, **k: codes.append(self) or python_code(self, *a, **k))
+    monkeypatch.setattr(
+        fx.Graph, "_python_code", lambda self, *a, **k: codes.append(self) or python_code(self, *a, **k)
+    )
     with _use_lazy_graph_module(True):
         for split in both(gm, three_runs(gm)):
             assert not codes
