@@ -83,9 +83,14 @@ class EagerPart(_Picky, fx.GraphModule):
         return code
 
 
-def _made_code(self: Any) -> Any:
-    self.real_recompile()
-    return self.forward
+class _Unmade:
+    """Stands for a ``forward`` whose code is to be made. No data descriptor: an instance may have its own."""
+
+    def __get__(self, module: Any, kind: type | None = None) -> Any:
+        if module is None:
+            return self
+        module.real_recompile()
+        return module.forward
 
 
 class _Lazy(_Picky, _torch.LazyGraphModule):  # type: ignore[misc]
@@ -95,7 +100,7 @@ class _Lazy(_Picky, _torch.LazyGraphModule):  # type: ignore[misc]
     meets a function that it must not trace.
     """
 
-    _lazy_forward = forward = property(_made_code)  # compared by torch: 2.11, 2.13, 2.15
+    _lazy_forward = forward = _Unmade()  # compared by torch: 2.11, 2.13, 2.15
 
     def real_recompile(self) -> None:
         """Make the code unless it is there; two threads at once would mix up its names."""
@@ -117,7 +122,7 @@ class LazyParent(_Lazy):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the parts."""
-        if isinstance(type(self).forward, property):  # a test that Dynamo can trace
+        if isinstance(type(self).forward, _Unmade):  # a test that Dynamo can trace
             self.real_recompile()  # puts fx's own __call__ in front, which shows the line where an error arose
             return self(*args, **kwargs)
         return super().__call__(*args, **kwargs)

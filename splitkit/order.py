@@ -139,7 +139,7 @@ def _circle(left: Mapping[Unit, Mapping[Unit, tuple[Node, Node]]]) -> CycleError
     return CycleError(
         "SK203",
         "parts depend on each other in a circle:\n" + "\n".join(lines),
-        "Give these nodes one part, or let splitkit.refine(flow, plan) visit a part several times.",
+        "Give these nodes one part, or say on_cycle='refine' to visit a part several times, 'merge' to join the parts.",
         dict.fromkeys(n for edge in edges for n in edge),
     )
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-from functools import cache
 from typing import Any
 
 from torch import fx
 
 from splitkit.errors import GraphError
 from splitkit.ops import tables
+from splitkit.ops.facts import remembered
 from splitkit.scope import NEUTRAL, scopes
 
 _SAYS_SO = re.compile("(^|_)(set|enter|exit|push|pop|enable|disable|increment|decrement)(?=_|[A-Z]|$)|Disable|Guard")
 
 
-@cache
+@remembered
 def is_ambient(target: Any) -> bool:
     """Does a function of torch change the ambient state, as far as its name says? Or a method, like ``__enter__``?"""
     if isinstance(target, str):

@@ -4,10 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache, wraps
+from types import ModuleType, NoneType
+from typing import Any, TypeVar
 
 import torch
+from torch._ops import OpOverload, OpOverloadPacket  # 2.11, 2.13, 2.15
 from torch.fx import Node
+
+Answer = TypeVar("Answer")
+
+
+def remembered(about: Callable[..., Answer]) -> Callable[..., Answer]:
+    """``functools.cache`` for functions of a target, but not for users' targets, which may hold on to tensors."""
+    remember = cache(about)
+
+    @wraps(about)
+    def answer(target: Any, *rest: Any) -> Answer:
+        return remember(target, *rest) if _lives_on(target) else about(target, *rest)
+
+    return answer
+
+
+def _lives_on(target: Any) -> bool:
+    """Is it a name, or a function that a module of torch or Python holds?"""
+    if isinstance(target, (str, type, OpOverload, OpOverloadPacket)):
+        return True
+    if not isinstance(getattr(target, "__self__", None), (type, ModuleType, NoneType)):
+        return False
+    return str(getattr(target, "__module__", None) or "builtins").split(".")[0] in _MODULES
+
+
+_MODULES = frozenset(("torch", "builtins", "operator", "_operator", "math"))
 
 UNKNOWN: Any = object()  # an argument that is not there: it may be anything
 Slot = tuple[int, str]  # a parameter: its position (-1: by keyword only) and its name

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from enum import Enum
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.fx import Node
 
 from splitkit.ops import tables
 from splitkit.ops.ambient import is_ambient
-from splitkit.ops.facts import PURE, Call, Effects, Facts, first_argument, union, unknown
+from splitkit.ops.facts import PURE, Call, Effects, Facts, first_argument, remembered, union, unknown
 from splitkit.ops.rules import dropout, rule_for
 from splitkit.ops.schema import fitting, named_facts
 
@@ -85,7 +84,7 @@ def python_effects(node: Node) -> Effects:
 _TORCH_FILES = str(Path(torch.__file__).parent)
 
 
-@cache
+@remembered
 def torch_name(target: Any) -> str | None:
     """The name of a function or method that torch itself defines."""
     if isinstance(target, str):
@@ -118,7 +117,7 @@ def named_effects(node: Node) -> Effects:
     return unknown(node) if effects is None else union((effects, *_optional(node, name, facts)))
 
 
-@cache
+@remembered
 def signature_facts(target: Any, name: str) -> Facts:
     """Parameter names and defaults of a Python function, with the rule that goes with them."""
     if not inspect.isfunction(target):
