@@ -6,6 +6,7 @@ the joint-graph door hold their own.
 
 from __future__ import annotations
 
+import copy
 from typing import Any, cast
 
 import torch
@@ -86,8 +87,8 @@ def wants_lazy_code() -> bool:
 
 
 def codegen_of(graph: fx.Graph) -> Any:
-    """The code generator of a graph: it holds the pytree signature. There is a public setter but no getter."""
-    return graph._codegen
+    """A copy of the code generator of a graph, which holds the pytree signature; there is no public getter."""
+    return copy.copy(graph._codegen)
 
 
 def size_hint(value: object) -> int:

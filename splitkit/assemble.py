@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx, nn
 
 from splitkit.effects import attribute
-from splitkit.modules import EagerParent, EagerPart, LazyParent, LazyPart, bare_part, child_called
+from splitkit.modules import Child, EagerParent, EagerPart, LazyParent, LazyPart, bare_part
 from splitkit.names import Style
 
 
@@ -72,7 +72,7 @@ def add_parts(module: fx.GraphModule, parts: Mapping[str, fx.GraphModule]) -> No
     for name, child in {**parts, **others}.items():
         module.add_module(name, child)
     for name in parts:
-        setattr(type(module), name, child_called(name))  # a GraphModule has a class of its own
+        setattr(type(module), name, Child(name))  # a GraphModule has a class of its own
 
 
 def _root(original: nn.Module, attributes: Mapping[str, str], parts: Collection[str]) -> nn.Module:

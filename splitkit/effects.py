@@ -82,10 +82,16 @@ def attribute(root: torch.nn.Module, target: str) -> object:
     return value
 
 
+_REAL = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
 def storage_key(tensor: torch.Tensor) -> Hashable:
     """Equal for tensors that share memory; the tensor's identity where it has no storage (sparse, some subclasses)."""
     try:
-        return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        storage = tensor.untyped_storage()
+        if type(tensor) in _REAL and storage.device.type != "meta" and storage.nbytes():
+            return storage.device, storage.data_ptr()  # one memory may have several storages: torch.from_numpy
+        return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
     except (NotImplementedError, RuntimeError):
         return id(tensor)
 

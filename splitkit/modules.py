@@ -39,17 +39,22 @@ def call_part(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self.forward(*args)
 
 
-@cache
-def child_called(name: str) -> property:
-    """``module.name`` for a child, without the failed lookups that end in ``nn.Module.__getattr__``."""
+class Child:
+    """``module.name`` for a child, without the failed lookups that end in ``nn.Module.__getattr__``.
 
-    def child(self: nn.Module) -> nn.Module | None:
+    No data descriptor: what users put in the module's ``__dict__`` comes first.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, module: nn.Module | None, kind: type | None = None) -> Any:
+        if module is None:
+            return self
         try:
-            return self._modules[name]
+            return module._modules[self.name]
         except KeyError:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
-
-    return property(child)
+            raise AttributeError(f"{type(module).__name__!r} object has no attribute {self.name!r}") from None
 
 
 class _Picky:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -164,11 +166,12 @@ def split(
         PolicyError: the policy refuses (SK3xx).
     """
     _check_choice("parameters", parameters, ("own", "hoist"))
-    flow = analyze(gm)
-    whole = complete(flow, _decide(flow, policy, costs, on_cycle), parameters)
-    check(flow, whole)
-    units = cut(flow, whole)
-    emitted = emit(flow, whole, units, Style(), lazy)
+    with _paused_collections():
+        flow = analyze(gm)
+        whole = complete(flow, _decide(flow, policy, costs, on_cycle), parameters)
+        check(flow, whole)
+        units = cut(flow, whole)
+        emitted = emit(flow, whole, units, Style(), lazy)
     subgraphs = {u.key: u for u in units if isinstance(u, Subgraph)}
     return Split(emitted.module, whole, flow, subgraphs, emitted.parts, _qualified_names(emitted), emitted.copies)
 
@@ -191,6 +194,18 @@ def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
         *others, last = map(repr, known)
         raise PolicyError("SK302", f"{name}={value!r} is not known", f"Use {', '.join(others)} or {last}.")
+
+
+@contextmanager
+def _paused_collections() -> Iterator[None]:
+    """Nothing that a split makes is garbage; on large graphs, looking for it again and again takes half of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _qualified_names(emitted: Emitted) -> dict[str, str]:
@@ -249,13 +264,16 @@ def split_module(
         late_attributes=keep_original_order,
         like_torch=True,
     )
-    flow = analyze(m)
-    labels: dict[Node, PartKey] = {}
-    asked = _recorded(split_callback, labels) if keep_original_order else split_callback
-    whole = complete(flow, _decide(flow, asked, None, "error"), "hoist")
-    check(flow, whole)
-    units = cut(flow, whole, as_met=True)
-    emitted = emit(flow, whole, units, style, _torch.wants_lazy_code(), runs_of(flow, whole, labels) if labels else {})
+    with _paused_collections():
+        flow = analyze(m)
+        labels: dict[Node, PartKey] = {}
+        asked = _recorded(split_callback, labels) if keep_original_order else split_callback
+        whole = complete(flow, _decide(flow, asked, None, "error"), "hoist")
+        check(flow, whole)
+        units = cut(flow, whole, as_met=True)
+        emitted = emit(
+            flow, whole, units, style, _torch.wants_lazy_code(), runs_of(flow, whole, labels) if labels else {}
+        )
     if qualname_map is not None:
         for part, attributes in emitted.attributes.items():
             qualname_map |= {f"{part}.{name}": original for name, original in attributes.items() if part}

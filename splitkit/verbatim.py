@@ -36,11 +36,13 @@ class Run:
 
     Attributes:
         before: the state in which it begins.
+        start: the state after its leading state ops, if it has anything else.
         leading: the state ops that it begins with.
         state_ops: the others, in graph order.
     """
 
     before: Scope
+    start: Scope | None
     leading: tuple[Node, ...]
     state_ops: tuple[Node, ...]
 
@@ -54,17 +56,18 @@ def runs_of(flow: Dataflow, plan: Plan, labels: Mapping[Node, PartKey]) -> Mappi
         labels: the part of each node but inputs, attributes and the output, state ops included.
     """
     state_ops = [n for n in labels if is_state_op(n)]
-    if not all(n.target in _HEADS and (n.target is not _torch.SET_GRAD or type(n.args[0]) is bool) for n in state_ops):
+    if not all(map(_is_plain, state_ops)):
         return {}
     groups = [(key, list(nodes)) for key, nodes in groupby(labels, key=labels.__getitem__)]
     keys = [key for key, _ in groups]
     if not state_ops or HOST in keys or len(set(keys)) < len(keys) or not _nest(state_ops):
         return {}
-    moved = (n for n in flow.nodes if plan.places[n] != (labels[n],))
-    if not all(n.all_input_nodes for n in moved):  # it asks for the state, which is another one there
-        return {}
     before = states_before(flow.graph)
-    return {key: _run(nodes, before[nodes[0]]) for key, nodes in groups}
+    runs = {key: _run(nodes, before) for key, nodes in groups}
+    moved = ((n, key) for n in flow.nodes for key in plan.places[n] if key != labels[n])
+    if any(runs[key].start != flow.scope[n] for n, key in moved):  # copies stand at the start of their run
+        return {}
+    return runs
 
 
 def _nest(state_ops: list[Node]) -> bool:
@@ -78,9 +81,18 @@ def _nest(state_ops: list[Node]) -> bool:
     return not opened
 
 
-def _run(nodes: list[Node], before: Scope) -> Run:
+def _is_plain(state_op: Node) -> bool:
+    """Is it one that torch's split_module knows, with constants by position?"""
+    if state_op.target not in _HEADS or state_op.kwargs:
+        return False
+    return state_op.target is not _torch.SET_GRAD or type(state_op.args[0]) is bool
+
+
+def _run(nodes: list[Node], before: Mapping[Node, Scope]) -> Run:
     leading = tuple(takewhile(is_state_op, nodes))
-    return Run(before, leading, tuple(n for n in nodes[len(leading) :] if is_state_op(n)))
+    rest = nodes[len(leading) :]
+    start = before[rest[0]] if rest else None
+    return Run(before[nodes[0]], start, leading, tuple(n for n in rest if is_state_op(n)))
 
 
 def with_bare_runs(

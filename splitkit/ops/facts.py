@@ -179,7 +179,15 @@ class Facts:
 
 
 def _at(node: Node, slots: Iterable[Slot]) -> tuple[Node, ...]:
-    return nodes_in([node.args[i] if 0 <= i < len(node.args) else node.kwargs.get(name) for i, name in slots])
+    return nodes_in([_value_at(node, i, name) for i, name in slots])
+
+
+def _value_at(node: Node, position: int, name: str) -> object:
+    if 0 <= position < len(node.args):
+        return node.args[position]
+    if position == 0 and name not in node.kwargs:  # schemas say `self`; in Python it is `input`, `tensor`, `x` ...
+        return tuple(node.all_input_nodes)
+    return node.kwargs.get(name)
 
 
 class Call:

@@ -79,6 +79,8 @@ def _random_samples(call: Call, effects: Effects) -> Effects:
 
 
 def _einsum(call: Call, effects: Effects) -> Effects:
+    if not call.node.args:
+        return replace(effects, aliases=tuple(call.node.all_input_nodes))
     equation, *operands = call.node.args
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = list(operands[0])
