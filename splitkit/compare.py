@@ -19,7 +19,7 @@ GRADIENT_TOLERANCE = 1e-4
 """Largest difference of a gradient, relative to its own largest entry, that counts as rounding: sums of the same terms
 in another order."""
 
-NOISE = 3e-7
+NOISE = 1e-6
 """A gradient that is zero but for rounding (the key bias of an attention, a bias before a batch norm) has no scale of
 its own to be compared on. Where the largest gradient of the model is 1, such a gradient is up to 6e-7 and differs by up
 to 2e-7 (float32, seen on small batches), so one of at most ten times this may differ by this. Larger ones may not."""

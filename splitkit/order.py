@@ -37,7 +37,7 @@ def crossings(places: Mapping[Node, tuple[PartKey, ...]]) -> dict[Node, list[Cro
     for node, keys in places.items():
         for read in node.all_input_nodes:
             sources = places.get(read)  # neither a state op nor a free attribute has one
-            if sources and (sources != keys or keys == _IN_HOST):
+            if sources and (sources != keys or HOST in keys):
                 known: Collection[PartKey] = sources
                 if len(sources) > 8:  # looked up for each reader
                     known = many[read] = many.get(read) or frozenset(sources)
