@@ -38,26 +38,42 @@ def part_graph(
     graph: DiGraph[Any] = DiGraph()
     own = sorted(own, key=flow.index.__getitem__)
     for node in own:
-        graph.add_node(node, kind=node.op, name=node.name, nodes=1, device=None)
+        if flow.is_placeable(node):
+            _add(graph, node, kind=node.op, name=node.name, nodes=1, device=None)
     for key, sub in subgraphs.items():
-        graph.add_node(key, kind="part", name=names[key], nodes=len(sub.nodes), device=plan.parts[key].device)
-    holder: dict[Node, Any] = {node: node for node in own}  # who hands a value on: its home, or the last of a relay
+        _add(graph, key, kind="part", name=names[key], nodes=len(sub.nodes), device=plan.parts[key].device)
+    holder: dict[Node, Any] = {node: flow.producer(node) for node in own}  # its home, or the last of a relay
     for key, sub in subgraphs.items():
         for value in sub.inputs:
             _carry(graph, holder[value], key, value)
         holder |= dict.fromkeys(sub.outputs, key)
     for node in own:
         for value in reads(node):
-            _carry(graph, holder[value], node, value)
+            _carry(graph, holder[value], flow.producer(node), value)
     for node in flow.scope:
         for earlier in flow.after[node]:
             for edge in product(_vertices(earlier, plan), _vertices(node, plan)):
-                if edge[0] != edge[1] and not graph.has_edge(*edge):
+                if edge[0] != edge[1] and edge[0] in graph and edge[1] in graph and not graph.has_edge(*edge):
                     graph.add_edge(*edge, values=(), bytes=0, effect=True)
     return graph
 
 
+def _add(graph: DiGraph[Any], vertex: Any, **attributes: Any) -> None:
+    graph.add_node(vertex, **attributes, inputs=(), input_bytes=0, outputs=(), output_bytes=0)
+
+
 def _carry(graph: DiGraph[Any], source: Any, reader: Any, value: Node) -> None:
+    """Note that a value is handed on: on an edge, or with the vertex that gets it from outside or gives it there."""
+    if source == reader:
+        return
+    if source not in graph or reader not in graph:
+        vertex, field, total = (
+            (reader, "inputs", "input_bytes") if reader in graph else (source, "outputs", "output_bytes")
+        )
+        if vertex in graph:
+            graph.nodes[vertex][field] += (value.name,)
+            graph.nodes[vertex][total] += value_bytes(value)
+        return
     if not graph.has_edge(source, reader):
         graph.add_edge(source, reader, values=(), bytes=0, effect=False)
     edge = graph.edges[source, reader]

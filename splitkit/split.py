@@ -91,17 +91,16 @@ class Split:
         return {key: names[id(part)] for key, part in self.parts.items()}
 
     def to_networkx(self) -> DiGraph[Any]:
-        """The parts as a graph without circles.
+        """The parts as a graph without circles; nodes that the host computes itself are in it too, as ``fx.Node``::
 
-        Its nodes are the parts, and the original's nodes that the host has: the inputs, the output, and what else it
-        computes or holds. So ``split.to_networkx().subgraph(split.parts)`` is the parts alone::
+            part 0 ──(relu, 4096 bytes)──> part 1 ──> part 2
 
-            x ──> part 0 ──> part 1 ──> output
-
-        Attributes of a node: ``kind`` (``"part"``, or the op of a node of the host), ``name`` (of the module, or the
-        node), ``nodes`` (how many it computes) and ``device``. Attributes of an edge: ``values`` (the names of what is
-        handed on), ``bytes`` (of these, as far as sizes are known) and ``effect``: true where nothing is handed on,
-        and one has to wait for what the other does to memory, random numbers or the outside world.
+        Attributes of an edge: ``values`` (the names of what is handed on), ``bytes`` (of these, as far as sizes are
+        known) and ``effect``: true where nothing is handed on, and one has to wait for what the other does to memory,
+        random numbers or the outside world. Attributes of a node: ``kind`` (``"part"``, or the op of a node of the
+        host), ``name`` (of the module, or the node), ``nodes`` (how many it computes), ``device``, and what it takes
+        from the inputs and attributes of the parent and gives to the output: ``inputs``, ``input_bytes``, ``outputs``
+        and ``output_bytes``.
         """
         from splitkit.partgraph import part_graph
 
@@ -186,7 +185,9 @@ def _decide(flow: Dataflow, policy: PolicyLike, costs: Costs | None, on_cycle: O
     try:
         part_order(flow, complete(flow, decided))
     except CycleError:
-        return _WAYS_OUT[on_cycle](flow, decided)
+        way_out = _WAYS_OUT[on_cycle](flow, decided)
+        what = "visits" if on_cycle == "refine" else "parts"
+        return replace(way_out, note=f"{decided.note}, {on_cycle}d to {len(way_out.parts)} {what}".lstrip(", "))
     return decided
 
 
@@ -282,6 +283,6 @@ def split_module(
 
 def _recorded(policy: PolicyLike, labels: dict[Node, PartKey]) -> PolicyLike:
     """A callback that notes its answers, also those for state ops, which a plan has no use for."""
-    if isinstance(policy, (Policy, Plan, Mapping)) or not callable(policy):
+    if isinstance(policy, (Policy, Plan, Mapping, type)) or not callable(policy):
         return policy
     return lambda node: labels.setdefault(node, policy(node))

@@ -292,29 +292,29 @@ def test_the_parts_as_a_graph_of_networkx():
     parts = {1: sk.Part(1, torch.device("cpu"))}
     made = split(gm, Plan({sin: (0,), add: (1,), cos: (2,), stack: (2,)}, parts))
     graph = made.to_networkx()
-    x, unused, output = (n for n in gm.graph.nodes if n.op in ("placeholder", "output"))
-    assert list(graph) == [x, unused, output, 0, 1, 2]
-    assert graph.nodes[1] == {"kind": "part", "name": "submod_1", "nodes": 1, "device": torch.device("cpu")}
-    assert graph.nodes[2] == {"kind": "part", "name": "submod_2", "nodes": 2, "device": None}
-    assert graph.nodes[x] == {"kind": "placeholder", "name": "x", "nodes": 1, "device": None}
+    assert list(graph) == [0, 1, 2]
+    of_x = {"inputs": ("x",), "input_bytes": 16}
+    assert graph.nodes[0] == {
+        "kind": "part", "name": "submod_0", "nodes": 1, "device": None, **of_x, "outputs": ("sin",), "output_bytes": 16,
+    }  # fmt: skip
+    assert graph.nodes[1] == {
+        "kind": "part", "name": "submod_1", "nodes": 1, "device": torch.device("cpu"), **of_x,
+        "outputs": (), "output_bytes": 0,
+    }  # fmt: skip
+    assert graph.nodes[2]["outputs"] == ("stack",) and graph.nodes[2]["output_bytes"] == 32
     assert dict(graph.edges) == {
-        (x, 0): {"values": ("x",), "bytes": 16, "effect": False},
-        (x, 1): {"values": ("x",), "bytes": 16, "effect": False},
-        (x, 2): {"values": ("x",), "bytes": 16, "effect": False},
         (0, 1): {"values": (), "bytes": 0, "effect": True},
         (0, 2): {"values": ("sin",), "bytes": 16, "effect": False},
         (1, 2): {"values": (), "bytes": 0, "effect": True},
-        (0, output): {"values": ("sin",), "bytes": 16, "effect": False},
-        (2, output): {"values": ("stack",), "bytes": 32, "effect": False},
     }
-    assert list(nx.topological_sort(graph.subgraph(made.parts))) == [0, 1, 2]
+    assert list(nx.topological_sort(graph)) == [0, 1, 2]
 
 
 def test_a_relay_is_a_chain_in_networkx():
     specimen = ZOO["skips"]
     flow = sk.analyze(specimen.graph)
     made = split(specimen.graph, sk.relay(flow, Stages(4).assign(flow, sk.costs.unit(specimen.graph))))
-    chain = made.to_networkx().subgraph(made.parts)
+    chain = made.to_networkx()
     assert sorted(chain.edges) == [(0, 1), (1, 2), (2, 3)]
 
 
@@ -329,7 +329,7 @@ def test_the_graph_of_parts_tells_every_input(specimen, parameters):
     assert nx.is_directed_acyclic_graph(graph)
     for key, sub in made.subgraphs.items():
         taken = [name for _, _, edge in graph.in_edges(key, data=True) for name in edge["values"]]
-        assert sorted(taken) == sorted(n.name for n in sub.inputs)
+        assert sorted((*taken, *graph.nodes[key]["inputs"])) == sorted(n.name for n in sub.inputs)
 
 
 def test_names_of_parts():
