@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from splitkit import _torch
+from splitkit.compare import Comparison, compare
 from splitkit.costs import unit
 from splitkit.dataflow import analyze
 from splitkit.errors import PlanError
@@ -68,8 +69,15 @@ def try_plan(gm: fx.GraphModule, inputs: tuple[torch.Tensor, ...], choose: Choos
     assert_emitted_as_planned(made)
     assert_inlines(made)
     rounds_weights = any(n.target is _torch.ENTER_AUTOCAST for n in gm.graph.nodes)
-    assert_same(gm, made, *inputs, tolerance=5e-2 if rounds_weights else 1e-4)
+    assert_same_but_for_noise(compare(gm, made, *inputs, tolerance=5e-2 if rounds_weights else 1e-4))
     report.legal += 1
+
+
+def assert_same_but_for_noise(found: Comparison) -> None:
+    """Random graphs cancel (``y - y``): all their gradients may be rounding. Backward begins with numbers of size 1."""
+    real = [d for d in found.failures if d not in found.gradients or not d.largest <= 1e-6]
+    if real:
+        found.raise_if_different()
 
 
 def usable_inputs(gm: fx.GraphModule, seed: int = 0) -> tuple[torch.Tensor, ...] | None:

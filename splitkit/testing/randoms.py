@@ -282,7 +282,7 @@ def random_plan(flow: Dataflow, choose: Choose) -> Plan:
         plan = refine(flow, plan)
     if choose(2):
         plan = _copied(flow, plan, choose)
-    if choose(8) == 7:  # any node at all, also one that may run only once
+    if flow.nodes and choose(8) == 7:  # any node at all, also one that may run only once
         node, keys = flow.nodes[choose(len(flow.nodes))], [*plan.parts, 99]
         plan = plan.place({node: tuple(dict.fromkeys([*plan[node], keys[choose(len(keys))]]))})
     return prune(flow, plan) if choose(4) == 3 else plan

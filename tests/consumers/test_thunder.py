@@ -16,6 +16,10 @@ import splitkit as sk
 from splitkit.policies import BySupport
 
 
+# Dynamo 2.11 refuses a graph that enters and leaves autocast, whoever has cut it out.
+COMPILES_AUTOCAST = torch.__version__ >= "2.13"
+
+
 class Model(nn.Module):
     """Supported ops with ``sinc`` and ``lgamma`` between, and a tuple that crosses."""
 
@@ -90,7 +94,7 @@ def test_the_call_and_what_is_done_with_the_result(graph):
                     assert all("example_value" in n.meta for n in inner.all_input_nodes)
             kind = "thunder" if int(node.name.replace("submod_", "")) in supported else "inductor"
             name = node.name.replace("submod", kind)
-            split.add_submodule(name, torch.compile(part, backend="aot_eager"))
+            split.add_submodule(name, torch.compile(part, backend="aot_eager") if COMPILES_AUTOCAST else part)
             split.delete_submodule(node.name)
             node.target = node.name = name
             renamed.append(name)

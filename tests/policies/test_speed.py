@@ -1,8 +1,8 @@
-"""Policies that look at each node once plan large graphs in no time."""
+"""Policies that look at each node once take time that grows with the graph, not with its square."""
 
 from __future__ import annotations
 
-import time
+import sys
 
 import pytest
 import torch
@@ -23,20 +23,28 @@ from splitkit.policies import AroundOps, AtMarkers, Buckets, BySupport
     ],
     ids=lambda p: type(p).__name__,
 )
-def test_large_graphs_are_planned_in_well_under_a_second(policy, large):
-    flow, costs = large
-    start = time.perf_counter()
-    plan = policy.assign(flow, costs)
-    assert time.perf_counter() - start < 1.5, "0.1 to 0.2 s on an idle core"
-    assert len(plan) == len(flow.nodes) == 30_000
+def test_plans_take_linear_time(policy):
+    assert calls(policy, 1600) < 5 * calls(policy, 400)
 
 
-@pytest.fixture(scope="module")
-def large():
+def calls(policy, layers):
+    """How many functions are called to plan a graph of six nodes a layer."""
+    flow, costs, counted = *graph_of(layers), [0]
+    flow.nodes  # noqa: B018  what is cached is made before
+    sys.setprofile(lambda frame, event, arg: counted.__setitem__(0, counted[0] + event.endswith("call")))
+    try:
+        plan = policy.assign(flow, costs)
+    finally:
+        sys.setprofile(None)
+    assert len(plan) == len(flow.nodes) == 6 * layers
+    return counted[0]
+
+
+def graph_of(layers):
     made = fx.Graph()
     root = nn.Module()
     x = y = made.placeholder("x")
-    for i in range(5_000):
+    for i in range(layers):
         root.register_parameter(f"w{i}", nn.Parameter(torch.ones(2)))
         x = made.call_function(torch.mul, (x, made.get_attr(f"w{i}")))
         y = made.call_function(torch.add, (x, y))
