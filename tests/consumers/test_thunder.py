@@ -15,7 +15,6 @@ from torch import nn
 import splitkit as sk
 from splitkit.policies import BySupport
 
-
 # Dynamo 2.11 refuses a graph that enters and leaves autocast, whoever has cut it out.
 COMPILES_AUTOCAST = torch.__version__ >= "2.13"
 
