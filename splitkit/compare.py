@@ -22,8 +22,7 @@ in another order."""
 NOISE = 3e-7
 """A gradient that is zero but for rounding (the key bias of an attention, a bias before a batch norm) has no scale of
 its own to be compared on. Where the largest gradient of the model is 1, such a gradient is up to 6e-7 and differs by up
-to 2e-7 (float32, seen on small batches), so one of at most ten times this may differ by this. Larger ones may not.
-Under a tolerance that is made for shorter floats it is more: 1e-4 of the tolerance."""
+to 2e-7 (float32, seen on small batches), so one of at most ten times this may differ by this. Larger ones may not."""
 
 _MISSING = object()
 
@@ -81,7 +80,7 @@ class Comparison:
     def failures(self) -> tuple[Difference, ...]:
         """What is not the same."""
         exact = [d for d in (*self.outputs, *self.state) if not d.bitwise]
-        noise = max(NOISE, 1e-4 * self.tolerance) * max((d.scale for d in self.gradients), default=0.0)
+        noise = NOISE * max((d.scale for d in self.gradients), default=0.0)
         return (*exact, *(d for d in self.gradients if not self._is_rounding(d, noise)))
 
     def _is_rounding(self, d: Difference, noise: float) -> bool:
