@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator
+from itertools import accumulate, islice
 
 from torch import fx
 from torch.fx import Node
@@ -15,6 +15,7 @@ from splitkit.flatten import Flat, flatten
 from splitkit.frames import FREE, is_for_regions, modules_of
 from splitkit.mirror import Mirror
 from splitkit.names import unique
+from splitkit.order import stable_order
 from splitkit.scope import NEUTRAL
 from splitkit.scoped import ScopedGraph
 from splitkit.split import Split
@@ -65,26 +66,10 @@ def _order(flat: Flat, gm: fx.GraphModule, original: Dataflow) -> list[tuple[int
     """The nodes in the original's order as far as data and effects allow, each with the index that it is to follow."""
     after = analyze(gm).after  # of added nodes too
     first = max((i for n, i in original.index.items() if n.op == "placeholder"), default=-1)
-    number = {node: i for i, node in enumerate(flat.graph.nodes)}
     place = {n: p if n in flat.origin else max(p, (first, 1)) for n, p in flat.place.items()}
-    waits = {node: {*node.all_input_nodes, *after[node]} for node in number}
-    users: dict[Node, list[Node]] = {}
-    for node, before in waits.items():
-        for other in before:
-            users.setdefault(other, []).append(node)
-    left = {node: len(before) for node, before in waits.items()}
-    ready = [(place[node], number[node], node) for node in number if not left[node]]
-    heapq.heapify(ready)
-    order, reached = list[tuple[int, Node]](), -1
-    while ready:
-        (index, _), _, node = heapq.heappop(ready)
-        reached = max(reached, index)
-        order.append((reached, node))
-        for user in users.get(node, ()):
-            left[user] -= 1
-            if not left[user]:
-                heapq.heappush(ready, (place[user], number[user], user))
-    return order
+    order = stable_order({node: {*node.all_input_nodes, *after[node]} for node in flat.graph.nodes}, place)
+    reached = accumulate((place[node][0] for node in order), max, initial=-1)
+    return list(zip(islice(reached, 1, None), order, strict=True))
 
 
 def _regions_are_kept(flat: Flat, order: list[tuple[int, Node]], original: Dataflow) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
+from typing import Any, TypeVar
 
 from torch.fx import Node
 
@@ -13,6 +14,8 @@ from splitkit.plan import HOST, PartKey, Plan
 
 Unit = tuple[PartKey, Node | None]
 """What the parent graph runs in one step: a part ``(key, None)``, or one of the host's own nodes ``(HOST, node)``."""
+
+Item = TypeVar("Item", bound=Hashable)
 
 Needs = dict[Unit, dict[Unit, tuple[Node, Node]]]
 """unit -> the units that it waits for, each with one edge (producer, reader) that shows why."""
@@ -60,24 +63,34 @@ def part_order(flow: Dataflow, plan: Plan, crossing: Mapping[Node, list[Crossing
         CycleError: SK203 when parts depend on each other in a circle.
     """
     needs, first = _needs(flow, plan, crossing)
-    waits = {unit: len(before) for unit, before in needs.items()}
-    users: dict[Unit, list[Unit]] = {}
-    for unit, before in needs.items():
+    order = stable_order(needs, first)
+    if len(order) < len(needs):
+        done = {*order}
+        raise _circle({u: before for u, before in needs.items() if u not in done})
+    return order
+
+
+def stable_order(needs: Mapping[Item, Collection[Item]], rank: Mapping[Item, Any]) -> list[Item]:
+    """Items after all that they need, the ready one of least rank first, then the one that ``needs`` lists first.
+
+    Kahn's algorithm with a heap. Items of a circle, and what needs them, are left out.
+    """
+    waits = {item: len(before) for item, before in needs.items()}
+    users: dict[Item, list[Item]] = {}
+    for item, before in needs.items():
         for other in before:
-            users.setdefault(other, []).append(unit)
-    position = {unit: i for i, unit in enumerate(needs)}
-    ready = [(first[u], position[u], u) for u, count in waits.items() if not count]
+            users.setdefault(other, []).append(item)
+    position = {item: i for i, item in enumerate(needs)}
+    ready = [(rank[i], position[i], i) for i, count in waits.items() if not count]
     heapq.heapify(ready)
-    order: list[Unit] = []
+    order: list[Item] = []
     while ready:
-        unit = heapq.heappop(ready)[2]
-        order.append(unit)
-        for user in users.get(unit, ()):
+        item = heapq.heappop(ready)[2]
+        order.append(item)
+        for user in users.get(item, ()):
             waits[user] -= 1
             if not waits[user]:
-                heapq.heappush(ready, (first[user], position[user], user))
-    if len(order) < len(needs):
-        raise _circle({u: before for u, before in needs.items() if waits[u]})
+                heapq.heappush(ready, (rank[user], position[user], user))
     return order
 
 
