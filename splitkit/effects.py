@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from splitkit.errors import GraphError
 from splitkit.ops import PURE, Effects
 from splitkit.scope import is_state_op
+from splitkit.symbols import value_of
 
 RANDOM = "random numbers"
 OUTSIDE = "the outside world"
@@ -183,7 +184,7 @@ def _alias_classes(acting: Mapping[Node, Effects], effects: Mapping[Node, Effect
             value = attribute(root, str(node.target))
             classes.join(node, storage_key(value) if isinstance(value, torch.Tensor) else ("object", id(value)))
         elif node.op == "placeholder":
-            value = node.meta.get("val", node.meta.get("example_value"))
+            value = value_of(node)
             if isinstance(value, torch.Tensor):
                 classes.join(node, storage_key(value))
     return classes

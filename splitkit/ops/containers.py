@@ -14,6 +14,7 @@ from splitkit.ops.facts import Effects, first_argument, unknown
 from splitkit.ops.modules import lookup
 from splitkit.ops.names import is_python
 from splitkit.ops.tuples import is_tuple
+from splitkit.symbols import value_of
 
 _ITERATORS: tuple[Any, ...] = (iter, reversed, enumerate, zip, map, filter)
 _JOINS = (operator.or_, operator.and_, operator.xor, operator.sub)  # of sets and dicts
@@ -47,7 +48,7 @@ def is_container(value: object, root: nn.Module) -> bool | None:
     known = is_tuple(value, root)
     if known or _is_iterator(value):
         return True
-    meta = value.meta.get("val", value.meta.get("example_value"))
+    meta = value_of(value)
     if meta is None and value.op == "get_attr":
         meta = lookup(root, value.target)
     return known if meta is None else isinstance(meta, (dict, set, frozenset, Iterator))

@@ -16,6 +16,7 @@ from splitkit.ops.declared import declared_facts, on_declare
 from splitkit.ops.facts import PURE, Effects, Facts, view_of
 from splitkit.ops.names import computes, signature_facts, torch_name
 from splitkit.ops.schema import named_facts, schema_facts
+from splitkit.symbols import value_of
 
 _Known = tuple[object, bool, bool]
 # id(target) -> (target, is it a view of its first argument, must that and the result be known as tensors?); by
@@ -109,8 +110,7 @@ def _is_about_tensors(node: Node) -> bool:
         if not isinstance(first, Node):
             return False
         subject = first
-    value = subject.meta.get("val")
-    return isinstance(value if value is not None else subject.meta.get("example_value"), _TENSORS)
+    return isinstance(value_of(subject), _TENSORS)
 
 
 _TENSORS = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)

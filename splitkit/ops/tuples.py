@@ -17,6 +17,7 @@ from splitkit.ops.facts import Facts
 from splitkit.ops.modules import bodies, is_stock, lookup
 from splitkit.ops.names import is_python, torch_name
 from splitkit.ops.schema import fitting, named_facts, packet_facts, schema_facts
+from splitkit.symbols import value_of
 
 
 def is_tuple(node: Node, root: nn.Module | None = None) -> bool | None:
@@ -24,7 +25,7 @@ def is_tuple(node: Node, root: nn.Module | None = None) -> bool | None:
 
     ``meta["val"]`` or ``meta["example_value"]`` decides where there is one.
     """
-    value = node.meta.get("val", node.meta.get("example_value"))
+    value = value_of(node)
     if value is not None:
         return isinstance(value, (tuple, list))
     if node.op == "output":

@@ -14,6 +14,8 @@ from splitkit.dataflow import Dataflow
 from splitkit.local import ask_sizes_again
 from splitkit.plan import PartKey, Plan
 from splitkit.policies.matching import Ops, Rule, rule_of
+from splitkit.policies.readers import waits_for
+from splitkit.symbols import value_of
 
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 
@@ -68,12 +70,12 @@ def _number(flow: Dataflow, listed: Rule) -> dict[Node, int]:
 
 
 def _is_ready(flow: Dataflow, node: Node, labels: Mapping[Node, int], part: int) -> bool:
-    return all(labels[n] <= part for n in (*flow.inputs(node), *flow.after.get(node, ())))
+    return all(labels[n] <= part for n in waits_for(flow, node))
 
 
 def _only_allocates(node: Node) -> bool:
     """It reserves memory, or computes the size of what is reserved."""
-    value = node.meta.get("val", node.meta.get("example_value"))
+    value = value_of(node)
     if isinstance(value, int | torch.SymInt | torch.Size):
         return True
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

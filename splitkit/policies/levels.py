@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from splitkit.costs import Costs
 from splitkit.dataflow import Dataflow
-from splitkit.policies.readers import given_back, readers_of
+from splitkit.policies.readers import given_back, readers_of, waits_for
 
 Kinds = Mapping[Node, bool]
 Levels = dict[Node, int]
@@ -31,11 +31,6 @@ def lowest(flow: Dataflow, kinds: Kinds, first: int) -> Levels:
             least = max(least, levels[n] + (kinds[n] != kind))
         levels[node] = least
     return levels
-
-
-def waits_for(flow: Dataflow, node: Node) -> tuple[Node, ...]:
-    """The placeable nodes that must run before ``node``."""
-    return (*flow.inputs(node), *flow.after.get(node, ()))
 
 
 def sink(flow: Dataflow, costs: Costs, kinds: Kinds, levels: Levels, least: int) -> Levels:

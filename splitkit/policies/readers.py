@@ -1,4 +1,4 @@
-"""Who reads what, among the nodes that a policy places."""
+"""Who reads what and who waits for whom, among the nodes that a policy places."""
 
 from __future__ import annotations
 
@@ -19,3 +19,8 @@ def readers_of(flow: Dataflow) -> dict[Node, list[Node]]:
 def given_back(flow: Dataflow) -> set[Node]:
     """What the output reads."""
     return {flow.producer(read) for n in flow.index if n.op == "output" for read in n.all_input_nodes}
+
+
+def waits_for(flow: Dataflow, node: Node) -> tuple[Node, ...]:
+    """The placeable nodes that must run before ``node``."""
+    return (*flow.inputs(node), *flow.after.get(node, ()))
