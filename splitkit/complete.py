@@ -14,7 +14,7 @@ from splitkit.effects import attribute, storage_key
 from splitkit.errors import PlanError
 from splitkit.local import recompute_locally
 from splitkit.plan import HOST, PartKey, Plan
-from splitkit.rewrite import relay
+from splitkit.rewrite import require_parts
 
 
 def complete(flow: Dataflow, plan: Plan, parameters: Literal["own", "hoist"] = "own") -> Plan:
@@ -80,7 +80,7 @@ def check(flow: Dataflow, plan: Plan) -> None:
             `splitkit.order.part_order` (SK203).
     """
     if plan.routing == "relay":
-        relay(flow, plan)
+        require_parts(flow, plan)
     _check_dropped(flow, plan)
     for node, reason in flow.once.items():
         keys = plan.places.get(node, ())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -106,7 +106,6 @@ class _Written:
 def _write_part(sub: Subgraph, flow: Dataflow, style: Style, run: Run | None, bases: dict[int, str]) -> _Written:
     """The graph of a part: its inputs, the attributes that it reads, its nodes in their scopes, its output."""
     writer = Writer(LeanGraph(), style.original_node_names, bases)
-    scoped = RunGraph(run, writer.graph) if run else ScopedGraph(writer)
     env: dict[Node, Node] = {}
     for number, value in enumerate(sub.inputs):
         name = value.name if style.original_input_names else f"arg_{number}"
@@ -120,43 +119,49 @@ def _write_part(sub: Subgraph, flow: Dataflow, style: Style, run: Run | None, ba
         env[node] = writer.copy(node, value_of, renamed.get(str(node.target)) if node.op == "call_module" else None)
 
     value_of = env.__getitem__
-    if isinstance(scoped, RunGraph):
-        scoped.begin()
-    for node in read:
-        copy(node)
-    if isinstance(scoped, RunGraph):
-        _write_run(sub, flow, scoped, copy)
+    computed = [n for n in sub.nodes if n.op != "get_attr"]
+    if run:
+        of_regions = _write_run(RunGraph(run, writer.graph), flow, read, computed, copy)
     else:
-        _write_scoped(sub, flow, scoped, copy)
+        of_regions = _write_scoped(ScopedGraph(writer), flow, read, computed, copy)
     values = tuple(map(value_of, sub.outputs))
     single = len(values) == 1 and not style.tuple_return
     output = writer.append("output", "output", (values[0] if single else values,), "output")
     _describe(output, sub.outputs, single)
-    targets = [*(str(n.target) for n in read), *called, *scoped.attributes]
+    targets = [*(str(n.target) for n in read), *called, *of_regions]
     return _Written(writer.graph, env, {renamed.get(target, target): target for target in targets})
 
 
-def _write_scoped(sub: Subgraph, flow: Dataflow, scoped: ScopedGraph, copy: Callable[[Node], None]) -> None:
+def _write_scoped(
+    scoped: ScopedGraph, flow: Dataflow, read: list[Node], computed: list[Node], copy: Callable[[Node], None]
+) -> Iterable[str]:
+    """Write the nodes in their scopes; gives the names of the attributes that regions take."""
+    for node in read:
+        copy(node)
     scopes, scope = flow.scope, NEUTRAL
-    for node in sub.nodes:
-        if node.op == "get_attr":
-            continue
+    for node in computed:
         if scopes[node] is not scope:
             scope = scopes[node]
             scoped.move_to(scope)
         copy(node)
     scoped.finish(NEUTRAL)
+    return scoped.attributes
 
 
-def _write_run(sub: Subgraph, flow: Dataflow, scoped: RunGraph, copy: Callable[[Node], None]) -> None:
-    state_ops = scoped.run.state_ops
-    own = (n for n in sub.nodes if n.op != "get_attr")
-    for node in sorted((*own, *state_ops), key=flow.index.__getitem__):
+def _write_run(
+    run: RunGraph, flow: Dataflow, read: list[Node], computed: list[Node], copy: Callable[[Node], None]
+) -> Iterable[str]:
+    """Write the nodes between the state ops of a run, which take no attributes."""
+    run.begin()
+    for node in read:
+        copy(node)
+    for node in sorted((*computed, *run.run.state_ops), key=flow.index.__getitem__):
         if node in flow.scope:
             copy(node)
         else:
-            scoped.pass_by(node)
-    scoped.end()
+            run.pass_by(node)
+    run.end()
+    return ()
 
 
 class _Parent:

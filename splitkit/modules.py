@@ -141,7 +141,7 @@ class LazyParent(_Lazy):
 
 
 def bare_part(lazy: bool, graph: fx.Graph, name: str, training: bool) -> fx.GraphModule:
-    """A part of a graph without attributes, in a sixth of the time that its constructor takes.
+    """A part of a graph without attributes, in half of the time that its constructor takes.
 
     The constructor sets some thirty fields, each through ``nn.Module.__setattr__``. Here they are copied from a part
     that the constructor has made.

@@ -87,6 +87,12 @@ def relay(flow: Dataflow, plan: Plan) -> Plan:
     Raises:
         PlanError: SK209 when the host computes something between the parts.
     """
+    require_parts(flow, plan)
+    return replace(plan, routing="relay")
+
+
+def require_parts(flow: Dataflow, plan: Plan) -> None:
+    """Refuse (SK209) a plan that leaves nodes to the host: what it computes between the parts cannot be relayed."""
     left = [n for n in flow.nodes if HOST in plan.places.get(n, (HOST,))]
     if left:
         raise PlanError(
@@ -95,7 +101,6 @@ def relay(flow: Dataflow, plan: Plan) -> Plan:
             "Give every node a part, as Stages does.",
             left,
         )
-    return replace(plan, routing="relay")
 
 
 def refine(flow: Dataflow, plan: Plan) -> Plan:

@@ -112,7 +112,6 @@ class RunGraph:
 
     def __init__(self, run: Run, graph: fx.Graph) -> None:
         self.graph = graph
-        self.attributes: dict[str, None] = {}
         self.run = run
         self._handles: dict[Node, Node] = {}  # of the regions that are open
 

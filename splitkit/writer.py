@@ -22,7 +22,7 @@ _map_arg: Callable[[Any, Callable[[Node], Any]], Any] = torch._C._fx_map_arg  # 
 
 
 class LeanGraph(fx.Graph):
-    """A graph that makes its code in three quarters of the time.
+    """A graph that makes its code an eighth faster.
 
     ``fx.Graph.python_code`` gives each node another ``__repr__`` for a while, and takes it away again, by
     ``Node.__setattr__``, which each time looks the node up in the graph's index, takes it out and puts it back.
@@ -160,17 +160,22 @@ def _created(space: Any, name: str) -> str:
 def _kept(space: Any, name: str) -> str:
     """A name that another graph has given."""
     used = space._used_names
-    if name in used or name == "self":  # which is the module in the code of a parent
-        return _created(space, name if name != "self" else "self_")
+    if name in used or name == "self":
+        return _another(space, name)
     used.add(name)
     return name
+
+
+def _another(space: Any, name: str) -> str:
+    """A name instead of one that is taken, or of ``self``, which is the module in the code of a parent."""
+    return _created(space, "self_" if name == "self" else name)
 
 
 def _given(space: Any, name: str) -> str:
     """``space.create_name(name)`` for a name that another graph has given, with or without a number."""
     used, counts = space._used_names, space._base_count
     if name in used or name == "self":
-        return _created(space, name if name != "self" else "self_")
+        return _another(space, name)
     base, _, number = name.rpartition("_")
     if base and number.isdigit():
         counts[base] = int(number)
