@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from splitkit import costs as costs
     from splitkit import policies as policies
     from splitkit import testing as testing
+    from splitkit.aot import partition_fn as partition_fn
+    from splitkit.backends import apply as apply
+    from splitkit.backends import backend as backend
     from splitkit.capture import capture as capture
     from splitkit.compare import Comparison as Comparison
     from splitkit.compare import compare as compare
@@ -31,7 +34,16 @@ if TYPE_CHECKING:
     from splitkit.errors import PlanError as PlanError
     from splitkit.errors import PolicyError as PolicyError
     from splitkit.errors import SplitError as SplitError
+    from splitkit.fakes import propagate as propagate
     from splitkit.inline import inline as inline
+    from splitkit.joint import Joint as Joint
+    from splitkit.joint import JointSignature as JointSignature
+    from splitkit.joint import capture_joint as capture_joint
+    from splitkit.measure import MeasuredMemory as MeasuredMemory
+    from splitkit.measure import measure_memory as measure_memory
+    from splitkit.memory import MemoryProfile as MemoryProfile
+    from splitkit.memory import simulate_memory as simulate_memory
+    from splitkit.pair import Pair as Pair
     from splitkit.plan import HOST as HOST
     from splitkit.plan import Part as Part
     from splitkit.plan import Plan as Plan
@@ -56,24 +68,36 @@ _HOME = {
     "HOST": "plan",
     "Comparison": "compare",
     "Dataflow": "dataflow",
+    "Joint": "joint",
+    "JointSignature": "joint",
+    "MeasuredMemory": "measure",
+    "MemoryProfile": "memory",
     **dict.fromkeys((*_ERRORS, "PolicyError", "SplitError"), "errors"),
+    "Pair": "pair",
     "Part": "plan",
     "Plan": "plan",
     "Policy": "plan",
     "Split": "split",
     "analyze": "dataflow",
+    "apply": "backends",
+    "backend": "backends",
     "capture": "capture",
+    "capture_joint": "joint",
     "compare": "compare",
     "condense": "rewrite",
     "inline": "inline",
+    "measure_memory": "measure",
     "merge": "rewrite",
+    "partition_fn": "aot",
     "plan": "split",
+    "propagate": "fakes",
     "prune": "rewrite",
     "refine": "rewrite",
     "register_region": "states",
     "relay": "rewrite",
     "rematerialize": "rewrite",
     "report": "report",
+    "simulate_memory": "memory",
     "split": "split",
     "split_module": "split",
 }

@@ -7,6 +7,7 @@ the joint-graph door hold their own.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -104,6 +105,12 @@ def size_hint(value: object) -> int:
     return int(node.hint)
 
 
+def is_composite(op: OpOverload) -> bool:
+    """Whether the op is made of others that the dispatcher sees: ``linear``, ``dropout``; not ``addmm``."""
+    keys = torch._C._dispatch_has_kernel_for_dispatch_key  # 2.11, 2.13, 2.15
+    return bool(keys(cast(Any, op).name(), "CompositeImplicitAutograd"))
+
+
 def meta_of(module: nn.Module) -> dict[str, Any]:
     """``GraphModule.meta``, which type checkers take for a submodule."""
     return cast(dict[str, Any], getattr(module, "meta", {}))
@@ -117,3 +124,29 @@ def target_name(node: fx.Node) -> str:
     name = getattr(target, "__qualname__", None) or getattr(target, "__name__", type(target).__name__)
     place = getattr(target, "__module__", None)
     return f"{place}.{name}" if place else str(name)
+
+
+def allocations(run: Callable[[], Any]) -> list[int]:
+    """Bytes that the CPU's allocator gave (positive) and took back (negative) during ``run()``, in order.
+
+    What ``run`` returns is still there at the end. The public profiler gives sums by op, from which no peak can be
+    told, and 2.13 and 2.15 write two lines to standard error each time; the legacy one (2.11, 2.13, 2.15) does not.
+    """
+    profiler: Any = torch.autograd
+    config = profiler.ProfilerConfig(
+        profiler.ProfilerState.CPU,
+        False,  # shapes
+        True,  # memory
+        False,  # stack
+        False,  # FLOPs
+        False,  # modules
+        torch._C._profiler._ExperimentalConfig(),
+    )
+    profiler._enable_profiler_legacy(config)
+    result: Any = None
+    try:
+        result = run()
+    finally:
+        threads = profiler._disable_profiler_legacy()
+        del result
+    return [event.cpu_memory_usage() for events in threads for event in events if event.kind() == "memory_alloc"]

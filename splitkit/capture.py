@@ -69,8 +69,8 @@ def capture(
         raise CaptureError(
             "SK401", f"a {type(model).__name__} is no module", "Give a torch.nn.Module; wrap a function in one."
         )
-    args, kwargs = _distinct((args, kwargs))
-    with _undisturbed():
+    args, kwargs = distinct((args, kwargs))
+    with undisturbed():
         try:
             return ways[how]()
         except CaptureError:
@@ -79,7 +79,7 @@ def capture(
             raise capture_error(model, how, dynamic, error) from error
 
 
-def _distinct(inputs: Any) -> Any:
+def distinct(inputs: Any) -> Any:
     """A tensor that is given twice as two tensors: export would take them for one input, whatever is passed later."""
     seen: set[int] = set()
 
@@ -178,7 +178,7 @@ class _InputCheck:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Grad mode on, as a training step has it; afterwards the random state is what it was."""
     state = torch.get_rng_state()
     try:

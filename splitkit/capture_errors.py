@@ -46,6 +46,7 @@ _CONSTRUCTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 _OTHER_WAY = {
     "export": 'Try how="symbolic_trace", or torch.export.export(model, args, strict=True) and capture the result.',
     "symbolic_trace": 'Try how="export".',
+    "dynamo": "TORCH_LOGS=graph_breaks says more; splitkit.backend also takes models that fall into several graphs.",
 }
 
 

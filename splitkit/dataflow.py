@@ -147,8 +147,12 @@ _ITEM = re.compile(r"(?:\._modules)?\[['\"]?([^'\"\]]+)['\"]?\]")  # Dynamo: L['
 
 
 def module_path(node: Node) -> str:
-    """The dotted name of the innermost module whose call produced ``node``, ``""`` for the model itself."""
-    stack: Mapping[str, Any] | None = node.meta.get("nn_module_stack")
+    """The dotted name of the innermost module whose call produced ``node``, ``""`` for the model itself.
+
+    A node of a joint graph's backward is of the module that its forward is of.
+    """
+    meta = node.meta
+    stack: Mapping[str, Any] | None = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack")
     if node.op == "call_module":
         return str(node.target)
     if not stack:

@@ -12,6 +12,7 @@ CODES: dict[str, str] = {
     "SK105": "a region cannot be registered",
     "SK106": "a part of a split cannot be understood",
     "SK107": "a split with regions cannot be pickled",
+    "SK108": "a size has no bound",
     "SK201": "the plan names nodes of another graph",
     "SK202": "a node that may run only once is planned several times",
     "SK203": "parts depend on each other in a circle",
@@ -21,10 +22,17 @@ CODES: dict[str, str] = {
     "SK207": "a checkpointed part has effects",
     "SK208": "a node that is needed is planned in no part",
     "SK209": "values cannot be relayed from part to part",
+    "SK210": "an effect is planned in the other half",
     "SK301": "not a policy",
     "SK302": "a policy was given a bad parameter",
     "SK303": "no plan fits",
     "SK304": "a pattern matches nothing",
+    "SK320": "a device is described wrongly",
+    "SK321": "there is no such device",
+    "SK322": "links are described wrongly",
+    "SK323": "the costs do not fit",
+    "SK324": "a graph cannot be measured",
+    "SK325": "a node was not measured",
     "SK401": "the model could not be captured",
     "SK402": "an example model or its package is missing",
     "SK403": "a model factory is wrong",
@@ -79,6 +87,10 @@ class PolicyError(SplitError):
 
 class NoPlanError(PolicyError):
     """The policy is sound but no plan meets its demands (SK303)."""
+
+
+class CostError(SplitError):
+    """Devices, links or costs are described in a way that makes no sense (SK32x)."""
 
 
 class CaptureError(SplitError):

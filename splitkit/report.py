@@ -60,7 +60,7 @@ class Report:
     Attributes:
         parts: the rows.
         total: the row of the whole model; its bytes are those of the model's inputs and outputs.
-        note: what the plan says of itself, and how many nodes export has hidden from it.
+        note: what the plan says of itself, what the prices say, and how many nodes export has hidden from it.
         sizes_known: whether the graph carries the ``meta["val"]`` that bytes and FLOPs come from.
     """
 
@@ -128,7 +128,7 @@ def report(gm: fx.GraphModule, plan: Plan, costs: Costs | None = None) -> Report
         rows.append(row("host", host, (), (), HOST))
     inputs = [n for n in flow.index if n.op == "placeholder"]
     outputs = [a for n in flow.index if n.op == "output" for a in n.all_input_nodes]
-    note = "; ".join(filter(None, (plan.note, hidden_note(gm))))
+    note = "; ".join(filter(None, (plan.note, getattr(costs, "note", ""), hidden_note(gm))))
     return Report(tuple(rows), row("all", flow.index, inputs, outputs, HOST), note, _sizes_known(flow))
 
 

@@ -44,3 +44,33 @@ def symbols_of(value: object) -> list[Any]:
     from torch.fx.experimental.symbolic_shapes import free_symbols
 
     return sorted(free_symbols(value), key=str) if is_symbolic(value) else []
+
+
+def concrete(value: int | torch.SymInt, sizes: Mapping[str, int]) -> int:
+    """A plain int for a size.
+
+    A symbol counts as ``sizes`` says by its name, else as seen at capture (its hint), else, where only the data decides
+    (``u0``), as the upper bound that the model states with ``torch._check(u0 <= 128)``.
+
+    Raises:
+        LookupError: the names of the symbols that have none of these.
+    """
+    if isinstance(value, int):
+        return value
+    node: Any = value.node  # SymNode.expr, .shape_env, .hint: 2.11, 2.13, 2.15
+    if not sizes and node.hint is not None:
+        return int(node.hint)
+    known = {symbol: _size_of_symbol(symbol, node.shape_env, sizes) for symbol in node.expr.free_symbols}
+    unknown = sorted(str(symbol) for symbol, size in known.items() if size is None)
+    if unknown:
+        raise LookupError(*unknown)
+    return int(node.expr.subs(known))
+
+
+def _size_of_symbol(symbol: Any, shape_env: Any, sizes: Mapping[str, int]) -> int | None:
+    if str(symbol) in sizes:
+        return sizes[str(symbol)]
+    if symbol in shape_env.backed_var_to_val:  # 2.11, 2.13, 2.15
+        return int(shape_env.backed_var_to_val[symbol])
+    upper = shape_env.var_to_range[symbol].upper  # 2.11, 2.13, 2.15
+    return int(upper) if upper.is_number and upper.is_finite and upper < 2**48 else None

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
 from splitkit._torch import pytree
+from splitkit.fakes import set_values
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.GraphModule:
@@ -33,7 +32,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     }
     gm = fx.symbolic_trace(model, concrete_args=constants)
     _fold_constants(gm, constants)
-    propagate(gm, bound.arguments)
+    set_values(gm, bound.arguments)
     _guard(_ConstantInputs(signature, constants), gm)
     gm._register_deepcopy_hook(partial(_guard, _ConstantInputs(signature, constants)))  # 2.11, 2.13, 2.15
     return gm
@@ -72,44 +71,6 @@ def _readers(node: Node) -> dict[Node, None]:
         found[user] = None
         found.update(_readers(user))
     return found
-
-
-def propagate(gm: fx.GraphModule, inputs: Mapping[str, Any]) -> None:
-    """Set ``meta["val"]`` on the nodes of ``gm`` by a run on fake tensors; ``inputs`` are real, by placeholder."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    values = [inputs[str(node.target).lstrip("*")] for node in gm.graph.find_nodes(op="placeholder")]
-    fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, values)
-    with mode, torch.no_grad():
-        _Shapes(gm, mode).run(*fakes, enable_io_processing=False)
-
-
-class _Shapes(fx.Interpreter):
-    """Runs a graph on fakes of its parameters and buffers, so that BatchNorm, say, counts no batch."""
-
-    def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode) -> None:
-        super().__init__(gm, garbage_collect_values=False)
-        self.mode = mode
-
-    def run_node(self, n: Node) -> Any:
-        """Run ``n`` and note what it yields."""
-        result = super().run_node(n)
-        if n.op == "get_attr":
-            n.meta["val"] = result
-        elif n.op != "output":  # detached: later in-place changes of the shape are not this node's
-            n.meta["val"] = pytree.tree_map_only(FakeTensor, torch.Tensor.detach, result)
-        return result
-
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """A fake of the attribute."""
-        value = operator.attrgetter(target)(self.module)
-        return self.mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
-
-    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Call the module on fakes of what it owns."""
-        module = self.fetch_attr(target)
-        owned = dict([*module.named_parameters(), *module.named_buffers()])
-        fakes: dict[str, torch.Tensor] = {name: self.mode.from_tensor(value) for name, value in owned.items()}
-        return torch.func.functional_call(module, fakes, args, kwargs)
 
 
 class _ConstantInputs:

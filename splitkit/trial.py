@@ -58,7 +58,7 @@ def trial(
 ) -> Trial:
     """Run ``module`` on copies of the inputs; ``names`` says what its parameters and buffers are called."""
     inputs = _Inputs((args, kwargs))
-    with _untouched(module) as saved, torch.random.fork_rng():
+    with untouched(module) as saved, torch.random.fork_rng():
         torch.manual_seed(seed)
         ambient = _ambient()
         output = module(*inputs.rebuilt[0], **inputs.rebuilt[1])
@@ -146,7 +146,7 @@ class _Inputs:
 
 
 @contextmanager
-def _untouched(module: nn.Module) -> Iterator[Saved]:
+def untouched(module: nn.Module) -> Iterator[Saved]:
     """Keep all tensors of the module, take their gradients away, and put everything back at the end."""
     tensors = dict(named_tensors(module))
     values = {t: t.detach().clone() for t in tensors.values()}

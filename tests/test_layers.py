@@ -13,8 +13,35 @@ PACKAGE = Path(splitkit.__file__).parent
 
 FLOORS: list[set[str]] = [
     {"errors", "units", "ranges"},
-    {"_torch", "ops", "states", "scope", "effects", "symbols", "dataflow"},  # facts about a graph; torch.fx read-only
-    {"costs", "plan", "planfile", "order", "rewrite", "local"},  # prices and plans; no fx surgery
+    {
+        "_torch",
+        "ops",
+        "states",
+        "scope",
+        "effects",
+        "symbols",
+        "dataflow",
+        "standins",
+        "fakes",
+    },  # facts about a graph; torch.fx read-only
+    {
+        "costs",
+        "measure",
+        "livebytes",
+        "sharing",
+        "temporaries",
+        "simulate",
+        "memory",
+        "memoryplot",
+        "estimator",
+        "halves",
+        "tags",
+        "plan",
+        "planfile",
+        "order",
+        "rewrite",
+        "local",
+    },  # prices and plans; no fx surgery
     {
         "complete",
         "cut",
@@ -31,10 +58,22 @@ FLOORS: list[set[str]] = [
         "flatten",
         "mirror",
         "inline",
+        "pair",
     },  # the engine
     {"solvers"},  # pure: numpy and scipy, no torch
     {"policies"},  # floors 0-2 and 4 only: never the engine
-    {"capture", "capture_errors", "tracing", "regions", "blocks"},  # doors to torch.export and fx
+    {
+        "capture",
+        "capture_errors",
+        "tracing",
+        "regions",
+        "blocks",
+        "joint",
+        "trainstep",
+        "aot",
+        "backends",
+        "inductor",
+    },  # doors to torch.export, fx, Dynamo and AOTAutograd
     set(),  # runtime
     {"trial", "compare", "report", "console", "models", "testing", "cli", "__main__"},  # looking
 ]
@@ -119,6 +158,13 @@ PRIVATE_DOORS = {
     "assemble",
     "writer",
     "trial",
+    "aot",
+    "backends",
+    "inductor",
+    "standins",
+    "fakes",
+    "simulate",
+    "livebytes",
 }
 """Where private torch names may stand; each use has the versions it was checked on beside it."""
 

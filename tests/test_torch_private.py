@@ -134,3 +134,70 @@ def test_hooks_are_kept_where_assemble_reads_them():
     after = module.register_forward_hook(print, with_kwargs=True)
     assert list(module._forward_pre_hooks) == list(module._forward_pre_hooks_with_kwargs) == [before.id]
     assert list(module._forward_hooks) == list(module._forward_hooks_with_kwargs) == [after.id]
+
+
+def test_allocations_of_a_call_in_order():
+    x = torch.ones(1000, 1000)
+
+    def run():
+        x.clone()
+        return x.relu()
+
+    size = x.nbytes
+    assert _torch.allocations(run) == [size, -size, size]
+    assert _torch.allocations(lambda: x.t()) == []
+
+
+def test_descriptors_say_what_inputs_and_outputs_of_a_joint_graph_are():
+    from splitkit import aot
+
+    class Step(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.register_buffer("count", torch.zeros(3))
+
+        def forward(self, x):
+            self.count.add_(x.detach())
+            return (x * self.weight * self.count).sum()
+
+    graph = aot.trace_joint(Step(), (torch.ones(3),), {}).graph
+    weight, count, x, tangent = graph.find_nodes(op="placeholder")
+    assert [aot.parameter_name(n) for n in (weight, count, x)] == ["weight", None, None]
+    assert [aot.buffer_name(n) for n in (weight, count, x)] == [None, "count", None]
+    assert [aot.input_position(n) for n in (weight, count, x)] == [None, None, 0]
+    assert [aot.is_tangent(n) for n in (weight, count, x, tangent)] == [False, False, False, True]
+    assert list(aot.inputs_of_updates(graph)) == [(0, count)] and aot.updated_inputs(graph) == [count]
+    assert aot.position_of_output(graph, 0) == 1 and list(aot.outputs_of_tangents(graph)) == [(tangent, 1)]
+    assert aot.count_forward_outputs(graph) == 2 and (2, weight) in list(aot.inputs_of_gradients(graph))
+    assert {n.meta["partitioner_tag"] for n in graph.nodes if n.op == "call_function"} == {"is_forward", "is_backward"}
+
+
+def test_dynamo_says_at_which_line_it_gave_up():
+    from splitkit import aot
+
+    class Step(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else -x  # this line
+
+    with pytest.raises(Exception) as caught:  # its class varies
+        aot.trace_joint(Step(), (torch.ones(3, requires_grad=True),), {})
+    assert "# this line" in aot.line_of(caught.value)
+
+
+def test_inductor_takes_a_partitioner():
+    from torch._inductor import config
+
+    from splitkit.inductor import Partitioner
+
+    partitioner = Partitioner(lambda *args, **kwargs: None)
+    with config.patch({"custom_partitioner_fn": partitioner}):
+        assert config.custom_partitioner_fn is partitioner
+    assert partitioner.uuid() != Partitioner(partitioner.partition).uuid()
+
+
+def test_modules_are_compiled_through_one_attribute():
+    module = nn.Linear(2, 2)
+    assert module._compiled_call_impl is None
+    module._compiled_call_impl = lambda x: "compiled"
+    assert module(None) == "compiled" and "_compiled_call_impl" not in module.__getstate__()

@@ -40,6 +40,7 @@ def make_parser() -> Parser:
     _plan(commands)
     _split(commands)
     _run(commands)
+    _profile(commands)
     _command(commands, "policies", "list the policies that --policy knows", "splitkit policies --json")
     _command(commands, "doctor", "check the installation, and split a tiny model", "splitkit doctor")
     return parser
@@ -86,6 +87,17 @@ def _run(commands: _Commands[Parser]) -> None:
     parser.add_argument("--repeat", type=positive, default=1, metavar="N", help="time the best of N runs (default 1)")
 
 
+def _profile(commands: _Commands[Parser]) -> None:
+    example = (
+        "splitkit profile gpt2 --size layers=4\nsplitkit profile gpt2 --stages 4\nsplitkit profile plan.json --predict"
+    )
+    parser = _command(commands, "profile", "predict the peak of memory, and measure it in a real run", example)
+    _add_plan_or_model(parser)
+    parser.add_argument("--predict", dest="run", action="store_false", help="do not run the model")
+    parser.add_argument("--forward-only", action="store_true", help="leave out forward + backward")
+    parser.add_argument("--top", type=positive, default=10, metavar="N", help="largest values to show (default 10)")
+
+
 def _command(commands: _Commands[Parser], name: str, what: str, example: str) -> Parser:
     indented = "\n".join(f"  {line}" for line in example.splitlines())
     parser = commands.add_parser(
@@ -125,7 +137,13 @@ def _add_policy_options(parser: Parser, required: bool) -> None:
     one = group.add_mutually_exclusive_group(required=required)
     one.add_argument("--stages", type=positive, metavar="N", help="N pipeline stages; short for --policy 'Stages(N)'")
     one.add_argument("--policy", metavar="EXPR", help="a policy with its parameters; see `splitkit policies`")
-    group.add_argument("--costs", choices=("flops", "unit"), help="what a node costs (default flops)")
+    group.add_argument(
+        "--costs",
+        metavar="KIND",
+        help="what a node costs: flops (default), unit, measured (on this CPU), measured:DEVICE, or roofline:DEVICE "
+        "(cpu, a100, h100, h200, rtx-4090, l4, or devices.toml:NAME)",
+    )
+    group.add_argument("--training", action="store_true", default=None, help="let costs include the backward of a node")
     group.add_argument(
         "--on-cycle",
         choices=("error", "refine", "merge"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -96,14 +96,41 @@ def policy_of(args: Namespace) -> policyspec.PolicySpec:
     return policyspec.parse(args.policy if args.policy is not None else f"Stages({args.stages})")
 
 
-def prices(gm: fx.GraphModule, name: str | None) -> Costs:
-    """``--costs``: FLOPs unless said otherwise, or unless the graph does not know its sizes."""
+def prices(work: Work, kind: str | None, training: bool | None) -> Costs:
+    """``--costs`` and ``--training``: FLOPs unless said otherwise, or unless the graph does not know its sizes."""
     from splitkit import costs
 
-    known: dict[str | None, Callable[[fx.GraphModule], Costs]] = {
-        "flops": costs.flops, "unit": costs.unit, None: costs.default,
-    }  # fmt: skip
-    return known[name](gm)
+    made = _prices(work, kind)
+    return costs.training(made, work.gm) if training else made
+
+
+def _prices(work: Work, kind: str | None) -> Costs:
+    from splitkit import costs
+
+    if kind is None:
+        return costs.default(work.gm)
+    name, _, device = kind.partition(":")
+    if name in ("flops", "unit") and not device:
+        return costs.flops(work.gm) if name == "flops" else costs.unit(work.gm)
+    if name == "measured":
+        example = work.example
+        return costs.measured(work.gm, dict(example.kwargs) if example.kwargs else example.args, device or "cpu")
+    if name == "roofline":
+        return costs.roofline(work.gm, _device(device or "cpu"))
+    raise UsageError("SK601", f"--costs {kind} is not known", "Use flops, unit, measured, or roofline:DEVICE.")
+
+
+def _device(text: str) -> Any:
+    """A known device, or ``NAME`` of ``path.toml:NAME``."""
+    from splitkit import costs
+
+    path, colon, name = text.rpartition(":")
+    if not colon:
+        return text
+    described = costs.load_devices(path)
+    if name not in described:
+        raise UsageError("SK601", f"{path} describes no device {name!r}", f"It describes {', '.join(described)}.")
+    return described[name]
 
 
 def planned(args: Namespace) -> tuple[Work, Plan, Costs]:
@@ -123,12 +150,12 @@ def make_plan(args: Namespace, spec: str) -> tuple[Work, Plan, Costs]:
     policy = named.build()
     work = prepare(wanted)
     with work.clock.step("plan", f"planning {named.text}"):
-        costs = prices(work.gm, args.costs)
+        costs = prices(work, args.costs, args.training)
         return work, sk.plan(work.gm, policy, costs, on_cycle=args.on_cycle or "error"), costs
 
 
 def _from_file(args: Namespace) -> tuple[Work, Plan, Costs]:
-    unfit = [name for name in ("stages", "policy", "costs", "on_cycle") if getattr(args, name) is not None]
+    unfit = [name for name in ("stages", "policy", "costs", "training", "on_cycle") if getattr(args, name) is not None]
     if unfit:
         option = f"--{unfit[0].replace('_', '-')}"
         raise UsageError("SK601", f"{option} does not go with a plan file, which has decided", "Plan again with it.")
@@ -138,7 +165,7 @@ def _from_file(args: Namespace) -> tuple[Work, Plan, Costs]:
     _require_plan(args.target, data)
     work = prepare(source.from_plan(args.target, data, args))
     with work.clock.step("plan", "reading the plan"):
-        return work, _decoded(work, args.target, data), prices(work.gm, None)
+        return work, _decoded(work, args.target, data), prices(work, None, None)
 
 
 def _require_plan(path: str, data: dict[str, Any]) -> None:

@@ -5,11 +5,33 @@ from __future__ import annotations
 from torch import fx
 
 from splitkit.costs.counting import Flops, flops
+from splitkit.costs.devices import Device, devices, load_devices
+from splitkit.costs.links import Link, Links
+from splitkit.costs.measured import Measured, measured
 from splitkit.costs.protocol import Costs
+from splitkit.costs.roofline import Roofline, roofline
 from splitkit.costs.sizes import missing
+from splitkit.costs.training import training
 from splitkit.costs.uniform import Unit, unit
 
-__all__ = ["Costs", "Flops", "Unit", "default", "flops", "unit"]
+__all__ = [
+    "Costs",
+    "Device",
+    "Flops",
+    "Link",
+    "Links",
+    "Measured",
+    "Roofline",
+    "Unit",
+    "default",
+    "devices",
+    "flops",
+    "load_devices",
+    "measured",
+    "roofline",
+    "training",
+    "unit",
+]
 
 
 def default(gm: fx.GraphModule) -> Costs:

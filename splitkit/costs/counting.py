@@ -7,35 +7,27 @@ is what the counter reports for a real run. An op without a formula counts the e
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._ops import HigherOrderOperator  # 2.11, 2.13, 2.15
-from torch._subclasses.fake_tensor import FakeTensorMode  # 2.11, 2.13, 2.15
 from torch.fx import Node
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
-from splitkit import _torch
 from splitkit._torch import pytree
+from splitkit.costs.formulas import FORMULAS, attention_backward_flops, attention_flops, formulas_for
 from splitkit.costs.sizes import elements, read_bytes, require_values, tensors, value_bytes
 from splitkit.effects import storage_key
+from splitkit.standins import StandIn, acts, hint, hints, stand_in, value_in
+
+__all__ = ["FORMULAS", "Count", "Flops", "bodies", "flops", "name_of", "rounds"]
 
 NOMINAL = 1e12  # FLOP/s: only ratios matter to a policy
 
 Shape = tuple[int, ...]
-
-
-def attention_flops(query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any) -> int:
-    """Two products a head: ``query @ key.T`` and its product with ``value``."""
-    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
-
-
-# Ops that torch runs on the CPU and has no formula for (2.11, 2.13; 2.15 has this one). To compare, give them to
-# FlopCounterMode.
-FORMULAS: dict[Any, Callable[..., int]] = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops}
 
 
 def flops(gm: fx.GraphModule) -> Flops:
@@ -55,10 +47,14 @@ class Count:
     Attributes:
         counted: FLOPs by formula.
         written: elements yielded, 0 for views and allocations.
+        fused: those of ``counted`` that a fused attention kernel does, whose backward computes the scores again.
+        fresh: for each tensor of the result whether the node writes it; ``None`` if the node could not be run.
     """
 
     counted: int
     written: int
+    fused: int = 0
+    fresh: tuple[bool, ...] | None = None
 
     @property
     def flops(self) -> int:
@@ -80,11 +76,11 @@ class Flops:
 
     def flops(self, node: Node) -> float:
         """FLOPs by formula; where there is none, the number of elements that the node yields; 0 for a view."""
-        return float(self._count(node).flops)
+        return float(self.count(node).flops)
 
     def counted(self, node: Node) -> int:
         """FLOPs by formula alone: their sum is what ``FlopCounterMode`` reports."""
-        return self._count(node).counted
+        return self.count(node).counted
 
     def nbytes(self, node: Node) -> int:
         """Bytes of the node's value."""
@@ -94,120 +90,113 @@ class Flops:
         """Bytes of the parameters and buffers that the node reads."""
         return read_bytes(self.gm, node)
 
-    def _count(self, node: Node) -> Count:
+    def count(self, node: Node) -> Count:
+        """All that is known of ``node``."""
         if node not in self._of:
             self._of[node] = self._counted_in(self.gm, node)
         return self._of[node]
 
     def _counted_in(self, root: nn.Module, node: Node) -> Count:
         if node.op not in ("call_function", "call_method", "call_module") or node.target is operator.getitem:
-            return Count(0, 0)
+            return NOTHING
+        if acts(root, node):
+            return NOTHING
         if isinstance(node.target, HigherOrderOperator):
-            return self._of_bodies(root, node)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _value(root, n))
-        target = _callable(root, node)
-        key = _key(target, args, kwargs)
+            return self._of_higher_order(root, node)
+        call = stand_in(root, node)
+        key = call.key
         if key not in self._seen:
-            self._seen[key] = _run(target, args, kwargs)
+            self._seen[key] = _run(call)
         return self._seen[key]
 
-    def _of_bodies(self, root: nn.Module, node: Node) -> Count:
-        """The graphs that a higher-order op calls: all of them once, of ``cond`` the dearer one."""
-        bodies = [operator.attrgetter(str(n.target))(root) for n in node.all_input_nodes if n.op == "get_attr"]
-        counts = [self._of_graph(body) for body in bodies if isinstance(body, fx.GraphModule)]
+    def _of_higher_order(self, root: nn.Module, node: Node) -> Count:
+        """The graphs that a higher-order op calls: as often as it does, of ``cond`` the dearer one."""
+        if formula := _WHOLE.get(str(node.target)):
+            # [query, key, value] of the forward pass; the sparsity of a block mask is data, and unknown
+            count = formula([hints(value_in(root, n).shape) for n in node.args[:3] if isinstance(n, Node)])
+            return Count(count, 0, fused=count if node.target is torch.ops.higher_order.flex_attention else 0)
+        counts = [self._of_graph(body) for body in bodies(root, node)]
+        if not counts:  # it calls a function or kernel of its own
+            return Count(0, sum(elements(t) for t in tensors(node.meta.get("val"))))
         if node.target is torch.ops.higher_order.cond:
-            return max(counts, key=lambda c: c.flops, default=Count(0, 0))
-        return Count(sum(c.counted for c in counts), sum(c.written for c in counts))
+            return max(counts, key=lambda c: c.flops)
+        return _sum(counts, rounds(node))
 
     def _of_graph(self, body: fx.GraphModule) -> Count:
         counts = [self._counted_in(body, node) for node in body.graph.nodes]
         # a node has a formula or counts its elements, and so has the body as a whole
-        return Count(sum(c.counted for c in counts), sum(c.flops for c in counts))
+        return Count(sum(c.counted for c in counts), sum(c.flops for c in counts), sum(c.fused for c in counts))
 
 
-def _value(root: nn.Module, node: Node) -> Any:
-    """What ``node`` yields, as far as it is known without running the graph."""
-    if node.op == "get_attr":
-        return operator.attrgetter(str(node.target))(root)
-    return node.meta.get("val")
+NOTHING = Count(0, 0, fresh=())
+
+_WHOLE: dict[str, Callable[[list[Shape]], int]] = {
+    "flex_attention": lambda shapes: attention_flops(*shapes),
+    "flex_attention_backward": lambda shapes: attention_backward_flops(shapes[0], *shapes),
+}
+"""Higher-order ops that do more than their bodies, by name."""
 
 
-def _callable(root: nn.Module, node: Node) -> Any:
-    """What ``node`` calls: an op, a module or the name of a method."""
-    return operator.attrgetter(str(node.target))(root) if node.op == "call_module" else node.target
+def _sum(counts: list[Count], times: int) -> Count:
+    return Count(
+        times * sum(c.counted for c in counts),
+        times * sum(c.written for c in counts),
+        times * sum(c.fused for c in counts),
+    )
 
 
-def _key(target: Any, args: Any, kwargs: Any) -> Any:
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    return target, str(spec), tuple(_fingerprint(leaf) for leaf in leaves)
+def bodies(root: nn.Module, node: Node) -> list[fx.GraphModule]:
+    """The graphs that a higher-order op calls; none of one that is counted whole, such as attention."""
+    if str(node.target) in _WHOLE:
+        return []
+    called = [operator.attrgetter(str(n.target))(root) for n in node.all_input_nodes if n.op == "get_attr"]
+    return [body for body in called if isinstance(body, fx.GraphModule)]
 
 
-def _fingerprint(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return _hints(leaf.shape), _hints(leaf.stride()), leaf.dtype, leaf.device, leaf.requires_grad
-    return type(leaf).__name__, str(leaf)  # 1, 1.0 and True are equal, but not the same argument
-
-
-def _hints(sizes: Iterable[Any]) -> Shape:
-    """Plain ints for sizes; 1 for one that only the data decides."""
-    return tuple(_hint(size) for size in sizes)
-
-
-def _hint(size: Any) -> int:
-    try:
-        return _torch.size_hint(size)
-    except TypeError:
+def rounds(node: Node) -> int:
+    """How often a higher-order op calls its bodies: ``scan`` and ``map`` once a row, others (``while_loop``) once."""
+    if str(node.target) not in ("scan", "map_impl"):
         return 1
+    rows = node.args[2] if str(node.target) == "scan" else node.args[1]
+    stacked = next((v for n in pytree.tree_leaves(rows) for v in tensors(n.meta.get("val"))), None)
+    return 1 if stacked is None else hint(stacked.shape[0])
 
 
-def _run(target: Any, args: Any, kwargs: Any) -> Count:
-    """Call ``target`` on fakes of its arguments under the counter; nothing real is read, written or drawn.
+def _run(call: StandIn) -> Count:
+    """Run the call under the counter."""
+    counter = FlopCounterMode(display=False, custom_mapping=formulas_for(call.target))
 
-    The fakes are new ones with plain sizes: running on the graph's own could add guards to its symbols, or let an
-    in-place op change the shape that another node is known to have.
-    """
-    counter = FlopCounterMode(display=False, custom_mapping=FORMULAS)
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        args, kwargs = pytree.tree_map(_stand_in, (args, kwargs))
-        try:
-            with counter:
-                result = _call(target, args, kwargs)
-        except Exception:  # a custom op without a fake, or a size that only the data decides
-            return Count(counter.get_total_flops(), 0)
-        return Count(counter.get_total_flops(), _written(target, result, (args, kwargs)))
+    def counted(target: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        with counter:
+            return target(*args, **kwargs), (args, kwargs)
 
-
-def _stand_in(leaf: Any) -> Any:
-    """A fake in the place of a tensor, a plain number in the place of a symbolic one."""
-    if isinstance(leaf, torch.Tensor):
-        strides = _hints(leaf.stride())
-        made = torch.empty_strided(_hints(leaf.shape), strides, dtype=leaf.dtype, device=leaf.device)
-        return made.requires_grad_(leaf.requires_grad)
-    return _hint(leaf) if isinstance(leaf, torch.SymInt) else leaf
+    try:
+        result, inputs = call.run(counted)
+    except Exception:  # a custom op without a fake, or a size that only the data decides
+        return Count(counter.get_total_flops(), 0)
+    made = list(tensors(result))
+    fresh = _fresh(call.target, made, inputs)
+    written = sum(elements(t) for t, own in zip(made, fresh, strict=True) if own)
+    return Count(counter.get_total_flops(), written, _fused(counter), fresh)
 
 
-def _call(target: Any, args: Any, kwargs: Any) -> Any:
-    if isinstance(target, str):
-        return getattr(args[0], target)(*args[1:], **kwargs)
-    if isinstance(target, nn.Module):
-        owned = dict([*target.named_parameters(), *target.named_buffers()])
-        fakes = {name: _stand_in(tensor) for name, tensor in owned.items()}
-        return torch.func.functional_call(target, fakes, args, kwargs)
-    return target(*args, **kwargs)
+def _fused(counter: FlopCounterMode) -> int:
+    counts = counter.get_flop_counts().get("Global", {})
+    return sum(n for op, n in counts.items() if "attention" in str(op) and "backward" not in str(op))
 
 
-def _written(target: Any, result: Any, inputs: Any) -> int:
-    """Elements of the results that are neither views of an input nor memory that nobody filled."""
+def _fresh(target: Any, made: list[torch.Tensor], inputs: Any) -> tuple[bool, ...]:
+    """Which results are neither views of an input nor memory that nobody filled."""
     if _allocates(target):
-        return 0
+        return (False,) * len(made)
     if _writes(target):
-        return sum(elements(t) for t in tensors(result))
+        return (True,) * len(made)
     held = {storage_key(t) for t in tensors(inputs)}
-    return sum(elements(t) for t in tensors(result) if storage_key(t) not in held)
+    return tuple(storage_key(t) not in held for t in made)
 
 
 def _allocates(target: Any) -> bool:
-    return _name(target).removeprefix("new_").startswith("empty")
+    return name_of(target).removeprefix("new_").startswith("empty")
 
 
 def _writes(target: Any) -> bool:
@@ -215,11 +204,11 @@ def _writes(target: Any) -> bool:
     schema = getattr(target, "_schema", None)
     if schema is not None:
         return bool(schema.is_mutable)
-    name = _name(target)
+    name = name_of(target)
     return name.endswith("_") and not name.endswith("__")
 
 
-def _name(target: Any) -> str:
+def name_of(target: Any) -> str:
     """``"add_"`` for ``aten.add_.Tensor``, ``Tensor.add_`` and ``"add_"``."""
     if isinstance(target, str):
         return target

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import prod
 from typing import Any
 
@@ -20,6 +20,8 @@ from splitkit.symbols import value_of
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in ``value``, a tensor or a tree of them."""
+    if isinstance(value, torch.Tensor):
+        return iter((value,))
     return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
@@ -66,16 +68,20 @@ def _owned(value: object) -> Iterable[torch.Tensor]:
 def missing(graph: fx.Graph) -> list[Node]:
     """The nodes whose price needs a ``meta["val"]`` that is not there."""
     inert = ("get_attr", "output")
-    return [node for node in graph.nodes if node.op not in inert and "val" not in node.meta and not is_state_op(node)]
+    return [
+        node
+        for node in graph.nodes
+        if "val" not in node.meta and node.op not in inert and node.users and not is_state_op(node)
+    ]  # what nobody reads, such as the call of export's guards, has no price that matters
 
 
-def require_values(graph: fx.Graph) -> None:
-    """Refuse a graph of which some nodes have no ``meta["val"]``.
+def require_values(graph: fx.Graph, but: Callable[[Node], bool] = lambda node: False) -> None:
+    """Refuse a graph of which some nodes have no ``meta["val"]``, ``but`` those that need none.
 
     Raises:
         GraphError: SK102, naming them.
     """
-    nodes = missing(graph)
+    nodes = [node for node in missing(graph) if not but(node)]
     if not nodes:
         return
     shown = ", ".join(node.name for node in nodes[:5])
@@ -83,7 +89,6 @@ def require_values(graph: fx.Graph) -> None:
     raise GraphError(
         "SK102",
         f"{shown}{more} have no meta['val'], so that their sizes are unknown",
-        "Capture the model with splitkit.capture(model, *inputs), or run "
-        "torch.fx.passes.fake_tensor_prop.FakeTensorProp(gm).propagate(*inputs) on the graph.",
+        "Capture the model with splitkit.capture(model, *inputs), or add them: splitkit.propagate(gm, *inputs).",
         nodes,
     )

@@ -7,7 +7,10 @@ from splitkit.policies.by_device import ByDevice
 from splitkit.policies.by_name import ByName
 from splitkit.policies.by_support import BySupport
 from splitkit.policies.random import Random
+from splitkit.policies.recompute_all import RecomputeAll
+from splitkit.policies.remat import Remat
 from splitkit.policies.round_robin import RoundRobin
+from splitkit.policies.save_all import SaveAll
 from splitkit.policies.stages import Stages
 
 __all__ = [
@@ -18,6 +21,9 @@ __all__ = [
     "ByName",
     "BySupport",
     "Random",
+    "RecomputeAll",
+    "Remat",
     "RoundRobin",
+    "SaveAll",
     "Stages",
 ]

@@ -11,6 +11,7 @@ from splitkit.costs.counting import FORMULAS
 from splitkit.errors import GraphError
 
 TINY = {"layers": 2, "width": 64, "heads": 4, "vocab": 100, "batch": 2, "seq": 16}
+IMAGE = {"layers": 2, "width": 64, "heads": 4, "image": 32, "patch": 8, "classes": 10, "batch": 2}
 
 
 def counted(gm):
@@ -25,9 +26,9 @@ def really(model, *args, **kwargs):
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit", "mixtral"])
 def test_sum_is_what_the_counter_reports(name, training):
-    example = models.build(name, **TINY)
+    example = models.build(name, **(IMAGE if name == "vit" else TINY))
     example.model.train(training)
     gm = capture(example.model, **example.kwargs)
     assert counted(gm) == really(example.model, **example.kwargs) > 0
@@ -63,6 +64,133 @@ def test_convolutions_recurrence_and_einsum(how):
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(v, buffers[k]) for k, v in model.named_buffers())
     assert got == really(model, x) > 0
+
+
+class Residual(nn.Module):
+    def __init__(self, width, stride):
+        super().__init__()
+        self.first = nn.Conv2d(width, 2 * width, 3, stride, 1, bias=False)
+        self.second = nn.Conv2d(2 * width, 2 * width, 3, 1, 1, groups=2)
+        self.skip = nn.Conv2d(width, 2 * width, 1, stride)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(2 * width) for _ in range(2))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        y = self.norms[1](self.second(self.relu(self.norms[0](self.first(x)))))
+        y += self.skip(x)
+        return self.relu(y)
+
+
+class UNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down, self.deep = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 16, 3, padding=2, dilation=2)
+        self.up, self.last = nn.ConvTranspose2d(16, 8, 2, stride=2), nn.Conv2d(16, 2, 1)
+
+    def forward(self, x):
+        kept = self.down(x).relu()
+        y = self.up(self.deep(nn.functional.max_pool2d(kept, 2)))
+        return self.last(torch.cat([kept, nn.functional.interpolate(y, size=kept.shape[-2:])], 1))
+
+
+class SelfAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.MultiheadAttention(8, 2)
+
+    def forward(self, x):
+        return self.heads(x, x, x)[0]
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embed.weight
+        self.inner, self.drop = nn.Linear(8, 8), nn.Dropout(0.3, inplace=True)
+
+    def forward(self, ids):
+        x = self.drop(self.embed(ids))
+        x.add_(self.inner(x)).mul_(2)
+        return self.head(x) + x @ self.embed.weight.T
+
+
+@pytest.mark.parametrize("how", ["export", "symbolic_trace"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "make, inputs",
+    [
+        (lambda: nn.Sequential(nn.Conv2d(3, 4, 7, 2, 3), Residual(4, 1), Residual(8, 2)), torch.randn(2, 3, 16, 16)),
+        (UNet, torch.randn(2, 3, 8, 8)),
+        (lambda: nn.Sequential(nn.LSTM(8, 4, num_layers=2, dropout=0.1, bidirectional=True)), torch.randn(5, 2, 8)),
+        (lambda: nn.Sequential(nn.GRU(8, 4, batch_first=True)), torch.randn(2, 5, 8)),
+        (SelfAttention, torch.randn(5, 2, 8)),
+        (Tied, torch.tensor([[1, 2, 3], [4, 5, 6]])),
+    ],
+    ids=["resnet", "unet", "lstm", "gru", "attention", "tied"],
+)
+def test_nets_of_each_kind(make, inputs, training, how):
+    model = make().train(training)
+    assert counted(capture(model, inputs, how=how)) == really(model, inputs) > 0
+
+
+def test_counting_does_not_act():
+    class Acting(nn.Module):
+        def forward(self, x):
+            with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+                y = x @ x
+            return torch.vmap(lambda row: row * 2)(y)
+
+    gm = capture(Acting(), torch.randn(4, 4))
+    with gm.graph.inserting_before(next(iter(reversed(gm.graph.nodes)))):
+        gm.graph.call_function(print, ("counted",)).meta["val"] = None
+        gm.graph.call_function(torch._C._functorch._vmap_increment_nesting, (2, "error")).meta["val"] = None
+    sheet = torch.get_rng_state()
+    assert counted(gm) == 2 * 4 * 4 * 4
+    assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+    torch.randn(2)  # inside a vmap it would be refused
+    torch.set_rng_state(sheet)
+
+
+def test_counting_does_not_print(capsys):
+    graph = torch.fx.Graph()
+    graph.call_function(print, ("counted",)).meta["val"] = None
+    graph.output(None)
+    assert counted(torch.fx.GraphModule(nn.Module(), graph)) == 0
+    assert capsys.readouterr().out == ""
+
+
+class Scanned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        from torch._higher_order_ops.scan import scan
+
+        return scan(lambda carry, row: (carry @ self.weight + row, carry.clone()), x[0], x)[0]
+
+
+def test_a_scan_counts_every_step():
+    gm = capture(torch.export.export(Scanned(), (torch.randn(7, 3, 4),)))
+    assert counted(gm) == 7 * 2 * 3 * 4 * 4
+
+
+class Flex(nn.Module):
+    def forward(self, q, k, v):
+        from torch.nn.attention.flex_attention import flex_attention
+
+        return flex_attention(q, k, v, score_mod=lambda score, b, h, i, j: score * 2)
+
+
+def test_flex_attention_counts_its_products_and_not_its_bodies():
+    q, k, v = (torch.randn(1, 2, 128, 16) for _ in range(3))
+    gm = capture(Flex(), q, k, v)
+    assert counted(gm) == 2 * 2 * 2 * 128 * 128 * 16
+    node = next(n for n in gm.graph.nodes if str(n.target) == "flex_attention")
+    assert costs.flops(gm).count(node).fused == counted(gm)
+    assert costs.roofline(gm, "a100").seconds(node) > 0
+    torch.randn(2)  # its capture leaves calls that enter a vmap: not called
 
 
 def test_counting_adds_no_guards_to_symbolic_sizes():

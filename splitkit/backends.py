@@ -1,0 +1,161 @@
+"""Policies for ``torch.compile``: a backend that divides every graph by a policy, and models that train under one."""
+
+from __future__ import annotations
+
+import copy
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd  # 2.11, 2.13, 2.15
+from torch._dynamo.backends.debugging import boxed_nop  # 2.11, 2.13, 2.15
+from torch._dynamo.exc import BackendCompilerFailed  # 2.11, 2.13, 2.15
+
+from splitkit._torch import pytree
+from splitkit.aot import describe, joint_flow
+from splitkit.costs import Costs, default
+from splitkit.errors import PolicyError, SplitError
+from splitkit.pair import Pair, divide
+from splitkit.plan import PolicyLike
+
+Inner = Literal["eager", "aot_eager", "inductor"]
+_INNER = ("eager", "aot_eager", "inductor")
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class Backend:
+    """What `backend` makes.
+
+    Attributes:
+        pairs: what it made so far: one a graph that takes gradients. More than one a model means graph breaks, or
+            inputs for which the model was compiled again.
+    """
+
+    def __init__(self, policy: PolicyLike, inner: Inner, costs: Callable[[fx.GraphModule], Costs]) -> None:
+        self.policy, self.inner, self.costs = policy, inner, costs
+        self.pairs: list[Pair] = []
+        self.__name__ = "splitkit"  # by which Dynamo names it in messages
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        """Compile one graph of Dynamo's."""
+        if self.inner == "inductor":
+            from splitkit.inductor import compile_with
+
+            return compile_with(gm, example_inputs, self.partition)
+        # keep_inference_input_mutations: as torch's own aot_eager has it (2.11, 2.13, 2.15)
+        compiler = aot_autograd(fw_compiler=boxed_nop, partition_fn=self.partition, keep_inference_input_mutations=True)
+        return compiler(gm, example_inputs)
+
+    def partition(
+        self, joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **others: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """AOTAutograd's ``partition_fn``."""
+        pair = divide(joint_flow(joint, num_fwd_outputs), self.policy, self.costs(joint))
+        describe(pair, joint)
+        self.pairs.append(pair)
+        return pair.forward, pair.backward
+
+
+def backend(
+    policy: PolicyLike, inner: Inner = "eager", *, costs: Callable[[fx.GraphModule], Costs] = default
+) -> Backend:
+    """A backend for ``torch.compile(model, backend=splitkit.backend(policy))`` that divides forward from backward.
+
+    Each graph that Dynamo captures is divided on its own; graphs that take no gradient are not divided.
+
+    Args:
+        policy: places nodes in ``"forward"`` and ``"backward"``, such as `splitkit.policies.SaveAll`.
+        inner: what runs the halves: ``"eager"`` runs them operator by operator, and ``"aot_eager"``, torch's name for
+            that, does the same; ``"inductor"`` compiles them, after its own passes over the joint graph.
+        costs: makes prices for a joint graph.
+
+    Raises:
+        PolicyError: SK302 for another ``inner``. What the policy refuses arrives as the ``inner_exception`` of
+            Dynamo's ``BackendCompilerFailed``.
+    """
+    if inner not in _INNER:
+        raise PolicyError("SK302", f"there is no inner compiler {inner!r}", f"Choose one of {', '.join(_INNER)}.")
+    return Backend(policy, inner, costs)
+
+
+def apply(
+    model: Module,
+    policy: PolicyLike,
+    *args: Any,
+    inner: Inner = "eager",
+    costs: Callable[[fx.GraphModule], Costs] = default,
+    fullgraph: bool = False,
+    **kwargs: Any,
+) -> Module:
+    """The model, ready to train under a policy: called like it, with the very same parameters, buffers and submodules.
+
+    A shallow copy whose calls are compiled with `backend`; names in ``state_dict``, hooks, methods and attributes are
+    the model's (``train()`` and ``eval()`` set the flag of the whole on the copy only). ``copy.deepcopy`` and pickle
+    give a plain model, as of any compiled module.
+
+    With example inputs, forward runs once now, so that what cannot be captured or planned is refused here rather than
+    in the first step; buffers, inputs and random state are put back. A model that falls into several graphs works,
+    with a warning, and each of them is divided on its own.
+
+    Args:
+        model: the model, in the mode (train or eval) that is meant.
+        policy: places nodes in ``"forward"`` and ``"backward"``.
+        args: example inputs, or none.
+        inner: as in `backend`.
+        costs: as in `backend`.
+        fullgraph: refuse a model that falls into several graphs.
+        kwargs: example keyword inputs.
+
+    Raises:
+        SplitError: what the policy or the engine refuses on the graph of the example inputs.
+    """
+    divided = backend(policy, inner, costs=costs)
+    applied = copy.copy(model)
+    call = _own_code(applied._call_impl)
+    # What nn.Module.compile sets (2.11, 2.13, 2.15).
+    applied._compiled_call_impl = torch.compile(call, backend=divided, fullgraph=fullgraph)
+    if args or kwargs:
+        _try(applied, divided, args, kwargs)
+    return applied
+
+
+def _own_code(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with code of its own: Dynamo keeps what it compiled by code, and gives up after eight."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return types.FunctionType(run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__)
+
+
+def _try(applied: nn.Module, divided: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run forward once and leave no trace."""
+    held = [(buffer, buffer.detach().clone()) for buffer in applied.buffers()]
+    args, kwargs = pytree.tree_map_only(Tensor, _fresh, (args, kwargs))
+    try:
+        with torch.random.fork_rng(), torch.enable_grad():
+            applied(*args, **kwargs)
+    except BackendCompilerFailed as failed:
+        if isinstance(failed.inner_exception, SplitError):
+            raise failed.inner_exception from None
+        raise
+    finally:
+        with torch.no_grad():
+            for buffer, value in held:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+    if len(divided.pairs) > 1:
+        warnings.warn(
+            f"{type(applied).__name__} falls into {len(divided.pairs)} graphs, each divided on its own: "
+            "TORCH_LOGS=graph_breaks says where",
+            stacklevel=3,
+        )
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    """A copy that the model may write to."""
+    copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return copied.clone() if tensor.requires_grad and not tensor.is_leaf else copied

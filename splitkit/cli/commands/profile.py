@@ -1,0 +1,115 @@
+"""``splitkit profile``: the memory of a model, predicted and measured, in total and part by part."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import splitkit as sk
+from splitkit.cli import source
+from splitkit.cli.outcome import Outcome, facts, table
+from splitkit.cli.work import Work, planned, prepare
+from splitkit.errors import CaptureError
+from splitkit.units import size
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from splitkit.measure import MeasuredMemory
+    from splitkit.memory import MemoryProfile
+
+
+def run(args: Namespace) -> Outcome:
+    """See the module."""
+    work, split = _split(args)
+    with work.clock.step("simulate", "simulating the memory"):
+        profile = sk.simulate_memory(split or work.gm)
+    rows = [_row("forward", profile)]
+    rows += [_row(f"  {split.names[key]} alone", part) for key, part in profile.parts.items()] if split else []
+    training, why_not = _training(work, args.forward_only)
+    rows += [_row("forward + backward", training)] if training else []
+    if args.run:
+        from splitkit.cli import memoryruns
+
+        with work.clock.step("measure", "running the model"):
+            measured = memoryruns.forward(split.module if split else work.gm, work.example, work.source.seed)
+            parts = memoryruns.parts(split, work.example, work.source.seed) if split else []
+            both = [memoryruns.training(work.example, work.source.seed)] if training else []
+        for row, found in zip(rows, [measured, *parts, *both], strict=True):
+            row |= _measured(found, row["predicted"])
+    data: dict[str, Any] = {
+        "command": "profile",
+        "model": work.source.to_dict(),
+        "note": split.plan.note if split else "",
+        "rows": rows,
+        "forward": profile.to_dict(args.top),
+        "training": training.to_dict(args.top) if training else None,
+        "why_no_training": why_not,
+        "seconds": work.clock.seconds,
+    }
+    return Outcome(data, _text(data, args))
+
+
+def _split(args: Namespace) -> tuple[Work, sk.Split | None]:
+    """The model, and its split if a plan or a policy is named."""
+    if args.target.endswith(".json") or args.stages is not None or args.policy is not None:
+        work, plan, _ = planned(args)
+        with work.clock.step("split", "splitting"):
+            return work, sk.split(work.gm, plan)
+    return prepare(source.from_args(args.target, args)), None
+
+
+def _training(work: Work, forward_only: bool) -> tuple[MemoryProfile | None, str]:
+    """Forward and backward of the unsplit model as eager autograd saves, or why there is none."""
+    if forward_only:
+        return None, "--forward-only"
+    from splitkit.cli import memoryruns
+
+    with work.clock.step("joint", "capturing forward and backward"):
+        try:
+            return memoryruns.simulated_training(work.example), ""
+        except CaptureError as error:
+            return None, str(error)
+
+
+def _row(what: str, profile: MemoryProfile) -> dict[str, Any]:
+    at = profile.to_dict(0)["at"]
+    return {"what": what, "predicted": profile.peak, "before": profile.baseline, "saved": profile.saved, "at": at}
+
+
+def _measured(found: MeasuredMemory, predicted: int) -> dict[str, Any]:
+    return {"measured": found.peak, "error": predicted / found.peak - 1, "allocator": found.allocator_peak}
+
+
+def _text(data: dict[str, Any], args: Namespace) -> list[RenderableType]:
+    measured = ("measured", "error", "allocator") if args.run else ()
+    titles = ("peak of", "predicted", *measured, "before", "saved", "at")
+    lines: list[RenderableType] = [table(titles, (_cells(row, args.run) for row in data["rows"]), titles[1:-1])]
+    if data["why_no_training"] and not args.forward_only:
+        lines += ["", f"no forward + backward: {data['why_no_training']}"]
+    for what in ("forward", "training"):
+        if data[what]:
+            lines += ["", *_live(what, data[what])]
+    return lines
+
+
+def _cells(row: Mapping[str, Any], measured: bool) -> list[str]:
+    cells = [row["what"], size(row["predicted"])]
+    if measured:
+        error = "exact" if not row["error"] else f"{100 * row['error']:+.3f} %"
+        cells += [size(row["measured"]), error, "" if row["allocator"] is None else size(row["allocator"])]
+    return [*cells, size(row["before"]), size(row["saved"]) if row["saved"] else "", _place(row["at"])]
+
+
+def _place(at: Mapping[str, Any] | None) -> str:
+    if at is None:
+        return ""
+    return f"{at['node']} in {at['module']}" if at["module"] else str(at["node"])
+
+
+def _live(what: str, profile: Mapping[str, Any]) -> list[RenderableType]:
+    named = "forward" if what == "forward" else "forward + backward"
+    rows = [(b["name"], b["module"], b["kind"], size(b["nbytes"])) for b in profile["live_at_peak"]]
+    summary = facts({"alive at the peak of": f"{named}: {_place(profile['at'])}, {size(profile['peak'])}"})
+    return [summary, table(("made by", "module", "kind", "bytes"), rows, ("bytes",))]

@@ -1,0 +1,76 @@
+"""Real runs of a model whose live bytes are measured; its state is put back afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from splitkit._torch import pytree
+from splitkit.joint import Joint, capture_joint
+from splitkit.measure import MeasuredMemory, measure_memory
+from splitkit.memory import MemoryProfile, simulate_memory
+from splitkit.pair import Pair
+from splitkit.policies import SaveAll
+from splitkit.trial import untouched
+
+if TYPE_CHECKING:
+    from splitkit.models import Example
+    from splitkit.split import Split
+
+
+def forward(module: nn.Module, example: Example, seed: int) -> MeasuredMemory:
+    """One forward without autograd."""
+    with torch.no_grad(), _as_it_was(module, seed):
+        return measure_memory(module, *example.args, allocator=True, **example.kwargs)
+
+
+def parts(split: Split, example: Example, seed: int) -> list[MeasuredMemory]:
+    """Each part alone, on copies of what it is given in a run of the whole."""
+    measured: list[MeasuredMemory] = []
+
+    def measure(part: nn.Module, args: tuple[Any, ...]) -> None:
+        copies = pytree.tree_map_only(torch.Tensor, torch.clone, args)
+        with _as_it_was(part, seed):
+            measured.append(measure_memory(part.forward, *copies, allocator=True))
+
+    hooks = [part.register_forward_pre_hook(measure) for part in split.parts.values()]
+    try:
+        with torch.no_grad(), _as_it_was(split.module, seed):
+            split(*example.args, **example.kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return measured
+
+
+def _pair(example: Example) -> tuple[Joint, Pair]:
+    joint = capture_joint(example.model, *example.args, **example.kwargs)
+    return joint, joint.split(SaveAll())
+
+
+def simulated_training(example: Example) -> MemoryProfile:
+    """Forward and backward, with everything saved that backward reads."""
+    _, pair = _pair(example)
+    return simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
+
+
+def training(example: Example, seed: int) -> MeasuredMemory:
+    """The same, run."""
+    joint, pair = _pair(example)
+    primals, tangents = joint.primals(*example.args, **example.kwargs), joint.tangents()
+    held = list(primals)  # the caller of a training step holds the parameters and the inputs
+    with _as_it_was(example.model, seed):
+        measured = measure_memory(pair.run, primals, tangents, allocator=True)
+    del held
+    return measured
+
+
+@contextmanager
+def _as_it_was(module: nn.Module, seed: int) -> Iterator[None]:
+    with untouched(module), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield

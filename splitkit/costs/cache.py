@@ -1,0 +1,154 @@
+"""Measured costs in a file: JSON, by the machine they were measured on and by op, shapes, dtypes and modes.
+
+::
+
+    {"splitkit_cost_cache": 1,
+     "environments": {"torch 2.13.0, Xeon, 2 threads, float32 matmul highest":
+                      {"aten.mm.default(float32[2,3], float32[3,4])": [1.2e-06, 0]}}}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from splitkit.costs.timing import Record
+from splitkit.errors import FileError
+
+FIELD, SCHEMA = "splitkit_cost_cache", 1
+Entries = dict[str, dict[str, Record]]
+"""Environment -> key of an op -> what it takes."""
+
+
+def default_path() -> Path:
+    """``$XDG_CACHE_HOME/splitkit/costs.json``, by default in ``~/.cache``."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "splitkit" / "costs.json"
+
+
+def environment(device: torch.device) -> str:
+    """What a measured time depends on besides the op: torch, the device, its threads, the precision of products."""
+    parts = [f"torch {torch.__version__}"]
+    if device.type == "cuda":
+        parts += [torch.cuda.get_device_name(device), f"cuda {torch.version.cuda}"]
+        parts += ["cudnn.benchmark"] if torch.backends.cudnn.benchmark else []
+    else:
+        parts += [_cpu_name(), f"{torch.get_num_threads()} threads"]
+    return ", ".join([*parts, f"float32 matmul {torch.get_float32_matmul_precision()}"])
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+class CostCache:
+    """Records of one environment, those of a file and new ones.
+
+    The file is read once, and written whole by `save`: what another process wrote meanwhile stays; of two that write
+    in the same moment, one may lose what it found, and neither harms the file.
+
+    Raises:
+        FileError: SK504 when the file is there and cannot be read.
+    """
+
+    def __init__(self, path: Path | None, environment: str) -> None:
+        self.path, self.environment = path, environment
+        self._new: dict[str, Record] = {}
+        self._damaged = False
+        self._known = self._read().get(environment, {})
+
+    def get(self, key: str) -> Record | None:
+        """The record of an op, if there is one."""
+        return self._known.get(key)
+
+    def put(self, key: str, record: Record) -> None:
+        """Remember a record; `save` writes it."""
+        self._known[key] = self._new[key] = record
+
+    def save(self) -> None:
+        """Write what is new, atomically; where that is impossible, warn and go on."""
+        if self.path is None or not (self._new or self._damaged):
+            return
+        try:
+            entries = read(self.path)
+        except (OSError, ValueError):
+            entries = {}
+        entries.setdefault(self.environment, {}).update(self._new)
+        try:
+            write(self.path, entries)
+        except OSError as error:
+            warnings.warn(f"measured costs are not kept: cannot write {str(self.path)!r}: {error}", stacklevel=2)
+            self.path = None
+        self._new, self._damaged = {}, False
+
+    def _read(self) -> Entries:
+        if self.path is None:
+            return {}
+        try:
+            return read(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except OSError as error:
+            raise FileError(
+                "SK504",
+                f"cannot read {str(self.path)!r}: {error.strerror or error}",
+                "Name a file for the cache, or go without: cache=False.",
+            ) from error
+        except ValueError as error:
+            self._damaged = True
+            warnings.warn(f"{self.path} is no cost cache ({error}); it is ignored and rewritten", stacklevel=2)
+            return {}
+
+
+def read(path: Path) -> Entries:
+    """The records of a file; raises ``ValueError`` if it is none of `write`'s, ``OSError`` if it cannot be read."""
+    try:
+        data = json.loads(path.read_bytes().decode("utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(data, dict) or data.get(FIELD) != SCHEMA or not isinstance(data.get("environments"), dict):
+        raise ValueError(f"it does not say {FIELD}: {SCHEMA}")
+    return {name: _records(found) for name, found in data["environments"].items()}
+
+
+def _records(found: object) -> dict[str, Record]:
+    if not isinstance(found, dict):
+        raise ValueError("an environment is not an object")
+    return {key: _record(value) for key, value in found.items()}
+
+
+def _record(value: object) -> Record:
+    match value:
+        case [int() | float() as seconds, int() as workspace] if math.isfinite(seconds) and min(value) >= 0:
+            return Record(float(seconds), workspace)
+    raise ValueError(f"{value!r:.40} is no record")
+
+
+def write(path: Path, entries: Mapping[str, Mapping[str, Record]]) -> None:
+    """Write a file that is either whole or as it was; raises ``OSError``."""
+    found = {
+        name: {key: [record.seconds, record.workspace] for key, record in sorted(records.items())}
+        for name, records in sorted(entries.items())
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump({FIELD: SCHEMA, "environments": found}, file, indent=1)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

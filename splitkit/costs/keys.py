@@ -1,0 +1,132 @@
+"""What a measured op is known by: a line of text that tells apart all that changes how long it takes.
+
+::
+
+    aten.linear.default(float32[2,16,64], float32[192,64], float32[192]) under autocast cpu bfloat16
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx import Node
+
+from splitkit import _torch
+from splitkit._torch import HigherOrderOperator, OpOverload, OpOverloadPacket, pytree
+
+_OPERATORS = (OpOverload, OpOverloadPacket, HigherOrderOperator)
+_NAMED = (*_OPERATORS, FunctionType, BuiltinFunctionType, MethodDescriptorType, type)
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device)
+_TENSOR_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+def key_of(node: Node, callee: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """The key of a call under the ambient state in force now (autocast, deterministic algorithms, inference mode).
+
+    Args:
+        node: the node.
+        callee: the op, function or module that it calls, or the name of a method.
+        args: what it is called with, real tensors.
+        kwargs: likewise.
+    """
+    given = [*map(_text, args), *(f"{name}={_text(value)}" for name, value in kwargs.items())]
+    modes = "".join(f" under {mode}" for mode in _modes())
+    return f"{_name(node, callee)}({', '.join(given)}){modes}"
+
+
+def is_lasting(key: str) -> bool:
+    """Whether a key means the same op in another process: not if a lambda, a local function or a script defined it."""
+    return "<" not in key and "__main__" not in key
+
+
+def _modes() -> Iterable[str]:
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            yield f"autocast {device} {_dtype(torch.get_autocast_dtype(device))}"
+    if torch.are_deterministic_algorithms_enabled():
+        yield "deterministic algorithms"
+    if torch.is_inference_mode_enabled():
+        yield "inference mode"
+
+
+def _name(node: Node, callee: Any) -> str:
+    if isinstance(callee, nn.Module):
+        return _module(callee)
+    if isinstance(callee, str):
+        return f"Tensor.{callee}"
+    name = _torch.target_name(node)
+    return _own(name, callee) if isinstance(callee, _NAMED) else f"{name}<{id(callee)}>"
+
+
+def _own(name: str, value: object) -> str:
+    """The name, with the identity of the object where others may have the same name."""
+    return name if is_lasting(name) else f"{name}<{id(value)}>"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return _tensor(value)
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, nn.Module):
+        return _module(value)
+    if isinstance(value, _NAMED):
+        name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value)}"
+        return str(value) if isinstance(value, _OPERATORS) else _own(name, value)
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, slice):
+        return f"slice({_text(value.start)}, {_text(value.stop)}, {_text(value.step)})"
+    leaves, spec = pytree.tree_flatten(value)
+    if leaves == [value]:
+        return type(value).__qualname__
+    return f"{type(value).__qualname__}{[_text(leaf) for leaf in leaves]}#{_digest([str(spec)])}"
+
+
+def _tensor(tensor: torch.Tensor) -> str:
+    """Type, sizes, strides unless contiguous, device unless it is the CPU."""
+    text = f"{_dtype(tensor.dtype)}[{_sizes(tensor.shape)}"
+    if tensor.layout != torch.strided or tensor.is_nested:
+        text += f"|{tensor.layout}"
+    elif not tensor.is_contiguous():
+        text += f"|{_sizes(tensor.stride())}"
+    text += "]"
+    text += "" if tensor.device.type == "cpu" else f"@{tensor.device.type}"
+    return text if type(tensor) in _TENSOR_TYPES else f"{type(tensor).__qualname__}:{text}"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _sizes(sizes: Iterable[Any]) -> str:
+    return ",".join(map(str, sizes))
+
+
+def _module(module: nn.Module) -> str:
+    """The class, and a digest of everything that a module of it is made of."""
+    if isinstance(module, fx.GraphModule):
+        return f"graph#{_digest([module.code, *_parts(module)])}"
+    name = f"{type(module).__module__}.{type(module).__qualname__}"
+    return f"{name}#{_digest(_parts(module))}" if is_lasting(name) else _own(name, module)
+
+
+def _parts(module: nn.Module) -> Iterable[str]:
+    for path, part in module.named_modules():
+        plain = {name: value for name, value in vars(part).items() if _is_plain(value)}
+        yield f"{path} {type(part).__qualname__} {sorted(plain.items())!r}"
+    for path, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        yield f"{path} {_tensor(tensor)}"
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, _PLAIN)
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -1,0 +1,282 @@
+"""Links between devices: how long bytes take from one to another."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from splitkit.errors import CostError
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction of one wire.
+
+    Attributes:
+        bandwidth: bytes a second.
+        latency: seconds before the first byte arrives.
+        source: where the figures come from.
+
+    Raises:
+        CostError: SK322 for figures that make no sense.
+    """
+
+    bandwidth: float
+    latency: float = 0.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if not _number(self.bandwidth) or not self.bandwidth > 0:
+            raise CostError("SK322", f"bandwidth is {self.bandwidth!r}", "Give a positive number of bytes a second.")
+        if not _number(self.latency) or not 0 <= self.latency < math.inf:
+            raise CostError("SK322", f"latency is {self.latency!r}", "Give seconds, 0 or more.")
+
+    def seconds(self, nbytes: float) -> float:
+        """Seconds for one message."""
+        return self.latency + nbytes / self.bandwidth
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+
+
+# Bandwidths are peaks of one direction: vendors add both up for NVLink. Latencies are in no data sheet: these are round
+# figures of the order that p2pBandwidthLatencyTest (NVLink, PCIe) and RDMA through a switch (Ethernet) show.
+_NVIDIA = "https://www.nvidia.com/en-us/data-center/nvlink/"
+_PCI = "https://pcisig.com/specifications: 16 lanes, 128b/130b"
+_IEEE = "https://standards.ieee.org/ieee/802.3/10422/"
+PRESETS: Mapping[str, Link] = {
+    "nvlink3": Link(300e9, 2e-6, _NVIDIA),  # A100: 600 GB/s both ways
+    "nvlink4": Link(450e9, 2e-6, _NVIDIA),  # H100, H200: 900 GB/s both ways
+    "nvlink5": Link(900e9, 2e-6, _NVIDIA),  # B200: 1800 GB/s both ways
+    "pcie4": Link(16e9 * 16 * 128 / 130 / 8, 5e-6, _PCI),  # 31.5 GB/s
+    "pcie5": Link(32e9 * 16 * 128 / 130 / 8, 5e-6, _PCI),  # 63.0 GB/s
+    "ethernet100": Link(12.5e9, 10e-6, _IEEE),
+    "ethernet400": Link(50e9, 10e-6, _IEEE),
+    "shared-memory": Link(10e9, 1e-6, "generic: one core copies from DDR4-3200 to the same"),
+}
+"""By name."""
+
+
+def _link(link: str | Link) -> Link:
+    """A link, or the preset of that name, whatever its case, hyphens and spaces."""
+    if isinstance(link, Link):
+        return link
+    if isinstance(link, str):
+        names = {_plain(name): name for name in PRESETS}
+        if _plain(link) in names:
+            return PRESETS[names[_plain(link)]]
+        close = difflib.get_close_matches(_plain(link), names, 1)
+        hint = f"Did you mean {names[close[0]]}?" if close else f"Known are {', '.join(PRESETS)}; or give a Link."
+        raise CostError("SK322", f"no link is called {link!r}", hint)
+    raise CostError("SK322", f"{link!r} is no link", f"Give a Link, or one of {', '.join(PRESETS)}.")
+
+
+def _plain(name: str) -> str:
+    return "".join(c for c in name.lower() if c.isalnum())
+
+
+@dataclass(frozen=True)
+class Links:
+    """Between any two devices of a machine or cluster; nobody else uses a link at the same time.
+
+    A device is whatever a plan calls it: a number, ``"cuda:1"``, a ``torch.device`` (the same as its text).
+
+    Attributes:
+        between: the link of any two devices that no other field names; ``None`` if they have none.
+        inside: the link of two devices of one node, where there are nodes.
+        size: devices of a node, 0 where there are none. Device ``i``, or ``"cuda:i"``, is on node ``i // size``.
+        pairs: links of single (source, target) pairs.
+    """
+
+    between: Link | None = None
+    inside: Link | None = None
+    size: int = 0
+    pairs: Mapping[tuple[Hashable, Hashable], Link] = field(default_factory=dict, hash=False)
+
+    @classmethod
+    def preset(cls, name: str) -> Links:
+        """The same known link between any two devices: nvlink3/4/5, pcie4/5, ethernet100/400, shared-memory.
+
+        Raises:
+            CostError: SK322 if there is none of that name.
+        """
+        return cls(_link(name))
+
+    @classmethod
+    def uniform(cls, bandwidth: float, latency: float = 0.0) -> Links:
+        """The same link between any two devices: bytes a second, and seconds before the first.
+
+        Raises:
+            CostError: SK322 for figures that make no sense.
+        """
+        return cls(Link(bandwidth, latency))
+
+    @classmethod
+    def nodes(cls, size: int, inside: str | Link, between: str | Link) -> Links:
+        """Nodes of ``size`` devices: ``Links.nodes(8, inside="nvlink4", between="ethernet400")``.
+
+        Raises:
+            CostError: SK322 if ``size`` is no positive number or a link is not known.
+        """
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise CostError("SK322", f"a node of {size!r} devices", "Give a whole number, 1 or more.")
+        return cls(_link(between), _link(inside), size)
+
+    @classmethod
+    def matrix(
+        cls, bandwidth: npt.ArrayLike, latency: npt.ArrayLike = 0.0, devices: Sequence[Hashable] | None = None
+    ) -> Links:
+        """A link for each (source, target): row sends to column; the diagonal is not looked at.
+
+        Args:
+            bandwidth: ``[k, k]``, bytes a second.
+            latency: ``[k, k]``, or one number; seconds.
+            devices: what the rows are called, ``0 .. k - 1`` if not given.
+
+        Raises:
+            CostError: SK322 if the shapes do not fit or a figure makes no sense; names the pair.
+        """
+        speeds, waits = np.asarray(bandwidth, float), np.asarray(latency, float)
+        if speeds.ndim != 2 or speeds.shape[0] != speeds.shape[1]:
+            raise CostError("SK322", f"bandwidth has the shape {speeds.shape}", "Give a square matrix.")
+        if waits.ndim and waits.shape != speeds.shape:
+            raise CostError("SK322", f"latency has the shape {waits.shape}, bandwidth {speeds.shape}", "Give the same.")
+        names = list(range(len(speeds))) if devices is None else [_name(d) for d in devices]
+        if len(set(names)) != len(speeds):
+            raise CostError("SK322", f"{len(speeds)} rows have {len(set(names))} distinct devices", "Name each once.")
+        waits = np.broadcast_to(waits, speeds.shape)
+        pairs: dict[tuple[Hashable, Hashable], Link] = {}
+        for i, j in zip(*np.nonzero(~np.eye(len(names), dtype=bool)), strict=True):
+            try:
+                pairs[names[i], names[j]] = Link(float(speeds[i, j]), float(waits[i, j]))
+            except CostError as error:
+                raise CostError("SK322", f"from {names[i]} to {names[j]}: {error.reason}", error.remedy) from error
+        return cls(pairs=pairs)
+
+    @classmethod
+    def measured(
+        cls, devices: Sequence[torch.device | str], sizes: Sequence[int] = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
+    ) -> Links:
+        """Time copies between torch devices that exist, and fit latency and bandwidth to them.
+
+        Two names of the CPU (``"cpu:0"``, ``"cpu:1"``) measure copies in memory.
+
+        Args:
+            devices: two or more; each pair is timed both ways, one at a time.
+            sizes: bytes of the copies, two or more.
+
+        Raises:
+            CostError: SK322 if there are fewer, or one of the devices does not exist.
+        """
+        names = [_name(device) for device in devices]
+        if len(set(names)) < 2 or len(set(names)) != len(names):
+            raise CostError("SK322", f"{names} are not two or more distinct devices", "Name each once, two at least.")
+        if len(set(sizes)) < 2 or min(sizes) < 1:
+            raise CostError("SK322", f"sizes are {list(sizes)}", "Give two or more positive sizes in bytes.")
+        pairs = {}
+        for source, target in ((a, b) for a in names for b in names if a != b):
+            times = [_copy_seconds(str(source), str(target), size) for size in sizes]
+            pairs[source, target] = replace(fit(sizes, times), source="measured")
+        return cls(pairs=pairs)
+
+    def link(self, source: Hashable, target: Hashable) -> Link:
+        """The link from one device to another.
+
+        Raises:
+            CostError: SK322 if there is none.
+        """
+        source, target = _name(source), _name(target)
+        found = self.pairs.get((source, target))
+        if found is None and self.size and self.inside is not None:
+            near = _rank(source) // self.size == _rank(target) // self.size
+            found = self.inside if near else self.between
+        found = found or self.between
+        if found is None:
+            raise CostError("SK322", f"there is no link from {source} to {target}", "Use the names of the links.")
+        return found
+
+    def seconds(self, source: Hashable, target: Hashable, nbytes: float) -> float:
+        """Seconds to send ``nbytes`` in one message; 0 within one device.
+
+        Raises:
+            CostError: SK322 if there is no such link, or ``nbytes`` is negative.
+        """
+        if not nbytes >= 0:
+            raise CostError("SK322", f"{nbytes} bytes from {source} to {target}", "Give 0 or more.")
+        return 0.0 if _name(source) == _name(target) else self.link(source, target).seconds(nbytes)
+
+    def to_arrays(self, devices: Sequence[Hashable]) -> tuple[Array, Array]:
+        """Latency and bandwidth for solvers: ``[k, k]`` each, row sends to column; the diagonal is 0 and infinite.
+
+        Raises:
+            CostError: SK322 if two devices have no link.
+        """
+        names = [_name(device) for device in devices]
+        latency, bandwidth = np.zeros((len(names),) * 2), np.full((len(names),) * 2, np.inf)
+        for i, source in enumerate(names):
+            for j, target in enumerate(names):
+                if source != target:
+                    link = self.link(source, target)
+                    latency[i, j], bandwidth[i, j] = link.latency, link.bandwidth
+        return latency, bandwidth
+
+
+def _name(device: Hashable) -> Hashable:
+    return str(device) if isinstance(device, torch.device) else device
+
+
+def _rank(device: Hashable) -> int:
+    """Of ``3`` and ``"cuda:3"``: 3."""
+    number: Any = device.rpartition(":")[2] if isinstance(device, str) else device
+    if isinstance(number, str) and number.isdecimal():
+        return int(number)
+    if isinstance(number, int) and not isinstance(number, bool) and number >= 0:
+        return number
+    raise CostError("SK322", f"{device!r} is on no node", 'Links.nodes numbers devices: 3, or "cuda:3".')
+
+
+def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
+    """The link whose times deviate least, relative to each (least squares); latency is not below 0."""
+    n, t = np.asarray(sizes, float), np.asarray(seconds, float)
+    (latency, slope), *_ = np.linalg.lstsq(np.stack([1 / t, n / t], 1), np.ones_like(t), rcond=None)
+    if latency < 0:
+        latency, slope = 0.0, float((n / t).sum() / ((n / t) ** 2).sum())
+    if slope <= 0:  # larger copies took no longer: nothing but latency was seen
+        return Link(math.inf, float(t.mean()))
+    return Link(float(1 / slope), float(latency))
+
+
+def _copy_seconds(source: str, target: str, nbytes: int, repeats: int = 10) -> float:
+    """The shortest of some copies of ``nbytes``; the median would hold what else the machine does."""
+    try:
+        sent = torch.ones(nbytes, dtype=torch.uint8, device=source)
+        received = torch.empty(nbytes, dtype=torch.uint8, device=target)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # AssertionError: torch without CUDA
+        raise CostError("SK322", f"{source} or {target} does not exist: {error}", "Name devices that do.") from error
+    received.copy_(sent)  # the first copy between two GPUs sets up their peering
+    return min(_timed(lambda: received.copy_(sent), (sent.device, received.device)) for _ in range(repeats))
+
+
+def _timed(copy: Callable[[], object], places: Sequence[torch.device]) -> float:
+    _wait(places)
+    start = time.perf_counter()
+    copy()
+    _wait(places)
+    return time.perf_counter() - start
+
+
+def _wait(places: Sequence[torch.device]) -> None:
+    for place in places:
+        if place.type != "cpu":
+            torch.get_device_module(place).synchronize(place)

@@ -1,0 +1,135 @@
+"""What a measuring run reads instead of the graph's own values: without gradients, on its device, free to be written.
+
+Memory is shared with the graph's own where nothing writes it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx import Node
+
+from splitkit import _torch
+from splitkit._torch import pytree
+from splitkit.dataflow import Dataflow
+from splitkit.effects import attribute
+from splitkit.errors import CostError
+
+
+def copied(tree: Any) -> Any:
+    """The tree with copies of its tensors, which have the same strides and share memory with each other as before."""
+    memo: dict[int, Any] = {}
+    return pytree.tree_map_only(torch.Tensor, lambda t: copy.deepcopy(t.detach(), memo), tree)
+
+
+class Private:
+    """Private inputs, attributes and modules of one graph.
+
+    Attributes:
+        device: where they are.
+    """
+
+    def __init__(self, flow: Dataflow, device: torch.device) -> None:
+        self.device = device
+        self._root = flow.root
+        self._written = {id(attribute(flow.root, str(node.target))) for node in flow.written}
+        self._memo: dict[int, Any] = {}  # of the copies of what is written: two names of one memory stay so
+        self._tensors: dict[int, torch.Tensor] = {}  # by the id of the graph's own
+        self._modules: dict[int, nn.Module] = {}
+
+    def inputs(self, inputs: Any) -> Any:
+        """Copies of inputs, one for each placeholder.
+
+        Raises:
+            CostError: SK324 when the graph does not take them.
+        """
+        values = _placeholders(self._root, inputs)
+        values = pytree.tree_map_only(torch.Generator, torch.Generator.clone_state, values)
+        return pytree.tree_map_only(torch.Tensor, lambda t: t.to(self.device), copied(values))
+
+    def attribute(self, target: str) -> Any:
+        """The private version of an attribute of the graph: a tensor, the body of a higher-order op, a constant."""
+        value = attribute(self._root, target)
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, torch.Generator):
+            return value.clone_state()
+        return self.module(target) if isinstance(value, nn.Module) else value
+
+    def module(self, target: str, anew: bool = False) -> nn.Module:
+        """A copy of a module with the same parameters and its own buffers; ``anew`` for another one."""
+        module: Any = attribute(self._root, target)
+        if anew or id(module) not in self._modules:
+            memo: dict[int, Any] = {id(p): nn.Parameter(self._tensor(p), False) for p in module.parameters()}
+            made: nn.Module = copy.deepcopy(module, memo).to(self.device)
+            for graph_module in (m for m in made.modules() if isinstance(m, fx.GraphModule)):
+                self._move_devices(graph_module)
+            if anew:
+                return made
+            self._modules[id(module)] = made
+        return self._modules[id(module)]
+
+    def moved(self, tree: Any) -> Any:
+        """Arguments of a node with the device in the place of those that were the graph's."""
+        return pytree.tree_map_only(torch.device, lambda d: d if d.type == "meta" else self.device, tree)
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._tensors:
+            own = tensor.detach()
+            own = copy.deepcopy(own, self._memo) if id(tensor) in self._written else own
+            self._tensors[id(tensor)] = own.to(self.device)
+        return self._tensors[id(tensor)]
+
+    def _move_devices(self, gm: fx.GraphModule) -> None:
+        for node in gm.graph.nodes:
+            node.args, node.kwargs = self.moved(node.args), self.moved(node.kwargs)
+        gm.recompile()
+
+
+def find_device(device: torch.device | str) -> torch.device:
+    """A CPU or CUDA device of this machine.
+
+    Raises:
+        CostError: SK324 when there is none of that name.
+    """
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise _no_device(str(device), str(error)) from error
+    if found.type not in ("cpu", "cuda"):
+        raise _no_device(str(found), "only CPUs and CUDA devices can be timed")
+    count = torch.cuda.device_count() if found.type == "cuda" else 1
+    if (found.index or 0) >= count:
+        raise _no_device(str(found), f"this machine has {count or 'no'} CUDA devices")
+    return torch.device("cuda", found.index or 0) if found.type == "cuda" else torch.device("cpu")
+
+
+def _no_device(name: str, reason: str) -> CostError:
+    return CostError("SK321", f"the graph cannot be measured on {name!r}: {reason}", 'Measure on "cpu".')
+
+
+def _placeholders(gm: fx.GraphModule, inputs: Any) -> list[Any]:
+    """The values of the graph's placeholders: the graph's own signature binds them, as in a call of ``gm``."""
+    graph = fx.Graph()
+    graph.output(tuple(graph.node_copy(n) for n in gm.graph.find_nodes(op="placeholder")))
+    codegen = _torch.codegen_of(gm.graph)
+    if hasattr(codegen, "pytree_info"):  # 2.11, 2.13, 2.15
+        codegen.pytree_info = codegen.pytree_info._replace(out_spec=None)
+    graph.set_codegen(codegen)
+    args = () if isinstance(inputs, Mapping) else (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+    kwargs = inputs if isinstance(inputs, Mapping) else {}
+    try:
+        return list(fx.GraphModule(torch.nn.Module(), graph)(*args, **kwargs))
+    except Exception as error:
+        raise unfit(str(error)) from error
+
+
+def unfit(reason: str, *nodes: Node) -> CostError:
+    """The error for inputs that the graph does not run on."""
+    return CostError(
+        "SK324", f"the graph cannot be measured on these inputs: {reason}", "Give inputs like those of capture.", nodes
+    )

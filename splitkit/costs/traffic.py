@@ -1,0 +1,127 @@
+"""Bytes that a node's kernel reads and writes, if every byte is moved once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from math import prod
+
+import torch
+from torch import fx, nn
+from torch.fx import Node
+
+from splitkit import _torch
+from splitkit._torch import pytree
+from splitkit.costs.counting import Count, name_of
+from splitkit.costs.sizes import elements, tensor_bytes, tensors
+from splitkit.effects import storage_key
+from splitkit.standins import hints, target_of, value_in
+from splitkit.symbols import value_of
+
+GATHERS = frozenset(("embedding", "index_select", "gather", "index", "_unsafe_index", "take", "take_along_dim"))
+"""Ops that read as much of their table as they yield."""
+
+SCATTERS = frozenset(
+    ("index_put_", "_index_put_impl_", "_unsafe_index_put_", "index_copy_", "index_add_", "scatter_", "scatter_add_")
+)
+"""Ops that touch as much of what they change as they are given."""
+
+OVERWRITES = frozenset(("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"))
+"""Ops that write their first argument without reading it."""
+
+_SHAPED = ("_like", "_strided")  # zeros_like(x) takes the shape of x
+
+
+def operands(root: fx.GraphModule, node: Node) -> list[torch.Tensor]:
+    """The tensors that ``node`` takes: arguments in their order, then its module's parameters and buffers."""
+    args = fx.map_arg((node.args, node.kwargs), lambda n: value_in(root, n))
+    given = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    module = target_of(root, node) if node.op == "call_module" else None
+    owned = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else []
+    return given + owned
+
+
+def written_bytes(node: Node, count: Count) -> int:
+    """Bytes of the results that are neither views nor memory that nobody filled."""
+    made, fresh = list(tensors(value_of(node))), count.fresh
+    if fresh == ():
+        return 0
+    if fresh is None or len(fresh) != len(made):  # it could not be run: all of it
+        return sum(map(tensor_bytes, made))
+    return sum(tensor_bytes(t) for t, own in zip(made, fresh, strict=True) if own)
+
+
+def moved_bytes(root: fx.GraphModule, node: Node, count: Count) -> int:
+    """Bytes read and written: what several arguments share once, an expanded tensor as large as its memory.
+
+    A gather reads the rows that it yields, and a scatter in place touches the rows that it is given.
+    """
+    written = written_bytes(node, count)
+    read = operands(root, node)
+    name = _name(root, node)
+    if not read:
+        return written
+    if name in SCATTERS:
+        return _scattered(read)
+    if name in GATHERS or name == "embedding_bag":
+        table = _table(node, read)
+        others = [t for t in read if t is not table]
+        needed = written if name != "embedding_bag" else _rows(table, others)
+        return _distinct(others) + min(_touched(table), needed) + written
+    if name in OVERWRITES or name.endswith(_SHAPED) or name.startswith("new_"):
+        read = read[1:]
+    return _distinct(read) + written
+
+
+def _name(root: fx.GraphModule, node: Node) -> str:
+    """``"embedding"`` for the op, the function and the module."""
+    target = target_of(root, node)
+    if isinstance(target, nn.Module):
+        return {nn.Embedding: "embedding", nn.EmbeddingBag: "embedding_bag"}.get(type(target), "")
+    return name_of(target).removeprefix("_") if name_of(target) == "_embedding_bag" else name_of(target)
+
+
+def _table(node: Node, read: list[torch.Tensor]) -> torch.Tensor:
+    """Of the tensors that a gather reads the one that it yields parts of: of the result's dtype, and the largest."""
+    made = next(tensors(value_of(node)), None)
+    return max(read, key=lambda t: (made is not None and t.dtype == made.dtype, tensor_bytes(t)))
+
+
+def _rows(table: torch.Tensor, others: list[torch.Tensor]) -> int:
+    """Bytes of the rows that the first of ``others`` names."""
+    named = elements(others[0]) if others else 0
+    return named * (tensor_bytes(table) // max(1, hints(table.shape[:1])[0]))
+
+
+def _scattered(read: list[torch.Tensor]) -> int:
+    changed, *given = read
+    source = max((elements(t) for t in given), default=0) * changed.element_size()
+    return _distinct(given) + min(tensor_bytes(changed), source)
+
+
+def _distinct(read: Iterable[torch.Tensor]) -> int:
+    """Bytes that the tensors cover: the same view of one memory once, overlapping ones never more than all of it."""
+    views: dict[Hashable, dict[Hashable, torch.Tensor]] = {}
+    for tensor in read:
+        place = hints((*tensor.shape, *tensor.stride(), tensor.storage_offset())) if _strided(tensor) else id(tensor)
+        views.setdefault(storage_key(tensor), {})[place] = tensor
+    return sum(min(sum(map(_touched, same.values())), *map(_held, same.values())) for same in views.values())
+
+
+def _strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided
+
+
+def _touched(tensor: torch.Tensor) -> int:
+    """Bytes of distinct memory: a dimension of stride 0 repeats the same."""
+    if not _strided(tensor):
+        return tensor_bytes(tensor)
+    sizes, strides = hints(tensor.shape), hints(tensor.stride())
+    return prod(n for n, step in zip(sizes, strides, strict=True) if step or not n) * tensor.element_size()
+
+
+def _held(tensor: torch.Tensor) -> int:
+    """Bytes of the memory that ``tensor`` lies in."""
+    try:
+        return _torch.size_hint(tensor.untyped_storage().nbytes())
+    except (TypeError, NotImplementedError, RuntimeError):  # a size that only the data decides; no storage
+        return tensor_bytes(tensor)

@@ -1,0 +1,99 @@
+"""Runs of whole graphs on fake tensors: what every node yields, with nothing computed."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.13, 2.15
+from torch.fx import Node
+
+from splitkit._torch import pytree
+from splitkit.effects import storage_key
+
+
+def propagate(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> None:
+    """Set ``meta["val"]`` on every node of a graph that was made without: sizes, dtypes, devices, who shares memory.
+
+    The graph runs on fake tensors: nothing real is computed, and no parameter, buffer or input is touched.
+
+    Args:
+        gm: the graph module, called as ``gm(*args, **kwargs)``.
+        args: example inputs.
+        kwargs: example keyword inputs.
+    """
+    bound = inspect.signature(gm.forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    set_values(gm, bound.arguments)
+
+
+def set_values(gm: fx.GraphModule, inputs: Mapping[str, Any]) -> None:
+    """Set ``meta["val"]``, of all nodes or none; ``inputs`` are real, by placeholder."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    values = [inputs[str(node.target).lstrip("*")] for node in gm.graph.find_nodes(op="placeholder")]
+    fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, values)
+    for node, value in _run(gm, mode, fakes).items():
+        node.meta["val"] = value
+
+
+def values_again(gm: fx.GraphModule) -> Mapping[Node, Any]:
+    """What the nodes of a graph yield, from the ``meta["val"]`` of its placeholders; the graph's own stay as they are.
+
+    For graphs whose values do not say who shares memory: those that ``make_fx`` records from a real run, and those in
+    which a pass has put one node in the place of another that computes the same.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    storages: dict[Hashable, torch.UntypedStorage] = {}
+
+    def fake(value: torch.Tensor) -> torch.Tensor:
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        shared = storages.setdefault(storage_key(value), made.untyped_storage())
+        if shared is not made.untyped_storage():  # a tied weight, or a view of another input
+            made.set_(shared, value.storage_offset(), value.shape, value.stride())
+        return made
+
+    values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    with mode:
+        fakes = pytree.tree_map_only(torch.Tensor, fake, values)
+    return _run(gm, mode, fakes)
+
+
+def _run(gm: fx.GraphModule, mode: FakeTensorMode, fakes: list[Any]) -> Mapping[Node, Any]:
+    interpreter = _Values(gm, mode)
+    with mode, torch.no_grad():
+        interpreter.run(*fakes, enable_io_processing=False)
+    return interpreter.values
+
+
+class _Values(fx.Interpreter):
+    """Runs a graph on fakes of its parameters and buffers, so that BatchNorm, say, counts no batch."""
+
+    def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.mode = mode
+        self.values: dict[Node, Any] = {}
+
+    def run_node(self, n: Node) -> Any:
+        """Run ``n`` and note what it yields."""
+        result = super().run_node(n)
+        if n.op == "get_attr":
+            self.values[n] = result
+        elif n.op != "output":  # detached: later in-place changes of the shape are not this node's
+            self.values[n] = pytree.tree_map_only(FakeTensor, torch.Tensor.detach, result)
+        return result
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A fake of the attribute."""
+        value = operator.attrgetter(target)(self.module)
+        return self.mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call the module on fakes of what it owns."""
+        module = self.fetch_attr(target)
+        owned = dict([*module.named_parameters(), *module.named_buffers()])
+        fakes: dict[str, torch.Tensor] = {name: self.mode.from_tensor(value) for name, value in owned.items()}
+        return torch.func.functional_call(module, fakes, args, kwargs)

@@ -1,0 +1,169 @@
+"""Joint graphs as dataflow: which nodes belong to forward, which to backward, and which may be computed in both."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from types import MappingProxyType
+
+import torch
+from torch.fx import Node
+
+from splitkit.dataflow import Dataflow
+from splitkit.errors import PolicyError
+from splitkit.plan import Part, Plan
+from splitkit.rewrite import prune, rematerialize
+from splitkit.symbols import value_of
+
+FORWARD = "forward"
+BACKWARD = "backward"
+"""The two parts of a plan for a joint graph."""
+
+# What AOTAutograd writes into meta["partitioner_tag"] (2.11, 2.13, 2.15).
+_TAG = "partitioner_tag"
+_TAGGED_BACKWARD = ("is_backward", "must_be_in_backward")
+
+
+@dataclass(frozen=True)
+class JointFlow(Dataflow):
+    """Facts about a joint graph.
+
+    Attributes:
+        backward_inputs: inputs of backward, in the order in which it takes them: gradients of outputs first. All other
+            inputs are forward's.
+        forward_outputs: how many outputs are forward's; the others are backward's.
+        updated: inputs that hold another value when backward runs: the graph, or AOTAutograd after forward, writes
+            them.
+    """
+
+    backward_inputs: tuple[Node, ...]
+    forward_outputs: int
+    updated: tuple[Node, ...]
+
+    @classmethod
+    def of(
+        cls, flow: Dataflow, backward_inputs: Iterable[Node], forward_outputs: int, updated: Iterable[Node]
+    ) -> JointFlow:
+        """Add what is special about a joint graph: who reads an input that is updated may run only once."""
+        written = (w for e in flow.effects.values() for w in e.writes if w.op == "placeholder")
+        updated = tuple(dict.fromkeys([*updated, *written]))
+        known = {field.name: getattr(flow, field.name) for field in fields(Dataflow)}
+        known["once"] = MappingProxyType({**_readers_of_memory(flow, updated), **flow.once})
+        return cls(**known, backward_inputs=tuple(backward_inputs), forward_outputs=forward_outputs, updated=updated)
+
+    @property
+    def outputs(self) -> tuple[object, ...]:
+        """What forward gives, a node or a constant each."""
+        return tuple(self.graph.output_node().args[0][: self.forward_outputs])  # type: ignore[index, arg-type]
+
+    @property
+    def gradients(self) -> tuple[object, ...]:
+        """What backward gives, a node or ``None`` each."""
+        return tuple(self.graph.output_node().args[0][self.forward_outputs :])  # type: ignore[index, arg-type]
+
+    @cached_property
+    def homes(self) -> Plan:
+        """See `homes`."""
+        return _homes(self)
+
+
+def _readers_of_memory(flow: Dataflow, inputs: Collection[Node]) -> dict[Node, str]:
+    """The nodes that read these inputs, or what may share their memory."""
+    shared, found = set(inputs), dict[Node, str]()
+    for node in flow.index:
+        if node.op != "output" and any(read in shared for read in node.all_input_nodes):
+            found[node] = "it reads an input that is updated before backward runs"
+            if any(alias in shared for alias in flow.effects[node].aliases):
+                shared.add(node)
+    return found
+
+
+def as_joint(policy: object, flow: Dataflow) -> JointFlow:
+    """The facts about a joint graph that ``policy`` needs; SK302 when it was given another graph."""
+    if isinstance(flow, JointFlow):
+        return flow
+    raise PolicyError(
+        "SK302",
+        f"{type(policy).__name__} splits forward from backward, and this is no joint graph",
+        "Use it with splitkit.capture_joint(model, *inputs).split(policy), partition_fn, backend or apply.",
+    )
+
+
+def homes(flow: JointFlow) -> Plan:
+    """Every node where eager autograd has it: the plan that saves what backward reads of forward, and copies nothing.
+
+    Backward is what depends on the gradient of an output, and what AOTAutograd traced while it ran backward, unless
+    forward needs it. Sizes are forward's: an int is saved more cheaply than the tensor whose size it is.
+    """
+    return flow.homes
+
+
+def _homes(flow: JointFlow) -> Plan:
+    late, needed = _after_tangents(flow), _needed_by_forward(flow)
+    places: dict[Node, tuple[str, ...]] = {}
+    for node in reversed(flow.nodes):
+        readers = {places[flow.producer(user)] for user in _readers(flow, node)}
+        if node in late:
+            places[node] = (BACKWARD,)
+        elif node in needed or is_size(node) or (FORWARD,) in readers:
+            places[node] = (FORWARD,)
+        else:
+            tag = node.meta.get(_TAG)
+            places[node] = (BACKWARD,) if tag in _TAGGED_BACKWARD or (tag is None and readers) else (FORWARD,)
+    return Plan({n: places[n] for n in flow.nodes}, {FORWARD: Part(FORWARD), BACKWARD: Part(BACKWARD)})
+
+
+def _readers(flow: JointFlow, node: Node) -> Iterator[Node]:
+    """The placeable nodes that read ``node`` or a member of its tuple."""
+    for user in node.users:
+        if user in flow.followers:
+            yield from _readers(flow, user)
+        elif flow.is_placeable(user):
+            yield user
+
+
+def _after_tangents(flow: JointFlow) -> set[Node]:
+    """What depends on an input of backward, or writes memory in backward."""
+    late = set(flow.backward_inputs)
+    for node in flow.index:
+        writes = node in flow.effects and bool(flow.effects[node].writes)
+        late_write = node.meta.get(_TAG) == "must_be_in_backward" or (writes and node.meta.get(_TAG) == "is_backward")
+        if node.op != "output" and (late_write or any(read in late for read in node.all_input_nodes)):
+            late.add(node)
+    return late
+
+
+def _needed_by_forward(flow: JointFlow) -> set[Node]:
+    stack = [n for n in flow.outputs if isinstance(n, Node)]
+    stack += [n for n in flow.once if n.meta.get(_TAG) == "is_forward"]
+    stack += [n for n in flow.nodes if n.meta.get(_TAG) == "must_be_in_forward"]
+    needed: set[Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed |= {node, flow.producer(node)}
+            stack += node.all_input_nodes
+    return needed
+
+
+def recompute(flow: JointFlow, plan: Plan, keep: Collection[Node]) -> Plan:
+    """Let backward compute again what it reads of forward, down to inputs, ``keep`` and what may not be repeated."""
+    sizes = [n for n in flow.nodes if is_size(n)]
+    return prune(flow, rematerialize(flow, plan, BACKWARD, [*keep, *sizes]))
+
+
+def unrepeatable(flow: JointFlow) -> Mapping[Node, str]:
+    """Forward's nodes that backward may not compute again -> why.
+
+    Random ops without a state of their own, collectives, effects, readers of inputs that are updated; and sizes, for
+    which it would need the tensor.
+    """
+    sizes = {n: "it is a size" for n in flow.nodes if is_size(n)}
+    plan = homes(flow)
+    return {n: why for n, why in {**sizes, **flow.once}.items() if plan.home(n) == FORWARD}
+
+
+def is_size(node: Node) -> bool:
+    """Whether a node yields a symbolic number, which AOTAutograd hands to backward apart from tensors."""
+    return isinstance(value_of(node), torch.SymInt | torch.SymFloat | torch.SymBool)

@@ -1,0 +1,45 @@
+"""The door to Inductor: compile a graph with a partitioner of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from uuid import uuid4
+
+from torch import fx
+from torch._inductor.compile_fx import compile_fx  # 2.11, 2.13, 2.15
+from torch._inductor.custom_graph_pass import CustomPartitionerFn  # 2.11, 2.13, 2.15
+
+from splitkit.aot import PartitionFn
+
+
+class Partitioner(CustomPartitionerFn):
+    """A partition function as Inductor's configuration takes one. It is part of the key of its caches."""
+
+    def __init__(self, partition: PartitionFn) -> None:
+        self.partition, self.number = partition, uuid4().hex
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **others: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Divide a joint graph."""
+        return self.partition(gm, joint_inputs, **others)
+
+    def uuid(self) -> str:
+        """Never the same: what another policy divided must not be taken from a cache."""
+        return self.number
+
+    def __deepcopy__(self, memo: object) -> Partitioner:
+        """Inductor copies its whole configuration."""
+        return self
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        """Inductor hashes its configuration by pickling it."""
+        return str, (self.number,)
+
+
+def compile_with(gm: fx.GraphModule, example_inputs: Sequence[Any], partition: PartitionFn) -> Callable[..., Any]:
+    """What torch's ``inductor`` backend makes of a graph of Dynamo's, divided by ``partition``."""
+    # custom_partitioner_fn: 2.11, 2.13, 2.15
+    made: Any = compile_fx(gm, list(example_inputs), config_patches={"custom_partitioner_fn": Partitioner(partition)})
+    return made  # type: ignore[no-any-return]

@@ -1,0 +1,242 @@
+"""Joint graphs: forward and backward of a model and its loss in one graph, captured through AOTAutograd."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from splitkit import aot
+from splitkit._torch import pytree
+from splitkit.capture import distinct
+from splitkit.capture import undisturbed as undisturbed
+from splitkit.capture_errors import capture_error
+from splitkit.costs import Costs, default
+from splitkit.errors import CaptureError, SplitError
+from splitkit.halves import JointFlow
+from splitkit.pair import Pair, divide
+from splitkit.plan import PolicyLike
+from splitkit.trainstep import Loss, TrainingStep, name_modules
+
+
+@dataclass(frozen=True)
+class JointSignature:
+    """What the inputs and outputs of a joint graph are. Inputs go by the name of their placeholder.
+
+    Attributes:
+        parameters: input -> qualified name of the parameter.
+        buffers: input -> qualified name of the buffer.
+        inputs: input -> which leaf of ``(args, kwargs)`` it is.
+        tangents: input -> position of the output whose gradient it is.
+        loss: position of the loss among the outputs.
+        updates: position of an output -> the input that it is the new value of.
+        gradients: position of an output -> the input that it is the gradient of. What the loss does not depend on has
+            none.
+        forward_outputs: how many outputs are of forward; those of backward follow.
+    """
+
+    parameters: Mapping[str, str]
+    buffers: Mapping[str, str]
+    inputs: Mapping[str, int]
+    tangents: Mapping[str, int]
+    loss: int
+    updates: Mapping[int, str]
+    gradients: Mapping[int, str]
+    forward_outputs: int
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a training step gives; parameters and buffers go by their qualified names, inputs as ``input 0`` ...
+
+    Attributes:
+        loss: the loss.
+        gradients: of parameters and inputs.
+        updates: the new values of buffers and inputs that the model writes.
+    """
+
+    loss: Tensor
+    gradients: Mapping[str, Tensor]
+    updates: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Forward and backward of a training step as one graph.
+
+    Attributes:
+        graph_module: takes parameters, buffers, inputs and the gradient of the loss; gives the loss, the new values of
+            inputs and buffers that the model writes, and the gradients. Functional: it writes to nothing.
+        signature: which is which.
+        model: the model, whose parameters `primals` takes.
+    """
+
+    graph_module: fx.GraphModule
+    signature: JointSignature
+    model: nn.Module
+
+    def primals(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """What forward takes, in order: parameters and buffers of the model as they are now, and the inputs."""
+        leaves, signature = pytree.tree_leaves((args, kwargs)), self.signature
+        found: list[Any] = []
+        for node in self.graph_module.graph.find_nodes(op="placeholder"):
+            if node.name in signature.parameters:
+                found.append(self.model.get_parameter(signature.parameters[node.name]))
+            elif node.name in signature.buffers:
+                found.append(self.model.get_buffer(signature.buffers[node.name]))
+            elif node.name in signature.inputs:
+                found.append(leaves[signature.inputs[node.name]])
+        return found
+
+    def tangents(self) -> list[Tensor]:
+        """What backward starts from: one for the loss, zero for other outputs that have a gradient."""
+        signature, found = self.signature, list[Tensor]()
+        for node in self.graph_module.graph.find_nodes(op="placeholder"):
+            if node.name in signature.tangents:
+                value = node.meta["val"]
+                make = torch.ones if signature.tangents[node.name] == signature.loss else torch.zeros
+                found.append(make(value.shape, dtype=value.dtype, device=value.device))
+        return found
+
+    def run(self, *args: Any, **kwargs: Any) -> StepResult:
+        """Run the graph on real inputs. Nothing is written: not the model, its gradients, nor the inputs."""
+        with torch.no_grad():
+            outputs = fx.Interpreter(self.graph_module).boxed_run([*self.primals(*args, **kwargs), *self.tangents()])
+        return self.read(outputs)
+
+    def read(self, outputs: Sequence[Any]) -> StepResult:
+        """Name what the graph, or forward and backward one after the other, gave."""
+        signature = self.signature
+        names = {**signature.parameters, **signature.buffers, **{n: f"input {i}" for n, i in signature.inputs.items()}}
+        gradients = {names[name]: outputs[i] for i, name in signature.gradients.items()}
+        updates = {names[name]: outputs[i] for i, name in signature.updates.items()}
+        return StepResult(outputs[signature.loss], gradients, updates)
+
+    def partition(self, partition_fn: aot.PartitionFn) -> Pair:
+        """The halves that one of torch's partition functions makes of a copy of the graph, less what nobody reads."""
+        count = self.signature.forward_outputs
+        example = [n.meta["val"] for n in self.graph_module.graph.find_nodes(op="placeholder")]
+        forward, backward = partition_fn(_copied(self.graph_module), example, num_fwd_outputs=count)
+        for half in (forward, backward):  # torch leaves views of saved values that nobody reads, and that hold memory
+            half.graph.eliminate_dead_code()
+            half.recompile()
+        return Pair.of(forward, backward, count)
+
+    @cached_property
+    def flow(self) -> JointFlow:
+        """The facts about the graph that policies read."""
+        return aot.joint_flow(self.graph_module, self.signature.forward_outputs)
+
+    def split(self, policy: PolicyLike, costs: Costs | None = None) -> Pair:
+        """The halves that a policy makes of the graph."""
+        return divide(self.flow, policy, costs or default(self.graph_module))
+
+
+def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwargs: Any) -> Joint:
+    """The joint graph of ``loss(model(*args, **kwargs))`` and its gradients, for analysis and planning.
+
+    Dynamo captures the model whole, AOTAutograd traces forward and backward of it. Nodes have ``meta["val"]``, and the
+    path of the module that they belong to: ``meta["nn_module_stack"]`` in forward, ``meta["fwd_nn_module_stack"]`` in
+    backward, where a sum of gradients belongs to the module of its first term. Checkpoint tags are kept. The loss is
+    the only output that has a gradient; other outputs of the model are computed only as far as the loss needs them.
+
+    Sizes and Python values are fixed as in the example. Buffers and random generators are not touched. To train by a
+    policy take `splitkit.apply` or `splitkit.backend`, which also take models that fall into several graphs, or
+    change the metadata of their inputs.
+
+    Args:
+        model: a module, in the mode (train or eval) that is meant.
+        args: example inputs; those that require grad get a gradient.
+        loss: from the model's output to a scalar; by default the output's own ``loss`` if it has one, else the sum of
+            the outputs that require grad.
+        kwargs: example keyword inputs.
+
+    Raises:
+        CaptureError: SK401, with the line of the model that could not be captured and what to try; also when the loss
+            is no scalar, or depends on nothing that requires grad, and for tensor subclasses.
+    """
+    if not isinstance(model, nn.Module):
+        raise CaptureError(
+            "SK401", f"a {type(model).__name__} is no module", "Give a torch.nn.Module; wrap a function in one."
+        )
+    step, inputs = TrainingStep(model, loss), distinct((args, kwargs))
+    gm, signature = _traced(step, *inputs)
+    if signature.tangents and signature.loss not in signature.tangents.values():
+        step.copies = True
+        gm, signature = _traced(step, *inputs)
+    _check(model, gm.graph, signature)
+    name_modules(gm.graph)
+    return Joint(gm, signature, model)
+
+
+def _traced(
+    step: TrainingStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[fx.GraphModule, JointSignature]:
+    with undisturbed():
+        try:
+            gm = aot.trace_joint(step, args, kwargs)
+        except Exception as error:
+            raise _located(capture_error(step.model, "dynamo", False, error), error) from error
+    gm = _copied(gm)  # without AOTAutograd's nested signature
+    return gm, _signature(gm.graph, step)
+
+
+def _located(error: SplitError, cause: Exception) -> SplitError:
+    """The error with the line of the model that Dynamo was at, which no traceback shows."""
+    line = aot.line_of(cause)
+    if not line or line in error.reason:
+        return error
+    return type(error)(error.code, f"{error.reason}\n  at {line}", error.remedy, error.nodes)
+
+
+def _check(model: nn.Module, graph: fx.Graph, signature: JointSignature) -> None:
+    outputs: Any = graph.output_node().args[0]
+    value = outputs[signature.loss].meta["val"]
+    if tuple(value.shape) and value.numel() != 1:
+        raise CaptureError(
+            "SK401",
+            f"the loss of {type(model).__name__} has the shape {tuple(value.shape)}",
+            "Give capture_joint(..., loss=lambda output: ...) that returns a scalar.",
+        )
+    if pieces := [n.name for n in graph.find_nodes(op="placeholder") if aot.is_piece(n)]:
+        raise CaptureError(
+            "SK401",
+            f"{type(model).__name__} has tensor subclasses, which come apart in a joint graph",
+            "Train it with splitkit.apply or splitkit.backend, which put them together again.",
+            pieces,
+        )
+    if not signature.tangents:
+        raise CaptureError(
+            "SK401",
+            f"the loss of {type(model).__name__} depends on no parameter or input that requires grad",
+            "Call requires_grad_(), or give a loss that depends on the parameters.",
+        )
+
+
+def _signature(graph: fx.Graph, step: TrainingStep) -> JointSignature:
+    inputs = graph.find_nodes(op="placeholder")
+    outputs: Any = graph.output_node().args[0]
+    known = step.names()
+    positions = {n.name: i for n in inputs if (i := aot.input_position(n)) is not None}
+    return JointSignature(
+        parameters={n.name: known[name] for n in inputs if (name := aot.parameter_name(n))},
+        buffers={n.name: known[name] for n in inputs if (name := aot.buffer_name(n))},
+        inputs=positions,
+        tangents={n.name: i for n, i in aot.outputs_of_tangents(graph)},
+        loss=aot.position_of_output(graph, 0) or 0,
+        updates={i: n.name for i, n in aot.inputs_of_updates(graph)},
+        gradients={i: n.name for i, n in aot.inputs_of_gradients(graph) if outputs[i] is not None},
+        forward_outputs=aot.count_forward_outputs(graph),
+    )
+
+
+def _copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """A graph of its own over the same attributes and values: torch's partitioners edit what they are given."""
+    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in gm.graph.nodes:
+        env[node] = graph.node_copy(node, env.__getitem__)
+    return fx.GraphModule(gm, graph)

@@ -1,0 +1,73 @@
+"""Selective recompute by rule: keep what is listed, compute the rest again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch.fx import Node
+
+from splitkit.costs import Costs
+from splitkit.dataflow import Dataflow, module_path
+from splitkit.errors import PolicyError
+from splitkit.halves import FORWARD, JointFlow, as_joint, homes, recompute
+from splitkit.plan import Plan
+from splitkit.policies.matching import Ops, rule_of
+from splitkit.tags import recomputed
+
+
+@dataclass(frozen=True)
+class Remat:
+    """Backward computes again all of forward but what is kept, or only what lies in some modules.
+
+    ``Remat(["aten.mm", "aten.addmm"])`` keeps the outputs of matrix products. Megatron's selective recompute, which
+    computes again the core of attention and saves everything else (Korthikanti et al. 2022, "Reducing Activation
+    Recomputation in Large Transformer Models"), is ``Remat(modules="*.attn")``; full recompute of every block that
+    saves its inputs is ``Remat(modules="transformer.h.*")``.
+
+    Inputs are always kept, and so is what may not be computed twice.
+
+    Attributes:
+        keep: ops whose outputs are saved; ops, names of ops, or a rule ``node -> bool``
+            (`splitkit.policies.matching.Ops`).
+        modules: shell-style patterns of module paths; only what runs in these modules, or below, is computed again.
+            All by default.
+    """
+
+    keep: Ops = ()
+    modules: str | Collection[str] = "*"
+
+    def assign(self, flow: Dataflow, costs: Costs) -> Plan:
+        """Parts are ``"forward"`` and ``"backward"``; SK302 for a graph that is no joint graph, SK304 for a pattern
+        that matches no module.
+        """
+        joint = as_joint(self, flow)
+        plan, kept = homes(joint), rule_of(self, self.keep, joint)
+        if self.modules == "*":
+            return recompute(joint, plan, [n for n in joint.nodes if kept(n)])
+        inside = self._inside(joint, plan)
+        return recomputed(joint, plan, [n for n in inside if not kept(n)])
+
+    def _inside(self, flow: JointFlow, plan: Plan) -> list[Node]:
+        """Forward's nodes that run in the modules which the patterns name."""
+        patterns = (self.modules,) if isinstance(self.modules, str) else tuple(self.modules)
+        paths = {n: _with_parents(module_path(n)) for n in flow.nodes if plan[n] == (FORWARD,)}
+        known = dict.fromkeys(name for names in paths.values() for name in names if name)
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in known):
+                near = get_close_matches(pattern, known, n=3, cutoff=0.3) or list(known)[:3]
+                raise PolicyError(
+                    "SK304",
+                    f"the pattern {pattern!r} matches no module of the graph",
+                    f"Modules near it: {', '.join(near)}." if near else "The graph carries no module paths.",
+                    [pattern],
+                )
+        return [n for n, names in paths.items() if any(fnmatchcase(name, p) for name in names for p in patterns)]
+
+
+def _with_parents(path: str) -> list[str]:
+    """``a.b.c`` -> ``a``, ``a.b``, itself."""
+    atoms = path.split(".")
+    return [".".join(atoms[: i + 1]) for i in range(len(atoms))]

@@ -1,0 +1,26 @@
+"""Forward and backward as eager autograd has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.utils.checkpoint import CheckpointPolicy
+
+from splitkit.costs import Costs
+from splitkit.dataflow import Dataflow
+from splitkit.halves import as_joint, homes
+from splitkit.plan import Plan
+from splitkit.tags import asked, recomputed
+
+
+@dataclass(frozen=True)
+class SaveAll:
+    """Save every value of forward that backward reads, and compute nothing twice.
+
+    As in eager mode, what ``torch.utils.checkpoint`` is wrapped around is recomputed.
+    """
+
+    def assign(self, flow: Dataflow, costs: Costs) -> Plan:
+        """Parts are ``"forward"`` and ``"backward"``; SK302 for a graph that is no joint graph."""
+        joint = as_joint(self, flow)
+        return recomputed(joint, homes(joint), asked(joint, CheckpointPolicy.PREFER_RECOMPUTE))

@@ -1,0 +1,325 @@
+"""The simulated run of graphs: which storages there are, which step makes each, and after which step nobody holds it.
+
+It follows what Python does when the code of a graph module runs. A name lives until its last reader, a storage as long
+as some name holds it::
+
+    step              a    b    c       storages
+    0  a = relu(x)    A                 x is the caller's, and is never given up here
+    1  b = a.view(…)  A    A
+    2  c = b * 2      A    A    C       A is freed after this step: `b` was its last holder
+    3  return c                 C       C is held by whoever called
+
+What follows from it: the members of a tuple that nobody claims live as long as the tuple; a result that nobody reads
+is freed at once; what is given to a called graph (a part) is held by the caller until the call returns.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+from torch._ops import HigherOrderOperator  # 2.11, 2.13, 2.15
+from torch.fx import Node
+
+from splitkit import _torch
+from splitkit.costs.sizes import require_values, tensors
+from splitkit.effects import attribute, storage_key
+from splitkit.errors import GraphError
+from splitkit.fakes import values_again
+from splitkit.scope import Scope, is_state_op, scopes
+from splitkit.sharing import shares_memory
+from splitkit.symbols import concrete, value_of
+from splitkit.temporaries import Temporaries
+
+BEFORE = -1
+"""The step that makes what is there before the run."""
+HELD = 2**62
+"""The last step of what its owner still holds after the run."""
+
+Value = Mapping[Hashable, int]
+"""What a node yields: identity of a storage -> number of its buffer in this run."""
+
+
+@dataclass(slots=True)
+class Buffer:
+    """One storage of a simulated run.
+
+    Attributes:
+        nbytes: its bytes, rounded up as the allocator would.
+        kind: ``"parameter"``, ``"buffer"``, ``"constant"``, ``"input"``, ``"activation"``, ``"saved"`` (for
+            backward), ``"tangent"``, ``"gradient"`` or ``"output"``.
+        name: the node or attribute that made it.
+        node: the node, ``None`` for parameters, buffers and constants.
+        device: where it lies.
+        born: the step that allocates it, -1 if it is there before.
+        dies: the step after which it is freed; larger than every step if its owner holds it to the end.
+    """
+
+    nbytes: int
+    kind: str
+    name: str
+    node: Node | None
+    device: torch.device
+    born: int
+    dies: int
+
+
+@dataclass
+class _Casts:
+    """The weights that the autocast region ``region`` has cast -> their buffers; ``last`` is its last step so far."""
+
+    region: Node | None = None
+    of: dict[Hashable, int] = field(default_factory=dict)
+    last: int = BEFORE
+
+
+@dataclass
+class Run:
+    """What happens when graphs run one after the other.
+
+    Attributes:
+        sizes: symbol -> size, for symbols whose size at capture is not the one that is asked for.
+        block: the allocator hands out multiples of this many bytes.
+        workspace: what is known of what a node takes besides its results, while it runs.
+        steps: the nodes that compute, in the order in which they run.
+        transient: for each step, the bytes that are there only while it runs.
+        buffers: all storages.
+        calls: name of a called graph -> its first step and the one after its last.
+    """
+
+    sizes: Mapping[str, int]
+    block: int
+    workspace: Callable[[Node], int]
+    steps: list[Node] = field(default_factory=list)
+    transient: list[int] = field(default_factory=list)
+    buffers: list[Buffer] = field(default_factory=list)
+    calls: dict[str, range] = field(default_factory=dict)
+    _static: dict[Hashable, int] = field(default_factory=dict)
+    _temporaries: Temporaries = field(init=False)
+    _casts: _Casts = field(default_factory=_Casts)
+    _items: dict[Node, list[Value]] = field(default_factory=dict)
+    _again: dict[Node, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._temporaries = Temporaries(self.sizes)
+
+    def own(self, root: nn.Module) -> None:
+        """Count all parameters and buffers of a module, whether the run reads them or not; tied ones once."""
+        named = [(n, p, "parameter") for n, p in root.named_parameters()]
+        for name, tensor, kind in [*named, *((n, b, "buffer") for n, b in root.named_buffers())]:
+            self._attribute(name, tensor, kind)
+
+    def input(self, node: Node, kind: str, keep: bool = True) -> Value:
+        """A value from outside for a placeholder; its owner keeps it to the end, or gives it up to the run."""
+        value: dict[Hashable, int] = {}
+        for tensor in self._tensors(node):
+            key = storage_key(tensor)  # two inputs may be views of one storage, or of a parameter
+            if key not in self._static:
+                self._static[key] = self._buffer(node, tensor, kind, BEFORE, HELD if keep else BEFORE)
+            value[key] = self._static[key]
+        return value
+
+    def graph(
+        self, gm: fx.GraphModule, given: Callable[[Node], Value], autocast: tuple[Node, ...] = ()
+    ) -> list[tuple[Node, Value]]:
+        """Run the nodes of a graph.
+
+        Args:
+            gm: the graph.
+            given: placeholder -> what is passed for it.
+            autocast: the nodes that open the autocast regions around it.
+
+        Returns:
+            Each node in the output, once for each place that it has there, and the buffers that it holds.
+        """
+        require_values(gm.graph, but=lambda node: _calls_graph(gm, node) is not None)
+        self._again |= {} if shares_memory(gm) else values_again(gm)
+        scope, _ = scopes(gm.graph)
+        values: dict[Node, Value] = {}
+        outputs: list[tuple[Node, Value]] = []
+        unread: list[Value] = []
+        for node in gm.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = self._named(node, given(node))
+                if not node.users:
+                    unread.append(values[node])
+            elif node.op == "get_attr":
+                values[node] = self._read(gm, node)
+            elif node.op == "output":
+                leaves: list[Node] = []
+                fx.map_arg(node.args, leaves.append)
+                outputs = [(leaf, values[leaf]) for leaf in leaves if leaf in values]
+            elif not is_state_op(node):
+                args = [values[n] for n in node.all_input_nodes if n in values]
+                values[node] = self._call(gm, node, args, (*autocast, *_autocast(scope[node])))
+        for value in [*unread, *(value for _, value in outputs)]:
+            self.hold(value, len(self.steps) - 1)
+        self._drop_casts()
+        return outputs
+
+    def hold(self, value: Value, step: int) -> None:
+        """Say that somebody holds ``value`` until ``step`` is done."""
+        for number in value.values():
+            buffer = self.buffers[number]
+            buffer.dies = max(buffer.dies, step)
+
+    def _call(self, gm: fx.GraphModule, node: Node, args: Sequence[Value], autocast: tuple[Node, ...]) -> Value:
+        part = _calls_graph(gm, node)
+        if part is not None:
+            value = self._enter(node, part, dict(zip(node.all_input_nodes, args, strict=True)))
+        else:
+            step = len(self.steps)
+            self.steps.append(node)
+            value = self._result(node, args, step)
+            self.transient.append(self._rounded(max(self.workspace(node), self._hidden(gm, node, autocast))))
+        for held in (*args, value):
+            self.hold(held, len(self.steps) - 1)
+        return value
+
+    def _result(self, node: Node, args: Sequence[Value], step: int) -> Value:
+        """The storages of a result: those of the arguments that it shares, and new ones."""
+        if node.target is operator.getitem and (items := self._items.get(cast(Node, node.args[0]))):
+            return self._named(node, items[cast(int, node.args[1])])
+        value: dict[Hashable, int] = {}
+        for tensor in self._tensors(node):
+            key = storage_key(tensor)
+            if key not in value:
+                shared = next((held[key] for held in args if key in held), None)
+                value[key] = self._buffer(node, tensor, "activation", step, step) if shared is None else shared
+        return value
+
+    def _enter(self, node: Node, part: fx.GraphModule, passed: Mapping[Node, Value]) -> Value:
+        """Call another graph: its names are its own, its storages are the caller's."""
+        start = len(self.steps)
+        given = dict(zip(part.graph.find_nodes(op="placeholder"), node.args, strict=False))
+        given |= {n: node.kwargs[str(n.target)] for n in given if str(n.target) in node.kwargs}
+
+        def value_given(placeholder: Node) -> Value:
+            source = given.get(placeholder)
+            return passed[source] if isinstance(source, Node) else {}
+
+        outputs = dict(self.graph(part, value_given))
+        self.calls[str(node.target)] = range(start, len(self.steps))
+        given_back = part.graph.output_node().args[0]
+        if isinstance(given_back, tuple | list):
+            self._items[node] = [outputs[leaf] if isinstance(leaf, Node) else {} for leaf in given_back]
+        return {key: number for value in outputs.values() for key, number in value.items()}
+
+    def _hidden(self, gm: fx.GraphModule, node: Node, autocast: tuple[Node, ...]) -> int:
+        """What is there only while the node runs: inside a composite op, or in the bodies of a higher-order one."""
+        if isinstance(node.target, HigherOrderOperator):
+            inner = (node,) if node.target is torch.ops.higher_order.wrap_with_autocast else ()
+            return max((self._inside(body, (*autocast, *inner)) for body in _bodies(gm, node)), default=0)
+        inside = self._temporaries(gm, node, autocast)
+        if autocast:
+            self._keep_casts(gm, node, inside.casts, autocast[0])
+        return inside.transient
+
+    def _inside(self, body: fx.GraphModule, autocast: tuple[Node, ...]) -> int:
+        """The most that a body of a higher-order op holds beyond what it takes and gives back."""
+        inner = Run(self.sizes, self.block, self.workspace)
+        for _, value in inner.graph(body, lambda n: inner.input(n, "input"), autocast):
+            inner.hold(value, HELD)
+        kept = sum(b.nbytes for b in inner.buffers if b.born != BEFORE and b.dies == HELD)
+        before = sum(b.nbytes for b in inner.buffers if b.born == BEFORE)
+        return max(0, max(inner.timeline(), default=0) - before - kept)
+
+    def _keep_casts(self, gm: fx.GraphModule, node: Node, nbytes: int, region: Node) -> None:
+        """Autocast casts a weight once, and keeps the result until its outermost region ends."""
+        step = len(self.steps) - 1
+        if self._casts.region is not region:
+            self._drop_casts()
+            self._casts.region = region
+        self._casts.last = step
+        weights = [attribute(gm, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
+        wanted = {storage_key(w): w for w in weights if isinstance(w, nn.Parameter)}
+        if nbytes and not wanted.keys() <= self._casts.of.keys():
+            device = next(iter(wanted.values())).device
+            self.buffers.append(Buffer(self._rounded(nbytes), "cast", node.name, node, device, step, step))
+            self._casts.of |= dict.fromkeys(wanted, len(self.buffers) - 1)
+
+    def _drop_casts(self) -> None:
+        self.hold(self._casts.of, self._casts.last)
+        self._casts = _Casts()
+
+    def timeline(self, device: torch.device | None = None) -> list[int]:
+        """Bytes that are there while each step runs, its results and transients included."""
+        change = [0] * (len(self.steps) + 2)
+        for buffer in self.buffers:
+            if device is None or buffer.device == device:
+                change[max(buffer.born, 0)] += buffer.nbytes
+                change[min(buffer.dies, len(self.steps)) + 1] -= buffer.nbytes
+        live, total = [], 0
+        for step, transient in enumerate(self.transient):
+            total += change[step]
+            live.append(total + transient)
+        return live
+
+    def _read(self, gm: fx.GraphModule, node: Node) -> Value:
+        tensor = attribute(gm, str(node.target))
+        if not isinstance(tensor, torch.Tensor):
+            return {}
+        number = self._attribute(str(node.target), tensor, "constant")
+        return {storage_key(tensor): number} | {storage_key(t): number for t in self._tensors(node)}
+
+    def _named(self, node: Node, passed: Value) -> Value:
+        """What is passed, under the identities that the placeholder's own value knows it by."""
+        known = list(dict.fromkeys(map(storage_key, self._tensors(node))))
+        numbers = list(dict.fromkeys(passed.values()))
+        return {**passed, **dict(zip(known, numbers, strict=True))} if len(known) == len(numbers) else passed
+
+    def _tensors(self, node: Node) -> Iterator[torch.Tensor]:
+        return tensors(self._again[node] if node in self._again else value_of(node))
+
+    def _attribute(self, name: str, tensor: torch.Tensor, kind: str) -> int:
+        key = storage_key(tensor)
+        if key not in self._static:
+            self._static[key] = self._add(name, None, tensor, kind, BEFORE, HELD)
+        return self._static[key]
+
+    def _buffer(self, node: Node, tensor: torch.Tensor, kind: str, born: int, dies: int) -> int:
+        return self._add(node.name, node, tensor, kind, born, dies)
+
+    def _add(self, name: str, node: Node | None, tensor: torch.Tensor, kind: str, born: int, dies: int) -> int:
+        nbytes = self._rounded(self._storage_bytes(name, tensor))
+        self.buffers.append(Buffer(nbytes, kind, name, node, tensor.device, born, dies))
+        return len(self.buffers) - 1
+
+    def _storage_bytes(self, name: str, tensor: torch.Tensor) -> int:
+        try:
+            nbytes = tensor.untyped_storage().nbytes()
+        except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have no storage
+            nbytes = tensor.numel() * tensor.element_size()
+        try:
+            return concrete(nbytes, self.sizes)
+        except LookupError as error:
+            symbol = error.args[0]
+            raise GraphError(
+                "SK108",
+                f"{name} has {nbytes} bytes, and only the data decides {', '.join(error.args)}",
+                f"Give an upper bound: sizes={{{symbol!r}: 1024}}, or torch._check({symbol} <= 1024) in the model.",
+                [name],
+            ) from error
+
+    def _rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self.block) * self.block
+
+
+def _autocast(scope: Scope) -> tuple[Node, ...]:
+    """The enter nodes of the autocast regions of a scope, outermost first."""
+    return tuple(enter for enter in scope.regions if enter.target is _torch.ENTER_AUTOCAST)
+
+
+def _calls_graph(gm: fx.GraphModule, node: Node) -> fx.GraphModule | None:
+    """The graph that ``node`` calls, such as a part of a split."""
+    target = attribute(gm, str(node.target)) if node.op == "call_module" else None
+    return target if isinstance(target, fx.GraphModule) else None
+
+
+def _bodies(gm: fx.GraphModule, node: Node) -> Iterable[fx.GraphModule]:
+    names = [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]
+    return (body for name in names if isinstance(body := operator.attrgetter(name)(gm), fx.GraphModule))

@@ -1,0 +1,135 @@
+"""Calls of single nodes on fake stand-ins of their arguments: what a node does, found out without doing it.
+
+The stand-ins are new fakes with plain sizes: running on the graph's own could add guards to its symbols, or let an
+in-place op change the shape that another node is known to have.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode  # 2.11, 2.13, 2.15
+from torch.fx import Node
+
+from splitkit import _torch
+from splitkit._torch import pytree
+from splitkit.ops import effects_of
+from splitkit.scope import is_state_op
+from splitkit.symbols import concrete
+
+NO_SIZES: Mapping[str, int] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """The call of a node.
+
+    Attributes:
+        target: the op, function or module that is called, or the name of a method of the first argument.
+        args: positional arguments: the graph's own fakes and attributes.
+        kwargs: keyword arguments.
+        sizes: symbol -> size, where that is not the one seen at capture.
+        autocast: the arguments of the autocast regions that it runs in, outermost first.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    sizes: Mapping[str, int]
+    autocast: tuple[tuple[Any, ...], ...]
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for calls of the same target on arguments of the same shapes, strides, dtypes, devices and values."""
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        return self.target, str(spec), self.autocast, tuple(self._fingerprint(leaf) for leaf in leaves)
+
+    def run(self, watch: Callable[..., Any]) -> Any:
+        """``watch(call, *args, **kwargs)`` on fakes, without autograd; ``call`` runs the target.
+
+        Nothing real is read, written or drawn. Raises whatever the target raises on fakes: a custom op without a fake
+        kernel, or a size that only the data decides.
+        """
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            args, kwargs = pytree.tree_map(self._fake, (self.args, self.kwargs))
+            with ExitStack() as regions:
+                for settings in self.autocast:
+                    regions.callback(_torch.EXIT_AUTOCAST, _torch.ENTER_AUTOCAST(*settings))
+                return watch(self._callable(), *args, **kwargs)
+
+    def _callable(self) -> Callable[..., Any]:
+        if isinstance(self.target, str):
+            return lambda first, *args, **kwargs: getattr(first, self.target)(*args, **kwargs)
+        if isinstance(self.target, nn.Module):
+            named = [*self.target.named_parameters(), *self.target.named_buffers()]
+            state = {name: self._fake(tensor) for name, tensor in named}
+            return lambda *args, **kwargs: torch.func.functional_call(self.target, state, args, kwargs)
+        target: Callable[..., Any] = self.target
+        return target
+
+    def _fake(self, leaf: Any) -> Any:
+        """A fake in the place of a tensor, a plain number in the place of a symbolic one."""
+        if isinstance(leaf, torch.Tensor):
+            shape, strides = self._plain(leaf.shape), self._plain(leaf.stride())
+            made = torch.empty_strided(shape, strides, dtype=leaf.dtype, device=leaf.device)
+            return made.requires_grad_(leaf.requires_grad)
+        return hint(leaf, self.sizes) if isinstance(leaf, torch.SymInt) else leaf
+
+    def _fingerprint(self, leaf: Any) -> Hashable:
+        if isinstance(leaf, torch.Tensor):
+            shape, strides = self._plain(leaf.shape), self._plain(leaf.stride())
+            return shape, strides, leaf.dtype, leaf.device, leaf.requires_grad
+        return type(leaf).__name__, str(leaf)  # 1, 1.0 and True are equal, but not the same argument
+
+    def _plain(self, sizes: Iterable[int | torch.SymInt]) -> tuple[int, ...]:
+        return tuple(hint(size, self.sizes) for size in sizes)
+
+
+def stand_in(
+    root: nn.Module, node: Node, sizes: Mapping[str, int] = NO_SIZES, autocast: Iterable[Node] = ()
+) -> StandIn:
+    """The call of ``node`` in the graph of ``root``, in the autocast regions that the nodes ``autocast`` open."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: value_in(root, n))
+    target = target_of(root, node)
+    settings = tuple((*enter.args, *enter.kwargs.values())[:4] for enter in autocast)  # device, dtype, enabled, cache
+    return StandIn(target, args, kwargs, sizes, settings)
+
+
+def value_in(root: nn.Module, node: Node) -> Any:
+    """What ``node`` yields, as far as it is known without running the graph."""
+    if node.op == "get_attr":
+        return operator.attrgetter(str(node.target))(root)
+    return node.meta.get("val")
+
+
+def target_of(root: nn.Module, node: Node) -> Any:
+    """What ``node`` calls: an op, a module or the name of a method."""
+    return operator.attrgetter(str(node.target))(root) if node.op == "call_module" else node.target
+
+
+def acts(root: nn.Module, node: Node) -> bool:
+    """Whether calling the target would change the state of the caller (autocast, vmap levels), or print."""
+    if is_state_op(node):
+        return True
+    effects = effects_of(node, root)
+    return effects.ambient or (effects.impure and effects.known)
+
+
+def hint(size: int | torch.SymInt, sizes: Mapping[str, int] = NO_SIZES) -> int:
+    """A plain int; 1 for a size that only the data decides."""
+    try:
+        return concrete(size, sizes)
+    except LookupError:
+        return 1
+
+
+def hints(shape: Iterable[int | torch.SymInt]) -> tuple[int, ...]:
+    """Plain ints for sizes."""
+    return tuple(map(hint, shape))

@@ -1,0 +1,79 @@
+"""What an op (``linear``, ``dropout``, a loss) holds for a while inside, beside its results.
+
+A graph of ``torch.export`` or ``symbolic_trace`` names a composite op by one node; when it runs, it is several. It is
+run here on fake tensors, which take no memory, and its live bytes are measured like those of a real run.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from torch import fx
+from torch.fx import Node
+
+from splitkit import _torch
+from splitkit.measure import measure_memory
+from splitkit.standins import acts, stand_in
+
+
+@dataclass(frozen=True)
+class Inside:
+    """Bytes that a call takes beside its results.
+
+    Attributes:
+        transient: at most, until it returns.
+        casts: of weights that autocast has cast, and keeps until its region ends.
+    """
+
+    transient: int
+    casts: int
+
+
+NOTHING = Inside(0, 0)
+
+
+@dataclass
+class Temporaries:
+    """Runs each distinct call once.
+
+    Attributes:
+        sizes: symbol -> size, where that is not the one seen at capture.
+    """
+
+    sizes: Mapping[str, int]
+    _seen: dict[Hashable, Inside] = field(default_factory=dict)
+
+    def __call__(self, gm: fx.GraphModule, node: Node, autocast: Sequence[Node]) -> Inside:
+        """What ``node`` takes in the autocast regions that ``autocast`` opens; nothing where it cannot run on fakes."""
+        if not (autocast or is_composite(node.target)) or acts(gm, node):
+            return NOTHING
+        call = stand_in(gm, node, self.sizes, autocast)
+        key = call.key
+        if key not in self._seen:
+            try:
+                self._seen[key] = call.run(_inside)
+            except Exception:  # a custom op without a fake, or a size that only the data decides
+                self._seen[key] = NOTHING
+        return self._seen[key]
+
+
+def _inside(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Inside:
+    """The second call finds the weights cast already: what the first left beyond it are casts."""
+    first = measure_memory(call, *args, **kwargs)
+    second = measure_memory(call, *args, **kwargs)
+    results = second.end - second.baseline
+    return Inside(first.peak - first.end, first.end - first.baseline - results)
+
+
+def is_composite(target: object) -> bool:
+    """Whether the dispatcher may see other ops inside a call of ``target``."""
+    if isinstance(target, _torch.OpOverload):
+        return _known(target)
+    return target is not operator.getitem
+
+
+_known = cache(_torch.is_composite)

@@ -1,0 +1,80 @@
+"""The training step that a joint graph is captured of: a model and its loss in one module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from splitkit._torch import pytree
+
+_WRAPPED = "model"
+_ROOT = "L['self']"  # what Dynamo calls the module that it captures
+_STACKS = ("nn_module_stack", "fwd_nn_module_stack")
+Loss = Callable[[Any], Tensor]
+
+
+class TrainingStep(nn.Module):
+    """A model and its loss.
+
+    Attributes:
+        copies: return a copy of the loss. Of a loss that is a view, AOTAutograd differentiates the base instead.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss | None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self.copies = False
+        self.training = model.training
+
+    def names(self) -> dict[str, str]:
+        """Every name that a parameter or buffer has in the step -> the first that it has in the model."""
+        return {**_first_names(self.named_parameters), **_first_names(self.named_buffers)}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss of the model on these inputs."""
+        # The hooks of a captured graph only check inputs, in ways that Dynamo cannot trace.
+        call = self.model.forward if isinstance(self.model, fx.GraphModule) else self.model
+        output = call(*args, **kwargs)
+        loss = _loss_of(output) if self.loss is None else self.loss(output)
+        return loss.clone() if self.copies else loss
+
+
+def _loss_of(output: Any) -> Tensor:
+    """The model's own loss, else the sum of its outputs."""
+    own = getattr(output, "loss", None)
+    if isinstance(own, Tensor):
+        return own
+    values = [v for v in pytree.tree_leaves(output) if isinstance(v, Tensor) and v.requires_grad]
+    if not values:
+        return torch.zeros(())
+    return torch.stack([(torch.view_as_real(v) if v.is_complex() else v).float().sum() for v in values]).sum()
+
+
+def _first_names(named: Callable[..., Iterable[tuple[str, Tensor]]]) -> dict[str, str]:
+    """Every name in the step -> the first name of that tensor in the model."""
+    first: dict[int, str] = {}
+    return {
+        name: first.setdefault(id(tensor), name.removeprefix(f"{_WRAPPED}."))
+        for name, tensor in named(remove_duplicate=False)
+    }
+
+
+def name_modules(graph: fx.Graph) -> None:
+    """Take the step out of module paths, and give one to the nodes of backward that lack it."""
+    for node in graph.nodes:
+        for key in _STACKS:
+            if stack := node.meta.get(key):
+                node.meta[key] = dict(_inside_model(stack))
+        if node.op == "call_function" and node.meta.get("partitioner_tag") == "is_backward":
+            stacks = (n.meta.get(key) for n in (node, *node.all_input_nodes) for key in reversed(_STACKS))
+            node.meta[_STACKS[1]] = next(filter(None, stacks), {})
+
+
+def _inside_model(stack: Mapping[str, tuple[str, Any]]) -> Iterator[tuple[str, tuple[str, Any]]]:
+    for key, (path, kind) in stack.items():
+        if path != _ROOT:
+            yield key, (path.replace(f"{_ROOT}.{_WRAPPED}", _ROOT, 1), kind)

@@ -1,0 +1,135 @@
+"""The table of devices, files of one's own, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from splitkit.costs import Device, devices, load_devices
+from splitkit.costs.devices import find_device
+from splitkit.errors import CostError, FileError
+
+GOOD = """
+[mine]
+peak = { float32 = 40e12, bfloat16 = 160e12 }
+bandwidth = 900e9
+memory = 48_000_000_000
+launch = 3e-6
+source = "its sheet"
+[other]
+peak.float32 = 1e12
+bandwidth = 1e11
+memory = 8_000_000_000
+"""
+
+
+def test_the_table_is_whole_and_says_where_it_comes_from():
+    table = devices()
+    assert list(table) == ["cpu", "a100", "h100", "h200", "rtx-4090", "l4"]
+    for name, device in table.items():
+        assert device.name == name
+        assert device.source.startswith("generic:" if name == "cpu" else "https://")
+        assert device.launch > 0
+
+
+def test_figures_of_data_sheets_dense():
+    a100, h100, h200, ada, l4 = (devices()[n] for n in ("a100", "h100", "h200", "rtx-4090", "l4"))
+    assert (a100.rate(torch.float32), a100.rate("tf32"), a100.rate(torch.bfloat16)) == (19.5e12, 156e12, 312e12)
+    assert (a100.bandwidth, a100.memory) == (2.039e12, 80e9)
+    assert 2 * h100.rate(torch.bfloat16) == 1979e12 and 2 * h100.rate(torch.float8_e4m3fn) == 3958e12
+    assert h100.peak == h200.peak and h200.bandwidth == 4.8e12 and h200.memory == 141e9
+    assert ada.rate(torch.float16) == 165.2e12 and ada.bandwidth == 1.008e12
+    assert 2 * l4.rate(torch.float16) == 242e12 and l4.bandwidth == 300e9
+    for ada_like in (ada, l4):
+        assert ada_like.rate(torch.float32) / ada_like.rate(torch.float64) == pytest.approx(64, rel=0.01)
+
+
+def test_the_table_cannot_be_changed_by_its_readers():
+    devices().clear()
+    assert len(devices()) == 6
+
+
+@pytest.mark.parametrize("name", ["rtx-4090", "RTX 4090", "rtx4090", "Rtx_4090"])
+def test_names_are_found_in_any_spelling(name):
+    assert find_device(name) is devices()["rtx-4090"]
+
+
+def test_rates_of_dtypes_that_a_device_does_not_have():
+    device = Device("d", {"float32": 8.0, "float16": 16.0}, 1.0, 1)
+    rates = {
+        torch.bfloat16: 16.0, torch.float8_e5m2: 16.0, "tf32": 8.0, torch.int8: 8.0, torch.int64: 8.0, torch.bool: 8.0,
+        torch.float64: 4.0, torch.complex64: 2.0, torch.complex128: 1.0, torch.complex32: 4.0,
+    }  # fmt: skip
+    assert {dtype: device.rate(dtype) for dtype in rates} == rates
+    assert Device("d", {"float32": 8.0}, 1.0, 1).rate(torch.float8_e4m3fn) == 8.0
+    assert Device("d", {"float32": 8.0, "int8": 32.0}, 1.0, 1).rate(torch.uint8) == 32.0
+
+
+def test_devices_of_ones_own(tmp_path: Path):
+    (tmp_path / "d.toml").write_text(GOOD)
+    mine = load_devices(tmp_path / "d.toml")
+    peak = {"float32": 40e12, "bfloat16": 160e12}
+    assert mine["mine"] == Device("mine", peak, 9e11, 48_000_000_000, 3e-6, "its sheet")
+    assert mine["other"].launch == 0 and mine["other"].source == ""
+    assert find_device(mine["mine"]) is mine["mine"]
+
+
+def test_devices_are_values():
+    peak = {"float32": 1e12}
+    device = Device("d", peak, 1e9, 1)
+    peak["float32"] = 2.0
+    assert device.rate(torch.float32) == 1e12
+    assert pickle.loads(pickle.dumps(device)) == device == copy.deepcopy(device)
+    assert len({device, copy.copy(device)}) == 1
+
+
+@pytest.mark.parametrize(
+    "old, new, reason",
+    [
+        ("bandwidth = 900e9", "bandwith = 900e9", r"mine has an unknown field 'bandwith'\n  Did you mean bandwidth\?"),
+        ("bandwidth = 900e9", "", "mine has no bandwidth"),
+        ("bandwidth = 900e9", 'bandwidth = "fast"', "mine.*bandwidth is 'fast'"),
+        ("bandwidth = 900e9", "bandwidth = -1", "mine.*bandwidth is -1"),
+        ("bandwidth = 900e9", "bandwidth = nan", "mine.*bandwidth is nan"),
+        ("bandwidth = 900e9", "bandwidth = inf", "mine.*bandwidth is inf"),
+        ("memory = 48_000_000_000", "memory = 48e9", "mine.*memory is 48000000000.0"),
+        ("memory = 48_000_000_000", "memory = true", "mine.*memory is True"),
+        ("launch = 3e-6", "launch = -3e-6", "mine.*launch is -3e-06"),
+        ("launch = 3e-6", "launch = [1]", r"mine.*launch is \[1\]"),
+        ('source = "its sheet"', "source = 3", "mine.*source is no text"),
+        ("float32 = 40e12, ", "", "mine.*peak has no float32"),
+        ("bfloat16 = 160e12", "bfloat6 = 160e12", r"unknown dtype 'bfloat6'\n  Did you mean bfloat16\?"),
+        ("bfloat16 = 160e12", "bfloat16 = 0", "peak of bfloat16 is 0"),
+        ("[mine]", "[mine", "is no TOML"),
+        ("[mine]", "mine = 3\n[also]", "mine is no table"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_by_name(tmp_path, old, new, reason):
+    path = tmp_path / "d.toml"
+    path.write_text(GOOD.replace(old, new, 1))
+    with pytest.raises(CostError, match=rf"(?s)SK320: .*d\.toml.*{reason}") as caught:
+        load_devices(path)
+    assert caught.value.remedy
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    with pytest.raises(FileError, match=r"SK504: .*none\.toml cannot be read"):
+        load_devices(tmp_path / "none.toml")
+    (tmp_path / "b.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(FileError, match="SK504"):
+        load_devices(tmp_path / "b.toml")
+
+
+@pytest.mark.parametrize("name", ["a1000", "", None, 3])
+def test_a_device_that_nobody_knows(name):
+    with pytest.raises(CostError, match=r"(?s)SK321: no device is called .*Known are cpu, a100"):
+        find_device(name)
+
+
+def test_a_device_without_a_name():
+    with pytest.raises(CostError, match="SK320"):
+        Device("", {"float32": 1.0}, 1.0, 1)

@@ -1,0 +1,421 @@
+"""Joint graphs: what is captured runs like eager, its signature says what is what, and every half is sound."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+from torch.utils.checkpoint import checkpoint
+
+from splitkit.errors import CaptureError, CycleError, PlanError, PolicyError
+from splitkit.halves import BACKWARD, FORWARD, homes, unrepeatable
+from splitkit.joint import capture_joint
+from splitkit.models import build
+from splitkit.policies import RecomputeAll, Remat, RoundRobin, SaveAll
+
+TINY = {"layers": 2, "width": 32, "heads": 4, "batch": 2}
+TEXT = {**TINY, "vocab": 64, "seq": 8}
+MODELS = {
+    **dict.fromkeys(("gpt2", "llama", "bert", "t5"), TEXT),
+    "vit": {**TINY, "image": 32, "patch": 16, "classes": 10},
+    "mixtral": {**TEXT, "experts": 2},
+}
+POLICIES = {
+    "SaveAll": SaveAll(),
+    "RecomputeAll": RecomputeAll(),
+    "Remat ops": Remat(["aten.mm", "aten.addmm", "aten.bmm", "aten.convolution"]),
+    "Remat rule": Remat(lambda node: len(node.name) % 2),
+}
+
+
+class Conv(nn.Module):
+    """Convolution, BatchNorm (whose buffers are updated) and dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.head = nn.Sequential(nn.Dropout(0.3), nn.Linear(4, 5))
+
+    def forward(self, x):
+        return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+def example(name):
+    torch.manual_seed(1)
+    if name == "conv":
+        return Conv(), (torch.randn(4, 3, 8, 8),), {}
+    made = build(name, **MODELS[name])
+    return made.model, made.args, made.kwargs
+
+
+def eager(model, args, kwargs, loss=None):
+    """Loss, gradients and buffers of one eager step from seed 0, on a copy of the model."""
+    model = copy.deepcopy(model)
+    torch.manual_seed(0)
+    output = model(*args, **kwargs)
+    value = loss(output) if loss else output.loss if hasattr(output, "loss") else output.sum()
+    value.backward()
+    return value.detach(), {n: p.grad for n, p in model.named_parameters()}, dict(model.named_buffers())
+
+
+def assert_steps_alike(step, expected):
+    loss, gradients, buffers = expected
+    assert torch.equal(step.loss, loss)
+    assert {n for n, g in gradients.items() if g is not None} == {
+        n for n in step.gradients if not n.startswith("input ")
+    }
+    for name, gradient in gradients.items():
+        if gradient is not None:
+            torch.testing.assert_close(step.gradients[name], gradient, rtol=1e-5, atol=1e-6)
+    for name, value in step.updates.items():
+        assert torch.equal(value, buffers[name])
+
+
+def ran(joint, pair, args, kwargs):
+    torch.manual_seed(0)
+    outputs, gradients = pair.run(joint.primals(*args, **kwargs), joint.tangents())
+    return joint.read([*outputs, *gradients])
+
+
+@pytest.fixture(scope="module")
+def captured():
+    """name -> (joint, args, kwargs, what eager gives); each captured once"""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            model, args, kwargs = example(name)
+            made[name] = (capture_joint(model, *args, **kwargs), args, kwargs, eager(model, args, kwargs))
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", [*MODELS, "conv"])
+def test_a_joint_graph_runs_like_eager(captured, name):
+    joint, args, kwargs, expected = captured(name)
+    torch.manual_seed(0)
+    assert_steps_alike(joint.run(*args, **kwargs), expected)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", [*MODELS, "conv"])
+def test_halves_of_a_policy_run_like_eager(captured, name, policy):
+    joint, args, kwargs, expected = captured(name)
+    assert_steps_alike(ran(joint, joint.split(POLICIES[policy]), args, kwargs), expected)
+
+
+@pytest.mark.parametrize("partition", [default_partition, min_cut_rematerialization_partition])
+@pytest.mark.parametrize("name", ["gpt2", "conv"])
+def test_halves_of_torchs_partitioners_run_like_eager_and_leave_the_joint_graph(captured, name, partition):
+    joint, args, kwargs, expected = captured(name)
+    before = [(n.name, n.meta.get("recompute")) for n in joint.graph_module.graph.nodes]
+    assert_steps_alike(ran(joint, joint.partition(partition), args, kwargs), expected)
+    assert [(n.name, n.meta.get("recompute")) for n in joint.graph_module.graph.nodes] == before
+
+
+@pytest.mark.parametrize("name", [*MODELS, "conv"])
+def test_every_node_has_a_value_and_a_module(captured, name):
+    joint, *_ = captured(name)
+    modules = dict(joint.model.named_modules())
+    computed = 0
+    for node in joint.graph_module.graph.nodes:
+        assert node.op == "output" or "val" in node.meta, node
+        if node.op != "call_function":
+            continue
+        backward = node.meta["partitioner_tag"] == "is_backward"
+        stack = node.meta.get("fwd_nn_module_stack" if backward else "nn_module_stack")
+        paths = [path.removeprefix("L['self']").lstrip(".") for path, _ in (stack or {}).values()]
+        assert all(path in modules for path in paths), (node, paths)
+        computed += bool(paths and paths[-1])
+    total = len(joint.graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default))
+    assert computed > total
+
+
+def test_gradients_of_a_block_belong_to_it(captured):
+    joint, *_ = captured("gpt2")
+    owners = {}
+    for node in joint.graph_module.graph.nodes:
+        stack = node.meta.get("fwd_nn_module_stack")
+        if node.target is torch.ops.aten.native_layer_norm_backward.default:
+            owners[node] = list(stack.values())[-1][0]
+    assert sorted(path.removeprefix("L['self'].") for path in owners.values()) == [
+        "transformer.h.0.ln_1",
+        "transformer.h.0.ln_2",
+        "transformer.h.1.ln_1",
+        "transformer.h.1.ln_2",
+        "transformer.ln_f",
+    ]
+
+
+def test_the_signature_of_a_model_with_buffers():
+    model = Conv()
+    joint = capture_joint(model, torch.randn(2, 3, 8, 8, requires_grad=True))
+    signature = joint.signature
+    outputs = joint.graph_module.graph.output_node().args[0]
+    assert set(signature.parameters.values()) == {n for n, _ in model.named_parameters()}
+    assert {signature.buffers[n] for n in signature.updates.values()} == {n for n, _ in model.named_buffers()}
+    assert list(signature.inputs.values()) == [0]
+    assert outputs[signature.loss].meta["val"].shape == ()
+    assert list(signature.tangents.values()) == [signature.loss]
+    assert signature.forward_outputs == 4
+    assert set(signature.gradients.values()) == {*signature.parameters, *signature.inputs}
+    for i, name in signature.gradients.items():
+        by_name = {n.name: n for n in joint.graph_module.graph.nodes}
+        assert i >= signature.forward_outputs and outputs[i].meta["val"].shape == by_name[name].meta["val"].shape
+
+
+def test_tied_weights_are_one_parameter(captured):
+    joint, *_ = captured("gpt2")
+    assert "lm_head.weight" not in joint.signature.parameters.values()
+    assert list(joint.signature.parameters.values()).count("transformer.wte.weight") == 2  # one of them is not read
+
+
+def test_capture_leaves_model_and_random_state_alone():
+    model, args, kwargs = example("conv")
+    state, seed = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    capture_joint(model, *args, **kwargs).split(SaveAll())
+    assert torch.equal(torch.get_rng_state(), seed)
+    assert all(torch.equal(state[n], v) for n, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert list(dict(model.named_modules())) == list(dict(Conv().named_modules()))
+
+
+def test_a_loss_of_ones_own_and_gradients_of_inputs():
+    model, x = nn.Linear(3, 2), torch.randn(4, 3, requires_grad=True)
+    joint = capture_joint(model, x, loss=lambda output: (output**2).mean())
+    expected = torch.autograd.grad((model(x) ** 2).mean(), [x, model.weight, model.bias])
+    found = joint.run(x).gradients
+    for name, gradient in zip(["input 0", "weight", "bias"], expected, strict=True):
+        torch.testing.assert_close(found[name], gradient)
+
+
+def test_the_loss_of_a_view():
+    joint = capture_joint(nn.Linear(3, 1), torch.randn(1, 3), loss=lambda output: output.view(()))
+    assert joint.run(torch.ones(1, 3)).loss.shape == ()
+
+
+def test_inputs_in_a_tree_and_by_keyword():
+    class Tree(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3))
+
+        def forward(self, pair, scale=1, *, more):
+            return (pair["a"] * self.w + pair["b"] * scale).sin() * more[1]
+
+    model, pair, more = Tree(), {"a": torch.randn(3), "b": torch.randn(3)}, [torch.randn(3), torch.randn(3)]
+    joint = capture_joint(model, pair, 2, more=more)
+    step = joint.run(pair, 2, more=more)
+    expected = model(pair, 2, more=more).sum()
+    assert torch.equal(step.loss, expected)
+    torch.testing.assert_close(step.gradients["w"], *torch.autograd.grad(expected, [model.w]))
+
+
+def test_a_captured_graph_is_a_model_too(captured):
+    import splitkit as sk
+
+    joint, args, kwargs, expected = captured("gpt2")
+    again = capture_joint(sk.capture(joint.model, *args, **kwargs), *args, **kwargs)
+    torch.manual_seed(0)
+    assert_steps_alike(again.run(*args, **kwargs), expected)
+    paths = {list(s.values())[-1][0] for n in again.graph_module.graph.nodes if (s := n.meta.get("nn_module_stack"))}
+    assert "transformer.h.0.attn" in paths
+
+
+def test_tensor_subclasses_are_refused():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    model = nn.Linear(3, 2)
+    model.weight = nn.Parameter(TwoTensor(torch.randn(2, 3), torch.randn(2, 3)))
+    with pytest.raises(CaptureError, match="SK401.*subclass"):
+        capture_joint(model, torch.randn(4, 3))
+
+
+def test_one_tensor_given_twice_counts_as_two():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3))
+
+        def forward(self, x, y):
+            return x * self.w - y
+
+    x = torch.randn(3)
+    joint, other = capture_joint(Two(), x, x), torch.randn(3)
+    assert torch.equal(joint.run(x, other).loss, joint.model(x, other).sum())
+
+
+def test_many_models_may_be_captured():
+    for width in range(2, 14):  # more than Dynamo's limit of recompilations
+        joint = capture_joint(nn.Linear(width, 2), torch.randn(3, width))
+        assert joint.graph_module.graph.find_nodes(op="placeholder")[0].meta["val"].shape == (2, width)
+
+
+def test_saved_values_have_one_name_and_one_storage_in_both_halves(captured):
+    for name in ("llama", "conv"):
+        pair = captured(name)[0].split(SaveAll())
+        gives = {n.name: n for n in pair.forward.graph.output_node().args[0][pair.outputs :]}
+        takes = {n.name: n for n in pair.backward.graph.find_nodes(op="placeholder")}
+        assert list(gives) == [*pair.saved, *pair.sizes]
+        assert list(takes)[: len(gives)] == [*pair.sizes, *pair.saved]
+        assert all(gives[n].meta["val"] is takes[n].meta["val"] for n in pair.saved)
+
+
+def test_save_all_saves_what_torch_saves_by_default(captured):
+    for name in [*MODELS, "conv"]:
+        joint = captured(name)[0]
+        ours, theirs = joint.split(SaveAll()), joint.partition(default_partition)
+        assert storages(ours) == storages(theirs), name
+        assert ours.plan.members(FORWARD) and all(len(keys) == 1 for keys in ours.plan.values() if keys)
+
+
+def storages(pair):
+    """The bytes of the distinct storages that are saved."""
+    values = {n.name: n.meta["val"] for n in pair.backward.graph.find_nodes(op="placeholder")}
+    saved = [values[name].untyped_storage() for name in pair.saved]
+    return sum({s._cdata: s.nbytes() for s in saved}.values())
+
+
+def test_recompute_all_saves_inputs_and_what_may_not_be_repeated(captured):
+    for name in [*MODELS, "conv"]:
+        joint = captured(name)[0]
+        pair, fixed = joint.split(RecomputeAll()), unrepeatable(joint.flow)
+        nodes = {n.name: n for n in joint.graph_module.graph.nodes}
+        for saved in (nodes[n] for n in pair.saved):
+            assert saved.op == "placeholder" or joint.flow.producer(saved) in fixed, saved
+        random = [n for n in fixed if "bernoulli" in n.name or "dropout" in n.name or "rand" in n.name]
+        assert all(pair.plan[n] == (FORWARD,) for n in random)
+        assert bool(random) == (name in ("gpt2", "bert", "t5", "conv"))
+
+
+def test_remat_by_modules_recomputes_only_there(captured):
+    joint, args, kwargs, expected = captured("gpt2")
+    pair = joint.split(Remat(modules="transformer.h.*.attn"))
+    twice = [n for n, keys in pair.plan.items() if len(keys) > 1 and n.op == "call_function"]
+    paths = {list(n.meta["nn_module_stack"].values())[-1][0] for n in twice if n.meta.get("nn_module_stack")}
+    assert paths and all(".attn" in path for path in paths)
+    assert len(pair.saved) < len(joint.split(SaveAll()).saved)
+    assert_steps_alike(ran(joint, pair, args, kwargs), expected)
+
+
+def test_remat_keeps_what_it_is_told_to_keep(captured):
+    joint, *_ = captured("llama")
+    plan = joint.split(Remat(["aten.mm"])).plan
+    products = [n for n in plan if n.target is torch.ops.aten.mm.default and plan.home(n) == FORWARD]
+    assert products and all(plan[n] == (FORWARD,) for n in products)
+    assert any(len(keys) > 1 for keys in plan.values())
+
+
+def test_remat_of_a_module_that_is_not_there(captured):
+    with pytest.raises(PolicyError, match="SK304") as caught:
+        captured("gpt2")[0].split(Remat(modules="transformer.h.*.atn"))
+    assert "transformer.h" in caught.value.remedy
+
+
+def test_a_rule_may_place_nodes_itself(captured):
+    joint, args, kwargs, expected = captured("conv")
+    plan = homes(joint.flow)
+    pair = joint.split(lambda node: plan.home(node))
+    assert_steps_alike(ran(joint, pair, args, kwargs), expected)
+
+
+def test_plans_that_cannot_be_right_are_refused(captured):
+    joint, *_ = captured("conv")
+    flow, plan = joint.flow, homes(joint.flow)
+    random = next(n for n in flow.once if "bernoulli" in n.name or "dropout" in n.name)
+    convolution = next(n for n in plan if n.target is torch.ops.aten.convolution.default)
+    gradient = next(n for n in plan if plan[n] == (BACKWARD,) and flow.inputs(n))
+    for changes, code in [
+        ({random: (FORWARD, BACKWARD)}, "SK202"),
+        ({random: (BACKWARD,)}, "SK210"),
+        ({convolution: (BACKWARD,)}, "SK203"),
+        ({gradient: (FORWARD,)}, "SK203"),
+        ({convolution: ()}, "SK208"),
+        ({convolution: (0,)}, "SK206"),
+    ]:
+        with pytest.raises(PlanError, match=code) as caught:
+            joint.split(plan.place(changes))
+        assert caught.value.nodes
+    with pytest.raises(PlanError, match="SK206"):
+        joint.split(RoundRobin(2))
+    with pytest.raises(PlanError, match="SK210"):
+        joint.split(lambda node: BACKWARD)
+    with pytest.raises(CycleError, match="SK203"):
+        joint.split({n.name: BACKWARD for n in plan if n not in flow.once})
+
+
+def test_policies_of_a_training_step_refuse_other_graphs(chain):
+    from splitkit.split import split
+
+    for policy in (SaveAll(), RecomputeAll(), Remat()):
+        with pytest.raises(PolicyError, match="SK302"):
+            split(chain, policy)
+
+
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.linear(x) if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "words"),
+    [
+        (Branch(), None, "test_joint.py"),
+        (nn.Linear(2, 2), lambda output: output, "shape"),
+        (nn.Linear(2, 2).requires_grad_(False), None, "requires grad"),
+        (nn.Linear(2, 2), lambda output: output.detach().sum(), "requires grad"),
+        (torch.relu, None, "no module"),
+    ],
+)
+def test_what_cannot_be_captured(model, loss, words):
+    with pytest.raises(CaptureError, match="SK401") as caught:
+        capture_joint(model, torch.randn(3, 2), loss=loss)
+    assert words in caught.value.reason
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 8)) for _ in range(2)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.sin()
+
+
+def test_checkpointed_blocks_save_their_inputs_only():
+    torch.manual_seed(1)
+    model, x = Checkpointed(), torch.randn(4, 8)
+    joint = capture_joint(model, x)
+    pair = joint.split(SaveAll())
+    nodes = {n.name: n for n in joint.graph_module.graph.nodes}
+    saved = [nodes[n] for n in pair.saved if nodes[n].op == "call_function"]
+    fixed = unrepeatable(joint.flow)
+    inside = [n for n in saved if "recompute" in n.meta and joint.flow.producer(n) not in fixed]
+    assert len(inside) == 1  # the value between the blocks
+    assert len(saved) < len([nodes[n] for n in capture_joint(Plain(model), x).split(SaveAll()).saved])
+    assert_steps_alike(ran(joint, pair, (x,), {}), eager(model, (x,), {}))
+
+
+class Plain(nn.Module):
+    """The same without checkpoints."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.blocks = other.blocks
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.sin()
