@@ -80,8 +80,21 @@ def reality(name: str, example: models.Example, peer: dict[str, Any], workspace:
     held = list(primals)
     row = compared(name, "forward + backward", profile, sk.measure_memory(pair.run, primals, tangents, allocator=True))
     row["inductor"] = peer["get_peak_memory"](pair.forward.graph, pair.backward.graph)
-    del held
+    if workspace:
+        known = workspace_of(pair, list(held), joint.tangents())
+        profile = sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs, workspace=known)
+        row["with workspace"] = profile.peak
     yield row
+
+
+def workspace_of(pair: sk.Pair, primals: list[Any], tangents: list[Any]) -> Callable[[fx.Node], int]:
+    """What the kernels of both halves take, measured."""
+    forward = sk.costs.measured(pair.forward, primals, cache=False, min_run_time=0.001)
+    made = pair.forward(*primals)[pair.outputs :]
+    count = len(pair.saved)
+    given = [*made[count:], *made[:count], *tangents]
+    backward = sk.costs.measured(pair.backward, given, cache=False, min_run_time=0.001)
+    return lambda node: (forward if node.graph is pair.forward.graph else backward).workspace(node)
 
 
 def compared(name: str, what: str, profile: sk.MemoryProfile, measured: sk.MeasuredMemory) -> dict[str, Any]:

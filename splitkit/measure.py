@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate
@@ -15,6 +13,7 @@ from torch import nn
 
 from splitkit import _torch
 from splitkit._torch import pytree
+from splitkit.collector import collector_at_rest
 from splitkit.livebytes import BEFORE, HELD, Life, Watch
 from splitkit.units import size
 
@@ -97,7 +96,7 @@ def measure_memory(fn: Callable[..., Any], /, *args: Any, allocator: bool = Fals
         watch.see(tensor, made)
 
     def run() -> Any:
-        with _collector_at_rest(), watch.watching():
+        with collector_at_rest(), watch.watching():
             return fn(*args, **kwargs)  # alive until nobody watches any more
 
     if allocator:
@@ -120,17 +119,6 @@ def _held_by_the_caller(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, 
                 yield f"gradient {name}", parameter.grad
         yield from ((f"buffer {name}", buffer) for name, buffer in module.named_buffers())
     yield from (("input", leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
-
-
-@contextmanager
-def _collector_at_rest() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _measured(watch: Watch, allocator_peaks: Mapping[str, int]) -> MeasuredMemory:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from splitkit.collector import collector_at_rest
 from splitkit.dataflow import module_path
 from splitkit.errors import GraphError
 from splitkit.simulate import BEFORE, HELD, Buffer, Run, Value
@@ -173,19 +174,18 @@ def simulate_memory(
     """
     run = Run(sizes or {}, block, workspace or _no_workspace)
     parts: dict[Hashable, MemoryProfile] = {}
-    saved = 0
     if not isinstance(graph, fx.GraphModule) and isinstance(graph, SplitLike):
         for key, part in graph.parts.items():
             parts[key] = simulate_memory(part, sizes=sizes, block=block, workspace=workspace)
         graph = graph.module
     _require_graph(graph)
-    if backward is None:
+    with collector_at_rest():
+        if backward is not None:
+            _require_graph(backward)
+            return _profile(run, _pair(run, graph, backward, user_outputs, keep_inputs), parts)
         run.own(graph)
         _release(run, run.graph(graph, lambda n: run.input(n, "input", keep_inputs)), "output")
-    else:
-        _require_graph(backward)
-        saved = _pair(run, graph, backward, user_outputs, keep_inputs)
-    return _profile(run, saved, parts)
+        return _profile(run, 0, parts)
 
 
 def _pair(run: Run, forward: fx.GraphModule, backward: fx.GraphModule, user_outputs: int | None, keep: bool) -> int:

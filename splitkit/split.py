@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -15,6 +13,7 @@ from torch import fx, nn
 from torch.fx import Node
 
 from splitkit import _torch
+from splitkit.collector import collector_at_rest
 from splitkit.complete import check, complete
 from splitkit.costs import Costs, default, unit
 from splitkit.cut import Subgraph, cut
@@ -165,7 +164,7 @@ def split(
         PolicyError: the policy refuses (SK3xx).
     """
     _check_choice("parameters", parameters, ("own", "hoist"))
-    with _paused_collections():
+    with collector_at_rest():
         flow = analyze(gm)
         whole = complete(flow, _decide(flow, policy, costs, on_cycle), parameters)
         check(flow, whole)
@@ -195,18 +194,6 @@ def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
         *others, last = map(repr, known)
         raise PolicyError("SK302", f"{name}={value!r} is not known", f"Use {', '.join(others)} or {last}.")
-
-
-@contextmanager
-def _paused_collections() -> Iterator[None]:
-    """Nothing that a split makes is garbage; on large graphs, looking for it again and again takes half of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _qualified_names(emitted: Emitted) -> dict[str, str]:
@@ -265,7 +252,7 @@ def split_module(
         late_attributes=keep_original_order,
         like_torch=True,
     )
-    with _paused_collections():
+    with collector_at_rest():
         flow = analyze(m)
         labels: dict[Node, PartKey] = {}
         asked = _recorded(split_callback, labels) if keep_original_order else split_callback

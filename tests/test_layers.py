@@ -12,7 +12,7 @@ import splitkit
 PACKAGE = Path(splitkit.__file__).parent
 
 FLOORS: list[set[str]] = [
-    {"errors", "units", "ranges"},
+    {"errors", "units", "ranges", "collector"},
     {
         "_torch",
         "ops",

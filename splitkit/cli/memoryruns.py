@@ -54,8 +54,12 @@ def _pair(example: Example) -> tuple[Joint, Pair]:
 
 def simulated_training(example: Example) -> MemoryProfile:
     """Forward and backward, with everything saved that backward reads."""
-    _, pair = _pair(example)
-    return simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
+    joint, pair = _pair(example)
+    profile = simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
+    known = {**joint.signature.parameters, **joint.signature.buffers}
+    for buffer in profile.buffers:
+        buffer.name = known.get(buffer.name, buffer.name)
+    return profile
 
 
 def training(example: Example, seed: int) -> MeasuredMemory:

@@ -1,0 +1,98 @@
+"""``splitkit profile``, and the prices that ``--costs`` names."""
+
+import json
+
+import pytest
+
+from splitkit import cli
+
+TINY = ["--size", "layers=2,width=32,heads=2", "--size", "vocab=64,seq=8"]
+
+
+@pytest.fixture
+def call(capsys):
+    def run(*words):
+        capsys.readouterr()
+        code = cli.main([str(w) for w in words])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+def test_predicted_is_measured(call):
+    code, out, _ = call("profile", "gpt2", *TINY, "--stages", "2", "--json", "--top", "3")
+    data = json.loads(out)
+    assert code == 0 and data["command"] == "profile"
+    assert [row["what"] for row in data["rows"]] == [
+        "forward", "  submod_0 alone", "  submod_1 alone", "forward + backward",
+    ]  # fmt: skip
+    for row in data["rows"]:
+        assert row["predicted"] == row["measured"] > 0 and row["error"] == 0
+        assert row["allocator"] >= row["measured"]
+    assert len(data["forward"]["live_at_peak"]) == 3 and set(data["forward"]["parts"]) == {"0", "1"}
+    assert data["rows"][-1]["saved"] > 0 and data["training"]["peaks"].keys() == {"forward", "backward"}
+    names = [b["name"] for b in data["training"]["live_at_peak"]]
+    assert "transformer.wpe.weight" in names, "parameters have their names, not those of the graph's inputs"
+
+
+def test_as_a_table(call):
+    code, out, _ = call("profile", "gpt2", *TINY)
+    assert code == 0 and out.count("exact") == 2
+    assert "forward + backward" in out and "alive at the peak of" in out and "transformer.wte.weight" in out
+
+
+def test_without_a_run(call):
+    code, out, _ = call("profile", "gpt2", *TINY, "--predict", "--forward-only")
+    assert code == 0 and "measured" not in out and "forward + backward" not in out
+
+
+def test_a_model_without_gradients_says_so(call, tmp_path):
+    path = tmp_path / "m.py"
+    path.write_text(
+        "import torch\nclass Net(torch.nn.Module):\n    def forward(self, x):\n        return x.round().long()\n"
+        "def make():\n    return Net(), torch.randn(3)\n"
+    )
+    code, out, _ = call("profile", f"{path}:make")
+    assert code == 0 and "no forward + backward: SK401" in out
+
+
+def test_profile_of_a_plan(call, tmp_path):
+    path = tmp_path / "p.json"
+    assert call("plan", "gpt2", *TINY, "--stages", "2", "-o", path)[0] == 0
+    code, out, _ = call("profile", path, "--forward-only")
+    assert code == 0 and "submod_1 alone" in out
+
+
+@pytest.mark.parametrize(
+    "costs, says",
+    [
+        ("roofline:h100", "roofline of h100"), ("roofline", "roofline of cpu"), ("measured", "measured on cpu"),
+        ("flops", ""), ("unit", ""),
+    ],
+)  # fmt: skip
+def test_costs(call, costs, says, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code, out, err = call("plan", "gpt2", *TINY, "--stages", "2", "--costs", costs)
+    assert code == 0, err
+    assert says in out
+
+
+def test_costs_of_training_say_so(call):
+    code, out, _ = call("plan", "gpt2", *TINY, "--stages", "2", "--costs", "roofline:l4", "--training")
+    assert code == 0 and "roofline of l4, backward by formula" in out
+
+
+def test_costs_of_a_device_of_ones_own(call, tmp_path):
+    path = tmp_path / "devices.toml"
+    path.write_text('[mine]\nbandwidth = 1e12\nmemory = 1_000_000_000\nsource = "a guess"\n[mine.peak]\nfloat32 = 1e13\n')
+    code, out, err = call("plan", "gpt2", *TINY, "--stages", "2", "--costs", f"roofline:{path}:mine")
+    assert code == 0 and "roofline of mine" in out, err
+    code, _, err = call("plan", "gpt2", *TINY, "--stages", "2", "--costs", f"roofline:{path}:yours")
+    assert code == 2 and "describes no device 'yours'" in err
+
+
+@pytest.mark.parametrize("costs", ["guess", "flops:h100", "roofline:nothing"])
+def test_costs_that_are_not_known(call, costs):
+    code, _, err = call("plan", "gpt2", *TINY, "--stages", "2", "--costs", costs)
+    assert code in (1, 2) and "SK" in err
