@@ -201,3 +201,28 @@ def test_modules_are_compiled_through_one_attribute():
     assert module._compiled_call_impl is None
     module._compiled_call_impl = lambda x: "compiled"
     assert module(None) == "compiled" and "_compiled_call_impl" not in module.__getstate__()
+
+
+def test_what_the_dispatcher_says_of_an_op():
+    ops = torch.ops.aten
+    assert _torch.is_composite(ops.linear.default) and _torch.is_composite(ops.dropout.default)
+    assert not _torch.is_composite(ops.addmm.default) and not _torch.is_composite(ops.relu.default)
+
+
+def test_in_place_ops_say_so_in_their_schema():
+    returned = torch.ops.aten.add_.Tensor._schema.returns
+    assert returned[0].alias_info is not None and returned[0].alias_info.is_write
+    assert torch.ops.aten.add.Tensor._schema.returns[0].alias_info is None
+
+
+def test_symbols_of_a_size():
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    env = ShapeEnv()
+    size = env.create_unbacked_symint()
+    symbol = size.node.expr
+    assert symbol.is_Symbol and str(symbol).startswith("u") and size.node.shape_env is env
+    assert symbol not in env.backed_var_to_val and size.node.hint is None
+    assert env.var_to_range[symbol].upper > 2**48
+    torch._check(size <= 128)
+    assert int(env.var_to_range[symbol].upper) == 128
