@@ -48,9 +48,11 @@ def trace_joint(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     Placeholders and outputs carry descriptors (``meta["desc"]``), nodes their values (``meta["val"]``) and module
     paths.
     """
-    with torch._dynamo.config.patch(_FIXED), torch.fx.traceback.preserve_node_meta():
+    # The LSTM of mkldnn keeps for backward what its fake kernel does not show: it is taken apart instead.
+    onednn = torch.backends.mkldnn.flags(enabled=False)
+    with onednn, torch._dynamo.config.patch(_FIXED), torch.fx.traceback.preserve_node_meta():
         captured = dynamo_graph_capture_for_export(module)(*args, **kwargs)
-    with tracing(captured.meta["tracing_context"]), ExitStack() as stack:
+    with torch.backends.mkldnn.flags(enabled=False), tracing(captured.meta["tracing_context"]), ExitStack() as stack:
         described = aot_export_joint_with_descriptors(stack, captured, args, dict(kwargs))
     return described.graph_module
 

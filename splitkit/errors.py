@@ -13,6 +13,8 @@ CODES: dict[str, str] = {
     "SK106": "a part of a split cannot be understood",
     "SK107": "a split with regions cannot be pickled",
     "SK108": "a size has no bound",
+    "SK109": "a graph does not run on fake tensors",
+    "SK110": "an option of the memory simulation makes no sense",
     "SK201": "the plan names nodes of another graph",
     "SK202": "a node that may run only once is planned several times",
     "SK203": "parts depend on each other in a circle",

@@ -19,6 +19,7 @@ from torch.fx import Node
 from splitkit.costs.sizes import tensors
 from splitkit.effects import storage_key
 from splitkit.errors import GraphError
+from splitkit.livebytes import plain_tensors
 from splitkit.symbols import concrete, value_of
 
 SizeOf = Callable[["int | torch.SymInt"], int]
@@ -110,7 +111,10 @@ def _lives(graph: fx.Graph) -> tuple[Mapping[Hashable, Node], Mapping[Hashable, 
 
 
 def _storages(node: Node) -> Storages:
-    return {storage_key(t): t for t in tensors(value_of(node))}
+    found = {storage_key(t): t for t in tensors(value_of(node))}
+    if any(t.layout is not torch.strided for t in found.values()):
+        raise GraphError("SK108", f"{node.name} is sparse: only the data decides how many bytes it has", "", [node])
+    return found
 
 
 def _read(node: Node) -> Storages:
@@ -125,7 +129,7 @@ def _is_primal(node: Node) -> bool:
 
 
 def _counted(size_of: SizeOf, counts: Callable[[torch.device], bool], tensor: torch.Tensor) -> int:
-    return size_of(tensor.untyped_storage().nbytes()) if counts(tensor.device) else 0
+    return sum(size_of(t.untyped_storage().nbytes()) for t in plain_tensors(tensor) if counts(t.device))
 
 
 def _plain(nbytes: int | torch.SymInt) -> int:

@@ -14,27 +14,46 @@ from torch.fx import Node
 
 from splitkit._torch import pytree
 from splitkit.effects import storage_key
+from splitkit.errors import GraphError
 
 
 def propagate(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> None:
     """Set ``meta["val"]`` on every node of a graph that was made without: sizes, dtypes, devices, who shares memory.
 
-    The graph runs on fake tensors: nothing real is computed, and no parameter, buffer or input is touched.
+    The graph runs on fake tensors: nothing real is computed, and no parameter, buffer or input is touched. When it
+    fails, no node has changed.
 
     Args:
         gm: the graph module, called as ``gm(*args, **kwargs)``.
         args: example inputs.
         kwargs: example keyword inputs.
+
+    Raises:
+        GraphError: SK101 if ``gm`` is no graph module, SK109 if it does not run on fakes of these inputs.
     """
-    bound = inspect.signature(gm.forward).bind(*args, **kwargs)
-    bound.apply_defaults()
-    set_values(gm, bound.arguments)
+    if not isinstance(gm, fx.GraphModule):
+        raise GraphError(
+            "SK101", f"values are propagated through a torch.fx.GraphModule, not {type(gm).__name__}", "Capture it."
+        )
+    try:
+        bound = inspect.signature(gm.forward).bind(*args, **kwargs)
+        bound.apply_defaults()
+        set_values(gm, bound.arguments)
+    except Exception as error:
+        raise GraphError(
+            "SK109",
+            f"the graph does not run on fakes of these inputs: {str(error).strip().splitlines()[0]}",
+            "Give inputs that gm(*args, **kwargs) takes; register fakes for custom ops.",
+        ) from error
 
 
 def set_values(gm: fx.GraphModule, inputs: Mapping[str, Any]) -> None:
     """Set ``meta["val"]``, of all nodes or none; ``inputs`` are real, by placeholder."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    values = [inputs[str(node.target).lstrip("*")] for node in gm.graph.find_nodes(op="placeholder")]
+    values: list[Any] = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        name = str(node.target)
+        values += inputs[name[1:]] if name.startswith("*") and name[1] != "*" else [inputs[name.lstrip("*")]]
     fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, values)
     for node, value in _run(gm, mode, fakes).items():
         node.meta["val"] = value
@@ -45,6 +64,9 @@ def values_again(gm: fx.GraphModule) -> Mapping[Node, Any]:
 
     For graphs whose values do not say who shares memory: those that ``make_fx`` records from a real run, and those in
     which a pass has put one node in the place of another that computes the same.
+
+    Raises:
+        GraphError: SK109 if the graph does not run on fakes.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     storages: dict[Hashable, torch.UntypedStorage] = {}
@@ -59,7 +81,15 @@ def values_again(gm: fx.GraphModule) -> Mapping[Node, Any]:
     values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     with mode:
         fakes = pytree.tree_map_only(torch.Tensor, fake, values)
-    return _run(gm, mode, fakes)
+    try:
+        return _run(gm, mode, fakes)
+    except Exception as error:
+        raise GraphError(
+            "SK109",
+            "the values of the graph do not show who shares memory, and it does not run on fakes: "
+            f"{str(error).strip().splitlines()[0]}",
+            "Capture with splitkit.capture, or make_fx(..., tracing_mode='fake'); register fakes for custom ops.",
+        ) from error
 
 
 def _run(gm: fx.GraphModule, mode: FakeTensorMode, fakes: list[Any]) -> Mapping[Node, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -176,13 +177,26 @@ def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwar
 def _traced(
     step: TrainingStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[fx.GraphModule, JointSignature]:
-    with undisturbed():
+    with undisturbed(), _own_tensors(step):
         try:
             gm = aot.trace_joint(step, args, kwargs)
         except Exception as error:
             raise _located(capture_error(step.model, "dynamo", False, error), error) from error
     gm = _copied(gm)  # without AOTAutograd's nested signature
     return gm, _signature(gm.graph, step)
+
+
+@contextmanager
+def _own_tensors(step: nn.Module) -> Iterator[None]:
+    """AOTAutograd swaps parameters for stand-ins, and does not put all back of a module that goes by two names."""
+    held: list[dict[str, Any]] = [d for m in step.modules() for d in (m._parameters, m._buffers)]
+    owned = [(now, dict(now)) for now in held]
+    try:
+        yield
+    finally:
+        for now, before in owned:
+            now.clear()
+            now.update(before)
 
 
 def _located(error: SplitError, cause: Exception) -> SplitError:

@@ -98,7 +98,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def see(self, value: Any, made: str, born: int = BEFORE) -> None:
         """Take notice of the storages of a tensor: new ones, and those that have another size by now."""
-        for tensor in _plain(value):
+        for tensor in plain_tensors(value):
             storage = _storage_of(tensor)
             if storage is not None:
                 self.see_storage(storage, str(tensor.device), made, born)
@@ -168,8 +168,9 @@ def _wake_dispatch() -> None:
 
 _COMPOSITE: Any = torch._C.DispatchKey.CompositeImplicitAutograd  # and OpOverload._op_dk: 2.11, 2.13, 2.15
 
-# Ops that are given a tensor which no op has made: `torch.tensor`, `torch.as_tensor`, `torch.from_numpy`.
-_LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift.default)
+# Ops that are given a tensor which no op has made: `torch.tensor`, `torch.as_tensor`, `torch.from_numpy`. Not
+# `lift_fresh_copy`, which stands in captured graphs alone: there it reads a constant of the graph.
+_LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default)
 
 
 @contextmanager
@@ -212,11 +213,11 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _plain(tensor: Any) -> Iterator[torch.Tensor]:
+def plain_tensors(tensor: Any) -> Iterator[torch.Tensor]:
     """The tensors that hold the memory of one: what a subclass wraps, the components of a sparse tensor."""
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _plain(getattr(tensor, name))
+            yield from plain_tensors(getattr(tensor, name))
     elif tensor.layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())  # the public ones want a coalesced tensor: 2.11, 2.13, 2.15
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -6,16 +6,17 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import fx
 from torch.fx import Node
 
+from splitkit.buffers import BEFORE, HELD, Buffer
 from splitkit.collector import collector_at_rest
 from splitkit.dataflow import module_path
-from splitkit.errors import GraphError
-from splitkit.simulate import BEFORE, HELD, Buffer, Run, Value
+from splitkit.memorychecks import SplitLike, check, checked, unfit
+from splitkit.simulate import Run, Value
 from splitkit.units import size
 
 CUDA_BLOCK = 512
@@ -69,7 +70,13 @@ class MemoryProfile:
         return tuple(sorted(alive, key=lambda b: -b.nbytes))
 
     def peak_of(self, call: str) -> int:
-        """The most bytes alive at once while ``"forward"``, ``"backward"`` or a part runs."""
+        """The most bytes alive at once while ``"forward"``, ``"backward"`` or a part runs.
+
+        Raises:
+            GraphError: SK110 if nothing of that name ran.
+        """
+        if call not in self.calls:
+            raise unfit(f"nothing called {call!r} ran", f"What ran is {', '.join(self.calls) or 'the graph alone'}.")
         return max((self.timeline[step] for step in self.calls[call]), default=0)
 
     @property
@@ -78,8 +85,15 @@ class MemoryProfile:
         return {call: self.peak_of(call) for call in self.calls}
 
     def on(self, device: torch.device | str) -> int:
-        """The most bytes alive at once on one device; what kernels take besides their results is not in it."""
-        wanted, change = torch.device(device), Counter[int]()
+        """The most bytes alive at once on one device; what kernels take besides their results is not in it.
+
+        Raises:
+            GraphError: SK110 if that is no device.
+        """
+        try:
+            wanted, change = torch.device(device), Counter[int]()
+        except RuntimeError as error:
+            raise unfit(f"{device!r} is no device", "Give one such as 'cpu' or 'cuda:0'.") from error
         for buffer in self.buffers:
             if buffer.device == wanted:
                 change[max(buffer.born, 0)] += buffer.nbytes
@@ -116,19 +130,6 @@ class MemoryProfile:
 
         label = "" if self.at is None else f"{self.at.name} {module_path(self.at)}".rstrip()
         return Plot(self.timeline, self.calls, self.baseline, self.peak, self.index, label).to_svg()
-
-
-@runtime_checkable
-class SplitLike(Protocol):
-    """What `simulate_memory` reads of a `splitkit.Split`."""
-
-    @property
-    def module(self) -> fx.GraphModule:
-        """The parent."""
-
-    @property
-    def parts(self) -> Mapping[Hashable, fx.GraphModule]:
-        """Its parts."""
 
 
 def simulate_memory(
@@ -170,18 +171,18 @@ def simulate_memory(
 
     Raises:
         GraphError: SK101 if it is no graph, SK102 if nodes have no ``meta["val"]``, SK108 if a size that only the data
-            decides has no bound.
+            decides has no bound, SK109 if the values do not show who shares memory, SK110 for options that make no
+            sense.
     """
-    run = Run(sizes or {}, block, workspace or _no_workspace)
+    check(graph, backward, user_outputs, sizes or {}, block)
+    run = Run(sizes or {}, block, checked(workspace))
     parts: dict[Hashable, MemoryProfile] = {}
     if not isinstance(graph, fx.GraphModule) and isinstance(graph, SplitLike):
         for key, part in graph.parts.items():
             parts[key] = simulate_memory(part, sizes=sizes, block=block, workspace=workspace)
         graph = graph.module
-    _require_graph(graph)
     with collector_at_rest():
         if backward is not None:
-            _require_graph(backward)
             return _profile(run, _pair(run, graph, backward, user_outputs, keep_inputs), parts)
         run.own(graph)
         _release(run, run.graph(graph, lambda n: run.input(n, "input", keep_inputs)), "output")
@@ -241,19 +242,6 @@ def _profile(run: Run, saved: int, parts: Mapping[Hashable, MemoryProfile]) -> M
     return MemoryProfile(
         peak, at, index, tuple(run.steps), tuple(timeline), tuple(run.buffers), saved, dict(run.calls), dict(parts)
     )
-
-
-def _require_graph(graph: object) -> None:
-    if not isinstance(graph, fx.GraphModule):
-        raise GraphError(
-            "SK101",
-            f"memory is simulated of a torch.fx.GraphModule or a Split, not of {type(graph).__name__}",
-            "Capture the model first: gm = splitkit.capture(model, *example_inputs).",
-        )
-
-
-def _no_workspace(node: Node) -> int:
-    return 0
 
 
 def _place(node: Node) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 
 from torch import fx
-from torch.fx import Node
 
 from splitkit import _torch
 from splitkit.costs.sizes import tensors
@@ -16,7 +15,8 @@ from splitkit.symbols import value_of
 def shares_memory(gm: fx.GraphModule) -> bool:
     """Whether values show who shares memory: they do not if an op that must share has a storage of its own."""
     for node in gm.graph.nodes:
-        if node.op == "call_function" and _must_share(node.target) and isinstance(first := node.args[0], Node):
+        if node.op == "call_function" and _must_share(node.target) and node.all_input_nodes:
+            first = node.all_input_nodes[0]
             mine, other = (set(map(storage_key, tensors(value_of(n)))) for n in (node, first))
             if first.op != "get_attr" and mine.isdisjoint(other):
                 return False

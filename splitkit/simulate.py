@@ -26,46 +26,19 @@ from torch._ops import HigherOrderOperator  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
 from splitkit import _torch
+from splitkit.buffers import BEFORE, HELD, Buffer
 from splitkit.costs.sizes import require_values, tensors
 from splitkit.effects import attribute, storage_key
 from splitkit.errors import GraphError
 from splitkit.fakes import values_again
+from splitkit.livebytes import plain_tensors
 from splitkit.scope import Scope, is_state_op, scopes
 from splitkit.sharing import shares_memory
 from splitkit.symbols import concrete, value_of
 from splitkit.temporaries import Temporaries
 
-BEFORE = -1
-"""The step that makes what is there before the run."""
-HELD = 2**62
-"""The last step of what its owner still holds after the run."""
-
 Value = Mapping[Hashable, int]
 """What a node yields: identity of a storage -> number of its buffer in this run."""
-
-
-@dataclass(slots=True)
-class Buffer:
-    """One storage of a simulated run.
-
-    Attributes:
-        nbytes: its bytes, rounded up as the allocator would.
-        kind: ``"parameter"``, ``"buffer"``, ``"constant"``, ``"input"``, ``"activation"``, ``"saved"`` (for
-            backward), ``"tangent"``, ``"gradient"`` or ``"output"``.
-        name: the node or attribute that made it.
-        node: the node, ``None`` for parameters, buffers and constants.
-        device: where it lies.
-        born: the step that allocates it, -1 if it is there before.
-        dies: the step after which it is freed; larger than every step if its owner holds it to the end.
-    """
-
-    nbytes: int
-    kind: str
-    name: str
-    node: Node | None
-    device: torch.device
-    born: int
-    dies: int
 
 
 @dataclass
@@ -273,12 +246,22 @@ class Run:
         return {**passed, **dict(zip(known, numbers, strict=True))} if len(known) == len(numbers) else passed
 
     def _tensors(self, node: Node) -> Iterator[torch.Tensor]:
-        return tensors(self._again[node] if node in self._again else value_of(node))
+        """The tensors that hold the memory of a value: what subclasses wrap, not these themselves."""
+        for tensor in tensors(self._again[node] if node in self._again else value_of(node)):
+            if tensor.layout is not torch.strided and tensor.layout is not torch._mkldnn:  # type: ignore[attr-defined]
+                raise GraphError(
+                    "SK108",
+                    f"{node.name} is sparse ({tensor.layout}): only the data decides how many bytes it has",
+                    "Make it dense, or measure a run with splitkit.measure_memory.",
+                    [node],
+                )
+            yield from plain_tensors(tensor)
 
     def _attribute(self, name: str, tensor: torch.Tensor, kind: str) -> int:
         key = storage_key(tensor)
         if key not in self._static:
-            self._static[key] = self._add(name, None, tensor, kind, BEFORE, HELD)
+            parts = [self._add(name, None, part, kind, BEFORE, HELD) for part in plain_tensors(tensor)]
+            self._static[key] = parts[0]
         return self._static[key]
 
     def _buffer(self, node: Node, tensor: torch.Tensor, kind: str, born: int, dies: int) -> int:

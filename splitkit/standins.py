@@ -6,7 +6,6 @@ in-place op change the shape that another node is known to have.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit._torch import pytree
+from splitkit.effects import attribute
 from splitkit.ops import effects_of
 from splitkit.scope import is_state_op
 from splitkit.symbols import concrete
@@ -60,6 +60,8 @@ class StandIn:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             args, kwargs = pytree.tree_map(self._fake, (self.args, self.kwargs))
             with ExitStack() as regions:
+                for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):  # the caller's
+                    regions.enter_context(torch.autocast(device, enabled=False))
                 for settings in self.autocast:
                     regions.callback(_torch.EXIT_AUTOCAST, _torch.ENTER_AUTOCAST(*settings))
                 return watch(self._callable(), *args, **kwargs)
@@ -79,13 +81,14 @@ class StandIn:
         if isinstance(leaf, torch.Tensor):
             shape, strides = self._plain(leaf.shape), self._plain(leaf.stride())
             made = torch.empty_strided(shape, strides, dtype=leaf.dtype, device=leaf.device)
-            return made.requires_grad_(leaf.requires_grad)
+            made = torch._neg_view(made) if leaf.is_neg() else made  # 2.11, 2.13, 2.15
+            return (made.conj() if leaf.is_conj() else made).requires_grad_(leaf.requires_grad)
         return hint(leaf, self.sizes) if isinstance(leaf, torch.SymInt) else leaf
 
     def _fingerprint(self, leaf: Any) -> Hashable:
         if isinstance(leaf, torch.Tensor):
             shape, strides = self._plain(leaf.shape), self._plain(leaf.stride())
-            return shape, strides, leaf.dtype, leaf.device, leaf.requires_grad
+            return shape, strides, leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_neg(), leaf.is_conj()
         return type(leaf).__name__, str(leaf)  # 1, 1.0 and True are equal, but not the same argument
 
     def _plain(self, sizes: Iterable[int | torch.SymInt]) -> tuple[int, ...]:
@@ -105,13 +108,13 @@ def stand_in(
 def value_in(root: nn.Module, node: Node) -> Any:
     """What ``node`` yields, as far as it is known without running the graph."""
     if node.op == "get_attr":
-        return operator.attrgetter(str(node.target))(root)
+        return attribute(root, str(node.target))
     return node.meta.get("val")
 
 
 def target_of(root: nn.Module, node: Node) -> Any:
     """What ``node`` calls: an op, a module or the name of a method."""
-    return operator.attrgetter(str(node.target))(root) if node.op == "call_module" else node.target
+    return attribute(root, str(node.target)) if node.op == "call_module" else node.target
 
 
 def acts(root: nn.Module, node: Node) -> bool:

@@ -16,8 +16,10 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit import _torch
+from splitkit.costs.sizes import tensors
 from splitkit.measure import measure_memory
 from splitkit.standins import acts, stand_in
+from splitkit.symbols import value_of
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Temporaries:
 
     def __call__(self, gm: fx.GraphModule, node: Node, autocast: Sequence[Node]) -> Inside:
         """What ``node`` takes in the autocast regions that ``autocast`` opens; nothing where it cannot run on fakes."""
-        if not (autocast or is_composite(node.target)) or acts(gm, node):
+        if not (autocast or is_composite(node.target) or _reads_lazily(node)) or acts(gm, node):
             return NOTHING
         call = stand_in(gm, node, self.sizes, autocast)
         key = call.key
@@ -74,6 +76,12 @@ def is_composite(target: object) -> bool:
     if isinstance(target, _torch.OpOverload):
         return _known(target)
     return target is not operator.getitem
+
+
+def _reads_lazily(node: Node) -> bool:
+    """Whether an argument is a conjugate or negative view, which the op may have to write out first."""
+    read = (t for n in node.all_input_nodes for t in tensors(value_of(n)))
+    return any(t.is_neg() or (t.is_complex() and t.is_conj()) for t in read)
 
 
 _known = cache(_torch.is_composite)

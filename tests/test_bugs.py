@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import json
 import operator
 import pickle
 import sys
@@ -19,9 +20,11 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import splitkit as sk
-from splitkit import _torch
+from splitkit import _torch, costs
+from splitkit.cli import main
 from splitkit.costs import unit
-from splitkit.errors import GraphError
+from splitkit.costs.keys import is_lasting, key_of
+from splitkit.errors import CostError, GraphError
 from splitkit.plan import Plan
 from splitkit.policies import RoundRobin
 from splitkit.rewrite import refine
@@ -890,3 +893,190 @@ def test_a_circle_through_nodes_that_the_host_and_a_part_share_was_not_seen():
     places = {"before": 0, "shared": [None, 1], "other": [None, 1], "after": 0, "last": 1}
     with pytest.raises(sk.CycleError):
         sk.split(graph_of(write), places)
+
+
+def _captured(forward, *inputs, **attributes):
+    model = type("Model", (nn.Module,), {"forward": forward})()
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    return sk.capture(model, *inputs)
+
+
+@pytest.mark.parametrize("record", [[10**400, 0], [1.0, 10**400], [True, False]])
+def test_a_cost_cache_with_numbers_that_are_no_seconds_was_an_overflow_error_or_believed(tmp_path, record):
+    file = tmp_path / "costs.json"
+    gm = _captured(lambda self, x: x.sin(), torch.ones(3))
+    costs.measured(gm, torch.ones(3), cache=file, min_run_time=1e-4)
+    damaged = json.loads(file.read_text())
+    for known in damaged["environments"].values():
+        known.update(dict.fromkeys(known, record))
+    file.write_text(json.dumps(damaged))
+    with pytest.warns(UserWarning, match="is no cost cache"):
+        found = costs.measured(gm, torch.ones(3), cache=file, min_run_time=1e-4)
+    assert sum(map(found.seconds, gm.graph.nodes)) < 0.5
+    assert "[1" not in file.read_text().replace(" ", "")
+
+
+def test_an_op_on_a_size_that_only_the_data_decides_took_no_time():
+    gm = _captured(lambda self, x: x[x > 0] * 2, torch.ones(64, 64))
+    (product,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+    (index,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.index.Tensor)
+    price = costs.roofline(gm, "cpu")
+    bound = 64 * 64 * 4  # nonzero yields as many at most, and says so
+    assert (price.nbytes(product), price.moved(product)) == (bound, 2 * bound)
+    assert price.seconds(product) == 2 * bound / price.device.bandwidth + price.device.launch
+    assert price.flops(index) == 64 * 64
+    assert price.seconds(index) > price.device.launch
+
+
+def test_ops_that_write_a_list_and_yield_nothing_cost_nothing():
+    gm = _captured(lambda self, x, y: (torch._foreach_add_([x, y], 1.0), x)[1], torch.ones(10), torch.ones(20))
+    (add,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten._foreach_add_.Scalar)
+    price = costs.roofline(gm, "cpu")
+    assert price.flops(add) == 30
+    assert price.moved(add) == 2 * 30 * 4
+    assert price.seconds(add) == 2 * 30 * 4 / price.device.bandwidth + price.device.launch
+
+
+@pytest.mark.parametrize("make", [costs.flops, costs.roofline, costs.unit])
+def test_prices_of_what_is_no_graph_were_an_attribute_error(make):
+    with pytest.raises(GraphError, match="SK101.*Linear"):
+        make(nn.Linear(2, 2))
+
+
+def test_a_peak_that_was_changed_changed_the_device_for_everyone():
+    rate = costs.devices()["a100"].rate(torch.float32)
+    gm = _captured(lambda self, x: x.sin(), torch.ones(3))
+    costs.devices()["a100"].peak["float32"] = 1
+    costs.roofline(gm, "a100").device.peak["float32"] = 1
+    assert costs.roofline(gm, "a100").device.rate(torch.float32) == rate
+
+
+def test_numbers_of_numpy_were_no_numbers_to_devices_and_links():
+    device = costs.Device("mine", {"float32": np.float32(2e12)}, np.int64(10**9), np.int64(10**9))
+    assert device.rate(torch.float32) == np.float32(2e12)
+    assert costs.Links.uniform(np.float32(1e9)).seconds(0, 1, np.int64(10**9)) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: costs.Links.matrix([[1, 2], [3]]),
+        lambda: costs.Links.matrix([[0, 1], [1, 0]], latency="soon"),
+        lambda: costs.Links.measured(["cpu:0", "meta"]),
+        lambda: costs.Links.measured(["cpu:0", "cpu:1"], sizes=(1.5, 2)),
+        lambda: costs.Links.uniform(1e9).seconds(0, 1, "5"),
+    ],
+)
+def test_links_described_wrongly_were_raw_errors(make):
+    with pytest.raises(CostError, match="SK322"):
+        make()
+
+
+def test_a_measured_op_on_a_conjugate_had_the_key_of_one_without():
+    """`conj()` leaves a bit to whoever reads the tensor, and costs that reader a pass over it."""
+
+    def twice(self, x):
+        return x @ x, x.conj() @ x
+
+    x = torch.randn(16, 16, dtype=torch.complex64)
+    gm = _captured(twice, x)
+    products = [n for n in gm.graph.nodes if n.target is torch.ops.aten.matmul.default]
+    keys = [key_of(n, n.target, (v, x), {}) for n, v in zip(products, (x, x.conj()), strict=True)]
+    assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda gm: costs.measured(gm, None, cache=False), "SK324.*NoneType"),
+        (lambda gm: costs.measured(gm, torch.ones(3), None, cache=False), "SK321.*None"),
+        (lambda gm: costs.measured(gm, torch.ones(3, device="meta"), cache=False), "SK324.*meta"),
+    ],
+)
+def test_measuring_without_inputs_or_a_device_was_an_error_that_did_not_say_so(call, said):
+    with pytest.raises(CostError, match=said):
+        call(_captured(lambda self, x: x.sin(), torch.ones(3)))
+
+
+def test_a_constant_of_a_captured_graph_was_measured_as_made_by_the_op_that_copies_it():
+    """So the measured peak missed it where it lay before that op."""
+
+    def forward(self, x):
+        return (x @ torch.ones(16, 2000)).sum() + torch.tensor([1.0] * 1000)
+
+    x = torch.ones(8, 16)
+    gm = _captured(forward, x)
+    with torch.no_grad():
+        measured = sk.measure_memory(gm, x)
+    simulated = sk.simulate_memory(gm)
+    assert simulated.baseline == measured.baseline == 8 * 16 * 4 + 4000
+    assert simulated.peak == measured.peak
+
+
+class _Nothing(nn.Module):
+    def forward(self, x, *, allocator=None):
+        return x if allocator is None else x + allocator
+
+
+def no_bytes():
+    return _Nothing(), (torch.zeros(0),)
+
+
+def an_input_called_allocator():
+    return _Nothing(), (torch.zeros(3),), {"allocator": torch.zeros(3)}
+
+
+@pytest.mark.parametrize("factory", [no_bytes, an_input_called_allocator])
+def test_profile_divided_by_a_peak_of_0_and_took_an_input_for_its_own_option(factory, capsys):
+    assert main(["profile", f"{__file__}:{factory.__name__}", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["predicted"] == row["measured"]
+    assert row["error"] == 0
+
+
+class _Views(nn.Module):
+    """Of what the second part takes, two values are views of one memory, and one repeats a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 4)
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.second(y.view(-1).view(8, 64)) + self.second(y) + self.second(y[:1, :1].expand(8, 64))
+
+
+def views_between_parts():
+    return _Views(), (torch.randn(8, 16),)
+
+
+def test_profile_measured_parts_on_copies_of_views_that_no_longer_shared_memory(capsys):
+    policy = "ByName({'first': 0, 'second': 1, '*': 0})"
+    words = ["profile", f"{__file__}:views_between_parts", "--policy", policy, "--on-cycle", "refine", "--json"]
+    assert main([*words, "--forward-only"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert len(rows) > 2
+    assert [row["error"] for row in rows] == [0] * len(rows)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (nn.Upsample(size=[4, 4]), nn.Upsample(size=[512, 512])),
+        (nn.Unflatten(1, [2, 8]), nn.Unflatten(1, [8, 2])),
+        (
+            nn.TransformerEncoderLayer(16, 2, activation=torch.tanh),
+            nn.TransformerEncoderLayer(16, 2, activation=F.silu),
+        ),
+    ],
+)
+def test_modules_that_differ_in_a_list_or_a_function_had_one_measured_time(one, other):
+    def key(module):
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        return key_of(graph.call_module("m", (x,)), module, (torch.ones(1, 16, 16),), {})
+
+    assert key(one) != key(other)
+    assert key(one) == key(copy.deepcopy(one))
+    assert is_lasting(key(one))

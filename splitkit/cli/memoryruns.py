@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from splitkit._torch import pytree
+from splitkit.costs.private import copied
 from splitkit.joint import Joint, capture_joint
 from splitkit.measure import MeasuredMemory, measure_memory
 from splitkit.memory import MemoryProfile, simulate_memory
@@ -25,17 +26,17 @@ if TYPE_CHECKING:
 def forward(module: nn.Module, example: Example, seed: int) -> MeasuredMemory:
     """One forward without autograd."""
     with torch.no_grad(), _as_it_was(module, seed):
-        return measure_memory(module, *example.args, allocator=True, **example.kwargs)
+        # a partial: an input of the model may be called `allocator`
+        return measure_memory(partial(module, *example.args, **example.kwargs), allocator=True)
 
 
 def parts(split: Split, example: Example, seed: int) -> list[MeasuredMemory]:
-    """Each part alone, on copies of what it is given in a run of the whole."""
+    """Each part alone, on copies of what it is given in a run of the whole, which share memory as that does."""
     measured: list[MeasuredMemory] = []
 
     def measure(part: nn.Module, args: tuple[Any, ...]) -> None:
-        copies = pytree.tree_map_only(torch.Tensor, torch.clone, args)
         with _as_it_was(part, seed):
-            measured.append(measure_memory(part.forward, *copies, allocator=True))
+            measured.append(measure_memory(part.forward, *copied(args), allocator=True))
 
     hooks = [part.register_forward_pre_hook(measure) for part in split.parts.values()]
     try:

@@ -16,6 +16,7 @@ import platform
 import tempfile
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -132,8 +133,11 @@ def _records(found: object) -> dict[str, Record]:
 
 def _record(value: object) -> Record:
     match value:
-        case [int() | float() as seconds, int() as workspace] if math.isfinite(seconds) and min(value) >= 0:
-            return Record(float(seconds), workspace)
+        case [bool(), _] | [_, bool()]:
+            pass
+        case [int() | float() as seconds, int() as workspace] if 0 <= seconds < math.inf and 0 <= workspace < 2**63:
+            with suppress(OverflowError):  # an integer that no float can hold
+                return Record(float(seconds), workspace)
     raise ValueError(f"{value!r:.40} is no record")
 
 

@@ -7,7 +7,7 @@ is what the counter reports for a real run. An op without a formula counts the e
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from splitkit._torch import pytree
 from splitkit.costs.formulas import FORMULAS, attention_backward_flops, attention_flops, formulas_for
-from splitkit.costs.sizes import elements, read_bytes, require_values, tensors, value_bytes
+from splitkit.costs.sizes import elements, graph_of, read_bytes, require_values, tensors, value_bytes
 from splitkit.effects import storage_key
 from splitkit.standins import StandIn, acts, hint, hints, stand_in, value_in
+from splitkit.symbols import value_of
 
 __all__ = ["FORMULAS", "Count", "Flops", "bodies", "flops", "name_of", "rounds"]
 
@@ -34,9 +35,9 @@ def flops(gm: fx.GraphModule) -> Flops:
     """Costs by FLOPs, counted for each node when it is first asked for.
 
     Raises:
-        GraphError: SK102 when nodes have no ``meta["val"]``.
+        GraphError: SK101 when it is no graph, SK102 when nodes have no ``meta["val"]``.
     """
-    require_values(gm.graph)
+    require_values(graph_of(gm))
     return Flops(gm)
 
 
@@ -106,7 +107,7 @@ class Flops:
         call = stand_in(root, node)
         key = call.key
         if key not in self._seen:
-            self._seen[key] = _run(call)
+            self._seen[key] = _run(call, node)
         return self._seen[key]
 
     def _of_higher_order(self, root: nn.Module, node: Node) -> Count:
@@ -162,8 +163,8 @@ def rounds(node: Node) -> int:
     return 1 if stacked is None else hint(stacked.shape[0])
 
 
-def _run(call: StandIn) -> Count:
-    """Run the call under the counter."""
+def _run(call: StandIn, node: Node) -> Count:
+    """Run the call of ``node`` under the counter."""
     counter = FlopCounterMode(display=False, custom_mapping=formulas_for(call.target))
 
     def counted(target: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -173,10 +174,11 @@ def _run(call: StandIn) -> Count:
     try:
         result, inputs = call.run(counted)
     except Exception:  # a custom op without a fake, or a size that only the data decides
-        return Count(counter.get_total_flops(), 0)
+        return Count(counter.get_total_flops(), sum(map(elements, tensors(value_of(node)))))
     made = list(tensors(result))
     fresh = _fresh(call.target, made, inputs)
     written = sum(elements(t) for t, own in zip(made, fresh, strict=True) if own)
+    written += sum(map(elements, tensors(changed(call.target, *inputs))))
     return Count(counter.get_total_flops(), written, _fused(counter), fresh)
 
 
@@ -193,6 +195,15 @@ def _fresh(target: Any, made: list[torch.Tensor], inputs: Any) -> tuple[bool, ..
         return (True,) * len(made)
     held = {storage_key(t) for t in tensors(inputs)}
     return tuple(storage_key(t) not in held for t in made)
+
+
+def changed(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an op writes and does not give back, as ``_foreach_add_`` and fused optimizers do."""
+    schema = getattr(target, "_schema", None)  # OpOverload._schema, .returns, .alias_info: 2.11, 2.13, 2.15
+    if schema is None or schema.returns:
+        return []
+    written = [(i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
+    return [args[i] if i < len(args) else kwargs.get(name) for i, name in written]
 
 
 def _allocates(target: Any) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -86,23 +87,23 @@ def _check(device: Device) -> None:
             raise CostError("SK320", f"{where}: peak has an unknown dtype {dtype!r}", _nearest(str(dtype), _PEAKS))
         _positive(f"{where}: peak of {dtype}", peak, "FLOP/s")
     _positive(f"{where}: bandwidth", device.bandwidth, "bytes a second")
-    _positive(f"{where}: memory", device.memory, "bytes, a whole number", int)
+    _positive(f"{where}: memory", device.memory, "bytes, a whole number", numbers.Integral)
     if not _number(device.launch) or not 0 <= device.launch < math.inf:
         raise CostError("SK320", f"{where}: launch is {device.launch!r}", "Give seconds, 0 or more.")
 
 
-def _positive(what: str, value: object, unit: str, kind: Any = (int, float)) -> None:
+def _positive(what: str, value: object, unit: str, kind: Any = numbers.Real) -> None:
     if not _number(value, kind) or not 0 < value < math.inf:  # type: ignore[operator]
         raise CostError("SK320", f"{what} is {value!r}", f"Give a positive number of {unit}.")
 
 
-def _number(value: object, kind: Any = (int, float)) -> bool:
+def _number(value: object, kind: Any = numbers.Real) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def devices() -> dict[str, Device]:
     """The devices that splitkit knows, by name: cpu, a100, h100, h200, rtx-4090, l4."""
-    return dict(_known())
+    return {name: replace(device) for name, device in _known().items()}  # copies: a peak can be changed
 
 
 @cache
@@ -172,7 +173,7 @@ def find_device(device: str | Device) -> Device:
             f"no device is called {device!r}",
             f"Known are {', '.join(_known())}; describe yours with Device(...) or in a file for load_devices.",
         )
-    return by_name[_plain(device)]
+    return replace(by_name[_plain(device)])
 
 
 def _plain(name: str) -> str:

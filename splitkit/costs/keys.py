@@ -89,13 +89,14 @@ def _text(value: Any) -> str:
 
 
 def _tensor(tensor: torch.Tensor) -> str:
-    """Type, sizes, strides unless contiguous, device unless it is the CPU."""
+    """Type, sizes, strides unless contiguous, what is left to be done, device unless it is the CPU."""
     text = f"{_dtype(tensor.dtype)}[{_sizes(tensor.shape)}"
     if tensor.layout != torch.strided or tensor.is_nested:
         text += f"|{tensor.layout}"
     elif not tensor.is_contiguous():
         text += f"|{_sizes(tensor.stride())}"
     text += "]"
+    text += ".conj" * tensor.is_conj() + ".neg" * tensor.is_neg()  # resolved by whoever reads it
     text += "" if tensor.device.type == "cpu" else f"@{tensor.device.type}"
     return text if type(tensor) in _TENSOR_TYPES else f"{type(tensor).__qualname__}:{text}"
 
@@ -110,22 +111,35 @@ def _sizes(sizes: Iterable[Any]) -> str:
 
 def _module(module: nn.Module) -> str:
     """The class, and a digest of everything that a module of it is made of."""
+    parts = [*_parts(module)]
     if isinstance(module, fx.GraphModule):
-        return f"graph#{_digest([module.code, *_parts(module)])}"
+        return f"graph#{_digest(parts)}"
     name = f"{type(module).__module__}.{type(module).__qualname__}"
-    return f"{name}#{_digest(_parts(module))}" if is_lasting(name) else _own(name, module)
+    return f"{name}#{_digest(parts)}" if all(map(is_lasting, (name, *parts))) else f"{name}<{id(module)}>"
 
 
 def _parts(module: nn.Module) -> Iterable[str]:
     for path, part in module.named_modules():
-        plain = {name: value for name, value in vars(part).items() if _is_plain(value)}
-        yield f"{path} {type(part).__qualname__} {sorted(plain.items())!r}"
+        if isinstance(part, fx.GraphModule):  # its code says all
+            yield f"{path} {_digest([part.code])} {part.training}"
+            continue
+        own = [f"{name}={_setting(value)}" for name, value in vars(part).items() if name not in _MACHINERY]
+        yield f"{path} {type(part).__qualname__} {sorted(own)}"
     for path, tensor in [*module.named_parameters(), *module.named_buffers()]:
         yield f"{path} {_tensor(tensor)}"
 
 
-def _is_plain(value: Any) -> bool:
-    return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, _PLAIN)
+_MACHINERY = frozenset(vars(nn.Module())) - {"training"}
+"""What every module has: parameters and parts, which are told apart otherwise, and hooks."""
+
+
+def _setting(value: Any) -> str:
+    """What an attribute of a module says: sizes, switches, the activation; of other objects only what they are."""
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(_setting, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_setting(k)}: {_setting(v)}' for k, v in value.items())}}}"
+    return _text(value) if isinstance(value, (torch.Tensor, *_PLAIN, *_NAMED)) else type(value).__qualname__
 
 
 def _digest(lines: Iterable[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -47,7 +48,7 @@ class Link:
 
 
 def _number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    return not isinstance(value, bool) and isinstance(value, numbers.Real) and not math.isnan(value)
 
 
 # Bandwidths are peaks of one direction: vendors add both up for NVLink. Latencies are in no data sheet: these are round
@@ -147,7 +148,10 @@ class Links:
         Raises:
             CostError: SK322 if the shapes do not fit or a figure makes no sense; names the pair.
         """
-        speeds, waits = np.asarray(bandwidth, float), np.asarray(latency, float)
+        try:
+            speeds, waits = np.asarray(bandwidth, float), np.asarray(latency, float)
+        except (TypeError, ValueError) as error:
+            raise CostError("SK322", f"bandwidth or latency is no matrix: {error}", "Give rows of numbers.") from error
         if speeds.ndim != 2 or speeds.shape[0] != speeds.shape[1]:
             raise CostError("SK322", f"bandwidth has the shape {speeds.shape}", "Give a square matrix.")
         if waits.ndim and waits.shape != speeds.shape:
@@ -182,7 +186,7 @@ class Links:
         names = [_name(device) for device in devices]
         if len(set(names)) < 2 or len(set(names)) != len(names):
             raise CostError("SK322", f"{names} are not two or more distinct devices", "Name each once, two at least.")
-        if len(set(sizes)) < 2 or min(sizes) < 1:
+        if not all(isinstance(n, int) for n in sizes) or len(set(sizes)) < 2 or min(sizes) < 1:
             raise CostError("SK322", f"sizes are {list(sizes)}", "Give two or more positive sizes in bytes.")
         pairs = {}
         for source, target in ((a, b) for a in names for b in names if a != b):
@@ -210,9 +214,9 @@ class Links:
         """Seconds to send ``nbytes`` in one message; 0 within one device.
 
         Raises:
-            CostError: SK322 if there is no such link, or ``nbytes`` is negative.
+            CostError: SK322 if there is no such link, or ``nbytes`` is no number, or negative.
         """
-        if not nbytes >= 0:
+        if not _number(nbytes) or nbytes < 0:
             raise CostError("SK322", f"{nbytes} bytes from {source} to {target}", "Give 0 or more.")
         return 0.0 if _name(source) == _name(target) else self.link(source, target).seconds(nbytes)
 
@@ -262,6 +266,7 @@ def _copy_seconds(source: str, target: str, nbytes: int, repeats: int = 10) -> f
     try:
         sent = torch.ones(nbytes, dtype=torch.uint8, device=source)
         received = torch.empty(nbytes, dtype=torch.uint8, device=target)
+        _wait((sent.device, received.device))  # on meta nothing is copied
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # AssertionError: torch without CUDA
         raise CostError("SK322", f"{source} or {target} does not exist: {error}", "Name devices that do.") from error
     received.copy_(sent)  # the first copy between two GPUs sets up their peering

@@ -45,11 +45,11 @@ class Private:
         """Copies of inputs, one for each placeholder.
 
         Raises:
-            CostError: SK324 when the graph does not take them.
+            CostError: SK324 when the graph does not take them, or they have no data.
         """
         values = _placeholders(self._root, inputs)
         values = pytree.tree_map_only(torch.Generator, torch.Generator.clone_state, values)
-        return pytree.tree_map_only(torch.Tensor, lambda t: t.to(self.device), copied(values))
+        return pytree.tree_map_only(torch.Tensor, self._placed, copied(values))
 
     def attribute(self, target: str) -> Any:
         """The private version of an attribute of the graph: a tensor, the body of a higher-order op, a constant."""
@@ -81,8 +81,13 @@ class Private:
         if id(tensor) not in self._tensors:
             own = tensor.detach()
             own = copy.deepcopy(own, self._memo) if id(tensor) in self._written else own
-            self._tensors[id(tensor)] = own.to(self.device)
+            self._tensors[id(tensor)] = self._placed(own)
         return self._tensors[id(tensor)]
+
+    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            raise unfit(f"a tensor of shape {list(tensor.shape)} lies on meta and has no data")
+        return tensor.to(self.device)
 
     def _move_devices(self, gm: fx.GraphModule) -> None:
         for node in gm.graph.nodes:
@@ -98,7 +103,7 @@ def find_device(device: torch.device | str) -> torch.device:
     """
     try:
         found = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise _no_device(str(device), str(error)) from error
     if found.type not in ("cpu", "cuda"):
         raise _no_device(str(found), "only CPUs and CUDA devices can be timed")
@@ -122,6 +127,8 @@ def _placeholders(gm: fx.GraphModule, inputs: Any) -> list[Any]:
     graph.set_codegen(codegen)
     args = () if isinstance(inputs, Mapping) else (inputs,) if isinstance(inputs, torch.Tensor) else inputs
     kwargs = inputs if isinstance(inputs, Mapping) else {}
+    if not isinstance(args, (tuple, list)):
+        raise unfit(f"a {type(inputs).__name__} is neither a tuple, a dict nor a tensor")
     try:
         return list(fx.GraphModule(torch.nn.Module(), graph)(*args, **kwargs))
     except Exception as error:

@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from splitkit.costs.counting import Count, Flops, bodies, rounds
 from splitkit.costs.devices import Device, find_device
-from splitkit.costs.sizes import require_values, tensors
+from splitkit.costs.sizes import graph_of, require_values, tensors
 from splitkit.costs.traffic import moved_bytes, operands, written_bytes
 from splitkit.scope import Scope, region_kind, scopes
 from splitkit.symbols import value_of
@@ -35,10 +35,10 @@ def roofline(gm: fx.GraphModule, device: str | Device = "a100", *, tf32: bool = 
         tf32: whether products of float32 may be rounded, as by ``torch.set_float32_matmul_precision("high")``.
 
     Raises:
-        GraphError: SK102 when nodes have no ``meta["val"]``.
+        GraphError: SK101 when it is no graph, SK102 when nodes have no ``meta["val"]``.
         CostError: SK321 when no device is called so.
     """
-    require_values(gm.graph)
+    require_values(graph_of(gm))
     return Roofline(gm, find_device(device), tf32)
 
 
@@ -69,7 +69,7 @@ class Roofline:
             inner = [self._of_body(body) for body in bodies(self.gm, node)]
             if inner:
                 return max(inner) if node.target is torch.ops.higher_order.cond else sum(inner) * rounds(node)
-        if not count.counted and not written_bytes(node, count):
+        if not count.counted and not written_bytes(self.gm, node, count):
             return 0.0
         compute = count.flops / self.device.rate(self._dtype(node, count))
         return max(compute, self.moved(node) / self.device.bandwidth) + self.device.launch

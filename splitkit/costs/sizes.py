@@ -11,10 +11,10 @@ import torch
 from torch import fx, nn
 from torch.fx import Node
 
-from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.errors import GraphError
 from splitkit.scope import is_state_op
+from splitkit.standins import hint
 from splitkit.symbols import value_of
 
 
@@ -26,11 +26,11 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def elements(tensor: torch.Tensor) -> int:
-    """Number of elements; a symbolic size is taken as seen at capture, one that only the data decides as 0."""
-    try:
-        return prod(_torch.size_hint(size) for size in tensor.shape)
-    except TypeError:
-        return 0
+    """Number of elements; a symbolic size is taken as seen at capture.
+
+    One that only the data decides counts as the upper bound that the model states, as 1 where it states none.
+    """
+    return prod(map(hint, tensor.shape))
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
@@ -65,14 +65,34 @@ def _owned(value: object) -> Iterable[torch.Tensor]:
     return ()
 
 
+def graph_of(gm: object) -> fx.Graph:
+    """The graph of a graph module.
+
+    Raises:
+        GraphError: SK101 if it is none.
+    """
+    if isinstance(gm, fx.GraphModule):
+        return gm.graph
+    raise GraphError(
+        "SK101",
+        f"nodes have prices in a torch.fx.GraphModule, not in a {type(gm).__name__}",
+        "Capture the model first: gm = splitkit.capture(model, *example_inputs).",
+    )
+
+
 def missing(graph: fx.Graph) -> list[Node]:
     """The nodes whose price needs a ``meta["val"]`` that is not there."""
     inert = ("get_attr", "output")
     return [
         node
         for node in graph.nodes
-        if "val" not in node.meta and node.op not in inert and node.users and not is_state_op(node)
-    ]  # what nobody reads, such as the call of export's guards, has no price that matters
+        if "val" not in node.meta and node.op not in inert and not is_state_op(node) and not _is_check(node)
+    ]
+
+
+def _is_check(node: Node) -> bool:
+    """Whether the node is the module that export lets check the inputs of a graph."""
+    return node.op == "call_module" and not node.users and node.target == "_guards_fn"  # 2.11, 2.13, 2.15
 
 
 def require_values(graph: fx.Graph, but: Callable[[Node], bool] = lambda node: False) -> None:

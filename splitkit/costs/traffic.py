@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from functools import partial
 from math import prod
 
 import torch
@@ -11,7 +12,7 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit._torch import pytree
-from splitkit.costs.counting import Count, name_of
+from splitkit.costs.counting import Count, changed, name_of
 from splitkit.costs.sizes import elements, tensor_bytes, tensors
 from splitkit.effects import storage_key
 from splitkit.standins import hints, target_of, value_in
@@ -40,9 +41,12 @@ def operands(root: fx.GraphModule, node: Node) -> list[torch.Tensor]:
     return given + owned
 
 
-def written_bytes(node: Node, count: Count) -> int:
-    """Bytes of the results that are neither views nor memory that nobody filled."""
+def written_bytes(root: fx.GraphModule, node: Node, count: Count) -> int:
+    """Bytes of the results that are neither views nor memory that nobody filled, and of arguments written instead."""
     made, fresh = list(tensors(value_of(node))), count.fresh
+    if not made and count.written:
+        written = fx.map_arg(changed(node.target, node.args, node.kwargs), partial(value_in, root))
+        return sum(map(tensor_bytes, tensors(written)))
     if fresh == ():
         return 0
     if fresh is None or len(fresh) != len(made):  # it could not be run: all of it
@@ -55,7 +59,7 @@ def moved_bytes(root: fx.GraphModule, node: Node, count: Count) -> int:
 
     A gather reads the rows that it yields, and a scatter in place touches the rows that it is given.
     """
-    written = written_bytes(node, count)
+    written = written_bytes(root, node, count)
     read = operands(root, node)
     name = _name(root, node)
     if not read:

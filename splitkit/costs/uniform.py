@@ -8,12 +8,17 @@ from dataclasses import dataclass
 from torch import fx
 from torch.fx import Node
 
-from splitkit.costs.sizes import read_bytes, value_bytes
+from splitkit.costs.sizes import graph_of, read_bytes, value_bytes
 from splitkit.scope import is_state_op
 
 
 def unit(gm: fx.GraphModule) -> Unit:
-    """One second and one FLOP for every node that a policy places."""
+    """One second and one FLOP for every node that a policy places.
+
+    Raises:
+        GraphError: SK101 when it is no graph.
+    """
+    graph_of(gm)
     return Unit(gm)
 
 

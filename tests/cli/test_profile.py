@@ -85,7 +85,9 @@ def test_costs_of_training_say_so(call):
 
 def test_costs_of_a_device_of_ones_own(call, tmp_path):
     path = tmp_path / "devices.toml"
-    path.write_text('[mine]\nbandwidth = 1e12\nmemory = 1_000_000_000\nsource = "a guess"\n[mine.peak]\nfloat32 = 1e13\n')
+    path.write_text(
+        '[mine]\nbandwidth = 1e12\nmemory = 1_000_000_000\nsource = "a guess"\n[mine.peak]\nfloat32 = 1e13\n'
+    )
     code, out, err = call("plan", "gpt2", *TINY, "--stages", "2", "--costs", f"roofline:{path}:mine")
     assert code == 0 and "roofline of mine" in out, err
     code, _, err = call("plan", "gpt2", *TINY, "--stages", "2", "--costs", f"roofline:{path}:yours")

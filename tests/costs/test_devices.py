@@ -55,7 +55,7 @@ def test_the_table_cannot_be_changed_by_its_readers():
 
 @pytest.mark.parametrize("name", ["rtx-4090", "RTX 4090", "rtx4090", "Rtx_4090"])
 def test_names_are_found_in_any_spelling(name):
-    assert find_device(name) is devices()["rtx-4090"]
+    assert find_device(name) == devices()["rtx-4090"]
 
 
 def test_rates_of_dtypes_that_a_device_does_not_have():

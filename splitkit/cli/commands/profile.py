@@ -79,7 +79,8 @@ def _row(what: str, profile: MemoryProfile) -> dict[str, Any]:
 
 
 def _measured(found: MeasuredMemory, predicted: int) -> dict[str, Any]:
-    return {"measured": found.peak, "error": predicted / found.peak - 1, "allocator": found.allocator_peak}
+    error = predicted / found.peak - 1 if found.peak else float(predicted > 0)
+    return {"measured": found.peak, "error": error, "allocator": found.allocator_peak}
 
 
 def _text(data: dict[str, Any], args: Namespace) -> list[RenderableType]:

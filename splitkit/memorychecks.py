@@ -1,0 +1,91 @@
+"""What `simulate_memory` is given: is it a graph, and do the options make sense?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Protocol, TypeGuard, runtime_checkable
+
+from torch import fx
+from torch.fx import Node
+
+from splitkit._torch import pytree
+from splitkit.errors import GraphError
+from splitkit.symbols import symbols_of, value_of
+
+
+@runtime_checkable
+class SplitLike(Protocol):
+    """What `simulate_memory` reads of a `splitkit.Split`."""
+
+    @property
+    def module(self) -> fx.GraphModule:
+        """The parent."""
+
+    @property
+    def parts(self) -> Mapping[Hashable, fx.GraphModule]:
+        """Its parts."""
+
+
+def check(graph: object, backward: object, user_outputs: object, sizes: Mapping[str, object], block: object) -> None:
+    """Refuse what is no graph, and options that make no sense."""
+    is_split = not isinstance(graph, fx.GraphModule) and isinstance(graph, SplitLike)
+    for given in (graph.module if isinstance(graph, SplitLike) and is_split else graph, backward):
+        if given is not None and not isinstance(given, fx.GraphModule):
+            raise GraphError(
+                "SK101",
+                f"memory is simulated of a torch.fx.GraphModule or a Split, not of {type(given).__name__}",
+                "Capture the model first: gm = splitkit.capture(model, *example_inputs).",
+            )
+    if is_split and backward is not None:
+        raise unfit("a Split is no forward graph of a pair", "Take the graphs of splitkit.capture_joint(...).split.")
+    if not _is_whole(block) or block < 1:
+        raise unfit(f"block is {block!r}", "Give a whole number of bytes, 1 or more, such as CUDA_BLOCK.")
+    gm = graph.module if is_split and isinstance(graph, SplitLike) else graph
+    known_symbols = _symbols(gm, backward) if sizes else set()
+    for name, bound in sizes.items():
+        if name not in known_symbols:
+            raise unfit(f"sizes names {name!r}, which the graph has not", f"It has {', '.join(sorted(known_symbols))}.")
+        if not _is_whole(bound) or bound < 0:
+            raise unfit(f"sizes[{name!r}] is {bound!r}", "Give a whole number, 0 or more.")
+    if user_outputs is not None and backward is None:
+        raise unfit("user_outputs goes with a backward graph", "Leave it out.")
+    if isinstance(graph, fx.GraphModule) and user_outputs is not None:
+        known = len(tuple(_leaves(graph)))
+        if not _is_whole(user_outputs) or not 0 <= user_outputs <= known:
+            raise unfit(f"user_outputs is {user_outputs!r}", f"forward has {known} outputs.")
+
+
+def _symbols(*graphs: object) -> set[str]:
+    nodes = (node for gm in graphs if isinstance(gm, fx.GraphModule) for node in gm.graph.nodes)
+    values = (leaf for node in nodes for leaf in pytree.tree_leaves(value_of(node)))
+    return {str(symbol) for value in values for symbol in symbols_of(value)}
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _leaves(gm: fx.GraphModule) -> Iterable[object]:
+    leaves: list[object] = pytree.tree_leaves(gm.graph.output_node().args)
+    return leaves
+
+
+def unfit(reason: str, remedy: str) -> GraphError:
+    """SK110."""
+    return GraphError("SK110", reason, remedy)
+
+
+def checked(workspace: Callable[[Node], int] | None) -> Callable[[Node], int]:
+    """The same function, which refuses what is no number of bytes."""
+    if workspace is None:
+        return lambda node: 0
+    if not callable(workspace):
+        raise unfit(f"workspace is {workspace!r}", "Give a function from a node to bytes.")
+
+    def known(node: Node) -> int:
+        nbytes = workspace(node)
+        if not _is_whole(nbytes) or nbytes < 0:
+            raise unfit(f"workspace gives {nbytes!r} for {node.name}", "Give bytes, 0 or more.")
+        return nbytes
+
+    return known
