@@ -13,6 +13,16 @@ def _one_seed_one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    _leave_autocast()
+
+
+def _leave_autocast():
+    """Regions that interleave leave torch's count of open ones too high; with it, casts of weights are never dropped."""
+    torch.autocast_increment_nesting()
+    while torch.autocast_decrement_nesting() > 0:
+        pass
+    torch.clear_autocast_cache()
 
 
 @pytest.fixture
