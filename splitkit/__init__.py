@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from splitkit.errors import PolicyError as PolicyError
     from splitkit.errors import SplitError as SplitError
     from splitkit.fakes import propagate as propagate
+    from splitkit.frontier import Frontier as Frontier
     from splitkit.inline import inline as inline
     from splitkit.joint import Joint as Joint
     from splitkit.joint import JointSignature as JointSignature
@@ -68,6 +69,7 @@ _HOME = {
     "HOST": "plan",
     "Comparison": "compare",
     "Dataflow": "dataflow",
+    "Frontier": "frontier",
     "Joint": "joint",
     "JointSignature": "joint",
     "MeasuredMemory": "measure",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -48,13 +48,22 @@ def trace_joint(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     Placeholders and outputs carry descriptors (``meta["desc"]``), nodes their values (``meta["val"]``) and module
     paths.
     """
-    # The LSTM of mkldnn keeps for backward what its fake kernel does not show: it is taken apart instead.
-    onednn = torch.backends.mkldnn.flags(enabled=False)
-    with onednn, torch._dynamo.config.patch(_FIXED), torch.fx.traceback.preserve_node_meta():
+    with _without_onednn(), torch._dynamo.config.patch(_FIXED), torch.fx.traceback.preserve_node_meta():
         captured = dynamo_graph_capture_for_export(module)(*args, **kwargs)
-    with torch.backends.mkldnn.flags(enabled=False), tracing(captured.meta["tracing_context"]), ExitStack() as stack:
+    with _without_onednn(), tracing(captured.meta["tracing_context"]), ExitStack() as stack:
         described = aot_export_joint_with_descriptors(stack, captured, args, dict(kwargs))
     return described.graph_module
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """The LSTM of oneDNN keeps for backward what its fake kernel does not show: it is taken apart instead."""
+    before = torch._C._get_mkldnn_enabled()  # torch.backends.mkldnn.flags warns of TF32: 2.11, 2.13, 2.15
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def line_of(error: BaseException) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from splitkit.backward_order import EmissionOrder, crossing
 from splitkit.complete import check
 from splitkit.costs import Costs
 from splitkit.errors import CycleError, PlanError
@@ -96,12 +97,14 @@ def divide(flow: JointFlow, policy: PolicyLike, costs: Costs) -> Pair:
     check(flow, plan)
     _check_effects(flow, plan)
     _check_order(flow, plan)
-    crossing = _crossing(flow, plan)
-    sizes = [n for n in crossing if is_size(n)]
-    saved = sorted((n for n in crossing if not is_size(n)), key=_rank)
+    taken = crossing(flow, plan)
+    sizes = [n for n in taken if is_size(n)]
+    saved = sorted((n for n in taken if not is_size(n)), key=_rank)
     primals = [n for n in flow.graph.find_nodes(op="placeholder") if n not in flow.backward_inputs]
-    forward = _emit(flow, plan, FORWARD, primals, [*flow.outputs, *saved, *sizes])
-    backward = _emit(flow, plan, BACKWARD, [*sizes, *saved, *flow.backward_inputs], flow.gradients)
+    order = EmissionOrder(flow)
+    forward = _emit(flow, order.forward(plan.members(FORWARD), taken), primals, [*flow.outputs, *saved, *sizes])
+    given = [*sizes, *saved, *flow.backward_inputs]
+    backward = _emit(flow, order.backward(plan.members(BACKWARD)), given, flow.gradients)
     names, numbers = (tuple(n.name for n in group) for group in (saved, sizes))
     return Pair(forward, backward, flow.forward_outputs, names, numbers, plan)
 
@@ -180,16 +183,6 @@ def _nodes(values: Iterable[object]) -> Iterator[Node]:
     return (value for value in values if isinstance(value, Node))
 
 
-def _crossing(flow: JointFlow, plan: Plan) -> list[Node]:
-    """What backward takes from forward, in graph order: all that it reads and does not compute, and the sizes of it."""
-    read = dict.fromkeys(r for n in plan.members(BACKWARD) for r in n.all_input_nodes if n.op != "placeholder")
-    read |= dict.fromkeys(_nodes(flow.gradients))
-    taken = {n for n in read if BACKWARD not in plan[n]}
-    for value in (*taken, *flow.backward_inputs):
-        taken |= {s for s in flow.symbols(value) if BACKWARD not in plan[s]}
-    return sorted(taken, key=flow.index.__getitem__)
-
-
 def _rank(node: Node) -> tuple[bool, bool]:
     """Where a saved value stands: objects after tensors, and those last whose version autograd does not check.
 
@@ -198,14 +191,12 @@ def _rank(node: Node) -> tuple[bool, bool]:
     return not isinstance(value_of(node), torch.Tensor), bool(node.meta.get("saved_tensor_with_no_vc_check"))
 
 
-def _emit(
-    flow: JointFlow, plan: Plan, key: PartKey, inputs: Sequence[Node], outputs: Sequence[object]
-) -> fx.GraphModule:
+def _emit(flow: JointFlow, nodes: Iterable[Node], inputs: Sequence[Node], outputs: Sequence[object]) -> fx.GraphModule:
     graph, env = fx.Graph(), dict[Node, Node]()
     for node in inputs:
         env[node] = graph.placeholder(node.name)
         env[node].meta = dict(node.meta)
-    for node in plan.members(key):
+    for node in nodes:
         if node not in env:
             env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(tuple(_copied(value, env) for value in outputs))

@@ -18,7 +18,7 @@ def _one_seed_one_thread():
 
 
 def _leave_autocast():
-    """Regions that interleave leave torch's count of open ones too high; with it, casts of weights are never dropped."""
+    """Regions that interleave leave torch's count of open ones too high; then casts of weights are never dropped."""
     torch.autocast_increment_nesting()
     while torch.autocast_decrement_nesting() > 0:
         pass

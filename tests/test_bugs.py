@@ -1080,3 +1080,13 @@ def test_modules_that_differ_in_a_list_or_a_function_had_one_measured_time(one, 
     assert key(one) != key(other)
     assert key(one) == key(copy.deepcopy(one))
     assert is_lasting(key(one))
+
+
+def test_the_products_of_transformers_experts_counted_as_random():
+    import transformers.integrations.moe  # noqa: F401  (defines the op)
+
+    graph = fx.Graph()
+    inputs = [graph.placeholder(name) for name in "xwo"]
+    node = graph.call_function(torch.ops.transformers.grouped_mm_fallback.default, tuple(inputs))
+    graph.output(node)
+    assert node not in sk.analyze(fx.GraphModule(nn.Module(), graph)).once

@@ -8,7 +8,12 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-PRINTED = {"1": ("same: True", "SK203"), "2": ("same: True", "SK203"), "4": ("predicted", "measured here")}
+PRINTED = {
+    "1": ("same: True", "SK203"),
+    "2": ("same: True", "SK203"),
+    "3": ("SK303", "measured"),
+    "4": ("predicted", "measured here"),
+}
 """By number of the notebook, what it must have printed."""
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))

@@ -15,8 +15,8 @@ import splitkit.testing
 
 FRONT_DOOR = {
     "CaptureError", "CheckError", "Comparison", "CycleError", "Dataflow", "FileError", "GraphError", "HOST",
-    "Joint", "JointSignature", "MeasuredMemory", "MemoryProfile", "Pair", "apply", "backend", "capture_joint",
-    "measure_memory", "partition_fn", "propagate", "simulate_memory",
+    "Frontier", "Joint", "JointSignature", "MeasuredMemory", "MemoryProfile", "Pair", "apply", "backend",
+    "capture_joint", "measure_memory", "partition_fn", "propagate", "simulate_memory",
     "NoPlanError", "Part", "Plan", "PlanError", "Policy", "PolicyError", "Split", "SplitError",
     "analyze", "capture", "compare", "condense", "inline", "merge", "plan", "prune", "refine", "register_region",
     "relay", "rematerialize", "report", "split", "split_module", "costs", "policies", "testing",

@@ -41,6 +41,7 @@ def make_parser() -> Parser:
     _split(commands)
     _run(commands)
     _profile(commands)
+    _sweep(commands)
     _command(commands, "policies", "list the policies that --policy knows", "splitkit policies --json")
     _command(commands, "doctor", "check the installation, and split a tiny model", "splitkit doctor")
     return parser
@@ -62,12 +63,20 @@ def _plan(commands: _Commands[Parser]) -> None:
     example = (
         "splitkit plan gpt2 --stages 4 -o plan.json\n"
         "splitkit plan gpt2 --policy \"ByName({'transformer.h.[0-5]': 0, 'transformer.h.*': 1})\"\n"
-        "splitkit plan llama --policy \"AroundOps(['aten.scaled_dot_product_attention'])\""
+        "splitkit plan llama --policy \"AroundOps(['aten.scaled_dot_product_attention'])\"\n"
+        "splitkit plan gpt2 --what fwd-bwd --memory 2GiB"
     )
     parser = _command(commands, "plan", "decide which part computes which node", example)
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     _add_model_options(parser)
-    _add_policy_options(parser, required=True)
+    _add_policy_options(parser, "policy")
+    parser.add_argument(
+        "--what",
+        choices=("parts", "fwd-bwd"),
+        default="parts",
+        help="cut the forward into parts (default), or a training step into forward and backward",
+    )
+    parser.add_argument("--memory", metavar="SIZE", help="with fwd-bwd: the peak that is allowed, such as 2GiB or 0.5")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
 
 
@@ -85,6 +94,15 @@ def _run(commands: _Commands[Parser]) -> None:
     _add_plan_or_model(parser)
     parser.add_argument("--check", action="store_true", help="compare with the unsplit model; exit 4 if not the same")
     parser.add_argument("--repeat", type=positive, default=1, metavar="N", help="time the best of N runs (default 1)")
+
+
+def _sweep(commands: _Commands[Parser]) -> None:
+    example = "splitkit sweep gpt2 --costs roofline:h100\nsplitkit sweep llama --size layers=4 --points 12 --json"
+    parser = _command(commands, "sweep", "show what less memory for training costs: saved bytes against time", example)
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    _add_model_options(parser)
+    _add_costs(parser.add_argument_group("prices"))
+    parser.add_argument("--points", type=positive, default=10, metavar="N", help="rows to show (default 10)")
 
 
 def _profile(commands: _Commands[Parser]) -> None:
@@ -117,7 +135,7 @@ def _add_plan_or_model(parser: Parser) -> None:
     parser.add_argument("target", metavar="PLAN.json|MODEL", help=f"a plan, or {MODEL_HELP}")
     parser.add_argument("--model", metavar="SPEC", help="the model of the plan; needed to run a factory's code")
     _add_model_options(parser)
-    _add_policy_options(parser, required=False)
+    _add_policy_options(parser, "policy (with MODEL)")
 
 
 def _add_model_options(parser: Parser) -> None:
@@ -132,22 +150,26 @@ def _add_model_options(parser: Parser) -> None:
     group.add_argument("--seed", type=natural, metavar="N", help="random seed of weights and inputs (default 0)")
 
 
-def _add_policy_options(parser: Parser, required: bool) -> None:
-    group = parser.add_argument_group("policy" if required else "policy (with MODEL)")
-    one = group.add_mutually_exclusive_group(required=required)
+def _add_policy_options(parser: Parser, title: str) -> None:
+    group = parser.add_argument_group(title)
+    one = group.add_mutually_exclusive_group()
     one.add_argument("--stages", type=positive, metavar="N", help="N pipeline stages; short for --policy 'Stages(N)'")
     one.add_argument("--policy", metavar="EXPR", help="a policy with its parameters; see `splitkit policies`")
-    group.add_argument(
-        "--costs",
-        metavar="KIND",
-        help="what a node costs: flops (default), unit, measured (on this CPU), measured:DEVICE, or roofline:DEVICE "
-        "(cpu, a100, h100, h200, rtx-4090, l4, or devices.toml:NAME)",
-    )
+    _add_costs(group)
     group.add_argument("--training", action="store_true", default=None, help="let costs include the backward of a node")
     group.add_argument(
         "--on-cycle",
         choices=("error", "refine", "merge"),
         help="parts that depend on each other in a circle: refuse (default), visit them several times, or join them",
+    )
+
+
+def _add_costs(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--costs",
+        metavar="KIND",
+        help="what a node costs: flops (default), unit, measured (on this CPU), measured:DEVICE, roofline:DEVICE or "
+        "fused:DEVICE (cpu, a100, h100, h200, rtx-4090, l4, or devices.toml:NAME; fused: as Inductor fuses)",
     )
 
 

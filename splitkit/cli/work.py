@@ -66,13 +66,19 @@ def prepare(wanted: Source) -> Work:
     """Make the model and capture it."""
     clock = Clock()
     with clock.step("load", f"making {wanted.spec}"):
-        example = _example(wanted)
-        if wanted.mode == "eval":
-            example.model.eval()
+        example = example_of(wanted)
     with clock.step("capture", f"capturing {wanted.spec}"):
         gm = sk.capture(example.model, *example.args, how=wanted.how, dynamic=wanted.dynamic, **example.kwargs)
     made = replace(wanted, mode="train" if example.model.training else "eval")
     return Work(made, example, gm, clock)
+
+
+def example_of(wanted: Source) -> Example:
+    """The model that is wanted, in its mode, and its inputs."""
+    example = _example(wanted)
+    if wanted.mode == "eval":
+        example.model.eval()
+    return example
 
 
 def _example(wanted: Source) -> Example:
@@ -100,23 +106,23 @@ def prices(work: Work, kind: str | None, training: bool | None) -> Costs:
     """``--costs`` and ``--training``: FLOPs unless said otherwise, or unless the graph does not know its sizes."""
     from splitkit import costs
 
-    made = _prices(work, kind)
+    example = work.example
+    inputs = dict(example.kwargs) if example.kwargs else example.args
+    made = costs.default(work.gm) if kind is None else kind_of_costs(work.gm, inputs, kind)
     return costs.training(made, work.gm) if training else made
 
 
-def _prices(work: Work, kind: str | None) -> Costs:
+def kind_of_costs(gm: fx.GraphModule, inputs: Any, kind: str) -> Costs:
+    """The prices that a word of the command line names; ``inputs`` are for those that are measured."""
     from splitkit import costs
 
-    if kind is None:
-        return costs.default(work.gm)
     name, _, device = kind.partition(":")
     if name in ("flops", "unit") and not device:
-        return costs.flops(work.gm) if name == "flops" else costs.unit(work.gm)
+        return costs.flops(gm) if name == "flops" else costs.unit(gm)
     if name == "measured":
-        example = work.example
-        return costs.measured(work.gm, dict(example.kwargs) if example.kwargs else example.args, device or "cpu")
-    if name == "roofline":
-        return costs.roofline(work.gm, _device(device or "cpu"))
+        return costs.measured(gm, inputs, device or "cpu")
+    if name in ("roofline", "fused"):
+        return (costs.roofline if name == "roofline" else costs.fused)(gm, _device(device or "cpu"))
     raise UsageError("SK601", f"--costs {kind} is not known", "Use flops, unit, measured, or roofline:DEVICE.")
 
 

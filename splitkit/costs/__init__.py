@@ -6,6 +6,7 @@ from torch import fx
 
 from splitkit.costs.counting import Flops, flops
 from splitkit.costs.devices import Device, devices, load_devices
+from splitkit.costs.fused import Fused, fused
 from splitkit.costs.links import Link, Links
 from splitkit.costs.measured import Measured, measured
 from splitkit.costs.protocol import Costs
@@ -18,6 +19,7 @@ __all__ = [
     "Costs",
     "Device",
     "Flops",
+    "Fused",
     "Link",
     "Links",
     "Measured",
@@ -26,6 +28,7 @@ __all__ = [
     "default",
     "devices",
     "flops",
+    "fused",
     "load_devices",
     "measured",
     "roofline",

@@ -42,7 +42,7 @@ def schema_facts(op: OpOverload) -> Facts:
         writes=tuple(sorted(writes)),
         aliases=tuple(sorted(aliases)),
         everything=lies is tables.ALL or tagged or namespace == "c10d",
-        random=_packet_random(namespace, name) or namespace not in tables.TRUSTED,
+        random=_packet_random(namespace, name) or not (namespace in tables.TRUSTED or key in tables.READ),
         impure=namespace in tables.COLLECTIVES or namespace == "profiler" or silent,
         check=check,
         ambient=namespace == "streams" or name == "_backward",

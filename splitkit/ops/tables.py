@@ -220,3 +220,6 @@ WRAPPERS = frozenset(
         "tag_activation_checkpoint invoke_subgraph hints_wrapper cond strict_mode"
     )
 )
+
+# Operators of other namespaces that were read, and draw no random numbers: matrix products of transformers' experts.
+READ = frozenset(_words("transformers::grouped_mm_fallback transformers::grouped_mm_fallback_backward"))

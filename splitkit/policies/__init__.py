@@ -3,9 +3,12 @@
 from splitkit.policies.around_ops import AroundOps
 from splitkit.policies.at_markers import AtMarkers
 from splitkit.policies.buckets import Buckets
+from splitkit.policies.budget import Budget
 from splitkit.policies.by_device import ByDevice
 from splitkit.policies.by_name import ByName
 from splitkit.policies.by_support import BySupport
+from splitkit.policies.min_cut import MinCut
+from splitkit.policies.precompute import Precompute
 from splitkit.policies.random import Random
 from splitkit.policies.recompute_all import RecomputeAll
 from splitkit.policies.remat import Remat
@@ -17,9 +20,12 @@ __all__ = [
     "AroundOps",
     "AtMarkers",
     "Buckets",
+    "Budget",
     "ByDevice",
     "ByName",
     "BySupport",
+    "MinCut",
+    "Precompute",
     "Random",
     "RecomputeAll",
     "Remat",

@@ -134,7 +134,7 @@ def test_real_process_off_utf8_and_with_a_closed_pipe(factory):
     assert (closed.returncode, closed.stderr) == (141, "")
 
 
-@pytest.mark.parametrize("command", ["capture", "plan", "split", "run", "profile", "policies", "doctor"])
+@pytest.mark.parametrize("command", ["capture", "plan", "split", "run", "profile", "sweep", "policies", "doctor"])
 def test_each_help_has_an_example(call, command):
     code, out, _ = call(command, "--help")
     assert code == 0

@@ -1,0 +1,192 @@
+"""Recompute: torch's activation budget beside splitkit's, at torch's true peak: ``--json`` for machines.
+
+plans     for each model, price and budget of torch's: what its partitioner recomputes and saves, and the simulated peak
+          of its halves; and splitkit's least recompute time within that very peak. ``reach``: the lowest peak of each.
+measured  the peak of live bytes of a real run of some of the plans, beside the simulated one.
+steps     seconds of real training steps at equal peak, eager and under Inductor (``--steps``; takes long).
+
+Times of planning: torch's partition function against splitkit's policy and division, on one joint graph, in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+import splitkit as sk
+from splitkit import models
+from splitkit.costs import Costs
+from splitkit.errors import NoPlanError
+from splitkit.models import Example
+from splitkit.policies import Remat
+from splitkit.policies.budget import Budget
+from splitkit.testing.nets import ResNet, UNet
+
+BUDGETS = (1.0, 0.8, 0.5, 0.3, 0.2, 0.1, 0.0)
+PRICES: dict[str, Callable[[torch.fx.GraphModule], Costs]] = {
+    "flops": sk.costs.flops,
+    "roofline": lambda gm: sk.costs.roofline(gm, device="a100"),
+    "fused": lambda gm: sk.costs.fused(gm, device="a100"),
+}
+
+
+class Sum(nn.Module):
+    """A net whose output is summed to a loss."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One number."""
+        return self.net(x).float().square().mean()
+
+
+def _image(net: nn.Module, size: int, batch: int) -> Example:
+    return Example(Sum(net), (torch.randn(batch, 3, size, size),), {})
+
+
+EXAMPLES: dict[str, Callable[[], Example]] = {
+    "gpt2": lambda: models.build("gpt2", layers=12, batch=4, seq=256),
+    "llama": lambda: models.build("llama", layers=8, batch=4, seq=256),
+    "llama-32": lambda: models.build("llama", layers=32, width=256, heads=4, vocab=8000, batch=4, seq=128),
+    "bert": lambda: models.build("bert", layers=12, batch=4, seq=256),
+    "t5": lambda: models.build("t5", batch=4, seq=128),
+    "vit": lambda: models.build("vit", layers=12, batch=8),
+    "mixtral": lambda: models.build("mixtral", batch=4, seq=256),
+    "resnet": lambda: _image(ResNet(64), 224, 4),
+    "unet": lambda: _image(UNet(32, 4), 128, 4),
+}
+
+
+def recomputed(pair: sk.Pair, costs: Costs) -> float:
+    """Seconds of the nodes of forward that backward computes again.
+
+    A node that only backward computes, although no gradient reaches it, is late and not twice: it does not count.
+    """
+    twice = {n.name for n in pair.forward.graph.nodes if n.op == "call_function"}
+    known = {n.name: n for n in costs.gm.graph.nodes}  # type: ignore[attr-defined]
+    again = [n.name for n in pair.backward.graph.nodes if n.op == "call_function" and n.name in twice]
+    return sum(costs.seconds(known[name]) for name in again if name in known)
+
+
+def row_of(pair: sk.Pair, costs: Costs, took: float) -> dict[str, Any]:
+    """Recompute seconds, bytes saved, simulated peak, and how long planning took."""
+    profile = sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
+    return {"recompute": recomputed(pair, costs), "saved": profile.saved, "peak": profile.peak, "seconds": took}
+
+
+def torchs(joint: sk.Joint, budget: float, costs: Costs) -> dict[str, Any]:
+    """What torch's partitioner makes of a budget."""
+    with functorch_config.patch(activation_memory_budget=budget):
+        start = time.perf_counter()
+        pair = joint.partition(min_cut_rematerialization_partition)
+        took = time.perf_counter() - start
+    return row_of(pair, costs, took) | {"pair": pair}
+
+
+def ours(joint: sk.Joint, peak: int, costs: Costs, pair: sk.Pair) -> dict[str, Any]:
+    """What splitkit makes of the same peak, torch's plan in the pool of candidates."""
+    start = time.perf_counter()
+    saved = frozenset(pair.saved)
+    made = joint.split(Budget(peak, candidates=(Remat(lambda node: node.name in saved),)), costs)
+    took = time.perf_counter() - start
+    return row_of(made, costs, took) | {"pair": made, "note": made.plan.note if made.plan else ""}
+
+
+def lowest(joint: sk.Joint, costs: Costs) -> int:
+    """The lowest peak that splitkit reaches, as its refusal of an impossible budget says."""
+    try:
+        joint.split(Budget(1), costs)
+    except NoPlanError as error:
+        found = re.search(r"Budget\((\d+)", error.remedy)
+        assert found is not None
+        return int(found[1])
+    raise AssertionError("a budget of one byte cannot be kept")
+
+
+def rows_of(name: str, prices: list[str], budgets: tuple[float, ...]) -> Iterator[dict[str, Any]]:
+    """One row for each price and budget."""
+    torch.manual_seed(0)
+    made = EXAMPLES[name]()
+    joint = sk.capture_joint(made.model, *made.args, **made.kwargs)
+    for price in prices:
+        costs = PRICES[price](joint.graph_module)
+        reach = lowest(joint, costs)
+        points = [(budget, torchs(joint, budget, costs)) for budget in budgets]
+        for budget, their in points:
+            own = ours(joint, their["peak"], costs, their["pair"])
+            yield {
+                "model": name, "nodes": len(joint.graph_module.graph.nodes), "price": price, "budget": budget,
+                "torch": {k: v for k, v in their.items() if k != "pair"},
+                "splitkit": {k: v for k, v in own.items() if k != "pair"},
+                "reach": reach / min(their["peak"] for _, their in points),
+            }  # fmt: skip
+
+
+def summary_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians, and how often splitkit is worse."""
+    costly = [r for r in rows if r["torch"]["recompute"] > 0]
+    tolerance = 1 + 1e-9
+    return {
+        "rows": len(rows),
+        "worse in time": sum(r["splitkit"]["recompute"] > r["torch"]["recompute"] * tolerance for r in rows),
+        "worse in peak": sum(r["splitkit"]["peak"] > r["torch"]["peak"] for r in rows),
+        "median recompute, of torch's": statistics.median(
+            r["splitkit"]["recompute"] / r["torch"]["recompute"] for r in costly
+        ) if costly else None,
+        "median lowest peak, of torch's": statistics.median(r["reach"] for r in rows),
+        "median planning time, of torch's": statistics.median(
+            r["splitkit"]["seconds"] / r["torch"]["seconds"] for r in rows
+        ),
+        "torch": torch.__version__,
+    }  # fmt: skip
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """A table."""
+    table = Table("model", "nodes", "price", "budget", "peak, MB", "torch ms", "splitkit ms", "of torch's", "its peak")
+    for title in ("saved, MB", "planned in, s", "lowest peak, of torch's"):
+        table.add_column(title)
+    for r in rows:
+        their, own = r["torch"], r["splitkit"]
+        ratio = own["recompute"] / their["recompute"] if their["recompute"] else float(own["recompute"] > 0)
+        table.add_row(
+            r["model"], str(r["nodes"]), r["price"], str(r["budget"]), f"{their['peak'] / 1e6:.1f}",
+            f"{1e3 * their['recompute']:.3f}", f"{1e3 * own['recompute']:.3f}", f"{ratio:.2f}",
+            f"{own['peak'] / their['peak']:.3f}", f"{their['saved'] / 1e6:.1f} / {own['saved'] / 1e6:.1f}",
+            f"{their['seconds']:.2f} / {own['seconds']:.2f}", f"{r['reach']:.2f}",
+        )  # fmt: skip
+    Console(width=180).print(table)
+
+
+def main() -> None:
+    """Plan and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--models", nargs="*", default=list(EXAMPLES), choices=list(EXAMPLES))
+    parser.add_argument("--prices", nargs="*", default=list(PRICES), choices=list(PRICES))
+    parser.add_argument("--budgets", nargs="*", type=float, default=list(BUDGETS))
+    args = parser.parse_args()
+    rows = [row for name in args.models for row in rows_of(name, args.prices, tuple(args.budgets))]
+    if args.json:
+        print(json.dumps({"rows": rows, "summary": summary_of(rows)}))
+    else:
+        show(rows)
+        print(summary_of(rows))
+
+
+if __name__ == "__main__":
+    main()

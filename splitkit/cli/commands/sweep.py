@@ -1,0 +1,60 @@
+"""``splitkit sweep``: what less memory for training costs, as a table from saving everything to saving the least."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+import splitkit as sk
+from splitkit.cli import trainplan
+from splitkit.cli.outcome import Outcome, facts, seconds, table
+from splitkit.frontier import Point
+from splitkit.units import size
+
+
+def run(args: Namespace) -> Outcome:
+    """See the module."""
+    work = trainplan.prepare(args)
+    with work.clock.step("frontier", "finding the frontier"):
+        frontier = sk.Frontier(work.joint, work.costs)
+        points = list(_spread(frontier, args.points))
+    with work.clock.step("simulate", "simulating the memory of each point"):
+        rows = [point.to_dict(peak=True) for point in points]
+    data: dict[str, Any] = {
+        "command": "sweep",
+        "model": work.source.to_dict(),
+        "prices": getattr(work.costs, "note", ""),
+        "step": frontier.step_seconds,
+        "corners": len(frontier.points),
+        "points": rows,
+        "seconds": work.clock.seconds,
+    }
+    took = work.clock.seconds
+    text = facts(
+        {
+            "prices": data["prices"] or "FLOPs",
+            "a step without recompute": seconds(frontier.step_seconds),
+            "took": f"capture {seconds(took['capture'])}, frontier {seconds(took['frontier'])}",
+        }
+    )
+    titles = ("saved", "of all", "computed again", "of the step", "peak")
+    return Outcome(data, [text, "", table(titles, _cells(rows, frontier.step_seconds), titles)])
+
+
+def _spread(frontier: sk.Frontier, count: int) -> Iterator[Point]:
+    """Points at even distances, from the most bytes saved to the least, each once."""
+    least, most = frontier.points[0].saved, frontier.points[-1].saved
+    seen: set[int] = set()
+    for number in range(count):
+        point = frontier.within(most - (most - least) * number // max(1, count - 1))
+        if point.saved not in seen:
+            seen.add(point.saved)
+            yield point
+
+
+def _cells(rows: list[dict[str, Any]], step: float) -> Iterator[list[str]]:
+    most = max(row["saved"] for row in rows)
+    for row in rows:
+        share, again = row["saved"] / most if most else 1.0, row["seconds"] / step if step else 0.0
+        yield [size(row["saved"]), f"{share:.0%}", seconds(row["seconds"]), f"{again:.1%}", size(row["peak"])]

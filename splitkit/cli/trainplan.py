@@ -1,0 +1,135 @@
+"""Plans of training graphs on the command line: forward and backward as the two parts."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import splitkit as sk
+from splitkit.cli import policyspec, source
+from splitkit.cli.outcome import Outcome, facts, seconds, table
+from splitkit.cli.source import Source
+from splitkit.cli.work import Clock, example_of, kind_of_costs, require_folder, versions
+from splitkit.errors import UsageError
+from splitkit.units import size
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from splitkit.costs import Costs
+    from splitkit.joint import Joint
+    from splitkit.memory import MemoryProfile
+    from splitkit.models import Example
+    from splitkit.pair import Pair
+    from splitkit.plan import Policy
+
+WHAT = "fwd-bwd"
+SHOWN = 10
+
+
+@dataclass(frozen=True)
+class TrainWork:
+    """A model and its joint graph.
+
+    Attributes:
+        source: where the model is from.
+        example: the model and its inputs.
+        joint: forward and backward as one graph.
+        costs: prices of its nodes.
+        clock: what took how long.
+    """
+
+    source: Source
+    example: Example
+    joint: Joint
+    costs: Costs
+    clock: Clock
+
+
+def prepare(args: Namespace) -> TrainWork:
+    """Make the model, capture forward and backward, and price the nodes."""
+    wanted, clock = source.from_args(args.model, args), Clock()
+    if wanted.how != "export" or wanted.dynamic:
+        raise UsageError("SK601", "forward and backward are captured in one way", "Leave out --how and --dynamic.")
+    with clock.step("load", f"making {wanted.spec}"):
+        example = example_of(wanted)
+    with clock.step("capture", f"capturing forward and backward of {wanted.spec}"):
+        joint = sk.capture_joint(example.model, *example.args, **example.kwargs)
+    with clock.step("costs", "pricing the nodes"):
+        inputs = (*joint.primals(*example.args, **example.kwargs), *joint.tangents())
+        costs = kind_of_costs(joint.graph_module, inputs, args.costs or "roofline:a100")
+    return TrainWork(wanted, example, joint, costs, clock)
+
+
+def plan(args: Namespace) -> Outcome:
+    """``splitkit plan MODEL --what fwd-bwd``."""
+    require_folder(args.output)
+    policy = _policy(args)
+    work = prepare(args)
+    with work.clock.step("plan", "planning"):
+        pair = work.joint.split(policy, work.costs)
+    with work.clock.step("simulate", "simulating the memory"):
+        profile = sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
+    assert pair.plan is not None
+    if args.output:
+        from splitkit import planfile
+
+        record = {"model": work.source.to_dict(), "what": WHAT, **versions()}
+        planfile.write(args.output, {**pair.plan.to_dict(), **record})
+    data = _data(work, pair, profile) | {"file": args.output}
+    return Outcome(data, [*_text(data), *([f"wrote {args.output}"] if args.output else [])])
+
+
+def _policy(args: Namespace) -> Policy:
+    if args.stages is not None:
+        raise UsageError("SK601", "--stages cuts a forward graph", f"Use --policy or --memory with --what {WHAT}.")
+    if (args.policy is None) == (args.memory is None):
+        raise UsageError("SK601", f"--what {WHAT} needs a policy", "Add --memory 2GiB or --policy EXPR, one of them.")
+    if args.policy is not None:
+        return policyspec.parse(args.policy).build()
+    from splitkit.policies import Budget
+
+    is_share = args.memory.replace(".", "", 1).isdigit() and float(args.memory) <= 1
+    return Budget(float(args.memory) if is_share else args.memory)
+
+
+def _data(work: TrainWork, pair: Pair, profile: MemoryProfile) -> dict[str, Any]:
+    assert pair.plan is not None
+    flow = work.joint.flow
+    twice = [n for n in flow.nodes if len(pair.plan.get(n, ())) > 1]
+    forward = [n for n in flow.nodes if "forward" in pair.plan.get(n, ())]
+    saved = sorted((b for b in profile.buffers if b.kind == "saved"), key=lambda b: -b.nbytes)
+    return {
+        "command": "plan",
+        "what": WHAT,
+        "model": work.source.to_dict(),
+        "note": pair.plan.note,
+        "prices": getattr(work.costs, "note", ""),
+        "forward": {"ops": len(forward), "seconds": _sum(work.costs, forward), "peak": profile.peak_of("forward")},
+        "backward": {"ops": len(flow.nodes) - len(forward) + len(twice), "peak": profile.peak_of("backward")},
+        "recomputed": {"ops": len(twice), "seconds": _sum(work.costs, twice)},
+        "saved": {"nbytes": profile.saved, "values": [{"name": b.name, "nbytes": b.nbytes} for b in saved]},
+        "peak": profile.peak,
+        "seconds": work.clock.seconds,
+    }
+
+
+def _sum(costs: Costs, nodes: Iterable[Any]) -> float:
+    return sum(costs.seconds(n) for n in nodes)
+
+
+def _text(data: dict[str, Any]) -> list[RenderableType]:
+    forward, again, took = data["forward"], data["recomputed"], data["seconds"]
+    share = again["seconds"] / forward["seconds"] if forward["seconds"] else 0.0
+    rows = {
+        "plan": data["note"],
+        "prices": data["prices"],
+        "peak": f"{size(data['peak'])} (forward {size(forward['peak'])}, backward {size(data['backward']['peak'])})",
+        "saved for backward": f"{size(data['saved']['nbytes'])} in {len(data['saved']['values'])} storages",
+        "computed again": f"{again['ops']} of {forward['ops']} ops, {seconds(again['seconds'])} ({share:.1%})",
+        "took": f"capture {seconds(took['capture'])}, plan {seconds(took['plan'])}",
+    }
+    largest = [(v["name"], size(v["nbytes"])) for v in data["saved"]["values"][:SHOWN]]
+    return [facts(rows), "", table(("largest values saved", "bytes"), largest, ("bytes",))]

@@ -1,0 +1,257 @@
+"""The peak of a plan for a joint graph, to the byte, before any module is made of it.
+
+`splitkit.simulate` runs the graphs of a pair. Here the same run is done for a plan, fast enough to be asked often: who
+shares whose storage does not depend on the plan, and is found once for the joint graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.fx import Node
+
+from splitkit.backward_order import EmissionOrder
+from splitkit.costs.sizes import tensors
+from splitkit.effects import attribute, storage_key
+from splitkit.fakes import values_again
+from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes
+from splitkit.plan import Plan
+from splitkit.sharing import shares_memory
+from splitkit.simulate import Run
+from splitkit.symbols import concrete, value_of
+from splitkit.tags import honour
+
+Ints = npt.NDArray[np.int64]
+STATIC = -1
+"""The source of what the caller holds throughout: parameters, inputs, and views of them."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A simulated run of forward and backward. Nodes go by their position in the joint graph.
+
+    Attributes:
+        baseline: bytes that the caller holds throughout: parameters, inputs, gradients of outputs.
+        timeline: bytes alive while each step runs, the baseline included.
+        steps: the node of each step.
+        forward: how many of the steps are forward's.
+        slot: for each storage that the run allocates, its number in `Peaks`, as its maker yields it.
+        nbytes: its bytes.
+        born: the step that makes it.
+        left: the last step of its own half that reads it.
+        dies: the step after which it is freed; the number of steps if the caller holds it in the end.
+        saved: whether forward leaves it for backward.
+    """
+
+    baseline: int
+    timeline: Ints
+    steps: Ints
+    forward: int
+    slot: Ints
+    nbytes: Ints
+    born: Ints
+    left: Ints
+    dies: Ints
+    saved: npt.NDArray[np.bool_]
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that are alive at once."""
+        return int(self.timeline.max(initial=self.baseline))
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that forward leaves for backward, beyond inputs and parameters."""
+        return int(self.nbytes[self.saved].sum())
+
+
+class Peaks:
+    """Simulates plans for one joint graph, which must not change meanwhile.
+
+    Attributes:
+        flow: the facts about the graph.
+        nodes: its nodes; all else goes by position in it.
+        slots: node -> the storages that it yields, numbered over all nodes.
+        source: storage as a node yields it -> the same storage as an input of that node yields it; `STATIC`, if it is
+            the caller's; itself, if the node makes it.
+        nbytes: storage -> its bytes, for the node that makes it.
+        maker: storage -> the node that yields it.
+        made: node -> its storages but those that are `STATIC`.
+        touched: node -> the storages of its inputs but those that are `STATIC`.
+        transient: node -> bytes that are there only while it runs.
+    """
+
+    def __init__(self, flow: JointFlow) -> None:
+        self.flow = flow
+        self.nodes: tuple[Node, ...] = tuple(flow.graph.nodes)
+        self.slots: list[tuple[int, ...]] = []
+        self.source: list[int] = []
+        self.nbytes: list[int] = []
+        self._number()
+        self.maker = np.repeat(np.arange(len(self.nodes)), [len(slots) for slots in self.slots])
+        self._owned = self._storages_of_caller()
+        self.made = [tuple(s for s in slots if self.source[s] != STATIC) for slots in self.slots]
+        reads = ([flow.index[r] for r in node.all_input_nodes] for node in self.nodes)
+        self.touched = [tuple({s: None for i in read for s in self.made[i]}) for read in reads]
+        self.transient = self._transients()
+        self._computed = [
+            n for n in self.nodes if n in flow.scope and n.op not in ("placeholder", "get_attr", "output")
+        ]
+        self._order = EmissionOrder(flow)
+        self._outputs, self._gradients = (self._slots_of(values) for values in (flow.outputs, flow.gradients))
+
+    def _number(self) -> None:
+        """Give every storage that a node yields a number, and find whose it is."""
+        again = {} if shares_memory(self.flow.root) else values_again(self.flow.root)
+        keys: dict[Node, dict[object, int]] = {}
+        for node in self.nodes:
+            keys[node] = found = dict[object, int]()
+            value = None if node.op == "output" else again[node] if node in again else value_of(node)
+            for tensor in tensors(value):
+                key = storage_key(tensor)
+                if key not in found:
+                    shared = (keys[r][key] for r in node.all_input_nodes if key in keys[r])
+                    found[key] = self._slot(node, tensor, next(shared, None))
+            self.slots.append(tuple(found.values()))
+
+    def _slot(self, node: Node, tensor: torch.Tensor, shared: int | None) -> int:
+        number = len(self.source)
+        makes = shared is None and node.op not in ("placeholder", "get_attr")
+        if makes:
+            self.source.append(number)
+        else:
+            self.source.append(STATIC if shared is None or self.source[shared] == STATIC else shared)
+        self.nbytes.append(_bytes(tensor) if makes else 0)
+        return number
+
+    def _storages_of_caller(self) -> dict[Node, dict[object, int]]:
+        """Input or attribute -> the storages that it is, or owns, and their bytes."""
+        found: dict[Node, dict[object, int]] = {}
+        for node in self.nodes:
+            if node.op == "placeholder":
+                found[node] = {storage_key(t): _bytes(t) for t in tensors(value_of(node))}
+            elif node.op == "get_attr":
+                value = attribute(self.flow.root, str(node.target))
+                owned = [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else tensors(value)
+                found[node] = {storage_key(t): _bytes(t) for t in owned}
+        return found
+
+    def _slots_of(self, values: Collection[object]) -> list[int]:
+        return [s for value in values if isinstance(value, Node) for s in self.made[self.flow.index[value]]]
+
+    def _transients(self) -> Ints:
+        """What each node takes only while it runs."""
+        run = Run({}, 1, lambda node: 0)
+        run.graph(self.flow.root, lambda node: run.input(node, "input"))
+        taken = dict(zip(run.steps, run.transient, strict=True))
+        return np.array([taken.get(node, 0) for node in self.nodes], dtype=np.int64)
+
+    def trace(self, plan: Plan) -> Trace:
+        """The run of a plan as `splitkit.pair.divide` completes it: homes where it is silent, checkpoint tags honoured.
+
+        The plan must be sound: what a half reads, it computes, or forward does and backward takes it.
+        """
+        plan = honour(self.flow, replace(plan, places={**homes(self.flow).places, **plan.places}))
+        forward, backward = self._members(plan, FORWARD), self._members(plan, BACKWARD)
+        made = set(backward)
+        read = (r for node in backward for r in node.all_input_nodes)
+        taken = dict.fromkeys(r for r in (*read, *self.flow.gradients) if isinstance(r, Node) and r not in made)
+        return self._run(self._order.forward(forward, taken), self._order.backward(backward))
+
+    def alone(self, nodes: Sequence[int]) -> tuple[Ints, Ints, Ints]:
+        """What these nodes of backward allocate if all else that they read is there: (slot, born, dies), as in `Trace`.
+
+        Args:
+            nodes: by position, in the order in which they run.
+        """
+        run = _Allocations([0] * len(self.source), [STATIC], [0], [0])  # the first stands for all else
+        run.pass_over(self, nodes)
+        slot, born, dies = (np.array(values, dtype=np.int64) for values in (run.slot, run.born, run.dies))
+        dies[[run.holder[s] for s in self._gradients]] = len(nodes)
+        return slot[1:], born[1:], dies[1:]
+
+    def _members(self, plan: Plan, half: str) -> list[Node]:
+        """What a half computes, in graph order: the nodes that the plan places there, and members of their tuples."""
+        producer, places = self.flow.producer, plan.places
+        return [node for node in self._computed if half in places.get(producer(node), ())]
+
+    def _run(self, forward: Sequence[Node], backward: Sequence[Node]) -> Trace:
+        steps = np.array([self.flow.index[node] for node in (*forward, *backward)], dtype=np.int64)
+        run, early = _Allocations([0] * len(self.source)), len(forward)
+        run.pass_over(self, steps[:early].tolist())
+        outputs, before = [run.holder[slot] for slot in self._outputs], list(run.dies)
+        run.pass_over(self, steps[early:].tolist())
+        gradients = [run.holder[slot] for slot in self._gradients]
+        slot, born, dies = (np.array(values, dtype=np.int64) for values in (run.slot, run.born, run.dies))
+        left = np.array([*before, *run.dies[len(before) :]], dtype=np.int64)
+        saved = (born < early) & (dies >= early)
+        saved[gradients] |= born[gradients] < early
+        for ends, held in ((left, outputs), (dies, outputs), (dies, gradients)):
+            ends[held] = len(steps)
+        nbytes = np.array(self.nbytes, dtype=np.int64)[slot]
+        change = np.zeros(len(steps) + 2, dtype=np.int64)
+        np.add.at(change, born, nbytes)
+        np.subtract.at(change, dies + 1, nbytes)
+        baseline = self._baseline(steps)
+        timeline = baseline + np.cumsum(change)[: len(steps)] + self.transient[steps]
+        return Trace(baseline, timeline, steps, early, slot, nbytes, born, left, dies, saved)
+
+    def _baseline(self, steps: Ints) -> int:
+        """Bytes of inputs, and of the attributes that a step reads."""
+        index, held, computed = self.flow.index, dict[object, int](), set(steps.tolist())
+        for node, owned in self._owned.items():
+            if node.op == "placeholder" or any(index[user] in computed for user in node.users):
+                held |= owned
+        return sum(held.values())
+
+
+@dataclass
+class _Allocations:
+    """What a run has allocated.
+
+    Attributes:
+        holder: storage as a node yields it -> the allocation that it lies in now: a copy in backward takes the place
+            of forward's, for all of its readers come after it.
+        slot: allocation -> the storage, as its maker yields it.
+        born: allocation -> the step that makes it.
+        dies: allocation -> the last step that reads or makes it, or a view of it.
+        steps: how many steps have run.
+    """
+
+    holder: list[int]
+    slot: list[int] = field(default_factory=list)
+    born: list[int] = field(default_factory=list)
+    dies: list[int] = field(default_factory=list)
+    steps: int = 0
+
+    def pass_over(self, peaks: Peaks, nodes: Sequence[int]) -> None:
+        """Run these nodes."""
+        holder, dies, source = self.holder, self.dies, peaks.source
+        made, touched = peaks.made, peaks.touched
+        for step, i in enumerate(nodes, self.steps):
+            for slot in touched[i]:
+                dies[holder[slot]] = step
+            for slot in made[i]:
+                if source[slot] == slot:
+                    holder[slot] = len(dies)
+                    self.slot.append(slot)
+                    self.born.append(step)
+                    dies.append(step)
+                else:
+                    holder[slot] = holder[source[slot]]
+                    dies[holder[slot]] = step
+        self.steps += len(nodes)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the storage of a tensor, of the tensor where it has none (sparse ones and some subclasses)."""
+    try:
+        nbytes = tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        nbytes = tensor.numel() * tensor.element_size()
+    return concrete(nbytes, {})

@@ -1,0 +1,202 @@
+"""Which bytes are alive at one moment of a run, as limits on what is saved and what is computed again.
+
+When a value is freed depends on the plan, so a limit that is exact for one plan is an estimate for its neighbours
+(`Moments.limits`). Where it does not depend on it, a limit holds for every plan whose peak is low enough (`Floors`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from torch.fx import Node
+
+from splitkit.halves import BACKWARD, homes
+from splitkit.peaks import STATIC, Ints, Peaks, Trace
+from splitkit.savings import Bools, Choice, Floats, Savings
+from splitkit.solvers.recompute import Limit
+
+_AT_ONCE = 6  # limits that one simulation adds
+_APART = 50  # of as many parts of the run, each adds one limit at most
+
+
+class Moments:
+    """Limits for one joint graph, with what does not depend on the plan.
+
+    Attributes:
+        savings: the choices.
+        peaks: simulates them.
+        storage: storage as `Peaks` numbers it -> as `Savings` does, `STATIC` for what backward never reads.
+        base: storage -> the op that makes it.
+        own: what backward alone can run, by position in the graph.
+    """
+
+    def __init__(self, savings: Savings, peaks: Peaks) -> None:
+        self.savings, self.peaks = savings, peaks
+        index, flow = savings.flow.index, savings.flow
+        self.at = np.array([index[n] for n in savings.ops], dtype=np.int64)
+        self.base = np.full(len(savings.nbytes), -1, dtype=np.int64)
+        self.storage = np.full(len(peaks.source), STATIC, dtype=np.int64)
+        self.values_of: list[list[int]] = [[] for _ in savings.ops]
+        self.readers: list[list[int]] = [[] for _ in savings.values]
+        for v, (op, k) in enumerate(zip(savings.maker.tolist(), savings.storage.tolist(), strict=True)):
+            self.values_of[op].append(v)
+            for slot in peaks.slots[index[savings.values[v]]]:
+                self.storage[slot] = k
+                if peaks.maker[peaks.source[slot]] == index[savings.ops[op]]:
+                    self.base[k] = op
+        for op, v in savings.reads.tolist():
+            self.readers[v].append(op)
+        known, home = set(savings.ops), homes(flow)
+        makers = {n: flow.producer(n) for n in flow.scope}
+        self.own = {index[n] for n, maker in makers.items() if home.home(maker) == BACKWARD and maker not in known}
+        taken = {n: [len(index)] for n in flow.gradients if isinstance(n, Node)}
+        self.own_readers = [
+            [index[user] for user in v.users if index[user] in self.own] + taken.get(v, []) for v in savings.values
+        ]
+
+    def limits(self, choice: Choice, trace: Trace, budget: int) -> Iterator[Limit]:
+        """Limits that the choice exceeds, at the moments of its run that are furthest over the budget."""
+        spans = _Spans(self, choice, trace)
+        over = trace.timeline - budget
+        width = max(1, len(over) // _APART)
+        for _ in range(_AT_ONCE):
+            step = int(over.argmax())
+            if over[step] <= 0:
+                return
+            yield spans.limit(step, budget)
+            over[max(0, step - width) : step + width + 1] = 0
+
+
+class _Spans:
+    """From when to when each value would be there, were it saved or computed again, in a run much like this one."""
+
+    def __init__(self, moments: Moments, choice: Choice, trace: Trace) -> None:
+        self.moments, self.choice, self.trace = moments, choice, trace
+        self.when = np.full(len(moments.peaks.nodes) + 1, len(trace.steps), dtype=np.int64)
+        self.when[trace.steps[trace.forward :]] = np.arange(trace.forward, len(trace.steps))
+        self.start, self.last = self._in_backward(choice.runs.tolist(), self.when.tolist())
+        self.born, self.left = self._in_forward()
+
+    def _in_backward(self, runs: list[bool], when: list[int]) -> tuple[Ints, Ints]:
+        """Op -> the step at which it would run; storage -> the last step that would read it.
+
+        What is not read in this run would be read by the earliest of those that may.
+        """
+        moments, end = self.moments, len(self.trace.steps)
+        start = [end] * len(runs)
+        last, guess = [-1] * len(moments.base), [end] * len(moments.base)
+        storage = moments.savings.storage.tolist()
+        for op in range(len(runs) - 1, -1, -1):
+            first = end
+            for v in moments.values_of[op]:
+                steps = [when[i] for i in moments.own_readers[v]] + [start[q] for q in moments.readers[v] if runs[q]]
+                possible = steps or [start[q] for q in moments.readers[v]] or [end]
+                first, k = min(first, *possible), storage[v]
+                last[k] = max(last[k], *steps) if steps else last[k]
+                guess[k] = min(guess[k], *possible)
+            start[op] = first
+        ends = [made if made >= 0 else guessed for made, guessed in zip(last, guess, strict=True)]
+        return np.array(start, dtype=np.int64), np.array(ends, dtype=np.int64)
+
+    def _in_forward(self) -> tuple[Ints, Ints]:
+        """Storage -> the step of forward that makes it, and the last that reads it."""
+        moments, trace = self.moments, self.trace
+        born = np.searchsorted(trace.steps[: trace.forward], moments.at[moments.base])
+        left = born.copy()
+        early = np.flatnonzero((trace.born < trace.forward) & (moments.storage[trace.slot] != STATIC))
+        k = moments.storage[trace.slot[early]]
+        born[k], left[k] = trace.born[early], trace.left[early]
+        return born, left
+
+    def limit(self, step: int, budget: int) -> Limit:
+        """What is alive at a step; exact for this choice, which is as far over the limit as over the budget."""
+        savings, base = self.moments.savings, self.moments.base
+        runs = np.zeros(len(savings.ops), dtype=np.int64)
+        if step < self.trace.forward:
+            there = (self.born <= step) & (self.left < step)
+        else:
+            there = self.last >= step
+            again = there & (self.start[base] <= step) & (base >= 0)
+            np.add.at(runs, base[again], savings.nbytes[again])
+        saved = np.where(there, savings.nbytes, 0)
+        chosen = saved_storages(self.choice)
+        alive = int(saved[chosen].sum() + runs[self.choice.runs].sum())
+        return Limit(runs, saved, budget - (int(self.trace.timeline[step]) - alive))
+
+
+def saved_storages(choice: Choice) -> Bools:
+    """(k,): the storages that a choice saves."""
+    found = np.zeros(len(choice.savings.nbytes), np.bool_)
+    found[choice.savings.storage[choice.saved]] = True
+    return found
+
+
+class Floors:
+    """What is alive at least, whatever the plan: limits that every plan within a budget keeps to.
+
+    They hold for plans in which forward and backward run their own nodes in the order of the graph. Then, while a node
+    of forward runs, what was saved before is there; and while one of backward runs, all is there that backward's own
+    nodes read before and after it, and what is saved for those after it.
+
+    Attributes:
+        least: moment -> bytes that are there in every plan. Moments are the steps of forward, then those of backward.
+        since, until: storage -> the moments at which it is there as well, if it is saved.
+    """
+
+    def __init__(self, moments: Moments) -> None:
+        savings, peaks = moments.savings, moments.peaks
+        self.savings = savings
+        everything = savings.choose(np.ones(len(savings.ops), np.bool_))
+        trace = peaks.trace(everything.plan())
+        own = sorted(moments.own.intersection(trace.steps.tolist()))
+        early, end = trace.forward, trace.forward + len(own)
+        slot, born, dies = peaks.alone(own)
+        change = np.zeros(end + 2, dtype=np.int64)
+        forward = np.flatnonzero(trace.born < early)
+        held = trace.left[forward] >= early
+        last = np.where(held, end, trace.left[forward])
+        _add(change, trace.born[forward], last, trace.nbytes[forward])
+        _add(change, early + born, np.minimum(early + dies, end), np.array(peaks.nbytes, dtype=np.int64)[slot])
+        spans = _Spans(moments, everything, trace)
+        self.since, self.until = spans.left + 1, np.full(len(savings.nbytes), early - 1, dtype=np.int64)
+        first, final = self._read_by_own(moments, own, early)
+        read = (first < end) & (spans.left < early)
+        self.until[read] = first[read] - 1
+        _add(change, first[read], np.minimum(final[read], end), savings.nbytes[read])
+        transient = peaks.transient[np.array([*trace.steps[:early], *own])]
+        self.least = trace.baseline + np.cumsum(change)[:end] + transient
+
+    def _read_by_own(self, moments: Moments, own: list[int], early: int) -> tuple[Ints, Ints]:
+        """Storage -> the first and the last moment at which a node reads it that only backward can run."""
+        number = {i: early + n for n, i in enumerate(own)}
+        end = early + len(own)
+        first = np.full(len(self.savings.nbytes), end + 1, dtype=np.int64)
+        final = np.full(len(self.savings.nbytes), -1, dtype=np.int64)
+        for v, k in enumerate(self.savings.storage.tolist()):
+            for reader in moments.own_readers[v]:
+                moment = number.get(reader, end)
+                first[k], final[k] = min(first[k], moment), max(final[k], moment)
+        return first, final
+
+    def over(self, saved: Floats, budget: int) -> Iterator[Limit]:
+        """The limits that what is saved exceeds, the furthest first, a few; ``saved``: (k,), a fraction of each."""
+        change = np.zeros(len(self.least) + 2, dtype=np.int64)
+        _add(change, self.since, self.until, np.floor(saved * self.savings.nbytes * (1 - 1e-6)).astype(np.int64))
+        over = self.least + np.cumsum(change)[: len(self.least)] - budget
+        width = max(1, len(over) // _APART)
+        for _ in range(_AT_ONCE):
+            moment = int(over.argmax())
+            if over[moment] <= 0:
+                return
+            there = (self.since <= moment) & (moment <= self.until)
+            nothing = np.zeros(len(self.savings.ops), dtype=np.int64)
+            yield Limit(nothing, np.where(there, self.savings.nbytes, 0), budget - int(self.least[moment]))
+            over[max(0, moment - width) : moment + width + 1] = 0
+
+
+def _add(change: Ints, first: Ints, last: Ints, nbytes: Ints) -> None:
+    """Let bytes be there from one moment to another, both included; never, if the first comes later."""
+    some = first <= last
+    np.add.at(change, first[some], nbytes[some])
+    np.subtract.at(change, last[some] + 1, nbytes[some])

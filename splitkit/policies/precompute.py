@@ -1,0 +1,143 @@
+"""Compute in forward what backward would otherwise need large values for: shapes, masks, indices, statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from torch.fx import Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from splitkit.costs import Costs, unit
+from splitkit.dataflow import Dataflow
+from splitkit.halves import BACKWARD, FORWARD, JointFlow, as_joint, homes
+from splitkit.plan import PartKey, Plan, Policy
+from splitkit.policies.cutting import Cutting, cheapest
+from splitkit.policies.matching import Ops, Rule, rule_of
+from splitkit.policies.save_all import SaveAll
+from splitkit.rewrite import prune
+from splitkit.savings import savings
+from splitkit.tags import asked, honour
+
+
+@dataclass(frozen=True)
+class Precompute:
+    """Move nodes of backward that do not depend on gradients to forward, where that saves memory.
+
+    A mask of a large value is computed in forward and saved instead of the value, if backward needs the value for
+    nothing else. So is what the base plan computes again and would be smaller to save than what it is computed from.
+
+    Attributes:
+        base: what decides about everything else.
+        movable: ops that may move, or a rule for nodes: the rule of MegEngine then decides, see `precompute_listed`.
+            By default any node moves that reduces the bytes that are saved: `precompute`.
+    """
+
+    base: Policy = field(default_factory=SaveAll)
+    movable: Ops | None = None
+
+    def assign(self, flow: Dataflow, costs: Costs) -> Plan:
+        """Parts are ``"forward"`` and ``"backward"``; SK302 for a graph that is no joint graph."""
+        joint = as_joint(self, flow)
+        plan = self.base.assign(joint, costs)
+        if self.movable is None:
+            return precompute(joint, plan)
+        return precompute_listed(joint, plan, rule_of(self, self.movable, joint))
+
+
+def precompute(flow: JointFlow, plan: Plan) -> Plan:
+    """The plan that saves the fewest bytes of all whose backward computes nothing that this one's does not.
+
+    One minimum cut over the nodes that this plan's backward computes. It never saves more bytes than the plan, nor
+    computes more twice.
+
+    Args:
+        flow: facts about the joint graph.
+        plan: a plan for it.
+    """
+    plan = _tagged(flow, plan)
+    problem, tied = savings(flow, unit(flow.root)), _tied_to_checkpoints(flow, plan)
+    savable = problem.savable & np.array([flow.producer(value) not in tied for value in problem.values], np.bool_)
+    has_saved = np.bincount(problem.maker, problem.savable, len(problem.ops)) > 0
+    elsewhere = np.array([BACKWARD not in plan[op] for op in problem.ops], np.bool_)
+    cutting = Cutting.of(
+        replace(problem, savable=savable), problem.nbytes.astype(np.float64), problem.fixed | elsewhere & has_saved
+    )
+    return cheapest(cutting, 0.0, problem.why).plan(plan.note)
+
+
+def precompute_listed(flow: JointFlow, plan: Plan, movable: Rule) -> Plan:
+    """The plan in which forward computes those movable nodes of backward whose inputs are not all *pinned*.
+
+    Pinned is what backward has in any case: gradients, what its other nodes read, and what it computes itself. The
+    rule of MegEngine's backward graphs (``imperative/src/impl/backward_graph_opt.cpp``), where ``GetVarShape`` is all
+    that may move; it does not ask for sizes::
+
+        x, y          values of forward         a    stays: x is pinned by g
+        a = shape(x)  movable                   b    moves: y is not pinned; b is saved instead
+        b = shape(y)  movable
+        g = mul(dy, x)
+
+    What depends on a gradient, or on what only backward can compute or does not list as movable, never moves. What
+    backward computes again moves in the same way: it is then saved. Linear in nodes and edges.
+
+    Args:
+        flow: facts about the joint graph.
+        plan: a plan for it.
+        movable: which nodes may move.
+    """
+    plan = _tagged(flow, plan)
+    late = [n for n in flow.nodes if BACKWARD in plan[n]]
+    free = _free(flow, plan, movable)
+    pinned = set(flow.backward_inputs).union(*(n.all_input_nodes for n in late if n not in free))
+    moved: list[Node] = []
+    for node in late:
+        if node in free and not pinned.issuperset(node.all_input_nodes):
+            moved.append(node)
+        else:
+            pinned.update((node, *(user for user in node.users if user in flow.followers)))
+    return prune(flow, _in_forward(flow, plan, moved))
+
+
+def _tagged(flow: JointFlow, plan: Plan) -> Plan:
+    """The plan with a place for every placeable node, and with the copies that checkpoints ask for."""
+    return honour(flow, replace(plan, places={**homes(flow).places, **plan.places}))
+
+
+def _tied_to_checkpoints(flow: JointFlow, plan: Plan) -> set[Node]:
+    """What must be computed again, and what backward alone computes of it: saving that would save it in disguise."""
+    tied = {n for n in asked(flow, CheckpointPolicy.MUST_RECOMPUTE) if BACKWARD in plan[n]}
+    for node in flow.nodes:
+        if plan[node] == (BACKWARD,) and any(read in tied for read in flow.inputs(node)):
+            tied.add(node)
+    return tied
+
+
+def _free(flow: JointFlow, plan: Plan, movable: Rule) -> set[Node]:
+    """The movable nodes of backward that forward can compute, alone or with others of them."""
+    tied, found = _tied_to_checkpoints(flow, plan), set[Node]()
+    tangents = set(flow.backward_inputs)
+    for node in flow.nodes:
+        before = (*flow.inputs(node), *map(flow.producer, flow.after[node]))
+        known = all(FORWARD in plan[b] or b in found for b in before if flow.is_placeable(b))
+        fixed = node in tied or node in flow.once or not tangents.isdisjoint(node.all_input_nodes)
+        if BACKWARD in plan[node] and known and not fixed and _may_leave(node) and movable(node):
+            found.add(node)
+    return found
+
+
+def _may_leave(node: Node) -> bool:
+    return node.meta.get("partitioner_tag") != "must_be_in_backward"  # AOTAutograd's: 2.11, 2.13, 2.15
+
+
+def _in_forward(flow: JointFlow, plan: Plan, moved: Iterable[Node]) -> Plan:
+    """The plan in which forward, and not backward, computes some nodes; and what they need, in both."""
+    places: dict[Node, tuple[PartKey, ...]] = dict.fromkeys(moved, (FORWARD,))
+    stack = list(places)
+    while stack:
+        for read in flow.inputs(stack.pop()):
+            if FORWARD not in places.get(read, plan[read]):
+                places[read] = (FORWARD, *plan[read])
+                stack.append(read)
+    return plan.place(places)

@@ -1,0 +1,155 @@
+"""The search for the least recompute within a budget: programs, each with the limits that the plans before it broke."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from time import monotonic
+
+import numpy as np
+
+from splitkit.policies.cutting import Cutting, cheapest
+from splitkit.policies.moments import Floors, Moments
+from splitkit.policies.pool import Pool, Seen
+from splitkit.solvers.recompute import GAP, Found, Limit, Problem, Program
+
+_ROUNDS = 12  # programs with limits of one budget
+_HALVINGS = 10  # of the range in which the lowest peak lies
+_GAP = 1e-3  # of programs whose limits are estimates
+_CLOSE = 0.005  # of the lowest peak, as far as it is looked for
+_CUTS = 12  # prices at which candidates are cut
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a search proved.
+
+    Attributes:
+        bound: seconds that any plan within the budget spends at least; infinite if there is none.
+        programs: how many programs were solved for it.
+        limits: how many limits the last one had.
+    """
+
+    bound: float
+    programs: int
+    limits: int
+
+
+class Search:
+    """Searches for plans of one joint graph; all that it meets goes into the pool.
+
+    Attributes:
+        pool: what was seen.
+    """
+
+    def __init__(self, pool: Pool, seconds: float) -> None:
+        self.pool, self.savings = pool, pool.savings
+        self._until, self._share = monotonic() + seconds, seconds / 3
+        problem, fixed = self.savings, self.savings.fixed
+        savable = problem.savable | fixed[problem.maker]  # what is not computed again is saved, views and tuples too
+        self._program = Program(
+            Problem(
+                problem.price, problem.maker, problem.storage, savable, problem.needed, problem.nbytes, problem.reads
+            )
+        )
+        self._programs = 0
+
+    @cached_property
+    def _moments(self) -> Moments:
+        return Moments(self.savings, self.pool.peaks)
+
+    @cached_property
+    def _floors(self) -> Floors:
+        return Floors(self._moments)
+
+    def saved(self, budget: int) -> Proof:
+        """Look for plans that save no more than so many bytes."""
+        problem = self.savings
+        limit = Limit(np.zeros(len(problem.ops), np.int64), problem.nbytes, budget)
+        found = self._solve([limit], GAP)
+        if found.runs is not None:
+            self.pool.see(found.runs)
+        bound = found.bound if found.gap <= 2 * GAP else max(found.bound, self._cut(budget))
+        return Proof(bound, self._programs, 1)
+
+    def _cut(self, budget: int) -> float:
+        """Look at the cheapest plans at a few prices of a second; by weak duality each is a bound for the budget."""
+        problem, bound = self.savings, 0.0
+        total = float(problem.seconds[~problem.fixed].sum())
+        if not total:
+            return bound
+        cutting = Cutting.of(problem, problem.nbytes.astype(np.float64), problem.fixed)
+        for price in np.geomspace(1e-2, 1e3, _CUTS) * (float(problem.nbytes.sum()) / total):
+            choice = cheapest(cutting, float(price), problem.why)
+            self.pool.see(choice.runs)
+            spent = float(problem.price[choice.runs].sum())
+            bound = max(bound, spent + (choice.nbytes - budget) / float(price))
+        return bound
+
+    def fewest_saved(self) -> Seen:
+        """The plan that saves the fewest bytes."""
+        problem = self.savings
+        cutting = Cutting.of(problem, problem.nbytes.astype(np.float64), problem.fixed)
+        return self.pool.see(cheapest(cutting, 0.0, problem.why).runs)[0]
+
+    def peak(self, budget: int) -> Proof:
+        """Look for plans whose peak is no more than so many bytes."""
+        floors, bound = self._above_floors(budget)
+        if bound < np.inf and not self._below(budget, floors):
+            self._cut(budget)
+        return Proof(bound, self._programs, len(floors))
+
+    def lowest_peak(self) -> Seen:
+        """The plan with the lowest peak that was found, by halving the range in which it lies."""
+        low, best = int(self._floors.least.max(initial=0)), self._lowest()
+        for _ in range(_HALVINGS):
+            if best.peak - low <= _CLOSE * best.peak or monotonic() > self._until:
+                break
+            budget = (low + best.peak) // 2
+            floors, bound = self._above_floors(budget)
+            if bound < np.inf:
+                self._below(budget, floors)
+            best = self._lowest()
+            low = budget if best.peak > budget else low
+        return best
+
+    def _lowest(self) -> Seen:
+        return min(self.pool, key=lambda seen: (seen.peak, seen.seconds))
+
+    def _above_floors(self, budget: int) -> tuple[list[Limit], float]:
+        """What every plan within a budget keeps to, as far as it matters, and the seconds that follow from it."""
+        limits: list[Limit] = []
+        while True:
+            self._programs += 1
+            saved, bound = self._program.relaxed(limits, self._left())
+            broken = [] if bound == np.inf else list(self._floors.over(saved, budget))
+            limits += broken
+            if not broken or not self._left():
+                return limits, bound
+
+    def _below(self, budget: int, floors: list[Limit]) -> bool:
+        """Add limits until a plan is within the budget; whether one was found, and none cheaper is left to try."""
+        limits = list(floors)
+        found = self._solve(limits)
+        for _ in range(_ROUNDS):
+            if found.runs is None:
+                break
+            seen, trace = self.pool.see(found.runs)
+            best = self.pool.best(lambda seen: seen.peak <= budget)
+            if seen.peak <= budget or (best is not None and best.seconds <= found.bound):
+                return True
+            broken = list(self._moments.limits(seen.choice, trace, budget))
+            found = self._solve([*limits, *broken])
+            if found.runs is None:  # what holds for one plan does not hold for another: begin anew from here
+                limits = list(floors)
+                found = self._solve([*limits, *broken])
+            limits += broken
+        return False
+
+    def _left(self) -> float:
+        """Seconds that the next program may take."""
+        return max(0.0, min(self._share, self._until - monotonic()))
+
+    def _solve(self, limits: list[Limit], gap: float = _GAP) -> Found:
+        self._programs += 1
+        return self._program.search(limits, self._left(), gap)

@@ -1,0 +1,186 @@
+"""The least recompute within limits on memory: a mixed-integer program over what is saved and what is computed again.
+
+One binary for each op (it runs again) and each storage (it is saved), and one row for each edge::
+
+    minimise    sum(price[o] * runs[o])
+    subject to  runs[o]  <=  runs[maker(v)] + saved[storage(v)]     for each value v that op o reads
+                1        <=  runs[maker(v)] + saved[storage(v)]     for each value v that backward needs
+                a @ runs + b @ saved  <=  limit                     for each limit on memory
+
+This is the keep-or-recompute choice of Checkmate (Jain et al., MLSys 2020) without its time index: in one order of
+steps, each value is computed again at most once. HiGHS (Huangfu and Hall 2018) solves it, through scipy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
+from scipy.sparse import coo_array, csr_array
+
+Bools = NDArray[np.bool_]
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+GAP = 1e-4
+"""The relative gap between what was found and what is proven at which the search ends."""
+_SCALE = 1e6  # the sum of the prices as HiGHS sees it: its absolute tolerances are 1e-6
+_TIE = 1e-5  # the weight of saved bytes: among equal recompute times, little is saved
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What may be saved and computed again, over *ops* (n), *values* (m) and *storages* (k).
+
+    Attributes:
+        price: (n,) float; of computing an op again, infinite where it may not be.
+        maker: (m,) int; value -> op.
+        storage: (m,) int; value -> storage.
+        savable: (m,) bool; whether it is there when its storage is saved.
+        needed: (m,) bool.
+        nbytes: (k,) int.
+        reads: (e, 2) int; pairs (op, value that it reads).
+    """
+
+    price: Floats
+    maker: Ints
+    storage: Ints
+    savable: Bools
+    needed: Bools
+    nbytes: Ints
+    reads: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Limit:
+    """``runs @ op runs + saved @ storage is saved <= most``: a limit on the bytes alive at one moment.
+
+    Attributes:
+        runs: (n,) bytes.
+        saved: (k,) bytes.
+        most: bytes.
+    """
+
+    runs: Ints
+    saved: Ints
+    most: int
+
+    def holds(self, runs: Bools, saved: Bools) -> bool:
+        """Whether a choice keeps to it, exactly."""
+        return int(self.runs[runs].sum() + self.saved[saved].sum()) <= self.most
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What the search ended with.
+
+    Attributes:
+        runs: (n,) bool, ``None`` if no choice was found.
+        saved: (k,) bool; all zero with it.
+        price: of what runs; infinite if none was found.
+        bound: no choice within the limits costs less; infinite if there is none.
+    """
+
+    runs: Bools | None
+    saved: Bools
+    price: float
+    bound: float
+
+    @property
+    def gap(self) -> float:
+        """How much dearer it may be than the best there is, as a fraction of its price: 0 if proven best, or none."""
+        if self.price <= self.bound or not self.price:
+            return 0.0
+        return 1 - self.bound / self.price if np.isfinite(self.price) else 1.0
+
+
+class Program:
+    """The mixed-integer program of a problem; limits come with each search."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.ops, self.storages = len(problem.price), len(problem.nbytes)
+        self._edges, self._least = self._rows()
+        may_run = np.isfinite(problem.price)
+        savable = np.zeros(self.storages, np.bool_)
+        savable[problem.storage[problem.savable]] = True
+        self._most = np.concatenate([may_run, savable]).astype(np.float64)
+        price = np.where(may_run, problem.price, 0.0)
+        self._unit = float(price.sum()) / _SCALE or 1.0
+        ties = problem.nbytes * (_TIE * _SCALE / max(1, int(problem.nbytes.sum())))
+        self._price = np.concatenate([price / self._unit, ties])
+        self._ties = float(ties.sum())
+
+    def _rows(self) -> tuple[csr_array, Floats]:
+        """``matrix @ x >= least``: one row for each read and each needed value."""
+        problem = self.problem
+        needed = np.flatnonzero(problem.needed)
+        values = np.concatenate([problem.reads[:, 1], needed])
+        savable = np.flatnonzero(problem.savable[values])
+        rows = np.concatenate([np.arange(len(values)), savable, np.arange(len(problem.reads))])
+        columns = np.concatenate(
+            [problem.maker[values], self.ops + problem.storage[values[savable]], problem.reads[:, 0]]
+        )
+        signs = np.ones(len(rows))
+        signs[len(values) + len(savable) :] = -1.0
+        matrix = coo_array((signs, (rows, columns)), shape=(len(values), self.ops + self.storages))
+        return csr_array(matrix), np.repeat([0.0, 1.0], [len(problem.reads), len(needed)])
+
+    def search(self, limits: Sequence[Limit], seconds: float, gap: float = GAP) -> Found:
+        """The cheapest choice within the limits that is found in ``seconds``, and what is proven.
+
+        HiGHS keeps to limits within a relative 1e-6: a choice that is over one is searched again below it.
+        """
+        margins = np.zeros(len(limits))
+        bound = 0.0
+        for attempt in range(3):
+            result = self._solve(limits, margins, seconds, gap)
+            if not attempt:
+                bound = self._bound(result)
+            if result.x is None:
+                break
+            runs, saved = np.split(result.x > 0.5, [self.ops])
+            over = np.array([not limit.holds(runs, saved) for limit in limits], np.bool_)
+            if not over.any():
+                price = float(self.problem.price[runs].sum())
+                return Found(runs, saved, price, min(bound, price))
+            margins[over] += 1e-5
+        return Found(None, np.zeros(self.storages, np.bool_), np.inf, bound)
+
+    def relaxed(self, limits: Sequence[Limit], seconds: float) -> tuple[Floats, float]:
+        """How much of each storage is saved, shape (k,), if a fraction may be; and the bound that this gives.
+
+        The bound is infinite, and nothing saved, if there is no choice within the limits.
+        """
+        result = self._solve(limits, np.zeros(len(limits)), seconds, GAP, whole=False)
+        nothing = np.zeros(self.storages)
+        bound = self._bound(result)
+        return (nothing if result.x is None else result.x[self.ops :]), bound
+
+    def _solve(
+        self, limits: Sequence[Limit], margins: Floats, seconds: float, gap: float, *, whole: bool = True
+    ) -> OptimizeResult:
+        constraints = [LinearConstraint(self._edges, self._least, np.inf)]
+        if limits:
+            dense = np.array([np.concatenate([limit.runs, limit.saved]) for limit in limits], np.float64)
+            most = np.array([limit.most for limit in limits], np.float64)
+            scale = np.maximum(1.0, np.maximum(dense.max(axis=1), 0))
+            matrix = csr_array(dense / scale[:, None])
+            constraints.append(LinearConstraint(matrix, -np.inf, most / scale * (1 - margins)))
+        return milp(
+            self._price,
+            integrality=np.full(len(self._price), int(whole)),
+            bounds=Bounds(0.0, self._most),
+            constraints=constraints,
+            options={"time_limit": max(seconds, 0.1), "mip_rel_gap": gap},
+        )
+
+    def _bound(self, result: OptimizeResult) -> float:
+        """What HiGHS proved, less the weight of the saved bytes."""
+        if result.status == 2:  # infeasible
+            return float("inf")
+        proven = result.mip_dual_bound if result.mip_dual_bound is not None else result.fun
+        return 0.0 if proven is None else max(0.0, float(proven) - self._ties) * self._unit

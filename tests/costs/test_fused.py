@@ -1,0 +1,214 @@
+"""Seconds under a compiler that fuses: bytes at the borders of kernels, one launch each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from splitkit import capture, costs, models
+from splitkit.costs import Device
+from splitkit.costs.fusion import Fusion, Loop
+from splitkit.errors import CostError, GraphError
+from splitkit.halves import FORWARD, homes
+from splitkit.joint import capture_joint
+from splitkit.policies import MinCut
+
+aten = torch.ops.aten
+SLOW_MEMORY = Device("slow memory", {"float32": 1e30}, 1.0, 1)  # seconds are bytes
+LAUNCH = Device("launch", {"float32": 1e30}, 1e30, 1, launch=1.0)  # seconds are kernels
+X = torch.randn(32, 64)
+NBYTES = 32 * 64 * 4
+
+
+class Fn(nn.Module):
+    def __init__(self, call, *weights):
+        super().__init__()
+        self.call, self.weights = call, nn.ParameterList(weights)
+
+    def forward(self, *xs):
+        return self.call(*xs, *self.weights)
+
+
+def graph(call, *inputs, weights=()):
+    return capture(Fn(call, *weights), *inputs)
+
+
+def kernels(call, *inputs, weights=()):
+    """What runs together, in words."""
+    prices = costs.fused(graph(call, *inputs, weights=weights))
+    return [" ".join(n.name for n in kernel.nodes) for kernel in prices.fusion.kernels]
+
+
+def totals(call, *inputs, weights=()):
+    """Bytes, and launches, of all nodes together."""
+    gm = graph(call, *inputs, weights=weights)
+    moved, started = (costs.fused(gm, device) for device in (SLOW_MEMORY, LAUNCH))
+    return sum(map(moved.seconds, gm.graph.nodes)), pytest.approx(sum(map(started.seconds, gm.graph.nodes)))
+
+
+def test_a_chain_of_pointwise_ops_costs_one_read_and_one_write():
+    assert totals(lambda x: x.sin().cos().exp(), X) == (2 * NBYTES, 1)
+    gm = graph(lambda x: x.sin().cos().exp(), X)
+    prices, plain = costs.fused(gm, SLOW_MEMORY), costs.roofline(gm, SLOW_MEMORY)
+    nodes = [n for n in gm.graph.nodes if n.op == "call_function"]
+    assert [prices.seconds(n) for n in nodes] == [NBYTES, 0, NBYTES]
+    assert [plain.seconds(n) for n in nodes] == [2 * NBYTES] * 3
+    assert [prices.flops(n) for n in nodes] == [plain.flops(n) for n in nodes]
+    assert [prices.nbytes(n) for n in nodes] == [NBYTES] * 3
+
+
+def test_what_is_read_twice_is_read_once():
+    assert totals(lambda x, y: (x + y) * (x - y) * x, X, X.clone()) == (3 * NBYTES, 1)
+
+
+def test_what_leaves_on_the_way_is_written_once():
+    assert totals(lambda x: (x.sin(), x.sin().cos()), X) == (3 * NBYTES, 1)
+
+
+def test_views_are_looked_through():
+    assert kernels(lambda x: x.sin().t().cos().view(64, 4, 8).exp(), X) == ["sin cos exp"]
+    assert kernels(lambda x: x.sin().t().reshape(-1).exp(), X) == ["sin reshape exp"]  # it copies
+    assert totals(lambda x: x.sin().t().cos(), X) == (2 * NBYTES, 1)
+
+
+def test_products_cut_chains():
+    w = nn.Parameter(torch.randn(64, 64))
+    found = kernels(lambda x, w: ((x.sin() @ w).relu() + 1) @ w, X, weights=[w])
+    assert found == ["sin", "matmul", "relu add", "matmul_1"]
+    gm = graph(lambda x, w: (x.sin() @ w).relu(), X, weights=[w])
+    prices = costs.fused(gm, SLOW_MEMORY)
+    assert [prices.seconds(n) for n in gm.graph.nodes if n.op == "call_function"] == [
+        2 * NBYTES,
+        2 * NBYTES + 64 * 64 * 4,  # as the roofline has it
+        2 * NBYTES,
+    ]
+
+
+def test_a_residual_waits_for_the_product():
+    """x.sin() and the sum cannot be one kernel: the product lies between."""
+    w = nn.Parameter(torch.randn(64, 64))
+
+    def block(x, w):
+        y = x.sin()
+        return y + y @ w
+
+    assert kernels(block, X, weights=[w]) == ["sin", "matmul", "add"]
+    assert totals(block, X, weights=[w])[0] == 2 * NBYTES + (2 * NBYTES + 64 * 64 * 4) + 3 * NBYTES
+
+
+def test_rows_that_are_reduced_are_at_hand():
+    assert kernels(lambda x: x / x.exp().sum(1, keepdim=True), X) == ["exp sum_1 div"]
+    assert totals(lambda x: x / x.exp().sum(1, keepdim=True), X) == (2 * NBYTES, 1)
+    assert kernels(lambda x: torch.softmax(x.sin(), -1) * 2, X) == ["sin softmax mul"]
+    assert kernels(lambda x: nn.functional.layer_norm(x + 1, (64,)).relu(), X) == ["add layer_norm relu"]
+
+
+def test_rows_and_columns_are_two_kernels():
+    assert kernels(lambda x: x.sum(1).sin() * x.sum(0).sin().sum(), X) == ["sum_1 sin mul", "sum_2 sin_1", "sum_3"]
+    assert len(kernels(lambda x: x / x.sum(1, keepdim=True) / x.sum(0), X)) == 2
+
+
+def test_what_reads_the_same_runs_beside():
+    assert kernels(lambda x: (x.sin(), x.cos()), X) == ["sin cos"]
+    assert totals(lambda x: (x.sin(), x.cos()), X) == (3 * NBYTES, 1)
+    assert kernels(lambda x, y: (x.sin(), y.cos()), X, X.clone()) == ["sin", "cos"]
+
+
+def test_what_is_made_of_nothing_is_made_again_by_each_reader():
+    assert kernels(lambda x: x + torch.arange(64), X) == ["add"]
+    assert totals(lambda x: x + torch.arange(64) * 2.0, X) == (2 * NBYTES, 1)
+
+
+def test_a_kernel_that_could_run_later_runs_with_its_only_reader():
+    w = nn.Parameter(torch.randn(64, 64))
+    assert kernels(lambda x, w: x.sin() + (x @ w), X, weights=[w]) == ["sin add", "matmul"]
+    assert totals(lambda x, w: x.sin() + (x @ w), X, weights=[w])[0] == 5 * NBYTES + 64 * 64 * 4
+
+
+def test_loops():
+    flat, rows, columns = Loop(2048), Loop(2048, 64), Loop(2048, 32)
+    assert flat.joined(rows) == rows.joined(flat) == rows
+    assert Loop(32).joined(rows) == rows  # once a row
+    assert rows.joined(columns) is None and Loop(64).joined(rows) is None
+    assert flat.joined(flat) == flat and flat.joined(Loop(1)) is None
+
+
+def test_no_kernels_wait_for_each_other_in_a_circle():
+    for name in ("gpt2", "mixtral"):
+        made = models.build(name, layers=2, width=64, heads=2, batch=2, seq=16, vocab=101)
+        joint = capture_joint(made.model, *made.args, **made.kwargs)
+        fusion = costs.fused(joint.graph_module).fusion
+        needs = {
+            k: {fusion.kernel.get(r) for n in k.nodes for r in fusion.reads[n]} - {k, None} for k in fusion.kernels
+        }
+        while needs:
+            ready = [k for k, before in needs.items() if not before & needs.keys()]
+            assert ready
+            for kernel in ready:
+                del needs[kernel]
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(64, 256)), nn.Parameter(torch.randn(256, 64))
+
+    def forward(self, x):
+        return ((x @ self.up).sin().cos() @ self.down).sum()
+
+
+def priced(model, *inputs):
+    """Op of forward -> bytes, by a joint graph."""
+    joint = capture_joint(model, *inputs)
+    prices, home = costs.fused(joint.graph_module, SLOW_MEMORY), homes(joint.flow)
+    return {n.target: prices.seconds(n) for n in joint.flow.nodes if home.home(n) == FORWARD}
+
+
+def test_to_compute_again_what_a_kernel_of_backward_reads_costs_almost_nothing():
+    """Backward needs x up for sin, the result of sin for cos, and that of cos for the gradient of ``down``."""
+    found = priced(Layer(), X)
+    wide = 32 * 256 * 4
+    assert found[aten.sin.default] == 0  # x up is read instead of it, by a kernel that is there anyway
+    assert found[aten.cos.default] == wide  # a product reads it: it is written
+    assert found[aten.mm.default] >= wide
+
+
+def test_a_joint_graph_is_cheaper_to_compute_again_than_unfused():
+    made = models.build("gpt2", layers=2, width=64, heads=2, batch=2, seq=64, vocab=101)
+    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    gm, home = joint.graph_module, homes(joint.flow)
+    fused, plain = costs.fused(gm), costs.roofline(gm)
+    forward = [n for n in joint.flow.nodes if home.home(n) == FORWARD]
+    generated = [n for n in forward if (k := fused.fusion.kernel.get(n)) is not None and k.loop is not None]
+    products = [n for n in forward if n.target in (aten.mm.default, aten.addmm.default, aten.bmm.default)]
+    assert sum(map(fused.seconds, generated)) < 0.3 * sum(map(plain.seconds, generated))
+    assert products and all(fused.seconds(n) == plain.seconds(n) for n in products)
+    assert all(fused.seconds(n) >= 0 for n in gm.graph.nodes)
+
+
+def test_policies_compute_more_again_where_it_is_cheap():
+    made = models.build("gpt2", layers=2, width=64, heads=2, batch=2, seq=64, vocab=101)
+    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    saved = []
+    for prices in (costs.fused(joint.graph_module), costs.roofline(joint.graph_module)):
+        plan = joint.split(MinCut(), prices).plan
+        saved.append(sum(len(keys) == 1 for n, keys in plan.items() if n.op == "call_function"))
+    assert saved[0] <= saved[1]
+
+
+def test_its_name_and_its_errors():
+    gm = graph(lambda x: x.sin(), X)
+    assert costs.fused(gm).note == f"{costs.roofline(gm).note}, fused"
+    with pytest.raises(CostError, match="SK321"):
+        costs.fused(gm, "abacus")
+    for node in gm.graph.nodes:
+        node.meta.pop("val", None)
+    with pytest.raises(GraphError, match="SK102"):
+        costs.fused(gm)
+
+
+def test_kernels_of_a_graph_without_prices():
+    gm = graph(lambda x: x.sin() + 1, X)
+    fusion = Fusion(gm.graph, lambda node: False)
+    assert [kernel.loop for kernel in fusion.generated] == [Loop(32 * 64)]

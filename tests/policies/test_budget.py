@@ -1,0 +1,256 @@
+"""Budgets of memory: the best plan for saved bytes, a plan within the peak, and errors that say how low one can go."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import splitkit as sk
+from splitkit import models
+from splitkit.costs import roofline
+from splitkit.errors import NoPlanError, PolicyError
+from splitkit.joint import capture_joint
+from splitkit.memory import simulate_memory
+from splitkit.peaks import Peaks
+from splitkit.policies import RecomputeAll, Remat, SaveAll, pool
+from splitkit.policies.budget import Budget
+from splitkit.policies.moments import Floors, Moments
+from splitkit.policies.search import Search
+from splitkit.savings import savings
+
+SMALL = {"layers": 2, "width": 64, "heads": 2, "batch": 2, "seq": 16, "vocab": 101}
+
+
+class Chain(nn.Module):
+    """Pointwise ops and products of different sizes, with a skip."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, width, bias=False), nn.Linear(width, 8, bias=False)
+
+    def forward(self, x):
+        y = torch.tanh(self.up(x)).exp()
+        return (self.down(y * y).sigmoid() + x).cos().sum()
+
+
+class Branches(nn.Module):
+    """Two branches of one value, and a tuple of which backward reads a member."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, width))
+
+    def forward(self, x):
+        y = x @ self.weight
+        high, at = y.sin().max(dim=1)
+        return (y.tanh() * y).sum() + (high.exp() * at).sum()
+
+
+class Deep(nn.Module):
+    """A wide value at each end, and a chain in between."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, width))
+
+    def forward(self, x):
+        y = (x @ self.weight).sigmoid()
+        z = y.tanh().exp().mean(dim=1, keepdim=True).tanh()
+        return ((z * x).exp().sigmoid() * y.sum(dim=1, keepdim=True)).tanh().sum()
+
+
+def small(make, width):
+    torch.manual_seed(0)
+    joint = capture_joint(make(width), torch.randn(256, 8))
+    costs = roofline(joint.graph_module)
+    problem = savings(joint.flow, costs)
+    return joint, costs, problem, Peaks(joint.flow)
+
+
+def every(problem, peaks):
+    """(seconds, saved bytes, peak, choice) of every choice there is."""
+    found = {}
+    free = sorted(set(problem.maker[problem.savable].tolist()) - set(np.flatnonzero(problem.fixed).tolist()))
+    assert len(free) <= 12
+    for bits in product((False, True), repeat=len(free)):
+        runs = np.ones(len(problem.ops), bool)
+        runs[free] = bits
+        choice = problem.choose(runs)
+        found[choice.runs.tobytes()] = choice
+    return [(c.seconds, c.nbytes, peaks.trace(c.plan()).peak, c) for c in found.values()]
+
+
+def seconds_of(problem, plan):
+    return problem.choose(np.array(["backward" in plan[n] for n in problem.ops])).seconds
+
+
+def profile_of(joint, plan):
+    pair = joint.split(plan)
+    return simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    pool.forget()
+
+
+GRAPHS = [(Chain, 4), (Chain, 16), (Branches, 4), (Branches, 16), (Deep, 8), (Deep, 32)]
+
+
+@pytest.mark.parametrize(("make", "width"), GRAPHS)
+def test_no_plan_that_saves_as_little_is_quicker(make, width):
+    joint, costs, problem, peaks = small(make, width)
+    plans = every(problem, peaks)
+    for limit in sorted({saved for _, saved, *_ in plans}):
+        pool.forget()
+        plan = Budget(limit, of="saved").assign(joint.flow, costs)
+        best = min(seconds for seconds, saved, *_ in plans if saved <= limit)
+        assert seconds_of(problem, plan) == pytest.approx(best, rel=1e-4)
+        assert profile_of(joint, plan).saved <= limit
+
+
+def test_the_fewest_bytes_that_can_be_saved():
+    """Random masks are saved, whatever the budget: the error says how many bytes that takes."""
+    made = models.build("gpt2", **SMALL)
+    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    fewest = profile_of(joint, RecomputeAll()).saved
+    assert profile_of(joint, Budget(fewest, of="saved")).saved == fewest > 0
+    with pytest.raises(NoPlanError) as raised:
+        joint.split(Budget(fewest - 1, of="saved"))
+    assert f"Budget({fewest}, of='saved')" in raised.value.remedy
+
+
+@pytest.mark.parametrize(("make", "width"), GRAPHS)
+def test_peaks_against_every_plan(make, width):
+    """Within the budget always; the bound holds for every plan; the best plan nearly always."""
+    joint, costs, problem, peaks = small(make, width)
+    plans = every(problem, peaks)
+    limits = sorted({peak for *_, peak, _ in plans})
+    equal = 0
+    for limit in limits:
+        best = min(seconds for seconds, _, peak, _ in plans if peak <= limit)
+        pool.forget()
+        proof = Search(pool.Pool(problem, peaks), 10.0).peak(limit)
+        assert proof.bound <= best * (1 + 1e-9)
+        plan = Budget(limit).assign(joint.flow, costs)
+        assert profile_of(joint, plan).peak <= limit
+        assert seconds_of(problem, plan) >= best * (1 - 1e-9)
+        equal += seconds_of(problem, plan) <= best * (1 + 1e-3)
+    assert equal >= 0.9 * len(limits)
+
+
+@pytest.mark.parametrize(("make", "width"), GRAPHS)
+def test_floors_are_below_every_plan(make, width):
+    _, _, problem, peaks = small(make, width)
+    floors = Floors(Moments(problem, peaks))
+    for *_, peak, choice in every(problem, peaks):
+        saved = np.zeros(len(problem.nbytes))
+        saved[problem.storage[choice.saved]] = 1.0
+        assert not list(floors.over(saved, peak))
+
+
+def test_what_is_over_the_budget_is_over_the_limit():
+    _, _, problem, peaks = small(Chain, 16)
+    moments, budget = Moments(problem, peaks), min(peak for *_, peak, _ in every(problem, peaks))
+    for *_, peak, choice in every(problem, peaks):
+        limits = list(moments.limits(choice, peaks.trace(choice.plan()), budget))
+        saved = np.zeros(len(problem.nbytes), bool)
+        saved[problem.storage[choice.saved]] = True
+        assert bool(limits) == (peak > budget)
+        assert not any(limit.holds(choice.runs, saved) for limit in limits)
+
+
+@pytest.mark.parametrize("of", ["peak", "saved"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_a_larger_budget_never_costs_more(name, of):
+    made = models.build(name, **SMALL)
+    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    costs = roofline(joint.graph_module)
+    problem = savings(joint.flow, costs)
+    whole = profile_of(joint, SaveAll())
+    spent = []
+    for share in (0.7, 0.8, 0.9, 0.95, 1.0):
+        limit = int(share * getattr(whole, of))
+        try:
+            plan = Budget(limit, of=of).assign(joint.flow, costs)
+        except NoPlanError:
+            continue
+        assert getattr(profile_of(joint, plan), of) <= limit
+        spent.append(seconds_of(problem, plan))
+    assert len(spent) >= 1 and spent == sorted(spent, reverse=True) and spent[-1] == 0
+
+
+def test_the_error_names_a_plan_that_can_be_had():
+    made = models.build("gpt2", **SMALL)
+    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    with pytest.raises(NoPlanError) as raised:
+        joint.split(Budget(1000))
+    assert raised.value.code == "SK303" and "1000 bytes" in raised.value.reason
+    lowest = int(re.search(r"Budget\((\d+), of='peak'\)", raised.value.remedy)[1])
+    assert profile_of(joint, Budget(lowest)).peak == lowest
+    assert lowest <= min(profile_of(joint, policy).peak for policy in (SaveAll(), RecomputeAll()))
+
+
+def test_candidates_are_never_beaten_by_the_result():
+    made = models.build("bert", **SMALL)
+    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    costs = roofline(joint.graph_module)
+    problem, own = savings(joint.flow, costs), Remat(["aten.mm", "aten.addmm", "aten.bmm"])
+    theirs = own.assign(joint.flow, costs)
+    limit = profile_of(joint, theirs).peak
+    plan = Budget(limit, candidates=(own, theirs)).assign(joint.flow, costs)
+    assert profile_of(joint, plan).peak <= limit
+    assert seconds_of(problem, plan) <= seconds_of(problem, theirs)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_predicted_is_measured_and_gradients_are_eager(name):
+    made = models.build(name, **SMALL)
+    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    costs = roofline(joint.graph_module)
+    whole = joint.split(SaveAll())
+    primals, tangents = joint.primals(*made.args, **made.kwargs), joint.tangents()
+    torch.manual_seed(0)
+    expected = whole.run(list(primals), tangents)
+    limit = int(0.6 * simulate_memory(whole.forward, whole.backward, user_outputs=whole.outputs).saved)
+    pair = joint.split(Budget(limit, of="saved"), costs)
+    predicted = simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
+    assert predicted.saved <= limit
+    held = list(primals)
+    assert predicted.peak == sk.measure_memory(pair.run, list(primals), tangents).peak
+    torch.manual_seed(0)
+    for mine, theirs in zip(pair.run(held, tangents), expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True) if a is not None)
+
+
+def test_the_note_says_what_is_claimed():
+    joint, costs, _, _ = small(Chain, 16)
+    plan = Budget(0.5, of="saved").assign(joint.flow, costs)
+    assert re.match(
+        r"saved within .*: peak .* saved, .* s computed again; at least .* s, gap 0\.\d+%; HiGHS", plan.note
+    )
+    assert "graph order" in Budget(1.0).assign(joint.flow, costs).note
+
+
+@pytest.mark.parametrize("budget", [0.5, "0.5KiB", 512, "512", "0.512 kB"])
+def test_budgets_as_people_write_them(budget):
+    assert Budget(budget)._bytes(1024) == 512
+
+
+@pytest.mark.parametrize("budget", [-1, 1.5, "much", "2 XiB", True, None, float("nan"), ""])
+def test_a_bad_budget_is_refused(budget):
+    with pytest.raises(PolicyError, match="SK302"):
+        Budget(budget)
+
+
+def test_other_bad_parameters_are_refused():
+    for wrong in ({"of": "flops"}, {"time_limit": 0}, {"time_limit": "long"}):
+        with pytest.raises(PolicyError, match="SK302"):
+            Budget(0.5, **wrong)
+    with pytest.raises(PolicyError, match="SK302"):
+        sk.split(sk.capture(nn.Linear(2, 2), torch.randn(1, 2)), Budget(0.5))

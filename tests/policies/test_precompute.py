@@ -1,0 +1,267 @@
+"""What moves from backward to forward: by MegEngine's rule, and where it saves the most bytes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from jointgraphs import Hand
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+
+import splitkit as sk
+from splitkit import models
+from splitkit.costs import roofline, unit
+from splitkit.errors import PolicyError
+from splitkit.halves import BACKWARD, FORWARD, homes
+from splitkit.joint import capture_joint
+from splitkit.memory import simulate_memory
+from splitkit.pair import divide
+from splitkit.policies import Precompute, RecomputeAll, Remat, SaveAll
+from splitkit.testing.nets import NETS
+
+
+def listed(node):
+    return node.name.startswith("m")
+
+
+def saved_by(flow, policy):
+    return set(divide(flow, policy, unit(flow.root)).saved)
+
+
+def saved_bytes(flow, policy):
+    pair = divide(flow, policy, unit(flow.root))
+    return simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).saved
+
+
+def test_what_the_docstring_shows():
+    h = Hand().inputs(w=1).op("x", 8, "w").op("y", 8, "w").op("loss", 1, "x", "y").gradients(t=1)
+    h.back("ma", 1, "x").back("mb", 1, "y").back("g", 1, "t", "x", "ma", "mb")
+    assert saved_by(h.flow("loss", "g"), Precompute(movable=listed)) == {"x", "mb"}
+
+
+def test_a_chain_moves_as_a_whole():
+    h = Hand().inputs(w=1).op("x", 8, "w").op("loss", 1, "x").gradients(t=1)
+    h.back("m1", 16, "x").back("m2", 1, "m1").back("g", 1, "t", "m2")
+    flow = h.flow("loss", "g")
+    assert saved_by(flow, Precompute(movable=listed)) == saved_by(flow, Precompute()) == {"m2"}
+    assert saved_by(flow, Precompute(movable=lambda n: n.name == "m1")) == {"m1"}  # the rule does not ask for sizes
+
+
+def test_only_what_is_listed_moves():
+    h = Hand().inputs(w=1).op("x", 8, "w").op("loss", 1, "x").gradients(t=1)
+    h.back("a", 1, "x").back("m", 1, "a").back("g", 1, "t", "m")
+    flow = h.flow("loss", "g")
+    assert saved_by(flow, Precompute(movable=listed)) == {"x"}  # a stays, so that m would read what backward makes
+    assert saved_by(flow, Precompute(movable=["aten.relu"])) == {"x"}
+    assert saved_by(flow, Precompute(movable=["aten.cat"])) in ({"a"}, {"m"})
+
+
+def test_what_depends_on_gradients_never_moves():
+    h = Hand().inputs(w=1).op("x", 8, "w").op("loss", 1, "x").gradients(t=1)
+    h.back("m1", 1, "t", "x").back("m2", 1, "m1").back("g", 1, "m2")
+    flow = h.flow("loss", "g")
+    for policy in (Precompute(), Precompute(movable=listed)):
+        assert saved_by(flow, policy) == {"x"}
+
+
+def test_what_is_needed_in_both_halves_is_computed_in_both():
+    """m1 stays, as x is needed; m2 moves, as y is not; it reads m1."""
+    h = Hand().inputs(w=1).op("x", 8, "w").op("y", 8, "w").op("loss", 1, "x", "y").gradients(t=1)
+    h.back("m1", 1, "x").back("m2", 1, "m1", "y").back("g", 1, "t", "x", "m1", "m2")
+    flow = h.flow("loss", "g")
+    plan = divide(flow, Precompute(movable=listed), unit(flow.root)).plan
+    assert plan[h["m1"]] == (FORWARD, BACKWARD) and plan[h["m2"]] == (FORWARD,)
+    assert saved_by(flow, Precompute(movable=listed)) == {"x", "m2"}
+
+
+def test_members_of_a_tuple_move_together():
+    h = Hand().inputs(w=1).op("x", 8, "w").op("loss", 1, "x").gradients(t=1)
+    h.pair("m", 1, 2, "x", tag="is_backward").back("g", 1, "t", "m_1").back("g2", 1, "g", "m_0")
+    flow = h.flow("loss", "g2")
+    for policy in (Precompute(), Precompute(movable=listed)):
+        assert saved_by(flow, policy) == {"m_0", "m_1"}
+
+
+def reference(expressions, gradients, is_listed):
+    """MegEngine's `OptimizedBackwardGraphResult`, step by step.
+
+    Args:
+        expressions: (name, what it reads) of the backward graph, in order.
+        gradients: inputs that are known only in backward.
+        is_listed: may this name move?
+
+    Returns:
+        What forward computes, and what of it backward takes; what backward computes, and what else it reads.
+    """
+    appears = dict.fromkeys(gradients, True)
+    for name, read in expressions:
+        if not is_listed(name):
+            appears |= dict.fromkeys(read, True)
+    moved, given, left = [], [], []
+    for name, read in expressions:
+        if all(appears.get(r) for r in read):
+            left.append(name)
+            appears[name] = True
+        else:
+            moved.append(name)
+            if appears.get(name):
+                given.append(name)
+    made = {name for name, _ in expressions}
+    read = {r for _, reads in expressions for r in reads}
+    return moved, given, left, {r for r in read - made - set(gradients) if appears.get(r)}
+
+
+def drawn(seed):
+    """A random joint graph, and its backward as expressions. Listed nodes read no gradients."""
+    draw, h = random.Random(seed), Hand().inputs(w=1, v=2)
+    forward = ["w", "v"]
+    for i in range(draw.randint(2, 5)):
+        h.op(f"f{i}", draw.randint(1, 8), *draw.sample(forward, draw.randint(1, min(2, len(forward)))))
+        forward.append(f"f{i}")
+    h.op("loss", 1, *forward).gradients(t=1)
+    known, late, expressions = list(forward), ["t"], []
+    for i in range(draw.randint(3, 9)):
+        is_listed = draw.random() < 0.6
+        name, pool = f"{'m' if is_listed else 'g'}{i}", known if is_listed else known + late
+        read = draw.sample(pool, min(len(pool), draw.randint(1, 2)))
+        if not is_listed and "t" not in read:
+            read.append("t")
+        (known if is_listed else late).append(name)
+        h.back(name, draw.randint(1, 8), *read)
+        expressions.append((name, read))
+    read = sorted({"t", *(n for n, _ in expressions)})
+    h.back("g", 1, *read)
+    expressions.append(("g", read))
+    return h.flow("loss", "g"), expressions
+
+
+def test_the_same_as_the_reference_rule():
+    compared = 0
+    for seed in range(300):
+        flow, expressions = drawn(seed)
+        moved, given, left, taken = reference(expressions, ["t"], lambda name: name[0] == "m")
+        pair = divide(flow, Precompute(movable=listed), unit(flow.root))
+        if any(r in left for name, read in expressions if name in moved for r in read):
+            continue  # the reference's forward would read what only its backward computes
+        here = {n.name for n in pair.plan if pair.plan[n] == (FORWARD,)} & {name for name, _ in expressions}
+        assert here == set(moved)
+        assert {n.name for n in pair.backward.graph.nodes if n.op == "call_function"} == set(left)
+        assert set(pair.saved) == {*given, *taken}
+        compared += bool(moved)
+    assert compared > 100
+
+
+PLACES = ((BACKWARD,), (FORWARD,), (FORWARD, BACKWARD))
+
+
+def test_the_fewest_bytes_that_any_move_saves():
+    """All ways to place the nodes that forward could compute, one by one."""
+    better = 0
+    for seed in range(80):
+        flow, _ = drawn(seed)
+        free = [n for n in flow.nodes if n.name.startswith("m")]
+        if len(free) > 4:
+            continue
+        least = first = saved_bytes(flow, SaveAll())
+        for places in itertools.product(PLACES, repeat=len(free)):
+            plan = homes(flow).place(dict(zip(free, places, strict=True)))
+            if all(FORWARD in plan[read] for n in free if FORWARD in plan[n] for read in flow.inputs(n)):
+                least = min(least, saved_bytes(flow, plan))
+        assert saved_bytes(flow, Precompute()) == least
+        better += least < first
+    assert better > 10
+
+
+def worked_twice(joint, pair):
+    """What both halves compute; views cost nothing."""
+    prices = roofline(joint.graph_module)
+    return {n for n in joint.flow.nodes if len(pair.plan[n]) > 1 and prices.seconds(n)}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral", "unet", "writing"])
+def test_never_more_bytes_and_never_more_work(name):
+    sizes = {"layers": 2, "width": 64, "heads": 2, "batch": 2, "seq": 16, "vocab": 101}
+    made = NETS[name]() if name in NETS else models.build(name, **sizes)
+    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    for base in (SaveAll(), RecomputeAll(), Remat(["aten.mm", "aten.addmm", "aten.convolution"])):
+        before, after = (divide(joint.flow, p, unit(joint.flow.root)) for p in (base, Precompute(base)))
+        assert saved_bytes(joint.flow, Precompute(base)) <= saved_bytes(joint.flow, base)
+        assert worked_twice(joint, after) <= worked_twice(joint, before)
+        inputs = joint.primals(*made.args, **made.kwargs)
+        torch.manual_seed(0)
+        expected = before.run(list(inputs), joint.tangents())
+        torch.manual_seed(0)
+        torch.testing.assert_close(after.run(list(inputs), joint.tangents()), expected)
+
+
+class Gate(torch.autograd.Function):
+    """Backward needs of x where it is positive."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * (x > 0)
+
+
+class Gated(nn.Module):
+    def __init__(self, checkpointed=False):
+        super().__init__()
+        self.first, self.last, self.checkpointed = nn.Linear(8, 64), nn.Linear(64, 8), checkpointed
+
+    def block(self, x):
+        return Gate.apply(self.first(x) * 2)
+
+    def forward(self, x):
+        x = checkpoint(self.block, x, use_reentrant=False) if self.checkpointed else self.block(x)
+        return self.last(x)
+
+
+def masks(pair):
+    return [n for n in pair.forward.graph.nodes if n.target is torch.ops.aten.gt.Scalar]
+
+
+def test_a_mask_is_saved_instead_of_what_it_is_of():
+    model, x = Gated(), torch.randn(16, 8)
+    joint = capture_joint(model, x)
+    plain, pair = joint.split(SaveAll()), joint.split(Precompute())
+    assert not masks(plain) and len(masks(pair)) == 1
+    assert saved_bytes(joint.flow, SaveAll()) - saved_bytes(joint.flow, Precompute()) == 16 * 64 * (4 - 1)
+    model(x).sum().backward()
+    run = joint.read([*itertools.chain(*pair.run(joint.primals(x), joint.tangents()))])
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(run.gradients[name], parameter.grad)
+    assert saved_bytes(joint.flow, Precompute(movable=["aten.gt"])) == saved_bytes(joint.flow, Precompute())
+
+
+def test_nothing_of_a_checkpoint_is_saved_in_disguise():
+    joint = capture_joint(Gated(checkpointed=True), torch.randn(16, 8))
+    marked = [n for n in joint.flow.nodes if "recompute" in n.meta]
+    for node in marked:
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    for policy in (Precompute(), Precompute(movable=["aten.gt"])):
+        assert not masks(joint.split(policy))
+
+
+def test_what_is_computed_again_is_saved_where_that_is_less():
+    """b is smaller than a, which only b is computed from."""
+    h = Hand().inputs(w=1).op("a", 8, "w").op("b", 2, "a").op("loss", 1, "b").gradients(t=1)
+    h.back("g", 1, "t", "b")
+    flow = h.flow("loss", "g")
+    base = Remat(keep=lambda n: n.name == "a")
+    assert saved_by(flow, base) == {"a"} and saved_by(flow, Precompute(base)) == {"b"}
+
+
+def test_other_graphs_and_other_words_are_refused(chain):
+    with pytest.raises(PolicyError, match="SK302"):
+        sk.split(chain, Precompute())
+    h = Hand().inputs(w=1).op("loss", 1, "w").gradients(t=1).back("g", 1, "t")
+    with pytest.raises(PolicyError, match="SK302"):
+        divide(h.flow("loss", "g"), Precompute(movable=[3]), None)

@@ -1,0 +1,156 @@
+"""The frontier: its points are legal plans that no other plan beats, and it shows itself."""
+
+from __future__ import annotations
+
+import io
+import json
+import xml.etree.ElementTree as ET
+from itertools import pairwise
+
+import pytest
+import torch
+from choices import Prices, every_plan, saved, spent, steps
+from hypothesis import HealthCheck, given, settings
+from jointgraphs import Hand
+from rich.console import Console
+from test_joint import MODELS, assert_steps_alike, eager, example, ran
+
+from splitkit import capture, costs
+from splitkit.dataflow import analyze
+from splitkit.errors import NoPlanError, PolicyError
+from splitkit.frontier import Frontier
+from splitkit.joint import capture_joint
+from splitkit.memory import simulate_memory
+from splitkit.models import build
+from splitkit.pair import divide
+from splitkit.policies import MinCut
+
+
+def hull_of(points):
+    """The lower hull by hand, from the fewest bytes to the least time"""
+    hull = []
+    for x, y in sorted(points):
+        if hull and y >= hull[-1][1]:
+            continue
+        while len(hull) > 1 and (hull[-1][0] - hull[-2][0]) * (y - hull[-2][1]) <= (hull[-1][1] - hull[-2][1]) * (
+            x - hull[-2][0]
+        ):
+            hull.pop()
+        hull.append((x, y))
+    return hull
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@given(steps())
+def test_the_points_are_the_hull_of_all_plans(step):
+    flow, prices = step
+    points = Frontier(flow, prices).points
+    found = [(p.saved, spent(flow, p.pair, prices)) for p in points]
+    assert found == hull_of(every_plan(flow, prices))
+    assert [saved(p.pair) for p in points] == [p.saved for p in points]
+
+
+def blocks(count):
+    """x -> a0 -> b0 -> a1 -> ...; backward reads each b, which runs in a second or is saved for 2 KiB; a is 1 KiB"""
+    h, names, before = Hand().inputs(x=1).gradients(g=1), [], "x"
+    for i in range(count):
+        h.op(f"a{i}", 1, before).op(f"b{i}", 2, f"a{i}")
+        names += [f"a{i}", f"b{i}"]
+        before = f"a{i}"
+    return h.op("loss", 1, *names).back("gx", 1, "g", *names).flow("loss", "gx")
+
+
+def test_within_goes_over_block_by_block_on_the_line():
+    seconds = {f"b{i}": 1.0 for i in range(6)} | {f"a{i}": 1000.0 for i in range(6)}
+    frontier = Frontier(blocks(6), Prices(**seconds))
+    assert [(p.saved // 1024, p.seconds) for p in frontier.points] == [(0, 6006.0), (6, 6.0), (18, 0.0)]
+    for kib in range(6, 19):
+        point = frontier.within(kib * 1024)
+        assert (point.saved // 1024, point.seconds) == (kib - kib % 2, 6 - (kib - kib % 2 - 6) / 2)
+    assert frontier.bound(7 * 1024) == pytest.approx(5.5)
+    assert {n.name for n, keys in frontier.within(10 * 1024).plan.items() if len(keys) == 2} == {"b0", "b1", "b2", "b3"}
+
+
+def test_less_is_a_share_of_what_saving_all_takes():
+    frontier = Frontier(blocks(6), Prices(**{f"b{i}": 1.0 for i in range(6)}, **{f"a{i}": 1e3 for i in range(6)}))
+    assert (frontier.less(0).saved, frontier.less(0).seconds) == (18 * 1024, 0.0)
+    assert (frontier.less(0.12).saved, frontier.less(0.12).seconds) == (14 * 1024, 2.0)
+    assert frontier.less(1).saved == 0
+    for share in (-0.1, 1.1, float("nan")):
+        with pytest.raises(PolicyError, match="SK302"):
+            frontier.less(share)
+
+
+def test_fewer_bytes_than_the_least_are_refused_with_the_least():
+    h = Hand().inputs(x=1).gradients(g=1).op("r", 3, "x", target=torch.ops.aten.rand_like.default)
+    frontier = Frontier(h.op("loss", 1, "r").back("gx", 1, "g", "r").flow("loss", "gx"), Prices())
+    assert frontier.within(3072).saved == 3072
+    assert frontier.bound(3071) == float("inf")
+    with pytest.raises(NoPlanError, match=r"SK303.* takes 3.00 KiB\n  Allow 3072 bytes"):
+        frontier.within(3071)
+
+
+def test_another_graph_is_refused():
+    with pytest.raises(PolicyError, match="SK302: Frontier"):
+        Frontier(analyze(capture(torch.nn.Linear(2, 2), torch.zeros(1, 2)))).points  # noqa: B018
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    made = build("gpt2", layers=3, width=64, heads=2, batch=2, seq=64, vocab=101)
+    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    return Frontier(joint, costs.roofline(joint.graph_module, "a100"))
+
+
+def test_points_of_a_model(gpt2):
+    numbers = [(p.saved, p.seconds) for p in gpt2.points]
+    assert len(numbers) > 5
+    assert [b for b, _ in numbers] == sorted({b for b, _ in numbers})
+    assert [s for _, s in numbers] == sorted({s for _, s in numbers}, reverse=True)
+    assert numbers[-1][1] == 0
+    slopes = [(b - d) / (a - c) for (a, b), (c, d) in pairwise(numbers)]
+    assert slopes == sorted(slopes)
+    for price in (1e9, 1e11, 1e12):
+        best = gpt2.joint.split(MinCut(price), gpt2.costs)
+        cost = saved(best) + price * spent(gpt2.flow, best, gpt2.costs)
+        assert min(b + price * s for b, s in numbers) == pytest.approx(cost, rel=1e-6)
+    for point in (gpt2.points[0], gpt2.points[3], gpt2.less(0.3)):
+        pair = gpt2.joint.split(point.plan, gpt2.costs)
+        assert saved(pair) == point.saved
+        assert simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).peak == point.peak
+        assert gpt2.bound(point.saved) <= point.seconds + 1e-12
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_points_run_like_eager(name):
+    model, args, kwargs = example(name)
+    joint = capture_joint(model, *args, **kwargs)
+    expected = eager(model, args, kwargs)
+    points = Frontier(joint).points
+    for point in (points[0], points[len(points) // 2]):
+        assert_steps_alike(ran(joint, divide(joint.flow, point.plan, point.costs), args, kwargs), expected)
+    assert_steps_alike(ran(joint, joint.split(MinCut()), args, kwargs), expected)
+
+
+def test_data_and_table(gpt2):
+    data = json.loads(json.dumps(gpt2.to_dict(peaks=True)))
+    assert [p["saved"] for p in data["points"]] == [p.saved for p in gpt2.points]
+    assert [p["peak"] for p in data["points"]] == [p.peak for p in gpt2.points]
+    assert "peak" not in gpt2.to_dict()["points"][0]
+    assert data["costs"] == "roofline of a100"
+    console = Console(width=60, record=True, file=io.StringIO())
+    console.print(gpt2.table(peaks=True))
+    text = console.export_text()
+    assert "\u2026" not in text
+    assert text.count("KiB") + text.count("MiB") >= 2 * len(gpt2.points)
+    assert str(gpt2).startswith(f"{len(gpt2.points)} points: ")
+
+
+def test_the_picture_has_every_point_and_mark_and_escapes_names(gpt2):
+    picture = ET.fromstring(gpt2.to_svg({"<torch> & 1.0": (gpt2.points[2].saved, gpt2.points[2].seconds)}))
+    dots = [e for e in picture.iter() if e.tag.endswith("circle")]
+    assert len(dots) == len(gpt2.points) + 1
+    assert "<torch> & 1.0" in [e.text for e in picture.iter()]
+    for dot in dots:
+        assert 0 <= float(dot.get("cx")) <= 760 and 0 <= float(dot.get("cy")) <= 300
+    assert gpt2._repr_svg_().startswith("<svg")

@@ -1,0 +1,79 @@
+"""The peak of a plan before any module is made of it: every step of it as simulated on the pair."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from splitkit import models
+from splitkit.costs import roofline
+from splitkit.joint import capture_joint
+from splitkit.memory import simulate_memory
+from splitkit.peaks import Peaks
+from splitkit.policies import RecomputeAll, Remat, SaveAll
+from splitkit.savings import savings
+from splitkit.testing.nets import NETS
+
+SMALL = {"layers": 2, "width": 64, "heads": 2, "batch": 2}
+PRODUCTS = ["aten.mm", "aten.addmm", "aten.bmm", "aten.convolution"]
+
+
+def example(name):
+    if name in NETS:
+        return NETS[name]()
+    return models.build(name, **(SMALL | ({"image": 32} if name == "vit" else {"seq": 16, "vocab": 101})))
+
+
+def assert_alike(joint, peaks, plan):
+    pair = joint.split(plan)
+    profile = simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
+    trace = peaks.trace(plan)
+    assert [peaks.nodes[i].name for i in trace.steps] == [node.name for node in profile.steps]
+    assert trace.timeline.tolist() == list(profile.timeline)
+    assert (trace.peak, trace.saved_bytes) == (profile.peak, profile.saved)
+    assert trace.forward == profile.calls["forward"].stop
+
+
+@pytest.mark.parametrize("name", [*models.NAMES, *NETS])
+def test_each_step_of_each_plan_as_simulated_on_the_pair(name):
+    made = example(name)
+    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    peaks, costs = Peaks(joint.flow), roofline(joint.graph_module)
+    problem, random = savings(joint.flow, costs), np.random.default_rng(0)
+    plans = [policy.assign(joint.flow, costs) for policy in (SaveAll(), RecomputeAll(), Remat(PRODUCTS))]
+    plans += [problem.choose(random.random(len(problem.ops)) < share).plan() for share in (0.2, 0.5, 0.8)]
+    for plan in plans:
+        assert_alike(joint, peaks, plan)
+
+
+def test_checkpoint_tags_are_honoured_as_on_the_pair():
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            return checkpoint(lambda y: self.b(self.a(y).tanh()).tanh(), x, use_reentrant=False).sum()
+
+    joint = capture_joint(Net(), torch.randn(4, 8))
+    assert_alike(joint, Peaks(joint.flow), joint.flow.homes)
+
+
+def test_what_the_caller_holds_counts_once():
+    """A tied weight, and an input that the graph never reads."""
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False)
+            self.b.weight = self.a.weight
+
+        def forward(self, x, unread):
+            return self.b(self.a(x).tanh()).sum()
+
+    joint = capture_joint(Net(), torch.randn(4, 8), torch.randn(4, 8))
+    peaks = Peaks(joint.flow)
+    assert_alike(joint, peaks, joint.flow.homes)
+    assert peaks.trace(joint.flow.homes).baseline in (8 * 8 * 4 + 4 * 8 * 4 + 4, 8 * 8 * 4 + 2 * 4 * 8 * 4 + 4)
