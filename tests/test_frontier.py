@@ -7,6 +7,7 @@ import json
 import xml.etree.ElementTree as ET
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from choices import Prices, every_plan, saved, spent, steps
@@ -40,13 +41,17 @@ def hull_of(points):
     return hull
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(steps())
 def test_the_points_are_the_hull_of_all_plans(step):
     flow, prices = step
     points = Frontier(flow, prices).points
     found = [(p.saved, spent(flow, p.pair, prices)) for p in points]
-    assert found == hull_of(every_plan(flow, prices))
+    hull = hull_of(every_plan(flow, prices))
+    assert hull_of(found) == hull
+    # A point between two corners, on the line, may be there or not: time is counted in ticks.
+    on_line = np.interp([x for x, _ in found], [x for x, _ in hull], [y for _, y in hull])
+    assert np.allclose(on_line, [y for _, y in found])
     assert [saved(p.pair) for p in points] == [p.saved for p in points]
 
 

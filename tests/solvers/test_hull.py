@@ -46,7 +46,7 @@ def lower_hull(points):
     return hull
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250, deadline=None, derandomize=True)
 @given(two_costs())
 def test_the_corners_are_those_of_all_cuts(net):
     points = all_costs(net)
@@ -60,7 +60,7 @@ def test_the_corners_are_those_of_all_cuts(net):
         assert not (start.side & ~end.side).any()
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250, deadline=None, derandomize=True)
 @given(two_costs())
 def test_cuts_between_corners_lie_on_the_hull(net):
     points = all_costs(net)
