@@ -169,6 +169,12 @@ def _from_file(args: Namespace) -> tuple[Work, Plan, Costs]:
 
     data = planfile.read(args.target)
     _require_plan(args.target, data)
+    if data.get("what") == "fwd-bwd":
+        raise UsageError(
+            "SK601",
+            f"{args.target} divides a training step into forward and backward, and this command cuts a forward",
+            "In Python: joint.split(splitkit.Plan.load(path, joint.graph_module.graph)).",
+        )
     work = prepare(source.from_plan(args.target, data, args))
     with work.clock.step("plan", "reading the plan"):
         return work, _decoded(work, args.target, data), prices(work, None, None)

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from splitkit import cli
+import splitkit as sk
+from splitkit import cli, models
 
 TINY = ["--size", "layers=2,width=32,heads=2", "--size", "vocab=64,seq=8"]
 
@@ -29,6 +30,18 @@ def test_a_plan_of_forward_and_backward(call, tmp_path):
     assert sum(v["nbytes"] for v in data["saved"]["values"]) == data["saved"]["nbytes"] > 0
     written = json.loads(path.read_text())
     assert written["what"] == "fwd-bwd" and {p["key"] for p in written["parts"]} == {"forward", "backward"}
+
+
+def test_the_plan_is_read_again_in_python_and_refused_where_a_forward_is_cut(call, tmp_path):
+    path = tmp_path / "plan.json"
+    assert call("plan", "gpt2", *TINY, "--what", "fwd-bwd", "--policy", "MinCut()", "-o", path)[0] == 0
+    code, _, err = call("run", path)
+    assert code == 2 and "SK601" in err and "forward and backward" in err
+    example = models.build("gpt2", layers=2, width=32, heads=2, vocab=64, seq=8)
+    joint = sk.capture_joint(example.model, **example.kwargs)
+    read = sk.Plan.load(path, joint.graph_module.graph)
+    costs = sk.costs.roofline(joint.graph_module, device="a100")
+    assert joint.split(read, costs).saved == joint.split(sk.policies.MinCut(), costs).saved
 
 
 @pytest.mark.parametrize("memory", ["1.0", "64MiB"])
