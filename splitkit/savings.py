@@ -51,7 +51,8 @@ class Savings:
         ops: shape (n,); what backward may compute.
         seconds: (n,) float; of one run, 0 for views and for what a checkpoint prefers to compute again.
         fixed: (n,) bool; forward's, and not to be computed again: `why` says why.
-        forced: (n,) bool; its checkpoint must recompute it: its values are not savable.
+        forced: (n,) bool; its checkpoint must recompute it, or what backward alone makes it of: its values are not
+            savable.
         late: (n,) bool; forward needs it for nothing of its own, so that it costs nothing to run it in backward:
             eager autograd has it there, or in forward only to save it. Forward runs it where it is saved.
         values: shape (m,); what the ops yield: themselves, or the members of their tuples.
@@ -208,10 +209,14 @@ def _arrays(
     views = {n for n in ops if n not in why} - {flow.producer(v) for v, key in owner.items() if base[key] is v}
     kept = _kept(flow, values, owner, base)
     why |= {n: "its checkpoint saves it" for n in ops if n in kept and n not in why}
+    required = required_by_forward(flow)
     forced = set(asked(flow, CheckpointPolicy.MUST_RECOMPUTE)) - why.keys()
+    for op in ops:  # what backward alone makes of it would be the same, saved in disguise
+        if op not in required and op not in why and not forced.isdisjoint(flow.inputs(op)):
+            forced.add(op)
     free = views | set(asked(flow, CheckpointPolicy.PREFER_RECOMPUTE))
     pairs = [(number[n], place[v]) for n in ops if n not in why for v in _reads(flow, n) if v in place]
-    makers, required = [flow.producer(v) for v in values], required_by_forward(flow)
+    makers = [flow.producer(v) for v in values]
     return Savings(
         flow,
         ops,

@@ -171,3 +171,12 @@ def test_what_a_checkpoint_must_recompute_is_known_before_the_cut():
     h = Hand().inputs(x=1).gradients(g=1).op("a", 4, "x").op("b", 1, "a").op("loss", 1, "b").back("gx", 1, "g", "b")
     h["b"].meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     assert divide(h.flow("loss", "gx"), MinCut(price=KIB), Prices(a=2.0, b=9.0)).saved == ("x",)
+
+
+def test_what_backward_makes_of_a_checkpoint_is_not_saved_in_disguise():
+    """x -> a (to be computed again) -> b, in backward alone: b is not saved in a's place"""
+    h = Hand().inputs(x=1).op("a", 4, "x").op("loss", 1, "a").gradients(g=1)
+    h.back("b", 1, "a").back("gx", 1, "g", "b")
+    assert divide(h.flow("loss", "gx"), MinCut(price=KIB), Prices(a=9.0, b=9.0)).saved == ("b",)
+    h["a"].meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    assert divide(h.flow("loss", "gx"), MinCut(price=KIB), Prices(a=9.0, b=9.0)).saved == ("x",)

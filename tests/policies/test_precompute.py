@@ -19,7 +19,7 @@ from splitkit.halves import BACKWARD, FORWARD, homes
 from splitkit.joint import capture_joint
 from splitkit.memory import simulate_memory
 from splitkit.pair import divide
-from splitkit.policies import Precompute, RecomputeAll, Remat, SaveAll
+from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, Remat, SaveAll
 from splitkit.testing.nets import NETS
 
 
@@ -246,7 +246,7 @@ def test_nothing_of_a_checkpoint_is_saved_in_disguise():
     marked = [n for n in joint.flow.nodes if "recompute" in n.meta]
     for node in marked:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    for policy in (Precompute(), Precompute(movable=["aten.gt"])):
+    for policy in (Precompute(), Precompute(movable=["aten.gt"]), MinCut(0.0), Budget(1.0)):
         assert not masks(joint.split(policy))
 
 
