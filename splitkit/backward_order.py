@@ -5,13 +5,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Hashable, Iterable, Iterator
 
-import torch
 from torch.fx import Node
 
-from splitkit import _torch
-from splitkit.costs.sizes import tensor_bytes, tensors
+from splitkit.costs.sizes import storage_bytes, tensors
 from splitkit.effects import storage_key
-from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes
+from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, nodes_in
 from splitkit.plan import Plan
 from splitkit.symbols import value_of
 
@@ -19,7 +17,7 @@ from splitkit.symbols import value_of
 def crossing(flow: JointFlow, plan: Plan) -> list[Node]:
     """What backward takes from forward, in graph order: all that it reads and does not compute, and the sizes of it."""
     read = dict.fromkeys(r for n in plan.members(BACKWARD) for r in n.all_input_nodes if n.op != "placeholder")
-    read |= dict.fromkeys(_nodes(flow.gradients))
+    read |= dict.fromkeys(nodes_in(flow.gradients))
     taken = {n for n in read if BACKWARD not in plan[n]}
     for value in (*taken, *flow.backward_inputs):
         taken |= {s for s in flow.symbols(value) if BACKWARD not in plan[s]}
@@ -272,15 +270,4 @@ class _Ordering:
 
 def _storages(node: Node) -> dict[Hashable, int]:
     """The storages that a node's value lies in -> bytes; a symbolic size as seen at capture."""
-    return {storage_key(tensor): _storage_bytes(tensor) for tensor in tensors(value_of(node))}
-
-
-def _storage_bytes(tensor: torch.Tensor) -> int:
-    try:
-        return _torch.size_hint(tensor.untyped_storage().nbytes())
-    except (TypeError, NotImplementedError, RuntimeError):  # a size that only the data decides; no storage
-        return tensor_bytes(tensor)
-
-
-def _nodes(values: Iterable[object]) -> Iterator[Node]:
-    return (value for value in values if isinstance(value, Node))
+    return {storage_key(tensor): storage_bytes(tensor) for tensor in tensors(value_of(node))}

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from splitkit.dataflow import Dataflow
 from splitkit.errors import PolicyError
-from splitkit.plan import Part, Plan
+from splitkit.plan import Part, PartKey, Plan
 from splitkit.rewrite import prune, rematerialize
 from splitkit.symbols import value_of
 
@@ -21,8 +21,8 @@ BACKWARD = "backward"
 """The two parts of a plan for a joint graph."""
 
 # What AOTAutograd writes into meta["partitioner_tag"] (2.11, 2.13, 2.15).
-_TAG = "partitioner_tag"
-_TAGGED_BACKWARD = ("is_backward", "must_be_in_backward")
+_TAG, _PINNED = "partitioner_tag", "must_be_in_backward"
+_TAGGED_BACKWARD = ("is_backward", _PINNED)
 
 
 @dataclass(frozen=True)
@@ -128,14 +128,14 @@ def _after_tangents(flow: JointFlow) -> set[Node]:
     late = set(flow.backward_inputs)
     for node in flow.index:
         writes = node in flow.effects and bool(flow.effects[node].writes)
-        late_write = node.meta.get(_TAG) == "must_be_in_backward" or (writes and node.meta.get(_TAG) == "is_backward")
+        late_write = is_pinned(node) or (writes and node.meta.get(_TAG) == "is_backward")
         if node.op != "output" and (late_write or any(read in late for read in node.all_input_nodes)):
             late.add(node)
     return late
 
 
 def _needed_by_forward(flow: JointFlow) -> set[Node]:
-    stack = [n for n in flow.outputs if isinstance(n, Node)]
+    stack = [*nodes_in(flow.outputs)]
     stack += [n for n in flow.once if n.meta.get(_TAG) == "is_forward"]
     stack += [n for n in flow.nodes if n.meta.get(_TAG) == "must_be_in_forward"]
     needed: set[Node] = set()
@@ -153,6 +153,18 @@ def recompute(flow: JointFlow, plan: Plan, keep: Collection[Node]) -> Plan:
     return prune(flow, rematerialize(flow, plan, BACKWARD, [*keep, *sizes]))
 
 
+def with_inputs(flow: JointFlow, plan: Plan, nodes: Iterable[Node]) -> Plan:
+    """The plan in which forward, too, computes what it needs for ``nodes``, where that was left to backward."""
+    added: dict[Node, tuple[PartKey, ...]] = {}
+    stack = [read for node in nodes for read in flow.inputs(node)]
+    while stack:
+        node = stack.pop()
+        if node not in added and FORWARD not in plan.get(node, (FORWARD,)):
+            added[node] = (FORWARD, *plan[node])
+            stack += flow.inputs(node)
+    return plan.place(added)
+
+
 def unrepeatable(flow: JointFlow) -> Mapping[Node, str]:
     """Forward's nodes that backward may not compute again -> why.
 
@@ -167,3 +179,13 @@ def unrepeatable(flow: JointFlow) -> Mapping[Node, str]:
 def is_size(node: Node) -> bool:
     """Whether a node yields a symbolic number, which AOTAutograd hands to backward apart from tensors."""
     return isinstance(value_of(node), torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def is_pinned(node: Node) -> bool:
+    """Whether AOTAutograd says that only backward may run the node."""
+    return node.meta.get(_TAG) == _PINNED
+
+
+def nodes_in(values: Iterable[object]) -> Iterator[Node]:
+    """The nodes among outputs, which may be constants."""
+    return (value for value in values if isinstance(value, Node))

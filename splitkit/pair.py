@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from splitkit.backward_order import EmissionOrder, crossing
 from splitkit.complete import check
 from splitkit.costs import Costs
 from splitkit.errors import CycleError, PlanError
-from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, is_size
+from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, is_size, nodes_in
 from splitkit.plan import PartKey, Plan, PolicyLike, as_plan
 from splitkit.symbols import value_of
 from splitkit.tags import honour
@@ -160,7 +160,7 @@ def _check_order(flow: JointFlow, plan: Plan) -> None:
         for before in flow.after[node]:
             if home.home(before) == FORWARD and BACKWARD in plan[before]:
                 raise _circle(node, "must run after the effect or read of", before)
-    for output in _nodes(flow.outputs):
+    for output in nodes_in(flow.outputs):
         if FORWARD not in plan[output]:
             raise CycleError(
                 "SK203",
@@ -177,10 +177,6 @@ def _circle(node: Node, verb: str, other: Node) -> CycleError:
         f"Place {other.name} in 'forward' as well, or {node.name} in 'backward'.",
         [node, other],
     )
-
-
-def _nodes(values: Iterable[object]) -> Iterator[Node]:
-    return (value for value in values if isinstance(value, Node))
 
 
 def _rank(node: Node) -> tuple[bool, bool]:

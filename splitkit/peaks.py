@@ -16,7 +16,7 @@ from torch import nn
 from torch.fx import Node
 
 from splitkit.backward_order import EmissionOrder
-from splitkit.costs.sizes import tensors
+from splitkit.costs.sizes import storage_nbytes, tensors
 from splitkit.effects import attribute, storage_key
 from splitkit.fakes import values_again
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes
@@ -249,9 +249,4 @@ class _Allocations:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the storage of a tensor, of the tensor where it has none (sparse ones and some subclasses)."""
-    try:
-        nbytes = tensor.untyped_storage().nbytes()
-    except (NotImplementedError, RuntimeError):
-        nbytes = tensor.numel() * tensor.element_size()
-    return concrete(nbytes, {})
+    return concrete(storage_nbytes(tensor), {})

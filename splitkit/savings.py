@@ -13,21 +13,17 @@ from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from splitkit.costs import Costs
-from splitkit.costs.sizes import tensor_bytes, tensors
+from splitkit.costs.sizes import storage_bytes, tensors
 from splitkit.effects import storage_key
-from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, is_size, unrepeatable
+from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, is_pinned, is_size, nodes_in, unrepeatable, with_inputs
 from splitkit.plan import PartKey, Plan
 from splitkit.rewrite import prune
-from splitkit.standins import hint
 from splitkit.symbols import value_of
 from splitkit.tags import asked
 
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-
-# What AOTAutograd writes into meta["partitioner_tag"] of what may not move to forward (2.11, 2.13, 2.15).
-_TAG, _PINNED = "partitioner_tag", "must_be_in_backward"
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,18 +160,8 @@ class Choice:
         for op, forward, backward in zip(self.savings.ops, self.forward, self.runs, strict=True):
             places[op] = (FORWARD,) * bool(forward) + (BACKWARD,) * bool(backward)
         changed = replace(homes(flow).place({n: keys for n, keys in places.items() if keys}), note=note)
-        return prune(flow, changed.place(_needed_in_forward(flow, changed)))
-
-
-def _needed_in_forward(flow: JointFlow, plan: Plan) -> dict[Node, tuple[PartKey, ...]]:
-    """The views and constants of backward that forward needs as well, for what moved there."""
-    added: dict[Node, tuple[PartKey, ...]] = {}
-    for node in reversed(flow.nodes):
-        if FORWARD in added.get(node, plan[node]):
-            for read in flow.inputs(node):
-                if FORWARD not in added.get(read, plan[read]):
-                    added[read] = (FORWARD, *plan[read])
-    return added
+        # views and constants of backward that forward needs as well, for what moved there
+        return prune(flow, with_inputs(flow, changed, (n for n in flow.nodes if FORWARD in changed[n])))
 
 
 def savings(flow: JointFlow, costs: Costs) -> Savings:
@@ -245,12 +231,12 @@ def _mask(flags: Iterable[bool]) -> Bools:
 def _pinned_reads(flow: JointFlow) -> dict[Node, None]:
     """The values that those nodes of backward read that nothing but backward can run, and that it returns."""
     home, pinned = homes(flow), set(flow.backward_inputs)
-    found = {n: None for n in flow.gradients if isinstance(n, Node) and n not in pinned}
+    found = {n: None for n in nodes_in(flow.gradients) if n not in pinned}
     for node in flow.scope:
         if node.op in ("placeholder", "output"):
             continue
         producer = flow.producer(node)
-        stays = home.home(producer) == BACKWARD and (producer in flow.once or node.meta.get(_TAG) == _PINNED)
+        stays = home.home(producer) == BACKWARD and (producer in flow.once or is_pinned(node))
         if stays or any(read in pinned for read in node.all_input_nodes):
             pinned.add(node)
             found |= dict.fromkeys(node.all_input_nodes)
@@ -260,7 +246,7 @@ def _pinned_reads(flow: JointFlow) -> dict[Node, None]:
 def required_by_forward(flow: JointFlow) -> set[Node]:
     """What forward runs in any case: for its outputs, and what may run only once."""
     once = (n for n in flow.once if homes(flow).home(flow.producer(n)) == FORWARD)
-    stack = [flow.producer(n) for n in (*flow.outputs, *once) if isinstance(n, Node)]
+    stack = [flow.producer(n) for n in (*nodes_in(flow.outputs), *once)]
     found = set(stack)
     while stack:
         new = [n for n in flow.inputs(stack.pop()) if n not in found]
@@ -296,14 +282,7 @@ def _storages(values: Iterable[Node]) -> dict[Node, Hashable]:
 
 def _nbytes(value: Node) -> int:
     """Bytes of the storages of a value, whole."""
-    return sum(_storage_bytes(t) for t in tensors(value_of(value)))
-
-
-def _storage_bytes(tensor: torch.Tensor) -> int:
-    try:
-        return hint(tensor.untyped_storage().nbytes())
-    except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have no storage
-        return tensor_bytes(tensor)
+    return sum(storage_bytes(t) for t in tensors(value_of(value)))
 
 
 def _kept(

@@ -27,7 +27,7 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit.buffers import BEFORE, HELD, Buffer
-from splitkit.costs.sizes import require_values, tensors
+from splitkit.costs.sizes import require_values, storage_nbytes, tensors
 from splitkit.effects import attribute, storage_key
 from splitkit.errors import GraphError
 from splitkit.fakes import values_again
@@ -219,13 +219,12 @@ class Run:
         self.hold(self._casts.of, self._casts.last)
         self._casts = _Casts()
 
-    def timeline(self, device: torch.device | None = None) -> list[int]:
+    def timeline(self) -> list[int]:
         """Bytes that are there while each step runs, its results and transients included."""
         change = [0] * (len(self.steps) + 2)
         for buffer in self.buffers:
-            if device is None or buffer.device == device:
-                change[max(buffer.born, 0)] += buffer.nbytes
-                change[min(buffer.dies, len(self.steps)) + 1] -= buffer.nbytes
+            change[max(buffer.born, 0)] += buffer.nbytes
+            change[min(buffer.dies, len(self.steps)) + 1] -= buffer.nbytes
         live, total = [], 0
         for step, transient in enumerate(self.transient):
             total += change[step]
@@ -273,10 +272,7 @@ class Run:
         return len(self.buffers) - 1
 
     def _storage_bytes(self, name: str, tensor: torch.Tensor) -> int:
-        try:
-            nbytes = tensor.untyped_storage().nbytes()
-        except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have no storage
-            nbytes = tensor.numel() * tensor.element_size()
+        nbytes = storage_nbytes(tensor)
         try:
             return concrete(nbytes, self.sizes)
         except LookupError as error:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, unrepeatable
-from splitkit.plan import PartKey, Plan
+from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, unrepeatable, with_inputs
+from splitkit.plan import Plan
 from splitkit.rewrite import prune
 
 _RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -62,19 +62,7 @@ def honour(flow: JointFlow, plan: Plan) -> Plan:
     """
     plan = recomputed(flow, plan, asked(flow, CheckpointPolicy.MUST_RECOMPUTE))
     keep = {n: (FORWARD,) for n in asked(flow, CheckpointPolicy.MUST_SAVE) if BACKWARD in plan.get(n, ())}
-    return prune(flow, _with_inputs(flow, plan.place(keep), keep)) if keep else plan
-
-
-def _with_inputs(flow: JointFlow, plan: Plan, nodes: Iterable[Node]) -> Plan:
-    """The plan in which forward, too, computes what it needs for ``nodes``: it may have been left to backward."""
-    added: dict[Node, tuple[PartKey, ...]] = {}
-    stack = [read for node in nodes for read in flow.inputs(node)]
-    while stack:
-        node = stack.pop()
-        if node not in added and FORWARD not in plan.get(node, (FORWARD,)):
-            added[node] = (FORWARD, *plan[node])
-            stack += flow.inputs(node)
-    return plan.place(added)
+    return prune(flow, with_inputs(flow, plan.place(keep), keep)) if keep else plan
 
 
 def recomputed(flow: JointFlow, plan: Plan, nodes: Iterable[Node]) -> Plan:

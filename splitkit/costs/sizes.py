@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch.fx import Node
 
+from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.errors import GraphError
 from splitkit.scope import is_state_op
@@ -36,6 +37,25 @@ def elements(tensor: torch.Tensor) -> int:
 def tensor_bytes(tensor: torch.Tensor) -> int:
     """Bytes of the elements of ``tensor``, whatever storage it is a view of."""
     return elements(tensor) * tensor.element_size()
+
+
+def storage_nbytes(tensor: torch.Tensor) -> int | torch.SymInt:
+    """Bytes of the storage that ``tensor`` lies in, perhaps symbolic.
+
+    Of the tensor where it has no storage, as sparse ones and some subclasses.
+    """
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        return tensor.numel() * tensor.element_size()
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """The same as a plain number: as seen at capture, or `tensor_bytes` where only the data decides."""
+    try:
+        return _torch.size_hint(storage_nbytes(tensor))
+    except TypeError:
+        return tensor_bytes(tensor)
 
 
 def value_bytes(node: Node) -> int:

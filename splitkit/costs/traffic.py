@@ -10,10 +10,9 @@ import torch
 from torch import fx, nn
 from torch.fx import Node
 
-from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.costs.counting import Count, changed, name_of
-from splitkit.costs.sizes import elements, tensor_bytes, tensors
+from splitkit.costs.sizes import elements, storage_bytes, tensor_bytes, tensors
 from splitkit.effects import storage_key
 from splitkit.standins import hints, target_of, value_in
 from splitkit.symbols import value_of
@@ -108,7 +107,7 @@ def _distinct(read: Iterable[torch.Tensor]) -> int:
     for tensor in read:
         place = hints((*tensor.shape, *tensor.stride(), tensor.storage_offset())) if _strided(tensor) else id(tensor)
         views.setdefault(storage_key(tensor), {})[place] = tensor
-    return sum(min(sum(map(_touched, same.values())), *map(_held, same.values())) for same in views.values())
+    return sum(min(sum(map(_touched, same.values())), *map(storage_bytes, same.values())) for same in views.values())
 
 
 def _strided(tensor: torch.Tensor) -> bool:
@@ -121,11 +120,3 @@ def _touched(tensor: torch.Tensor) -> int:
         return tensor_bytes(tensor)
     sizes, strides = hints(tensor.shape), hints(tensor.stride())
     return prod(n for n, step in zip(sizes, strides, strict=True) if step or not n) * tensor.element_size()
-
-
-def _held(tensor: torch.Tensor) -> int:
-    """Bytes of the memory that ``tensor`` lies in."""
-    try:
-        return _torch.size_hint(tensor.untyped_storage().nbytes())
-    except (TypeError, NotImplementedError, RuntimeError):  # a size that only the data decides; no storage
-        return tensor_bytes(tensor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,8 +10,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from splitkit.costs import Costs, unit
 from splitkit.dataflow import Dataflow
-from splitkit.halves import BACKWARD, FORWARD, JointFlow, as_joint, homes
-from splitkit.plan import PartKey, Plan, Policy
+from splitkit.halves import BACKWARD, FORWARD, JointFlow, as_joint, homes, is_pinned, with_inputs
+from splitkit.plan import Plan, Policy
 from splitkit.policies.cutting import Cutting, cheapest
 from splitkit.policies.matching import Ops, Rule, rule_of
 from splitkit.policies.save_all import SaveAll
@@ -97,7 +96,7 @@ def precompute_listed(flow: JointFlow, plan: Plan, movable: Rule) -> Plan:
             moved.append(node)
         else:
             pinned.update((node, *(user for user in node.users if user in flow.followers)))
-    return prune(flow, _in_forward(flow, plan, moved))
+    return prune(flow, with_inputs(flow, plan.place(dict.fromkeys(moved, (FORWARD,))), moved))
 
 
 def _tagged(flow: JointFlow, plan: Plan) -> Plan:
@@ -122,22 +121,6 @@ def _free(flow: JointFlow, plan: Plan, movable: Rule) -> set[Node]:
         before = (*flow.inputs(node), *map(flow.producer, flow.after[node]))
         known = all(FORWARD in plan[b] or b in found for b in before if flow.is_placeable(b))
         fixed = node in tied or node in flow.once or not tangents.isdisjoint(node.all_input_nodes)
-        if BACKWARD in plan[node] and known and not fixed and _may_leave(node) and movable(node):
+        if BACKWARD in plan[node] and known and not fixed and not is_pinned(node) and movable(node):
             found.add(node)
     return found
-
-
-def _may_leave(node: Node) -> bool:
-    return node.meta.get("partitioner_tag") != "must_be_in_backward"  # AOTAutograd's: 2.11, 2.13, 2.15
-
-
-def _in_forward(flow: JointFlow, plan: Plan, moved: Iterable[Node]) -> Plan:
-    """The plan in which forward, and not backward, computes some nodes; and what they need, in both."""
-    places: dict[Node, tuple[PartKey, ...]] = dict.fromkeys(moved, (FORWARD,))
-    stack = list(places)
-    while stack:
-        for read in flow.inputs(stack.pop()):
-            if FORWARD not in places.get(read, plan[read]):
-                places[read] = (FORWARD, *plan[read])
-                stack.append(read)
-    return plan.place(places)
