@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -48,24 +49,37 @@ def parts(split: Split, example: Example, seed: int) -> list[MeasuredMemory]:
     return measured
 
 
-def _pair(example: Example) -> tuple[Joint, Pair]:
-    joint = capture_joint(example.model, *example.args, **example.kwargs)
-    return joint, joint.split(SaveAll())
+@dataclass(frozen=True)
+class Training:
+    """Forward and backward, with everything saved that backward reads.
+
+    Attributes:
+        joint: both as one graph.
+        pair: both apart.
+    """
+
+    joint: Joint
+    pair: Pair
+
+    @classmethod
+    def of(cls, example: Example) -> Training:
+        """Capture both."""
+        joint = capture_joint(example.model, *example.args, **example.kwargs)
+        return cls(joint, joint.split(SaveAll()))
+
+    @property
+    def profile(self) -> MemoryProfile:
+        """Their memory, simulated."""
+        profile = simulate_memory(self.pair.forward, self.pair.backward, user_outputs=self.pair.outputs)
+        known = {**self.joint.signature.parameters, **self.joint.signature.buffers}
+        for buffer in profile.buffers:
+            buffer.name = known.get(buffer.name, buffer.name)
+        return profile
 
 
-def simulated_training(example: Example) -> MemoryProfile:
-    """Forward and backward, with everything saved that backward reads."""
-    joint, pair = _pair(example)
-    profile = simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
-    known = {**joint.signature.parameters, **joint.signature.buffers}
-    for buffer in profile.buffers:
-        buffer.name = known.get(buffer.name, buffer.name)
-    return profile
-
-
-def training(example: Example, seed: int) -> MeasuredMemory:
-    """The same, run."""
-    joint, pair = _pair(example)
+def training(step: Training, example: Example, seed: int) -> MeasuredMemory:
+    """Forward and backward, run."""
+    joint, pair = step.joint, step.pair
     primals, tangents = joint.primals(*example.args, **example.kwargs), joint.tangents()
     held = list(primals)  # the caller of a training step holds the parameters and the inputs
     with _as_it_was(example.model, seed):

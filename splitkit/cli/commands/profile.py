@@ -16,6 +16,7 @@ from splitkit.units import size
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from splitkit.cli.memoryruns import Training
     from splitkit.measure import MeasuredMemory
     from splitkit.memory import MemoryProfile
 
@@ -27,7 +28,8 @@ def run(args: Namespace) -> Outcome:
         profile = sk.simulate_memory(split or work.gm)
     rows = [_row("forward", profile)]
     rows += [_row(f"  {split.names[key]} alone", part) for key, part in profile.parts.items()] if split else []
-    training, why_not = _training(work, args.forward_only)
+    step, why_not = _training(work, args.forward_only)
+    training = step.profile if step else None
     rows += [_row("forward + backward", training)] if training else []
     if args.run:
         from splitkit.cli import memoryruns
@@ -35,7 +37,7 @@ def run(args: Namespace) -> Outcome:
         with work.clock.step("measure", "running the model"):
             measured = memoryruns.forward(split.module if split else work.gm, work.example, work.source.seed)
             parts = memoryruns.parts(split, work.example, work.source.seed) if split else []
-            both = [memoryruns.training(work.example, work.source.seed)] if training else []
+            both = [memoryruns.training(step, work.example, work.source.seed)] if step else []
         for row, found in zip(rows, [measured, *parts, *both], strict=True):
             row |= _measured(found, row["predicted"])
     data: dict[str, Any] = {
@@ -60,7 +62,7 @@ def _split(args: Namespace) -> tuple[Work, sk.Split | None]:
     return prepare(source.from_args(args.target, args)), None
 
 
-def _training(work: Work, forward_only: bool) -> tuple[MemoryProfile | None, str]:
+def _training(work: Work, forward_only: bool) -> tuple[Training | None, str]:
     """Forward and backward of the unsplit model as eager autograd saves, or why there is none."""
     if forward_only:
         return None, "--forward-only"
@@ -68,7 +70,7 @@ def _training(work: Work, forward_only: bool) -> tuple[MemoryProfile | None, str
 
     with work.clock.step("joint", "capturing forward and backward"):
         try:
-            return memoryruns.simulated_training(work.example), ""
+            return memoryruns.Training.of(work.example), ""
         except CaptureError as error:
             return None, str(error)
 
