@@ -18,6 +18,7 @@ from torch.fx.experimental._backward_state import BackwardState  # 2.11, 2.13, 2
 
 from splitkit.costs import Costs, default
 from splitkit.dataflow import analyze
+from splitkit.dedupe import deduplicated
 from splitkit.halves import JointFlow
 from splitkit.pair import Pair, divide
 from splitkit.plan import PolicyLike
@@ -187,6 +188,11 @@ def joint_flow(gm: fx.GraphModule, forward_outputs: int) -> JointFlow:
     return JointFlow.of(analyze(gm), late, forward_outputs, updated_inputs(gm.graph))
 
 
+def without_duplicates(gm: fx.GraphModule, forward_outputs: int) -> fx.GraphModule:
+    """A copy of a joint graph that AOTAutograd made, without common subexpressions."""
+    return deduplicated(joint_flow(gm, forward_outputs))
+
+
 def _kind_of_backward_input(node: Node) -> int:
     """0 for an input of forward; for one of backward, the group that it is in: they are handed over in this order.
 
@@ -217,6 +223,7 @@ def partition_fn(policy: PolicyLike, costs: Callable[[fx.GraphModule], Costs] = 
     def partition(
         joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **others: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        joint = without_duplicates(joint, num_fwd_outputs)
         pair = divide(joint_flow(joint, num_fwd_outputs), policy, costs(joint))
         describe(pair, joint)
         return pair.forward, pair.backward

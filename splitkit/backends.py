@@ -15,7 +15,7 @@ from torch._dynamo.backends.debugging import boxed_nop  # 2.11, 2.13, 2.15
 from torch._dynamo.exc import BackendCompilerFailed  # 2.11, 2.13, 2.15
 
 from splitkit._torch import pytree
-from splitkit.aot import describe, joint_flow
+from splitkit.aot import describe, joint_flow, without_duplicates
 from splitkit.costs import Costs, default
 from splitkit.errors import PolicyError, SplitError
 from splitkit.pair import Pair, divide
@@ -53,6 +53,7 @@ class Backend:
         self, joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **others: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """AOTAutograd's ``partition_fn``."""
+        joint = without_duplicates(joint, num_fwd_outputs)
         pair = divide(joint_flow(joint, num_fwd_outputs), self.policy, self.costs(joint))
         describe(pair, joint)
         self.pairs.append(pair)

@@ -144,6 +144,7 @@ def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwar
     path of the module that they belong to: ``meta["nn_module_stack"]`` in forward, ``meta["fwd_nn_module_stack"]`` in
     backward, where a sum of gradients belongs to the module of its first term. Checkpoint tags are kept. The loss is
     the only output that has a gradient; other outputs of the model are computed only as far as the loss needs them.
+    What forward would compute twice it computes once, and so does backward (`splitkit.dedupe`).
 
     Sizes and Python values are fixed as in the example. Buffers and random generators are not touched. To train by a
     policy take `splitkit.apply` or `splitkit.backend`, which also take models that fall into several graphs, or
@@ -183,6 +184,7 @@ def _traced(
         except Exception as error:
             raise _located(capture_error(step.model, "dynamo", False, error), error) from error
     gm = _copied(gm)  # without AOTAutograd's nested signature
+    gm = aot.without_duplicates(gm, aot.count_forward_outputs(gm.graph))
     return gm, _signature(gm.graph, step)
 
 

@@ -65,6 +65,7 @@ FLOORS: list[set[str]] = [
         "mirror",
         "inline",
         "pair",
+        "dedupe",
     },  # the engine
     {"solvers"},  # pure: numpy and scipy, no torch
     {"policies"},  # floors 0-2 and 4 only: never the engine
