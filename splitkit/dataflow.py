@@ -95,13 +95,7 @@ def analyze(gm: fx.GraphModule) -> Dataflow:
     Raises:
         GraphError: SK101 if ``gm`` is no GraphModule, SK103 or SK104 if its regions or attributes do not resolve.
     """
-    if not isinstance(gm, fx.GraphModule):
-        raise GraphError(
-            "SK101",
-            f"splitkit works on a torch.fx.GraphModule, not on {type(gm).__name__}",
-            "Capture the model first: gm = splitkit.capture(model, *example_inputs).",
-        )
-    graph = gm.graph
+    graph = require_graph(gm).graph
     scope, final = scopes(graph)
     effects = {n: effects_of(n, gm) for n in scope}
     for node in scope:
@@ -111,6 +105,25 @@ def analyze(gm: fx.GraphModule) -> Dataflow:
     order = order_of(effects, gm, followers.__contains__)
     index = {n: i for i, n in enumerate(graph.nodes)}
     return Dataflow(graph, gm, index, order.after, scope, final, order.once, order.written, followers, effects)
+
+
+def require_graph(given: object, wanted: str = "a torch.fx.GraphModule") -> fx.GraphModule:
+    """What was given, if it is a graph module.
+
+    Args:
+        given: anything.
+        wanted: what would do, for the error.
+
+    Raises:
+        GraphError: SK101 if it is none.
+    """
+    if isinstance(given, fx.GraphModule):
+        return given
+    raise GraphError(
+        "SK101",
+        f"splitkit works on {wanted}, not on {type(given).__name__}",
+        "Capture the model first: gm = splitkit.capture(model, *example_inputs).",
+    )
 
 
 def reads(node: Node) -> list[Node]:

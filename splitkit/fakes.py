@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.
 from torch.fx import Node
 
 from splitkit._torch import pytree
+from splitkit.dataflow import require_graph
 from splitkit.effects import storage_key
 from splitkit.errors import GraphError
 
@@ -31,10 +32,7 @@ def propagate(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> None:
     Raises:
         GraphError: SK101 if ``gm`` is no graph module, SK109 if it does not run on fakes of these inputs.
     """
-    if not isinstance(gm, fx.GraphModule):
-        raise GraphError(
-            "SK101", f"values are propagated through a torch.fx.GraphModule, not {type(gm).__name__}", "Capture it."
-        )
+    require_graph(gm)
     try:
         bound = inspect.signature(gm.forward).bind(*args, **kwargs)
         bound.apply_defaults()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from splitkit.costs import Costs, default
 from splitkit.errors import NoPlanError, PolicyError
-from splitkit.frontierplot import FrontierPlot, Spot, duration
+from splitkit.frontierplot import FrontierPlot, Spot
 from splitkit.halves import JointFlow, as_joint
 from splitkit.joint import Joint
 from splitkit.memory import simulate_memory
@@ -17,7 +17,7 @@ from splitkit.pair import Pair, divide
 from splitkit.plan import Plan
 from splitkit.policies.hull import Hull
 from splitkit.savings import Choice, savings
-from splitkit.units import size
+from splitkit.units import duration, size
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
-from splitkit.memoryplot import BOTTOM, COLOURS, LEFT, RIGHT, STYLE, TOP, WIDTH
-from splitkit.units import size
+from splitkit.svg import BOTTOM, COLOURS, LEFT, RIGHT, TOP, WIDTH, label, picture
+from splitkit.units import duration, size
 
 HEIGHT = 300
 _TICKS = 5
@@ -31,8 +30,7 @@ class FrontierPlot:
 
     def to_svg(self) -> str:
         """A picture that stands alone. Names are escaped."""
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}"'
-        return f'{head} style="{STYLE}">{"".join(self._parts())}</svg>'
+        return picture(HEIGHT, self._parts())
 
     def _parts(self) -> Iterator[str]:
         yield from self._axes()
@@ -44,7 +42,7 @@ class FrontierPlot:
             colour = COLOURS[1 + number % (len(COLOURS) - 1)]
             right = self._x(spot[0]) > WIDTH / 2
             yield self._dot(spot, colour, 4)
-            yield _text(
+            yield label(
                 self._x(spot[0]) + (-7 if right else 7), self._y(spot[1]) - 4, name, colour, "end" if right else "start"
             )
 
@@ -54,10 +52,10 @@ class FrontierPlot:
         for tick in range(_TICKS):
             nbytes, seconds = self._most[0] * tick / (_TICKS - 1), self._most[1] * tick / (_TICKS - 1)
             anchor = "end" if tick == _TICKS - 1 else "middle"
-            yield _text(self._x(nbytes), bottom + 14, size(nbytes), _GREY, anchor)
-            yield _text(LEFT - 6, self._y(seconds) + 4, duration(seconds), _GREY, "end")
-        yield _text(WIDTH - RIGHT, HEIGHT - 6, "saved for backward", _GREY, "end")
-        yield _text(6, TOP - 14, "computed again", _GREY, "start")
+            yield label(self._x(nbytes), bottom + 14, size(nbytes), _GREY, anchor)
+            yield label(LEFT - 6, self._y(seconds) + 4, duration(seconds), _GREY, "end")
+        yield label(WIDTH - RIGHT, HEIGHT - 6, "saved for backward", _GREY, "end")
+        yield label(6, TOP - 14, "computed again", _GREY, "start")
 
     def _dot(self, spot: Spot, colour: str, radius: float) -> str:
         return f'<circle cx="{self._x(spot[0]):.1f}" cy="{self._y(spot[1]):.1f}" r="{radius}" fill="{colour}"/>'
@@ -72,15 +70,3 @@ class FrontierPlot:
 
     def _y(self, seconds: float) -> float:
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * seconds / self._most[1]
-
-
-def duration(seconds: float) -> str:
-    """``0.0123`` -> ``12.3 ms``."""
-    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if seconds >= unit * 0.9995:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds / 1e-6:.2g} us"
-
-
-def _text(x: float, y: float, text: str, colour: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'

@@ -159,12 +159,14 @@ def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwar
 
     Raises:
         CaptureError: SK401, with the line of the model that could not be captured and what to try; also when the loss
-            is no scalar, or depends on nothing that requires grad, and for tensor subclasses.
+            is no scalar, or depends on nothing that requires grad, for tensor subclasses, and for dropout within an
+            ``LSTM`` and its like, which torch loses.
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(
             "SK401", f"a {type(model).__name__} is no module", "Give a torch.nn.Module; wrap a function in one."
         )
+    _check_recurrent(model)
     step, inputs = TrainingStep(model, loss), distinct((args, kwargs))
     gm, signature = _traced(step, *inputs)
     if signature.tangents and signature.loss not in signature.tangents.values():
@@ -207,6 +209,18 @@ def _located(error: SplitError, cause: Exception) -> SplitError:
     if not line or line in error.reason:
         return error
     return type(error)(error.code, f"{error.reason}\n  at {line}", error.remedy, error.nodes)
+
+
+def _check_recurrent(model: nn.Module) -> None:
+    """Torch takes an RNN apart without the dropout between its layers (``_rnn_helper``: 2.11, 2.13, 2.15)."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase) and module.training and module.dropout and module.num_layers > 1:
+            raise CaptureError(
+                "SK401",
+                f"torch loses the dropout between the layers of {name or 'the model'}, an {type(module).__name__}",
+                "Set its dropout to 0, or write one module a layer with torch.nn.Dropout between them.",
+                [name],
+            )
 
 
 def _check(model: nn.Module, graph: fx.Graph, signature: JointSignature) -> None:

@@ -9,6 +9,7 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit._torch import pytree
+from splitkit.dataflow import require_graph
 from splitkit.errors import GraphError
 from splitkit.symbols import symbols_of, value_of
 
@@ -30,12 +31,8 @@ def check(graph: object, backward: object, user_outputs: object, sizes: Mapping[
     """Refuse what is no graph, and options that make no sense."""
     is_split = not isinstance(graph, fx.GraphModule) and isinstance(graph, SplitLike)
     for given in (graph.module if isinstance(graph, SplitLike) and is_split else graph, backward):
-        if given is not None and not isinstance(given, fx.GraphModule):
-            raise GraphError(
-                "SK101",
-                f"memory is simulated of a torch.fx.GraphModule or a Split, not of {type(given).__name__}",
-                "Capture the model first: gm = splitkit.capture(model, *example_inputs).",
-            )
+        if given is not None:
+            require_graph(given, "a torch.fx.GraphModule or a Split")
     if is_split and backward is not None:
         raise unfit("a Split is no forward graph of a pair", "Take the graphs of splitkit.capture_joint(...).split.")
     if not _is_whole(block) or block < 1:

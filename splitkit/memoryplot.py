@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
+from splitkit.svg import BOTTOM, COLOURS, LEFT, RIGHT, TOP, WIDTH, label, picture
 from splitkit.units import size
 
-WIDTH, HEIGHT = 760, 240
-LEFT, RIGHT, TOP, BOTTOM = 80, 12, 30, 34
-COLOURS = ("#4878d0", "#ee854a", "#6acc64", "#d65f5f", "#956cb4", "#8c613c")
-STYLE = "font-family: system-ui, sans-serif; font-size: 11px; background: white"
+HEIGHT = 240
 
 
 @dataclass(frozen=True)
@@ -36,24 +33,23 @@ class Plot:
 
     def to_svg(self) -> str:
         """A picture that stands alone. Names from the model are escaped."""
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}"'
-        return f'{head} style="{STYLE}">{"".join(self._parts())}</svg>'
+        return picture(HEIGHT, self._parts())
 
     def _parts(self) -> Iterator[str]:
         calls = self.calls or {"": range(len(self.timeline))}
         for number, (call, steps) in enumerate((c, s) for c, s in calls.items() if len(s)):
             colour = COLOURS[number % len(COLOURS)]
             yield self._stairs(steps, colour)
-            yield _text((self._x(steps.start) + self._x(steps.stop)) / 2, HEIGHT - 6, call, colour, "middle")
+            yield label((self._x(steps.start) + self._x(steps.stop)) / 2, HEIGHT - 6, call, colour, "middle")
         for nbytes, colour in ((self.baseline, "#888"), (self.peak, "#c00")):
             y = self._y(nbytes)
             ends = f'x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"'
             yield f'<line {ends} stroke="{colour}" stroke-dasharray="4 3"/>'
-            yield _text(LEFT - 6, y + 4, size(nbytes), colour, "end")
+            yield label(LEFT - 6, y + 4, size(nbytes), colour, "end")
         if self.label:
             x, y = self._x(self.index + 0.5), self._y(self.peak)
             yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="#c00"/>'
-            yield _text(x, y - 8, self.label, "#c00", "end" if x > WIDTH / 2 else "start")
+            yield label(x, y - 8, self.label, "#c00", "end" if x > WIDTH / 2 else "start")
 
     def _stairs(self, steps: range, colour: str) -> str:
         points = [(steps.start, 0)]
@@ -68,7 +64,3 @@ class Plot:
 
     def _y(self, nbytes: int) -> float:
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * nbytes / max(1, self.peak)
-
-
-def _text(x: float, y: float, text: str, colour: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'

@@ -16,7 +16,7 @@ is freed at once; what is given to a called graph (a part) is held by the caller
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -34,6 +34,7 @@ from splitkit.fakes import values_again
 from splitkit.livebytes import plain_tensors
 from splitkit.scope import Scope, is_state_op, scopes
 from splitkit.sharing import shares_memory
+from splitkit.standins import bodies
 from splitkit.symbols import concrete, value_of
 from splitkit.temporaries import Temporaries
 
@@ -186,7 +187,7 @@ class Run:
         """What is there only while the node runs: inside a composite op, or in the bodies of a higher-order one."""
         if isinstance(node.target, HigherOrderOperator):
             inner = (node,) if node.target is torch.ops.higher_order.wrap_with_autocast else ()
-            return max((self._inside(body, (*autocast, *inner)) for body in _bodies(gm, node)), default=0)
+            return max((self._inside(body, (*autocast, *inner)) for body in bodies(gm, node)), default=0)
         inside = self._temporaries(gm, node, autocast)
         if autocast:
             self._keep_casts(gm, node, inside.casts, autocast[0])
@@ -297,8 +298,3 @@ def _calls_graph(gm: fx.GraphModule, node: Node) -> fx.GraphModule | None:
     """The graph that ``node`` calls, such as a part of a split."""
     target = attribute(gm, str(node.target)) if node.op == "call_module" else None
     return target if isinstance(target, fx.GraphModule) else None
-
-
-def _bodies(gm: fx.GraphModule, node: Node) -> Iterable[fx.GraphModule]:
-    names = [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]
-    return (body for name in names if isinstance(body := operator.attrgetter(name)(gm), fx.GraphModule))

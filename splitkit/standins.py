@@ -112,6 +112,12 @@ def value_in(root: nn.Module, node: Node) -> Any:
     return node.meta.get("val")
 
 
+def bodies(root: nn.Module, node: Node) -> list[fx.GraphModule]:
+    """The graphs that a higher-order op takes as attributes of ``root``."""
+    taken = (attribute(root, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr")
+    return [body for body in taken if isinstance(body, fx.GraphModule)]
+
+
 def target_of(root: nn.Module, node: Node) -> Any:
     """What ``node`` calls: an op, a module or the name of a method."""
     return attribute(root, str(node.target)) if node.op == "call_module" else node.target

@@ -48,10 +48,15 @@ def _loss_of(output: Any) -> Tensor:
     own = getattr(output, "loss", None)
     if isinstance(own, Tensor):
         return own
+    total = sum_of_outputs(output)
+    return torch.zeros(()) if total is None else total
+
+
+def sum_of_outputs(output: Any) -> Tensor | None:
+    """The sum of all tensors in an output that take a gradient, as a scalar float; ``None`` if there are none."""
     values = [v for v in pytree.tree_leaves(output) if isinstance(v, Tensor) and v.requires_grad]
-    if not values:
-        return torch.zeros(())
-    return torch.stack([(torch.view_as_real(v) if v.is_complex() else v).float().sum() for v in values]).sum()
+    sums = [(torch.view_as_real(v) if v.is_complex() else v).float().sum() for v in values]
+    return torch.stack(sums).sum() if sums else None
 
 
 def _first_names(named: Callable[..., Iterable[tuple[str, Tensor]]]) -> dict[str, str]:

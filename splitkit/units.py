@@ -13,6 +13,14 @@ def size(nbytes: float) -> str:
     return _scaled(nbytes, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
+def duration(seconds: float) -> str:
+    """``0.0123`` -> ``12.3 ms``."""
+    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= unit * 0.9995:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds / 1e-6:.2g} us"
+
+
 def _scaled(value: float, base: float, units: tuple[str, ...]) -> str:
     power = 0
     while abs(value) >= base * 0.9995 and power < len(units) - 1:

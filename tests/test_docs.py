@@ -1,16 +1,23 @@
-"""What docs/split_module.md shows runs as shown, and the tests that it names are there."""
+"""What the pages of docs/ show runs as shown, and the files and tests that they name are there."""
 
 from __future__ import annotations
 
 import re
+import shlex
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from torch import fx, nn
 
+import splitkit as sk
+from splitkit import policies
+from splitkit.cli.parser import make_parser
+
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "split_module.md").read_text()
+STEP = (ROOT / "docs" / "forward_backward.md").read_text()
 
 
 class Model(nn.Module):
@@ -38,9 +45,10 @@ def test_the_python_blocks_run_one_after_another():
     assert torch.equal(scope["program"].module()(x), model(x))
 
 
-def test_the_files_that_it_names_are_there():
-    names = re.findall(r"`((?:splitkit|docs|notebooks|tests|benchmarks)/[\w./-]*)`", PAGE)
-    assert len(names) > 10
+@pytest.mark.parametrize(("page", "least"), [(PAGE, 10), (STEP, 4)], ids=["split_module", "forward_backward"])
+def test_the_files_that_it_names_are_there(page, least):
+    names = re.findall(r"`((?:splitkit|docs|notebooks|tests|benchmarks)/[\w./-]*)`", page)
+    assert len(names) >= least
     for name in names:
         assert (ROOT / name).exists(), name
 
@@ -53,3 +61,87 @@ def test_the_tables_name_each_test_of_a_file_once(file):
     cases = re.search(r"^CASES = \[(.*?)\]", source, re.M | re.S)  # parameters of one test
     tests = [*re.findall(r"^def (test_\w+)", source, re.M), *re.findall(r"\w+", cases[1] if cases else "")]
     assert sorted(named) == sorted(set(tests) - {"test_the_result_is_another"})
+
+
+# ---- docs/forward_backward.md
+
+
+@pytest.fixture(scope="module")
+def step():
+    """The names that its python blocks leave, run one after another."""
+    scope = {}
+    blocks = re.findall(r"```python\n(.*?)```", STEP, re.S)
+    assert len(blocks) >= 12
+    torch.manual_seed(0)
+    for block in blocks:
+        exec(block, scope)
+    return scope
+
+
+def saved(pair):
+    return sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).saved
+
+
+def peak(pair):
+    return sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).peak
+
+
+def again(pair):
+    """How often each op is computed in both halves."""
+    names = {n.name for n in pair.forward.graph.nodes if n.op == "call_function"}
+    return Counter(str(n.target) for n in pair.backward.graph.nodes if n.op == "call_function" and n.name in names)
+
+
+def test_every_door_gives_the_gradients_of_eager(step):
+    model, joint, inputs = step["model"], step["joint"], step["inputs"]
+    model.zero_grad()
+    model(**inputs).loss.backward()
+    eager = {name: p.grad.clone() for name, p in model.named_parameters()}
+    for door in ("trained", "compiled"):
+        model.zero_grad()
+        step[door](**inputs).loss.backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, eager[name], rtol=1e-4, atol=1e-6)
+    for pair in (step["pair"], *step["pairs"].values()):
+        outputs, gradients = pair.run(joint.primals(**inputs), joint.tangents())
+        for name, gradient in joint.read([*outputs, *gradients]).gradients.items():
+            torch.testing.assert_close(gradient, eager[name], rtol=1e-4, atol=1e-6)
+    weight, x = step["weight"], step["x"]
+    (expected,) = torch.autograd.grad((x @ weight).sin().exp().sum(), weight)
+    torch.testing.assert_close(weight.grad, expected)
+
+
+def test_its_policies_do_what_it_says_of_them(step):
+    pairs = step["pairs"]
+    whole, least = pairs["save all"], pairs["recompute all"]
+    assert not again(whole) and saved(least) == saved(pairs["fewest bytes"]) < min(
+        saved(pair) for name, pair in pairs.items() if name not in ("recompute all", "fewest bytes")
+    )
+    assert saved(pairs["half of the bytes"]) <= saved(whole) / 2 and peak(pairs["peak"]) <= 0.9 * peak(whole)
+    assert "at least" in pairs["half of the bytes"].plan.note
+    assert saved(pairs["10 % less"]) <= 0.9 * saved(whole)
+    assert not {"aten.mm.default", "aten.bmm.default"} & again(pairs["products kept"]).keys()
+    core = again(pairs["Megatron"])
+    assert sum(n for op, n in core.items() if "attention" in op) == 2 and "aten.mm.default" not in core
+    assert again(pairs["every block"])["aten.mm.default"] >= 2 * 6 and not any(
+        name.startswith("embedding") for name in again(pairs["every block"])
+    )
+    assert again(pairs["silu again"]) == {"aten.silu.default": 2}
+    assert saved(step["without"]) - saved(step["precomputed"]) == (4 - 1) * 32 * 256
+
+
+def test_it_has_every_policy_for_joint_graphs_and_every_command_is_understood():
+    table = STEP.split("## The policies")[1].split("\n\n")[1]
+    rows = re.findall(r"^\| `(\w+)` \|", table, re.M)
+    assert {*rows} == {"SaveAll", "RecomputeAll", "Remat", "MinCut", "Budget", "Frontier", "Precompute"}
+    assert {*rows} <= {*policies.__all__, "Frontier"}
+    commands = re.findall(r"^splitkit (.*)$", STEP, re.M)
+    assert len(commands) == 3
+    for command in commands:
+        make_parser().parse_args(shlex.split(command))
+
+
+def test_its_table_names_each_test_beside_torchs_partitioner_once():
+    source = (ROOT / "tests" / "test_against_torchs_partitioner.py").read_text()
+    section = STEP.split("## What torch's partitioner gets wrong")[1].split("\n## ")[0]
+    assert sorted(re.findall(r"`(test_\w+)`", section)) == sorted(re.findall(r"^def (test_\w+)", source, re.M))

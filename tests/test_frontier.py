@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from choices import Prices, every_plan, saved, spent, steps
+from hulls import lower_hull
 from hypothesis import HealthCheck, given, settings
 from jointgraphs import Hand
 from rich.console import Console
@@ -27,28 +28,14 @@ from splitkit.pair import divide
 from splitkit.policies import MinCut
 
 
-def hull_of(points):
-    """The lower hull by hand, from the fewest bytes to the least time"""
-    hull = []
-    for x, y in sorted(points):
-        if hull and y >= hull[-1][1]:
-            continue
-        while len(hull) > 1 and (hull[-1][0] - hull[-2][0]) * (y - hull[-2][1]) <= (hull[-1][1] - hull[-2][1]) * (
-            x - hull[-2][0]
-        ):
-            hull.pop()
-        hull.append((x, y))
-    return hull
-
-
 @settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(steps())
 def test_the_points_are_the_hull_of_all_plans(step):
     flow, prices = step
     points = Frontier(flow, prices).points
     found = [(p.saved, spent(flow, p.pair, prices)) for p in points]
-    hull = hull_of(every_plan(flow, prices))
-    assert hull_of(found) == hull
+    hull = lower_hull(every_plan(flow, prices))
+    assert lower_hull(found) == hull
     # A point between two corners, on the line, may be there or not: time is counted in ticks.
     on_line = np.interp([x for x, _ in found], [x for x, _ in hull], [y for _, y in hull])
     assert np.allclose(on_line, [y for _, y in found])

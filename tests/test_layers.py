@@ -12,7 +12,7 @@ import splitkit
 PACKAGE = Path(splitkit.__file__).parent
 
 FLOORS: list[set[str]] = [
-    {"errors", "units", "ranges", "collector"},
+    {"errors", "units", "svg", "ranges", "collector"},
     {
         "_torch",
         "ops",

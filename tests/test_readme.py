@@ -20,11 +20,12 @@ def test_the_python_blocks_run_one_after_another(capsys):
     example = build("gpt2", layers=2, width=32, heads=2, vocab=96, seq=12)
     scope = {"model": example.model, "inputs": (example.kwargs["input_ids"],)}
     blocks = re.findall(r"```python\n(.*?)```", README, re.S)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         exec(block, scope)
     assert "transformer.h.0" in capsys.readouterr().out
     assert ("attention", 1) in scope["split"].parts and scope["pair"].saved
+    assert scope["trained"].lm_head.weight is example.model.lm_head.weight
     with torch.no_grad():
         scope["split"](*scope["inputs"])
 

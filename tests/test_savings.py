@@ -34,7 +34,7 @@ def test_any_choice_takes_the_bytes_and_seconds_it_says_and_runs_like_eager(name
     model, args, kwargs = made(name)
     joint = capture_joint(model, *args, **kwargs)
     expected = eager(model, args, kwargs)
-    if name == "lstm":  # whose eager kernel draws dropout in another order
+    if name == "lstm":  # whose eager kernel is oneDNN's, with sums in another order
         torch.manual_seed(0)
         whole = joint.run(*args, **kwargs)
         expected = whole.loss, whole.gradients, whole.updates

@@ -64,7 +64,7 @@ def _plan(commands: _Commands[Parser]) -> None:
         "splitkit plan gpt2 --stages 4 -o plan.json\n"
         "splitkit plan gpt2 --policy \"ByName({'transformer.h.[0-5]': 0, 'transformer.h.*': 1})\"\n"
         "splitkit plan llama --policy \"AroundOps(['aten.scaled_dot_product_attention'])\"\n"
-        "splitkit plan gpt2 --what fwd-bwd --memory 2GiB"
+        "splitkit plan gpt2 --what fwd-bwd --memory 2GiB -o step.json && splitkit run step.json --check"
     )
     parser = _command(commands, "plan", "decide which part computes which node", example)
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
@@ -90,7 +90,7 @@ def _split(commands: _Commands[Parser]) -> None:
 
 def _run(commands: _Commands[Parser]) -> None:
     example = "splitkit run plan.json --check\nsplitkit run gpt2 --stages 4 --repeat 5"
-    parser = _command(commands, "run", "run a split model forward and backward", example)
+    parser = _command(commands, "run", "run a split model, or a divided training step, forward and backward", example)
     _add_plan_or_model(parser)
     parser.add_argument("--check", action="store_true", help="compare with the unsplit model; exit 4 if not the same")
     parser.add_argument("--repeat", type=positive, default=1, metavar="N", help="time the best of N runs (default 1)")

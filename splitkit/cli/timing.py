@@ -1,8 +1,8 @@
-"""How long a split model takes, as a whole and part by part."""
+"""How long a model of parts takes, as a whole and part by part."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from splitkit._torch import pytree
+from splitkit.trainstep import sum_of_outputs
 
 if TYPE_CHECKING:
     from splitkit.models import Example
-    from splitkit.split import Split
 
 
 @dataclass(frozen=True)
@@ -39,19 +38,19 @@ class Timed:
     loss_is_models: bool
 
 
-def best(split: Split, example: Example, seed: int, repeat: int) -> Timed:
-    """The fastest of ``repeat`` steps, all from the same random state."""
-    runs = [_step(split, example, seed) for _ in range(repeat)]
+def best(module: nn.Module, parts: Collection[nn.Module], example: Example, seed: int, repeat: int) -> Timed:
+    """The fastest of ``repeat`` steps of a module with these parts, all from the same random state."""
+    runs = [_step(module, parts, example, seed) for _ in range(repeat)]
     return min(runs, key=lambda run: run.forward + (run.backward or 0.0))
 
 
-def _step(split: Split, example: Example, seed: int) -> Timed:
-    split.module.zero_grad()
+def _step(module: nn.Module, parts: Collection[nn.Module], example: Example, seed: int) -> Timed:
+    module.zero_grad()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        with _stopwatch(list(split.parts.values())) as parts:
+        with _stopwatch(parts) as took:
             start = _now()
-            output = split(*example.args, **example.kwargs)
+            output = module(*example.args, **example.kwargs)
             forward = _now() - start
         loss, is_models = _loss(output)
         backward = None
@@ -59,12 +58,12 @@ def _step(split: Split, example: Example, seed: int) -> Timed:
             start = _now()
             loss.backward()  # type: ignore[no-untyped-call]
             backward = _now() - start
-    split.module.zero_grad()
-    return Timed(forward, backward, tuple(parts), output, None if loss is None else float(loss.detach()), is_models)
+    module.zero_grad()
+    return Timed(forward, backward, tuple(took), output, None if loss is None else float(loss.detach()), is_models)
 
 
 @contextmanager
-def _stopwatch(parts: list[Any]) -> Iterator[list[float]]:
+def _stopwatch(parts: Collection[nn.Module]) -> Iterator[list[float]]:
     """Seconds of each part's forward, filled in while the block runs."""
     took = [0.0] * len(parts)
     started = [0.0] * len(parts)
@@ -98,8 +97,4 @@ def _now() -> float:
 
 def _loss(output: Any) -> tuple[Tensor | None, bool]:
     own = getattr(output, "loss", None)
-    if isinstance(own, Tensor):
-        return own, True
-    values = [v for v in pytree.tree_leaves(output) if isinstance(v, Tensor) and v.requires_grad]
-    sums = [(torch.view_as_real(v) if v.is_complex() else v).float().sum() for v in values]
-    return (torch.stack(sums).sum() if sums else None), False
+    return (own, True) if isinstance(own, Tensor) else (sum_of_outputs(output), False)

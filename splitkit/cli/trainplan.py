@@ -11,7 +11,7 @@ import splitkit as sk
 from splitkit.cli import policyspec, source
 from splitkit.cli.outcome import Outcome, facts, seconds, table
 from splitkit.cli.source import Source
-from splitkit.cli.work import Clock, example_of, kind_of_costs, require_folder, versions
+from splitkit.cli.work import TRAINING, Clock, example_of, kind_of_costs, require_folder, versions
 from splitkit.errors import UsageError
 from splitkit.units import size
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from splitkit.pair import Pair
     from splitkit.plan import Policy
 
-WHAT = "fwd-bwd"
 SHOWN = 10
 
 
@@ -37,56 +36,59 @@ class TrainWork:
         source: where the model is from.
         example: the model and its inputs.
         joint: forward and backward as one graph.
-        costs: prices of its nodes.
         clock: what took how long.
     """
 
     source: Source
     example: Example
     joint: Joint
-    costs: Costs
     clock: Clock
 
 
-def prepare(args: Namespace) -> TrainWork:
-    """Make the model, capture forward and backward, and price the nodes."""
-    wanted, clock = source.from_args(args.model, args), Clock()
+def prepare(wanted: Source) -> TrainWork:
+    """Make the model, and capture forward and backward."""
     if wanted.how != "export" or wanted.dynamic:
         raise UsageError("SK601", "forward and backward are captured in one way", "Leave out --how and --dynamic.")
+    clock = Clock()
     with clock.step("load", f"making {wanted.spec}"):
         example = example_of(wanted)
     with clock.step("capture", f"capturing forward and backward of {wanted.spec}"):
         joint = sk.capture_joint(example.model, *example.args, **example.kwargs)
-    with clock.step("costs", "pricing the nodes"):
-        inputs = (*joint.primals(*example.args, **example.kwargs), *joint.tangents())
-        costs = kind_of_costs(joint.graph_module, inputs, args.costs or "roofline:a100")
-    return TrainWork(wanted, example, joint, costs, clock)
+    return TrainWork(wanted, example, joint, clock)
+
+
+def priced(args: Namespace) -> tuple[TrainWork, Costs]:
+    """The model that the command line names, and prices of the nodes of its joint graph."""
+    work = prepare(source.from_args(args.model, args))
+    with work.clock.step("costs", "pricing the nodes"):
+        inputs = (*work.joint.primals(*work.example.args, **work.example.kwargs), *work.joint.tangents())
+        return work, kind_of_costs(work.joint.graph_module, inputs, args.costs or "roofline:a100")
 
 
 def plan(args: Namespace) -> Outcome:
     """``splitkit plan MODEL --what fwd-bwd``."""
     require_folder(args.output)
     policy = _policy(args)
-    work = prepare(args)
+    work, costs = priced(args)
     with work.clock.step("plan", "planning"):
-        pair = work.joint.split(policy, work.costs)
+        pair = work.joint.split(policy, costs)
     with work.clock.step("simulate", "simulating the memory"):
         profile = sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
     assert pair.plan is not None
     if args.output:
         from splitkit import planfile
 
-        record = {"model": work.source.to_dict(), "what": WHAT, **versions()}
+        record = {"model": work.source.to_dict(), "what": TRAINING, **versions()}
         planfile.write(args.output, {**pair.plan.to_dict(), **record})
-    data = _data(work, pair, profile) | {"file": args.output}
+    data = _data(work, costs, pair, profile) | {"file": args.output}
     return Outcome(data, [*_text(data), *([f"wrote {args.output}"] if args.output else [])])
 
 
 def _policy(args: Namespace) -> Policy:
     if args.stages is not None:
-        raise UsageError("SK601", "--stages cuts a forward graph", f"Use --policy or --memory with --what {WHAT}.")
+        raise UsageError("SK601", "--stages cuts a forward graph", f"Use --policy or --memory with --what {TRAINING}.")
     if (args.policy is None) == (args.memory is None):
-        raise UsageError("SK601", f"--what {WHAT} needs a policy", "Add --memory 2GiB or --policy EXPR, one of them.")
+        raise UsageError("SK601", f"--what {TRAINING} needs a policy", "Add --memory 2GiB, or --policy EXPR.")
     if args.policy is not None:
         return policyspec.parse(args.policy).build()
     from splitkit.policies import Budget
@@ -95,7 +97,7 @@ def _policy(args: Namespace) -> Policy:
     return Budget(float(args.memory) if is_share else args.memory)
 
 
-def _data(work: TrainWork, pair: Pair, profile: MemoryProfile) -> dict[str, Any]:
+def _data(work: TrainWork, costs: Costs, pair: Pair, profile: MemoryProfile) -> dict[str, Any]:
     assert pair.plan is not None
     flow = work.joint.flow
     twice = [n for n in flow.nodes if len(pair.plan.get(n, ())) > 1]
@@ -103,13 +105,13 @@ def _data(work: TrainWork, pair: Pair, profile: MemoryProfile) -> dict[str, Any]
     saved = sorted((b for b in profile.buffers if b.kind == "saved"), key=lambda b: -b.nbytes)
     return {
         "command": "plan",
-        "what": WHAT,
+        "what": TRAINING,
         "model": work.source.to_dict(),
         "note": pair.plan.note,
-        "prices": getattr(work.costs, "note", ""),
-        "forward": {"ops": len(forward), "seconds": _sum(work.costs, forward), "peak": profile.peak_of("forward")},
+        "prices": getattr(costs, "note", ""),
+        "forward": {"ops": len(forward), "seconds": _sum(costs, forward), "peak": profile.peak_of("forward")},
         "backward": {"ops": len(flow.nodes) - len(forward) + len(twice), "peak": profile.peak_of("backward")},
-        "recomputed": {"ops": len(twice), "seconds": _sum(work.costs, twice)},
+        "recomputed": {"ops": len(twice), "seconds": _sum(costs, twice)},
         "saved": {"nbytes": profile.saved, "values": [{"name": b.name, "nbytes": b.nbytes} for b in saved]},
         "peak": profile.peak,
         "seconds": work.clock.seconds,

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from splitkit.plan import Plan
 
 
+TRAINING = "fwd-bwd"
+"""What a plan file, and ``--what``, call a plan that divides a training step into forward and backward."""
+
+
 @dataclass
 class Clock:
     """Seconds that each step took.
@@ -140,9 +144,14 @@ def _device(text: str) -> Any:
 
 
 def planned(args: Namespace) -> tuple[Work, Plan, Costs]:
-    """For ``split`` and ``run``: the plan of ``PLAN.json``, or of MODEL and a policy."""
-    if args.target.endswith(".json"):
-        return _from_file(args)
+    """For commands that cut a forward graph: the plan of ``PLAN.json``, or of MODEL and a policy."""
+    return planned_by(args, plan_file(args))
+
+
+def planned_by(args: Namespace, file: dict[str, Any] | None) -> tuple[Work, Plan, Costs]:
+    """The same, of a plan file that was read with `plan_file`."""
+    if file is not None:
+        return _from_file(args, file)
     if args.model is not None:
         raise UsageError("SK601", "--model goes with a plan file", "Name the model, or a plan that ends in .json.")
     if args.stages is None and args.policy is None:
@@ -160,7 +169,15 @@ def make_plan(args: Namespace, spec: str) -> tuple[Work, Plan, Costs]:
         return work, sk.plan(work.gm, policy, costs, on_cycle=args.on_cycle or "error"), costs
 
 
-def _from_file(args: Namespace) -> tuple[Work, Plan, Costs]:
+def plan_file(args: Namespace) -> dict[str, Any] | None:
+    """The data of the plan file that the command line names, ``None`` if it names a model. Makes no model yet.
+
+    Raises:
+        UsageError: SK601 for options that a plan file has decided.
+        FileError: SK501 when it is no plan, SK504 when it cannot be read.
+    """
+    if not args.target.endswith(".json"):
+        return None
     unfit = [name for name in ("stages", "policy", "costs", "training", "on_cycle") if getattr(args, name) is not None]
     if unfit:
         option = f"--{unfit[0].replace('_', '-')}"
@@ -169,15 +186,20 @@ def _from_file(args: Namespace) -> tuple[Work, Plan, Costs]:
 
     data = planfile.read(args.target)
     _require_plan(args.target, data)
-    if data.get("what") == "fwd-bwd":
+    return data
+
+
+def _from_file(args: Namespace, data: dict[str, Any]) -> tuple[Work, Plan, Costs]:
+    if data.get("what") == TRAINING:
         raise UsageError(
             "SK601",
             f"{args.target} divides a training step into forward and backward, and this command cuts a forward",
-            "In Python: joint.split(splitkit.Plan.load(path, joint.graph_module.graph)).",
+            f"`splitkit run {args.target}` runs it. In Python: "
+            "joint.split(splitkit.Plan.load(path, joint.graph_module.graph)).",
         )
     work = prepare(source.from_plan(args.target, data, args))
     with work.clock.step("plan", "reading the plan"):
-        return work, _decoded(work, args.target, data), prices(work, None, None)
+        return work, decoded(work.gm.graph, args.target, data), prices(work, None, None)
 
 
 def _require_plan(path: str, data: dict[str, Any]) -> None:
@@ -197,9 +219,14 @@ def _strings(data: Any) -> Iterator[str]:
             yield from _strings(item)
 
 
-def _decoded(work: Work, path: str, data: dict[str, Any]) -> Plan:
+def decoded(graph: fx.Graph, path: str, data: dict[str, Any]) -> Plan:
+    """The plan in the data of a file, for the graph that it was made for.
+
+    Raises:
+        FileError: SK501 when the data is damaged, SK502 when the graph is another one, SK503 for another schema.
+    """
     try:
-        return sk.Plan.from_dict(work.gm.graph, data)
+        return sk.Plan.from_dict(graph, data)
     except SplitError:
         raise
     except (TypeError, AttributeError, LookupError, ValueError) as error:

@@ -17,6 +17,7 @@ from torch._ops import HigherOrderOperator  # 2.11, 2.13, 2.15
 from torch.fx import Node
 from torch.utils.flop_counter import FlopCounterMode
 
+from splitkit import standins
 from splitkit._torch import pytree
 from splitkit.costs.formulas import FORMULAS, attention_backward_flops, attention_flops, formulas_for
 from splitkit.costs.sizes import elements, graph_of, read_bytes, require_values, tensors, value_bytes
@@ -148,10 +149,7 @@ def _sum(counts: list[Count], times: int) -> Count:
 
 def bodies(root: nn.Module, node: Node) -> list[fx.GraphModule]:
     """The graphs that a higher-order op calls; none of one that is counted whole, such as attention."""
-    if str(node.target) in _WHOLE:
-        return []
-    called = [operator.attrgetter(str(n.target))(root) for n in node.all_input_nodes if n.op == "get_attr"]
-    return [body for body in called if isinstance(body, fx.GraphModule)]
+    return [] if str(node.target) in _WHOLE else standins.bodies(root, node)
 
 
 def rounds(node: Node) -> int:

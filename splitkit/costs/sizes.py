@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit._torch import pytree
+from splitkit.dataflow import require_graph
 from splitkit.errors import GraphError
 from splitkit.scope import is_state_op
 from splitkit.standins import hint
@@ -91,13 +92,7 @@ def graph_of(gm: object) -> fx.Graph:
     Raises:
         GraphError: SK101 if it is none.
     """
-    if isinstance(gm, fx.GraphModule):
-        return gm.graph
-    raise GraphError(
-        "SK101",
-        f"nodes have prices in a torch.fx.GraphModule, not in a {type(gm).__name__}",
-        "Capture the model first: gm = splitkit.capture(model, *example_inputs).",
-    )
+    return require_graph(gm).graph
 
 
 def missing(graph: fx.Graph) -> list[Node]:

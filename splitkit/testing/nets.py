@@ -89,13 +89,14 @@ class Recurrent(nn.Module):
     def __init__(self, words: int = 500, width: int = 64) -> None:
         super().__init__()
         self.embedding = nn.Embedding(words, width)
-        self.lstm = nn.LSTM(width, width, num_layers=2, dropout=0.1, batch_first=True)
+        self.dropout = nn.Dropout(0.1)
+        self.lstm = nn.LSTM(width, width, num_layers=2, batch_first=True)
         self.head = nn.Linear(width, words, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         """``[n, length]`` -> ``[n, length, words]``."""
-        scores: Tensor = self.head(self.lstm(self.embedding(ids))[0])
+        scores: Tensor = self.head(self.lstm(self.dropout(self.embedding(ids)))[0])
         return scores
 
 

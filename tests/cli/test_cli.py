@@ -69,30 +69,6 @@ def gpt2_plan(tmp_path_factory):
     return path
 
 
-@pytest.fixture
-def call(capsys):
-    """Run a command; the exit code, what it printed, what it complained."""
-
-    def run(*words):
-        capsys.readouterr()
-        code = cli.main([str(w) for w in words])
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return run
-
-
-@pytest.fixture
-def data(call):
-    """Run a command with --json: the exit code and the one object."""
-
-    def run(*words):
-        code, out, _ = call(*words, "--json")
-        return code, json.loads(out)
-
-    return run
-
-
 def python(*words, **more):
     env = os.environ | {"PYTHONPATH": str(ROOT)} | more.pop("env", {})
     return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=env, **more)

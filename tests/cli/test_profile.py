@@ -4,20 +4,7 @@ import json
 
 import pytest
 
-from splitkit import cli
-
 TINY = ["--size", "layers=2,width=32,heads=2", "--size", "vocab=64,seq=8"]
-
-
-@pytest.fixture
-def call(capsys):
-    def run(*words):
-        capsys.readouterr()
-        code = cli.main([str(w) for w in words])
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return run
 
 
 def test_predicted_is_measured(call):

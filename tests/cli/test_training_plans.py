@@ -1,24 +1,79 @@
-"""``splitkit plan --what fwd-bwd`` and ``splitkit sweep``."""
+"""``splitkit plan --what fwd-bwd``, ``run`` of such a plan, and ``splitkit sweep``."""
 
 import json
 
 import pytest
 
 import splitkit as sk
-from splitkit import cli, models
+from splitkit import models
 
 TINY = ["--size", "layers=2,width=32,heads=2", "--size", "vocab=64,seq=8"]
+STEP = ["--what", "fwd-bwd", "--policy"]
+
+FACTORY = """
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.norm, self.drop = nn.BatchNorm1d(6), nn.Dropout(0.5)
+
+    def forward(self, x, y):
+        x.add_(1.0)
+        return {"z": (y * self.drop(self.second(torch.relu(self.norm(self.first(x)))))).square().mean()}
+
+class Other(nn.Module):  # what is captured is not what runs
+    def __init__(self, value=1.0, gradient=1.0, state=0.0):
+        super().__init__()
+        self.value, self.gradient, self.state = value, gradient, state
+        self.w = nn.Parameter(torch.ones(3))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        value, gradient, state = (self.value, self.gradient, self.state) if is_compiling() else (1.0, 1.0, 0.0)
+        self.seen += state
+        w = self.w * gradient - (self.w * (gradient - 1)).detach()
+        return (x * w).sum() * value
+
+def net():
+    return Net(), (torch.randn(5, 6), torch.randn(5, 6, requires_grad=True))
+
+def value():
+    return Other(value=2.0), torch.ones(3)
+
+def gradient():
+    return Other(gradient=2.0), torch.ones(3)
+
+def state():
+    return Other(state=1.0), torch.ones(3)
+
+def rounding():
+    return Other(value=1.0000002), torch.ones(3)
+"""
 
 
 @pytest.fixture
-def call(capsys):
-    def run(*words):
-        capsys.readouterr()
-        code = cli.main([str(w) for w in words])
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
+def factory(tmp_path):
+    path = tmp_path / "models.py"
+    path.write_text(FACTORY)
+    return str(path)
 
-    return run
+
+@pytest.fixture
+def step(call, tmp_path):
+    """Plan forward and backward of a model; the path of the plan."""
+
+    def plan(model, policy, *words):
+        path = tmp_path / "step.json"
+        code, _, err = call("plan", model, *words, *STEP, policy, "-o", path)
+        assert code == 0, err
+        return path
+
+    return plan
 
 
 def test_a_plan_of_forward_and_backward(call, tmp_path):
@@ -32,16 +87,111 @@ def test_a_plan_of_forward_and_backward(call, tmp_path):
     assert written["what"] == "fwd-bwd" and {p["key"] for p in written["parts"]} == {"forward", "backward"}
 
 
-def test_the_plan_is_read_again_in_python_and_refused_where_a_forward_is_cut(call, tmp_path):
-    path = tmp_path / "plan.json"
-    assert call("plan", "gpt2", *TINY, "--what", "fwd-bwd", "--policy", "MinCut()", "-o", path)[0] == 0
-    code, _, err = call("run", path)
-    assert code == 2 and "SK601" in err and "forward and backward" in err
+def test_the_plan_is_read_again_in_python(step):
+    path = step("gpt2", "MinCut()", *TINY)
     example = models.build("gpt2", layers=2, width=32, heads=2, vocab=64, seq=8)
     joint = sk.capture_joint(example.model, **example.kwargs)
     read = sk.Plan.load(path, joint.graph_module.graph)
     costs = sk.costs.roofline(joint.graph_module, device="a100")
     assert joint.split(read, costs).saved == joint.split(sk.policies.MinCut(), costs).saved
+
+
+POLICIES = ["SaveAll()", "RecomputeAll()", "Remat(modules='*.attn')", "Budget(0.5, of='saved')"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_plan_runs_like_eager(call, data, step, policy):
+    path = step("gpt2", policy, *TINY)
+    code, found = data("run", path, "--check", "--repeat", "2")
+    check, peak = found["check"], found["peak"]
+    assert code == 0 and found["what"] == "fwd-bwd" and check["same"] and not check["failures"]
+    assert check["loss"][0] == check["loss"][1] == found["loss"]
+    assert check["outputs"] == {"count": 1, "bitwise": 1, "worst": None}
+    model = models.build("gpt2", layers=2, width=32, heads=2, vocab=64, seq=8).model
+    assert check["gradients"]["count"] == len(list(model.parameters()))
+    assert peak["predicted"] == peak["measured"] == max(half["peak"] for half in found["halves"]) and peak["error"] == 0
+    assert found["forward"] > 0 < found["backward"] and found["saved"] > 0
+    assert [half["half"] for half in found["halves"]] == ["forward", "backward"]
+    code, out, err = call("run", path, "--check")
+    assert (code, err) == (0, "") and out.endswith("same: yes\n")
+    assert "measured (exact)" in out and "28 of 28 bitwise equal" in out and "peak predicted" in out
+
+
+def test_without_a_check_the_peak_is_the_one_that_the_plan_says(call, data, tmp_path):
+    path = tmp_path / "plan.json"
+    _, out, _ = call("plan", "llama", *TINY, "--what", "fwd-bwd", "--memory", "1.0", "-o", path, "--json")
+    code, found = data("run", path)
+    assert code == 0 and found["check"] is None and found["peak"]["measured"] is None
+    assert found["peak"]["predicted"] == json.loads(out)["peak"]
+    code, out, _ = call("run", path)
+    assert code == 0 and "predicted" in out and "measured" not in out and "same" not in out
+
+
+def test_buffers_random_numbers_ties_and_inputs_that_are_written_or_have_gradients(data, step, factory):
+    path = step(f"{factory}:net", "RecomputeAll()")
+    code, found = data("run", path, "--model", f"{factory}:net", "--check", "--seed", "7")
+    check = found["check"]
+    assert code == 0 and check["same"], check
+    assert check["gradients"]["count"] == 5 + 1, "a tied weight, two biases, the norm's two, and an input's"
+    assert check["state"]["count"] >= 3 + 5 + 2 and found["model"]["seed"] == 7, "buffers, parameters, inputs"
+
+
+@pytest.mark.parametrize(
+    "which, differs", [("value", "loss"), ("gradient", "gradient of w"), ("state", "value of seen")]
+)
+def test_a_step_that_differs_exits_4(call, data, step, factory, which, differs):
+    spec = f"{factory}:{which}"
+    path = step(spec, "SaveAll()")
+    code, out, _ = call("run", path, "--model", spec, "--check")
+    assert code == 4 and "same: no" in out and f"differs: {differs} by" in out
+    code, found = data("run", path, "--model", spec, "--check")
+    assert code == 4 and differs in [bad["name"] for bad in found["check"]["failures"]]
+    assert call("run", path, "--model", spec)[0] == 0
+
+
+def test_a_loss_may_differ_by_rounding(data, step, factory):
+    path = step(f"{factory}:rounding", "SaveAll()")
+    code, found = data("run", path, "--model", f"{factory}:rounding", "--check")
+    loss = found["check"]["outputs"]
+    assert code == 0 and found["check"]["same"] and loss["bitwise"] == 0 and 0 < loss["worst"]["relative"] < 1e-6
+
+
+def test_a_stale_plan_is_refused(data, step):
+    path = step("gpt2", "MinCut()", *TINY)
+    code, found = data("run", path, "--size", "layers=1")
+    assert code == 1 and found["error"]["code"] == "SK502" and found["error"]["nodes"]
+    read = json.loads(path.read_text())
+    path.write_text(json.dumps(read | {"graph": "0" * 32}))
+    assert data("run", path)[1]["error"]["code"] == "SK502"
+    path.write_text(json.dumps(read | {"places": 5}))
+    assert data("run", path)[1]["error"]["code"] == "SK501"
+    renamed = [{**part, "key": part["key"].upper()} for part in read["parts"]]
+    path.write_text(json.dumps(read | {"parts": renamed}))
+    code, found = data("run", path)
+    assert code == 1 and found["error"]["code"] == "SK206"
+
+
+def test_other_sizes_of_the_inputs_fit(data, step):
+    code, found = data("run", step("gpt2", "MinCut()", *TINY), "--size", "batch=3", "--check")
+    assert code == 0 and found["check"]["same"] and found["model"]["sizes"]["batch"] == 3
+
+
+@pytest.mark.parametrize("words", [["--how", "symbolic_trace"], ["--dynamic"], ["--policy", "SaveAll()"]])
+def test_options_that_do_not_fit_a_plan_of_a_step(call, step, words):
+    code, _, err = call("run", step("gpt2", "SaveAll()", *TINY), *words)
+    assert code == 2 and "SK601" in err
+
+
+def test_a_factory_that_only_the_plan_names_is_not_run(call, step, factory):
+    code, _, err = call("run", step(f"{factory}:net", "SaveAll()"))
+    assert code == 2 and "SK601" in err and "--model" in err
+
+
+@pytest.mark.parametrize("command", ["split", "profile"])
+def test_commands_that_cut_a_forward_refuse_it_and_say_what_runs_it(call, step, command):
+    path = step("gpt2", "MinCut()", *TINY)
+    code, _, err = call(command, path)
+    assert code == 2 and "SK601" in err and "forward and backward" in err and f"splitkit run {path}" in err
 
 
 @pytest.mark.parametrize("memory", ["1.0", "64MiB"])

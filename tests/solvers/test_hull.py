@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 from allcuts import finite_cuts
+from hulls import lower_hull
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,20 +31,6 @@ def all_costs(net):
     cuts = finite_cuts(Network(net.size, net.tails, net.heads, np.where(endless, INFINITE, 0)))
     crossing = [side[net.tails] & ~side[net.heads] for side, _ in cuts]
     return {(int(net.first[edges].sum()), int(net.second[edges].sum())) for edges in crossing}
-
-
-def lower_hull(points):
-    """By hand: the corners from the least first cost to the least second (Andrew's monotone chain)"""
-    hull = []
-    for x, y in sorted(points):
-        if hull and y >= hull[-1][1]:
-            continue
-        while len(hull) > 1 and (hull[-1][0] - hull[-2][0]) * (y - hull[-2][1]) <= (hull[-1][1] - hull[-2][1]) * (
-            x - hull[-2][0]
-        ):
-            hull.pop()
-        hull.append((x, y))
-    return hull
 
 
 @settings(max_examples=250, deadline=None, derandomize=True)

@@ -6,18 +6,18 @@ from argparse import Namespace
 
 import splitkit as sk
 from splitkit.cli.outcome import Outcome, seconds
-from splitkit.cli.work import make_plan, require_folder, versions
+from splitkit.cli.work import TRAINING, make_plan, require_folder, versions
 from splitkit.errors import UsageError
 
 
 def run(args: Namespace) -> Outcome:
     """See the module."""
-    if args.what == "fwd-bwd":
+    if args.what == TRAINING:
         from splitkit.cli import trainplan
 
         return trainplan.plan(args)
     if args.memory is not None:
-        raise UsageError("SK601", "--memory goes with --what fwd-bwd", "Add it, or leave --memory out.")
+        raise UsageError("SK601", f"--memory goes with --what {TRAINING}", "Add it, or leave --memory out.")
     if args.stages is None and args.policy is None:
         raise UsageError("SK601", f"{args.model} needs a policy", "Add --stages N or --policy EXPR.")
     require_folder(args.output)

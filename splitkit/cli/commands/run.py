@@ -1,4 +1,4 @@
-"""``splitkit run``: run the parts forward and backward, and compare them with the whole."""
+"""``splitkit run``: run the parts, or the halves, of a plan forward and backward, and compare them with the whole."""
 
 from __future__ import annotations
 
@@ -7,28 +7,32 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
+from splitkit.cli.checks import DIFFERENT, check_data, check_text
 from splitkit.cli.outcome import Outcome, facts, seconds, table
-from splitkit.cli.work import planned
+from splitkit.cli.work import TRAINING, plan_file, planned_by
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from splitkit.compare import Comparison, Difference
     from splitkit.split import Split
 
-DIFFERENT = 4
 SHOWN = 8
 
 
 def run(args: Namespace) -> Outcome:
     """See the module."""
-    work, plan, _ = planned(args)
+    file = plan_file(args)
+    if file is not None and file.get("what") == TRAINING:
+        from splitkit.cli import trainrun
+
+        return trainrun.run(args, file)
+    work, plan, _ = planned_by(args, file)
     from splitkit.cli.timing import best
 
     with work.clock.step("split", "splitting"):
         split = sk.split(work.gm, plan)
     with work.clock.step("run", f"running {len(split.parts)} parts"):
-        timed = best(split, work.example, work.source.seed, args.repeat)
+        timed = best(split.module, split.parts.values(), work.example, work.source.seed, args.repeat)
     data: dict[str, Any] = {
         "command": "run",
         "model": work.source.to_dict(),
@@ -67,33 +71,6 @@ def _parts(split: Split, times: Sequence[float]) -> list[dict[str, Any]]:
     return [{"module": names[part], "forward": took} for part, took in zip(split.parts.values(), times, strict=True)]
 
 
-def check_data(found: Comparison) -> dict[str, Any]:
-    """A comparison as data: counts, the worst of each kind, and what failed."""
-    return {
-        "same": found.same,
-        "loss": list(found.loss),
-        "tolerance": found.tolerance,
-        "outputs": _group(found.outputs),
-        "gradients": _group(found.gradients),
-        "state": _group(found.state),
-        "failures": [_difference(d) for d in found.failures],
-    }
-
-
-def _group(entries: tuple[Difference, ...]) -> dict[str, Any]:
-    differ = [d for d in entries if not d.bitwise]
-    worst = max(differ, key=lambda d: d.relative, default=None)
-    return {
-        "count": len(entries),
-        "bitwise": len(entries) - len(differ),
-        "worst": _difference(worst) if worst else None,
-    }
-
-
-def _difference(entry: Difference) -> dict[str, Any]:
-    return {"name": entry.name, "largest": entry.largest, "relative": entry.relative, "scale": entry.scale}
-
-
 def _text(data: dict[str, Any]) -> list[RenderableType]:
     loss = "none" if data["loss"] is None else f"{data['loss']:.6g}"
     backward = "nothing takes a gradient" if data["backward"] is None else seconds(data["backward"])
@@ -106,25 +83,4 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
     }
     times = [(p["module"], seconds(p["forward"])) for p in data["parts"]]
     text: list[RenderableType] = [facts(rows), "", table(("part", "forward"), times, ("forward",))]
-    return [*text, "", *_check_text(data["check"])] if data["check"] else text
-
-
-def _check_text(check: dict[str, Any]) -> list[RenderableType]:
-    whole, parts = ("none" if value is None else repr(value) for value in check["loss"])
-    rows = {which: _sentence(check[which]) for which in ("outputs", "gradients", "state")}
-    lines: list[RenderableType] = [facts({"loss": f"{whole} whole, {parts} split", **rows})]
-    lines += [
-        f"differs: {bad['name']} by {bad['largest']:.3g} (scale {bad['scale']:.3g})"
-        for bad in check["failures"][:SHOWN]
-    ]
-    if len(check["failures"]) > SHOWN:
-        lines.append(f"and {len(check['failures']) - SHOWN} more")
-    return [*lines, f"same: {'yes' if check['same'] else 'no'}"]
-
-
-def _sentence(group: dict[str, Any]) -> str:
-    worst = group["worst"]
-    text = f"{group['bitwise']} of {group['count']} bitwise equal"
-    if not worst:
-        return text
-    return f"{text}; largest difference {worst['largest']:.3g}, relative {worst['relative']:.3g}, of {worst['name']}"
+    return [*text, "", *check_text(data["check"])] if data["check"] else text

@@ -15,16 +15,16 @@ from splitkit.units import size
 
 def run(args: Namespace) -> Outcome:
     """See the module."""
-    work = trainplan.prepare(args)
+    work, costs = trainplan.priced(args)
     with work.clock.step("frontier", "finding the frontier"):
-        frontier = sk.Frontier(work.joint, work.costs)
+        frontier = sk.Frontier(work.joint, costs)
         points = list(_spread(frontier, args.points))
     with work.clock.step("simulate", "simulating the memory of each point"):
         rows = [point.to_dict(peak=True) for point in points]
     data: dict[str, Any] = {
         "command": "sweep",
         "model": work.source.to_dict(),
-        "prices": getattr(work.costs, "note", ""),
+        "prices": getattr(costs, "note", ""),
         "step": frontier.step_seconds,
         "corners": len(frontier.points),
         "points": rows,

@@ -1,0 +1,116 @@
+"""``splitkit run`` of a plan of forward and backward: one training step, compared with the unsplit model's."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import splitkit as sk
+from splitkit.cli import source, trainplan
+from splitkit.cli.checks import DIFFERENT, check_data, check_text
+from splitkit.cli.outcome import Outcome, facts, seconds, table
+from splitkit.cli.trainplan import TrainWork
+from splitkit.cli.work import TRAINING, decoded
+from splitkit.units import size
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from splitkit.cli.stepmodule import DividedStep
+    from splitkit.compare import Comparison, Difference
+    from splitkit.measure import MeasuredMemory
+    from splitkit.memory import MemoryProfile
+
+
+def run(args: Namespace, file: dict[str, Any]) -> Outcome:
+    """Run the plan in the data of a plan file; see the module."""
+    work = trainplan.prepare(source.from_plan(args.target, file, args))
+    from splitkit.cli import memoryruns, timing
+    from splitkit.cli.stepmodule import DividedStep
+
+    with work.clock.step("plan", "reading the plan"):
+        plan = decoded(work.joint.graph_module.graph, args.target, file)
+    with work.clock.step("split", "dividing the step"):
+        step = DividedStep(work.joint, work.joint.split(plan))
+    with work.clock.step("simulate", "simulating the memory"):
+        both = memoryruns.Training(step.joint, step.pair)
+        profile = both.profile
+    with work.clock.step("run", "running forward and backward"):
+        timed = timing.best(step, (), work.example, work.source.seed, args.repeat)
+    data: dict[str, Any] = {
+        "command": "run",
+        "what": TRAINING,
+        "model": work.source.to_dict(),
+        "note": plan.note,
+        "loss": timed.loss,
+        "forward": timed.forward,
+        "backward": timed.backward,
+        "halves": [_half(step, profile, which) for which in ("forward", "backward")],
+        "saved": profile.saved,
+        "peak": {"predicted": profile.peak, "measured": None, "error": None, "allocator": None},
+        "repeat": args.repeat,
+        "check": None,
+    }
+    if args.check:
+        with work.clock.step("check", "comparing with the unsplit model"):
+            data["check"] = _check(work, step)
+        with work.clock.step("measure", "measuring the memory of a step"):
+            data["peak"] |= _measured(memoryruns.training(both, work.example, work.source.seed), profile.peak)
+    data["seconds"] = work.clock.seconds
+    failed = args.check and not data["check"]["same"]
+    return Outcome(data, _text(data), DIFFERENT if failed else 0)
+
+
+def _half(step: DividedStep, profile: MemoryProfile, which: str) -> dict[str, Any]:
+    assert step.pair.plan is not None
+    ops = sum(which in step.pair.plan[node] for node in step.joint.flow.nodes)
+    return {"half": which, "ops": ops, "peak": profile.peak_of(which)}
+
+
+def _measured(found: MeasuredMemory, predicted: int) -> dict[str, Any]:
+    return {"measured": found.peak, "error": predicted / found.peak - 1, "allocator": found.allocator_peak}
+
+
+def _check(work: TrainWork, step: DividedStep) -> dict[str, Any]:
+    """Loss, gradients and what is written beside those of the model in eager mode."""
+    from splitkit.trainstep import TrainingStep
+
+    example = work.example
+    whole = TrainingStep(example.model, None)
+    found = _renamed(sk.compare(whole, step, *example.args, seed=work.source.seed, **example.kwargs))
+    # A graph may run other kernels than eager mode, so that the loss is another by rounding: an LSTM of oneDNN.
+    wrong = tuple(d for d in found.outputs if d.relative > found.tolerance)
+    return check_data(replace(found, outputs=wrong)) | {"outputs": check_data(found)["outputs"]}
+
+
+def _renamed(found: Comparison) -> Comparison:
+    """With the names that parameters and buffers have in the model: both modules hold it as ``model``."""
+    outputs = tuple(replace(d, name="loss" if d.name == "output" else d.name) for d in found.outputs)
+    return replace(found, outputs=outputs, gradients=_of_model(found.gradients), state=_of_model(found.state))
+
+
+def _of_model(entries: tuple[Difference, ...]) -> tuple[Difference, ...]:
+    return tuple(replace(d, name=d.name.replace(" of model.", " of ", 1)) for d in entries)
+
+
+def _text(data: dict[str, Any]) -> list[RenderableType]:
+    rows = {
+        "plan": data["note"],
+        "loss": f"{data['loss']:.6g}",
+        "peak": _peak_text(data["peak"]),
+        "saved for backward": size(data["saved"]),
+    }
+    best = f" (best of {data['repeat']})" if data["repeat"] > 1 else ""
+    halves = [(h["half"], h["ops"], seconds(data[h["half"]]), size(h["peak"])) for h in data["halves"]]
+    titles = ("half", "ops", f"time{best}", "peak predicted")
+    text: list[RenderableType] = [facts(rows), "", table(titles, halves, titles[1:])]
+    return [*text, "", *check_text(data["check"])] if data["check"] else text
+
+
+def _peak_text(peak: dict[str, Any]) -> str:
+    predicted = f"{size(peak['predicted'])} predicted"
+    if peak["measured"] is None:
+        return predicted
+    error = "exact" if not peak["error"] else f"{100 * peak['error']:+.3f} %"
+    return f"{predicted}, {size(peak['measured'])} measured ({error})"
