@@ -24,8 +24,8 @@ class Remat:
 
     ``Remat(["aten.mm", "aten.addmm"])`` keeps the outputs of matrix products. Megatron's selective recompute, which
     computes again the core of attention and saves everything else (Korthikanti et al. 2022, "Reducing Activation
-    Recomputation in Large Transformer Models"), is ``Remat(modules="*.attn")``; full recompute of every block that
-    saves its inputs is ``Remat(modules="transformer.h.*")``.
+    Recomputation in Large Transformer Models"), is ``Remat(["aten.mm", "aten.addmm"], modules="*.attn")``; full
+    recompute of every block that saves its inputs is ``Remat(modules="transformer.h.*")``.
 
     Inputs are always kept, and so is what may not be computed twice.
 
