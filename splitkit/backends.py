@@ -20,6 +20,7 @@ from splitkit.costs import Costs, default
 from splitkit.errors import PolicyError, SplitError
 from splitkit.pair import Pair, divide
 from splitkit.plan import PolicyLike
+from splitkit.policies.pricing import by_inductor
 
 Inner = Literal["eager", "aot_eager", "inductor"]
 _INNER = ("eager", "aot_eager", "inductor")
@@ -34,8 +35,11 @@ class Backend:
             inputs for which the model was compiled again.
     """
 
-    def __init__(self, policy: PolicyLike, inner: Inner, costs: Callable[[fx.GraphModule], Costs]) -> None:
-        self.policy, self.inner, self.costs = policy, inner, costs
+    def __init__(
+        self, policy: PolicyLike, inner: Inner, costs: Callable[[fx.GraphModule], Costs] | None = None
+    ) -> None:
+        self.policy, self.inner = policy, inner
+        self.costs = costs or (by_inductor if inner == "inductor" else default)
         self.pairs: list[Pair] = []
         self.__name__ = "splitkit"  # by which Dynamo names it in messages
 
@@ -61,7 +65,7 @@ class Backend:
 
 
 def backend(
-    policy: PolicyLike, inner: Inner = "eager", *, costs: Callable[[fx.GraphModule], Costs] = default
+    policy: PolicyLike, inner: Inner = "eager", *, costs: Callable[[fx.GraphModule], Costs] | None = None
 ) -> Backend:
     """A backend for ``torch.compile(model, backend=splitkit.backend(policy))`` that divides forward from backward.
 
@@ -71,7 +75,8 @@ def backend(
         policy: places nodes in ``"forward"`` and ``"backward"``, such as `splitkit.policies.SaveAll`.
         inner: what runs the halves: ``"eager"`` runs them operator by operator, and ``"aot_eager"``, torch's name for
             that, does the same; ``"inductor"`` compiles them, after its own passes over the joint graph.
-        costs: makes prices for a joint graph.
+        costs: makes prices for a joint graph. By default FLOPs, and for ``"inductor"`` what the generated kernels take
+            on the device of the graph (`splitkit.costs.fused`).
 
     Raises:
         PolicyError: SK302 for another ``inner``. What the policy refuses arrives as the ``inner_exception`` of
@@ -87,7 +92,7 @@ def apply(
     policy: PolicyLike,
     *args: Any,
     inner: Inner = "eager",
-    costs: Callable[[fx.GraphModule], Costs] = default,
+    costs: Callable[[fx.GraphModule], Costs] | None = None,
     fullgraph: bool = False,
     **kwargs: Any,
 ) -> Module:

@@ -57,6 +57,8 @@ class EmissionOrder:
         self.lies = self._storages()
         self.needs: list[tuple[int, ...]] = []
         self.reads: list[tuple[Node, ...]] = []
+        self.sources: list[tuple[int, ...]] = []
+        """The units that a unit reads."""
         self.made: list[tuple[int, ...]] = []
         self.held: list[tuple[int, ...]] = []
         """The storages that a unit makes or reads."""
@@ -67,8 +69,12 @@ class EmissionOrder:
             made = dict.fromkeys(s for n in nodes for s in self.lies[n])
             self.needs.append(tuple(b for b in before if b != unit))
             self.reads.append(tuple(r for r in reads if self.number[r] != unit))
+            self.sources.append(tuple(dict.fromkeys(self.number[r] for r in self.reads[-1])))
             self.made.append(tuple(made))
             self.held.append(tuple(made | dict.fromkeys(s for r in reads for s in self.lies[r])))
+        home = homes(flow)
+        self._eager = [home.places.get(nodes[0]) for nodes in self.units]
+        self._gradients = tuple(flow.gradients)
         self.bound = self._bound()
         """What stands in backward as autograd runs it: it waits for a gradient, or may run only once."""
 
@@ -78,12 +84,16 @@ class EmissionOrder:
         Args:
             members: all of them, members of tuples as well; inputs are passed over.
         """
-        half, home = _Half(self, members, self.flow.gradients), homes(self.flow)
-        if not any(home.places.get(self.units[u][0]) == (FORWARD,) for u in half.units):
-            return half.nodes(half.units)
-        free = [u for u in half.units if u not in self.bound]
-        order = half.ordered([*(u for u in half.units if u in self.bound), *free], set(free))
-        return half.nodes(min(order, half.units, key=half.peak))
+        return self.nodes(self.backward_units(self._numbers(members)))
+
+    def backward_units(self, units: Collection[int]) -> list[int]:
+        """`backward`, of units; ``units`` by rising number."""
+        if not any(self._eager[u] == (FORWARD,) for u in units):
+            return list(units)
+        half = _Half(self, units, self._gradients)
+        free = [u for u in units if u not in self.bound]
+        order = half.ordered([*(u for u in units if u in self.bound), *free], set(free))
+        return min(order, half.units, key=half.peak)
 
     def forward(self, members: Iterable[Node], saved: Iterable[Node]) -> list[Node]:
         """Order what forward computes.
@@ -92,18 +102,29 @@ class EmissionOrder:
             members: all of it, members of tuples as well; inputs are passed over.
             saved: what backward takes of it.
         """
-        half, home = _Half(self, members, saved), homes(self.flow)
-        moved = {u for u in half.units if home.places.get(self.units[u][0]) == (BACKWARD,)}
+        return self.nodes(self.forward_units(self._numbers(members), list(saved)))
+
+    def forward_units(self, units: Collection[int], saved: Iterable[object]) -> list[int]:
+        """`forward`, of units; ``units`` by rising number."""
+        moved = {u for u in units if self._eager[u] == (BACKWARD,)}
         if not moved:
-            return half.nodes(half.units)
+            return list(units)
+        half = _Half(self, units, saved)
         orders = [half.ordered(half.units, moved, at_once=at_once) for at_once in (False, True)]
-        return half.nodes(min(*orders, half.units, key=half.peak))
+        return min(*orders, half.units, key=half.peak)
+
+    def nodes(self, units: Iterable[int]) -> list[Node]:
+        """The nodes of units."""
+        return [node for unit in units for node in self.units[unit]]
+
+    def _numbers(self, members: Iterable[Node]) -> list[int]:
+        return sorted({self.number[n] for n in members if n in self.number})
 
     def _bound(self) -> set[int]:
-        late, home = set(self.flow.backward_inputs), homes(self.flow)
+        late = set(self.flow.backward_inputs)
         found: set[int] = set()
         for unit, nodes in enumerate(self.units):
-            own = home.places.get(nodes[0]) == (BACKWARD,) and any(n in self.flow.once for n in nodes)
+            own = self._eager[unit] == (BACKWARD,) and any(n in self.flow.once for n in nodes)
             waits = any(r in late for n in nodes for r in n.all_input_nodes) or not found.isdisjoint(self.needs[unit])
             if own or waits:
                 found.add(unit)
@@ -133,24 +154,21 @@ class _Half:
 
     Attributes:
         units: numbers of its units, in graph order.
-        inside: the same.
+        inside: the same, to look up.
         before: storages that are there when it begins.
         kept: storages that are there after its end.
     """
 
-    def __init__(self, order: EmissionOrder, members: Iterable[Node], returned: Iterable[object]) -> None:
+    def __init__(self, order: EmissionOrder, units: Collection[int], returned: Iterable[object]) -> None:
         self.order = order
-        self.inside = {order.number[n] for n in members if n in order.number}
-        self.units = sorted(self.inside)
-        given = {r for u in self.units for r in order.reads[u] if order.number[r] not in self.inside}
+        self.units, self.inside = list(units), frozenset(units)
         returned = [n for n in returned if isinstance(n, Node)]
-        given |= {n for n in returned if n in order.number and order.number[n] not in self.inside}
-        self.before = order.storages_of(given)
+        given = {r for n in returned if n in order.number and order.number[n] not in self.inside for r in order.lies[n]}
+        for unit in self.units:
+            if not self.inside.issuperset(order.sources[unit]):
+                given |= order.storages_of(r for r in order.reads[unit] if order.number[r] not in self.inside)
+        self.before = given
         self.kept = order.storages_of([*order.flow.outputs, *returned])
-
-    def nodes(self, units: Iterable[int]) -> list[Node]:
-        """The nodes of units."""
-        return [node for unit in units for node in self.order.units[unit]]
 
     def peak(self, order: Iterable[int]) -> int:
         """The most bytes alive at once, but for inputs, if units are computed in this order."""

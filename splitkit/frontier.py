@@ -16,6 +16,7 @@ from splitkit.memory import simulate_memory
 from splitkit.pair import Pair, divide
 from splitkit.plan import Plan
 from splitkit.policies.hull import Hull
+from splitkit.policies.pricing import Price, priced, require_price
 from splitkit.savings import Choice, savings
 from splitkit.units import duration, size
 
@@ -82,10 +83,15 @@ class Frontier:
     Attributes:
         joint: a joint graph, or the facts about one.
         costs: prices of nodes; by default FLOPs at 1e12 a second, so that only ratios mean something.
+        price: ``"fused"`` for seconds under Inductor, on the device of the costs (`splitkit.policies.pricing`).
     """
 
     joint: Joint | JointFlow
     costs: Costs | None = None
+    price: Price | None = None
+
+    def __post_init__(self) -> None:
+        require_price(self, self.price)
 
     @cached_property
     def flow(self) -> JointFlow:
@@ -94,7 +100,7 @@ class Frontier:
 
     @cached_property
     def _costs(self) -> Costs:
-        return self.costs or default(self.flow.root)
+        return priced(self.flow, self.costs or default(self.flow.root), self.price)
 
     @cached_property
     def hull(self) -> Hull:

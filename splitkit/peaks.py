@@ -79,30 +79,36 @@ class Peaks:
         slots: node -> the storages that it yields, numbered over all nodes.
         source: storage as a node yields it -> the same storage as an input of that node yields it; `STATIC`, if it is
             the caller's; itself, if the node makes it.
+        root: storage as a node yields it -> the same storage as its maker yields it, or `STATIC`.
         nbytes: storage -> its bytes, for the node that makes it.
         maker: storage -> the node that yields it.
         made: node -> its storages but those that are `STATIC`.
         touched: node -> the storages of its inputs but those that are `STATIC`.
         transient: node -> bytes that are there only while it runs.
+        computed: what halves compute: all but inputs, attributes and the output.
+        order: the order in which halves compute.
+
+    Raises:
+        GraphError: SK108 for a size that only the data decides.
     """
 
     def __init__(self, flow: JointFlow) -> None:
         self.flow = flow
         self.nodes: tuple[Node, ...] = tuple(flow.graph.nodes)
+        self.transient = self._transients()  # first: it says which size is unknown, if only the data decides one
         self.slots: list[tuple[int, ...]] = []
         self.source: list[int] = []
         self.nbytes: list[int] = []
         self._number()
+        self.root = self._roots()
         self.maker = np.repeat(np.arange(len(self.nodes)), [len(slots) for slots in self.slots])
         self._owned = self._storages_of_caller()
         self.made = [tuple(s for s in slots if self.source[s] != STATIC) for slots in self.slots]
         reads = ([flow.index[r] for r in node.all_input_nodes] for node in self.nodes)
         self.touched = [tuple({s: None for i in read for s in self.made[i]}) for read in reads]
-        self.transient = self._transients()
-        self._computed = [
-            n for n in self.nodes if n in flow.scope and n.op not in ("placeholder", "get_attr", "output")
-        ]
-        self._order = EmissionOrder(flow)
+        self.computed = [n for n in self.nodes if n in flow.scope and n.op not in ("placeholder", "get_attr", "output")]
+        self.order = EmissionOrder(flow)
+        self._last: tuple[tuple[int, ...], _Allocations] | None = None
         self._outputs, self._gradients = (self._slots_of(values) for values in (flow.outputs, flow.gradients))
 
     def _number(self) -> None:
@@ -128,6 +134,12 @@ class Peaks:
             self.source.append(STATIC if shared is None or self.source[shared] == STATIC else shared)
         self.nbytes.append(_bytes(tensor) if makes else 0)
         return number
+
+    def _roots(self) -> list[int]:
+        roots: list[int] = []
+        for slot, source in enumerate(self.source):
+            roots.append(source if source in (slot, STATIC) else roots[source])
+        return roots
 
     def _storages_of_caller(self) -> dict[Node, dict[object, int]]:
         """Input or attribute -> the storages that it is, or owns, and their bytes."""
@@ -161,7 +173,9 @@ class Peaks:
         made = set(backward)
         read = (r for node in backward for r in node.all_input_nodes)
         taken = dict.fromkeys(r for r in (*read, *self.flow.gradients) if isinstance(r, Node) and r not in made)
-        return self._run(self._order.forward(forward, taken), self._order.backward(backward))
+        order, index = self.order, self.flow.index
+        early, late = order.forward(forward, taken), order.backward(backward)
+        return self.run([index[n] for n in early], [index[n] for n in late])
 
     def alone(self, nodes: Sequence[int]) -> tuple[Ints, Ints, Ints]:
         """What these nodes of backward allocate if all else that they read is there: (slot, born, dies), as in `Trace`.
@@ -178,14 +192,14 @@ class Peaks:
     def _members(self, plan: Plan, half: str) -> list[Node]:
         """What a half computes, in graph order: the nodes that the plan places there, and members of their tuples."""
         producer, places = self.flow.producer, plan.places
-        return [node for node in self._computed if half in places.get(producer(node), ())]
+        return [node for node in self.computed if half in places.get(producer(node), ())]
 
-    def _run(self, forward: Sequence[Node], backward: Sequence[Node]) -> Trace:
-        steps = np.array([self.flow.index[node] for node in (*forward, *backward)], dtype=np.int64)
-        run, early = _Allocations([0] * len(self.source)), len(forward)
-        run.pass_over(self, steps[:early].tolist())
+    def run(self, forward: Sequence[int], backward: Sequence[int]) -> Trace:
+        """The run of halves that compute these nodes, by position, in this order."""
+        steps, early = np.array([*forward, *backward], dtype=np.int64), len(forward)
+        run = self._forward(tuple(forward)).copy()
         outputs, before = [run.holder[slot] for slot in self._outputs], list(run.dies)
-        run.pass_over(self, steps[early:].tolist())
+        run.pass_over(self, backward)
         gradients = [run.holder[slot] for slot in self._gradients]
         slot, born, dies = (np.array(values, dtype=np.int64) for values in (run.slot, run.born, run.dies))
         left = np.array([*before, *run.dies[len(before) :]], dtype=np.int64)
@@ -197,13 +211,21 @@ class Peaks:
         change = np.zeros(len(steps) + 2, dtype=np.int64)
         np.add.at(change, born, nbytes)
         np.subtract.at(change, dies + 1, nbytes)
-        baseline = self._baseline(steps)
+        baseline = self.baseline(steps.tolist())
         timeline = baseline + np.cumsum(change)[: len(steps)] + self.transient[steps]
         return Trace(baseline, timeline, steps, early, slot, nbytes, born, left, dies, saved)
 
-    def _baseline(self, steps: Ints) -> int:
-        """Bytes of inputs, and of the attributes that a step reads."""
-        index, held, computed = self.flow.index, dict[object, int](), set(steps.tolist())
+    def _forward(self, nodes: tuple[int, ...]) -> _Allocations:
+        """What forward allocates; the last answer is remembered, for most plans leave forward as it is."""
+        if self._last is None or self._last[0] != nodes:
+            run = _Allocations([0] * len(self.source))
+            run.pass_over(self, nodes)
+            self._last = nodes, run
+        return self._last[1]
+
+    def baseline(self, steps: Collection[int]) -> int:
+        """Bytes of inputs, and of the attributes that a step reads; steps are nodes by position."""
+        index, held, computed = self.flow.index, dict[object, int](), set(steps)
         for node, owned in self._owned.items():
             if node.op == "placeholder" or any(index[user] in computed for user in node.users):
                 held |= owned
@@ -228,6 +250,10 @@ class _Allocations:
     born: list[int] = field(default_factory=list)
     dies: list[int] = field(default_factory=list)
     steps: int = 0
+
+    def copy(self) -> _Allocations:
+        """The same, to go on from."""
+        return _Allocations(list(self.holder), list(self.slot), list(self.born), list(self.dies), self.steps)
 
     def pass_over(self, peaks: Peaks, nodes: Sequence[int]) -> None:
         """Run these nodes."""

@@ -80,7 +80,7 @@ def test_the_peak_that_orders_are_chosen_by_is_the_simulated_one(name, monkeypat
     order, rest = EmissionOrder(flow), set()
     for policy in (RecomputeAll(), Remat(PRODUCTS)):
         for pair in (divide(flow, policy, unit(flow.root)), in_graph_order(flow, policy, monkeypatch)):
-            half = _Half(order, pair.plan.members(BACKWARD), flow.gradients)
+            half = _Half(order, order._numbers(pair.plan.members(BACKWARD)), flow.gradients)
             nodes = {n.name: n for n in flow.graph.nodes}
             units = dict.fromkeys(order.number[nodes[n.name]] for n in computed(pair.backward))
             rest.add(simulated(pair).peak_of("backward") - half.peak(units))

@@ -5,10 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from jointgraphs import Hand
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
 from splitkit import models
 from splitkit.costs import roofline
+from splitkit.errors import GraphError
 from splitkit.joint import capture_joint
 from splitkit.memory import simulate_memory
 from splitkit.peaks import Peaks
@@ -59,6 +63,15 @@ def test_checkpoint_tags_are_honoured_as_on_the_pair():
 
     joint = capture_joint(Net(), torch.randn(4, 8))
     assert_alike(joint, Peaks(joint.flow), joint.flow.homes)
+
+
+def test_a_size_that_only_the_data_decides_is_named():
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        value = torch.empty(mode.shape_env.create_unbacked_symint(), 4)
+    h = Hand().inputs(x=1).op("a", 1, "x").op("loss", 1, "a").gradients(t=1).back("g", 1, "t", "a")
+    h["a"].meta["val"] = value
+    with pytest.raises(GraphError, match="SK108: a has .*u0"):
+        Peaks(h.flow("loss", "g"))
 
 
 def test_what_the_caller_holds_counts_once():

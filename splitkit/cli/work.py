@@ -127,7 +127,9 @@ def kind_of_costs(gm: fx.GraphModule, inputs: Any, kind: str) -> Costs:
         return costs.measured(gm, inputs, device or "cpu")
     if name in ("roofline", "fused"):
         return (costs.roofline if name == "roofline" else costs.fused)(gm, _device(device or "cpu"))
-    raise UsageError("SK601", f"--costs {kind} is not known", "Use flops, unit, measured, roofline:DEVICE or fused:DEVICE.")
+    raise UsageError(
+        "SK601", f"--costs {kind} is not known", "Use flops, unit, measured, roofline:DEVICE or fused:DEVICE."
+    )
 
 
 def _device(text: str) -> Any:

@@ -14,6 +14,7 @@ from splitkit.halves import as_joint
 from splitkit.peaks import Peaks
 from splitkit.plan import Plan, PolicyLike, as_plan
 from splitkit.policies.pool import Pool, Seen
+from splitkit.policies.pricing import priced, require_price
 from splitkit.policies.save_all import SaveAll
 from splitkit.policies.search import Proof, Search
 from splitkit.savings import savings
@@ -38,11 +39,14 @@ class Budget:
 
     *Peak*: the same program, with a limit for each moment at which the plan that it found is over the budget, until
     that plan's simulated peak is within it. As values live longer or shorter from plan to plan, these limits are
-    estimates: the plan keeps to the budget, to the byte, but need not be the quickest of those that do. What is proven
-    is a bound for all plans that compute a value again at most once and run all else in the order of the graph.
+    estimates, and what is over them a search for plans near by, each simulated: the plan keeps to the budget, to the
+    byte, but need not be the quickest of those that do. What is proven is a bound for all plans that compute a value
+    again at most once and run all else in the order of the graph.
 
-    Every plan that was seen for a graph in this process is a candidate of each later call: so a larger budget never
-    costs more than a smaller one that came before, and a second call never does worse than the first.
+    Every plan that was seen for a graph in this process is a candidate of each later call. So a larger budget never
+    costs more than a smaller one that came before, and a second call never does worse than the first. That is all that
+    is guaranteed: a plan made first, or in another process, does not know what the search for a smaller budget finds.
+    Who wants plans for many budgets should ask for the smallest first.
 
     Attributes:
         budget: bytes as an int or a text such as ``"1.5GiB"``; or a float from 0.0 to 1.0, the fraction of what
@@ -51,12 +55,15 @@ class Budget:
         time_limit: seconds after which the search ends with what it has.
         candidates: policies or plans of one's own; the result is no worse than any of them that fits. What torch's
             partitioner saves is ``Remat(lambda node: node.name in pair.saved)``.
+        price: ``"fused"`` for seconds under Inductor, on the device of the costs (`splitkit.policies.pricing`); by
+            default the costs as they are.
     """
 
     budget: int | float | str
     of: Literal["peak", "saved"] = "peak"
     time_limit: float = 30.0
     candidates: tuple[PolicyLike, ...] = ()
+    price: Literal["fused"] | None = None
 
     def __post_init__(self) -> None:
         of: object = self.of
@@ -65,6 +72,7 @@ class Budget:
         limit: object = self.time_limit
         if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
             raise PolicyError("SK302", f"Budget has time_limit={limit!r}", "Give seconds, more than 0.")
+        require_price(self, self.price)
         self._bytes(0)
 
     def _bytes(self, whole: int) -> int:
@@ -88,6 +96,7 @@ class Budget:
             NoPlanError: SK303 when no plan was found within the budget; it says how low one can go, and by which plan.
         """
         joint = as_joint(self, flow)
+        costs = priced(joint, costs, self.price)
         problem = savings(joint, costs)
         pool = Pool(problem, Peaks(joint))
         whole = pool.see_plan(SaveAll().assign(joint, costs))
@@ -100,7 +109,10 @@ class Budget:
             proof = search.peak(limit) if self.of == "peak" else search.saved(limit)
             best = pool.best(lambda seen: self._taken(seen) <= limit)
         if best is None:
-            raise self._infeasible(limit, search.lowest_peak() if self.of == "peak" else search.fewest_saved())
+            lowest = search.lowest_peak() if self.of == "peak" else search.fewest_saved()
+            best = pool.best(lambda seen: self._taken(seen) <= limit)
+            if best is None:
+                raise self._infeasible(limit, lowest, search)
         return best.choice.plan(self._note(limit, best, proof, len(pool)))
 
     def _taken(self, seen: Seen) -> int:
@@ -116,12 +128,13 @@ class Budget:
             f"HiGHS, {proof.programs} programs, {proof.limits} limits; {count} candidates"
         )
 
-    def _infeasible(self, limit: int, lowest: Seen) -> NoPlanError:
+    def _infeasible(self, limit: int, lowest: Seen, search: Search) -> NoPlanError:
         taken = self._taken(lowest)
+        proven = f"; no plan is below {size(search.least_peak())}" if self.of == "peak" else ""
         what = "peak" if self.of == "peak" else "number of saved bytes"
         return NoPlanError(
             "SK303",
             f"no plan was found whose {what} is within {size(limit)} ({limit} bytes): the smallest is {size(taken)}, "
-            f"where {lowest.seconds:.4g} s are computed again and {size(lowest.saved)} are saved",
+            f"where {lowest.seconds:.4g} s are computed again and {size(lowest.saved)} are saved{proven}",
             f"Budget({taken}, of={self.of!r}) takes that plan; a smaller batch or shorter sequence needs less.",
         )

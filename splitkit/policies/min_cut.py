@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from splitkit.errors import PolicyError
 from splitkit.halves import as_joint
 from splitkit.plan import Plan
 from splitkit.policies.cutting import Cutting, cheapest
+from splitkit.policies.pricing import priced
 from splitkit.policies.torch_rules import functorch_rules, torch_rules
 from splitkit.savings import Savings, savings
 from splitkit.units import size as in_bytes
@@ -22,6 +24,8 @@ from splitkit.units import size as in_bytes
 Rules = Callable[[Savings], tuple[Mapping[Node, str], NDArray[np.float64]]]
 """From the arrays of a joint graph to the ops that may not be computed again, besides, each with the reason, and what
 saving each storage weighs, shape (k,)."""
+
+_RATE = 1e11  # the default of MinCut.price
 
 
 @dataclass(frozen=True)
@@ -42,19 +46,21 @@ class MinCut:
     Attributes:
         price: bytes that a second of recompute is worth. The default, a tenth of the memory bandwidth of a GPU of 2020,
             is far above what a matrix product saves a second, and far below what a pointwise op does. 0 saves the
-            fewest bytes.
+            fewest bytes. ``"fused"`` is the default for seconds under Inductor (`splitkit.policies.pricing`), on the
+            device of the costs; for another number of bytes a second of those, plan with `splitkit.costs.fused`.
         size: what saving a value costs, a number a node; by default the bytes of its storage. Infinite: never saved.
         rules: bans and weights of one's own; see `functorch` and `like_torch`. Views are free all the same.
     """
 
-    price: float = 1e11
+    price: float | Literal["fused"] = 1e11
     size: Callable[[Node], float] | None = None
     rules: Rules | None = None
 
     def __post_init__(self) -> None:
         price: object = self.price
-        if not isinstance(price, int | float) or not 0 <= price < float("inf"):
-            raise PolicyError("SK302", f"MinCut has price={price!r}", "Give bytes a second, not negative: 1e11.")
+        if price != "fused" and (not isinstance(price, int | float) or not 0 <= price < float("inf")):
+            remedy = "Give bytes a second, not negative: 1e11; or 'fused'."
+            raise PolicyError("SK302", f"MinCut has price={price!r}", remedy)
 
     @classmethod
     def functorch(cls) -> MinCut:
@@ -70,13 +76,15 @@ class MinCut:
         """Parts are ``"forward"`` and ``"backward"``; SK302 for a graph that is no joint graph, SK303 when ``size``
         leaves no plan.
         """
-        problem = savings(as_joint(self, flow), costs)
+        joint = as_joint(self, flow)
+        rate = _RATE if isinstance(self.price, str) else self.price
+        problem = savings(joint, priced(joint, costs, self.price) if isinstance(self.price, str) else costs)
         banned, weights = self.rules(problem) if self.rules else ({}, problem.nbytes.astype(np.float64))
         if self.size is not None:
             weights = _weights(problem, self.size)
         saves = set(problem.maker[problem.savable].tolist())
         fixed = problem.fixed | np.array([n in banned and i in saves for i, n in enumerate(problem.ops)], np.bool_)
-        choice = cheapest(Cutting.of(problem, weights, fixed), self.price, {**banned, **problem.why})
+        choice = cheapest(Cutting.of(problem, weights, fixed), rate, {**banned, **problem.why})
         return choice.plan(f"min-cut: {in_bytes(choice.nbytes)} saved, {choice.seconds:.3g} s computed again")
 
 

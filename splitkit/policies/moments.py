@@ -42,8 +42,12 @@ class Moments:
         for v, (op, k) in enumerate(zip(savings.maker.tolist(), savings.storage.tolist(), strict=True)):
             self.values_of[op].append(v)
             for slot in peaks.slots[index[savings.values[v]]]:
+                root = peaks.root[slot]
                 self.storage[slot] = k
-                if peaks.maker[peaks.source[slot]] == index[savings.ops[op]]:
+                if root == STATIC:
+                    continue
+                self.storage[root] = k  # of a member of a tuple, the tuple has the root
+                if peaks.maker[root] == index[savings.ops[op]]:
                     self.base[k] = op
         for op, v in savings.reads.tolist():
             self.readers[v].append(op)

@@ -6,6 +6,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -13,10 +14,22 @@ from splitkit.halves import BACKWARD
 from splitkit.peaks import Peaks, Trace
 from splitkit.plan import Plan
 from splitkit.planfile import fingerprint
+from splitkit.policies.replay import Replay
 from splitkit.savings import Bools, Choice, Savings
 
 _GRAPHS = 32  # as many graphs are remembered, the last used
-_REMEMBERED: OrderedDict[str, dict[bytes, tuple[int, int]]] = OrderedDict()
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What is remembered of a choice: what runs in both halves, shape (n,) as bytes, and the simulated bytes."""
+
+    twice: bytes
+    peak: int
+    saved: int
+
+
+_REMEMBERED: OrderedDict[str, dict[bytes, _Result]] = OrderedDict()
 
 
 def forget() -> None:
@@ -29,19 +42,23 @@ class Seen:
     """A choice that has been simulated.
 
     Attributes:
-        choice: what is saved and what is computed again.
+        savings: the arrays that it is a choice of.
+        runs: (n,) bool; ops that backward computes.
         peak: bytes, as `simulate_memory` finds of the pair.
         saved: bytes that forward leaves for backward.
+        seconds: spent on computing again.
     """
 
-    choice: Choice
+    savings: Savings
+    runs: Bools
     peak: int
     saved: int
+    seconds: float
 
-    @property
-    def seconds(self) -> float:
-        """Spent on computing again."""
-        return self.choice.seconds
+    @cached_property
+    def choice(self) -> Choice:
+        """What is saved and what is computed again."""
+        return self.savings.choose(self.runs)
 
 
 class Pool:
@@ -51,36 +68,52 @@ class Pool:
     """
 
     def __init__(self, savings: Savings, peaks: Peaks) -> None:
-        self.savings, self.peaks = savings, peaks
+        self.savings, self.peaks, self._replay = savings, peaks, Replay(savings, peaks)
         key = _key(savings, peaks)
         self._known = _REMEMBERED.setdefault(key, {})
         _REMEMBERED.move_to_end(key)
         while len(_REMEMBERED) > _GRAPHS:
             _REMEMBERED.popitem(last=False)
+        self._seen = {runs: self._of(runs, result) for runs, result in self._known.items()}
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._seen)
 
     def __iter__(self) -> Iterator[Seen]:
-        for runs, (peak, saved) in self._known.items():
-            yield Seen(self.savings.choose(np.frombuffer(runs, np.bool_)), peak, saved)
+        return iter(self._seen.values())
 
-    def see(self, runs: Bools) -> tuple[Seen, Trace]:
-        """Simulate the choice in which backward computes those of these ops that it needs."""
+    def _of(self, runs: bytes, result: _Result) -> Seen:
+        seconds = float(self.savings.seconds[np.frombuffer(result.twice, np.bool_)].sum())
+        return Seen(self.savings, np.frombuffer(runs, np.bool_), result.peak, result.saved, seconds)
+
+    def see(self, runs: Bools) -> Seen:
+        """Simulate the choice in which backward computes those of these ops that it needs, if it is a new one."""
         choice = self.savings.choose(runs)
-        trace = self.peaks.trace(choice.plan())
-        seen = Seen(choice, trace.peak, trace.saved_bytes)
-        self._known[choice.runs.tobytes()] = seen.peak, seen.saved
+        return self._seen.get(choice.runs.tobytes()) or self._simulate(choice)[0]
+
+    def trace(self, runs: Bools) -> tuple[Seen, Trace]:
+        """The same, and its run."""
+        return self._simulate(self.savings.choose(runs))
+
+    def _simulate(self, choice: Choice) -> tuple[Seen, Trace]:
+        trace, key = self._replay.trace(choice), choice.runs.tobytes()
+        twice = (choice.runs & choice.forward).tobytes()
+        self._known[key] = result = _Result(twice, trace.peak, trace.saved_bytes)
+        self._seen[key] = seen = self._of(key, result)
         return seen, trace
 
     def see_plan(self, plan: Plan) -> Seen:
         """Simulate the choice that computes again what a plan computes again."""
         runs = [BACKWARD in plan.get(op, ()) for op in self.savings.ops]
-        return self.see(np.array(runs, np.bool_))[0]
+        return self.see(np.array(runs, np.bool_))
 
     def best(self, fits: Callable[[Seen], bool]) -> Seen | None:
         """The quickest of those that fit; of equals, the one with the lowest peak."""
         return min(filter(fits, self), key=lambda seen: (seen.seconds, seen.peak, seen.saved), default=None)
+
+    def lowest(self) -> Seen:
+        """The one with the lowest peak; of equals, the quickest."""
+        return min(self, key=lambda seen: (seen.peak, seen.seconds))
 
 
 def _key(savings: Savings, peaks: Peaks) -> str:

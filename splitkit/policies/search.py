@@ -8,7 +8,9 @@ from time import monotonic
 
 import numpy as np
 
+from splitkit.policies.bounds import Bounds
 from splitkit.policies.cutting import Cutting, cheapest
+from splitkit.policies.descent import Descent
 from splitkit.policies.moments import Floors, Moments
 from splitkit.policies.pool import Pool, Seen
 from splitkit.solvers.recompute import GAP, Found, Limit, Problem, Program
@@ -59,6 +61,10 @@ class Search:
         return Moments(self.savings, self.pool.peaks)
 
     @cached_property
+    def _descent(self) -> Descent:
+        return Descent(self.pool, self._until)
+
+    @cached_property
     def _floors(self) -> Floors:
         return Floors(self._moments)
 
@@ -66,7 +72,8 @@ class Search:
         """Look for plans that save no more than so many bytes."""
         problem = self.savings
         limit = Limit(np.zeros(len(problem.ops), np.int64), problem.nbytes, budget)
-        found = self._solve([limit], GAP)
+        self._programs += 1
+        found = self._program.search([limit], self._left(), GAP)
         if found.runs is not None:
             self.pool.see(found.runs)
         bound = found.bound if found.gap <= 2 * GAP else max(found.bound, self._cut(budget))
@@ -90,31 +97,44 @@ class Search:
         """The plan that saves the fewest bytes."""
         problem = self.savings
         cutting = Cutting.of(problem, problem.nbytes.astype(np.float64), problem.fixed)
-        return self.pool.see(cheapest(cutting, 0.0, problem.why).runs)[0]
+        return self.pool.see(cheapest(cutting, 0.0, problem.why).runs)
 
     def peak(self, budget: int) -> Proof:
         """Look for plans whose peak is no more than so many bytes."""
         floors, bound = self._above_floors(budget)
         if bound < np.inf and not self._below(budget, floors):
             self._cut(budget)
+        best = self.pool.best(lambda seen: seen.peak <= budget)
+        if bound < np.inf and (best is None or best.seconds > bound):
+            self._descent.under(budget)
+            self._descent.cheaper(budget)
         return Proof(bound, self._programs, len(floors))
 
     def lowest_peak(self) -> Seen:
-        """The plan with the lowest peak that was found, by halving the range in which it lies."""
-        low, best = int(self._floors.least.max(initial=0)), self._lowest()
+        """The plan with the lowest peak that was found.
+
+        By plans that save one group of ops, by halving the range in which the peak lies, and by descent from the best.
+        """
+        self._descent.sow()
+        self._descent.lower(others=True)
+        low = int(self._floors.least.max(initial=0))
         for _ in range(_HALVINGS):
+            best = self.pool.lowest()
             if best.peak - low <= _CLOSE * best.peak or monotonic() > self._until:
                 break
             budget = (low + best.peak) // 2
             floors, bound = self._above_floors(budget)
             if bound < np.inf:
                 self._below(budget, floors)
-            best = self._lowest()
-            low = budget if best.peak > budget else low
-        return best
+            low = budget if self.pool.lowest().peak > budget else low
+        for others in (True, False):
+            if monotonic() < self._until:
+                self._descent.lower(others=others)
+        return self.pool.lowest()
 
-    def _lowest(self) -> Seen:
-        return min(self.pool, key=lambda seen: (seen.peak, seen.seconds))
+    def least_peak(self) -> int:
+        """Bytes that the peak of no plan is below, in whatever order its halves compute."""
+        return Bounds(self._moments).peak(self.pool.trace(self.pool.lowest().runs)[1])
 
     def _above_floors(self, budget: int) -> tuple[list[Limit], float]:
         """What every plan within a budget keeps to, as far as it matters, and the seconds that follow from it."""
@@ -134,7 +154,7 @@ class Search:
         for _ in range(_ROUNDS):
             if found.runs is None:
                 break
-            seen, trace = self.pool.see(found.runs)
+            seen, trace = self.pool.trace(found.runs)
             best = self.pool.best(lambda seen: seen.peak <= budget)
             if seen.peak <= budget or (best is not None and best.seconds <= found.bound):
                 return True
@@ -150,6 +170,6 @@ class Search:
         """Seconds that the next program may take."""
         return max(0.0, min(self._share, self._until - monotonic()))
 
-    def _solve(self, limits: list[Limit], gap: float = _GAP) -> Found:
+    def _solve(self, limits: list[Limit]) -> Found:
         self._programs += 1
-        return self._program.search(limits, self._left(), gap)
+        return self._program.near(limits, self._left(), _GAP)

@@ -14,7 +14,7 @@ steps, each value is computed again at most once. HiGHS (Huangfu and Hall 2018) 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ Floats = NDArray[np.float64]
 GAP = 1e-4
 """The relative gap between what was found and what is proven at which the search ends."""
 _SCALE = 1e6  # the sum of the prices as HiGHS sees it: its absolute tolerances are 1e-6
+_WHOLE = 1e-6  # what is less than this from 0 or 1 in a relaxation is taken for it
 _TIE = 1e-5  # the weight of saved bytes: among equal recompute times, little is saved
 
 
@@ -108,6 +109,7 @@ class Program:
         savable = np.zeros(self.storages, np.bool_)
         savable[problem.storage[problem.savable]] = True
         self._most = np.concatenate([may_run, savable]).astype(np.float64)
+        self._any = Bounds(np.zeros(len(self._most)), self._most)
         price = np.where(may_run, problem.price, 0.0)
         self._unit = float(price.sum()) / _SCALE or 1.0
         ties = problem.nbytes * (_TIE * _SCALE / max(1, int(problem.nbytes.sum())))
@@ -134,10 +136,30 @@ class Program:
 
         HiGHS keeps to limits within a relative 1e-6: a choice that is over one is searched again below it.
         """
+        return self._whole(limits, seconds, gap, self._any)
+
+    def near(self, limits: Sequence[Limit], seconds: float, gap: float = GAP) -> Found:
+        """A choice near the best that takes fractions of ops and storages; the bound is of that one.
+
+        What is whole in it stays, and of the others, a few for each limit, the best choice is searched. (Relaxation
+        enforced neighbourhood search: Berthold 2014. A vertex of the relaxation lies on a face of as many dimensions as
+        there are limits, for without limits all vertices are whole.)
+        """
+        result = self._solve(limits, np.zeros(len(limits)), seconds, gap, self._any, whole=False)
+        bound = self._bound(result)
+        if result.x is None:
+            return Found(None, np.zeros(self.storages, np.bool_), np.inf, bound)
+        least = np.where(result.x > 1 - _WHOLE, self._most, 0.0)
+        found = self._whole(limits, seconds, gap, Bounds(least, np.where(result.x < _WHOLE, 0.0, self._most)))
+        if found.runs is None:  # none is near: the best of all, then
+            return self.search(limits, seconds, gap)
+        return replace(found, bound=min(bound, found.price))
+
+    def _whole(self, limits: Sequence[Limit], seconds: float, gap: float, bounds: Bounds) -> Found:
         margins = np.zeros(len(limits))
         bound = 0.0
         for attempt in range(3):
-            result = self._solve(limits, margins, seconds, gap)
+            result = self._solve(limits, margins, seconds, gap, bounds)
             if not attempt:
                 bound = self._bound(result)
             if result.x is None:
@@ -155,14 +177,25 @@ class Program:
 
         The bound is infinite, and nothing saved, if there is no choice within the limits.
         """
-        result = self._solve(limits, np.zeros(len(limits)), seconds, GAP, whole=False)
+        result = self._solve(limits, np.zeros(len(limits)), seconds, GAP, self._any, whole=False)
         nothing = np.zeros(self.storages)
         bound = self._bound(result)
         return (nothing if result.x is None else result.x[self.ops :]), bound
 
     def _solve(
-        self, limits: Sequence[Limit], margins: Floats, seconds: float, gap: float, *, whole: bool = True
+        self,
+        limits: Sequence[Limit],
+        margins: Floats,
+        seconds: float,
+        gap: float,
+        bounds: Bounds,
+        *,
+        whole: bool = True,
     ) -> OptimizeResult:
+        if not len(self._price):  # nothing to choose, which HiGHS refuses
+            fits = all(limit.most >= 0 for limit in limits)
+            nothing = np.zeros(0) if fits else None
+            return OptimizeResult(x=nothing, fun=0.0, mip_dual_bound=0.0, status=0 if fits else 2)
         constraints = [LinearConstraint(self._edges, self._least, np.inf)]
         if limits:
             dense = np.array([np.concatenate([limit.runs, limit.saved]) for limit in limits], np.float64)
@@ -173,7 +206,7 @@ class Program:
         return milp(
             self._price,
             integrality=np.full(len(self._price), int(whole)),
-            bounds=Bounds(0.0, self._most),
+            bounds=bounds,
             constraints=constraints,
             options={"time_limit": max(seconds, 0.1), "mip_rel_gap": gap},
         )

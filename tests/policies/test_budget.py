@@ -8,6 +8,9 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from choices import steps
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import splitkit as sk
@@ -99,7 +102,20 @@ def nothing_remembered():
     pool.forget()
 
 
-GRAPHS = [(Chain, 4), (Chain, 16), (Branches, 4), (Branches, 16), (Deep, 8), (Deep, 32)]
+class Normed(nn.Module):
+    """Tuples of which forward reads a member long after they were made: a norm, and statistics of it."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.norm = nn.Linear(8, width), nn.LayerNorm(width)
+
+    def forward(self, x):
+        y = self.norm(self.up(x))
+        z = y.tanh().exp().sin()
+        return (z.cumsum(0).cos() * y).sum()
+
+
+GRAPHS = [(Chain, 4), (Chain, 16), (Branches, 4), (Branches, 16), (Deep, 8), (Deep, 32), (Normed, 8)]
 
 
 @pytest.mark.parametrize(("make", "width"), GRAPHS)
@@ -185,6 +201,23 @@ def test_a_larger_budget_never_costs_more(name, of):
     assert len(spent) >= 1 and spent == sorted(spent, reverse=True) and spent[-1] == 0
 
 
+@settings(max_examples=60, deadline=None)
+@given(steps(), st.lists(st.floats(0.3, 1.0), min_size=2, max_size=4))
+def test_budgets_that_rise_cost_less_and_less(made, shares):
+    """In one process, the smallest first: each finds the plans of those before it."""
+    flow, costs = made
+    pool.forget()
+    problem, peaks = savings(flow, costs), Peaks(flow)
+    whole = peaks.trace(SaveAll().assign(flow, costs)).peak
+    spent = []
+    for share in sorted(shares):
+        try:
+            spent.append(seconds_of(problem, Budget(int(share * whole)).assign(flow, costs)))
+        except NoPlanError:
+            assert not spent
+    assert spent == sorted(spent, reverse=True)
+
+
 def test_the_error_names_a_plan_that_can_be_had():
     made = models.build("gpt2", **SMALL)
     joint = capture_joint(made.model, *made.args, **made.kwargs)
@@ -192,6 +225,7 @@ def test_the_error_names_a_plan_that_can_be_had():
         joint.split(Budget(1000))
     assert raised.value.code == "SK303" and "1000 bytes" in raised.value.reason
     lowest = int(re.search(r"Budget\((\d+), of='peak'\)", raised.value.remedy)[1])
+    assert re.search(r"no plan is below [\d.]+ .?i?B", raised.value.reason)
     assert profile_of(joint, Budget(lowest)).peak == lowest
     assert lowest <= min(profile_of(joint, policy).peak for policy in (SaveAll(), RecomputeAll()))
 

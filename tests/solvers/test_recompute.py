@@ -85,3 +85,32 @@ def test_a_limit_is_exact_in_the_last_byte():
     program = Program(problem)
     assert program.search([Limit(np.zeros(1, np.int64), problem.nbytes, big)], 5.0).saved.tolist() == [True]
     assert program.search([Limit(np.zeros(1, np.int64), problem.nbytes, big - 1)], 5.0).runs is None
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_near_the_best_fractions(seed):
+    """What is found keeps to the limits; the bound holds for all choices; without limits both are exact."""
+    problem = problem_of(seed)
+    random = np.random.default_rng(seed)
+    sound, program = list(choices(problem)), Program(problem)
+    free = min((price for price, *_ in sound), default=np.inf)
+    near = program.near([], seconds=10.0)
+    assert near.price == pytest.approx(free) and near.bound <= free + 1e-9
+    for most in range(0, int(problem.nbytes.sum()) + 1, 4):
+        moment = random.integers(0, 9, len(problem.price)), random.integers(0, 9, len(problem.nbytes))
+        limit = Limit(*moment, most + 6)
+        best = min((p for p, *bits in sound if limit.holds(*bits)), default=np.inf)
+        near = program.near([limit], seconds=10.0)
+        assert near.bound <= best + 1e-9 and near.price >= best - 1e-9
+        assert (near.runs is None) == np.isinf(best)
+        if near.runs is not None:
+            assert is_sound(problem, near.runs, near.saved) and limit.holds(near.runs, near.saved)
+
+
+def test_nothing_to_choose():
+    none, nothing = np.zeros(0, np.int64), np.zeros(0, np.bool_)
+    program = Program(Problem(np.zeros(0), none, none, nothing, nothing, none, none.reshape(-1, 2)))
+    for find in (program.search, program.near):
+        found, over = find([Limit(none, none, 0)], 1.0), find([Limit(none, none, -1)], 1.0)
+        assert (found.runs is not None, found.price, found.bound) == (True, 0.0, 0.0)
+        assert over.runs is None and over.bound == np.inf

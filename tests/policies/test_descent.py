@@ -1,0 +1,74 @@
+"""Local search on simulated peaks: the same every time, never worse, and below what its seeds reach."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from splitkit import models
+from splitkit.costs import roofline
+from splitkit.joint import capture_joint
+from splitkit.peaks import Peaks
+from splitkit.policies import pool
+from splitkit.policies.descent import Descent
+from splitkit.savings import savings
+from splitkit.testing.nets import NETS
+
+SMALL = {"layers": 3, "width": 64, "heads": 2, "batch": 2, "seq": 32, "vocab": 101}
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    pool.forget()
+
+
+def descent_of(name):
+    made = NETS[name]() if name in NETS else models.build(name, **SMALL)
+    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    seen = pool.Pool(savings(joint.flow, roofline(joint.graph_module)), Peaks(joint.flow))
+    for runs in (True, False):  # what `sow` begins with
+        seen.see(np.full(len(seen.savings.ops), runs))
+    return Descent(seen, float("inf"))
+
+
+def test_layers_play_the_same_parts():
+    """Ops of the middle layer have the same group as those of the others, but at the ends of the stack."""
+    descent = descent_of("llama")
+    sizes = [len(group) for group in descent.groups]
+    assert sum(sizes) == len(descent.free) and sizes.count(3) >= 5
+    ops = descent.savings.ops
+    assert all(len({str(ops[i].target) for i in group}) == 1 for group in descent.groups)
+
+
+@pytest.mark.parametrize("name", ["unet", "llama"])
+def test_lower_than_the_seeds_and_the_same_again(name):
+    lows = []
+    for _ in range(2):
+        pool.forget()
+        descent = descent_of(name)
+        descent.sow()
+        seeds = descent.pool.lowest().peak
+        descent.lower(others=True)
+        lows.append(descent.pool.lowest())
+    assert lows[0].peak < seeds
+    assert lows[0].peak == lows[1].peak and lows[0].runs.tolist() == lows[1].runs.tolist()
+
+
+@pytest.mark.parametrize("name", ["resnet", "gpt2"])
+def test_cheaper_plans_stay_within_the_budget(name):
+    descent = descent_of(name)
+    seen, before = descent.pool, descent.pool.lowest()
+    budget = before.peak
+    descent.under(budget)
+    descent.cheaper(budget)
+    best = seen.best(lambda s: s.peak <= budget)
+    assert best.peak <= budget and best.seconds < before.seconds
+
+
+def test_no_time_no_tries():
+    descent = descent_of("resnet")
+    count, descent.until = len(descent.pool), 0.0
+    descent.sow()
+    descent.lower(others=True)
+    descent.cheaper(descent.pool.lowest().peak)
+    assert len(descent.pool) == count

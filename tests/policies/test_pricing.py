@@ -1,0 +1,158 @@
+"""Prices that a policy asks for by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import splitkit
+from splitkit import costs, models
+from splitkit.costs import Device, Flops, Fused
+from splitkit.errors import GraphError, PolicyError
+from splitkit.frontier import Frontier
+from splitkit.joint import capture_joint
+from splitkit.policies import Budget, MinCut, SaveAll
+from splitkit.policies.pool import forget
+from splitkit.policies.pricing import by_inductor, device_of, priced
+from splitkit.savings import savings
+
+MINE = Device("mine", {"float32": 1e12}, 1e11, 1, launch=1e-6)
+
+
+class Block(nn.Module):
+    """Chains between two products."""
+
+    def __init__(self, width=64):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        y = self.up(x)
+        y = y * torch.sigmoid(1.7 * y) + torch.sin(y) * torch.cos(y)
+        return self.down(y).tanh().exp().sum()
+
+
+@pytest.fixture(scope="module")
+def joint():
+    return capture_joint(Block(), torch.randn(128, 64))
+
+
+def recomputed(pair):
+    return {node.name for node, keys in pair.plan.items() if len(keys) == 2}
+
+
+def test_the_device_is_that_of_the_costs(joint):
+    gm = joint.graph_module
+    for given in (costs.roofline(gm, MINE, tf32=True), costs.roofline(gm, MINE)):
+        found = priced(joint.flow, given, "fused")
+        assert isinstance(found, Fused) and found.device == MINE and found.tf32 == given.tf32
+    fused = costs.fused(gm, MINE)
+    assert priced(joint.flow, fused, "fused") is fused
+    assert priced(joint.flow, given, None) is given
+
+
+def test_else_the_device_is_where_the_values_live(joint, monkeypatch):
+    found = priced(joint.flow, costs.flops(joint.graph_module), "fused")
+    assert isinstance(found, Fused) and found.device.name == "cpu"
+    far = splitkit.capture(nn.Linear(4, 4), torch.randn(2, 4))
+    for node in far.graph.nodes:
+        if "val" in node.meta and isinstance(node.meta["val"], torch.Tensor):
+            node.meta["val"] = node.meta["val"].to("meta")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_of(far) == "a100"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, known in (("NVIDIA H200", "h200"), ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("NVIDIA T4", "a100")):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        assert device_of(far) == known
+
+
+def test_rounded_products_follow_torch(joint):
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision, rounds in (("high", True), ("highest", False)):
+            torch.set_float32_matmul_precision(precision)
+            assert by_inductor(joint.graph_module).tf32 == rounds
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_min_cut(joint):
+    gm = joint.graph_module
+    fused, plain = (joint.split(MinCut(price=p), costs.roofline(gm, MINE)) for p in ("fused", 1e11))
+    assert recomputed(fused) == recomputed(joint.split(MinCut(), costs.fused(gm, MINE)))
+    assert recomputed(fused) > recomputed(plain)
+
+
+def test_budget(joint):
+    prices = costs.fused(joint.graph_module, MINE)
+    seconds = []
+    for price in (None, "fused"):
+        forget()
+        pair = joint.split(Budget(0.5, of="saved", price=price), costs.roofline(joint.graph_module, MINE))
+        seconds.append(sum(prices.seconds(n) for n, keys in pair.plan.items() if len(keys) == 2))
+    assert seconds[1] < seconds[0]
+
+
+def test_frontier(joint):
+    given = costs.roofline(joint.graph_module, MINE)
+    fused, plain = Frontier(joint, given, price="fused"), Frontier(joint, given)
+    assert fused.to_dict() == Frontier(joint, costs.fused(joint.graph_module, MINE)).to_dict()
+    assert fused.points[-1].saved < plain.points[-1].saved  # what costs nothing to compute again is not saved
+    assert fused.points[0].seconds < plain.points[0].seconds
+
+
+def test_names_that_are_none(joint):
+    for make in (MinCut, Budget, Frontier):
+        args = {MinCut: (), Budget: (0.5,), Frontier: (joint,)}[make]
+        with pytest.raises(PolicyError, match=r"SK302.*price='unfused'"):
+            make(*args, price="unfused")
+    with pytest.raises(PolicyError, match="SK302"):
+        MinCut(price=-1.0)
+
+
+def test_sizes_are_needed():
+    joint = capture_joint(Block(), torch.randn(8, 64))
+    problem = joint.flow
+    for node in joint.graph_module.graph.nodes:
+        node.meta.pop("val", None)
+    with pytest.raises(GraphError, match="SK102"):
+        priced(problem, costs.unit(joint.graph_module), "fused")
+    assert isinstance(by_inductor(joint.graph_module), costs.Unit)
+
+
+def test_inductor_plans_at_fused_prices():
+    seen = []
+
+    class Watch:
+        def assign(self, flow, given):
+            seen.append(given)
+            return SaveAll().assign(flow, given)
+
+    for inner, wanted in (("eager", Flops), ("inductor", Fused)):
+        torch._dynamo.reset()
+        model = torch.compile(Block(8), backend=splitkit.backend(Watch(), inner))
+        model(torch.randn(4, 8)).backward()
+        assert isinstance(seen[-1], wanted)
+        assert all(seen[-1].seconds(node) >= 0 for node in seen[-1].gm.graph.nodes)
+    torch._dynamo.reset()
+    own = splitkit.backend(Watch(), "inductor", costs=costs.unit)
+    torch.compile(Block(8), backend=own)(torch.randn(4, 8)).backward()
+    assert isinstance(seen[-1], costs.Unit)
+
+
+def test_fused_plans_are_the_better_ones_where_kernels_fuse():
+    """GPT-2 without dropout: at equal saved bytes backward takes no longer by the kernels of the pair that is made."""
+    made = models.build("gpt2", layers=2, width=64, heads=2, batch=4, seq=64, vocab=101)
+    for module in made.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    given = costs.roofline(joint.graph_module, MINE)
+    taken = []
+    for price in (None, "fused"):
+        forget()
+        pair = joint.split(Budget(0.65, of="saved", price=price, time_limit=10), given)
+        prices = costs.fused(pair.backward, MINE)
+        taken.append(sum(map(prices.seconds, pair.backward.graph.nodes)))
+    assert len(savings(joint.flow, given).ops) > 50 and taken[1] < taken[0]

@@ -1,0 +1,45 @@
+"""Runs of choices without plans: the same steps, bytes and saved storages as of their plans."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from choices import steps
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splitkit import models
+from splitkit.costs import unit
+from splitkit.joint import capture_joint
+from splitkit.peaks import Peaks
+from splitkit.policies.replay import Replay
+from splitkit.savings import savings
+from splitkit.testing.nets import NETS
+
+SMALL = {"layers": 2, "width": 64, "heads": 2, "batch": 2}
+
+
+def assert_alike(problem, peaks, runs):
+    choice = problem.choose(runs)
+    one, other = Replay(problem, peaks).trace(choice), peaks.trace(choice.plan())
+    assert one.steps.tolist() == other.steps.tolist() and one.forward == other.forward
+    assert one.timeline.tolist() == other.timeline.tolist()
+    assert one.saved.tolist() == other.saved.tolist() and one.saved_bytes == choice.nbytes
+
+
+@settings(max_examples=300, deadline=None)
+@given(steps(), st.integers(0, 2**32 - 1))
+def test_any_choice_of_any_step(made, seed):
+    flow, costs = made
+    problem = savings(flow, costs)
+    assert_alike(problem, Peaks(flow), np.random.default_rng(seed).random(len(problem.ops)) < 0.5)
+
+
+@pytest.mark.parametrize("name", [*models.NAMES, *NETS])
+def test_choices_of_models(name):
+    sizes = SMALL | ({"image": 32} if name == "vit" else {"seq": 16, "vocab": 101})
+    made = NETS[name]() if name in NETS else models.build(name, **sizes)
+    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    problem, peaks, random = savings(joint.flow, unit(joint.graph_module)), Peaks(joint.flow), np.random.default_rng(0)
+    for share in (0.0, 0.3, 0.7, 1.0):
+        assert_alike(problem, peaks, random.random(len(problem.ops)) < share)
