@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from splitkit.frontier import Frontier as Frontier
     from splitkit.inline import inline as inline
     from splitkit.joint import Joint as Joint
-    from splitkit.joint import JointSignature as JointSignature
     from splitkit.joint import capture_joint as capture_joint
+    from splitkit.jointsignature import JointSignature as JointSignature
     from splitkit.measure import MeasuredMemory as MeasuredMemory
     from splitkit.measure import measure_memory as measure_memory
     from splitkit.memory import MemoryProfile as MemoryProfile
@@ -71,7 +71,7 @@ _HOME = {
     "Dataflow": "dataflow",
     "Frontier": "frontier",
     "Joint": "joint",
-    "JointSignature": "joint",
+    "JointSignature": "jointsignature",
     "MeasuredMemory": "measure",
     "MemoryProfile": "memory",
     **dict.fromkeys((*_ERRORS, "PolicyError", "SplitError"), "errors"),

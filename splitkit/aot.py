@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,6 +21,7 @@ from torch.fx.experimental._backward_state import BackwardState  # 2.11, 2.13, 2
 from splitkit.costs import Costs, default
 from splitkit.dataflow import analyze
 from splitkit.dedupe import deduplicated
+from splitkit.errors import CaptureError
 from splitkit.halves import JointFlow
 from splitkit.pair import Pair, divide
 from splitkit.plan import PolicyLike
@@ -49,11 +52,46 @@ def trace_joint(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     Placeholders and outputs carry descriptors (``meta["desc"]``), nodes their values (``meta["val"]``) and module
     paths.
     """
-    with _without_onednn(), torch._dynamo.config.patch(_FIXED), torch.fx.traceback.preserve_node_meta():
+    with (
+        _without_onednn(),
+        _without_globals(type(module).forward),
+        torch._dynamo.config.patch(_FIXED),
+        torch.fx.traceback.preserve_node_meta(),
+        _no_lost_state(),
+    ):
         captured = dynamo_graph_capture_for_export(module)(*args, **kwargs)
     with _without_onednn(), tracing(captured.meta["tracing_context"]), ExitStack() as stack:
         described = aot_export_joint_with_descriptors(stack, captured, args, dict(kwargs))
     return described.graph_module
+
+
+@contextmanager
+def _without_globals(function: Callable[..., Any]) -> Iterator[None]:
+    """Dynamo leaves what it captured among the globals of the function, where model and inputs would live for ever."""
+    names: dict[str, Any] = function.__globals__
+    before = names.keys() | set()
+    try:
+        yield
+    finally:
+        for name in names.keys() - before:  # __compiled_fn_..: 2.11, 2.13, 2.15
+            del names[name]
+
+
+@contextmanager
+def _no_lost_state() -> Iterator[None]:
+    """Refuse a model that binds a buffer or parameter anew: Dynamo only warns that the graph does not."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        text = str(warning.message)
+        if "side effects" in text and re.search(r"\._(buffers|parameters)\b", text):  # 2.11, 2.13, 2.15
+            raise CaptureError(
+                "SK401",
+                "the model binds a buffer or parameter anew, which a graph cannot do",
+                "Write to it in place: self.mean.copy_(...). splitkit.apply and splitkit.backend take it as it is.",
+            )
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 @contextmanager

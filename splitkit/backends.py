@@ -103,8 +103,9 @@ def apply(
     give a plain model, as of any compiled module.
 
     With example inputs, forward runs once now, so that what cannot be captured or planned is refused here rather than
-    in the first step; buffers, inputs and random state are put back. A model that falls into several graphs works,
-    with a warning, and each of them is divided on its own.
+    in the first step; buffers, inputs and random state are put back (what a model writes to its parameters or Python
+    attributes while it runs is not). A model that falls into several graphs works, with a warning, and each of them is
+    divided on its own.
 
     Args:
         model: the model, in the mode (train or eval) that is meant.
@@ -120,7 +121,7 @@ def apply(
     """
     divided = backend(policy, inner, costs=costs)
     applied = copy.copy(model)
-    call = _own_code(applied._call_impl)
+    call = _own_code(applied)
     # What nn.Module.compile sets (2.11, 2.13, 2.15).
     applied._compiled_call_impl = torch.compile(call, backend=divided, fullgraph=fullgraph)
     if args or kwargs:
@@ -128,11 +129,14 @@ def apply(
     return applied
 
 
-def _own_code(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with code of its own: Dynamo keeps what it compiled by code, and gives up after eight."""
+def _own_code(self: nn.Module) -> Callable[..., Any]:
+    """A function with code of its own: Dynamo keeps what it compiled by code, and gives up after eight.
+
+    The module is called ``self`` in it, from which Dynamo makes the module paths of nodes.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
+        return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     return types.FunctionType(run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__)
 
@@ -140,6 +144,7 @@ def _own_code(call: Callable[..., Any]) -> Callable[..., Any]:
 def _try(applied: nn.Module, divided: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Run forward once and leave no trace."""
     held = [(buffer, buffer.detach().clone()) for buffer in applied.buffers()]
+    owned = [(module._buffers, dict(module._buffers)) for module in applied.modules()]
     args, kwargs = pytree.tree_map_only(Tensor, _fresh, (args, kwargs))
     try:
         with torch.random.fork_rng(), torch.enable_grad():
@@ -149,6 +154,9 @@ def _try(applied: nn.Module, divided: Backend, args: tuple[Any, ...], kwargs: di
             raise failed.inner_exception from None
         raise
     finally:
+        for now, before in owned:  # a buffer may have been bound anew
+            now.clear()
+            now.update(before)
         with torch.no_grad():
             for buffer, value in held:
                 if not torch.equal(buffer, value):

@@ -84,6 +84,8 @@ def _may_merge(flow: JointFlow, node: Node, apart: set[Hashable]) -> bool:
         return False
     if node in flow.once or flow.producer(node) in flow.once or flow.after[node]:
         return False
+    if any(user.meta.get("unbacked_bindings") for user in node.users):  # 2.11, 2.13, 2.15
+        return False  # a fake tensor remembers what it was asked first: two ops would bind one symbol in Inductor
     values = [t for n in (node, *node.all_input_nodes) for t in tensors(value_of(n))]
     return all(type(t) in _PLAIN and storage_key(t) not in apart for t in values)
 
@@ -117,7 +119,13 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device
+    sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+    return tuple(map(_expression, sizes)), tensor.dtype, tensor.device
+
+
+def _expression(size: int | torch.SymInt) -> Any:
+    """What a size is made of: to compare symbols themselves would add guards, and fails where the data decides."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size  # 2.11, 2.13, 2.15
 
 
 def _values_of_views(flow: JointFlow, replaced: Mapping[Node, Node]) -> dict[Node, Any]:

@@ -6,11 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import uuid4
 
+import torch
 from torch import fx
+from torch._functorch import config  # donated_buffer: 2.11, 2.13, 2.15
 from torch._inductor.compile_fx import compile_fx  # 2.11, 2.13, 2.15
 from torch._inductor.custom_graph_pass import CustomPartitionerFn  # 2.11, 2.13, 2.15
 
 from splitkit.aot import PartitionFn
+from splitkit.effects import storage_key
+from splitkit.symbols import value_of
 
 
 class Partitioner(CustomPartitionerFn):
@@ -40,6 +44,24 @@ class Partitioner(CustomPartitionerFn):
 
 def compile_with(gm: fx.GraphModule, example_inputs: Sequence[Any], partition: PartitionFn) -> Callable[..., Any]:
     """What torch's ``inductor`` backend makes of a graph of Dynamo's, divided by ``partition``."""
-    # custom_partitioner_fn: 2.11, 2.13, 2.15
-    made: Any = compile_fx(gm, list(example_inputs), config_patches={"custom_partitioner_fn": Partitioner(partition)})
+
+    def divided(joint: fx.GraphModule, inputs: Any, **others: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward = partition(joint, inputs, **others)
+        if _saves_views(forward, others["num_fwd_outputs"]):
+            config.donated_buffer = False
+        return forward, backward
+
+    # Inductor's backward writes its results over saved values that it has read for the last time, and does not see
+    # that another saved value may lie in the same memory.
+    with config.patch(donated_buffer=config.donated_buffer):
+        # custom_partitioner_fn: 2.11, 2.13, 2.15
+        patches = {"custom_partitioner_fn": Partitioner(divided)}
+        made: Any = compile_fx(gm, list(example_inputs), config_patches=patches)
     return made  # type: ignore[no-any-return]
+
+
+def _saves_views(forward: fx.GraphModule, outputs: int) -> bool:
+    """Whether two of the values that forward saves lie in one storage."""
+    handed: Any = forward.graph.output_node().args[0][outputs:]  # type: ignore[index]
+    saved = [storage_key(v) for n in handed if isinstance(v := value_of(n), torch.Tensor)]
+    return len(set(saved)) < len(saved)

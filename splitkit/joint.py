@@ -19,35 +19,11 @@ from splitkit.capture_errors import capture_error
 from splitkit.costs import Costs, default
 from splitkit.errors import CaptureError, SplitError
 from splitkit.halves import JointFlow
+from splitkit.jointchecks import check_graph, check_inputs, check_model, no_scalar
+from splitkit.jointsignature import JointSignature, like_example, signature_of
 from splitkit.pair import Pair, divide
 from splitkit.plan import PolicyLike
-from splitkit.trainstep import Loss, TrainingStep, name_modules
-
-
-@dataclass(frozen=True)
-class JointSignature:
-    """What the inputs and outputs of a joint graph are. Inputs go by the name of their placeholder.
-
-    Attributes:
-        parameters: input -> qualified name of the parameter.
-        buffers: input -> qualified name of the buffer.
-        inputs: input -> which leaf of ``(args, kwargs)`` it is.
-        tangents: input -> position of the output whose gradient it is.
-        loss: position of the loss among the outputs.
-        updates: position of an output -> the input that it is the new value of.
-        gradients: position of an output -> the input that it is the gradient of. What the loss does not depend on has
-            none.
-        forward_outputs: how many outputs are of forward; those of backward follow.
-    """
-
-    parameters: Mapping[str, str]
-    buffers: Mapping[str, str]
-    inputs: Mapping[str, int]
-    tangents: Mapping[str, int]
-    loss: int
-    updates: Mapping[int, str]
-    gradients: Mapping[int, str]
-    forward_outputs: int
+from splitkit.trainstep import NO_TENSOR, Loss, TrainingStep, name_modules
 
 
 @dataclass(frozen=True)
@@ -81,8 +57,13 @@ class Joint:
     model: nn.Module
 
     def primals(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """What forward takes, in order: parameters and buffers of the model as they are now, and the inputs."""
-        leaves, signature = pytree.tree_leaves((args, kwargs)), self.signature
+        """What forward takes, in order: parameters and buffers of the model as they are now, and the inputs.
+
+        Raises:
+            GraphError: SK109 for inputs that differ from the example in structure, shape, dtype or a Python value.
+        """
+        signature = self.signature
+        leaves = signature.leaves(args, kwargs)
         found: list[Any] = []
         for node in self.graph_module.graph.find_nodes(op="placeholder"):
             if node.name in signature.parameters:
@@ -90,7 +71,7 @@ class Joint:
             elif node.name in signature.buffers:
                 found.append(self.model.get_buffer(signature.buffers[node.name]))
             elif node.name in signature.inputs:
-                found.append(leaves[signature.inputs[node.name]])
+                found.append(like_example(node, leaves[signature.inputs[node.name]]))
         return found
 
     def tangents(self) -> list[Tensor]:
@@ -166,13 +147,14 @@ def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwar
         raise CaptureError(
             "SK401", f"a {type(model).__name__} is no module", "Give a torch.nn.Module; wrap a function in one."
         )
-    _check_recurrent(model)
+    check_model(model, loss)
     step, inputs = TrainingStep(model, loss), distinct((args, kwargs))
     gm, signature = _traced(step, *inputs)
     if signature.tangents and signature.loss not in signature.tangents.values():
         step.copies = True
         gm, signature = _traced(step, *inputs)
-    _check(model, gm.graph, signature)
+    check_graph(model, gm.graph, signature)
+    check_inputs(model, signature, pytree.tree_leaves((args, kwargs)))
     name_modules(gm.graph)
     return Joint(gm, signature, model)
 
@@ -184,10 +166,12 @@ def _traced(
         try:
             gm = aot.trace_joint(step, args, kwargs)
         except Exception as error:
+            if NO_TENSOR in str(error):
+                raise no_scalar(step.model, "is no tensor") from None
             raise _located(capture_error(step.model, "dynamo", False, error), error) from error
     gm = _copied(gm)  # without AOTAutograd's nested signature
     gm = aot.without_duplicates(gm, aot.count_forward_outputs(gm.graph))
-    return gm, _signature(gm.graph, step)
+    return gm, signature_of(gm.graph, step, args, kwargs)
 
 
 @contextmanager
@@ -209,59 +193,6 @@ def _located(error: SplitError, cause: Exception) -> SplitError:
     if not line or line in error.reason:
         return error
     return type(error)(error.code, f"{error.reason}\n  at {line}", error.remedy, error.nodes)
-
-
-def _check_recurrent(model: nn.Module) -> None:
-    """Torch takes an RNN apart without the dropout between its layers (``_rnn_helper``: 2.11, 2.13, 2.15)."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.RNNBase) and module.training and module.dropout and module.num_layers > 1:
-            raise CaptureError(
-                "SK401",
-                f"torch loses the dropout between the layers of {name or 'the model'}, an {type(module).__name__}",
-                "Set its dropout to 0, or write one module a layer with torch.nn.Dropout between them.",
-                [name],
-            )
-
-
-def _check(model: nn.Module, graph: fx.Graph, signature: JointSignature) -> None:
-    outputs: Any = graph.output_node().args[0]
-    value = outputs[signature.loss].meta["val"]
-    if tuple(value.shape) and value.numel() != 1:
-        raise CaptureError(
-            "SK401",
-            f"the loss of {type(model).__name__} has the shape {tuple(value.shape)}",
-            "Give capture_joint(..., loss=lambda output: ...) that returns a scalar.",
-        )
-    if pieces := [n.name for n in graph.find_nodes(op="placeholder") if aot.is_piece(n)]:
-        raise CaptureError(
-            "SK401",
-            f"{type(model).__name__} has tensor subclasses, which come apart in a joint graph",
-            "Train it with splitkit.apply or splitkit.backend, which put them together again.",
-            pieces,
-        )
-    if not signature.tangents:
-        raise CaptureError(
-            "SK401",
-            f"the loss of {type(model).__name__} depends on no parameter or input that requires grad",
-            "Call requires_grad_(), or give a loss that depends on the parameters.",
-        )
-
-
-def _signature(graph: fx.Graph, step: TrainingStep) -> JointSignature:
-    inputs = graph.find_nodes(op="placeholder")
-    outputs: Any = graph.output_node().args[0]
-    known = step.names()
-    positions = {n.name: i for n in inputs if (i := aot.input_position(n)) is not None}
-    return JointSignature(
-        parameters={n.name: known[name] for n in inputs if (name := aot.parameter_name(n))},
-        buffers={n.name: known[name] for n in inputs if (name := aot.buffer_name(n))},
-        inputs=positions,
-        tangents={n.name: i for n, i in aot.outputs_of_tangents(graph)},
-        loss=aot.position_of_output(graph, 0) or 0,
-        updates={i: n.name for i, n in aot.inputs_of_updates(graph)},
-        gradients={i: n.name for i, n in aot.inputs_of_gradients(graph) if outputs[i] is not None},
-        forward_outputs=aot.count_forward_outputs(graph),
-    )
 
 
 def _copied(gm: fx.GraphModule) -> fx.GraphModule:

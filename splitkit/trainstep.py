@@ -14,6 +14,8 @@ _WRAPPED = "model"
 _ROOT = "L['self']"  # what Dynamo calls the module that it captures
 _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 Loss = Callable[[Any], Tensor]
+NO_TENSOR = "the loss is no tensor"
+"""What the error of a capture says then."""
 
 
 class TrainingStep(nn.Module):
@@ -40,6 +42,8 @@ class TrainingStep(nn.Module):
         call = self.model.forward if isinstance(self.model, fx.GraphModule) else self.model
         output = call(*args, **kwargs)
         loss = _loss_of(output) if self.loss is None else self.loss(output)
+        if not isinstance(loss, Tensor):
+            raise TypeError(NO_TENSOR)
         return loss.clone() if self.copies else loss
 
 

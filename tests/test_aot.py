@@ -875,6 +875,28 @@ def test_inductor_takes_nothing_that_another_policy_divided_from_its_cache():
         assert len(divided.pairs) == 1
 
 
+@pytest.mark.parametrize("policy", [SaveAll(), Remat(["aten.sin", "aten.t", "aten.view"])], ids=["SaveAll", "Remat"])
+def test_inductor_writes_over_no_saved_value_whose_memory_another_one_shares(policy):
+    """Its backward reuses saved buffers; torch's own default_partition goes wrong here as a custom partitioner."""
+
+    def function(x, w, k, z):
+        y = (x * w).sin()
+        b, a = y.t() @ k, y * z
+        return a.exp().sum() + b.sum()
+
+    def gradients(call):
+        torch.manual_seed(0)
+        given = [torch.randn(32, 32, requires_grad=True) for _ in range(4)]
+        call(*given).backward()
+        return [x.grad for x in given]
+
+    compiled = torch.compile(function, backend=backend(policy, "inductor"))
+    before = torch._functorch.config.donated_buffer
+    for found, expected in zip(gradients(compiled), gradients(function), strict=True):
+        torch.testing.assert_close(found, expected)
+    assert torch._functorch.config.donated_buffer == before
+
+
 def test_no_such_inner_compiler():
     with pytest.raises(PolicyError, match="SK302"):
         backend(SaveAll(), inner="jit")
@@ -915,6 +937,38 @@ def test_apply_gives_a_module_of_its_own():
     assert copied(torch.randn(6, 4)).shape == (6, 4)
     assert isinstance(pickle.loads(pickle.dumps(applied)), Net)
     assert model._compiled_call_impl is None
+
+
+class Stack(nn.Module):
+    """Layers in a list, a buffer that is bound anew in each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).exp()
+        self.mean = 0.9 * self.mean + x.detach().mean(0)
+        return x.sum()
+
+
+def test_modules_go_by_the_same_names_through_apply_and_backend():
+    x, policy = torch.randn(3, 4), Remat(modules="layers.*")
+    model = Stack()
+    assert apply(model, policy, x)(x).item() == model(x).item()
+    divided = backend(policy)
+    torch.compile(model, backend=divided)(x)
+    names = {n.name.split("_")[0] for n in divided.pairs[0].backward.graph.nodes if n.op == "call_function"}
+    assert "tanh" in names
+
+
+def test_apply_puts_back_a_buffer_that_is_bound_anew():
+    model = Stack()
+    before = model.mean
+    apply(model, SaveAll(), torch.randn(3, 4))
+    assert model.mean is before and not before.any()
 
 
 def test_apply_leaves_the_example_inputs_alone():

@@ -192,6 +192,28 @@ def test_symbolic_sizes_gain_no_guards():
         assert count(divided.pairs[0].forward, "aten.sin") == 1
 
 
+def _twice_unique(x):
+    first, second = ((x.detach() * 2).round().unique() for _ in range(2))
+    return (x.sum() * first).sin().sum() + (x.sum() * second).cos().sum()
+
+
+def _twice_an_item(x):
+    first, second = ((x.detach() > 0).sum().item() for _ in range(2))
+    return ((x * first).sin() + (x * second).cos()).sum()
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("function", [_twice_unique, _twice_an_item])
+def test_what_only_the_data_decides_is_not_merged(function, inner):
+    torch._dynamo.reset()
+    patch = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+    with torch._dynamo.config.patch(patch):
+        given = [torch.randn(6, 4, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)]
+        for x, call in zip(given, (function, torch.compile(function, backend=backend(SaveAll(), inner))), strict=True):
+            call(x).backward()
+    torch.testing.assert_close(given[0].grad, given[1].grad)
+
+
 def _gradient(model, call, x):
     model.zero_grad()
     call(x).backward()

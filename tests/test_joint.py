@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
 
-from splitkit.errors import CaptureError, CycleError, NoPlanError, PlanError, PolicyError
+from splitkit.errors import CaptureError, CycleError, GraphError, NoPlanError, PlanError, PolicyError
 from splitkit.halves import BACKWARD, FORWARD, homes, unrepeatable
 from splitkit.joint import capture_joint
 from splitkit.models import build
@@ -385,6 +387,80 @@ class Branch(nn.Module):
         return self.linear(x) if x.sum() > 0 else x
 
 
+class Weighted(nn.Linear):
+    """Takes inputs by name, a dict and a number."""
+
+    def forward(self, x, y=None, more=None, scale=1):
+        total = super().forward(x) - (0 if y is None else 2 * y)
+        return (total + sum((i + 1) * more[k] for i, k in enumerate(sorted(more or {})))).sum() * scale
+
+
+def test_inputs_by_name_may_come_in_any_order():
+    model, (x, y, a, b) = Weighted(3, 3), torch.randn(4, 2, 3).unbind()
+    joint = capture_joint(model, x=x, y=y, more={"b": b, "a": a})
+    expected = model(x, y, {"a": a, "b": b})
+    for inputs in ({"y": y, "more": {"a": a, "b": b}, "x": x}, {"x": x, "y": y, "more": {"b": b, "a": a}}):
+        assert torch.equal(joint.run(**inputs).loss, expected.detach())
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "words"),
+    [
+        ((), {}, "built otherwise"),
+        ((torch.zeros(2, 3),), {"scale": 3}, "is 3, and the graph was captured for 2"),
+        ((torch.zeros(2, 3),), {"scale": 2.0}, "is 2.0, and the graph was captured for 2"),
+        ((torch.zeros(4, 3),), {"scale": 2}, r"float32 \[4, 3\], and .* was torch.float32 \[2, 3\]"),
+        ((torch.zeros(2, 3, dtype=torch.float64),), {"scale": 2}, "float64"),
+    ],
+)
+def test_inputs_unlike_the_example_are_refused(args, kwargs, words):
+    joint = capture_joint(Weighted(3, 3), torch.randn(2, 3), scale=2)
+    with pytest.raises(GraphError, match=f"SK109.*{words}"):
+        joint.run(*args, **kwargs)
+
+
+class Doubling(nn.Linear):
+    """Writes its second input."""
+
+    def forward(self, x, y):
+        y.mul_(2)
+        return (super().forward(x) + y.sum()).sum()
+
+
+def test_writes_to_inputs_that_share_memory_are_refused():
+    x = torch.randn(4, 3)
+    for inputs in ((x, x), (x, x[:2])):
+        with pytest.raises(CaptureError, match="SK401.*writes to inputs that share memory"):
+            capture_joint(Doubling(3, 3), *inputs)
+    joint = capture_joint(Doubling(3, 3), x, x.clone())
+    assert list(joint.run(x, x.clone()).updates) == ["input 1"]
+
+
+def test_a_buffer_that_is_bound_anew_is_refused():
+    class Mean(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 3)
+            self.register_buffer("mean", torch.zeros(3))
+
+        def forward(self, x):
+            y = super().forward(x)
+            self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+            return (y * self.mean).sum()
+
+    with pytest.raises(CaptureError, match="SK401.*binds a buffer or parameter anew"):
+        capture_joint(Mean(), torch.randn(4, 3))
+
+
+def test_capture_keeps_neither_model_nor_inputs_alive():
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.randn(2, 3)
+    joint = capture_joint(model, x)
+    alive = [weakref.ref(model), weakref.ref(model[0].weight)]
+    joint.split(SaveAll())
+    del model, joint, x
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
+
+
 def test_dropout_between_the_layers_of_an_lstm_is_not_lost():
     model = nn.Sequential(nn.LSTM(4, 4, num_layers=2, dropout=0.5))
     with pytest.raises(CaptureError, match="SK401.*dropout between the layers of 0, an LSTM"):
@@ -404,6 +480,11 @@ def test_dropout_between_the_layers_of_an_lstm_is_not_lost():
         (nn.Linear(2, 2).requires_grad_(False), None, "requires grad"),
         (nn.Linear(2, 2), lambda output: output.detach().sum(), "requires grad"),
         (torch.relu, None, "no module"),
+        (nn.Linear(2, 2), lambda output: (output.sum(), 1), "is no tensor"),
+        (nn.Linear(2, 2), lambda output: 3.0, "is no tensor"),
+        (nn.Linear(2, 2), lambda output: None, "is no tensor"),
+        (nn.Linear(2, 2), lambda output: output.sum().to(torch.complex64), "is complex"),
+        (nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 1), nn.Flatten(0)), "parameters of its own"),
     ],
 )
 def test_what_cannot_be_captured(model, loss, words):

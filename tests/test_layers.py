@@ -47,6 +47,14 @@ FLOORS: list[set[str]] = [
         "order",
         "rewrite",
         "local",
+        "pipelineorder",
+        "torch_schedules",
+        "stagecosts",
+        "schedule",
+        "schedulerun",
+        "scheduletrace",
+        "schedulememory",
+        "scheduleplot",
     },  # prices and plans; no fx surgery
     {
         "complete",
@@ -76,6 +84,8 @@ FLOORS: list[set[str]] = [
         "regions",
         "blocks",
         "joint",
+        "jointchecks",
+        "jointsignature",
         "frontier",
         "trainstep",
         "aot",
@@ -173,6 +183,7 @@ PRIVATE_DOORS = {
     "fakes",
     "simulate",
     "livebytes",
+    "torch_schedules",
 }
 """Where private torch names may stand; each use has the versions it was checked on beside it."""
 
