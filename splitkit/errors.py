@@ -35,6 +35,9 @@ CODES: dict[str, str] = {
     "SK323": "the costs do not fit",
     "SK324": "a graph cannot be measured",
     "SK325": "a node was not measured",
+    "SK330": "a schedule does not go with the numbers of stages, ranks or microbatches",
+    "SK331": "the actions of a schedule wait for ever",
+    "SK332": "the costs of a stage make no sense",
     "SK401": "the model could not be captured",
     "SK402": "an example model or its package is missing",
     "SK403": "a model factory is wrong",
@@ -93,6 +96,10 @@ class NoPlanError(PolicyError):
 
 class CostError(SplitError):
     """Devices, links or costs are described in a way that makes no sense (SK32x)."""
+
+
+class ScheduleError(SplitError):
+    """A pipeline schedule cannot be simulated (SK33x)."""
 
 
 class CaptureError(SplitError):

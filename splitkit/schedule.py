@@ -1,0 +1,189 @@
+"""Simulates a pipeline schedule: step time, bubbles, microbatches in flight and memory of each rank, event by event."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from splitkit.errors import ScheduleError
+from splitkit.pipelineorder import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, LETTERS, PipelineOrder
+from splitkit.schedulerun import ScheduleRun
+from splitkit.scheduletrace import Floats
+from splitkit.stagecosts import StageCosts, bytes_back, bytes_on
+
+__all__ = ["LinkTimes", "PipelineOrder", "ScheduleRun", "StageCosts", "simulate_schedule"]
+
+
+class LinkTimes(Protocol):
+    """What knows how long messages take: `splitkit.costs.Links`."""
+
+    def seconds(self, source: Hashable, target: Hashable, nbytes: float) -> float:
+        """Seconds for one message of ``nbytes`` from one device to another."""
+        ...
+
+
+def simulate_schedule(
+    stages: Sequence[StageCosts],
+    schedule: str | PipelineOrder = "1f1b",
+    microbatches: int | None = None,
+    *,
+    ranks: int | None = None,
+    links: LinkTimes | None = None,
+    devices: Sequence[Hashable] | None = None,
+    overlap: bool = True,
+    static_buffers: bool = False,
+) -> ScheduleRun:
+    """Run one step of a pipeline on paper: each action starts when its rank is free and what it needs is there.
+
+    The order of actions is that of torch's own schedule classes. Time is linear in the number of actions.
+
+    A message goes off when the action that makes it ends; stages of one rank hand values over at no cost.
+
+    * ``overlap=True``: ranks compute while messages travel. From one rank to another they travel one at a time, in the
+      order in which they are made; the two directions, and other pairs of ranks, do not disturb each other.
+    * ``overlap=False``: a rank computes nothing while it sends (right after the action) or receives (right before the
+      action that reads). Both ends do so at the same time if both are free; else each pays at its own time, out of
+      a buffer, so that an order that ends with overlap ends without.
+
+    Args:
+        stages: in the order of the model.
+        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved-1f1b"``, ``"looped-bfs"``, ``"interleaved-zero-bubble"``,
+            ``"zbv"``, ``"dualpipev"``, or an order of your own.
+        microbatches: of the step; an order of your own has them.
+        ranks: how many share the stages. ``None``: one a stage for GPipe and 1F1B, one for two stages otherwise.
+        links: how long messages take; ``None``: no time.
+        devices: what the links call the ranks, ``0 .. ranks - 1`` if not given.
+        overlap: whether ranks compute while they send and receive.
+        static_buffers: every stage holds a receive buffer for each microbatch all the time, as on torch 2.11 and 2.13;
+            else a buffer is there from when its message goes off, until it is read (near torch 2.15).
+
+    Raises:
+        ScheduleError: SK330 if the schedule is not known or does not go with these numbers; the message says what does.
+            SK331 if an order of your own never ends.
+        CostError: SK322 if two ranks that talk have no link.
+    """
+    order = _order(stages, schedule, microbatches, ranks)
+    names = _names(order, devices)
+    starts, ends, departures, arrivals = _times(order, stages, _messages(order, stages, names, links), overlap)
+    return ScheduleRun(order, tuple(stages), starts, ends, departures, arrivals, static_buffers)
+
+
+def _order(
+    stages: Sequence[StageCosts], schedule: str | PipelineOrder, microbatches: int | None, ranks: int | None
+) -> PipelineOrder:
+    if not stages or not all(isinstance(stage, StageCosts) for stage in stages):
+        raise ScheduleError("SK330", f"stages are {stages!r}", "Give a StageCosts for each stage, one at least.")
+    if not isinstance(schedule, PipelineOrder):
+        from splitkit.torch_schedules import pipeline_order
+
+        if microbatches is None:
+            raise ScheduleError("SK330", "the number of microbatches is not given", "Give microbatches=8, for example.")
+        return pipeline_order(schedule, len(stages), microbatches, ranks)
+    for what, given, has in (
+        ("stages", len(stages), len(schedule.rank_of)),
+        ("microbatches", microbatches, schedule.microbatches),
+        ("ranks", ranks, len(schedule.ranks)),
+    ):
+        if given not in (None, has):
+            raise ScheduleError("SK330", f"{schedule.name} has {has} {what}, not {given}", "Give as many.")
+    return schedule
+
+
+def _names(order: PipelineOrder, devices: Sequence[Hashable] | None) -> Sequence[Hashable]:
+    names = range(len(order.ranks)) if devices is None else devices
+    if len(names) != len(order.ranks):
+        raise ScheduleError("SK330", f"{len(names)} devices for {len(order.ranks)} ranks", "Name one for each rank.")
+    return names
+
+
+@dataclass(frozen=True)
+class _Messages:
+    """What the results of actions cost to hand on, by kind * stages + stage.
+
+    Attributes:
+        wire: a number for each pair of ranks, -1 where nothing travels.
+        seconds: of the message.
+    """
+
+    wire: list[int]
+    seconds: list[float]
+
+
+def _messages(
+    order: PipelineOrder, stages: Sequence[StageCosts], names: Sequence[Hashable], links: LinkTimes | None
+) -> _Messages:
+    count = len(stages)
+    wire, seconds = [-1] * (len(LETTERS) * count), [0.0] * (len(LETTERS) * count)
+    for stage in range(count):
+        for target, kinds in ((stage + 1, (FORWARD,)), (stage - 1, (BACKWARD, BACKWARD_INPUT))):
+            if not 0 <= target < count or order.rank_of[stage] == order.rank_of[target]:
+                continue
+            here, there = order.rank_of[stage], order.rank_of[target]
+            nbytes = bytes_on(stages, stage) if target > stage else bytes_back(stages, stage)
+            for kind in kinds:
+                wire[kind * count + stage] = here * len(order.ranks) + there
+                seconds[kind * count + stage] = (
+                    0.0 if links is None else links.seconds(names[here], names[there], nbytes)
+                )
+    return _Messages(wire, seconds)
+
+
+def _times(
+    order: PipelineOrder, stages: Sequence[StageCosts], messages: _Messages, overlap: bool
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """Start and end of every action, and when its message goes off and is there (its end, if it sends none)."""
+    rank, stage, kind, _ = order.columns
+    table = {
+        FORWARD: [s.forward for s in stages],
+        BACKWARD: [s.backward for s in stages],
+        BACKWARD_INPUT: [s.backward_input for s in stages],
+        BACKWARD_WEIGHT: [s.backward_weight for s in stages],
+    }
+    durations = np.array([table[k] for k in range(len(LETTERS))], float)[kind, stage].tolist()
+    result = kind * len(stages) + stage
+    wires = np.array(messages.wire)[result].tolist()
+    trips = np.array(messages.seconds)[result].tolist()
+    run = _overlapped if overlap else _in_turn
+    found = run(order, rank.tolist(), durations, wires, trips)
+    starts, ends, departures, arrivals = (np.array(times, float) for times in found)
+    return starts, ends, departures, arrivals
+
+
+def _overlapped(
+    order: PipelineOrder, rank: list[int], durations: list[float], wires: list[int], trips: list[float]
+) -> tuple[list[float], ...]:
+    """Messages travel beside the work, one at a time on each wire."""
+    data = order.links.data.tolist()
+    free, idle = [0.0] * len(order.ranks), [0.0] * len(order.ranks) ** 2
+    starts, ends, departures, arrivals = ([0.0] * len(rank) for _ in range(4))
+    for i in order.links.sequence:
+        start, need = free[rank[i]], data[i]
+        if need >= 0 and arrivals[need] > start:
+            start = arrivals[need]
+        end = departure = arrival = start + durations[i]
+        if (wire := wires[i]) >= 0:
+            departure = max(end, idle[wire])
+            idle[wire] = arrival = departure + trips[i]
+        free[rank[i]] = end
+        starts[i], ends[i], departures[i], arrivals[i] = start, end, departure, arrival
+    return starts, ends, departures, arrivals
+
+
+def _in_turn(
+    order: PipelineOrder, rank: list[int], durations: list[float], wires: list[int], trips: list[float]
+) -> tuple[list[float], ...]:
+    """Ranks send, receive and compute one after the other."""
+    data = order.links.data.tolist()
+    free = [0.0] * len(order.ranks)
+    starts, ends, departures, arrivals = ([0.0] * len(rank) for _ in range(4))
+    for i in order.links.sequence:
+        start, need = free[rank[i]], data[i]
+        if need >= 0:
+            start = max(start, departures[need]) + (trips[need] if wires[need] >= 0 else 0.0)
+        end = start + durations[i]
+        free[rank[i]] = arrival = end + (trips[i] if wires[i] >= 0 else 0.0)
+        starts[i], ends[i], departures[i], arrivals[i] = start, end, end, arrival
+    return starts, ends, departures, arrivals

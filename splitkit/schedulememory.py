@@ -1,0 +1,174 @@
+"""The memory of each rank of a pipeline while its schedule runs: the most bytes at once, and of what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from splitkit.pipelineorder import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Ints
+from splitkit.scheduletrace import Floats, Trace
+from splitkit.stagecosts import bytes_back, bytes_on
+
+_SOONEST, _LATEST = -1, np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The bytes of a rank at its peak.
+
+    Attributes:
+        parameters: of its stages, with buffers.
+        gradients: of the parameters.
+        optimizer: the state of the optimizer.
+        saved: for backward, of the microbatches in flight.
+        messages: on their way, or not yet read.
+        temporaries: of the action that runs.
+        seconds: when that is.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    saved: int
+    messages: int
+    temporaries: int
+    seconds: float
+
+    @property
+    def peak(self) -> int:
+        """All of them."""
+        return self.parameters + self.gradients + self.optimizer + self.saved + self.messages + self.temporaries
+
+    def to_dict(self) -> dict[str, float]:
+        """As plain data, with the sum as ``peak``."""
+        return {"peak": self.peak, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class _Changes:
+    """Bytes that come and go: whose, when, and of what.
+
+    At one time they are taken in the order of ``place``: twice the number of the action, one more at its end. A buffer
+    of a message is there before all else that happens at its time.
+    """
+
+    rank: Ints
+    seconds: Floats
+    place: Ints
+    nbytes: Ints
+    column: int
+
+
+_SAVED, _MESSAGES, _TEMPORARIES = range(3)
+
+
+def memory_of(run: Trace) -> tuple[RankMemory, ...]:
+    """Of each rank, at its peak; the first of equal peaks."""
+    changes = [c for c in (*_of_actions(run), *_of_messages(run)) if c.nbytes.any()]
+    fixed, static = _fixed(run), _static(run)
+    if not changes:
+        return tuple(RankMemory(*fixed[rank], 0, static[rank], 0, 0.0) for rank in range(len(fixed)))
+    rank, seconds, place = (np.concatenate([getattr(c, n) for c in changes]) for n in ("rank", "seconds", "place"))
+    amounts = np.zeros((len(rank), 3), np.int64)
+    amounts[np.arange(len(rank)), np.repeat([c.column for c in changes], [len(c.rank) for c in changes])] = (
+        np.concatenate([c.nbytes for c in changes])
+    )
+    order = np.lexsort((place, seconds, rank))
+    rank, seconds, place = rank[order], seconds[order], place[order]
+    live = amounts[order].cumsum(axis=0)  # all that a rank takes it gives back: the next starts from 0
+    last = np.ones(len(rank), bool)  # of what happens at once, only the outcome counts
+    last[:-1] = (np.diff(rank) != 0) | (np.diff(seconds) != 0) | (np.diff(place) != 0)
+    found = np.flatnonzero(last)
+    ranks = np.split(found, np.searchsorted(rank[found], np.arange(1, run.ranks)))
+    return tuple(_peak(fixed[r], static[r], live[at], seconds[at]) for r, at in enumerate(ranks))
+
+
+def _peak(fixed: tuple[int, int, int], static: int, live: Ints, seconds: Floats) -> RankMemory:
+    if not len(live):
+        return RankMemory(*fixed, 0, static, 0, 0.0)
+    at = int(live.sum(axis=1).argmax())
+    saved, messages, temporaries = live[at].tolist()
+    return RankMemory(*fixed, saved, messages + static, temporaries, float(seconds[at]))
+
+
+def _fixed(run: Trace) -> list[tuple[int, int, int]]:
+    """Parameters, gradients and optimizer of each rank."""
+    names = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+    owned = [[s for s, r in zip(run.stages, run.order.rank_of, strict=True) if r == k] for k in range(run.ranks)]
+    sums = [[sum(int(getattr(stage, name)) for stage in stages) for name in names] for stages in owned]
+    return [(parameters, gradients, optimizer) for parameters, gradients, optimizer in sums]
+
+
+def _of_actions(run: Trace) -> Iterator[_Changes]:
+    """What is saved, and what an action needs besides."""
+    rank, stage, kind, _ = run.order.columns
+    saved, later = np.array([_saved(run, s) for s in range(len(run.stages))]).T
+    ends = [kind == BACKWARD, kind == BACKWARD_INPUT, kind == BACKWARD_WEIGHT]
+    freed = np.select(ends, [saved[stage], (saved - later)[stage], later[stage]], 0)
+    temporary = np.array([s.temporary_bytes for s in run.stages])[stage]
+    first, last = 2 * np.arange(len(rank)), 2 * np.arange(len(rank)) + 1
+    yield _Changes(rank, run.starts, first, np.where(kind == FORWARD, saved[stage], 0), _SAVED)
+    yield _Changes(rank, run.ends, last, -freed, _SAVED)
+    yield _Changes(rank, run.starts, first, temporary, _TEMPORARIES)
+    yield _Changes(rank, run.ends, last, -temporary, _TEMPORARIES)
+
+
+def _saved(run: Trace, stage: int) -> tuple[int, int]:
+    """Bytes from forward to the end of backward, and those of them that wait for its weight part."""
+    costs = run.stages[stage]
+    later = costs.saved_bytes if costs.deferred_bytes is None else costs.deferred_bytes
+    # An input in a static buffer is there anyway.
+    apart = bytes_on(run.stages, stage - 1) if run.static_buffers and _remote(run, stage, stage - 1) else 0
+    return max(0, costs.saved_bytes - apart), max(0, min(later, costs.saved_bytes - apart))
+
+
+def _of_messages(run: Trace) -> Iterator[_Changes]:
+    """Buffers of messages.
+
+    An activation that is sent is among what its stage has saved, and one that came is so from the start of its reader.
+    A gradient is held until it is sent, and by its reader up to the end.
+    """
+    rank, stage, kind, _ = run.order.columns
+    data, number = run.order.links.data, np.arange(len(rank))
+    on, back = (np.array([of(run.stages, s) for s in range(len(run.stages))]) for of in (bytes_on, bytes_back))
+    forward, remote = kind == FORWARD, rank != rank[data]
+    begin, end = 2 * number, 2 * number + 1  # places
+    if not run.static_buffers:
+        read = number[(data >= 0) & remote & forward]
+        times = run.departures[data[read]], run.starts[read]
+        yield from _held(rank[read], on[stage[data[read]]], *times, np.full(len(read), _SOONEST), begin[read])
+        read = number[(data >= 0) & remote & ~forward]
+        times = run.departures[data[read]], run.ends[read]
+        yield from _held(rank[read], back[stage[data[read]]], *times, np.full(len(read), _SOONEST), end[read])
+    read = number[(data >= 0) & ~remote & ~forward]
+    made = data[read]
+    yield from _held(rank[read], back[stage[made]], run.ends[made], run.ends[read], end[made], end[read])
+    sent = number[~forward & (run.arrivals > run.ends)]
+    times = run.ends[sent], run.arrivals[sent]
+    yield from _held(rank[sent], back[stage[sent]], *times, end[sent], np.full(len(sent), _LATEST))
+
+
+def _held(rank: Ints, nbytes: Ints, start: Floats, stop: Floats, first: Ints, last: Ints) -> Iterator[_Changes]:
+    """Bytes of messages from one time and place to another."""
+    yield _Changes(rank, start, first, nbytes, _MESSAGES)
+    yield _Changes(rank, stop, last, -nbytes, _MESSAGES)
+
+
+def _static(run: Trace) -> Sequence[int]:
+    """Bytes of the receive buffers that each rank holds all the time."""
+    held = [0] * run.ranks
+    if run.static_buffers:
+        for stage, rank in enumerate(run.order.rank_of):
+            if _remote(run, stage, stage - 1):
+                held[rank] += run.order.microbatches * bytes_on(run.stages, stage - 1)
+            if _remote(run, stage, stage + 1):
+                held[rank] += run.order.microbatches * bytes_back(run.stages, stage + 1)
+    return held
+
+
+def _remote(run: Trace, stage: int, other: int) -> bool:
+    """Whether the other stage exists, on another rank."""
+    of = run.order.rank_of
+    return 0 <= other < len(of) and of[stage] != of[other]

@@ -1,0 +1,149 @@
+"""What a simulated pipeline step did: its time, its bubbles, its timeline, and what each rank held."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from splitkit.pipelineorder import BACKWARD_INPUT, FORWARD, KINDS
+from splitkit.schedulememory import RankMemory, memory_of
+from splitkit.scheduletrace import Trace
+from splitkit.units import duration, size
+
+
+@dataclass(frozen=True, eq=False)
+class ScheduleRun(Trace):
+    """One step of a pipeline, as simulated: what follows from the times of its actions, which a `Trace` holds."""
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds that each rank computes."""
+        return tuple(np.bincount(self.order.columns.rank, self.ends - self.starts, self.ranks).tolist())
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """The part of the step in which each rank computes nothing, from 0 to 1."""
+        return tuple(1 - busy / self.seconds if self.seconds else 0.0 for busy in self.busy)
+
+    @property
+    def bubble(self) -> float:
+        """The part of all ranks' time in which nothing is computed, from 0 to 1."""
+        return sum(self.bubbles) / self.ranks
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """The most microbatches, counted once a stage, that each rank holds between forward and backward's end."""
+        return self._most(self.order.columns.rank, self.ranks)
+
+    @cached_property
+    def in_flight_of_stages(self) -> tuple[int, ...]:
+        """The same of each stage. Peaks of two stages on one rank need not be at the same time."""
+        return self._most(self.order.columns.stage, len(self.stages))
+
+    def _most(self, group: npt.NDArray[np.int64], count: int) -> tuple[int, ...]:
+        kind = self.order.columns.kind
+        change = np.where(kind == FORWARD, 1, np.where(kind == BACKWARD_INPUT, 0, -1))
+        ends = np.bincount(group, minlength=count).cumsum()[:-1]
+        groups = np.split(change[np.argsort(group, kind="stable")], ends)
+        return tuple(int(changes.cumsum().max(initial=0)) for changes in groups)
+
+    @cached_property
+    def memory(self) -> tuple[RankMemory, ...]:
+        """The peak of each rank: parameters, gradients, optimizer and the most of all that comes and goes."""
+        return memory_of(self)
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """Bytes of each rank at its peak."""
+        return tuple(memory.peak for memory in self.memory)
+
+    @property
+    def limiting_rank(self) -> int:
+        """The rank with the highest peak, the first of equal ones."""
+        return self.peaks.index(max(self.peaks))
+
+    @property
+    def busiest_rank(self) -> int:
+        """The rank that computes most, the first of equal ones."""
+        return self.busy.index(max(self.busy))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The run as plain data, without its timeline: what `to_chrome_trace` is for."""
+        of = self.order.rank_of
+        ranks = [
+            {
+                "rank": rank,
+                "stages": [stage for stage in range(len(of)) if of[stage] == rank],
+                "busy": self.busy[rank],
+                "bubble": self.bubbles[rank],
+                "in_flight": self.in_flight[rank],
+                "memory": self.memory[rank].to_dict(),
+            }
+            for rank in range(self.ranks)
+        ]
+        return {
+            "schedule": self.order.name,
+            "microbatches": self.order.microbatches,
+            "seconds": self.seconds,
+            "bubble": self.bubble,
+            "peak": max(self.peaks),
+            "limiting_rank": self.limiting_rank,
+            "busiest_rank": self.busiest_rank,
+            "in_flight_of_stages": list(self.in_flight_of_stages),
+            "ranks": ranks,
+        }
+
+    def to_chrome_trace(self) -> dict[str, Any]:
+        """The timeline in the Trace Event Format, for ``json.dump``; opens in Perfetto and ``chrome://tracing``.
+
+        A process for each rank, with a row for its work and one for each rank that it sends to. Times in microseconds.
+        """
+        events: list[dict[str, Any]] = []
+        for rank in range(self.ranks):
+            events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
+            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": 0, "args": {"name": "compute"}})
+        for event in self.timeline:
+            args = {"stage": event.stage, "microbatch": event.microbatch}
+            events.append(_complete(event.action, KINDS[event.kind], event.rank, 0, event.start, event.end, args))
+        rows = sorted({(transfer.source, transfer.target) for transfer in self.transfers})
+        for source, target in rows:
+            name = {"name": f"to rank {target}"}
+            events.append({"ph": "M", "name": "thread_name", "pid": source, "tid": target + 1, "args": name})
+        events += [
+            _complete(t.action, "transfer", t.source, t.target + 1, t.start, t.end, {"bytes": t.nbytes})
+            for t in self.transfers
+        ]
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def __str__(self) -> str:
+        stages, most = len(self.stages), max(self.peaks)
+        head = (
+            f"{self.order.name} of {stages} stages on {self.ranks} ranks, {self.order.microbatches} microbatches: "
+            f"step {duration(self.seconds)}, bubble {self.bubble:.1%}, peak {size(most)} on rank {self.limiting_rank}"
+        )
+        rows = [["rank", "stages", "busy", "bubble", "in flight", "peak", "fixed", "saved", "messages", "temporaries"]]
+        for rank in self.to_dict()["ranks"]:
+            m = self.memory[rank["rank"]]
+            parts = (m.peak, m.parameters + m.gradients + m.optimizer, m.saved, m.messages, m.temporaries)
+            names = [str(rank["rank"]), ",".join(map(str, rank["stages"]))]
+            times = [duration(rank["busy"]), f"{rank['bubble']:.1%}"]
+            rows.append([*names, *times, str(rank["in_flight"]), *map(size, parts)])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        return "\n".join([head, *lines])
+
+    def _repr_svg_(self) -> str:
+        from splitkit.scheduleplot import SchedulePlot
+
+        return SchedulePlot(self.timeline, self.seconds, self.peaks).to_svg()
+
+
+def _complete(
+    name: str, category: str, process: int, thread: int, start: float, end: float, args: dict[str, Any]
+) -> dict[str, Any]:
+    times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+    return {"ph": "X", "name": name, "cat": category, "pid": process, "tid": thread, **times, "args": args}

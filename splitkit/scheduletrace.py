@@ -1,0 +1,94 @@
+"""When each action of a pipeline step ran, and what was sent when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from splitkit.pipelineorder import LETTERS, PipelineOrder
+from splitkit.stagecosts import StageCosts, bytes_back, bytes_on
+
+Floats = npt.NDArray[np.float64]
+
+
+class Event(NamedTuple):
+    """An action that ran: who, what, and from when to when, in seconds."""
+
+    rank: int
+    kind: str
+    stage: int
+    microbatch: int
+    start: float
+    end: float
+
+    @property
+    def action(self) -> str:
+        """As torch writes it: ``3F0``."""
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+class Transfer(NamedTuple):
+    """A message: from whom to whom, what made it, how large, and from when to when, in seconds."""
+
+    source: int
+    target: int
+    action: str
+    nbytes: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """The times of all actions.
+
+    Attributes:
+        order: what each rank ran.
+        stages: what they cost.
+        starts: when each action of ``order.columns`` started, in seconds.
+        ends: when it ended.
+        departures: when its result went off to another rank; its end if it stays.
+        arrivals: when it was there.
+        static_buffers: whether each microbatch has receive buffers of its own.
+    """
+
+    order: PipelineOrder
+    stages: tuple[StageCosts, ...]
+    starts: Floats
+    ends: Floats
+    departures: Floats
+    arrivals: Floats
+    static_buffers: bool
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return len(self.order.ranks)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of the step: the end of the last action."""
+        return float(self.ends.max())
+
+    @cached_property
+    def timeline(self) -> tuple[Event, ...]:
+        """What ran when: rank after rank, each in its order."""
+        rank, stage, kind, microbatch = (column.tolist() for column in self.order.columns)
+        kinds = [LETTERS[k] for k in kind]
+        return tuple(map(Event, rank, kinds, stage, microbatch, self.starts.tolist(), self.ends.tolist()))
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """What was sent when, sender after sender."""
+        data, found = self.order.links.data, []
+        for reader in np.argsort(data, kind="stable").tolist():
+            source, target = self.timeline[maker := int(data[reader])], self.timeline[reader]
+            if maker >= 0 and source.rank != target.rank:
+                nbytes = (bytes_on if source.kind == "F" else bytes_back)(self.stages, source.stage)
+                times = float(self.departures[maker]), float(self.arrivals[maker])
+                found.append(Transfer(source.rank, target.rank, source.action, int(nbytes), *times))
+        return tuple(found)

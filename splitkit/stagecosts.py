@@ -1,0 +1,78 @@
+"""What the stages of a pipeline cost: seconds and bytes, for one microbatch."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from splitkit.errors import ScheduleError
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """What one microbatch costs in one stage of a pipeline, and what the stage holds.
+
+    Times are seconds and may be of any unit that the links use too. Bytes are whole numbers.
+
+    Attributes:
+        forward: seconds of forward.
+        backward_input: seconds of the part of backward that gives the gradient of the input; recompute belongs here.
+        backward_weight: seconds of the part that gives the gradients of the parameters. Schedules that do not tell the
+            parts apart take the sum. Where they do, torch runs all of the first stage's backward in this part.
+        saved_bytes: held from the start of forward to the end of backward: the input, the output, and what autograd
+            saved, parameters left out.
+        deferred_bytes: of those, still held after the input part, up to the end of the weight part; ``None``: all.
+        activation_bytes: of the message to the next stage.
+        input_gradient_bytes: of the message to the stage before; ``None``: as many as the activation that came.
+        temporary_bytes: held besides while the stage computes, at most.
+        parameter_bytes: of the parameters and buffers.
+        gradient_bytes: of their gradients.
+        optimizer_bytes: of the state of the optimizer.
+
+    Raises:
+        ScheduleError: SK332 if one is negative or no number; names the field.
+    """
+
+    forward: float
+    backward_input: float
+    backward_weight: float = 0.0
+    saved_bytes: int = 0
+    deferred_bytes: int | None = None
+    activation_bytes: int = 0
+    input_gradient_bytes: int | None = None
+    temporary_bytes: int = 0
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None and field.default is None:
+                continue
+            whole = field.name.endswith("_bytes")
+            number = isinstance(value, numbers.Integral if whole else numbers.Real) and not isinstance(value, bool)
+            if not number or not 0 <= value < math.inf:
+                what = "a whole number of bytes" if whole else "seconds"
+                raise ScheduleError("SK332", f"{field.name} is {value!r}", f"Give {what}, 0 or more.")
+        if self.deferred_bytes is not None and self.deferred_bytes > self.saved_bytes:
+            text = f"deferred_bytes is {self.deferred_bytes}, saved_bytes {self.saved_bytes}"
+            raise ScheduleError("SK332", text, "What waits for the weight part is a part of what is saved.")
+
+    @property
+    def backward(self) -> float:
+        """Seconds of both parts of backward."""
+        return self.backward_input + self.backward_weight
+
+
+def bytes_on(stages: Sequence[StageCosts], stage: int) -> int:
+    """Of the message to the next stage."""
+    return stages[stage].activation_bytes
+
+
+def bytes_back(stages: Sequence[StageCosts], stage: int) -> int:
+    """Of the message to the stage before; the first stage has none."""
+    own = stages[stage].input_gradient_bytes
+    return own if own is not None else stages[stage - 1].activation_bytes if stage else 0
