@@ -22,6 +22,7 @@ from splitkit.costs import Costs, default
 from splitkit.dataflow import analyze
 from splitkit.dedupe import deduplicated
 from splitkit.errors import CaptureError
+from splitkit.fakes import rebinds
 from splitkit.halves import JointFlow
 from splitkit.pair import Pair, divide
 from splitkit.plan import PolicyLike
@@ -57,7 +58,7 @@ def trace_joint(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         _without_globals(type(module).forward),
         torch._dynamo.config.patch(_FIXED),
         torch.fx.traceback.preserve_node_meta(),
-        _no_lost_state(),
+        _no_lost_state(module, args, kwargs),
     ):
         captured = dynamo_graph_capture_for_export(module)(*args, **kwargs)
     with _without_onednn(), tracing(captured.meta["tracing_context"]), ExitStack() as stack:
@@ -78,7 +79,7 @@ def _without_globals(function: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _no_lost_state() -> Iterator[None]:
+def _no_lost_state(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Refuse a model that binds a buffer or parameter anew: Dynamo only warns that the graph does not."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -86,12 +87,14 @@ def _no_lost_state() -> Iterator[None]:
     for warning in caught:
         text = str(warning.message)
         if "side effects" in text and re.search(r"\._(buffers|parameters)\b", text):  # 2.11, 2.13, 2.15
-            raise CaptureError(
-                "SK401",
-                "the model binds a buffer or parameter anew, which a graph cannot do",
-                "Write to it in place: self.mean.copy_(...). splitkit.apply and splitkit.backend take it as it is.",
-            )
-        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+            if rebinds(module, args, kwargs):
+                raise CaptureError(
+                    "SK401",
+                    "the model binds a buffer or parameter anew, which a graph cannot do",
+                    "Write to it in place: self.mean.copy_(...). splitkit.apply and splitkit.backend take it as it is.",
+                )
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 @contextmanager

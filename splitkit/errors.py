@@ -28,7 +28,7 @@ CODES: dict[str, str] = {
     "SK301": "not a policy",
     "SK302": "a policy was given a bad parameter",
     "SK303": "no plan fits",
-    "SK304": "a pattern matches nothing",
+    "SK304": "a pattern or name matches nothing",
     "SK320": "a device is described wrongly",
     "SK321": "there is no such device",
     "SK322": "links are described wrongly",

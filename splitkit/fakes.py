@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import operator
 from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
@@ -88,6 +89,24 @@ def values_again(gm: fx.GraphModule) -> Mapping[Node, Any]:
             f"{str(error).strip().splitlines()[0]}",
             "Capture with splitkit.capture, or make_fx(..., tracing_mode='fake'); register fakes for custom ops.",
         ) from error
+
+
+def rebinds(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a run leaves another tensor where a parameter or buffer was; also if it does not run on fakes.
+
+    ``self.mean = self.mean + 1`` does, ``self.mean += 1`` writes to the tensor that is there.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, torch.random.fork_rng():
+        state = {id(t): mode.from_tensor(t) for t in (*module.parameters(), *module.buffers())}
+        try:
+            copied = copy.deepcopy(module, dict[int, Any](state))
+            owned = [(held, dict(held)) for m in copied.modules() for held in (m._parameters, m._buffers)]
+            inputs, named = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, dict(kwargs)))
+            copied(*inputs, **named)
+        except Exception:  # of any kind: the caller is to refuse
+            return True
+    return any(held.get(name) is not value for held, before in owned for name, value in before.items())
 
 
 def _run(gm: fx.GraphModule, mode: FakeTensorMode, fakes: list[Any]) -> Mapping[Node, Any]:

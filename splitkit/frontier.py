@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from splitkit.costs import Costs, default
@@ -18,7 +20,7 @@ from splitkit.plan import Plan
 from splitkit.policies.hull import Hull
 from splitkit.policies.pricing import Price, priced, require_price
 from splitkit.savings import Choice, savings
-from splitkit.units import duration, size
+from splitkit.units import duration, read_size, size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -117,18 +119,23 @@ class Frontier:
         """Time of the step without any recompute, by the same prices."""
         return sum(self._costs.seconds(node) for node in self.flow.nodes)
 
-    def within(self, nbytes: int) -> Point:
+    def within(self, nbytes: float | str) -> Point:
         """The point that saves at most so many bytes and, of those on the hull, computes least again.
 
+        Args:
+            nbytes: a number of bytes, or a text such as ``"1.5GiB"``.
+
         Raises:
+            PolicyError: SK302 for what is no number of bytes.
             NoPlanError: SK303 when every plan saves more; it says how much the least is.
         """
-        choice = self.hull.within(nbytes)
+        limit = int(min(_nbytes("within", nbytes), sys.maxsize))
+        choice = self.hull.within(limit)
         if choice is None:
             least = self.points[0].saved
             raise NoPlanError(
                 "SK303",
-                f"no plan saves only {size(nbytes)}: what may not be computed again takes {size(least)}",
+                f"no plan saves only {size(limit)}: what may not be computed again takes {size(least)}",
                 f"Allow {least} bytes.",
             )
         return Point(choice, self._costs)
@@ -140,13 +147,16 @@ class Frontier:
             PolicyError: SK302 for a fraction that is not from 0 to 1.
             NoPlanError: SK303 when every plan saves more.
         """
-        if not 0 <= fraction <= 1:
+        if not _is_number(fraction) or not 0 <= fraction <= 1:
             raise PolicyError("SK302", f"less({fraction!r}) is no share", "Give a number from 0 to 1: 0.1 for 10 %.")
         return self.within(int(self.points[-1].saved * (1 - fraction)))
 
-    def bound(self, nbytes: float) -> float:
-        """Seconds of recompute that no plan can do without which saves at most so many bytes; the hull itself."""
-        return self.hull.bound(nbytes)
+    def bound(self, nbytes: float | str) -> float:
+        """Seconds of recompute that no plan can do without which saves at most so many bytes; the hull itself.
+
+        Bytes are given as to `within`; SK302 likewise. Infinite if no plan saves so few.
+        """
+        return self.hull.bound(_nbytes("bound", nbytes))
 
     def to_dict(self, peaks: bool = False) -> dict[str, Any]:
         """All points as plain data; with simulated peaks if asked, about 10 us a node each."""
@@ -181,3 +191,17 @@ class Frontier:
         first, last = self.points[0], self.points[-1]
         ends = f"{size(first.saved)} saved for {duration(first.seconds)}, to {size(last.saved)}"
         return f"{len(self.points)} points: {ends} for {duration(last.seconds)}"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _nbytes(method: str, value: float | str) -> float:
+    """A number of bytes as it was given, perhaps infinite; SK302 for what is none."""
+    found = read_size(value) if isinstance(value, str) else value
+    if found is None or not _is_number(found) or not found >= 0:
+        raise PolicyError(
+            "SK302", f"{method}({value!r}) is no number of bytes", "Give bytes, not negative: 2**30, or '1GiB'."
+        )
+    return found

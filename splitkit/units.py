@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from fractions import Fraction
+
+_BYTES = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGTP", 1):
+    _BYTES |= {f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+
 
 def quantity(value: float) -> str:
     """``1234567`` -> ``1.23 M``; small whole numbers stay as they are."""
@@ -11,6 +19,14 @@ def quantity(value: float) -> str:
 def size(nbytes: float) -> str:
     """``1536`` -> ``1.50 KiB``."""
     return _scaled(nbytes, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def read_size(text: str) -> int | None:
+    """``"1.5 KiB"`` -> 1536, ``"2kB"`` -> 2000, ``"512"`` -> 512; ``None`` for what is no size."""
+    match = _SIZE.fullmatch(text)
+    if match is None or match[2].upper() not in _BYTES:
+        return None
+    return int(Fraction(match[1]) * _BYTES[match[2].upper()])  # exact, where a float gives 1000 for "1.001 kB"
 
 
 def duration(seconds: float) -> str:

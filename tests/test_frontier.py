@@ -68,9 +68,24 @@ def test_less_is_a_share_of_what_saving_all_takes():
     assert (frontier.less(0).saved, frontier.less(0).seconds) == (18 * 1024, 0.0)
     assert (frontier.less(0.12).saved, frontier.less(0.12).seconds) == (14 * 1024, 2.0)
     assert frontier.less(1).saved == 0
-    for share in (-0.1, 1.1, float("nan")):
+    for share in (-0.1, 1.1, float("nan"), "a", None, True):
         with pytest.raises(PolicyError, match="SK302"):
             frontier.less(share)
+
+
+def test_bytes_as_people_write_them():
+    frontier = Frontier(blocks(6), Prices(**{f"b{i}": 1.0 for i in range(6)}, **{f"a{i}": 1e3 for i in range(6)}))
+    for nbytes in ("10KiB", "10240", 10240, 10240.9, np.int64(10240), np.float32(10240)):
+        assert frontier.within(nbytes).saved == 10240
+        assert frontier.bound(nbytes) == pytest.approx(4.0, rel=1e-3)
+    assert frontier.within(float("inf")).saved == frontier.within(10**30).saved == 18 * 1024
+
+
+@pytest.mark.parametrize("method", ["within", "bound"])
+@pytest.mark.parametrize("nbytes", [float("nan"), -1, "much", "", None, True, [5]])
+def test_what_is_no_number_of_bytes(method, nbytes):
+    with pytest.raises(PolicyError, match=rf"SK302: {method}\(.* is no number of bytes"):
+        getattr(Frontier(blocks(1), Prices()), method)(nbytes)
 
 
 def test_fewer_bytes_than_the_least_are_refused_with_the_least():

@@ -451,6 +451,21 @@ def test_a_buffer_that_is_bound_anew_is_refused():
         capture_joint(Mean(), torch.randn(4, 3))
 
 
+def test_a_buffer_that_is_written_by_an_operator_is_kept():
+    class Count(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 3)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return (super().forward(x) * self.calls).sum()
+
+    model = Count()
+    assert capture_joint(model, torch.randn(4, 3)).run(torch.randn(4, 3)).updates == {"calls": torch.ones(())}
+    assert model.calls == 0
+
+
 def test_capture_keeps_neither_model_nor_inputs_alive():
     model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.randn(2, 3)
     joint = capture_joint(model, x)

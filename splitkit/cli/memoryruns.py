@@ -1,9 +1,7 @@
-"""Real runs of a model whose live bytes are measured; its state is put back afterwards."""
+"""Real runs of a model whose live bytes are measured; its state is put back afterwards, and its inputs are copies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from splitkit.cli.rehearsal import as_it_was, own_inputs
 from splitkit.costs.private import copied
 from splitkit.joint import Joint, capture_joint
 from splitkit.measure import MeasuredMemory, measure_memory
 from splitkit.memory import MemoryProfile, simulate_memory
 from splitkit.pair import Pair
 from splitkit.policies import SaveAll
-from splitkit.trial import untouched
 
 if TYPE_CHECKING:
     from splitkit.models import Example
@@ -26,9 +24,10 @@ if TYPE_CHECKING:
 
 def forward(module: nn.Module, example: Example, seed: int) -> MeasuredMemory:
     """One forward without autograd."""
-    with torch.no_grad(), _as_it_was(module, seed):
+    args, kwargs = own_inputs(example)
+    with torch.no_grad(), as_it_was(module, seed):
         # a partial: an input of the model may be called `allocator`
-        return measure_memory(partial(module, *example.args, **example.kwargs), allocator=True)
+        return measure_memory(partial(module, *args, **kwargs), allocator=True)
 
 
 def parts(split: Split, example: Example, seed: int) -> list[MeasuredMemory]:
@@ -36,13 +35,14 @@ def parts(split: Split, example: Example, seed: int) -> list[MeasuredMemory]:
     measured: list[MeasuredMemory] = []
 
     def measure(part: nn.Module, args: tuple[Any, ...]) -> None:
-        with _as_it_was(part, seed):
+        with as_it_was(part, seed):
             measured.append(measure_memory(part.forward, *copied(args), allocator=True))
 
+    args, kwargs = own_inputs(example)
     hooks = [part.register_forward_pre_hook(measure) for part in split.parts.values()]
     try:
-        with torch.no_grad(), _as_it_was(split.module, seed):
-            split(*example.args, **example.kwargs)
+        with torch.no_grad(), as_it_was(split.module, seed):
+            split(*args, **kwargs)
     finally:
         for hook in hooks:
             hook.remove()
@@ -82,14 +82,7 @@ def training(step: Training, example: Example, seed: int) -> MeasuredMemory:
     joint, pair = step.joint, step.pair
     primals, tangents = joint.primals(*example.args, **example.kwargs), joint.tangents()
     held = list(primals)  # the caller of a training step holds the parameters and the inputs
-    with _as_it_was(example.model, seed):
+    with as_it_was(example.model, seed):
         measured = measure_memory(pair.run, primals, tangents, allocator=True)
     del held
     return measured
-
-
-@contextmanager
-def _as_it_was(module: nn.Module, seed: int) -> Iterator[None]:
-    with untouched(module), torch.random.fork_rng():
-        torch.manual_seed(seed)
-        yield

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from splitkit.cli.rehearsal import as_it_was, own_inputs
 from splitkit.trainstep import sum_of_outputs
 
 if TYPE_CHECKING:
@@ -39,18 +40,17 @@ class Timed:
 
 
 def best(module: nn.Module, parts: Collection[nn.Module], example: Example, seed: int, repeat: int) -> Timed:
-    """The fastest of ``repeat`` steps of a module with these parts, all from the same random state."""
+    """The fastest of ``repeat`` steps of a module with these parts, all from one state, on copies of the inputs."""
     runs = [_step(module, parts, example, seed) for _ in range(repeat)]
     return min(runs, key=lambda run: run.forward + (run.backward or 0.0))
 
 
 def _step(module: nn.Module, parts: Collection[nn.Module], example: Example, seed: int) -> Timed:
-    module.zero_grad()
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    args, kwargs = own_inputs(example)
+    with as_it_was(module, seed):
         with _stopwatch(parts) as took:
             start = _now()
-            output = module(*example.args, **example.kwargs)
+            output = module(*args, **kwargs)
             forward = _now() - start
         loss, is_models = _loss(output)
         backward = None
@@ -58,8 +58,8 @@ def _step(module: nn.Module, parts: Collection[nn.Module], example: Example, see
             start = _now()
             loss.backward()  # type: ignore[no-untyped-call]
             backward = _now() - start
-    module.zero_grad()
-    return Timed(forward, backward, tuple(took), output, None if loss is None else float(loss.detach()), is_models)
+        value = None if loss is None else float(loss.detach())
+    return Timed(forward, backward, tuple(took), output, value, is_models)
 
 
 @contextmanager

@@ -49,7 +49,7 @@ class AroundOps:
         return isinstance(key, int) and key % 2 == 1
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
-        """Parts are ints; SK302 for what is no op."""
+        """Parts are ints; SK302 for what is no op, SK304 for the name of none."""
         labels = _number(flow, rule_of(self, self.ops, flow))
         listed = sum(map(self.is_listed, set(labels.values())))
         return ask_sizes_again(flow, Plan.of(labels, note=f"cut around {listed} runs of listed ops"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from math import isfinite
 from typing import Literal
@@ -18,12 +17,7 @@ from splitkit.policies.pricing import priced, require_price
 from splitkit.policies.save_all import SaveAll
 from splitkit.policies.search import Proof, Search
 from splitkit.savings import savings
-from splitkit.units import size
-
-_UNITS = {"": 1, "B": 1}
-for _power, _letter in enumerate("KMGT", 1):
-    _UNITS |= {f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+from splitkit.units import read_size, size
 
 
 @dataclass(frozen=True)
@@ -82,8 +76,8 @@ class Budget:
             return int(budget * whole)
         if isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0:
             return budget
-        if isinstance(budget, str) and (match := _SIZE.fullmatch(budget)) and match[2].upper() in _UNITS:
-            return int(float(match[1]) * _UNITS[match[2].upper()])
+        if isinstance(budget, str) and (nbytes := read_size(budget)) is not None:
+            return nbytes
         raise PolicyError(
             "SK302", f"Budget has budget={budget!r}", "Give bytes (an int, or '2GiB'), or a fraction from 0.0 to 1.0."
         )

@@ -61,7 +61,7 @@ class BySupport:
             raise PolicyError("SK302", f"BySupport(unsupported={self.unsupported!r})", "Use 'host' or 'parts'.")
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
-        """Number the levels; SK302 for what is no rule."""
+        """Number the levels; SK302 for what is no rule, SK304 for a name that is no op."""
         ask = self._rule(flow)
         kinds = {node: ask(node) for node in flow.nodes}
         levels = lowest(flow, kinds, 1)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import builtins
+import operator
+import sys
+from collections.abc import Callable, Collection, Iterable
+from difflib import get_close_matches
 from typing import Any
 
+import torch
 from torch import nn
 from torch.fx import Node
 
@@ -14,19 +19,24 @@ from splitkit.errors import PolicyError
 
 Op = str | Callable[..., Any]
 """One op: ``torch.ops.aten.mm.default``, ``torch.ops.aten.mm`` (any overload), ``torch.relu``, ``nn.Linear`` (a called
-module of that class), or text: ``"aten.mm"``, ``"vllm::attention"``, ``"relu_"`` (a method), ``"torch.relu"``."""
+module of that class), or text: ``"aten.mm"``, ``"vllm::attention"``, ``"relu_"`` (a method), ``"torch.relu"``,
+``"torch.nn.Linear"``."""
 
 Ops = Op | Collection[Op] | Callable[[Node], object]
 """One op in text or of `torch.ops`, a collection of ops, or a rule: any other callable is asked for each node."""
 
 Rule = Callable[[Node], bool]
 
+_UNNAMED = (torch.Tensor, torch, nn.functional, operator, builtins)
+"""Where a name without a module is looked for."""
+
 
 def rule_of(policy: object, ops: Ops, flow: Dataflow) -> Rule:
     """The rule behind ``ops``, for a policy that names itself in errors.
 
     Raises:
-        PolicyError: SK302 when an item is no op; later, when the rule fails on a node.
+        PolicyError: SK302 when an item is no op, and later when the rule fails on a node; SK304 when a name is that of
+            no op (an op that the graph does not have is fine: lists are written for many models).
     """
     if isinstance(ops, str | OpOverload | OpOverloadPacket | HigherOrderOperator | type):
         ops = (ops,)
@@ -57,16 +67,68 @@ def _listed(policy: object, ops: Collection[Op], flow: Dataflow) -> Rule:
             f"{type(policy).__name__} was given {ops!r:.200}, which are no ops",
             "List ops of torch.ops, functions, module classes, or their names: ['aten.mm', torch.relu].",
         )
-    wanted = {op.replace("::", ".") if isinstance(op, str) else op for op in ops}
-    known: dict[tuple[str, Any], bool] = {}
+    calls = {(n.op, n.target): n for n in flow.index if n.op.startswith("call_")}
+    spelled = {call: _spellings(node, flow.root) for call, node in calls.items()}
+    known = {name for names in spelled.values() for name in names if isinstance(name, str)}
+    wanted = {meant for op in ops for meant in (_meanings(policy, op, known) if isinstance(op, str) else (op,))}
+    listed = {call for call, names in spelled.items() if not wanted.isdisjoint(names)}
+    return lambda node: (node.op, node.target) in listed
 
-    def is_listed(node: Node) -> bool:
-        kind = (node.op, node.target)
-        if kind not in known:
-            known[kind] = not wanted.isdisjoint(_spellings(node, flow.root))
-        return known[kind]
 
-    return is_listed
+def _meanings(policy: object, text: str, known: Collection[str]) -> tuple[Any, ...]:
+    """A name as graphs spell it, and the function or class that it is the name of.
+
+    Raises:
+        PolicyError: SK304 when neither torch nor the graph, whose calls go by the names ``known``, has such an op.
+    """
+    name = text.removeprefix("torch.ops.").replace("::", ".")
+    found = _function(name)
+    if found is not None:
+        return name, found
+    if name in known or _is_op(name) or _may_come_later(text, name):
+        return (name,)
+    torchs = [f"aten.{op}" for op in torch.ops.aten] + [f"torch.{function}" for function in dir(torch)]
+    names = {*known, *torchs, *dir(torch.Tensor)} - {name}
+    near = get_close_matches(name, sorted(names), n=3, cutoff=0.7)
+    guess = f"Did you mean {', '.join(near)}? " if near else ""
+    raise PolicyError(
+        "SK304",
+        f"{type(policy).__name__} was given {text!r}, which is no op",
+        f"{guess}An op of a library that is not loaded is written library::op; a function of your own, or a class of "
+        "modules, is given as itself.",
+        [text],
+    )
+
+
+def _function(name: str) -> Any:
+    """The function or class of that name: of a module that is loaded, or of one that goes without saying."""
+    *spaces, last = name.split(".")
+    places = [_reached(sys.modules.get(spaces[0]), *spaces[1:])] if spaces else _UNNAMED
+    functions = filter(callable, (_reached(place, last) for place in places))
+    return next((found for found in functions if not isinstance(found, OpOverload | OpOverloadPacket)), None)
+
+
+def _reached(start: Any, *names: str) -> Any:
+    for name in names:
+        try:
+            start = getattr(start, name, None)
+        except Exception:  # a module that loads others when it is asked, and cannot
+            return None
+    return start
+
+
+def _is_op(name: str) -> bool:
+    """Whether ``torch.ops`` has it; a higher-order op may go without its library."""
+    ops = (_reached(torch.ops, *name.split(".")), _reached(torch.ops.higher_order, name))
+    return any(isinstance(op, OpOverload | OpOverloadPacket | HigherOrderOperator) for op in ops)
+
+
+def _may_come_later(text: str, name: str) -> bool:
+    """Whether a library that is not loaded, or not as a whole, may define it; aten is there as a whole."""
+    library, dot, _ = name.partition(".")
+    ops = _reached(torch.ops, library)
+    is_loaded = isinstance(ops, Iterable) and any(True for _ in ops)
+    return bool(dot) and library != "aten" and ("::" in text or is_loaded)
 
 
 def _spellings(node: Node, root: nn.Module) -> list[Any]:

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from splitkit.costs import Costs
 from splitkit.dataflow import Dataflow
-from splitkit.errors import PolicyError
+from splitkit.errors import PolicyError, SplitError
 from splitkit.halves import as_joint
 from splitkit.plan import Plan
 from splitkit.policies.cutting import Cutting, cheapest
@@ -26,6 +26,8 @@ Rules = Callable[[Savings], tuple[Mapping[Node, str], NDArray[np.float64]]]
 saving each storage weighs, shape (k,)."""
 
 _RATE = 1e11  # the default of MinCut.price
+_SIZE = "It takes a node, and returns bytes, not negative; infinite for what may not be saved."
+_RULES = "Rules take splitkit.savings.Savings, and return ({op: reason}, an array of what each storage weighs)."
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,14 @@ class MinCut:
 
     def __post_init__(self) -> None:
         price: object = self.price
-        if price != "fused" and (not isinstance(price, int | float) or not 0 <= price < float("inf")):
+        is_number = isinstance(price, int | float) and not isinstance(price, bool) and 0 <= price < float("inf")
+        if not is_number and price != "fused":
             remedy = "Give bytes a second, not negative: 1e11; or 'fused'."
             raise PolicyError("SK302", f"MinCut has price={price!r}", remedy)
+        functions: dict[str, tuple[object, str]] = {"size": (self.size, _SIZE), "rules": (self.rules, _RULES)}
+        for name, (value, remedy) in functions.items():
+            if value is not None and not callable(value):
+                raise PolicyError("SK302", f"MinCut has {name}={value!r:.200}, which is no function", remedy)
 
     @classmethod
     def functorch(cls) -> MinCut:
@@ -73,13 +80,17 @@ class MinCut:
         return cls(price=0.0, rules=torch_rules)
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
-        """Parts are ``"forward"`` and ``"backward"``; SK302 for a graph that is no joint graph, SK303 when ``size``
-        leaves no plan.
+        """Parts are ``"forward"`` and ``"backward"``.
+
+        Raises:
+            PolicyError: SK302 for a graph that is no joint graph, and when ``size`` or ``rules`` fail or give what is
+                no number of bytes.
+            NoPlanError: SK303 when ``size`` or ``rules`` leave no plan.
         """
         joint = as_joint(self, flow)
         rate = _RATE if isinstance(self.price, str) else self.price
         problem = savings(joint, priced(joint, costs, self.price) if isinstance(self.price, str) else costs)
-        banned, weights = self.rules(problem) if self.rules else ({}, problem.nbytes.astype(np.float64))
+        banned, weights = _ruled(problem, self.rules) if self.rules else ({}, problem.nbytes.astype(np.float64))
         if self.size is not None:
             weights = _weights(problem, self.size)
         saves = set(problem.maker[problem.savable].tolist())
@@ -88,14 +99,47 @@ class MinCut:
         return choice.plan(f"min-cut: {in_bytes(choice.nbytes)} saved, {choice.seconds:.3g} s computed again")
 
 
+def _ruled(problem: Savings, rules: Rules) -> tuple[Mapping[Node, str], NDArray[np.float64]]:
+    """What rules of the user's say, checked."""
+    try:
+        banned, found = rules(problem)
+        given: object = banned
+        weights = np.asarray(found, np.float64)
+    except SplitError:
+        raise
+    except Exception as error:
+        reason = f"the rules {rules!r} of MinCut fail: {type(error).__name__}: {error}"
+        raise PolicyError("SK302", reason, _RULES) from error
+    flaw = ""
+    if not isinstance(given, Mapping):
+        flaw = f"a {type(given).__name__} as the ops that may not run again"
+    elif weights.shape != problem.nbytes.shape:
+        flaw = f"weights of shape {weights.shape} for {len(problem.nbytes)} storages"
+    elif not (weights >= 0).all():
+        flaw = "a weight that is negative, or nan"
+    if flaw:
+        raise PolicyError("SK302", f"the rules {rules!r} of MinCut give {flaw}", _RULES)
+    return banned, weights
+
+
 def _weights(problem: Savings, size: Callable[[Node], float]) -> NDArray[np.float64]:
     """(k,); what saving each storage costs by a rule that is asked for the value that would be saved."""
     weights = np.zeros(len(problem.nbytes))
     for value, storage, savable in zip(problem.values, problem.storage, problem.savable, strict=True):
         if savable:
-            weights[storage] = weight = float(size(value))
-            if not weight >= 0:
-                raise PolicyError(
-                    "SK302", f"MinCut's size gives {weight} for {value.name}", "Give bytes, not negative.", [value]
-                )
+            weights[storage] = _weight(value, size)
     return weights
+
+
+def _weight(value: Node, size: Callable[[Node], float]) -> float:
+    """What ``size`` says of one value, checked."""
+    try:
+        weight = float(found := size(value))
+    except SplitError:
+        raise
+    except Exception as error:
+        reason = f"MinCut's size fails on {value.name}: {type(error).__name__}: {error}"
+        raise PolicyError("SK302", reason, _SIZE, [value]) from error
+    if not weight >= 0:
+        raise PolicyError("SK302", f"MinCut's size gives {found!r} for {value.name}", _SIZE, [value])
+    return weight

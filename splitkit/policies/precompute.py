@@ -10,8 +10,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from splitkit.costs import Costs, unit
 from splitkit.dataflow import Dataflow
+from splitkit.errors import PolicyError
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, as_joint, homes, is_pinned, with_inputs
-from splitkit.plan import Plan, Policy
+from splitkit.plan import Plan, Policy, as_plan
 from splitkit.policies.cutting import Cutting, cheapest
 from splitkit.policies.matching import Ops, Rule, rule_of
 from splitkit.policies.save_all import SaveAll
@@ -36,10 +37,18 @@ class Precompute:
     base: Policy = field(default_factory=SaveAll)
     movable: Ops | None = None
 
+    def __post_init__(self) -> None:
+        base: object = self.base
+        if not isinstance(base, Policy) or isinstance(base, type):
+            remedy = "Give a policy object for a joint graph: Precompute(SaveAll())."
+            raise PolicyError("SK302", f"Precompute has base={base!r:.200}, which is no policy object", remedy)
+
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
-        """Parts are ``"forward"`` and ``"backward"``; SK302 for a graph that is no joint graph."""
+        """Parts are ``"forward"`` and ``"backward"``; SK302 for a graph that is no joint graph, SK304 for a name in
+        ``movable`` that is no op.
+        """
         joint = as_joint(self, flow)
-        plan = self.base.assign(joint, costs)
+        plan = as_plan(self.base, joint, costs)
         if self.movable is None:
             return precompute(joint, plan)
         return precompute_listed(joint, plan, rule_of(self, self.movable, joint))

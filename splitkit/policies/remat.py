@@ -39,9 +39,19 @@ class Remat:
     keep: Ops = ()
     modules: str | Collection[str] = "*"
 
+    def __post_init__(self) -> None:
+        modules: object = self.modules
+        patterns = (modules,) if isinstance(modules, str) else modules
+        if not isinstance(patterns, Collection) or not patterns or not all(isinstance(p, str) for p in patterns):
+            raise PolicyError(
+                "SK302",
+                f"Remat has modules={modules!r:.200}, which are no patterns of module paths",
+                "Give 'transformer.h.*' or a list of such; '*' is all of them, and SaveAll() computes nothing again.",
+            )
+
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
         """Parts are ``"forward"`` and ``"backward"``; SK302 for a graph that is no joint graph, SK304 for a pattern
-        that matches no module.
+        that matches no module, and for a name that is no op.
         """
         joint = as_joint(self, flow)
         plan, kept = homes(joint), rule_of(self, self.keep, joint)

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 import splitkit as sk
 from splitkit import models
@@ -26,6 +27,17 @@ class Net(nn.Module):
         x.add_(1.0)
         return {"z": (y * self.drop(self.second(torch.relu(self.norm(self.first(x)))))).square().mean()}
 
+class Writing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x):
+        x.mul_(2)
+        self.mean.lerp_(x.mean(0), 0.5)
+        return (self.linear(x).sin() * self.mean).sum()
+
 class Other(nn.Module):  # what is captured is not what runs
     def __init__(self, value=1.0, gradient=1.0, state=0.0):
         super().__init__()
@@ -41,6 +53,9 @@ class Other(nn.Module):  # what is captured is not what runs
 
 def net():
     return Net(), (torch.randn(5, 6), torch.randn(5, 6, requires_grad=True))
+
+def writing():
+    return Writing(), (torch.randn(4, 3),)
 
 def value():
     return Other(value=2.0), torch.ones(3)
@@ -236,3 +251,33 @@ def test_sweep(call):
     assert all(p["peak"] > p["saved"] for p in points)
     code, out, _ = call("sweep", "gpt2", *TINY, "--points", "4")
     assert code == 0 and "roofline of a100" in out and "100%" in out
+
+
+@pytest.mark.parametrize("what", ["step", "one part", "two parts"])
+def test_the_numbers_of_a_model_that_writes_do_not_depend_on_the_repeats(data, step, factory, what):
+    spec = f"{factory}:writing"
+    if what == "step":
+        words = ["run", step(spec, "SaveAll()"), "--model", spec]
+    else:
+        words = ["run", spec, "--stages", "1" if what == "one part" else "2"]
+    losses, checks = set(), []
+    for repeat in (1, 3):
+        code, found = data(*words, "--check", "--repeat", repeat)
+        assert code == 0 and found["check"]["same"]
+        losses |= {found["loss"], *found["check"]["loss"][: 2 if what == "step" else 0]}
+        checks.append(found["check"])
+    assert len(losses) == 1
+    assert checks[0] == checks[1]
+
+
+def test_profile_writes_nothing_that_the_next_run_reads(factory):
+    from splitkit.cli import memoryruns
+
+    made = models.load(f"{factory}:writing")
+    before = [made.args[0].clone(), made.model.mean.clone()]
+    split = sk.split(sk.capture(made.model, *made.args), sk.policies.Stages(2))
+    memoryruns.forward(made.model, made, 0)
+    memoryruns.parts(split, made, 0)
+    memoryruns.training(memoryruns.Training.of(made), made, 0)
+    after = [made.args[0], made.model.mean]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

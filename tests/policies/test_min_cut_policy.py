@@ -96,17 +96,67 @@ def test_what_may_not_be_saved_is_named_with_the_way_to_backward():
     assert divide(flow, MinCut(size=lambda node: math.inf if node.name == "a" else 1), Prices()).saved == ("r",)
 
 
-@pytest.mark.parametrize("price", [-1, math.inf, math.nan, "1"])
+@pytest.mark.parametrize("price", [-1, math.inf, math.nan, "1", True, None, [1]])
 def test_a_bad_price_is_refused(price):
     with pytest.raises(PolicyError, match="SK302"):
         MinCut(price=price)
 
 
-@pytest.mark.parametrize("weight", [-1, math.nan])
-def test_a_bad_size_is_refused(weight):
+def one_op():
     h = Hand().inputs(x=1).gradients(g=1).op("a", 1, "x").op("loss", 1, "a").back("gx", 1, "g", "a")
-    with pytest.raises(PolicyError, match="SK302.* a"):
-        divide(h.flow("loss", "gx"), MinCut(size=lambda node: weight), Prices())
+    return h.flow("loss", "gx")
+
+
+@pytest.mark.parametrize("weight", [-1, math.nan, None, [], "much"])
+def test_a_bad_size_is_refused(weight):
+    with pytest.raises(PolicyError, match=r"SK302.* a\b.*\n  It takes a node") as caught:
+        divide(one_op(), MinCut(size=lambda node: weight), Prices())
+    assert caught.value.nodes == ("a",)
+
+
+def test_a_size_that_fails_is_refused_with_the_reason():
+    with pytest.raises(PolicyError, match="SK302: MinCut's size fails on a: ZeroDivisionError"):
+        divide(one_op(), MinCut(size=lambda node: 1 / 0), Prices())
+    with pytest.raises(NoPlanError, match="SK303: mine"):
+        divide(one_op(), MinCut(size=refusing), Prices())
+
+
+def refusing(_):
+    raise NoPlanError("SK303", "mine")
+
+
+@pytest.mark.parametrize("field", ["size", "rules"])
+@pytest.mark.parametrize("value", [5, "bytes", []])
+def test_what_is_no_function_is_refused(field, value):
+    with pytest.raises(PolicyError, match=f"SK302: MinCut has {field}=.*, which is no function\n"):
+        MinCut(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("rules", "flaw"),
+    [
+        (lambda problem: None, "fail: TypeError"),
+        (lambda problem: 1 / 0, "fail: ZeroDivisionError"),
+        (lambda problem: ({}, None), "weights of shape"),
+        (lambda problem: ({}, "much"), "fail: ValueError"),
+        (lambda problem: ({}, problem.nbytes[:-1]), r"weights of shape \(0,\) for 1 storages"),
+        (lambda problem: ({}, problem.nbytes[:, None]), "weights of shape"),
+        (lambda problem: ({}, -1.0 * problem.nbytes), "a weight that is negative"),
+        (lambda problem: ({}, math.nan * problem.nbytes), "a weight that is negative, or nan"),
+        (lambda problem: (list(problem.ops), problem.nbytes), "a list as the ops"),
+    ],
+)
+def test_bad_rules_are_refused(rules, flaw):
+    with pytest.raises(PolicyError, match=rf"SK302: the rules .* of MinCut .*{flaw}.*\n  Rules take"):
+        divide(one_op(), MinCut(rules=rules), Prices())
+    with pytest.raises(NoPlanError, match="SK303: mine"):
+        divide(one_op(), MinCut(rules=refusing), Prices())
+
+
+def test_rules_may_weigh_in_lists_and_whole_numbers():
+    for weights in (lambda p: p.nbytes, lambda p: p.nbytes.tolist()):
+        policy = MinCut(rules=lambda problem, weights=weights: ({}, weights(problem)))
+        assert divide(one_op(), policy, Prices()).saved == divide(one_op(), MinCut(), Prices()).saved
 
 
 def test_another_graph_is_refused():

@@ -265,3 +265,26 @@ def test_other_graphs_and_other_words_are_refused(chain):
     h = Hand().inputs(w=1).op("loss", 1, "w").gradients(t=1).back("g", 1, "t")
     with pytest.raises(PolicyError, match="SK302"):
         divide(h.flow("loss", "g"), Precompute(movable=[3]), None)
+
+
+@pytest.mark.parametrize("base", [5, None, SaveAll, "SaveAll()"])
+def test_what_is_no_base(base):
+    with pytest.raises(PolicyError, match=r"SK302: Precompute has base=.*\n  Give a policy object"):
+        Precompute(base)
+
+
+class _Planless:
+    def assign(self, flow, costs):
+        return None
+
+
+def test_a_base_that_makes_no_plan():
+    h = Hand().inputs(w=1).op("a", 4, "w").op("loss", 1, "a").gradients(t=1).back("g", 1, "t", "a")
+    with pytest.raises(PolicyError, match="SK301"):
+        saved_by(h.flow("loss", "g"), Precompute(_Planless()))
+
+
+def test_a_name_that_is_no_op_moved_nothing_in_silence():
+    h = Hand().inputs(w=1).op("a", 4, "w").op("loss", 1, "a").gradients(t=1).back("g", 1, "t", "a")
+    with pytest.raises(PolicyError, match=r"SK304: Precompute was given 'aten\.zzz'"):
+        saved_by(h.flow("loss", "g"), Precompute(movable=["aten.zzz"]))

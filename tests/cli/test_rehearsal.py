@@ -1,0 +1,40 @@
+"""Runs that leave no trace."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from splitkit.cli.rehearsal import as_it_was, own_inputs
+from splitkit.models import Example
+
+
+def test_inputs_are_copies_that_share_memory_with_each_other_as_before():
+    x = torch.arange(6.0)
+    needed = (x * 2).requires_grad_()
+    kept = object()
+    args, kwargs = own_inputs(Example(nn.Identity(), (x, [x[2:], 5]), {"y": needed, "z": kept}))
+    assert args[1][1] == 5 and kwargs["z"] is kept
+    assert not args[0].requires_grad and kwargs["y"].requires_grad and kwargs["y"].is_leaf
+    args[0][2] = -1.0
+    assert args[1][0][0] == -1.0
+    kwargs["y"].sum().backward()
+    assert needed.grad is None
+    assert torch.equal(x, torch.arange(6.0))
+
+
+def test_state_gradients_and_random_numbers_are_put_back():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+    model[0].weight.grad = torch.ones(3, 3)
+    before, random = {n: t.clone() for n, t in model.state_dict().items()}, torch.get_rng_state()
+    drawn = []
+    for _ in range(2):
+        with as_it_was(model, 7):
+            assert model[0].weight.grad is None
+            output = model(torch.ones(4, 3))
+            output.sum().backward()
+            drawn.append(output.detach())
+    assert torch.equal(*drawn)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert torch.equal(model[0].weight.grad, torch.ones(3, 3)) and model[0].bias.grad is None
