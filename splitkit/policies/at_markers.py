@@ -43,7 +43,7 @@ class AtMarkers:
     marker: Marker
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
-        """Count the markers; SK302 for what is no marker, SK304 for a module that the graph lacks, or a name that is no op."""
+        """Count the markers; SK302 for what is no marker, SK304 for no module of the graph, or a name of no op."""
         begins = _borders(self.marker, flow) if isinstance(self.marker, Mapping) else _marked(self, self.marker, flow)
         labels: dict[Node, PartKey] = {}
         part = 0
