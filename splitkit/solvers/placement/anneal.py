@@ -1,0 +1,263 @@
+"""Simulated annealing of many placements at once, each step one move in every one of them.
+
+A move takes one unit to another device. Only these two devices' loads change: with ``a`` and ``b`` pins of a net of
+``s`` on them before, the first pays for it after if ``a > 1``, the second if ``b + 1 < s``. All placements are rows of
+arrays, so that numpy makes millions of moves a second. From time to time the worst placements become copies of the
+best ("go with the winners", Aldous and Vazirani 1994).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from splitkit.solvers.placement.core import BIG, Core
+from splitkit.solvers.placement.problem import Bools, Floats, Ints, Problem
+
+# First near the start, then over a smoother landscape that knows all loads, far from it, then near what was found.
+# Each: share of the time; the norm of the loads that stands for the greatest; temperatures, of its logarithm times it.
+_PHASES = ((0.5, 20.0, 0.02, 0.0002), (0.2, 10.0, 0.3, 0.003), (0.3, 20.0, 0.02, 0.0002))
+_ROUND = 200  # steps between two looks at the clock
+_MOST_ROWS, _CELLS = 256, 2**22
+_STEP_SECONDS, _ENTRY_SECONDS = 3e-4, 1e-7  # what a step takes, about, and more for each net of each unit moved
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Devices one by one, as annealing needs them.
+
+    Attributes:
+        work: (d, n) of each unit on each device; infinite where it is not supported.
+        costs: (d, m) of each net for a device that holds it in part.
+        nbytes: (d, n) of each unit on each device.
+        capacity: (d,) bytes.
+        staged: device i is stage i, and no edge goes from a stage to an earlier one.
+        fill: no device stays empty.
+    """
+
+    work: Floats
+    costs: Floats
+    nbytes: Floats
+    capacity: Floats
+    staged: bool
+    fill: bool
+
+    @classmethod
+    def of(cls, core: Core, kinds: tuple[int, ...], flights: tuple[int, ...], *, staged: bool, fill: bool) -> Places:
+        """The devices of these classes, with so many microbatches in flight in each."""
+        rows = list(kinds)
+        capacity = [np.inf if core.kinds[k].capacity >= BIG else float(core.kinds[k].capacity) for k in kinds]
+        return cls(
+            work=np.where(core.barred, np.inf, core.work / core.scale)[rows],
+            costs=(core.costs / core.scale)[rows],
+            nbytes=core.nbytes + np.array(flights, np.float64)[:, None] * core.saved,
+            capacity=np.array(capacity),
+            staged=staged,
+            fill=fill,
+        )
+
+    @classmethod
+    def of_problem(cls, problem: Problem, core: Core) -> Places:
+        """The devices of a problem, nothing in flight, in any order."""
+        kinds = [0] * len(problem.devices)
+        for kind, spec in enumerate(core.kinds):
+            for device in spec.devices:
+                kinds[device] = kind
+        return cls.of(core, tuple(kinds), (0,) * len(kinds), staged=False, fill=problem.fill)
+
+
+class Schedule:
+    """How far annealing is: by rounds, so that it comes out the same each time, unless the time runs faster.
+
+    Args:
+        rounds: how many there are.
+        deadline: when it ends at the latest, as `time.monotonic` tells.
+    """
+
+    def __init__(self, rounds: int, deadline: float) -> None:
+        self._rounds = rounds
+        self._start = time.monotonic()
+        self._seconds = deadline - self._start
+        self._past = 0
+
+    def next(self) -> float | None:
+        """From 0 to 1, the progress of the next round; None when there is none."""
+        done = max(self._past / self._rounds, (time.monotonic() - self._start) / max(self._seconds, 1e-9))
+        self._past += 1
+        return done if done < 1 else None
+
+
+def rows_of(core: Core, devices: int) -> int:
+    """How many placements to anneal at once: fewer of larger ones."""
+    cells = max(1, core.costs.shape[1] * devices)
+    return int(min(_MOST_ROWS, max(8, _CELLS // cells)))
+
+
+class Population:
+    """Placements of a core's units on devices, all annealed at once.
+
+    Args:
+        core: whose units (n).
+        places: the devices (d).
+        start: (n,) the device of each unit at first; it must keep to everything.
+        size: how many placements (r).
+
+    Attributes:
+        device: (r, n) the device of each unit.
+        loads: (r, d) seconds of each device.
+        best: (n,) the best placement so far.
+        value: its greatest load.
+    """
+
+    def __init__(self, core: Core, places: Places, start: Ints, size: int) -> None:
+        self._core = core
+        self._places = places
+        self._random = np.random.default_rng(0)
+        self._rows = np.arange(size)
+        self._devices, self._nets = len(places.work), core.costs.shape[1]
+        self._touching = _padded(core.pins, core.pin_nets, core.size, self._nets)  # (n, most) nets, then a free one
+        self._sizes = np.append(np.diff(core.starts), 2)
+        self._costs = np.concatenate([places.costs, np.zeros((self._devices, 1))], axis=1)
+        before = _padded(core.edges[:, 1], core.edges[:, 0], core.size, core.size)
+        after = _padded(core.edges[:, 0], core.edges[:, 1], core.size, core.size + 1)
+        self._before, self._after = before, after
+        self.device: Ints = np.tile(start, (size, 1))
+        self._recount()
+        self.best = start
+        self.value = np.inf
+        self._keep()
+
+    def rounds(self, seconds: float) -> int:
+        """About how many rounds fit in some seconds."""
+        step = _STEP_SECONDS + _ENTRY_SECONDS * len(self._rows) * self._touching.shape[1]
+        return max(1, int(seconds / (step * _ROUND)))
+
+    def run(self, schedule: Schedule, enough: float = 0.0) -> None:
+        """Anneal until the schedule ends, or a value is reached that is ``enough``."""
+        while self.value > enough and (done := schedule.next()) is not None:
+            power, heat = _phase(done)
+            for _ in range(_ROUND):
+                self._step(power, heat)
+            self._recount()
+            self._select(power)
+
+    def _recount(self) -> None:
+        """Loads, bytes and pins of every placement, from the start: sums that were added to drift."""
+        core, places = self._core, self._places
+        size = len(self._rows)
+        self._pins = np.zeros((size, self._nets + 1, self._devices), np.int32)
+        of_pin = self.device[:, core.pins]
+        np.add.at(self._pins, (self._rows[:, None], core.pin_nets[None], of_pin), 1)
+        partly = (self._pins > 0) & (self._pins < self._sizes[None, :, None])
+        self.loads = np.einsum("rmd,dm->rd", partly, self._costs)
+        self._bytes = np.zeros((size, self._devices))
+        self._count = np.zeros((size, self._devices), np.int64)
+        unit = np.arange(core.size)[None]
+        where = (np.broadcast_to(self._rows[:, None], self.device.shape), self.device)
+        np.add.at(self.loads, where, places.work[self.device, unit])
+        np.add.at(self._bytes, where, places.nbytes[self.device, unit])
+        np.add.at(self._count, where, 1)
+
+    def _step(self, power: float, heat: float) -> None:
+        """One move in every placement, taken or not."""
+        rows, random, places = self._rows, self._random, self._places
+        unit = random.integers(self._core.size, size=len(rows))
+        old = self.device[rows, unit]
+        new = self._target(unit, old)
+        nets = self._touching[unit]
+        here, there = self._pins[rows[:, None], nets, old[:, None]], self._pins[rows[:, None], nets, new[:, None]]
+        sizes = self._sizes[nets]
+        lost = self._costs[old[:, None], nets] * ((here > 1).astype(np.int8) - (here < sizes))
+        won = self._costs[new[:, None], nets] * ((there + 1 < sizes).astype(np.int8) - (there > 0))
+        load_old, load_new = self.loads[rows, old], self.loads[rows, new]
+        less = load_old - places.work[old, unit] + lost.sum(axis=1)
+        more = load_new + places.work[new, unit] + won.sum(axis=1)
+        allowed = (new != old) & self._allowed(unit, old, new)
+        reference = self.loads.max(axis=1) + 1e-300
+        energy = ((self.loads / reference[:, None]) ** power).sum(axis=1)
+        with np.errstate(invalid="ignore", over="ignore"):
+            change = (np.maximum(less, 0) / reference) ** power + (more / reference) ** power
+            change -= (load_old / reference) ** power + (load_new / reference) ** power
+            rise = np.log(np.maximum(energy + change, 1e-300) / energy)
+        taken = allowed & (rise <= heat * random.exponential(size=len(rows)))
+        self._apply(np.flatnonzero(taken), unit, old, new, nets, less, more)
+        self._keep()
+
+    def _target(self, unit: Ints, old: Ints) -> Ints:
+        """Where to: the device of another pin of a net, or any device."""
+        random, rows = self._random, self._rows
+        core = self._core
+        new = random.integers(self._devices, size=len(rows))
+        nets = self._touching[unit, random.integers(self._touching.shape[1], size=len(rows))]
+        some = nets < self._nets
+        if some.any():
+            chosen = nets[some]
+            pin = core.pins[core.starts[chosen] + random.integers(core.starts[chosen + 1] - core.starts[chosen])]
+            near = self.device[rows[some], pin]
+            new[some] = np.where(near == old[some], new[some], near)
+        return new
+
+    def _allowed(self, unit: Ints, old: Ints, new: Ints) -> Bools:
+        """Whether moves keep to memory, to the stages, and to the devices to be filled."""
+        rows, places = self._rows, self._places
+        fits: Bools = self._bytes[rows, new] + places.nbytes[new, unit] <= places.capacity[new]
+        if places.fill:
+            fits &= self._count[rows, old] > 1
+        if places.staged:
+            size = len(rows)
+            edge = np.concatenate([self.device, np.zeros((size, 1), np.int64), np.full((size, 1), self._devices)], 1)
+            fits &= (edge[rows[:, None], self._before[unit]] <= new[:, None]).all(axis=1)
+            fits &= (edge[rows[:, None], self._after[unit]] >= new[:, None]).all(axis=1)
+        return fits
+
+    def _apply(self, rows: Ints, unit: Ints, old: Ints, new: Ints, nets: Ints, less: Floats, more: Floats) -> None:
+        places = self._places
+        unit, old, new, nets = unit[rows], old[rows], new[rows], nets[rows]
+        self.device[rows, unit] = new
+        self.loads[rows, old], self.loads[rows, new] = less[rows], more[rows]
+        self._bytes[rows, old] -= places.nbytes[old, unit]
+        self._bytes[rows, new] += places.nbytes[new, unit]
+        self._count[rows, old] -= 1
+        self._count[rows, new] += 1
+        real = nets < self._nets
+        row, net = np.nonzero(real)[0], nets[real]
+        self._pins[rows[row], net, old[row]] -= 1
+        self._pins[rows[row], net, new[row]] += 1
+
+    def _keep(self) -> None:
+        """Remember the best placement."""
+        worst = self.loads.max(axis=1)
+        for row in np.flatnonzero(worst < self.value * (1 - 1e-12)).tolist():
+            if worst[row] < self.value * (1 - 1e-12):
+                self.best, self.value = self.device[row].copy(), float(worst[row])
+
+    def _select(self, power: float) -> None:
+        """The worst eighth become copies of the best eighth."""
+        share = len(self._rows) // 8
+        if not share:
+            return
+        order = np.argsort(((self.loads / self.loads.max()) ** power).sum(axis=1), kind="stable")
+        good, bad = order[:share], order[-share:]
+        for state in (self.device, self._pins, self.loads, self._bytes, self._count):
+            state[bad] = state[good]
+
+
+def _phase(done: float) -> tuple[float, float]:
+    """The power and the temperature at a progress from 0 to 1."""
+    for share, power, hot, cold in _PHASES:
+        if done < share:
+            return power, hot * (cold / hot) ** (done / share)
+        done -= share
+    return power, cold
+
+
+def _padded(owner: Ints, value: Ints, size: int, fill: int) -> Ints:
+    """(size, most) the values of each owner, filled up."""
+    order = np.argsort(owner, kind="stable")
+    counts = np.bincount(owner, minlength=size)
+    table = np.full((size, max(1, int(counts.max(initial=0)))), fill, np.int64)
+    column = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    table[owner[order], column] = value[order]
+    return table

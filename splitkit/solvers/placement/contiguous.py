@@ -1,0 +1,97 @@
+"""Stages with the least greatest load, each a convex set of units, in an order without circles."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from splitkit.solvers.placement import bounds
+from splitkit.solvers.placement.checks import check
+from splitkit.solvers.placement.contract import contracted
+from splitkit.solvers.placement.core import Core, core_of, exact_links
+from splitkit.solvers.placement.evaluate import faults, loads
+from splitkit.solvers.placement.groups import fused
+from splitkit.solvers.placement.ladder import MOST_LEVELS, ladder, level_count
+from splitkit.solvers.placement.memory import lacking, stages_fit
+from splitkit.solvers.placement.problem import Ints, Problem
+from splitkit.solvers.placement.search import Search
+from splitkit.solvers.placement.solution import Key, Solution
+from splitkit.solvers.placement.stages import Stages
+
+SECONDS = 9.0
+_MOST_CONTRACTED = 50_000  # units up to which idle ones are joined
+
+
+def contiguous(problem: Problem, *, seconds: float = SECONDS, prefer: Key | None = None) -> Solution:
+    """Stages with the least greatest load.
+
+    First the best along nine orders of the units (`linear`), then the best over all orders (`ideals`), then what the
+    time allows: windows of a few stages, bounds, a mixed-integer program. The same problem gives the same placement
+    as long as the time is enough.
+
+    Args:
+        problem: what is placed.
+        seconds: for the search. The orders are always tried, so this can be exceeded on huge graphs.
+        prefer: which of several placements of equal value is taken: the one of the least key. Some are weighed, not
+            all that there are.
+
+    Raises:
+        InfeasibleError: there is no placement, or none was found.
+    """
+    start = time.monotonic()
+    core = core_of(problem, fused(problem))
+    check(problem, core)
+    if level_count(core, problem.ordered) > MOST_LEVELS:  # too many classes: in the order in which they are given
+        found = contiguous(replace(problem, ordered=True), seconds=seconds, prefer=prefer)
+        return replace(found, bound=min(found.value, _seconds(core, bounds.simple(core))))
+    exact = exact_links(problem)
+    joinable = exact and not problem.fill
+    small = contracted(core) if joinable and core.size <= _MOST_CONTRACTED else core
+    steps = ladder(small, problem.in_flight, ordered=problem.ordered, fill=problem.fill)
+    search = Search(small.reversed(), steps, seconds, joinable=joinable)
+    search.run()
+    if search.best is None:
+        raise lacking(problem, stages_fit, proven=search.closed)
+    plans = search.plans if not exact else [search.best, *(search.ties() if prefer else ())]
+    device, order = _preferred(problem, small, plans, prefer)
+    value = loads(problem, device)
+    wrong = faults(problem, device, order)
+    assert not wrong, wrong
+    bound = search.bound if search.bound < search.limit else search.limit
+    return Solution(
+        device=device,
+        order=order,
+        value=float(value.max()),
+        bound=min(float(value.max()), bound / small.scale),
+        solver=search.found_by if search.found_by == search.proved_by else f"{search.found_by}, {search.proved_by}",
+        seconds=time.monotonic() - start,
+        loads=value,
+        tolerance=2 * small.slack / max(1, search.limit) + 1e-12,
+    )
+
+
+def _seconds(core: Core, bound: int) -> float:
+    return max(0.0, bound - core.slack) / core.scale
+
+
+def _preferred(problem: Problem, core: Core, plans: list[Stages], prefer: Key | None) -> tuple[Ints, tuple[int, ...]]:
+    """The best of several stages: by their greatest load, then by the key, then the first."""
+    placed = [_placed(core, stages) for stages in plans]
+    if len(placed) == 1:
+        return placed[0]
+    worst = [float(loads(problem, device).max()) for device, _ in placed]
+    least = min(worst)
+    best = [place for place, value in zip(placed, worst, strict=True) if value <= least * (1 + 1e-12)]
+    return min(best, key=lambda place: prefer(*place)) if prefer else best[0]
+
+
+def _placed(core: Core, stages: Stages) -> tuple[Ints, tuple[int, ...]]:
+    """The device of each unit of the problem, and the used devices from first to last."""
+    unused = {kind: list(spec.devices) for kind, spec in enumerate(core.kinds)}
+    first_to_last = [unused[kind].pop(0) for kind in reversed(stages.kinds)]
+    of_stage = np.array(first_to_last[::-1], np.int64)
+    device = of_stage[stages.rank][core.group]
+    used = set(np.unique(device).tolist())
+    return device, tuple(d for d in first_to_last if d in used)

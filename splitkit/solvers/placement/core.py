@@ -1,0 +1,211 @@
+"""The core of a placement problem: groups instead of units, classes of equal devices, whole numbers instead of seconds.
+
+All sums and comparisons of the exact solvers are over whole numbers: sums of floats round, and lose an optimum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from scipy.sparse import csr_array
+
+from splitkit.solvers.placement.groups import distinct, group_edges
+from splitkit.solvers.placement.problem import Bools, Floats, Ints, Problem
+
+BIG = 2**61
+"""More than any load."""
+_ROOM = 2.0**58  # the sum of all work and all costs stays below this
+_EXACT = 2.0**52  # whole numbers up to this sum are kept as they are
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A class of devices that are alike.
+
+    Attributes:
+        devices: their numbers.
+        capacity: bytes, `BIG` for no limit.
+        host: they pay no communication.
+        factor: on the cost of nets; where links differ the least of them, so that loads are bounds.
+    """
+
+    devices: tuple[int, ...]
+    capacity: int
+    host: bool
+    factor: float
+
+
+@dataclass(frozen=True, eq=False)
+class Core:
+    """Units (n) that are groups of a problem's, nets (m) of at least two pins, order edges (e) without circles.
+
+    Attributes:
+        work: (classes, n) whole numbers; 0 where ``barred``.
+        barred: (classes, n) where a class does not support a unit.
+        nbytes: (n,) all the time.
+        saved: (n,) for each microbatch in flight.
+        costs: (classes, m) of each net for a device that holds it in part.
+        starts: (m + 1,) of the pins of each net.
+        pins: (q,) each once in a net, the maker first.
+        edges: (e, 2) each once.
+        kinds: the classes of devices.
+        group: (units of the problem,) the unit here.
+        flights: the most microbatches that a stage can have in flight.
+        scale: seconds times this are the whole numbers.
+        slack: no sum is further than this from the true one, in whole numbers.
+    """
+
+    work: Ints
+    barred: Bools
+    nbytes: Ints
+    saved: Ints
+    costs: Ints
+    starts: Ints
+    pins: Ints
+    edges: Ints
+    kinds: tuple[Kind, ...]
+    group: Ints
+    flights: int
+    scale: float
+    slack: float
+
+    @property
+    def size(self) -> int:
+        """How many units."""
+        return int(self.work.shape[1])
+
+    @cached_property
+    def pin_nets(self) -> Ints:
+        """(q,) the net of each pin."""
+        return np.repeat(np.arange(self.costs.shape[1]), np.diff(self.starts))
+
+    @cached_property
+    def incidence(self) -> csr_array:
+        """(m, n) which net has which pin."""
+        return csr_array(
+            (np.ones(len(self.pins), np.int64), self.pins, self.starts), shape=(self.costs.shape[1], self.size)
+        )
+
+    @cached_property
+    def least_work(self) -> Ints:
+        """(n,) on the class that is quickest."""
+        work: Ints = np.where(self.barred, BIG, self.work).min(axis=0)
+        return work
+
+    def merged(self, label: Ints) -> Core:
+        """The core whose units are the sets of units with the same label (0 to size - 1)."""
+        size = int(label.max(initial=-1)) + 1
+        work, barred = _summed(self.work, label, size), _summed(self.barred.astype(np.int64), label, size) > 0
+        starts, pins, kept = _repinned(self.pin_nets, label[self.pins], self.costs.shape[1])
+        edges = label[self.edges]
+        return replace(
+            self,
+            work=np.where(barred, 0, work),
+            barred=barred,
+            nbytes=_summed(self.nbytes[None], label, size)[0],
+            saved=_summed(self.saved[None], label, size)[0],
+            costs=self.costs[:, kept],
+            starts=starts,
+            pins=pins,
+            edges=distinct(edges[edges[:, 0] != edges[:, 1]]),
+            group=label[self.group],
+        )
+
+    def reversed(self) -> Core:
+        """The same with every edge the other way round."""
+        return replace(self, edges=self.edges[:, ::-1])
+
+
+def core_of(problem: Problem, group: Ints) -> Core:
+    """The core of a problem over given groups of its units (`groups.fused`, `groups.coloured`)."""
+    size = int(group.max(initial=-1)) + 1
+    kinds = classes(problem)
+    rows = np.array([problem.devices[kind.devices[0]].kind for kind in kinds])
+    barred = np.isinf(problem.seconds[rows])
+    seconds = np.where(barred, 0.0, problem.seconds[rows])
+    factor = np.array([0.0 if kind.host else kind.factor for kind in kinds])
+    costs = factor[:, None] * problem.net_costs[None]
+    whole, scale, slack = _scaled(seconds, costs)
+    starts, pins, kept = _repinned(problem.pin_nets, group[problem.pins], len(problem.net_costs))
+    closed = _summed(barred.astype(np.int64), group, size) > 0
+    return Core(
+        work=np.where(closed, 0, _summed(whole(seconds), group, size)),
+        barred=closed,
+        nbytes=_summed(problem.nbytes[None], group, size)[0],
+        saved=_summed(problem.saved[None], group, size)[0],
+        costs=whole(costs)[:, kept],
+        starts=starts,
+        pins=pins,
+        edges=group_edges(problem, group),
+        kinds=kinds,
+        group=group,
+        flights=max(problem.in_flight, default=0),
+        scale=scale,
+        slack=slack,
+    )
+
+
+def classes(problem: Problem) -> tuple[Kind, ...]:
+    """The devices of a problem, those that are alike together; where they are ordered each is a class of its own."""
+    found: dict[tuple[object, ...], list[int]] = {}
+    for d, device in enumerate(problem.devices):
+        prices = problem.seconds[device.kind].tobytes()
+        capacity = BIG if device.host or device.capacity >= BIG else int(device.capacity)
+        single = d if problem.ordered else -1
+        found.setdefault((prices, capacity, device.host, _factor(problem, d), single), []).append(d)
+    return tuple(
+        Kind(tuple(devices), capacity, host, factor)  # type: ignore[arg-type]
+        for (_, capacity, host, factor, _), devices in found.items()
+    )
+
+
+def exact_links(problem: Problem) -> bool:
+    """Whether one factor for each device says all about the links."""
+    if problem.links is None or len(problem.devices) == 1:
+        return True
+    apart = ~np.eye(len(problem.devices), dtype=np.bool_)
+    for d, device in enumerate(problem.devices):
+        factors = np.concatenate([problem.links[d][apart[d]], problem.links[:, d][apart[d]]])
+        if not device.host and (factors != factors[0]).any():
+            return False
+    return True
+
+
+def _factor(problem: Problem, d: int) -> float:
+    if problem.links is None or len(problem.devices) == 1 or problem.devices[d].host:
+        return 1.0
+    others = np.arange(len(problem.devices)) != d
+    return float(min(problem.links[d][others].min(), problem.links[others, d].min()))
+
+
+def _scaled(seconds: Floats, costs: Floats) -> tuple[Callable[[Floats], Ints], float, float]:
+    """How floats become whole numbers, by what factor, and how far a sum can be off."""
+    total = float(seconds.sum(axis=1).max(initial=0.0) + costs.sum(axis=1).max(initial=0.0))
+    whole = all(np.all(floats == np.floor(floats)) for floats in (seconds, costs))
+    scale = 1.0 if not total or (whole and total < _EXACT) else 2.0 ** np.floor(np.log2(_ROOM / total))
+    slack = 0.0 if scale == 1.0 and whole else 0.5 * (seconds.shape[1] + costs.shape[1])
+    return lambda floats: np.rint(floats * scale).astype(np.int64), float(scale), slack
+
+
+def _summed(rows: Ints, label: Ints, size: int) -> Ints:
+    """(r, size) the sums of (r, n) rows over units with the same label."""
+    total = np.zeros((len(rows), size), np.int64)
+    for row, sums in zip(rows, total, strict=True):
+        np.add.at(sums, label, row)
+    return total
+
+
+def _repinned(nets: Ints, pins: Ints, count: int) -> tuple[Ints, Ints, Ints]:
+    """Nets whose pins have been renamed: starts, pins, which nets are kept. Each pin once, the maker's first."""
+    place = np.arange(len(pins))
+    order = np.lexsort((place, pins, nets))
+    first = np.ones(len(order), np.bool_)
+    first[1:] = (nets[order][1:] != nets[order][:-1]) | (pins[order][1:] != pins[order][:-1])
+    once = np.sort(order[first])
+    sizes = np.bincount(nets[once], minlength=count)
+    kept = np.flatnonzero(sizes > 1)
+    starts = np.concatenate([[0], np.cumsum(sizes[kept])]).astype(np.int64)
+    return starts, pins[once[sizes[nets[once]] > 1]], kept

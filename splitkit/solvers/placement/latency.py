@@ -1,0 +1,125 @@
+"""The least makespan of one sample: pieces of the graph on accelerators, everything else on hosts.
+
+Each accelerator runs a few pieces one after another. A piece starts when all its inputs are there, takes the work of
+its units and the cost of each net that comes in or goes out, and hands out everything at its end. A host runs each
+unit by itself as soon as its inputs are there, as many at a time as there are. (Latency of Tarnawski et al., NeurIPS
+2020.)
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from splitkit.solvers.placement.anneal import Schedule
+from splitkit.solvers.placement.chained import chained
+from splitkit.solvers.placement.checks import check
+from splitkit.solvers.placement.contiguous import contiguous
+from splitkit.solvers.placement.core import core_of
+from splitkit.solvers.placement.evaluate import circles, faults
+from splitkit.solvers.placement.groups import coloured, fused
+from splitkit.solvers.placement.latencybound import critical_path, path_bound
+from splitkit.solvers.placement.latencymoves import Moves
+from splitkit.solvers.placement.makespan import HOST, Timing, busy, makespan
+from splitkit.solvers.placement.orders import by_key
+from splitkit.solvers.placement.problem import BadProblemError, Ints, Problem
+from splitkit.solvers.placement.solution import InfeasibleError, Solution
+
+SECONDS = 60.0
+_MOVES, _BOUND = 0.4, 0.5  # of the time
+_CLOSE = 2e-6  # relative: what the integer program may be off
+
+
+def latency(problem: Problem, *, seconds: float = SECONDS, pieces: int = 1) -> Solution:
+    """A placement with a small makespan, and a bound on the least.
+
+    The best chain of pieces along nine orders is annealed; small problems are searched whole. The bound is that of
+    the longest way through the graph (`latencybound`).
+
+    Args:
+        problem: what is placed. All of its ``edges`` count; ``in_flight``, ``ordered`` and ``fill`` do not matter.
+            Its hosts are of one kind, and together run any number of units at a time: those that are theirs are
+            given to the first one.
+        seconds: for the search.
+        pieces: that each accelerator may run, at most.
+
+    Raises:
+        InfeasibleError: no placement was found.
+        BadProblemError: the graph has a circle, there are hosts of several kinds, or links that differ.
+    """
+    start = time.monotonic()
+    problem = replace(problem, in_flight=(), ordered=False, fill=False, backward=np.zeros(problem.units, np.bool_))
+    _refuse(problem)
+    core = core_of(problem, coloured(problem))
+    check(problem, core)
+    timing = Timing.of(problem, pieces)
+    place = _first(problem, timing, pieces, seconds)
+    moves = Moves(problem, timing, core.group, place)
+    order = by_key(replace(core_of(problem, np.arange(problem.units))), np.zeros(problem.units))
+    bound, proved_by = critical_path(problem, timing, order), "path"
+    whole = moves.everywhere()
+    if whole:
+        bound, proved_by = moves.value, "all"
+    elif bound < moves.value:
+        moves.run(Schedule(moves.rounds(seconds * _MOVES), start + seconds), bound)
+        if bound < moves.value:
+            proven = path_bound(problem, timing, core.group, moves.value, seconds * _BOUND)
+            bound, proved_by = max((bound, "path"), (min(proven, moves.value), "highs"))
+    return _solution(problem, timing, moves, pieces, bound, proved_by, time.monotonic() - start)
+
+
+def _refuse(problem: Problem) -> None:
+    if problem.links is not None and (problem.links[~np.eye(len(problem.links), dtype=np.bool_)] != 1).any():
+        raise BadProblemError("links that differ are not known to the makespan", "links")
+    if len({device.kind for device in problem.devices if device.host}) > 1:
+        raise BadProblemError("hosts are of several kinds", "devices")
+    edges = problem.edges[problem.edges[:, 0] != problem.edges[:, 1]]
+    if circles(edges, problem.units):
+        raise BadProblemError("units depend on each other in a circle", "edges")
+
+
+def _first(problem: Problem, timing: Timing, pieces: int, seconds: float) -> Ints:
+    """The place of each unit in the best chain, on hosts only, or in the best stages."""
+    core = core_of(problem, fused(problem))
+    accelerators = [d for d, device in enumerate(problem.devices) if not device.host]
+    number = np.full(len(problem.devices) + 1, HOST, np.int64)  # of the first piece; the last entry is for `HOST`
+    number[accelerators] = np.arange(len(accelerators)) * pieces
+    found = [number[device[core.group]] for device in chained(core)] if not core.barred.all(axis=0).any() else []
+    if np.isfinite(timing.host).all():
+        found.append(np.full(problem.units, HOST, np.int64))
+    found = [place for place in found if np.isfinite(makespan(timing, place.tolist()))]
+    if not found:
+        try:
+            found = [number[contiguous(problem, seconds=seconds / 4).device]]
+        except InfeasibleError as error:
+            if any(device.host for device in problem.devices) or pieces > 1:  # which stages know nothing of
+                error.cause = "unknown"
+            raise
+    return min(found, key=lambda place: makespan(timing, place.tolist()))
+
+
+def _solution(
+    problem: Problem, timing: Timing, moves: Moves, pieces: int, bound: float, proved_by: str, seconds: float
+) -> Solution:
+    place = np.array(moves.best, np.int64)
+    accelerators = [d for d, device in enumerate(problem.devices) if not device.host]
+    hosts = [d for d, device in enumerate(problem.devices) if device.host]
+    of_place = np.array([*np.repeat(accelerators, pieces), *(hosts[:1] or [0])], np.int64)
+    device = of_place[place]
+    wrong = faults(problem, device)
+    assert not wrong, wrong
+    taken = np.zeros(len(problem.devices))
+    np.add.at(taken, of_place[:-1], busy(timing, moves.best)[0])
+    return Solution(
+        device=device,
+        order=(),
+        value=moves.value,
+        bound=min(moves.value, bound),
+        solver=f"moves, {proved_by}" if proved_by != "all" else "all",
+        seconds=seconds,
+        loads=taken,
+        tolerance=_CLOSE,
+        turn=np.where(place == HOST, 0, place % pieces),
+    )

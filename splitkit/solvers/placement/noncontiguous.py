@@ -1,0 +1,167 @@
+"""Sets of units with the least greatest load, whatever the order between them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from splitkit.solvers.placement import bounds, cpsat
+from splitkit.solvers.placement.anneal import Places, Population, Schedule, rows_of
+from splitkit.solvers.placement.checks import check
+from splitkit.solvers.placement.contiguous import contiguous
+from splitkit.solvers.placement.contract import contracted, tightened
+from splitkit.solvers.placement.core import Core, core_of, exact_links
+from splitkit.solvers.placement.evaluate import faults, loads
+from splitkit.solvers.placement.groups import coloured
+from splitkit.solvers.placement.memory import lacking, sets_fit
+from splitkit.solvers.placement.packing import placeable, some_sets
+from splitkit.solvers.placement.problem import Ints, Problem
+from splitkit.solvers.placement.setprogram import SetProgram
+from splitkit.solvers.placement.solution import InfeasibleError, Solution
+
+SECONDS = 50.0
+_SMALL = 500  # columns of an integer program that comes before annealing
+_LARGE = 6_000  # columns of one that still comes after it
+_STAGES, _ANNEALED, _MOST_ANNEALED = 0.15, 0.6, 0.85  # of the time
+_CLOSE = 2e-6  # relative: what the integer program may be off
+
+
+def noncontiguous(problem: Problem, *, seconds: float = SECONDS) -> Solution:
+    """Sets of units, one for each device, with the least greatest load; in any order, so nothing is in flight.
+
+    The best stages are annealed (`anneal`); a mixed-integer program proves what it can, and finds the optimum of
+    small problems. The same problem gives the same placement as long as the time is enough.
+
+    Args:
+        problem: what is placed; its ``edges``, ``in_flight`` and ``ordered`` do not matter.
+        seconds: for the search.
+
+    Raises:
+        InfeasibleError: there is no placement, or none was found.
+    """
+    start = time.monotonic()
+    problem = replace(problem, in_flight=(), ordered=False)
+    core = core_of(problem, coloured(problem))
+    check(problem, core)
+    joinable = exact_links(problem) and not problem.fill
+    small = contracted(core, acyclic=False) if joinable else core
+    search = _Search(problem, small, seconds, joinable)
+    search.run()
+    if search.best is None:
+        raise lacking(problem, sets_fit, proven=search.excluded)
+    device = search.best[small.group]
+    value = loads(problem, device)
+    wrong = faults(problem, device)
+    assert not wrong, wrong
+    return Solution(
+        device=device,
+        order=(),
+        value=float(value.max()),
+        bound=min(float(value.max()), search.bound),
+        solver=search.found_by if search.found_by == search.proved_by else f"{search.found_by}, {search.proved_by}",
+        seconds=time.monotonic() - start,
+        loads=value,
+        tolerance=_CLOSE,
+    )
+
+
+class _Search:
+    """The best sets so far, and what is proven, in seconds of the problem."""
+
+    def __init__(self, problem: Problem, core: Core, seconds: float, joinable: bool) -> None:
+        self._problem = problem
+        self._core = core
+        self._seconds = seconds
+        self._deadline = time.monotonic() + seconds
+        self._joinable = joinable
+        self._places = Places.of_problem(problem, core)
+        self.best: Ints | None = None
+        self.value = np.inf
+        self.bound = (bounds.simple(core) - core.slack) / core.scale
+        self.excluded = False
+        self.found_by = self.proved_by = "bound"
+
+    def run(self) -> None:
+        self._start()
+        if self.excluded or self.best is None or self._closed:
+            return
+        self._join()
+        if self._columns(self._core) <= _SMALL:
+            self._program(self._seconds * _STAGES)
+        if not self._closed:
+            most = self._columns(self._core) > _LARGE  # nothing comes after it
+            self._anneal(self._seconds * (_MOST_ANNEALED if most else _ANNEALED))
+        if not self._closed:
+            self._join()
+            self._program(self._deadline - time.monotonic())
+
+    @property
+    def _closed(self) -> bool:
+        return self.bound >= self.value * (1 - _CLOSE)
+
+    def _columns(self, core: Core) -> int:
+        return int((core.size + 2 * core.costs.shape[1]) * len(self._places.work))
+
+    def _start(self) -> None:
+        """The best stages, or any sets that fit."""
+        try:
+            stages = contiguous(self._problem, seconds=self._seconds * _STAGES)
+        except InfeasibleError:
+            some = some_sets(self._core, self._places, self._seconds * _STAGES)
+            if some is not None and some[0] is not None:
+                self._take(some[0], "packing")
+            self.excluded = some is not None and some[0] is None
+            return
+        _, first = np.unique(self._core.group, return_index=True)
+        self._take(stages.device[first], "stages")
+
+    def _join(self) -> None:
+        """A bound from what would have to be joined."""
+        if self._joinable:
+            low, high = int(self.bound * self._core.scale), int(self.value * self._core.scale)
+            joined = bounds.by_joining(self._core, low, high, acyclic=False)
+            self._prove((joined - self._core.slack) / self._core.scale, "joining")
+
+    def _anneal(self, seconds: float) -> None:
+        assert self.best is not None
+        core = self._core
+        size = rows_of(core, len(self._places.work))
+        population = Population(core, self._places, self.best, size)
+        population.run(Schedule(population.rounds(seconds), self._deadline), self.bound)
+        self._take(population.best, "annealing")
+
+    def _program(self, seconds: float) -> None:
+        """The integer program, over what must be together joined."""
+        own = replace(self._core, group=np.arange(self._core.size))
+        if self._joinable:
+            own = tightened(own, int(self.value * own.scale * (1 + _CLOSE)) + 1, acyclic=False)
+        if seconds <= 0 or self._columns(own) > _LARGE:
+            return
+        places = Places.of_problem(self._problem, own)
+        if cpsat.available():
+            self._by_cpsat(own, places, seconds)
+            return
+        found, bound = SetProgram(own, places, self.value * (1 + _CLOSE)).solve(seconds)
+        if found is not None and placeable(own, places, found):
+            self._take(found[own.group], "highs")
+        self._prove(min(bound, self.value), "highs")
+
+    def _by_cpsat(self, own: Core, places: Places, seconds: float) -> None:
+        assert self.best is not None
+        start = self.best[np.unique(own.group, return_index=True)[1]]
+        limit = int(self.value * own.scale * (1 + _CLOSE)) + 1
+        found, bound = cpsat.sets_by_cpsat(own, start, limit, places.fill, seconds)
+        if found is not None and placeable(own, places, found):
+            self._take(found[own.group], "cpsat")
+        self._prove(min((bound - own.slack) / own.scale, self.value), "cpsat")
+
+    def _take(self, device: Ints, solver: str) -> None:
+        value = float(loads(self._problem, device[self._core.group]).max())
+        if value < self.value:
+            self.best, self.value, self.found_by = device.copy(), value, solver
+
+    def _prove(self, bound: float, solver: str) -> None:
+        if bound > self.bound:
+            self.bound, self.proved_by = bound, solver

@@ -1,0 +1,193 @@
+"""A placement problem as arrays: units with prices, nets between them, devices, and what must hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bools = NDArray[np.bool_]
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+class BadProblemError(ValueError):
+    """A problem that makes no sense.
+
+    Attributes:
+        field: of `Problem` or `Device`.
+        units: those concerned.
+        devices: those concerned.
+    """
+
+    def __init__(self, reason: str, field: str, units: tuple[int, ...] = (), devices: tuple[int, ...] = ()) -> None:
+        super().__init__(reason)
+        self.field = field
+        self.units = units
+        self.devices = devices
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where units can go.
+
+    Attributes:
+        kind: the row of `Problem.seconds` that prices the units here.
+        capacity: bytes; infinite by default.
+        host: it pays no communication and has no limit on memory.
+    """
+
+    kind: int = 0
+    capacity: float = float("inf")
+    host: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Units (n), kinds of devices, nets (m) with their pins (q), order edges (e), devices (d).
+
+    A net is a value and all that touch it: its first pin makes the value, the others read it. Each device that holds
+    some of its pins, but not all, pays its cost once (a host pays nothing).
+
+    Attributes:
+        seconds: (kinds, n) of work, not negative; infinite where a kind does not support a unit.
+        nbytes: (n,) int; what a unit needs on its device all the time.
+        net_costs: (m,) seconds to move the value of a net, not negative.
+        net_starts: (m + 1,) int; the pins of net i are ``pins[net_starts[i]:net_starts[i + 1]]``.
+        pins: (q,) int; units.
+        edges: (e, 2) int; pairs of units (first, then).
+        devices: where units can go.
+        colours: (n,) int; units of the same colour share a device. Negative: no colour.
+        backward: (n,) bool; a unit of the backward pass: it follows its colour, and no order holds for it.
+        saved: (n,) int; bytes that a unit keeps for every microbatch in flight.
+        in_flight: microbatches in flight in a stage, by the number of stages after it; the last one holds for all
+            further ones. (1, 2, 3, 4) for 1F1B with 4 or more microbatches over 4 stages; empty: none.
+        links: (d, d) factors on the cost of what goes from a device to another; ``None`` for 1 everywhere. Who sends
+            one value to several devices pays for the slowest of these links.
+        ordered: stages take the devices in their given order, the first stage the first device.
+        fill: every device gets a unit.
+    """
+
+    seconds: Floats
+    nbytes: Ints
+    net_costs: Floats
+    net_starts: Ints
+    pins: Ints
+    edges: Ints
+    devices: tuple[Device, ...]
+    colours: Ints
+    backward: Bools
+    saved: Ints
+    in_flight: tuple[int, ...] = ()
+    links: Floats | None = None
+    ordered: bool = False
+    fill: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        seconds: Floats,
+        nets: list[tuple[float, tuple[int, ...]]],
+        edges: list[tuple[int, int]],
+        devices: list[Device],
+        *,
+        nbytes: Ints | None = None,
+        colours: Ints | None = None,
+        backward: Bools | None = None,
+        saved: Ints | None = None,
+        in_flight: tuple[int, ...] = (),
+        links: Floats | None = None,
+        ordered: bool = False,
+        fill: bool = False,
+    ) -> Problem:
+        """The problem with nets as ``(cost, pins)`` and everything that is not given left out of account."""
+        units = seconds.shape[-1]
+        sizes = [len(pins) for _, pins in nets]
+        return cls(
+            seconds=np.atleast_2d(np.asarray(seconds, np.float64)),
+            nbytes=np.zeros(units, np.int64) if nbytes is None else nbytes,
+            net_costs=np.array([cost for cost, _ in nets], np.float64),
+            net_starts=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
+            pins=np.array([pin for _, pins in nets for pin in pins], np.int64),
+            edges=np.array(edges, np.int64).reshape(-1, 2),
+            devices=tuple(devices),
+            colours=np.full(units, -1, np.int64) if colours is None else colours,
+            backward=np.zeros(units, np.bool_) if backward is None else backward,
+            saved=np.zeros(units, np.int64) if saved is None else saved,
+            in_flight=in_flight,
+            links=links,
+            ordered=ordered,
+            fill=fill,
+        )
+
+    def __post_init__(self) -> None:
+        self._check_units()
+        self._check_nets()
+        self._check_devices()
+
+    @property
+    def units(self) -> int:
+        """How many units there are."""
+        return int(self.seconds.shape[1])
+
+    @cached_property
+    def pin_nets(self) -> Ints:
+        """(q,) the net of each pin."""
+        return np.repeat(np.arange(len(self.net_costs)), np.diff(self.net_starts))
+
+    def _check_units(self) -> None:
+        for field in ("nbytes", "colours", "backward", "saved"):
+            if len(getattr(self, field)) != self.units:
+                raise BadProblemError(f"{field} has {len(getattr(self, field))} entries for {self.units} units", field)
+        bad = np.isnan(self.seconds).any(axis=0) | (self.seconds < 0).any(axis=0)
+        if bad.any():
+            raise BadProblemError("seconds are negative or missing", "seconds", _those(bad))
+        for field in ("nbytes", "saved"):
+            bad = getattr(self, field) < 0
+            if bad.any():
+                raise BadProblemError(f"{field} are negative", field, _those(bad))
+        for field in ("edges", "pins"):
+            ends = getattr(self, field)
+            if ends.size and not 0 <= ends.min() <= ends.max() < self.units:
+                raise BadProblemError(f"{field} name a unit that is not there", field)
+
+    def _check_nets(self) -> None:
+        starts = self.net_starts
+        if len(starts) != len(self.net_costs) + 1 or starts[0] != 0 or starts[-1] != len(self.pins):
+            raise BadProblemError("net_starts do not divide the pins", "net_starts")
+        if (np.diff(starts) < 1).any():
+            raise BadProblemError("a net has no pin", "net_starts")
+        bad = ~np.isfinite(self.net_costs) | (self.net_costs < 0)
+        if bad.any():
+            makers = self.pins[starts[:-1][bad]]
+            raise BadProblemError(
+                "the cost of a net is negative, missing or infinite", "net_costs", tuple(map(int, makers))
+            )
+
+    def _check_devices(self) -> None:
+        devices = self.devices
+        if not devices:
+            raise BadProblemError("there is no device", "devices")
+        bad = [d for d, device in enumerate(devices) if not 0 <= device.kind < len(self.seconds)]
+        if bad:
+            raise BadProblemError("a device is of a kind that has no prices", "kind", devices=tuple(bad))
+        bad = [d for d, device in enumerate(devices) if not device.capacity >= 0]
+        if bad:
+            raise BadProblemError("a device has a negative capacity", "capacity", devices=tuple(bad))
+        if any(count < 0 for count in self.in_flight):
+            raise BadProblemError("a stage has less than nothing in flight", "in_flight")
+        if self.fill and len(devices) > self.units:
+            raise BadProblemError(f"{len(devices)} devices are to be filled with {self.units} units", "fill")
+        if self.links is None:
+            return
+        if self.links.shape != (len(devices), len(devices)):
+            raise BadProblemError("links are not a square of the devices", "links")
+        linked = np.isfinite(self.links) & (self.links >= 0) | np.eye(len(devices), dtype=np.bool_)
+        if not linked.all():
+            raise BadProblemError("a device has no link to another", "links", devices=_those(~linked.all(axis=1)))
+
+
+def _those(mask: Bools | np.bool_) -> tuple[int, ...]:
+    return tuple(map(int, np.flatnonzero(mask)))

@@ -1,0 +1,149 @@
+"""The best stages as a mixed-integer program, for graphs with too many ideals; HiGHS solves it, through scipy.
+
+Ordered binaries ``s[v, p]``, "unit v is in stage p or one before", make any solution a sequence of stages without
+circles, and for each stage a binary says on which class of devices it is::
+
+    s[v, p] <= s[v, p + 1]              s[v, p] <= s[u, p]                for each edge u -> v
+    all[e, p] <= x[v, p] <= some[e, p]  x[v, p] = s[v, p] - s[v, p - 1]   for each pin v of net e
+    work[c] @ x[:, p] + cost[c] @ (some[:, p] - all[:, p]) <= L + most * (1 - on[p, c])
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from splitkit.solvers.placement.core import BIG, Core
+from splitkit.solvers.placement.ladder import Ladder
+from splitkit.solvers.placement.problem import Floats, Ints
+from splitkit.solvers.placement.rows import Rows
+from splitkit.solvers.placement.stages import Stages, fits, stage_loads
+
+_MARGIN = 1e-6  # relative: what HiGHS may be off
+_MOST_COLUMNS = 4_000  # of more it finds little, and overruns its time
+
+
+def stage_program(core: Core, ladder: Ladder, limit: int, seconds: float) -> tuple[Stages | None, int]:
+    """The best stages below ``limit`` that are found in time, and a bound on their greatest load.
+
+    Args:
+        core: whose units; stages are from the last one back, so its edges go back too.
+        ladder: how devices can be used.
+        limit: above all loads; `BIG` for none.
+        seconds: for the search.
+    """
+    slots = max(sum(used) for used in ladder.used)
+    if core.size * slots + 2 * core.costs.shape[1] * slots > _MOST_COLUMNS:
+        return None, 0
+    program = _Program(core, ladder, slots, limit)
+    return program.solve(seconds)
+
+
+class _Program:
+    def __init__(self, core: Core, ladder: Ladder, slots: int, limit: int) -> None:
+        self._core = core
+        self._ladder = ladder
+        self._slots = slots
+        self._limit = min(limit, int(core.work.sum(axis=1).max() + core.costs.sum(axis=1).max(initial=0)) + 1)
+        self._unit = max(1.0, self._limit / 100)
+        rows = Rows()
+        self._by = rows.block(core.size, slots)  # s
+        self._on = rows.block(slots, len(core.kinds))
+        self._some = rows.block(core.costs.shape[1], slots)
+        self._all = rows.block(core.costs.shape[1], slots)
+        self._worst = rows.block(1)
+        self._rows = rows
+        self._stages()
+        self._devices()
+        self._nets()
+        for slot in range(slots):
+            for kind in range(len(core.kinds)):
+                self._load(slot, kind)
+                self._memory(slot, kind)
+
+    def solve(self, seconds: float) -> tuple[Stages | None, int]:
+        """What HiGHS finds, checked and counted again in whole numbers, and what it proves."""
+        columns = self._rows.columns
+        price, low, high = np.zeros(columns), np.zeros(columns), np.ones(columns)
+        price[self._worst], high[self._worst] = 1.0, (self._limit - 1) / self._unit
+        low[self._by[:, -1]] = 1.0
+        whole = np.zeros(columns, np.bool_)
+        whole[self._by], whole[self._on] = True, True
+        result = self._rows.solve(price, whole, low, high, seconds)
+        if result.status == 2:
+            return None, self._limit if self._limit < BIG else BIG
+        proven = result.mip_dual_bound
+        bound = 0 if proven is None or not np.isfinite(proven) else int(proven * self._unit * (1 - _MARGIN))
+        return (None if result.x is None else self._stages_of(result.x)), bound
+
+    def _stages(self) -> None:
+        by = self._by
+        self._rows.add([(by[:, :-1], 1.0), (by[:, 1:], -1.0)], high=0.0)
+        first, then = self._core.edges[:, 0], self._core.edges[:, 1]
+        self._rows.add([(by[then], 1.0), (by[first], -1.0)], high=0.0)
+
+    def _devices(self) -> None:
+        """One class a stage; no more stages than devices; ordered devices come in their order."""
+        for slot in range(self._slots):
+            self._rows.add_sum(self._on[slot], np.ones(len(self._core.kinds)), 1.0, 1.0)
+        for kind, spec in enumerate(self._core.kinds):
+            self._rows.add_sum(self._on[:, kind], np.ones(self._slots), high=float(len(spec.devices)))
+        if self._ladder.ordered:
+            last_first = sorted(range(self._slots), key=lambda kind: -self._core.kinds[kind].devices[0])
+            for slot, kind in enumerate(last_first):
+                self._rows.add_sum(self._on[slot, [kind]], np.ones(1), 1.0)
+
+    def _nets(self) -> None:
+        nets, pins = self._core.pin_nets, self._core.pins
+        for slot in range(self._slots):
+            here = self._by[pins, slot]
+            terms = [(here, 1.0)] + ([(self._by[pins, slot - 1], -1.0)] if slot else [])
+            self._rows.add([*terms, (self._some[nets, slot], -1.0)], high=0.0)
+            self._rows.add([*terms, (self._all[nets, slot], -1.0)], low=0.0)
+        if self._ladder.fill:
+            for slot in range(self._slots):
+                self._rows.add_sum(*self._inside(slot, np.ones(self._core.size)), low=1.0)
+
+    def _inside(self, slot: int, weights: Floats) -> tuple[Ints, Floats]:
+        """The columns and factors whose sum is the weight of a stage."""
+        if not slot:
+            return self._by[:, 0], weights
+        return self._by[:, [slot, slot - 1]], np.stack([weights, -weights], axis=1)
+
+    def _load(self, slot: int, kind: int) -> None:
+        """The load of a stage is below the greatest, if it is on a device of this class."""
+        core, unit = self._core, self._unit
+        columns, factors = self._inside(slot, core.work[kind] / unit)
+        cost = core.costs[kind] / unit
+        parts = [columns.ravel(), self._some[:, slot], self._all[:, slot], self._worst, self._on[slot, [kind]]]
+        most = float(core.work[kind].sum() + core.costs[kind].sum()) / unit
+        weights = [factors.ravel(), cost, -cost, np.array([-1.0]), np.array([most])]
+        self._rows.add_sum(np.concatenate(parts), np.concatenate(weights), high=most)
+        barred = np.flatnonzero(core.barred[kind])
+        terms = [(self._by[barred, slot], 1.0)] + ([(self._by[barred, slot - 1], -1.0)] if slot else [])
+        if len(barred):
+            self._rows.add([*terms, (np.repeat(self._on[slot, kind], len(barred)), 1.0)], high=1.0)
+
+    def _memory(self, slot: int, kind: int) -> None:
+        """The bytes of a stage fit, if it is on a device of this class."""
+        held = self._core.nbytes + self._ladder.flight(slot) * self._core.saved
+        capacity, most = self._core.kinds[kind].capacity, int(held.sum())
+        if capacity >= most:
+            return
+        columns, factors = self._inside(slot, held / max(1, most))
+        room = capacity / max(1, most)
+        parts = [columns.ravel(), self._on[slot, [kind]]]
+        self._rows.add_sum(np.concatenate(parts), np.concatenate([factors.ravel(), [1.0]]), high=room + 1.0)
+
+    def _stages_of(self, x: Floats) -> Stages | None:
+        """The stages of a solution; None if they are not below the limit, or do not fit, counted exactly."""
+        slot = (x[self._by] < 0.5).sum(axis=1)
+        on = x[self._on].argmax(axis=1)
+        used = np.unique(slot)
+        if self._ladder.ordered:  # a place is a device, used or not
+            used = np.arange(self._slots)
+        rank, kinds = np.searchsorted(used, slot), tuple(on[used].tolist())
+        flights = tuple(self._ladder.flight(after) for after in range(len(kinds)))
+        if not fits(self._core, rank, kinds, flights):
+            return None
+        value = int(stage_loads(self._core, rank, kinds).max())
+        return Stages(value, rank, kinds) if value < self._limit else None

@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import placementcases as cases
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splitkit.solvers.placement.contiguous import contiguous
+from splitkit.solvers.placement.contract import contracted
+from splitkit.solvers.placement.core import core_of
+from splitkit.solvers.placement.evaluate import faults, memory
+from splitkit.solvers.placement.groups import fused
+from splitkit.solvers.placement.ladder import ladder
+from splitkit.solvers.placement.problem import Device, Problem
+from splitkit.solvers.placement.search import Search
+from splitkit.solvers.placement.solution import InfeasibleError
+from splitkit.solvers.placement.stages import stage_loads
+
+
+def value_of(problem):
+    """The value of the best stages, which the solver has to prove; infinite if it proves that there are none."""
+    try:
+        found = contiguous(problem)
+    except InfeasibleError as error:
+        assert error.cause != "unknown"
+        return cases.INF
+    assert found.optimal and found.gap <= found.tolerance
+    assert found.value == pytest.approx(max(cases.load_by_definition(problem, found.device)), rel=1e-12)
+    assert np.allclose(found.loads, cases.load_by_definition(problem, found.device))
+    assert not faults(problem, found.device, found.order)
+    assert cases.apart(problem, found.device) and cases.fits(problem, found.device, found.order)
+    assert cases.goes_down(problem, found.device, found.order)
+    return found.value
+
+
+@settings(max_examples=1500, deadline=None, derandomize=True)
+@given(cases.problems())
+def test_equals_brute_force(problem):
+    assert value_of(problem) == pytest.approx(cases.best_stages(problem), rel=1e-12)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(cases.problems(units=5))
+def test_each_solver_alone_equals_brute_force(problem):
+    core = contracted(core_of(problem, fused(problem))) if not problem.fill else core_of(problem, fused(problem))
+    if core.barred.all(axis=0).any():
+        return
+    steps = ladder(core, problem.in_flight, ordered=problem.ordered, fill=problem.fill)
+    best = cases.best_stages(problem)
+    for method in ("over_ideals", "by_program"):
+        search = Search(core.reversed(), steps, 60, joinable=not problem.fill)
+        getattr(search, method)()
+        found = search.best.value / core.scale if search.best else cases.INF
+        assert found == pytest.approx(best, rel=1e-5, abs=1e-9), method
+        assert search.bound / core.scale <= best * (1 + 1e-9) + 1e-9 or best == cases.INF
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(cases.problems(plain=True), st.randoms(use_true_random=False))
+def test_laws(problem, random):
+    value = value_of(problem)
+    order = list(range(problem.units))
+    random.shuffle(order)
+    assert value_of(cases.permuted(problem, np.array(order))) == pytest.approx(value)
+    scaled = replace(problem, seconds=problem.seconds * 3, net_costs=problem.net_costs * 3)
+    assert value_of(scaled) == pytest.approx(3 * value)
+    roomy = replace(problem, devices=tuple(replace(d, capacity=d.capacity + 2) for d in problem.devices))
+    assert value_of(roomy) <= value * (1 + 1e-12)
+    if not problem.fill and not problem.ordered:
+        more = replace(problem, devices=(*problem.devices, problem.devices[-1]))
+        assert value_of(more) <= value * (1 + 1e-12)
+    if not problem.in_flight and not problem.ordered:
+        assert value_of(replace(problem, edges=problem.edges[:, ::-1])) == pytest.approx(value)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(cases.problems(units=5), st.lists(st.lists(st.integers(1, 4), min_size=3, max_size=3), min_size=3, max_size=3))
+def test_bounds_hold_with_links_between_pairs(problem, factors):
+    linked = cases.with_links(problem, [row[: len(problem.devices)] for row in factors[: len(problem.devices)]])
+    try:
+        found = contiguous(linked)
+    except InfeasibleError:
+        assert cases.best_stages(linked) == cases.INF
+        return
+    best = cases.best_stages(linked)
+    assert found.value == pytest.approx(max(cases.load_by_definition(linked, found.device)))
+    assert found.bound * (1 - 1e-9) <= best <= found.value * (1 + 1e-9)
+
+
+def chain(weights, **more):
+    edges = [(i, i + 1) for i in range(len(weights) - 1)]
+    return Problem.of(np.array([weights], float), [(0.0, edge) for edge in edges], edges, **more)
+
+
+def test_sums_of_floats_do_not_round():
+    assert contiguous(chain([0.1] * 10, devices=[Device()] * 5)).optimal
+    weights = [2.0**40, 1.0, 2.0**40, 2.0**40, 1.0, 2.0**40]  # as float32 or scaled to 1e6 the ones are lost
+    found = contiguous(chain(weights, devices=[Device()] * 2))
+    assert found.value == 2.0**41 + 1 and found.bound == found.value
+    assert found.device.tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def test_convex_sets_that_depend_on_each_other_are_refused():
+    # a1 -> b1 and b2 -> a2: {a1, a2} and {b1, b2} are convex, and neither can run first.
+    problem = Problem.of(
+        np.array([[4.0, 4.0, 4.0, 4.0]]),
+        [(1.0, (0, 1)), (9.0, (0, 3)), (1.0, (2, 3)), (9.0, (1, 2))],
+        [(0, 1), (2, 3)],
+        [Device()] * 2,
+    )
+    assert "devices depend on each other in a circle" in faults(problem, np.array([0, 1, 1, 0]), (0, 1))
+    assert value_of(problem) == cases.best_stages(problem)
+
+
+def test_early_stages_hold_more_in_flight():
+    # Every unit keeps 1 byte a microbatch; the stage with two after it holds three of them.
+    flying = chain([1.0] * 5, devices=[Device(capacity=3)] * 3, saved=np.ones(5, np.int64), in_flight=(1, 2, 3))
+    found = contiguous(flying)
+    assert found.device.tolist() == [found.order[0], found.order[1], *[found.order[2]] * 3]
+    assert memory(flying, found.device, found.order).tolist() == [3, 2, 3]
+
+
+def test_ties_are_broken_by_the_key():
+    problem = chain([1.0, 1.0, 1.0, 5.0], devices=[Device()] * 3)
+
+    def units_of_the_first(device, order):
+        return (-np.count_nonzero(device == order[0]),)
+
+    found = contiguous(problem, prefer=units_of_the_first)
+    assert found.value == 5 and np.count_nonzero(found.device == found.order[0]) == 3
+    found = contiguous(problem, prefer=lambda device, order: (-units_of_the_first(device, order)[0],))
+    assert np.count_nonzero(found.device == found.order[0]) == 1
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(cases.problems(units=5, devices=2))
+def test_the_smallest_memory_that_would_fit(problem):
+    problem = replace(problem, devices=tuple(replace(d, capacity=3) for d in problem.devices))
+    try:
+        contiguous(problem)
+    except InfeasibleError as error:
+        if error.cause != "memory":
+            return
+        assert error.exact
+
+        def best(capacity, devices=problem.devices, **more):
+            return cases.best_stages(
+                replace(problem, devices=tuple(replace(d, capacity=capacity) for d in devices), **more)
+            )
+
+        assert best(error.capacity) < cases.INF and best(error.capacity - 1) == cases.INF
+        limited = [d for d in problem.devices if not d.host]
+        hosts = [d for d in problem.devices if d.host]
+        if error.devices is not None and error.devices <= 4:
+            assert best(3, [*hosts, *limited[:1] * error.devices], fill=False) < cases.INF
+            assert best(3, [*hosts, *limited[:1] * (error.devices - 1)], fill=False) == cases.INF
+
+
+def test_units_that_cannot_be_together_are_named():
+    seconds = np.array([[1.0, np.inf, 1.0], [np.inf, 1.0, 1.0]])
+    problem = Problem.of(seconds, [], [], [Device(0), Device(1)], colours=np.array([7, 7, -1]))
+    with pytest.raises(InfeasibleError, match=r"units \[0, 1\]") as caught:
+        contiguous(problem)
+    assert caught.value.cause == "support" and caught.value.units == (0, 1)
+
+
+def test_more_devices_to_fill_than_groups():
+    problem = Problem.of(np.ones((1, 3)), [], [], [Device()] * 3, colours=np.array([1, 1, -1]), fill=True)
+    with pytest.raises(InfeasibleError) as caught:
+        contiguous(problem)
+    assert caught.value.cause == "devices" and caught.value.devices == 2
+
+
+def layered(layers, width, seed):
+    """A random graph of layers, each unit reading a few of the layer before."""
+    random = np.random.default_rng(seed)
+    edges = [
+        (layer * width - width + int(a), layer * width + b)
+        for layer in range(1, layers)
+        for b in range(width)
+        for a in random.choice(width, 2, replace=False)
+    ]
+    units = layers * width
+    nets = [
+        (float(random.random()), (a, *sorted({b for c, b in edges if c == a}))) for a in sorted({a for a, _ in edges})
+    ]
+    return Problem.of(random.random((1, units)), nets, edges, [Device()] * 4)
+
+
+def test_a_graph_with_too_many_ideals_has_a_bound_and_annealing_helps():
+    problem = layered(12, 8, 0)
+    core = core_of(problem, fused(problem)).reversed()
+    steps = ladder(core, (), ordered=False, fill=False)
+    search = Search(core, steps, 5, joinable=True)
+    search.along_orders()
+    before = search.best.value
+    search.by_annealing(0.5)
+    assert search.best.value < before
+    search.raise_bound()
+    assert 0 < search.bound <= search.best.value
+    assert stage_loads(core, search.best.rank, search.best.kinds).max() == search.best.value
+
+
+def test_a_long_graph_is_cut_at_its_cheap_places():
+    units = 20_000
+    random = np.random.default_rng(0)
+    edges = np.stack([np.arange(units - 1), np.arange(1, units)], axis=1)
+    nets = [(float(cost), tuple(edge)) for cost, edge in zip(random.random(units - 1), edges.tolist(), strict=True)]
+    found = contiguous(Problem.of(random.random((1, units)), nets, edges, [Device()] * 16))
+    assert found.gap < 2e-3

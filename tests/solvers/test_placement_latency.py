@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import placementcases as cases
+import pytest
+from hypothesis import given, settings
+
+from splitkit.solvers.placement import latencymoves
+from splitkit.solvers.placement.latency import latency
+from splitkit.solvers.placement.problem import BadProblemError, Device, Problem
+from splitkit.solvers.placement.solution import InfeasibleError
+
+
+def simple(problem):
+    """The same problem as latency wants it: accelerators first, hosts of one kind, no circles, all units forward."""
+    devices = sorted(problem.devices, key=lambda device: device.host)
+    kind = next((device.kind for device in devices if device.host), 0)
+    devices = [replace(device, kind=kind) if device.host else device for device in devices]
+    edges = np.sort(problem.edges, axis=1)
+    return replace(problem, devices=tuple(devices), edges=edges, backward=np.zeros(problem.units, bool), fill=False)
+
+
+def found_for(problem, **options):
+    found = latency(problem, **options)
+    hosts = [d for d, device in enumerate(problem.devices) if device.host]
+    place = [-1 if d in hosts else int(d) for d in found.device]
+    assert cases.makespan_by_definition(problem, place) == pytest.approx(found.value)
+    plain = replace(problem, in_flight=(), ordered=False)
+    assert cases.apart(plain, found.device) and cases.fits(plain, found.device, ())
+    return found
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(cases.problems(units=5))
+def test_equals_brute_force(problem):
+    problem = simple(problem)
+    best = cases.best_latency(problem)
+    try:
+        found = found_for(problem)
+    except InfeasibleError:
+        assert best == cases.INF
+        return
+    assert found.optimal and found.value == pytest.approx(best)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(cases.problems(units=5))
+def test_search_and_bound_alone_hold_the_best_between_them(problem):
+    problem = simple(problem)
+    best = cases.best_latency(problem)
+    few = latencymoves._FEW
+    latencymoves._FEW = 0
+    try:
+        found = found_for(problem, seconds=0.5)
+    except InfeasibleError:
+        return
+    finally:
+        latencymoves._FEW = few
+    assert found.bound * (1 - 1e-5) - 1e-9 <= best <= found.value * (1 + 1e-9)
+
+
+def test_parallel_branches_run_at_once():
+    # 0 -> (1, 2) -> 3; each branch on a device of its own
+    seconds = np.array([[0.0, 4.0, 4.0, 0.0], [0.0, 9.0, 9.0, 0.0]])
+    edges = [(0, 1), (0, 2), (1, 3), (2, 3)]
+    nets = [(0.5, (0, 1, 2)), (0.5, (1, 3)), (0.5, (2, 3))]
+    found = found_for(Problem.of(seconds, nets, edges, [Device(), Device(), Device(1, host=True)]))
+    assert found.value == 5 and len(set(found.device[[1, 2]].tolist())) == 2
+
+
+def test_two_pieces_let_a_device_wait():
+    # 0 -> 1 -> 2, and only the host can do 1; 0 and 2 are dear there.
+    seconds = np.array([[1.0, np.inf, 1.0], [9.0, 1.0, 9.0]])
+    problem = Problem.of(seconds, [], [(0, 1), (1, 2)], [Device(), Device(1, host=True)])
+    assert latency(problem, pieces=1).value == 11
+    found = latency(problem, pieces=2)
+    assert found.value == 3 and found.optimal
+    assert found.turn.tolist() == [0, 0, 1] and found.device.tolist() == [0, 1, 0]
+
+
+def test_a_chain_is_proven():
+    random = np.random.default_rng(0)
+    edges = [(i, i + 1) for i in range(29)]
+    nets = [(float(cost), edge) for cost, edge in zip(random.random(29), edges, strict=True)]
+    seconds = random.random((1, 30))
+    problem = Problem.of(seconds, nets, edges, [Device(capacity=12)] * 3, nbytes=np.ones(30, np.int64))
+    found = found_for(problem, seconds=10)
+    assert found.optimal
+    cheapest = min(nets[a][0] + nets[b][0] for a in range(6, 12) for b in range(18 - 1, 24) if b - a <= 12)
+    assert found.value == pytest.approx(seconds.sum() + 2 * cheapest)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"edges": np.array([[0, 1], [1, 0]])}, "edges"),
+        ({"links": np.array([[0, 2.0], [2.0, 0]])}, "links"),
+        ({"devices": (Device(0, host=True), Device(1, host=True))}, "devices"),
+    ],
+)
+def test_what_latency_does_not_know_is_refused(change, field):
+    problem = Problem.of(np.ones((2, 2)), [], [(0, 1)], [Device()] * 2)
+    with pytest.raises(BadProblemError) as caught:
+        latency(replace(problem, **change))
+    assert caught.value.field == field

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import placementcases as cases
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splitkit.solvers.placement.anneal import Places, Population, Schedule
+from splitkit.solvers.placement.contract import contracted
+from splitkit.solvers.placement.core import core_of
+from splitkit.solvers.placement.evaluate import faults, loads
+from splitkit.solvers.placement.groups import coloured
+from splitkit.solvers.placement.noncontiguous import noncontiguous
+from splitkit.solvers.placement.packing import packed
+from splitkit.solvers.placement.problem import Device, Problem
+from splitkit.solvers.placement.solution import InfeasibleError
+
+
+def value_of(problem):
+    """The value of the best sets that the solver finds, which it has to prove; infinite if it proves there are none."""
+    try:
+        found = noncontiguous(problem, seconds=20)
+    except InfeasibleError as error:
+        assert error.cause != "unknown"
+        return cases.INF
+    assert found.optimal
+    assert found.value == pytest.approx(max(cases.load_by_definition(problem, found.device)), rel=1e-12)
+    assert not faults(replace(problem, in_flight=()), found.device)
+    return found.value
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(cases.problems(units=5))
+def test_equals_brute_force(problem):
+    assert value_of(problem) == pytest.approx(cases.best_sets(problem), rel=1e-5, abs=1e-9)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(cases.problems(plain=True), st.randoms(use_true_random=False))
+def test_laws(problem, random):
+    value = value_of(problem)
+    order = list(range(problem.units))
+    random.shuffle(order)
+    assert value_of(cases.permuted(problem, np.array(order))) == pytest.approx(value, rel=1e-5)
+    roomy = replace(problem, devices=tuple(replace(d, capacity=d.capacity + 2) for d in problem.devices))
+    assert value_of(roomy) <= value * (1 + 1e-5)
+    if not problem.fill:
+        assert value_of(replace(problem, devices=(*problem.devices, problem.devices[-1]))) <= value * (1 + 1e-5)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(cases.problems(units=7))
+def test_contractions_lose_no_optimum(problem):
+    problem = replace(problem, fill=False)
+    core = contracted(core_of(problem, coloured(problem)), acyclic=False)
+    joined = cases.best_sets(replace(problem, colours=core.group))
+    assert joined == pytest.approx(cases.best_sets(problem), rel=1e-12)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(cases.problems(units=7, plain=True))
+def test_annealing_keeps_its_books(problem):
+    core = core_of(problem, coloured(problem))
+    places = Places.of_problem(replace(problem, fill=False), core)
+    start = packed(core, places)
+    if start is None:
+        return
+    population = Population(core, places, start, 16)
+    population.run(Schedule(1, np.inf))
+    for row, device in enumerate(population.device):
+        assert cases.fits(replace(problem, in_flight=()), device, ())
+        assert np.allclose(population.loads[row], cases.load_by_definition(problem, device))
+    assert max(cases.load_by_definition(problem, population.best)) == pytest.approx(population.value)
+
+
+def test_annealing_finds_what_stages_cannot():
+    # Pairs that exchange dear values lie far apart in the order.
+    units = 12
+    edges = [(i, i + 1) for i in range(units - 1)]
+    nets = [(5.0, (i, i + units // 2)) for i in range(units // 2)]
+    problem = Problem.of(np.ones((1, units)), nets, edges, [Device()] * 2)
+    found = noncontiguous(problem)
+    assert found.value == 6 and found.optimal
+    assert loads(problem, found.device).tolist() == [6, 6]
+
+
+def test_too_little_memory_is_told_with_what_would_do():
+    problem = Problem.of(np.ones((1, 5)), [], [], [Device(capacity=5)] * 2, nbytes=np.array([3, 3, 3, 2, 1]))
+    with pytest.raises(InfeasibleError) as caught:
+        noncontiguous(problem)
+    assert caught.value.cause == "memory" and caught.value.exact
+    assert caught.value.capacity == 6 and caught.value.devices == 3

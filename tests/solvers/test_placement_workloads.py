@@ -1,0 +1,93 @@
+"""The published workloads: known optima, and the definition in words counted again from the file."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from splitkit.solvers.placement.contiguous import contiguous
+from splitkit.solvers.placement.latency import latency
+from splitkit.solvers.placement.noncontiguous import noncontiguous
+from splitkit.solvers.placement.solution import InfeasibleError
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    spec = importlib.util.spec_from_file_location("placement_benchmark", BENCHMARKS / "placement.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def loads_in_the_file(data, device):
+    """Load of each device, straight from the nodes and edges of a file."""
+    nodes = {node["id"]: node for node in data["nodes"]}
+    loads = {}
+    for node, place in device.items():
+        price = nodes[node]["cpuLatency" if place.startswith("cpu") else "fpgaLatency"]
+        loads[place] = loads.get(place, 0.0) + price
+    paid = set()
+    for edge in data["edges"]:
+        a, b = device[edge["sourceId"]], device[edge["destId"]]
+        if a != b:
+            paid |= {(place, edge["sourceId"], edge["cost"]) for place in (a, b) if place.startswith("acc")}
+    for place, _, cost in paid:
+        loads[place] += cost
+    return loads
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("LayerGraphs_bert24_inference", 17.7899),
+        ("LayerGraphs_bert24_training", 41.7458),
+        ("LayerGraphs_resnet50_inference", 33.7747),
+        ("LayerGraphs_resnet50_training", 78.6318),
+        ("OperatorGraphs_bert_l-3_inference", 27.9186),
+        ("OperatorGraphs_bert_l-3_training", 65.3031),
+    ],
+)
+def test_the_contiguous_optimum_is_proven(benchmark, name, value):
+    path = BENCHMARKS / "workloads" / "throughput" / f"{name}.json"
+    row = benchmark.row(benchmark.read(path), "contiguous", None)
+    assert row["optimal"] and row["value"] == pytest.approx(value, abs=1e-4)
+    data = json.loads(path.read_text())
+    device = {node["id"]: row["devices"][str(node["id"])] for node in data["nodes"]}
+    assert max(loads_in_the_file(data, device).values()) == pytest.approx(row["value"])
+    for place in {place for place in device.values() if place.startswith("acc")}:
+        held = sum(node["size"] for node in data["nodes"] if device[node["id"]] == place)
+        assert held <= data["maxSizePerFPGA"]
+
+
+def test_the_same_workload_gives_the_same_placement(benchmark):
+    problem = benchmark.read(BENCHMARKS / "workloads/throughput/LayerGraphs_resnet50_training.json").problem
+    assert np.array_equal(contiguous(problem).device, contiguous(problem).device)
+    problem = benchmark.read(BENCHMARKS / "workloads/throughput/LayerGraphs_bert24_training.json").problem
+    first, second = (noncontiguous(problem, seconds=2) for _ in range(2))
+    assert np.array_equal(first.device, second.device) and first.value == second.value
+    assert first.value < contiguous(problem).value
+
+
+def test_the_latency_of_the_published_greedy_is_reached(benchmark):
+    problem = benchmark.read(BENCHMARKS / "workloads/latency/LayerGraphs_bert24_inference.json").problem
+    assert latency(problem, seconds=2).value == pytest.approx(100.219, abs=1e-3)
+
+
+def test_a_row_of_an_infeasible_workload_says_what_would_fit(benchmark):
+    workload = benchmark.read(BENCHMARKS / "workloads/throughput/LayerGraphs_resnet50_inference.json")
+    devices = tuple(replace(device, capacity=3e9) for device in workload.problem.devices if not device.host)
+    problem = replace(workload.problem, devices=devices)
+    with pytest.raises(InfeasibleError, match="3288748032 bytes each would do"):
+        contiguous(problem)
+    row = benchmark.row(replace(workload, problem=problem), "contiguous", None)
+    assert row["value"] is None and row["capacity"] == 3288748032
