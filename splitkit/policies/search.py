@@ -19,6 +19,7 @@ _ROUNDS = 12  # programs with limits of one budget
 _HALVINGS = 10  # of the range in which the lowest peak lies
 _GAP = 1e-3  # of programs whose limits are estimates
 _CLOSE = 0.005  # of the lowest peak, as far as it is looked for
+_NODES = 1  # of the tree of the last program: a count, not seconds, so that every rank finds the same plan
 _CUTS = 12  # prices at which candidates are cut
 
 
@@ -157,6 +158,7 @@ class Search:
             seen, trace = self.pool.trace(found.runs)
             best = self.pool.best(lambda seen: seen.peak <= budget)
             if seen.peak <= budget or (best is not None and best.seconds <= found.bound):
+                self._refine(limits)
                 return True
             broken = list(self._moments.limits(seen.choice, trace, budget))
             found = self._solve([*limits, *broken])
@@ -165,6 +167,13 @@ class Search:
                 found = self._solve([*limits, *broken])
             limits += broken
         return False
+
+    def _refine(self, limits: list[Limit]) -> None:
+        """Look a little longer for a better plan within the limits of one that was found near a relaxation."""
+        self._programs += 1
+        found = self._program.search(limits, self._left(), _GAP, _NODES)
+        if found.runs is not None:
+            self.pool.see(found.runs)
 
     def _left(self) -> float:
         """Seconds that the next program may take."""

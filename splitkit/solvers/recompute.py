@@ -131,12 +131,13 @@ class Program:
         matrix = coo_array((signs, (rows, columns)), shape=(len(values), self.ops + self.storages))
         return csr_array(matrix), np.repeat([0.0, 1.0], [len(problem.reads), len(needed)])
 
-    def search(self, limits: Sequence[Limit], seconds: float, gap: float = GAP) -> Found:
+    def search(self, limits: Sequence[Limit], seconds: float, gap: float = GAP, nodes: int | None = None) -> Found:
         """The cheapest choice within the limits that is found in ``seconds``, and what is proven.
 
-        HiGHS keeps to limits within a relative 1e-6: a choice that is over one is searched again below it.
+        With ``nodes`` the search ends after so many nodes of its tree, at the same place in every run. HiGHS keeps to
+        limits within a relative 1e-6: a choice that is over one is searched again below it.
         """
-        return self._whole(limits, seconds, gap, self._any)
+        return self._whole(limits, seconds, gap, self._any, nodes)
 
     def near(self, limits: Sequence[Limit], seconds: float, gap: float = GAP) -> Found:
         """A choice near the best that takes fractions of ops and storages; the bound is of that one.
@@ -155,11 +156,13 @@ class Program:
             return self.search(limits, seconds, gap)
         return replace(found, bound=min(bound, found.price))
 
-    def _whole(self, limits: Sequence[Limit], seconds: float, gap: float, bounds: Bounds) -> Found:
+    def _whole(
+        self, limits: Sequence[Limit], seconds: float, gap: float, bounds: Bounds, nodes: int | None = None
+    ) -> Found:
         margins = np.zeros(len(limits))
         bound = 0.0
         for attempt in range(3):
-            result = self._solve(limits, margins, seconds, gap, bounds)
+            result = self._solve(limits, margins, seconds, gap, bounds, nodes=nodes)
             if not attempt:
                 bound = self._bound(result)
             if result.x is None:
@@ -191,6 +194,7 @@ class Program:
         bounds: Bounds,
         *,
         whole: bool = True,
+        nodes: int | None = None,
     ) -> OptimizeResult:
         if not len(self._price):  # nothing to choose, which HiGHS refuses
             fits = all(limit.most >= 0 for limit in limits)
@@ -208,7 +212,7 @@ class Program:
             integrality=np.full(len(self._price), int(whole)),
             bounds=bounds,
             constraints=constraints,
-            options={"time_limit": max(seconds, 0.1), "mip_rel_gap": gap},
+            options={"time_limit": max(seconds, 0.1), "mip_rel_gap": gap, "node_limit": nodes},
         )
 
     def _bound(self, result: OptimizeResult) -> float:
