@@ -264,15 +264,23 @@ def partition_fn(policy: PolicyLike, costs: Callable[[fx.GraphModule], Costs] = 
     def partition(
         joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **others: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        joint = without_duplicates(joint, num_fwd_outputs)
-        pair = divide(joint_flow(joint, num_fwd_outputs), policy, costs(joint))
-        describe(pair, joint)
+        pair = divide_joint(joint, num_fwd_outputs, policy, costs)
         return pair.forward, pair.backward
 
     return partition
 
 
-def describe(pair: Pair, joint: fx.GraphModule) -> None:
+def divide_joint(
+    joint: fx.GraphModule, forward_outputs: int, policy: PolicyLike, costs: Callable[[fx.GraphModule], Costs]
+) -> Pair:
+    """The halves that a policy makes of a joint graph of AOTAutograd's, as its compilers expect them."""
+    joint = without_duplicates(joint, forward_outputs)
+    pair = divide(joint_flow(joint, forward_outputs), policy, costs(joint))
+    _describe(pair, joint)
+    return pair
+
+
+def _describe(pair: Pair, joint: fx.GraphModule) -> None:
     """Write the descriptors on the outputs, and the marks on the nodes, that compilers of the halves look at."""
     described = joint.graph.output_node().meta.get("desc")
     forward, backward = pair.forward.graph.output_node(), pair.backward.graph.output_node()

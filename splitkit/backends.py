@@ -15,10 +15,11 @@ from torch._dynamo.backends.debugging import boxed_nop  # 2.11, 2.13, 2.15
 from torch._dynamo.exc import BackendCompilerFailed  # 2.11, 2.13, 2.15
 
 from splitkit._torch import pytree
-from splitkit.aot import describe, joint_flow, without_duplicates
+from splitkit.aot import divide_joint
+from splitkit.capture import put_back
 from splitkit.costs import Costs, default
 from splitkit.errors import PolicyError, SplitError
-from splitkit.pair import Pair, divide
+from splitkit.pair import Pair
 from splitkit.plan import PolicyLike
 from splitkit.policies.pricing import by_inductor
 
@@ -57,9 +58,7 @@ class Backend:
         self, joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **others: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """AOTAutograd's ``partition_fn``."""
-        joint = without_duplicates(joint, num_fwd_outputs)
-        pair = divide(joint_flow(joint, num_fwd_outputs), self.policy, self.costs(joint))
-        describe(pair, joint)
+        pair = divide_joint(joint, num_fwd_outputs, self.policy, self.costs)
         self.pairs.append(pair)
         return pair.forward, pair.backward
 
@@ -144,19 +143,15 @@ def _own_code(self: nn.Module) -> Callable[..., Any]:
 def _try(applied: nn.Module, divided: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Run forward once and leave no trace."""
     held = [(buffer, buffer.detach().clone()) for buffer in applied.buffers()]
-    owned = [(module._buffers, dict(module._buffers)) for module in applied.modules()]
     args, kwargs = pytree.tree_map_only(Tensor, _fresh, (args, kwargs))
     try:
-        with torch.random.fork_rng(), torch.enable_grad():
+        with put_back(m._buffers for m in applied.modules()), torch.random.fork_rng(), torch.enable_grad():
             applied(*args, **kwargs)
     except BackendCompilerFailed as failed:
         if isinstance(failed.inner_exception, SplitError):
             raise failed.inner_exception from None
         raise
     finally:
-        for now, before in owned:  # a buffer may have been bound anew
-            now.clear()
-            now.update(before)
         with torch.no_grad():
             for buffer, value in held:
                 if not torch.equal(buffer, value):

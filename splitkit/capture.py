@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -195,3 +195,15 @@ def undisturbed() -> Iterator[None]:
             yield
     finally:
         torch.set_rng_state(state)
+
+
+@contextmanager
+def put_back(dicts: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Afterwards the dicts, such as the buffers of modules, hold what they held: what was bound anew is put back."""
+    held = [(now, dict(now)) for now in dicts]
+    try:
+        yield
+    finally:
+        for now, before in held:
+            now.clear()
+            now.update(before)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from splitkit import aot
 from splitkit._torch import pytree
-from splitkit.capture import distinct
+from splitkit.capture import distinct, put_back
 from splitkit.capture import undisturbed as undisturbed
 from splitkit.capture_errors import capture_error
 from splitkit.costs import Costs, default
@@ -162,29 +161,16 @@ def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwar
 def _traced(
     step: TrainingStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[fx.GraphModule, JointSignature]:
-    with undisturbed(), _own_tensors(step):
+    # AOTAutograd swaps parameters for stand-ins, and does not put all back of a module that goes by two names
+    with undisturbed(), put_back(held for m in step.modules() for held in (m._parameters, m._buffers)):
         try:
             gm = aot.trace_joint(step, args, kwargs)
         except Exception as error:
             if NO_TENSOR in str(error):
                 raise no_scalar(step.model, "is no tensor") from None
             raise _located(capture_error(step.model, "dynamo", False, error), error) from error
-    gm = _copied(gm)  # without AOTAutograd's nested signature
     gm = aot.without_duplicates(gm, aot.count_forward_outputs(gm.graph))
     return gm, signature_of(gm.graph, step, args, kwargs)
-
-
-@contextmanager
-def _own_tensors(step: nn.Module) -> Iterator[None]:
-    """AOTAutograd swaps parameters for stand-ins, and does not put all back of a module that goes by two names."""
-    held: list[dict[str, Any]] = [d for m in step.modules() for d in (m._parameters, m._buffers)]
-    owned = [(now, dict(now)) for now in held]
-    try:
-        yield
-    finally:
-        for now, before in owned:
-            now.clear()
-            now.update(before)
 
 
 def _located(error: SplitError, cause: Exception) -> SplitError:
