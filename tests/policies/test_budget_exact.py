@@ -21,7 +21,11 @@ def checkmate():
     """The benchmark as a module."""
     spec = importlib.util.spec_from_file_location("checkmate", PATH)
     sys.modules["checkmate"] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(PATH.parent))  # as for a script: it imports its blocks from beside it
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(PATH.parent))
     return module
 
 
