@@ -69,7 +69,7 @@ class Places:
 
 
 class Schedule:
-    """How far annealing is: by rounds, so that it comes out the same each time, unless the time runs faster.
+    """How far annealing is: by rounds alone, so that it comes out the same on a machine that is slow or busy.
 
     Args:
         rounds: how many there are.
@@ -78,15 +78,14 @@ class Schedule:
 
     def __init__(self, rounds: int, deadline: float) -> None:
         self._rounds = rounds
-        self._start = time.monotonic()
-        self._seconds = deadline - self._start
+        self._deadline = deadline
         self._past = 0
 
     def next(self) -> float | None:
         """From 0 to 1, the progress of the next round; None when there is none."""
-        done = max(self._past / self._rounds, (time.monotonic() - self._start) / max(self._seconds, 1e-9))
+        done = self._past / self._rounds
         self._past += 1
-        return done if done < 1 else None
+        return done if done < 1 and time.monotonic() < self._deadline else None
 
 
 def rows_of(core: Core, devices: int) -> int:

@@ -130,6 +130,7 @@ class _Model:
         cp, solver = self._cp, self._cp.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = 0
+        solver.parameters.max_deterministic_time = max(seconds, 0.1) / 2  # of its own units: about a second each
         solver.parameters.max_time_in_seconds = max(seconds, 0.1)
         status = solver.solve(self._model)
         if status == cp.INFEASIBLE:

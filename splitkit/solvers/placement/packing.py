@@ -35,7 +35,7 @@ def some_sets(core: Core, places: Places, seconds: float) -> tuple[Ints | None] 
     if device is not None:
         return (device,)
     most = float(np.where(np.isinf(places.work), 0.0, places.work).max(axis=0).sum() + places.costs.max(axis=0).sum())
-    found, bound = SetProgram(core, places, most * 2 + 1).solve(seconds)
+    found, bound = SetProgram(core, places, most * 2 + 1).solve(seconds, any_will_do=True)
     if found is None:
         return (None,) if np.isinf(bound) else None
     return (found,) if placeable(core, places, found) else None

@@ -68,7 +68,7 @@ class _Program:
         low[self._by[:, -1]] = 1.0
         whole = np.zeros(columns, np.bool_)
         whole[self._by], whole[self._on] = True, True
-        result = self._rows.solve(price, whole, low, high, seconds)
+        result = self._rows.solve(price, whole, low, high, seconds, any_will_do=self._limit >= BIG)
         if result.status == 2:
             return None, self._limit if self._limit < BIG else BIG
         proven = result.mip_dual_bound

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 from scipy.sparse import coo_array
 
 from splitkit.solvers.placement.problem import Bools, Floats, Ints
+
+_NODES = 125_000  # of a search tree in a second, times the columns: what a slow machine manages
+_OUT_OF_TIME, _STOPPED = 1, 4  # of scipy: at the time limit; at the node limit, or by an error in a reduction
 
 
 class Rows:
@@ -43,24 +48,52 @@ class Rows:
         self._entries.append((rows, columns.ravel(), np.broadcast_to(factors, columns.shape).ravel().astype(float)))
         self._bound(1, low, high)
 
-    def solve(self, price: Floats, whole: Bools, low: Floats, high: Floats, seconds: float) -> OptimizeResult:
-        """Minimise ``price @ x`` with the ``whole`` columns whole."""
+    def solve(
+        self, price: Floats, whole: Bools, low: Floats, high: Floats, seconds: float, *, any_will_do: bool = False
+    ) -> OptimizeResult:
+        """Minimise ``price @ x`` with the ``whole`` columns whole: presolved first, then as it stands.
+
+        Nodes of the search trees are counted, so that it comes out the same on a machine that is slow or busy. Should
+        the clock end it all the same, what was found by then is no result (its bound is), unless ``any_will_do``.
+        """
+        deadline, nodes = time.monotonic() + max(seconds, 0.1), max(1, int(seconds * _NODES / self.columns))
+        best = self._solve(price, whole, low, high, deadline, nodes, presolve=True)
+        if best.status == _STOPPED and time.monotonic() < deadline:
+            other = self._solve(price, whole, low, high, deadline, nodes, presolve=False)
+            best = _better(best, other)
+        if best.status == _OUT_OF_TIME and not any_will_do:
+            best.x = None
+        return best
+
+    def _solve(
+        self, price: Floats, whole: Bools, low: Floats, high: Floats, deadline: float, nodes: int, *, presolve: bool
+    ) -> OptimizeResult:
         rows, columns, factors = (np.concatenate(part) for part in zip(*self._entries, strict=True))
         matrix = coo_array((factors, (rows, columns)), shape=(self._count, self.columns)).tocsr()
-        limits = LinearConstraint(matrix, np.concatenate(self._low), np.concatenate(self._high))
-        for presolve in (True, False):
-            result = milp(
-                price,
-                integrality=whole.astype(np.int64),
-                bounds=Bounds(low, high),
-                constraints=limits,
-                options={"time_limit": max(seconds, 0.1), "mip_rel_gap": 1e-6, "presolve": presolve},
-            )
-            if result.status != 4:  # an error in the solver, after a reduction that went wrong
-                break
-        return result
+        return milp(
+            price,
+            integrality=whole.astype(np.int64),
+            bounds=Bounds(low, high),
+            constraints=LinearConstraint(matrix, np.concatenate(self._low), np.concatenate(self._high)),
+            options={
+                "time_limit": max(deadline - time.monotonic(), 0.1),
+                "node_limit": nodes,
+                "mip_rel_gap": 1e-6,
+                "presolve": presolve,
+            },
+        )
 
     def _bound(self, count: int, low: float, high: float) -> None:
         self._low.append(np.full(count, low))
         self._high.append(np.full(count, high))
         self._count += count
+
+
+def _better(one: OptimizeResult, other: OptimizeResult) -> OptimizeResult:
+    """The result that is final, or else the one that found the lesser value, with the greater bound of both."""
+    if other.status not in (_STOPPED, _OUT_OF_TIME):
+        return other
+    best = min((one, other), key=lambda result: np.inf if result.x is None else result.fun)
+    known = [result.mip_dual_bound for result in (one, other) if result.mip_dual_bound is not None]
+    best.mip_dual_bound = max(known, default=None)
+    return best

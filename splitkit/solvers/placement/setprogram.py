@@ -44,7 +44,7 @@ class SetProgram:
         """How many columns."""
         return self.rows.columns
 
-    def solve(self, seconds: float) -> tuple[Ints | None, float]:
+    def solve(self, seconds: float, *, any_will_do: bool = False) -> tuple[Ints | None, float]:
         """The device of each unit in what is found in time, and a bound on the greatest load, in seconds."""
         places = self._places
         price, low, high = np.zeros(self.size), np.zeros(self.size), np.ones(self.size)
@@ -53,7 +53,7 @@ class SetProgram:
         self._break_symmetry(high)
         whole = np.zeros(self.size, np.bool_)
         whole[self._in] = True
-        result = self.rows.solve(price, whole, low, high, seconds)
+        result = self.rows.solve(price, whole, low, high, seconds, any_will_do=any_will_do)
         if result.status == 2:
             return None, np.inf
         proven = result.mip_dual_bound
