@@ -75,6 +75,42 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Claim:
+    """What a plan says of its own quality.
+
+    Attributes:
+        objective: what is least: ``"bottleneck"`` (seconds of the most loaded part), ``"makespan"`` (seconds of one
+            sample), ``"parts"`` (how many) or ``"traffic"`` (bytes).
+        value: of this plan.
+        bound: no plan within the same limits is below it.
+        solver: what found the plan, and what proved the bound if that was another.
+        limiting: the part that decides.
+        tolerance: relative; what rounding may have cost the proof.
+    """
+
+    objective: str
+    value: float
+    bound: float
+    solver: str
+    limiting: PartKey
+    tolerance: float = 1e-9
+
+    @property
+    def gap(self) -> float:
+        """How much lower a plan could be at most, as a fraction of the value."""
+        return max(0.0, 1 - self.bound / self.value) if self.value else 0.0
+
+    @property
+    def optimal(self) -> bool:
+        """Whether the plan is proven to be best."""
+        return self.gap <= self.tolerance
+
+    def __str__(self) -> str:
+        proof = "optimal" if self.optimal else f"at most {self.gap:.2%} above the best"
+        return f"{self.objective} {proof} ({self.solver}), limited by {self.limiting}"
+
+
+@dataclass(frozen=True)
 class Plan(Mapping[Node, tuple[PartKey, ...]]):
     """Node -> the parts that compute it, home first. More than one part means copies.
 
@@ -88,12 +124,14 @@ class Plan(Mapping[Node, tuple[PartKey, ...]]):
         parts: what is known of each part, in the order of their first node; `HOST` is not among them.
         note: what made the plan and what it claims.
         routing: ``"direct"``: a value goes from its home to each reader; ``"relay"``: through the parts in between.
+        claim: what a policy that optimises says of the plan; what moves nodes drops it.
     """
 
     places: Mapping[Node, tuple[PartKey, ...]]
     parts: Mapping[PartKey, Part] = field(default_factory=dict)
     note: str = ""
     routing: Literal["direct", "relay"] = "direct"
+    claim: Claim | None = None
 
     def __post_init__(self) -> None:
         if (routing := self.routing) not in ROUTINGS:
@@ -157,7 +195,7 @@ class Plan(Mapping[Node, tuple[PartKey, ...]]):
 
     def place(self, changes: Mapping[Node, tuple[PartKey, ...]]) -> Plan:
         """The plan with some nodes placed elsewhere."""
-        return replace(self, places={**self.places, **changes})
+        return replace(self, places={**self.places, **changes}, claim=None)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON-ready data, by node name; see `splitkit.planfile`."""

@@ -8,6 +8,7 @@ import os
 import reprlib
 import tempfile
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +19,7 @@ from splitkit._torch import target_name
 from splitkit.errors import FileError, PlanError
 
 if TYPE_CHECKING:
-    from splitkit.plan import Part, PartKey, Plan
+    from splitkit.plan import Claim, Part, PartKey, Plan
 
 SCHEMA = 1
 
@@ -47,6 +48,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "graph": fingerprint(graph) if graph else None,
         "note": plan.note,
         "routing": plan.routing,
+        "claim": _claim_to_json(plan.claim),
         "parts": [
             {
                 "key": name,
@@ -84,7 +86,34 @@ def from_dict(graph: fx.Graph, data: Mapping[str, Any]) -> Plan:
         by_name[name]: tuple(None if i is None else parts[i].key for i in where)
         for name, where in data["places"].items()
     }
-    return Plan(places, {p.key: p for p in parts}, str(data.get("note", "")), _routing(data.get("routing", "direct")))
+    note, routing, claim = data.get("note", ""), data.get("routing", "direct"), data.get("claim")
+    return Plan(places, {p.key: p for p in parts}, str(note), _routing(routing), _claim(claim))
+
+
+def _claim_to_json(claim: Claim | None) -> dict[str, Any] | None:
+    if claim is None:
+        return None
+    return {f.name: getattr(claim, f.name) for f in fields(claim)} | {"limiting": _key_to_json(claim.limiting)}
+
+
+def _claim(data: object) -> Claim | None:
+    """What the plan says of its quality; files of before there were claims do not say."""
+    from splitkit.plan import Claim
+
+    if data is None:
+        return None
+    wanted = "null or an object with the fields of a claim"
+    if not isinstance(data, Mapping) or not {f.name for f in fields(Claim)} == data.keys():
+        raise _damaged("claim", data, wanted)
+    try:
+        made = Claim(**{**data, "limiting": _key_from_json(data["limiting"])})
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise _damaged("claim.limiting", data["limiting"], "the key of a part") from error
+    texts = (made.objective, made.solver)
+    numbers = (made.value, made.bound, made.tolerance)
+    if not all(isinstance(text, str) for text in texts) or not all(type(n) in (int, float) for n in numbers):
+        raise _damaged("claim", data, wanted)
+    return made
 
 
 def _routing(data: object) -> Literal["direct", "relay"]:

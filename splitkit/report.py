@@ -15,7 +15,7 @@ from splitkit.costs import Costs, default
 from splitkit.cut import Subgraph, cut
 from splitkit.dataflow import Dataflow, analyze, module_path
 from splitkit.effects import attribute, storage_key
-from splitkit.plan import HOST, PartKey, Plan
+from splitkit.plan import HOST, Claim, PartKey, Plan
 from splitkit.ranges import collapse
 from splitkit.regions import hidden_note
 from splitkit.units import quantity, size
@@ -62,16 +62,25 @@ class Report:
         total: the row of the whole model; its bytes are those of the model's inputs and outputs.
         note: what the plan says of itself, what the prices say, and how many nodes export has hidden from it.
         sizes_known: whether the graph carries the ``meta["val"]`` that bytes and FLOPs come from.
+        claim: objective, value, proven bound, solver and limiting part, where a policy that optimises made the plan.
     """
 
     parts: tuple[PartReport, ...]
     total: PartReport
     note: str
     sizes_known: bool
+    claim: Claim | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready data."""
-        return asdict(self)
+        data = asdict(self)
+        if self.claim is not None:
+            data["claim"] |= {
+                "gap": self.claim.gap,
+                "optimal": self.claim.optimal,
+                "limiting": _title(self.claim.limiting),
+            }
+        return data
 
     def table(self) -> Table:
         """A rich table that never truncates a name."""
@@ -129,7 +138,7 @@ def report(gm: fx.GraphModule, plan: Plan, costs: Costs | None = None) -> Report
     inputs = [n for n in flow.index if n.op == "placeholder"]
     outputs = [a for n in flow.index if n.op == "output" for a in n.all_input_nodes]
     note = "; ".join(filter(None, (plan.note, getattr(costs, "note", ""), hidden_note(gm))))
-    return Report(tuple(rows), row("all", flow.index, inputs, outputs, HOST), note, _sizes_known(flow))
+    return Report(tuple(rows), row("all", flow.index, inputs, outputs, HOST), note, _sizes_known(flow), plan.claim)
 
 
 def _title(key: PartKey) -> str:

@@ -43,7 +43,7 @@ def rematerialize(flow: Dataflow, plan: Plan, into: PartKey, keep: Collection[No
             continue
         places[node] = (*keys, into)
         stack += flow.inputs(node)
-    return replace(plan, places=places)
+    return replace(plan, places=places, claim=None)
 
 
 def prune(flow: Dataflow, plan: Plan) -> Plan:
@@ -121,7 +121,7 @@ def refine(flow: Dataflow, plan: Plan) -> Plan:
     places = {node: tuple(visit[node, key] for key in plan[node]) for node in placed}
     order = sorted({k for keys in places.values() for k in keys if k is not HOST}, key=_visit_number)
     parts = {key: replace(plan.parts[key[0]], key=key) for key in order}  # type: ignore[index]
-    return replace(plan, places=places, parts=parts)
+    return replace(plan, places=places, parts=parts, claim=None)
 
 
 def _visit_number(key: Hashable) -> int:
@@ -219,6 +219,6 @@ def merge(flow: Dataflow, plan: Plan, into: PartKey, other: PartKey) -> Plan:
         if other in keys
     }
     parts: dict[PartKey, Part] = {k: p for k, p in plan.parts.items() if k != other}
-    joined = replace(plan, places={**plan.places, **moved}, parts=parts)
+    joined = replace(plan, places={**plan.places, **moved}, parts=parts, claim=None)
     part_order(flow, joined)
     return joined
