@@ -55,6 +55,11 @@ FLOORS: list[set[str]] = [
         "scheduletrace",
         "schedulememory",
         "scheduleplot",
+        "activations",
+        "backwardprobe",
+        "stageline",
+        "linebuilder",
+        "plancosts",
     },  # prices and plans; no fx surgery
     {
         "complete",

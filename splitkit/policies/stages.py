@@ -1,47 +1,123 @@
-"""Pipeline stages: consecutive parts, the slowest as fast as possible."""
+"""Pipeline stages: convex parts one after the other, the slowest as fast as possible."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+from torch.fx import Node
 
-from splitkit.costs import Costs
+from splitkit.costs import Costs, Links
 from splitkit.dataflow import Dataflow
-from splitkit.plan import Plan
+from splitkit.plan import Claim, Plan
+from splitkit.plancosts import Optimizer, checked_optimizer
+from splitkit.policies.amounts import Memory, links_of, memory_of
 from splitkit.policies.parameters import enough_nodes, positive
-from splitkit.solvers.contiguous import Floats, contiguous
+from splitkit.policies.placing import Placing
+from splitkit.policies.staging import Staging, bad_problems, ranks_of, require_schedule
+from splitkit.solvers.contiguous import Floats
+from splitkit.solvers.contiguous import contiguous as along
+from splitkit.solvers.placement.contiguous import contiguous
+from splitkit.solvers.placement.problem import Device, Ints
 
 
 @dataclass(frozen=True)
 class Stages:
-    """``n`` consecutive stages in graph order. The slowest is as fast as possible under the given costs, exactly;
-    among all such plans the least bytes cross the cuts, and among these the stages are the most even.
+    """``n`` stages, each a convex set of nodes, the slowest as fast as possible: exactly, over all orders of the graph.
+
+    Without links, memory and schedule a stage's load is the work of its nodes; among the best stages along the order
+    that is found, the least bytes cross the cuts, and among these the stages are the most even. With ``links`` a stage
+    also pays for each value that it sends or receives, once (twice with a schedule: gradients come back), and values
+    that need no gradient and come from the inputs alone are computed again where that saves sending them.
+
+    With a ``schedule`` the load is forward and backward, stages are held to ``memory`` with the microbatches that are
+    in flight at their place, and of equally good stages those with the shortest simulated step are taken, then those
+    with the lowest peak.
+
+    The plan's claim says how good it is: its value, what no plan can be below that computes each node once, and what
+    proved that.
 
     Attributes:
         n: how many stages, at most the number of nodes.
+        schedule: of the pipeline, as `splitkit.simulate_schedule` knows it: ``"1f1b"``, ``"gpipe"`` ...
+        microbatches: of a step, ``2 n`` by default. The graph was captured with the inputs of one microbatch.
+        memory: bytes of each rank, as a number or a text (``"80GiB"``), one for all or one each; a rank runs one stage,
+            or two where the schedule says so.
+        links: between the ranks ``0, 1 ...``: `splitkit.costs.Links`, or the name of a preset (``"nvlink4"``).
+        optimizer: whose state is held: ``"adam"``, ``"momentum"``, ``"sgd"``; ``None``: the model is not trained.
     """
 
     n: int
+    schedule: str | None = None
+    microbatches: int | None = None
+    memory: Memory = None
+    links: str | Links | None = None
+    optimizer: Optimizer = "adam"
 
     def __post_init__(self) -> None:
         positive(self, "n", self.n)
+        require_schedule(self, self.schedule, self.microbatches, self.n)
+        self._limits()
+        links_of(self.links)
+        checked_optimizer(self.optimizer)
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
-        """Stages are ``0 .. n - 1``; SK303 when the graph has fewer nodes."""
+        """Stages are ``0 .. n - 1``.
+
+        Raises:
+            NoPlanError: SK303 when the graph has fewer nodes, or no stages fit the memory; says what would fit.
+        """
         enough_nodes(flow, self.n)
-        seconds = np.array([costs.seconds(node) for node in flow.nodes], dtype=np.float64)
-        starts = contiguous(seconds, self.n, live_bytes(flow, costs))
-        stage = np.searchsorted(starts, np.arange(len(seconds)), side="right") - 1
-        loads = np.add.reduceat(seconds, starts)
-        share = loads.max() * self.n / loads.sum() if loads.sum() else 1.0
-        note = f"{self.n} stages, the slowest {share:.3f} of the mean; optimal for this node order"
-        return Plan.of({node: int(s) for node, s in zip(flow.nodes, stage, strict=True)}, note)
+        if self.schedule is None and self.memory is None and self.links is None:
+            return self._by_work(flow, costs)
+        staging = Staging(
+            policy=self,
+            flow=flow,
+            costs=costs,
+            keys=tuple(range(self.n)),
+            links=links_of(self.links),
+            memory=self._limits(),
+            schedule=self.schedule,
+            microbatches=self.microbatches,
+            optimizer=self.optimizer,
+        )
+        return staging.plan()
+
+    def _limits(self) -> tuple[int | None, ...]:
+        """Bytes of each rank; several stages may share one."""
+        return memory_of(self, self.memory, max(ranks_of(self.schedule, self.microbatches, self.n)) + 1)
+
+    def _by_work(self, flow: Dataflow, costs: Costs) -> Plan:
+        """The work alone counts."""
+        placing = Placing(flow, costs, [{n: costs.seconds(n) for n in flow.nodes}])
+        with bad_problems(self, placing):
+            problem = placing.problem([Device()] * self.n)
+            found = contiguous(problem)
+        rank = {device: i for i, device in enumerate(found.order)}
+        at = np.array([rank[d] for d in found.device.tolist()], np.int64)
+        orders = [flow.nodes, tuple(flow.nodes[i] for i in np.argsort(at, kind="stable").tolist())]
+        choices = [_along(flow, costs, nodes, self.n) for nodes in orders]
+        labels, loads = min(choices, key=lambda choice: choice[1].max())  # the graph's own order if it does as well
+        value = float(loads.max())
+        claim = Claim("bottleneck", value, min(value, found.bound), found.solver, int(loads.argmax()), found.tolerance)
+        mean = loads.sum() / self.n
+        share = value / mean if mean else 1.0
+        note = f"{self.n} stages, the slowest {share:.3f} of the mean: {claim}"
+        return replace(Plan.of({n: labels[n] for n in flow.nodes}, note), claim=claim)
 
 
-def live_bytes(flow: Dataflow, costs: Costs) -> Floats:
-    """Bytes that cross a cut before each placeable node: values made before it and read at or after it, each once."""
-    position = {node: i for i, node in enumerate(flow.nodes)}
+def _along(flow: Dataflow, costs: Costs, nodes: Sequence[Node], count: int) -> tuple[dict[Node, int], Floats]:
+    """The best stages along one order of the nodes, and their loads."""
+    seconds = np.array([costs.seconds(node) for node in nodes], dtype=np.float64)
+    starts = along(seconds, count, live_bytes(flow, costs, nodes))
+    stage: Ints = np.searchsorted(starts, np.arange(len(seconds)), side="right") - 1
+    return dict(zip(nodes, stage.tolist(), strict=True)), np.add.reduceat(seconds, starts)
+
+
+def live_bytes(flow: Dataflow, costs: Costs, nodes: Sequence[Node]) -> Floats:
+    """Bytes that cross a cut before each of ``nodes``: values made before it and read at or after it, each once."""
+    position = {node: i for i, node in enumerate(nodes)}
     change = np.zeros(len(position) + 1)
     for value in flow.index:
         if (made := position.get(flow.producer(value))) is None:

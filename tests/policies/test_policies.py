@@ -80,7 +80,7 @@ def test_live_bytes_count_each_value_once_at_every_cut_that_it_crosses():
     gm = sk.capture(Model(), torch.ones(4, 4))
     flow = sk.analyze(gm)
     half = 2 * 4 * 4
-    assert live_bytes(flow, sk.costs.unit(gm)).tolist() == [0, 2 * half, 2 * half, 3 * half, 2 * half]
+    assert live_bytes(flow, sk.costs.unit(gm), flow.nodes).tolist() == [0, 2 * half, 2 * half, 3 * half, 2 * half]
 
 
 def test_more_stages_than_nodes(chain):

@@ -1,0 +1,128 @@
+"""What forward and backward of a single node take for a while, when autograd runs it: found on fake tensors.
+
+Each distinct call (op, shapes, constants, which arguments require grad) runs once, forward and then backward, and its
+live bytes are measured like those of a real run. So do `splitkit.temporaries` for runs without autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from splitkit import _torch
+from splitkit._torch import pytree
+from splitkit.costs.sizes import tensors, value_bytes
+from splitkit.measure import measure_memory
+from splitkit.scope import Scope, scopes
+from splitkit.standins import NO_SIZES, acts, bodies, stand_in
+
+
+@dataclass(frozen=True)
+class Inside:
+    """Bytes that are there for a while.
+
+    Attributes:
+        forward: at most while the node runs, besides its results and what autograd saves.
+        backward: at most while its backward runs, besides what it takes (gradients, saved tensors) and the gradients
+            that it yields.
+    """
+
+    forward: int
+    backward: int
+
+    def __bool__(self) -> bool:
+        return bool(self.forward or self.backward)
+
+
+NOTHING = Inside(0, 0)
+
+
+@dataclass
+class Probes:
+    """Runs each distinct call of a graph once.
+
+    Attributes:
+        gm: the graph.
+        requires: the nodes whose value requires grad.
+    """
+
+    gm: fx.GraphModule
+    requires: Collection[Node]
+    _scope: Mapping[Node, Scope] = field(init=False)
+    _seen: dict[Hashable, Inside] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._scope, _ = scopes(self.gm.graph)
+
+    def __call__(self, node: Node) -> Inside:
+        """What ``node`` takes in its autocast regions.
+
+        Where it cannot run on fakes, or calls graphs of its own: as much again as it yields, and as it takes.
+        """
+        if node.op not in ("call_function", "call_method", "call_module") or acts(self.gm, node):
+            return NOTHING
+        scope = self._scope[node]
+        if bodies(self.gm, node):
+            return _guess(self.gm, node)
+        call = stand_in(self.gm, node, NO_SIZES, [r for r in scope.regions if r.target is _torch.ENTER_AUTOCAST])
+        flags = tuple(self._flags(node))
+        key = (call.key, flags, scope.grad)
+        if key not in self._seen:
+            try:
+                self._seen[key] = call.run(_Watch(flags, scope.grad is not False))
+            except Exception:  # whatever the op raises on fakes, or its backward
+                self._seen[key] = _guess(self.gm, node)
+        return self._seen[key]
+
+    def _flags(self, node: Node) -> list[bool]:
+        """For each leaf among the arguments whether it is the value of a node that requires grad."""
+        return [isinstance(a, Node) and a in self.requires for a in pytree.tree_leaves((node.args, node.kwargs))]
+
+
+@dataclass(frozen=True)
+class _Watch:
+    """Runs a call and its backward.
+
+    Attributes:
+        flags: which leaf among the arguments requires grad.
+        grad: whether autograd is on.
+    """
+
+    flags: tuple[bool, ...]
+    grad: bool
+
+    def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Inside:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        with torch.set_grad_enabled(self.grad):
+            given = [self._given(leaf, flag) for leaf, flag in zip(leaves, self.flags, strict=True)]
+            args, kwargs = pytree.tree_unflatten(given, spec)
+            held: list[Any] = []
+            forward = measure_memory(lambda *a, **k: held.append(call(*a, **k)), *args, **kwargs)
+            outputs = [t for t in tensors(held) if t.requires_grad]
+            inputs = [t for t in given if isinstance(t, torch.Tensor) and t.requires_grad]
+            if not outputs or not inputs:
+                return Inside(forward.peak - forward.end, 0)
+            backward = measure_memory(_backward, outputs, inputs, list(map(torch.empty_like, outputs)))
+        return Inside(forward.peak - forward.end, backward.peak - backward.end)
+
+    def _given(self, leaf: Any, flag: bool) -> Any:
+        """An argument that requires grad if it should, and may be written to."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        plain = leaf.detach()
+        return plain.requires_grad_().clone() if flag and plain.is_floating_point() else plain
+
+
+def _backward(outputs: Any, inputs: Any, gradients: Any) -> Any:
+    return torch.autograd.grad(outputs, inputs, gradients, allow_unused=True, retain_graph=True)
+
+
+def _guess(gm: fx.GraphModule, node: Node) -> Inside:
+    inner = sum(value_bytes(n) for body in bodies(gm, node) for n in body.graph.nodes if "call" in n.op)
+    made, taken = value_bytes(node), sum(map(value_bytes, node.all_input_nodes))
+    return Inside(inner + made, inner + made + taken)

@@ -1,0 +1,285 @@
+"""From a graph and what autograd keeps of it to lines: what each node touches, node by node, and then in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import nn
+from torch.fx import Node
+
+from splitkit import _torch
+from splitkit.activations import Activations
+from splitkit.backwardprobe import NOTHING
+from splitkit.costs.sizes import storage_bytes, tensor_bytes, tensors
+from splitkit.dataflow import Dataflow
+from splitkit.effects import attribute, storage_key
+from splitkit.stageline import BEFORE, Line, Touches
+from splitkit.symbols import value_of
+from splitkit.temporaries import Temporaries
+
+Copy = tuple[Node, int]
+"""A node, and the part that computes it; the part is -1 for inputs of the graph."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a placeable node does, whatever the order; the members of its tuple are with it.
+
+    Attributes:
+        makes: the nodes whose values it makes: itself, or what unpacks its tuple.
+        storages: of these values, and of the tuple.
+        reads: the nodes whose values it reads: placeable ones, members of tuples, inputs.
+        saves: storages that autograd keeps for it; without training, its weights as autocast casts them.
+        contributes: what its backward yields gradients of: values that it reads, and keys of parameters.
+        parameters: keys of the parameters and buffers that it reads.
+        forward: bytes that it takes for a while.
+        backward: the same of its backward.
+    """
+
+    makes: tuple[Node, ...]
+    storages: tuple[int, ...]
+    reads: tuple[Node, ...]
+    saves: tuple[int, ...]
+    contributes: tuple[object, ...]
+    parameters: tuple[object, ...]
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """A parameter, buffer or constant."""
+
+    nbytes: int
+    trained: int
+
+
+@dataclass
+class Units:
+    """The units of a graph, and lines of them.
+
+    Attributes:
+        flow: facts about the graph.
+        activations: what a run with gradients makes and keeps.
+        training: whether there is a backward.
+    """
+
+    flow: Dataflow
+    activations: Activations
+    training: bool
+    units: dict[Node, Unit] = field(init=False)
+    _owned: dict[object, _Owned] = field(default_factory=dict)
+    _sizes: list[int] = field(init=False)
+    _casts: dict[object, int] = field(default_factory=dict)
+    _views: dict[Node, Node] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._sizes = list(self.activations.nbytes)
+        followers: dict[Node, list[Node]] = {}
+        for node, producer in self.flow.followers.items():
+            followers.setdefault(producer, []).append(node)
+        temporaries = Temporaries({})
+        self.units = {n: self._unit(n, followers.get(n, []), temporaries) for n in self.flow.nodes}
+        self._views = self._views_of() if self.training else {}
+
+    def _unit(self, node: Node, followers: Sequence[Node], temporaries: Temporaries) -> Unit:
+        known = self.activations
+        group = {node, *followers}
+        read = dict.fromkeys(r for n in (node, *followers) for r in n.all_input_nodes if r not in group)
+        reads = tuple(r for r in read if r in known.values and r.op != "get_attr")
+        parameters = self._parameters(node, [r for r in read if r.op == "get_attr"])
+        wants = self.training and not group.isdisjoint(known.requires)
+        contributes: list[object] = [r for r in reads if r in known.requires] if wants else []
+        contributes += [key for key in parameters if wants and self._owned[key].trained]
+        inside = known.inside.get(node, NOTHING)
+        saves = dict.fromkeys(s for n in (node, *followers) for s in known.saved.get(n, ())) if self.training else {}
+        forward = inside.forward
+        regions = tuple(r for r in self.flow.scope[node].regions if r.target is _torch.ENTER_AUTOCAST)
+        if not self.training or (regions and not any(r in known.requires for r in reads)):
+            without = temporaries(self.flow.root, node, regions)
+            forward = max(without.transient, forward if self.training else 0)
+            if without.casts and parameters:  # of weights: kept until the region ends
+                saves[self._cast(parameters, without.casts)] = None
+        return Unit(
+            makes=tuple(followers) if followers and len(followers) == len(node.users) else (node, *followers),
+            storages=tuple(dict.fromkeys(s for n in (node, *followers) for s in known.values.get(n, ()))),
+            reads=reads,
+            saves=tuple(saves),
+            contributes=tuple(contributes),
+            parameters=parameters,
+            forward=forward,
+            backward=inside.backward,
+        )
+
+    def _cast(self, parameters: tuple[object, ...], nbytes: int) -> int:
+        if parameters not in self._casts:
+            self._casts[parameters] = len(self._sizes)
+            self._sizes.append(nbytes)
+        return self._casts[parameters]
+
+    def _parameters(self, node: Node, attributes: Iterable[Node]) -> tuple[object, ...]:
+        values = [attribute(self.flow.root, str(a.target)) for a in attributes]
+        if node.op == "call_module":
+            values.append(attribute(self.flow.root, str(node.target)))
+        found: dict[object, None] = {}
+        for value in values:
+            owned = [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else [value]
+            for tensor in (t for t in owned if isinstance(t, torch.Tensor)):
+                key = storage_key(tensor)
+                found[key] = None
+                trained = tensor_bytes(tensor) if tensor.requires_grad else 0
+                before = self._owned.get(key, _Owned(0, 0))
+                self._owned[key] = _Owned(storage_bytes(tensor), max(before.trained, trained))
+        return tuple(found)
+
+    def _views_of(self) -> dict[Node, Node]:
+        """A value that is another one in another shape -> the other, if nobody else reads that.
+
+        Its gradient is a view too.
+        """
+        readers: dict[Node, int] = {}
+        for unit in self.units.values():
+            for read in unit.reads:
+                readers[read] = readers.get(read, 0) + 1
+        values, found = self.activations.values, dict[Node, Node]()
+        for node, unit in self.units.items():
+            given = [r for r in unit.contributes if isinstance(r, Node)]
+            if unit.makes != (node,) or len(given) != 1 or len(unit.contributes) != 1 or readers[given[0]] > 1:
+                continue
+            same = values[node] == values[given[0]] != () and _sizes_of(node) == _sizes_of(given[0])
+            if same and not any(u.op == "output" for u in given[0].users):
+                found[node] = given[0]
+        return found
+
+    def line(self, parts: Sequence[Sequence[Node]], homes: Mapping[Node, int] | None = None) -> Line:
+        """The line of the nodes of parts, one part after the other.
+
+        Args:
+            parts: placeable nodes, in the order in which they run.
+            homes: node -> the part whose copy others read, for nodes that stand in several parts.
+        """
+        return _Builder(self, parts, homes or {}).line()
+
+
+def _sizes_of(node: Node) -> list[tuple[int, torch.dtype]]:
+    return [(tensor_bytes(t), t.dtype) for t in tensors(value_of(node))]
+
+
+class _Builder:
+    """Numbers what a line touches."""
+
+    def __init__(self, units: Units, parts: Sequence[Sequence[Node]], homes: Mapping[Node, int]) -> None:
+        self.units = units
+        self.copies: list[Copy] = [(node, part) for part, nodes in enumerate(parts) for node in nodes]
+        self.position = {copy: i for i, copy in enumerate(self.copies)}
+        self.homes = {node: part for node, part in self.copies if homes.get(node, part) == part}
+        self.values: dict[Copy, int] = {}
+        self.value_nodes: list[Node] = []
+        self.made: list[int] = []
+        self.gradients: dict[object, int] = {}
+        self.gradient_bytes: list[int] = []
+        self.gradient_made: list[int] = []
+        self.gradient_of: list[int] = []
+        self.keys = {key: i for i, key in enumerate(units._owned)}
+
+    def line(self) -> Line:
+        """The line."""
+        units, known, length = self.units, self.units.activations, len(self.copies)
+        for node in units.flow.graph.find_nodes(op="placeholder"):
+            self._value((node, BEFORE), BEFORE)
+        touches: list[tuple[int, int]] = []
+        saves: list[tuple[int, int]] = []
+        reads: list[tuple[int, int]] = []
+        adds: list[tuple[int, int]] = []
+        parameters: list[tuple[int, int]] = []
+        for copy, i in self.position.items():
+            unit = units.units[copy[0]]
+            found = [self._source(read, copy[1]) for read in unit.reads]
+            reads += [(i, value) for value in found]
+            for made in unit.makes:
+                self._value((made, copy[1]), i, self._viewed(made, copy[1]))
+            adds += [(i, self._gradient(c, copy[1])) for c in unit.contributes if units._views.get(copy[0]) is not c]
+            lie = (s for r in unit.reads for s in known.values[r])
+            touches += [(i, s) for s in (*unit.storages, *unit.saves, *lie)]
+            saves += [(i, s) for s in unit.saves]
+            parameters += [(i, self.keys[key]) for key in unit.parameters]
+        members = [units.units[node] for node, _ in self.copies]
+        owned = units._owned.values()
+        lies = [(v, s) for v, n in enumerate(self.value_nodes) for s in known.values.get(n, ())]
+        return Line(
+            length=length,
+            training=units.training,
+            storages=Touches.of(touches, length),
+            storage_bytes=np.array(units._sizes, np.int64),
+            saves=Touches.of(saves, length),
+            reads=Touches.of(reads, length),
+            made=np.array(self.made, np.int64),
+            last=self._last(reads, length),
+            lies=(np.array([v for v, _ in lies], np.int64), np.array([s for _, s in lies], np.int64)),
+            value_bytes=np.array([_message(n) for n in self.value_nodes], np.int64),
+            gradient_of=np.array(self.gradient_of, np.int64),
+            gradient_reads=Touches.of(adds, length),
+            gradient_bytes=np.array(self.gradient_bytes, np.int64),
+            gradient_made=np.array(self.gradient_made, np.int64),
+            is_parameter=np.array([not isinstance(key, tuple) for key in self.gradients], np.bool_),
+            parameters=Touches.of(parameters, length),
+            parameter_bytes=np.array([o.nbytes for o in owned], np.int64),
+            trained_bytes=np.array([o.trained for o in owned], np.int64),
+            forward=np.array([u.forward for u in members], np.int64),
+            backward=np.array([u.backward for u in members], np.int64),
+        )
+
+    def _value(self, copy: Copy, made: int, viewed: int = BEFORE) -> int:
+        node = copy[0]
+        self.values[copy] = number = len(self.made)
+        self.value_nodes.append(node)
+        self.made.append(made)
+        own = viewed
+        if own == BEFORE and self.units.training and node in self.units.activations.requires:
+            own = self._new_gradient(("value", number), sum(map(tensor_bytes, tensors(value_of(node)))), made)
+        self.gradient_of.append(own)
+        return number
+
+    def _viewed(self, node: Node, part: int) -> int:
+        """The gradient of what a view is of, -1 if it is no view."""
+        viewed = self.units._views.get(node)
+        return BEFORE if viewed is None else self.gradient_of[self._source(viewed, part)]
+
+    def _new_gradient(self, key: object, nbytes: int, made: int) -> int:
+        self.gradients[key] = number = len(self.gradient_bytes)
+        self.gradient_bytes.append(nbytes)
+        self.gradient_made.append(made)
+        return number
+
+    def _gradient(self, of: object, part: int) -> int:
+        """The gradient of a value that the part reads, or of a parameter."""
+        if isinstance(of, Node):
+            return self.gradient_of[self._source(of, part)]
+        if of not in self.gradients:
+            return self._new_gradient(of, self.units._owned[of].trained, BEFORE)
+        return self.gradients[of]
+
+    def _source(self, node: Node, part: int) -> int:
+        """The value that a part reads: of its own copy if it has one, else of the home's."""
+        if node.op == "placeholder":
+            return self.values[node, BEFORE]
+        return self.values.get((node, part), -1) if (node, part) in self.values else self._at_home(node)
+
+    def _at_home(self, node: Node) -> int:
+        return self.values[node, self.homes[self.units.flow.producer(node)]]
+
+    def _last(self, reads: Sequence[tuple[int, int]], length: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        last = np.array(self.made, np.int64)
+        for position, value in reads:
+            last[value] = max(last[value], position)
+        for node in self.units.flow.graph.output_node().all_input_nodes:
+            if node in self.units.activations.values and node.op != "get_attr":
+                last[self._source(node, BEFORE)] = length
+        return last
+
+
+def _message(node: Node) -> int:
+    return 0 if node.op == "placeholder" else sum(map(tensor_bytes, tensors(value_of(node))))

@@ -1,0 +1,228 @@
+"""What the parts of a plan cost as stages of a pipeline: seconds and bytes, from one forward graph."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import fx, nn
+from torch.fx import Node
+
+from splitkit.activations import Activations, activations
+from splitkit.costs import Costs
+from splitkit.costs.counting import name_of
+from splitkit.costs.gradients import Gradients
+from splitkit.costs.jointly import is_joint
+from splitkit.costs.training import FromFormula, FromJoint, training
+from splitkit.dataflow import Dataflow
+from splitkit.errors import CostError, PlanError, PolicyError
+from splitkit.linebuilder import Units
+from splitkit.order import part_order
+from splitkit.plan import HOST, Plan
+from splitkit.stagecosts import StageCosts
+from splitkit.stageline import Line
+from splitkit.standins import target_of
+
+Optimizer = Literal["adam", "momentum", "sgd"] | None
+STATE_OF: Mapping[str, int] = {"adam": 2, "momentum": 1, "sgd": 0}
+"""The state of each optimizer, in multiples of the bytes of what it trains."""
+
+# Ops whose backward is a product for each factor.
+_PRODUCTS = frozenset(
+    (
+        *("linear", "matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "addmv", "__matmul__", "convolution"),
+        *("_convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    )
+)
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def stage_costs(
+    flow: Dataflow,
+    plan: Plan | Sequence[Collection[Node]],
+    costs: Costs,
+    *,
+    optimizer: Optimizer = "adam",
+    activations: Activations | None = None,
+) -> tuple[StageCosts, ...]:
+    """What each part costs for one microbatch, of the size that was captured, in the order in which they run.
+
+    * Seconds of forward are those of the costs; backward is as many times dearer as `splitkit.costs.training` says.
+      Half of the backward of a product with a parameter, and all of it where only parameters require grad, is its part
+      for weights (``backward_weight``).
+    * ``saved_bytes``: each storage once that autograd keeps, or that the part takes or gives; no parameters. Exact
+      but for the nodes that `Activations.estimated` names.
+    * ``temporary_bytes``: the most that forward or backward hold beyond that, from above: gradients that share memory
+      (those of the two addends of a sum) count apart. Parameters have a gradient from a microbatch before, so that the
+      new one counts besides.
+    * ``activation_bytes``: all values that are made up to the part and read in later ones, for runtimes that talk to
+      the next rank only; ``input_gradient_bytes``: the same on the way back. Inputs of the graph are there for every
+      part, and what the graph yields need not go to the last one.
+    * What two parts read of the parameters, each has.
+
+    Without an optimizer there is no backward: no gradients, nothing saved, and ``temporary_bytes`` are all activations
+    at their peak, what the part takes and gives included.
+
+    Args:
+        flow: facts about a forward graph.
+        plan: the plan, which must place every node; or sets of placeable nodes in the order in which they run. A node
+            in several sets is computed in each of them; others read what the first of them yields.
+        costs: prices of its nodes, with or without their backward (`splitkit.costs.training`).
+        optimizer: ``"adam"``, ``"momentum"`` or ``"sgd"``: 2, 1 or 0 times the bytes of the gradients; ``None``: none.
+        activations: what `splitkit.activations.activations` says of the graph, if it is known.
+
+    Raises:
+        PolicyError: SK302 for an optimizer that is not known.
+        PlanError: SK208 if nodes have no part: the host has no stage.
+        CycleError: SK203 if parts wait for each other in a circle.
+        CostError: SK323 for costs of a joint graph.
+        GraphError: SK102 when nodes have no ``meta["val"]``.
+    """
+    return StagePrices(flow, costs, optimizer, activations).of(plan)
+
+
+@dataclass
+class StagePrices:
+    """Answers `stage_costs` for many plans of one graph.
+
+    Attributes:
+        flow: facts about the graph.
+        costs: prices of its nodes.
+        optimizer: as in `stage_costs`.
+        activations: as in `stage_costs`.
+    """
+
+    flow: Dataflow
+    costs: Costs
+    optimizer: Optimizer = "adam"
+    activations: Activations | None = None
+    units: Units = field(init=False)
+    _times: _Times = field(init=False)
+
+    def __post_init__(self) -> None:
+        checked_optimizer(self.optimizer)
+        self._times = _Times(_by_formula(self.costs, self.flow.root), self.optimizer is not None)
+        if self.activations is None:
+            self.activations = activations(self.flow.root)
+        self.units = Units(self.flow, self.activations, self.optimizer is not None)
+
+    def of(self, plan: Plan | Sequence[Collection[Node]]) -> tuple[StageCosts, ...]:
+        """The costs of the parts of a plan."""
+        parts, homes = self._parts(plan)
+        line = self.units.line(parts, homes)
+        found, start = [], 0
+        for nodes in parts:
+            found.append(self.stage(line, start, start + len(nodes), nodes))
+            start += len(nodes)
+        return tuple(found)
+
+    def stage(self, line: Line, start: int, end: int, nodes: Sequence[Node]) -> StageCosts:
+        """The costs of a stretch of a line, whose nodes are these."""
+        held = line.stretch(start, end)
+        forward, backward_input, backward_weight = self._times.of(nodes)
+        back = self.optimizer is not None
+        return StageCosts(
+            forward=forward,
+            backward_input=backward_input,
+            backward_weight=backward_weight,
+            saved_bytes=held.saved,
+            activation_bytes=int(line.messages[end]),
+            input_gradient_bytes=int(line.gradient_messages[start]) if back else 0,
+            temporary_bytes=held.temporary,
+            parameter_bytes=held.parameters,
+            gradient_bytes=held.gradients,
+            optimizer_bytes=held.gradients * STATE_OF[self.optimizer] if self.optimizer else 0,
+        )
+
+    def _parts(self, plan: Plan | Sequence[Collection[Node]]) -> tuple[list[list[Node]], dict[Node, int]]:
+        """The nodes of each part in graph order, and where those with copies have their home."""
+        placed: dict[Node, tuple[int, ...]] = {}
+        if isinstance(plan, Plan):
+            keys = [key for key, _ in part_order(self.flow, plan) if key is not HOST]
+            number = {key: i for i, key in enumerate(keys)}
+            for node in self.flow.nodes:
+                places = plan.places.get(node, (HOST,))
+                placed[node] = tuple(number[key] for key in places if key is not HOST)
+                if HOST in places:
+                    placed.pop(node)
+        else:
+            keys = list(range(len(plan)))
+            for i, nodes in enumerate(plan):
+                for node in nodes:
+                    placed[node] = (*placed.get(node, ()), i)
+        self._check(placed)
+        parts: list[list[Node]] = [[] for _ in keys]
+        for node in self.flow.nodes:
+            for i in placed[node]:
+                parts[i].append(node)
+        return parts, {node: where[0] for node, where in placed.items() if len(where) > 1}
+
+    def _check(self, placed: Mapping[Node, tuple[int, ...]]) -> None:
+        left = [node for node in self.flow.nodes if node not in placed]
+        if left:
+            raise PlanError(
+                "SK208",
+                f"{left[0].name} is in no part, and the host has no stage ({len(left)} such nodes)",
+                "Place every node of Dataflow.nodes.",
+                left,
+            )
+
+
+def checked_optimizer(optimizer: object) -> None:
+    """Raise SK302 for an optimizer that is not known."""
+    if optimizer is not None and optimizer not in STATE_OF:
+        raise PolicyError(
+            "SK302", f"the optimizer is {optimizer!r}", f"Use {', '.join(map(repr, STATE_OF))}, or None for inference."
+        )
+
+
+def _by_formula(costs: Costs, gm: fx.GraphModule) -> FromFormula:
+    """Costs that tell forward from backward."""
+    if isinstance(costs, FromJoint) or is_joint(gm.graph):
+        raise CostError(
+            "SK323",
+            "the graph is of forward and backward together, which are not told apart",
+            "Capture the forward graph: splitkit.capture(model, *inputs).",
+        )
+    known = costs if isinstance(costs, FromFormula) else training(costs, gm)
+    assert isinstance(known, FromFormula)
+    return known
+
+
+class _Times:
+    """Seconds of forward, and of both parts of backward."""
+
+    def __init__(self, costs: FromFormula, back: bool) -> None:
+        self._costs = costs
+        self._gradients = Gradients(costs.gm) if back else None
+        self._known: dict[Node, tuple[float, float, float]] = {}
+
+    def of(self, nodes: Iterable[Node]) -> tuple[float, float, float]:
+        """Of some nodes together."""
+        forward = inputs = weights = 0.0
+        for node in nodes:
+            if node not in self._known:
+                self._known[node] = self._of(node)
+            times = self._known[node]
+            forward, inputs, weights = forward + times[0], inputs + times[1], weights + times[2]
+        return forward, inputs, weights
+
+    def _of(self, node: Node) -> tuple[float, float, float]:
+        forward = self._costs.costs.seconds(node)
+        if self._gradients is None:
+            return forward, 0.0, 0.0
+        backward = forward * self._costs.backward(node)
+        share = self._share(node, self._gradients.reads.get(node, frozenset())) if backward else 0.0
+        return forward, backward * (1 - share), backward * share
+
+    def _share(self, node: Node, reads: Collection[Node]) -> float:
+        """The part of a node's backward that is for parameters."""
+        values = [read for read in reads if read.op != "get_attr"]
+        if not values:
+            return 1.0
+        target = target_of(self._costs.gm, node)
+        module = isinstance(target, nn.Module)
+        weights = module or len(reads) > len(values)
+        product = isinstance(target, _LAYERS) if module else name_of(target) in _PRODUCTS
+        return 0.5 if weights and product and len(values) == 1 else 0.0

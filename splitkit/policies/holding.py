@@ -1,0 +1,77 @@
+"""What each unit adds to the memory of its device, as a sum that is never above the truth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+from torch.fx import Node
+
+from splitkit.activations import Activations
+from splitkit.costs.sizes import tensor_bytes
+from splitkit.dataflow import Dataflow
+from splitkit.effects import attribute, storage_key
+from splitkit.plancosts import STATE_OF, Optimizer
+from splitkit.solvers.placement.problem import Ints
+
+if TYPE_CHECKING:
+    from splitkit.policies.placing import Placing
+
+
+@dataclass(frozen=True, eq=False)
+class Holding:
+    """Bytes by unit. What several units share counts for the first of them, so that no part holds less than the sum
+    of its units, wherever they are: a placement that these sums exclude does not fit.
+
+    Attributes:
+        fixed: (n,) parameters and buffers, with gradients and the optimizer's state.
+        saved: (n,) kept for backward of each microbatch in flight.
+    """
+
+    fixed: Ints
+    saved: Ints
+
+    @classmethod
+    def of(cls, placing: Placing, kept: Activations | None, optimizer: Optimizer) -> Holding:
+        """Of the units of a placement problem; ``kept`` and ``optimizer`` are None where nothing is trained."""
+        fixed, saved = np.zeros(len(placing.units), np.int64), np.zeros(len(placing.units), np.int64)
+        seen: set[object] = set()
+        for unit, node in enumerate(placing.units):
+            for tensor in _tensors(placing.flow, node):
+                if (key := storage_key(tensor)) not in seen:
+                    seen.add(key)
+                    fixed[unit] += tensor_bytes(tensor) * _copies(tensor, optimizer)
+        if kept is None or optimizer is None:
+            return cls(fixed, saved)
+        counted: set[int] = set()
+        for node, storages in kept.saved.items():
+            if (saver := placing.index.get(placing.flow.producer(node))) is not None:
+                saved[saver] += sum(kept.nbytes[s] for s in storages if s not in counted)
+                counted.update(storages)
+        return cls(fixed, saved)
+
+    def of_stages(self, device: Ints, order: tuple[int, ...], in_flight: tuple[int, ...]) -> Ints:
+        """(stages,) bytes by these sums, from the first stage to the last."""
+        held = []
+        for place, d in enumerate(order):
+            flight = in_flight[min(len(order) - 1 - place, len(in_flight) - 1)]
+            held.append(int(self.fixed[device == d].sum() + flight * self.saved[device == d].sum()))
+        return np.array(held, np.int64)
+
+
+def _copies(tensor: torch.Tensor, optimizer: Optimizer) -> int:
+    """The tensor, its gradient, and the optimizer's state."""
+    trained = optimizer is not None and isinstance(tensor, nn.Parameter) and tensor.requires_grad
+    return 2 + STATE_OF[optimizer] if trained and optimizer is not None else 1
+
+
+def _tensors(flow: Dataflow, node: Node) -> list[torch.Tensor]:
+    """Parameters and buffers that a node reads."""
+    read = [attribute(flow.root, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
+    if node.op == "call_module":
+        module = flow.root.get_submodule(str(node.target))
+        read += [*module.parameters(), *module.buffers()]
+    return [value for value in read if isinstance(value, torch.Tensor)]

@@ -1,0 +1,246 @@
+"""A graph as a placement problem: who costs what where, what travels, what is held; and back to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from torch.fx import Node
+
+from splitkit.costs import Costs, Links
+from splitkit.costs.gradients import Gradients
+from splitkit.dataflow import Dataflow
+from splitkit.plan import PartKey, Plan
+from splitkit.policies.readers import waits_for
+from splitkit.solvers.placement.problem import Device, Floats, Ints, Problem
+
+
+@dataclass(frozen=True, eq=False)
+class Travel:
+    """What values cost on their way, in seconds: the cheapest link's price, and how many times it each pair pays.
+
+    Attributes:
+        latency: (d, d) seconds.
+        bandwidth: (d, d) bytes a second; infinite on the diagonal.
+        again: how often a value crosses: twice in training, the second time as a gradient.
+    """
+
+    latency: Floats
+    bandwidth: Floats
+    again: int = 1
+
+    @classmethod
+    def over(cls, links: Links, devices: Sequence[Hashable], *, training: bool) -> Travel:
+        """Links between the devices of a plan (SK322 if two have none)."""
+        return cls(*links.to_arrays(devices), 2 if training else 1)
+
+    def seconds(self, nbytes: Floats) -> Floats:
+        """(m,) of each message over the cheapest link: no link takes less."""
+        pairs = self._pairs()
+        return np.array([self.again * min(wait + n / speed for wait, speed in pairs) for n in nbytes.tolist()])
+
+    def factors(self, nbytes: Floats) -> Floats | None:
+        """(d, d): each link takes at least so many times what the cheapest takes; None if all are alike."""
+        if len(self._pairs()) == 1:
+            return None
+        sizes = np.unique(nbytes)
+        least = self.seconds(sizes)
+        grid = np.ones_like(self.latency)
+        for i, j in zip(*np.nonzero(~np.eye(len(grid), dtype=bool)), strict=True):
+            own = self.again * (self.latency[i, j] + sizes / self.bandwidth[i, j])
+            grid[i, j] = (own[least > 0] / least[least > 0]).min(initial=np.inf)
+        return np.where(np.isfinite(grid), grid, 1.0)
+
+    def _pairs(self) -> list[tuple[float, float]]:
+        """The different links: latency and bandwidth."""
+        off = ~np.eye(len(self.latency), dtype=bool)
+        found = {(float(w), float(s)) for w, s in zip(self.latency[off], self.bandwidth[off], strict=True)}
+        return sorted(found) or [(0.0, np.inf)]
+
+
+class Placing:
+    """The units of a graph: its placeable nodes, without those that every part may compute for itself.
+
+    Values that need no gradient and depend on the inputs and on constants alone (masks, positions, rotary tables) are
+    read all over a model. Sent, each would cross every cut; with ``repeat`` several parts compute them instead. They
+    are then no units: the problem without them is a relaxation, so its bound holds with and without copies.
+
+        ids ── embed ── block ── block ── block            units
+            └─ mask ──────┴────────┴────────┘              `shared`: in each part that reads it
+
+    Args:
+        flow: facts about the graph.
+        seconds: node -> seconds, or one such row for each kind of device; infinite where a kind cannot run it.
+        costs: bytes of values.
+        repeat: whether to compute shared nodes again.
+        keep: nodes that are units all the same.
+
+    Attributes:
+        units: (n,) the nodes that are placed.
+        shared: nodes that are computed wherever they are read, in graph order.
+    """
+
+    def __init__(
+        self,
+        flow: Dataflow,
+        costs: Costs,
+        seconds: Sequence[Mapping[Node, float]],
+        *,
+        repeat: bool = False,
+        keep: Collection[Node] = (),
+    ) -> None:
+        self.flow = flow
+        self._costs = costs
+        self._rows = seconds
+        self.shared: tuple[Node, ...] = _shared(flow, keep) if repeat else ()
+        left_out = set(self.shared)
+        self.units: tuple[Node, ...] = tuple(n for n in flow.nodes if n not in left_out)
+        self.index: Mapping[Node, int] = {n: i for i, n in enumerate(self.units)}
+
+    @cached_property
+    def seconds(self) -> Floats:
+        """(kinds, n) of work."""
+        return np.array([[row[n] for n in self.units] for row in self._rows], np.float64).reshape(len(self._rows), -1)
+
+    @cached_property
+    def edges(self) -> list[tuple[int, int]]:
+        """Pairs of units (first, then): data and effects."""
+        index = self.index
+        pairs = ((index[b], i) for n, i in index.items() for b in waits_for(self.flow, n) if b in index)
+        return list(dict.fromkeys(pairs))
+
+    @cached_property
+    def values(self) -> tuple[tuple[Node, tuple[int, ...]], ...]:
+        """Each value that another unit reads, with its maker and its readers."""
+        flow, index = self.flow, self.index
+        found = []
+        for value in flow.index:
+            maker = index.get(flow.producer(value))
+            if maker is not None:
+                readers = sorted({index[u] for u in value.users if u in index} - {maker})
+                if readers:
+                    found.append((value, (maker, *readers)))
+        return tuple(found)
+
+    @cached_property
+    def value_bytes(self) -> Floats:
+        """(m,) of `values`."""
+        return np.array([self._costs.nbytes(value) for value, _ in self.values], np.float64)
+
+    def problem(
+        self,
+        devices: Sequence[Device],
+        travel: Travel | None = None,
+        *,
+        nbytes: Ints | None = None,
+        saved: Ints | None = None,
+        in_flight: tuple[int, ...] = (),
+        colours: Ints | None = None,
+        ordered: bool = False,
+        fill: bool = False,
+    ) -> Problem:
+        """The problem for a solver; without ``travel`` values cross for nothing."""
+        nets, links = [], None
+        if travel is not None:
+            prices = travel.seconds(self.value_bytes).tolist()
+            nets = [(price, pins) for price, (_, pins) in zip(prices, self.values, strict=True) if price]
+            links = travel.factors(self.value_bytes)
+        return Problem.of(
+            self.seconds,
+            nets,
+            self.edges,
+            list(devices),
+            nbytes=nbytes,
+            saved=saved,
+            in_flight=in_flight,
+            colours=colours,
+            links=links,
+            ordered=ordered,
+            fill=fill,
+        )
+
+    def labels(self, device: Ints, keys: Sequence[PartKey]) -> dict[Node, PartKey | list[PartKey]]:
+        """Node -> part, for `Plan.of`; shared nodes in every part that reads them.
+
+        Args:
+            device: (n,) an index of ``keys`` for each unit.
+            keys: what the parts are called.
+        """
+        homes = dict(zip(self.units, (keys[d] for d in device.tolist()), strict=True))
+        if not self.shared:
+            return {n: homes[n] for n in self.flow.nodes}
+        rank = {key: i for i, key in enumerate(keys)}
+        wanted: dict[Node, set[PartKey]] = {n: set() for n in self.shared}
+        for node in reversed(self.flow.nodes):
+            places = {homes[node]} if node in homes else wanted[node]
+            for read in waits_for(self.flow, node):
+                if read in wanted:
+                    wanted[read] |= places
+        copies = {n: sorted(places, key=rank.__getitem__) or [keys[0]] for n, places in wanted.items()}
+        return {n: homes[n] if n in homes else copies[n] for n in self.flow.nodes}
+
+    def loads(
+        self,
+        plan: Plan,
+        keys: Sequence[PartKey],
+        kinds: Sequence[int],
+        travel: Travel | None,
+        hosts: Collection[int] = (),
+    ) -> Floats:
+        """(d,) seconds of each part of any plan by the definition: its work, copies included, and what it exchanges.
+
+        Each part that sends or receives a value pays for it once; who sends it to several pays for the slowest link;
+        ``hosts`` pay nothing.
+        """
+        flow, number = self.flow, {key: i for i, key in enumerate(keys)}
+        total = np.zeros(len(keys))
+        for node in flow.nodes:
+            for key in plan.places.get(node, ()):
+                if key in number:
+                    total[number[key]] += self._rows[kinds[number[key]]][node]
+        if travel is None:
+            return total
+        for value in flow.index:
+            maker = flow.producer(value)
+            home = number.get(plan.home(maker)) if flow.is_placeable(maker) else None
+            if home is not None:
+                paid = self._prices(travel, value, home, self._readers(plan, number, value))
+                for part, price in paid.items():
+                    total[part] += 0.0 if part in hosts else price
+        return total
+
+    def _readers(self, plan: Plan, number: Mapping[PartKey, int], value: Node) -> set[int]:
+        """The parts that take a value from its home."""
+        held = plan.places.get(self.flow.producer(value), ())
+        parts = {key for user in value.users if self.flow.is_placeable(user) for key in plan.places.get(user, ())}
+        return {number[key] for key in parts if key not in held and key in number}
+
+    def _prices(self, travel: Travel, value: Node, home: int, readers: Iterable[int]) -> dict[int, float]:
+        """What each part pays for a value."""
+        nbytes = self._costs.nbytes(value)
+        paid = {
+            reader: travel.again * float(travel.latency[home, reader] + nbytes / travel.bandwidth[home, reader])
+            for reader in readers
+        }
+        return {home: max(paid.values(), default=0.0), **paid}
+
+
+def _shared(flow: Dataflow, keep: Collection[Node]) -> tuple[Node, ...]:
+    """Nodes without gradient or effect that depend on inputs and constants alone, and that several units need."""
+    graded = Gradients(flow.root).needed
+    bound = {n for ns in flow.after.values() for n in ns} | flow.after.keys() | graded | flow.once.keys() | set(keep)
+    free: set[Node] = set()
+    for node in flow.nodes:
+        if node not in bound and all(read in free for read in flow.inputs(node)):
+            free.add(node)
+    needed_by: dict[Node, Node | None] = {}  # the only unit that needs it, None for several
+    for node in reversed(flow.nodes):
+        of = needed_by.get(node) if node in free else node
+        if node in free and node not in needed_by:
+            continue  # nobody but the output
+        for read in waits_for(flow, node):
+            if read in free:
+                needed_by[read] = of if needed_by.get(read, of) is of else None
+    return tuple(n for n in flow.nodes if n in free and n in needed_by and needed_by[n] is None)

@@ -1,0 +1,263 @@
+"""The memory of any stretch of a line of nodes, to be asked often: by numpy, in time linear in the stretch.
+
+A *line* is all placeable nodes in one topological order; a part of consecutive nodes is a stretch of it. What a stretch
+holds depends on where it begins and ends only through the first and the last of its nodes that touch a storage::
+
+    position     0       1      2       3     4        stretch [1, 4)
+    node         linear  relu   linear  add   relu     taken: A   given: D   saved: B (by relu and linear)
+    value        A       B      C       D     E        C dies after 3; the gradient of D is there from the start
+    reads        x       A      B       A, C  D        the gradient of A grows from 3 down to 1, and is sent
+
+Forward goes up, and holds what is taken throughout, what is saved or given from where it is first touched, all else
+until it was last read. Backward goes down, gives up what is saved after the first node that saved it, and holds the
+gradient of a value from its last reader in the stretch down to its maker, beside the gradients that it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+BEFORE = -1
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The bytes of a part.
+
+    Attributes:
+        parameters: of what it reads, each once, with buffers.
+        gradients: of those that require grad.
+        saved: held from forward to the end of backward: taken, given, or saved by autograd. 0 without training.
+        temporary: held besides, at most. Without training: all activations, at most.
+    """
+
+    parameters: int
+    gradients: int
+    saved: int
+    temporary: int
+
+
+@dataclass(frozen=True)
+class Touches:
+    """Pairs of a position and what is touched there, by position; each pair once.
+
+    Attributes:
+        position: of the pair.
+        item: what is touched, by number.
+        starts: the pairs of position p are ``starts[p]`` to ``starts[p + 1]``.
+        before: the position before that touches the same item, -1 if there is none.
+        after: the next position that does, the length of the line if there is none.
+    """
+
+    position: Ints
+    item: Ints
+    starts: Ints
+    before: Ints
+    after: Ints
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[int, int]], length: int) -> Touches:
+        """The same pairs in order."""
+        table = np.array(sorted(set(pairs)), np.int64).reshape(-1, 2)
+        position, item = table[:, 0].copy(), table[:, 1].copy()
+        before, after = np.full(len(item), BEFORE, np.int64), np.full(len(item), length, np.int64)
+        by_item = np.lexsort((position, item))
+        same = np.flatnonzero(item[by_item][1:] == item[by_item][:-1])
+        before[by_item[same + 1]] = position[by_item[same]]
+        after[by_item[same]] = position[by_item[same + 1]]
+        return cls(position, item, np.searchsorted(position, np.arange(length + 1)), before, after)
+
+    def within(self, start: int, end: int) -> slice:
+        """The pairs of a stretch."""
+        return slice(int(self.starts[start]), int(self.starts[end]))
+
+
+@dataclass(frozen=True)
+class Line:
+    """What nodes in a row touch, by position. Items of each kind go by number.
+
+    Attributes:
+        length: how many nodes.
+        training: whether there is a backward.
+        storages: what each node reads, makes or saves, and the bytes of each.
+        storage_bytes: of each.
+        saves: what autograd saves; of a run without it, what stays to the end of the part (weights cast by autocast).
+        reads: the values that each node reads.
+        made: where each value is made; -1 for an input of the graph.
+        last: where each value is last read; the length of the line if the graph yields it.
+        lies: (value, storage) pairs, by value.
+        value_bytes: of each, as a message; 0 for an input of the graph, which is there for every part.
+        gradient_of: the gradient that is the value's own, -1 for none. A view has that of what it views.
+        gradient_reads: the gradients to which each node's backward adds.
+        gradient_bytes: of each.
+        gradient_made: where what it is a gradient of is made; -1 for inputs and parameters.
+        is_parameter: gradients that are of a parameter.
+        parameters: what each node reads of parameters and buffers.
+        parameter_bytes: of each; and of those that require grad.
+        forward: bytes that each node takes for a while in forward.
+        backward: the same in its backward.
+    """
+
+    length: int
+    training: bool
+    storages: Touches
+    storage_bytes: Ints
+    saves: Touches
+    reads: Touches
+    made: Ints
+    last: Ints
+    lies: tuple[Ints, Ints]
+    value_bytes: Ints
+    gradient_of: Ints
+    gradient_reads: Touches
+    gradient_bytes: Ints
+    gradient_made: Ints
+    is_parameter: Bools
+    parameters: Touches
+    parameter_bytes: Ints
+    trained_bytes: Ints
+    forward: Ints
+    backward: Ints
+
+    def stretch(self, start: int, end: int) -> Stretch:
+        """The bytes of the part of the nodes from ``start`` to before ``end``."""
+        parameters, trained = self.fixed(start, end)
+        taken, given = self._taken(start, end), self._given(start, end)
+        lasting = self._lie_in(taken), self._lie_in(given)
+        held = lasting[0] | lasting[1]
+        pairs = self.saves.within(start, end)
+        held[self.saves.item[pairs]] = True
+        saved = int(self.storage_bytes[held].sum())
+        forward = self._forward(start, end, lasting[0], held)
+        if not self.training:
+            return Stretch(parameters, 0, 0, forward)
+        backward = self._backward(start, end, lasting[0] | lasting[1], saved, given)
+        return Stretch(parameters, trained, saved, max(0, forward - saved, backward - saved))
+
+    def fixed(self, start: int, end: int) -> tuple[int, int]:
+        """Bytes of the parameters and buffers of a stretch, and of those that require grad."""
+        pairs = self.parameters.within(start, end)
+        items = self.parameters.item[pairs][self.parameters.before[pairs] < start]
+        return int(self.parameter_bytes[items].sum()), int(self.trained_bytes[items].sum())
+
+    def least(self, start: int, end: int) -> Stretch:
+        """What every part holds at least that has these nodes in a row: nothing taken or given.
+
+        Unlike `stretch` it never falls as the stretch grows: the longer, the more there is at each of its nodes.
+        """
+        parameters, trained = self.fixed(start, end)
+        nothing = np.zeros(len(self.storage_bytes), np.bool_)
+        held = nothing.copy()
+        held[self.saves.item[self.saves.within(start, end)]] = True
+        forward = self._forward(start, end, nothing, held)
+        if not self.training:
+            return Stretch(parameters, 0, 0, forward)
+        saved = int(self.storage_bytes[held].sum())
+        backward = self._backward(start, end, nothing, saved, np.zeros(0, np.int64))
+        return Stretch(parameters, trained, saved, max(0, forward - saved, backward - saved))
+
+    @cached_property
+    def messages(self) -> Ints:
+        """(length + 1,) bytes that cross before each position: values made before it, and read there or later."""
+        return self._crossing(self.value_bytes)
+
+    @cached_property
+    def gradient_messages(self) -> Ints:
+        """The same of the gradients that come back."""
+        has = self.gradient_of >= 0
+        return self._crossing(np.where(has, self.value_bytes, 0))
+
+    @cached_property
+    def last_reader(self) -> Ints:
+        """(values,) where each is last read by a node; its maker if no node reads it."""
+        last = self.made.copy()
+        np.maximum.at(last, self.reads.item, self.reads.position)
+        return last
+
+    def _crossing(self, nbytes: Ints) -> Ints:
+        change = np.zeros(self.length + 2, np.int64)
+        np.add.at(change, self.made + 1, nbytes)
+        np.subtract.at(change, self.last_reader + 1, nbytes)
+        return change.cumsum()[: self.length + 1]
+
+    def _taken(self, start: int, end: int) -> Ints:
+        """The values that come from outside."""
+        items = self.reads.item[self.reads.within(start, end)]
+        return items[self.made[items] < start]
+
+    @cached_property
+    def _by_maker(self) -> tuple[Ints, Ints]:
+        order = np.argsort(self.made, kind="stable")
+        return order, np.searchsorted(self.made[order], np.arange(self.length + 1))
+
+    def _given(self, start: int, end: int) -> Ints:
+        """The values that go outside."""
+        order, starts = self._by_maker
+        items = order[starts[start] : starts[end]]
+        return items[self.last[items] >= end]
+
+    @cached_property
+    def _lie_starts(self) -> Ints:
+        return np.searchsorted(self.lies[0], np.arange(len(self.made) + 1))
+
+    def _lie_in(self, values: Ints) -> Bools:
+        """Which storages values lie in."""
+        found = np.zeros(len(self.storage_bytes), np.bool_)
+        starts, counts = self._lie_starts[values], np.diff(self._lie_starts)[values]
+        offset = np.repeat(starts - np.concatenate([[0], counts.cumsum()[:-1]]), counts) if len(values) else starts
+        found[self.lies[1][offset + np.arange(len(offset))]] = True
+        return found
+
+    def _forward(self, start: int, end: int, taken: Bools, held: Bools) -> int:
+        """The most that is there while a node runs."""
+        touches, pairs = self.storages, self.storages.within(start, end)
+        item, where = touches.item[pairs], touches.position[pairs]
+        stays = taken[item]
+        first, last = touches.before[pairs] < start, touches.after[pairs] >= end
+        change = np.zeros(end - start + 1, np.int64)
+        births, deaths = item[first & ~stays], item[last & ~held[item]]
+        np.add.at(change, where[first & ~stays] - start, self.storage_bytes[births])
+        np.subtract.at(change, where[last & ~held[item]] - start + 1, self.storage_bytes[deaths])
+        outside = int(self.storage_bytes[taken].sum())
+        return outside + int((change.cumsum()[:-1] + self.forward[start:end]).max(initial=0))
+
+    def _backward(self, start: int, end: int, lasting: Bools, saved: int, given: Ints) -> int:
+        """The most that is there while the backward of a node runs, from the last to the first."""
+        change = np.zeros(end - start + 1, np.int64)  # along forward: what is there from here on
+        pairs = self.saves.within(start, end)
+        first = (self.saves.before[pairs] < start) & ~lasting[self.saves.item[pairs]]
+        items = self.saves.item[pairs][first]
+        np.add.at(change, self.saves.position[pairs][first] - start, self.storage_bytes[items])
+        always = saved - int(self.storage_bytes[items].sum())
+        extra = self._gradients(start, end, given, change)
+        return always + int((change.cumsum()[:-1] + extra + self.backward[start:end]).max(initial=0))
+
+    def _gradients(self, start: int, end: int, given: Ints, change: Ints) -> Ints:
+        """Add where gradients are there to ``change``; return what adding to one that is there takes at each node.
+
+        Gradients that come from outside are held by whoever sent for backward, to its end.
+        """
+        given = given[self.gradient_of[given] >= 0]
+        change[0] += int(self.value_bytes[given].sum())
+        come = np.zeros(len(self.gradient_bytes), np.bool_)
+        come[self.gradient_of[given]] = True
+        touches, pairs = self.gradient_reads, self.gradient_reads.within(start, end)
+        item, where = touches.item[pairs], touches.position[pairs]
+        nbytes = self.gradient_bytes[item]
+        first, last = touches.before[pairs] < start, touches.after[pairs] >= end
+        np.subtract.at(change, where[last] - start + 1, nbytes[last])
+        bottom = np.where(self.is_parameter[item], where, np.maximum(self.gradient_made[item], start))
+        np.add.at(change, bottom[first] - start, nbytes[first])
+        extra, sums = np.zeros(end - start, np.int64), np.zeros(end - start, np.int64)
+        more = ~last | come[item]
+        np.add.at(extra, where[more] - start, nbytes[more])
+        anew = ~last & ~self.is_parameter[item]  # others may hold the same: the sum is new memory
+        np.maximum.at(sums, where[anew] - start, nbytes[anew])
+        return extra + sums
