@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     from splitkit.dataflow import analyze as analyze
     from splitkit.errors import CaptureError as CaptureError
     from splitkit.errors import CheckError as CheckError
+    from splitkit.errors import CostError as CostError
     from splitkit.errors import CycleError as CycleError
     from splitkit.errors import FileError as FileError
     from splitkit.errors import GraphError as GraphError
     from splitkit.errors import NoPlanError as NoPlanError
     from splitkit.errors import PlanError as PlanError
     from splitkit.errors import PolicyError as PolicyError
+    from splitkit.errors import ScheduleError as ScheduleError
     from splitkit.errors import SplitError as SplitError
     from splitkit.fakes import propagate as propagate
     from splitkit.frontier import Frontier as Frontier
@@ -45,10 +47,13 @@ if TYPE_CHECKING:
     from splitkit.memory import MemoryProfile as MemoryProfile
     from splitkit.memory import simulate_memory as simulate_memory
     from splitkit.pair import Pair as Pair
+    from splitkit.pipelineorder import PipelineOrder as PipelineOrder
     from splitkit.plan import HOST as HOST
+    from splitkit.plan import Claim as Claim
     from splitkit.plan import Part as Part
     from splitkit.plan import Plan as Plan
     from splitkit.plan import Policy as Policy
+    from splitkit.plancosts import stage_costs as stage_costs
     from splitkit.report import report as report
     from splitkit.rewrite import condense as condense
     from splitkit.rewrite import merge as merge
@@ -56,17 +61,21 @@ if TYPE_CHECKING:
     from splitkit.rewrite import refine as refine
     from splitkit.rewrite import relay as relay
     from splitkit.rewrite import rematerialize as rematerialize
+    from splitkit.schedule import simulate_schedule as simulate_schedule
+    from splitkit.schedulerun import ScheduleRun as ScheduleRun
     from splitkit.split import Split as Split
     from splitkit.split import plan as plan
     from splitkit.split import split as split
     from splitkit.split import split_module as split_module
+    from splitkit.stagecosts import StageCosts as StageCosts
     from splitkit.states import register_region as register_region
 
 __version__ = "0.1.0"
 
-_ERRORS = ("CaptureError", "CheckError", "CycleError", "FileError", "GraphError", "NoPlanError", "PlanError")
+_ERRORS = ("CaptureError", "CheckError", "CostError", "CycleError", "FileError", "GraphError", "NoPlanError")
 _HOME = {
     "HOST": "plan",
+    "Claim": "plan",
     "Comparison": "compare",
     "Dataflow": "dataflow",
     "Frontier": "frontier",
@@ -74,12 +83,15 @@ _HOME = {
     "JointSignature": "jointsignature",
     "MeasuredMemory": "measure",
     "MemoryProfile": "memory",
-    **dict.fromkeys((*_ERRORS, "PolicyError", "SplitError"), "errors"),
+    **dict.fromkeys((*_ERRORS, "PlanError", "PolicyError", "ScheduleError", "SplitError"), "errors"),
     "Pair": "pair",
     "Part": "plan",
+    "PipelineOrder": "pipelineorder",
     "Plan": "plan",
     "Policy": "plan",
+    "ScheduleRun": "schedulerun",
     "Split": "split",
+    "StageCosts": "stagecosts",
     "analyze": "dataflow",
     "apply": "backends",
     "backend": "backends",
@@ -100,8 +112,10 @@ _HOME = {
     "rematerialize": "rewrite",
     "report": "report",
     "simulate_memory": "memory",
+    "simulate_schedule": "schedule",
     "split": "split",
     "split_module": "split",
+    "stage_costs": "plancosts",
 }
 _MODULES = ("costs", "policies", "testing")
 

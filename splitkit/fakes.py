@@ -35,15 +35,24 @@ def propagate(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> None:
     """
     require_graph(gm)
     try:
-        bound = inspect.signature(gm.forward).bind(*args, **kwargs)
-        bound.apply_defaults()
-        set_values(gm, bound.arguments)
+        set_values(gm, _by_name(gm, args, kwargs))
     except Exception as error:
         raise GraphError(
             "SK109",
             f"the graph does not run on fakes of these inputs: {str(error).strip().splitlines()[0]}",
             "Give inputs that gm(*args, **kwargs) takes; register fakes for custom ops.",
         ) from error
+
+
+def _by_name(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments of a call by the names that the graph has for them."""
+    signature = inspect.signature(gm.forward)
+    names = [str(node.target) for node in gm.graph.find_nodes(op="placeholder")]
+    if not {name.lstrip("*") for name in names} <= signature.parameters.keys():  # a copy of Dynamo's: (*args, **kwargs)
+        return dict(zip(names, args, strict=False)) | dict(kwargs)
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def set_values(gm: fx.GraphModule, inputs: Mapping[str, Any]) -> None:

@@ -14,7 +14,9 @@ import splitkit.policies
 import splitkit.testing
 
 FRONT_DOOR = {
-    "CaptureError", "CheckError", "Comparison", "CycleError", "Dataflow", "FileError", "GraphError", "HOST",
+    "CaptureError", "CheckError", "Claim", "Comparison", "CostError", "CycleError", "Dataflow", "FileError",
+    "GraphError", "HOST", "PipelineOrder", "ScheduleError", "ScheduleRun", "StageCosts", "simulate_schedule",
+    "stage_costs",
     "Frontier", "Joint", "JointSignature", "MeasuredMemory", "MemoryProfile", "Pair", "apply", "backend",
     "capture_joint", "measure_memory", "partition_fn", "propagate", "simulate_memory",
     "NoPlanError", "Part", "Plan", "PlanError", "Policy", "PolicyError", "Split", "SplitError",

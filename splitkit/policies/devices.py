@@ -21,7 +21,7 @@ from splitkit.policies.amounts import Memory, links_of, memory_of
 from splitkit.policies.by_name import ByName
 from splitkit.policies.fitting import Fitting
 from splitkit.policies.holding import Holding
-from splitkit.policies.parameters import enough_nodes
+from splitkit.policies.parameters import enough_nodes, seconds_above_zero
 from splitkit.policies.placing import Placing, Travel
 from splitkit.policies.staging import NEAR, bad_problems
 from splitkit.rewrite import refine
@@ -58,6 +58,7 @@ class Devices:
         optimizer: whose state is held; ``None``: the model is not trained.
         together: patterns of module paths as in `ByName`; what one matches goes to one device.
         only: pattern of module paths -> the keys of the devices that can run what it matches.
+        seconds: about how long to search; counted in steps, so that the plan is the same on a slower machine.
     """
 
     devices: Sequence[str | Device] | Mapping[PartKey, str | Device]
@@ -68,6 +69,7 @@ class Devices:
     optimizer: Optimizer = None
     together: Sequence[str] = ()
     only: Mapping[str, Collection[PartKey]] = field(default_factory=dict)
+    seconds: float = 10.0
 
     def __post_init__(self) -> None:
         if isinstance(self.devices, str) or not isinstance(self.devices, Sequence | Mapping) or not self.devices:
@@ -77,6 +79,7 @@ class Devices:
         memory_of(self, self.memory, len(self._given))
         links_of(self.links)
         checked_optimizer(self.optimizer)
+        seconds_above_zero(self, self.seconds)
         if self.objective not in OBJECTIVES:
             raise PolicyError("SK302", f"Devices: objective is {self.objective!r}", f"Use {' or '.join(OBJECTIVES)}.")
         self._check_pieces()
@@ -251,9 +254,10 @@ class _Search:
 
     def _solved(self, problem: Problem) -> tuple[Solution, Plan]:
         if self.policy.objective == "latency":
-            found = latency(problem, pieces=self.policy.pieces or 1)
+            found = latency(problem, seconds=self.policy.seconds, pieces=self.policy.pieces or 1)
         else:
-            found = (noncontiguous if self.policy.pieces is None else contiguous)(problem)
+            solver = noncontiguous if self.policy.pieces is None else contiguous
+            found = solver(problem, seconds=self.policy.seconds)
         return found, self._plan_of(found)
 
     def _plan_of(self, found: Solution) -> Plan:

@@ -12,6 +12,13 @@ def positive(policy: object, name: str, value: object) -> None:
         raise PolicyError("SK302", f"{type(policy).__name__}({name}={value!r})", f"{name} must be a whole number >= 1.")
 
 
+def seconds_above_zero(policy: object, seconds: object) -> None:
+    """Raise SK302 unless ``seconds`` is a number above zero."""
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not is_number or not seconds > 0:  # type: ignore[operator]
+        raise PolicyError("SK302", f"{type(policy).__name__}(seconds={seconds!r})", "seconds must be a number above 0.")
+
+
 def enough_nodes(flow: Dataflow, parts: int) -> None:
     """Raise SK303 if the graph has fewer placeable nodes than ``parts``."""
     if len(flow.nodes) < parts:

@@ -13,7 +13,7 @@ from splitkit.dataflow import Dataflow
 from splitkit.plan import Claim, Plan
 from splitkit.plancosts import Optimizer, checked_optimizer
 from splitkit.policies.amounts import Memory, links_of, memory_of
-from splitkit.policies.parameters import enough_nodes, positive
+from splitkit.policies.parameters import enough_nodes, positive, seconds_above_zero
 from splitkit.policies.placing import Placing
 from splitkit.policies.staging import Staging, bad_problems, ranks_of, require_schedule
 from splitkit.solvers.contiguous import Floats
@@ -46,6 +46,7 @@ class Stages:
             or two where the schedule says so.
         links: between the ranks ``0, 1 ...``: `splitkit.costs.Links`, or the name of a preset (``"nvlink4"``).
         optimizer: whose state is held: ``"adam"``, ``"momentum"``, ``"sgd"``; ``None``: the model is not trained.
+        seconds: about how long to search for a better plan or bound where none is proven before.
     """
 
     n: int
@@ -54,6 +55,7 @@ class Stages:
     memory: Memory = None
     links: str | Links | None = None
     optimizer: Optimizer = "adam"
+    seconds: float = 10.0
 
     def __post_init__(self) -> None:
         positive(self, "n", self.n)
@@ -61,6 +63,7 @@ class Stages:
         self._limits()
         links_of(self.links)
         checked_optimizer(self.optimizer)
+        seconds_above_zero(self, self.seconds)
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
         """Stages are ``0 .. n - 1``.
@@ -81,6 +84,7 @@ class Stages:
             schedule=self.schedule,
             microbatches=self.microbatches,
             optimizer=self.optimizer,
+            seconds=self.seconds,
         )
         return staging.plan()
 
@@ -93,7 +97,7 @@ class Stages:
         placing = Placing(flow, costs, [{n: costs.seconds(n) for n in flow.nodes}])
         with bad_problems(self, placing):
             problem = placing.problem([Device()] * self.n)
-            found = contiguous(problem)
+            found = contiguous(problem, seconds=self.seconds)
         rank = {device: i for i, device in enumerate(found.order)}
         at = np.array([rank[d] for d in found.device.tolist()], np.int64)
         orders = [flow.nodes, tuple(flow.nodes[i] for i in np.argsort(at, kind="stable").tolist())]

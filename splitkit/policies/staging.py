@@ -74,6 +74,7 @@ class Staging:
         schedule: its name, or ``None``.
         microbatches: of a step.
         optimizer: whose state is held.
+        seconds: about how long to search.
         sends: shared nodes are computed once and sent.
     """
 
@@ -86,6 +87,7 @@ class Staging:
     schedule: str | None
     microbatches: int | None
     optimizer: Optimizer
+    seconds: float = 10.0
     sends: bool = False
 
     def plan(self) -> Plan:
@@ -184,9 +186,10 @@ class Staging:
     def _solved(self, problem: Problem) -> tuple[Solution, Plan]:
         """As many stages as there are keys, the least greatest load first, then the key of `_weigh`."""
         with bad_problems(self.policy, self._placing):
-            found = contiguous(problem, prefer=self._weigh)
+            found = contiguous(problem, seconds=self.seconds, prefer=self._weigh)
             if len(found.order) < len(self.keys):
-                found = replace(contiguous(replace(problem, fill=True), prefer=self._weigh), bound=found.bound)
+                filled = contiguous(replace(problem, fill=True), seconds=self.seconds, prefer=self._weigh)
+                found = replace(filled, bound=found.bound)
         return found, self._plan_of(found.device, found.order)
 
     def _weigh(self, device: Ints, order: tuple[int, ...]) -> tuple[float, ...]:
