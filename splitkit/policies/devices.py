@@ -142,8 +142,7 @@ class _Search:
 
     def _found(self) -> tuple[Solution, Plan]:
         with bad_problems(self.policy, self._placing):
-            problem = self._problem()
-            return self._fitted(problem) if self._limits != (None,) * len(self.keys) else self._solved(problem)
+            return self._fitted(self._problem())
 
     def _described(self, found: Solution, plan: Plan) -> Plan:
         value, name = self._value(found), "makespan" if self.policy.objective == "latency" else "bottleneck"
@@ -244,13 +243,13 @@ class _Search:
             specs.append(placement.Device(row_of[kind], capacity, host=self._is_host(place)))
         colours = np.array([self._groups.get(n, -1) for n in placing.units], np.int64)
         limited = any(limit is not None for limit in self._limits)
-        made = placing.problem(
+        return placing.problem(
             specs,
             self._travel,
+            seconds=np.array(rows, np.float64),
             nbytes=self._holding.fixed + self._holding.saved if limited else None,
             colours=colours,
         )
-        return replace(made, seconds=np.array(rows, np.float64))
 
     def _solved(self, problem: Problem) -> tuple[Solution, Plan]:
         if self.policy.objective == "latency":
@@ -285,13 +284,20 @@ class _Search:
             return None
 
     def _fitted(self, problem: Problem) -> tuple[Solution, Plan]:
-        held = self._holding.fixed + self._holding.saved
+        fitting = Fitting(
+            policy=self.policy,
+            units=self._placing.units,
+            solve=self._solved,
+            peaks=self._peaks,
+            held=self._held,
+            memory_of=range(len(self.keys)),
+            limits=self._limits,
+        )
+        return fitting.best(problem)
 
-        def sums(found: Solution) -> Ints:
-            return np.bincount(found.device, held, len(self.keys)).astype(np.int64)
-
-        every = tuple(range(len(self.keys)))
-        return Fitting(self.policy, self._solved, self._peaks, sums, every, self._limits).best(problem)
+    def _held(self, found: Solution) -> Ints:
+        sums = self._holding.fixed + self._holding.saved
+        return np.bincount(found.device, sums, len(self.keys)).astype(np.int64)
 
     def _peaks(self, plan: Plan) -> tuple[int, ...]:
         """Bytes of each device at its peak: what all its parts hold, and the most that one of them takes besides."""

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from torch.fx import Node
 
+from splitkit.dataflow import module_path
 from splitkit.errors import NoPlanError
 from splitkit.plan import Plan
 from splitkit.solvers.placement.problem import Ints, Problem
@@ -22,6 +24,7 @@ class Fitting:
 
     Attributes:
         policy: on whose behalf, for errors.
+        units: the nodes of the problem, for errors.
         solve: a problem -> its best placement and the plan.
         peaks: a plan -> bytes of each memory at its peak.
         held: a placement -> (places,) bytes by the sums that the solver goes by.
@@ -30,6 +33,7 @@ class Fitting:
     """
 
     policy: object
+    units: Sequence[Node]
     solve: Callable[[Problem], tuple[Solution, Plan]]
     peaks: Callable[[Plan], Sequence[int]]
     held: Callable[[Solution], Ints]
@@ -50,6 +54,8 @@ class Fitting:
             except InfeasibleError as error:
                 raise self._lacking(error, least) from None
             bound = found.bound if bound is None else bound
+            if all(limit is None for limit in self.limits):
+                return found, plan
             peaks = self.peaks(plan)
             over = [0 if limit is None else peak - limit for peak, limit in zip(peaks, self.limits, strict=True)]
             if max(over) <= 0:
@@ -74,19 +80,28 @@ class Fitting:
         name = type(self.policy).__name__
         given = ", ".join("no limit" if limit is None else size(limit) for limit in dict.fromkeys(self.limits))
         if least is not None:
-            reason = (
-                f"{name}: no plan that fits {given} was found; the lowest peak that was found is {size(max(least))}"
-            )
+            reason = f"{name}: no plan that fits {given} was found; the lowest peak found is {size(max(least))}"
             return NoPlanError("SK303", reason, f"Give {max(least)} bytes ({size(max(least))}), or more devices.")
         assert error is not None
-        if error.cause != "memory" or error.capacity is None:
-            return NoPlanError(
-                "SK303", f"{name}: {error}", "Let more devices support these nodes, or ask for fewer parts."
-            )
+        if error.capacity is None:
+            nodes = [self.units[unit] for unit in error.units]
+            remedy = "Let more devices support these nodes, put fewer together, or ask for fewer parts."
+            return NoPlanError("SK303", f"{name}: {error}{listed(nodes)}", remedy, nodes)
         sure = "at least" if error.exact else "about"
-        more = "" if error.devices is None else f", or {error.devices} devices of this memory at least"
+        more = "" if error.devices is None else f"; or have {error.devices} devices or more"
         return NoPlanError(
             "SK303",
             f"{name}: what the parts hold does not fit {given}: {sure} {size(error.capacity)} a device is needed",
-            f"Give {error.capacity} bytes ({size(error.capacity)}) a device and room for temporaries{more}.",
+            f"Give each {error.capacity} bytes ({size(error.capacity)}), and room for what is held for a while{more}.",
         )
+
+
+def listed(nodes: Sequence[Node]) -> str:
+    """``: a (layers.0), b (layers.1) and 3 more``; nothing for none."""
+    more = f" and {len(nodes) - 3} more" if len(nodes) > 3 else ""
+    return f": {', '.join(map(_named, nodes[:3]))}{more}" if nodes else ""
+
+
+def _named(node: Node) -> str:
+    path = module_path(node)
+    return f"{node.name} ({path})" if path else node.name

@@ -14,7 +14,7 @@ from splitkit.costs.gradients import Gradients
 from splitkit.dataflow import Dataflow
 from splitkit.plan import PartKey, Plan
 from splitkit.policies.readers import waits_for
-from splitkit.solvers.placement.problem import Device, Floats, Ints, Problem
+from splitkit.solvers.placement.problem import BadProblemError, Device, Floats, Ints, Problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,8 +101,15 @@ class Placing:
 
     @cached_property
     def seconds(self) -> Floats:
-        """(kinds, n) of work."""
-        return np.array([[row[n] for n in self.units] for row in self._rows], np.float64).reshape(len(self._rows), -1)
+        """(kinds, n) of work.
+
+        Raises:
+            BadProblemError: a price is infinite.
+        """
+        rows = np.array([[row[n] for n in self.units] for row in self._rows], np.float64).reshape(len(self._rows), -1)
+        if (endless := np.isinf(rows).any(axis=0)).any():
+            raise BadProblemError("seconds are infinite", "seconds", tuple(map(int, np.flatnonzero(endless))))
+        return rows
 
     @cached_property
     def edges(self) -> list[tuple[int, int]]:
@@ -129,11 +136,27 @@ class Placing:
         """(m,) of `values`."""
         return np.array([self._costs.nbytes(value) for value, _ in self.values], np.float64)
 
+    def cut_prices(self, order: Ints, travel: Travel) -> Floats:
+        """(d - 1, n + 1): what a cut before each place of an order costs between devices p and p + 1."""
+        place = np.empty(len(order), np.int64)
+        place[order] = np.arange(len(order))
+        changes = np.zeros((2, len(order) + 2))
+        for nbytes, (_, pins) in zip(self.value_bytes, self.values, strict=True):
+            made, last = place[pins[0]], place[list(pins)].max()
+            changes[:, made + 1] += (1, nbytes)
+            changes[:, last + 1] -= (1, nbytes)
+        count, crossing = changes.cumsum(axis=1)[:, :-1]
+        hops = np.arange(len(travel.latency) - 1)
+        wait, speed = travel.latency[hops, hops + 1], travel.bandwidth[hops, hops + 1]
+        prices: Floats = travel.again * (wait[:, None] * count + crossing / speed[:, None])
+        return prices
+
     def problem(
         self,
         devices: Sequence[Device],
         travel: Travel | None = None,
         *,
+        seconds: Floats | None = None,
         nbytes: Ints | None = None,
         saved: Ints | None = None,
         in_flight: tuple[int, ...] = (),
@@ -141,14 +164,14 @@ class Placing:
         ordered: bool = False,
         fill: bool = False,
     ) -> Problem:
-        """The problem for a solver; without ``travel`` values cross for nothing."""
+        """The problem for a solver; without ``travel`` values cross for nothing. ``seconds`` stand for the own ones."""
         nets, links = [], None
         if travel is not None:
             prices = travel.seconds(self.value_bytes).tolist()
             nets = [(price, pins) for price, (_, pins) in zip(prices, self.values, strict=True) if price]
             links = travel.factors(self.value_bytes)
         return Problem.of(
-            self.seconds,
+            self.seconds if seconds is None else seconds,
             nets,
             self.edges,
             list(devices),

@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from torch.fx import Node
 
 from splitkit.activations import activations
 from splitkit.costs import Costs, Links, training
-from splitkit.dataflow import Dataflow, module_path
+from splitkit.dataflow import Dataflow
 from splitkit.errors import CostError, PolicyError
 from splitkit.plan import Claim, PartKey, Plan
 from splitkit.plancosts import Optimizer, StagePrices
-from splitkit.policies.fitting import Fitting
+from splitkit.policies.fitting import Fitting, listed
 from splitkit.policies.holding import Holding
 from splitkit.policies.placing import Placing, Travel
 from splitkit.schedule import simulate_schedule
 from splitkit.schedulerun import ScheduleRun
+from splitkit.solvers.hops import best_cuts
 from splitkit.solvers.placement.contiguous import contiguous
 from splitkit.solvers.placement.problem import BadProblemError, Device, Floats, Ints, Problem
 from splitkit.solvers.placement.solution import Solution
@@ -110,7 +110,17 @@ class Staging:
         return self._described(plan, found)
 
     def _found(self) -> tuple[Solution, Plan]:
-        return self._fitting() if self._limited else self._solved(self._problem(self._capacities))
+        """The best stages whose true peaks fit."""
+        fitting = Fitting(
+            policy=self.policy,
+            units=self._placing.units,
+            solve=self._solved,
+            peaks=self._peaks,
+            held=lambda found: self._holding.of_stages(found.device, found.order, self._in_flight),
+            memory_of=self._rank_of,
+            limits=self.memory,
+        )
+        return fitting.best(self._problem())
 
     def _value(self, plan: Plan) -> float:
         return float(self._loads(plan).max())
@@ -160,22 +170,17 @@ class Staging:
     def _limited(self) -> bool:
         return any(limit is not None for limit in self.memory)
 
-    @property
-    def _capacities(self) -> tuple[float, ...]:
-        """Of each stage: what its rank has."""
+    def _problem(self) -> Problem:
         limits = [self.memory[rank] for rank in self._rank_of]
-        return tuple(np.inf if limit is None else float(limit) for limit in limits)
-
-    def _problem(self, capacities: Sequence[float], *, ordered: bool = False) -> Problem:
+        held = self._holding if self._limited else None
         with bad_problems(self.policy, self._placing):
-            held = self._holding if self._limited else None
             return self._placing.problem(
-                [Device(capacity=capacity) for capacity in capacities],
+                [Device(capacity=np.inf if limit is None else float(limit)) for limit in limits],
                 self._travel,
                 nbytes=None if held is None else held.fixed,
                 saved=None if held is None else held.saved,
                 in_flight=() if held is None else self._in_flight,
-                ordered=ordered or self._uneven,
+                ordered=held is not None or self._uneven,
             )
 
     @property
@@ -190,7 +195,23 @@ class Staging:
             if len(found.order) < len(self.keys):
                 filled = contiguous(replace(problem, fill=True), seconds=self.seconds, prefer=self._weigh)
                 found = replace(filled, bound=found.bound)
-        return found, self._plan_of(found.device, found.order)
+        choices = [found, *self._along_links(problem, found)] if self._uneven else [found]
+        plans = [(choice, self._plan_of(choice.device, choice.order)) for choice in choices]
+        return min(plans, key=lambda pair: self._value(pair[1]))
+
+    def _along_links(self, problem: Problem, found: Solution) -> Iterator[Solution]:
+        """The best stages along a few orders, each cut at the price of its own link, which solvers only bound."""
+        assert self._travel is not None
+        flights = [self._in_flight[min(after, len(self._in_flight) - 1)] for after in range(len(self.keys))][::-1]
+        held: Ints = problem.nbytes + np.array(flights, np.int64)[:, None] * problem.saved
+        capacity = np.array([device.capacity for device in problem.devices])
+        for order in (np.arange(problem.units), np.argsort(found.device, kind="stable")):
+            cuts = self._placing.cut_prices(order, self._travel)
+            starts = best_cuts(problem.seconds[0][order], cuts, held[:, order], capacity)
+            if starts is not None:
+                device = np.empty(problem.units, np.int64)
+                device[order] = np.searchsorted(starts, np.arange(problem.units), side="right") - 1
+                yield replace(found, device=device, order=tuple(range(len(self.keys))), solver="hops")
 
     def _weigh(self, device: Ints, order: tuple[int, ...]) -> tuple[float, ...]:
         """What decides between equal greatest loads: the simulated step, then the peak, then what crosses.
@@ -230,18 +251,6 @@ class Staging:
         """Bytes of each rank at its peak."""
         return self._simulated(self._stages(plan)).peaks
 
-    def _fitting(self) -> tuple[Solution, Plan]:
-        """The best stages whose true peaks fit."""
-        fitting = Fitting(
-            policy=self.policy,
-            solve=self._solved,
-            peaks=self._peaks,
-            held=lambda found: self._holding.of_stages(found.device, found.order, self._in_flight),
-            memory_of=self._rank_of,
-            limits=self.memory,
-        )
-        return fitting.best(self._problem(self._capacities, ordered=True))
-
     def _described(self, plan: Plan, found: Solution) -> Plan:
         """The plan with its claim and a note."""
         loads = self._loads(plan)
@@ -280,15 +289,10 @@ def bad_problems(policy: object, placing: Placing) -> Iterator[None]:
         yield
     except BadProblemError as error:
         nodes = [placing.units[unit] for unit in error.units]
-        where = f": {', '.join(map(_named, nodes[:3]))}" + (f" and {len(nodes) - 3} more" if len(nodes) > 3 else "")
         who = f" (devices {', '.join(map(str, error.devices))})" if error.devices else ""
         raise CostError(
             codes.get(error.field, "SK323"),
-            f"{type(policy).__name__}: {error}{where if nodes else who}",
+            f"{type(policy).__name__}: {error}{listed(nodes) or who}",
             "Give every node a price of 0 seconds or more, and every two devices a link.",
+            nodes,
         ) from error
-
-
-def _named(node: Node) -> str:
-    path = module_path(node)
-    return f"{node.name} ({path})" if path else node.name

@@ -1,0 +1,277 @@
+"""Stages over all orders of a graph, with links, memory and schedules: against trying everything, and against runs."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
+
+import splitkit as sk
+from splitkit.activations import activations
+from splitkit.plancosts import StagePrices
+from splitkit.policies import Stages
+from splitkit.testing import assert_legal, assert_same
+
+
+class Prices:
+    """Costs by the names of nodes."""
+
+    def __init__(self, seconds, nbytes=0):
+        self._seconds, self._nbytes = seconds, nbytes
+
+    def seconds(self, node):
+        return self._seconds[node.name]
+
+    def flops(self, node):
+        return self.seconds(node)
+
+    def nbytes(self, node):
+        return self._nbytes
+
+    def param_bytes(self, node):
+        return 0
+
+
+@st.composite
+def dags(draw, nodes=6):
+    """A graph of sums and its prices."""
+    graph = fx.Graph()
+    values = [graph.placeholder("x")]
+    count = draw(st.integers(2, nodes))
+    for _ in range(count):
+        a, b = (draw(st.sampled_from(values)) for _ in range(2))
+        values.append(graph.call_function(torch.add, (a, b)))
+    graph.output(tuple(values[1:]))
+    gm = fx.GraphModule(nn.Module(), graph)
+    sk.propagate(gm, torch.ones(2))
+    price = st.sampled_from([0.0, 0.1, 0.3, 0.7, 1.0, 2.0])
+    return gm, {n.name: draw(price) for n in values[1:]}
+
+
+def load_of(flow, costs, stage, number, link):
+    """By the definition: work, and each value that leaves or enters, once."""
+    load = sum(costs.seconds(n) for n in flow.nodes if stage[n] == number)
+    for value in flow.nodes:
+        readers = {stage[u] for u in value.users if u in stage} - {stage[value]}
+        if readers and (number == stage[value] or number in readers):
+            load += link.latency + costs.nbytes(value) / link.bandwidth
+    return load
+
+
+def every_chain(flow, count):
+    """Every way to put the nodes into stages 0 .. count - 1, none of them empty, no value going back."""
+    for choice in product(range(count), repeat=len(flow.nodes)):
+        stage = dict(zip(flow.nodes, choice, strict=True))
+        if len(set(choice)) == count and all(stage[r] <= stage[n] for n in flow.nodes for r in flow.inputs(n)):
+            yield stage
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(dags(), st.integers(1, 3), st.sampled_from([None, 0.25, 1.5]))
+def test_no_stages_are_better(case, count, latency):
+    gm, seconds = case
+    flow, costs = sk.analyze(gm), Prices(seconds)
+    link = sk.costs.Link(1e9, latency or 0.0)
+    if count > len(flow.nodes):
+        return
+    plan = Stages(count, links=None if latency is None else sk.costs.Links(link)).assign(flow, costs)
+    assert_legal(flow, plan)
+    stage = {n: plan.home(n) for n in flow.nodes}
+    assert all(len(places) == 1 for places in plan.values()) or latency is not None
+    best = min(
+        max(load_of(flow, costs, chain, number, link) for number in range(count)) for chain in every_chain(flow, count)
+    )
+    if all(len(places) == 1 for places in plan.values()):
+        value = max(load_of(flow, costs, stage, number, link) for number in range(count))
+        assert plan.claim.value == pytest.approx(value, abs=1e-9)
+        assert value == pytest.approx(best, abs=1e-9)
+    assert plan.claim.value <= best + 1e-9  # copies may make it better
+    assert plan.claim.bound <= best + 1e-9
+    assert plan.claim.objective == "bottleneck" and plan.claim.limiting in range(count)
+
+
+def test_stages_need_not_follow_the_order_of_the_graph():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    first, second = graph.call_function(torch.relu, (x,)), graph.call_function(torch.abs, (x,))
+    third = graph.call_function(torch.neg, (first,))
+    fourth = graph.call_function(torch.sin, (second,))
+    graph.output((third, fourth))
+    gm = fx.GraphModule(nn.Module(), graph)
+    plan = sk.plan(gm, Stages(2), Prices({"relu": 3.0, "abs_1": 1.0, "neg": 1.0, "sin": 1.0}))
+    assert plan.claim.value == 3.0 and plan.claim.optimal  # the graph's own order gives 4
+    assert {n.name for n in plan.members(plan.home(first))} == {"relu"}
+
+
+def test_a_mask_is_computed_in_each_stage_that_reads_it():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
+
+        def forward(self, x):
+            mask = torch.ones(256, 256).tril() == 0
+            for layer in self.layers:
+                x = layer(x).masked_fill(mask, 0.0)
+            return x
+
+    model, inputs = Model(), torch.randn(256, 256)
+    gm = sk.capture(model, inputs)
+    costs = Prices({n.name: 10.0 if "linear" in n.name else 0.01 for n in gm.graph.nodes}, nbytes=1)
+    plan = sk.plan(gm, Stages(4, links=sk.costs.Links.uniform(1.0)), costs)
+    copied = {n.name: len(places) for n, places in plan.items() if len(places) > 1}
+    assert set(copied.values()) == {3} or set(copied.values()) == {4}
+    made = sk.split(gm, plan)
+    assert all(n.name not in copied for unit in made.subgraphs.values() for n in unit.inputs)
+    assert_same(gm, made, inputs)
+    assert plan.claim.value == pytest.approx(12.04, abs=0.02) and plan.claim.gap < 0.01
+    assert all(len(places) == 1 for places in sk.plan(gm, Stages(4), costs).values())
+
+
+class Deep(nn.Module):
+    """Sixteen blocks whose activations are much larger than their weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(16))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.relu(layer(x))
+        return x.square().mean()
+
+
+@pytest.fixture(scope="module")
+def deep():
+    gm = sk.capture(Deep(), torch.randn(4096, 32))
+    return gm, sk.costs.roofline(gm, "h100")
+
+
+def run_of(gm, plan, costs, policy):
+    prices = StagePrices(sk.analyze(gm), sk.costs.training(costs, gm), policy.optimizer, activations(gm))
+    return sk.simulate_schedule(prices.of(plan), policy.schedule, policy.microbatches)
+
+
+def test_a_memory_limit_moves_the_cuts_and_is_kept_at_every_rank(deep):
+    gm, costs = deep
+    free = Stages(4, "1f1b", microbatches=8)
+    loose = sk.plan(gm, free, costs)
+    peaks = run_of(gm, loose, costs, free).peaks
+    assert peaks[0] > peaks[-1]  # four microbatches are in flight in the first stage, one in the last
+    limit = int(max(peaks) * 0.7)
+    policy = Stages(4, "1f1b", microbatches=8, memory=limit)
+    plan = sk.plan(gm, policy, costs)
+    run = run_of(gm, plan, costs, policy)
+    assert max(run.peaks) <= limit and run.in_flight_of_stages == (4, 3, 2, 1)
+    assert len(plan.members(0)) < len(loose.members(0))
+    assert plan.claim.value >= plan.claim.bound and plan.claim.value > loose.claim.value
+    assert "peak" in plan.note and "1F1B of 8 microbatches" in plan.note
+
+
+def test_memory_of_each_rank_apart(deep):
+    gm, costs = deep
+    free = Stages(4, "1f1b", microbatches=8)
+    peaks = run_of(gm, sk.plan(gm, free, costs), costs, free).peaks
+    limits = [max(peaks) // 2, max(peaks), max(peaks), max(peaks)]
+    policy = Stages(4, "1f1b", microbatches=8, memory=limits)
+    run = run_of(gm, sk.plan(gm, policy, costs), costs, policy)
+    assert all(peak <= limit for peak, limit in zip(run.peaks, limits, strict=True))
+
+
+def test_what_does_not_fit_says_what_would(deep):
+    gm, costs = deep
+    with pytest.raises(sk.NoPlanError, match="SK303: Stages: what the parts hold does not fit") as error:
+        sk.plan(gm, Stages(2, "1f1b", memory="1MiB"), costs)
+    needed = int(error.value.remedy.split()[2])
+    with pytest.raises(sk.NoPlanError):
+        sk.plan(gm, Stages(2, "1f1b", memory=int(needed * 0.9)), costs)
+    sk.plan(gm, Stages(2, "1f1b", memory=int(needed * 1.3)), costs)
+
+
+def test_of_equal_bottlenecks_the_shorter_step_is_taken():
+    graph = fx.Graph()
+    value = graph.placeholder("x")
+    names = []
+    for op in (torch.relu, torch.abs, torch.neg, torch.sin, torch.cos):
+        value = graph.call_function(op, (value,))
+        names.append(value.name)
+    graph.output(value)
+    gm = fx.GraphModule(nn.Module(), graph)
+    sk.propagate(gm, torch.ones(4))
+    costs = Prices(dict(zip(names, [2.0, 1.0, 1.0, 1.0, 3.0], strict=True)))
+    flow = sk.analyze(gm)
+
+    def step(stage):
+        times = [sum(costs.seconds(n) for n in flow.nodes if stage[n] == s) for s in range(3)]
+        stages = [sk.StageCosts(seconds, 0.0) for seconds in times]
+        return max(times), sk.simulate_schedule(stages, "1f1b", 6).seconds
+
+    best = min(map(step, every_chain(flow, 3)))
+    plan = sk.plan(gm, Stages(3, "1f1b"), costs)
+    assert step({n: plan.home(n) for n in flow.nodes}) == pytest.approx(best)
+
+
+@pytest.mark.parametrize(
+    ("policy", "code", "text"),
+    [
+        (lambda: Stages(2, "1f1c"), "SK330", "Did you mean 1F1B"),
+        (lambda: Stages(3, "interleaved-1f1b"), "SK330", "4"),
+        (lambda: Stages(2, microbatches=4), "SK302", "without a schedule"),
+        (lambda: Stages(2, memory="lots"), "SK302", "80GiB"),
+        (lambda: Stages(2, memory=[1, 2, 3]), "SK302", "3 sizes for 2 devices"),
+        (lambda: Stages(2, memory=-1), "SK302", "memory is -1"),
+        (lambda: Stages(2, links="nvlynk4"), "SK322", "nvlink4"),
+        (lambda: Stages(2, optimizer="lion"), "SK302", "lion"),
+        (lambda: Stages(2, seconds=0), "SK302", "above 0"),
+        (lambda: Stages(0), "SK302", "n must be"),
+    ],
+)
+def test_bad_parameters_are_refused(policy, code, text):
+    with pytest.raises(sk.SplitError, match=text) as error:
+        policy()
+    assert error.value.code == code
+
+
+@pytest.mark.parametrize("price", [-1.0, float("nan"), float("inf")])
+def test_a_bad_price_names_the_node(price):
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(torch.relu, (x,))
+    graph.output(graph.call_function(torch.abs, (y,)))
+    gm = fx.GraphModule(nn.Module(), graph)
+    with pytest.raises(sk.CostError, match="relu") as error:
+        sk.plan(gm, Stages(2), Prices({"relu": price, "abs_1": 1.0}))
+    assert error.value.code == "SK323" and error.value.nodes == ("relu",)
+
+
+def test_a_missing_link_names_the_devices(deep):
+    gm, costs = deep
+    links = sk.costs.Links(pairs={(0, 1): sk.costs.Link(1e9), (1, 0): sk.costs.Link(1e9)})
+    with pytest.raises(sk.CostError, match="no link from 0 to 2"):
+        sk.plan(gm, Stages(3, links=links), costs)
+
+
+def test_slow_links_are_avoided():
+    """Between ranks 0 and 1 the wire is a hundred times slower: the cut there is where little crosses."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    values = [x]
+    for op in (torch.relu, torch.abs, torch.neg, torch.sin):
+        values.append(graph.call_function(op, (values[-1],)))
+    graph.output(values[-1])
+    gm = fx.GraphModule(nn.Module(), graph)
+
+    class Sized(Prices):
+        def nbytes(self, node):
+            return {"relu": 100, "abs_1": 10, "neg": 100}.get(node.name, 1)
+
+    costs = Sized(dict.fromkeys(("relu", "abs_1", "neg", "sin"), 1.0))
+    slow = sk.costs.Links.matrix([[0, 1.0, 100.0], [1.0, 0, 100.0], [100.0, 100.0, 0]])
+    plan = sk.plan(gm, Stages(3, links=slow), costs)
+    homes = [plan.home(n) for n in values[1:]]
+    assert homes == [0, 0, 1, 2]
+    assert plan.claim.value == pytest.approx(2 + 10.0)
