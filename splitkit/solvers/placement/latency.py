@@ -22,6 +22,7 @@ from splitkit.solvers.placement.evaluate import circles, faults
 from splitkit.solvers.placement.groups import coloured, fused
 from splitkit.solvers.placement.latencybound import critical_path, path_bound
 from splitkit.solvers.placement.latencymoves import Moves
+from splitkit.solvers.placement.listed import listed
 from splitkit.solvers.placement.makespan import HOST, Timing, busy, makespan
 from splitkit.solvers.placement.orders import by_key
 from splitkit.solvers.placement.problem import BadProblemError, Ints, Problem
@@ -81,7 +82,7 @@ def _refuse(problem: Problem) -> None:
 
 
 def _first(problem: Problem, timing: Timing, pieces: int, seconds: float) -> Ints:
-    """The place of each unit in the best chain, on hosts only, or in the best stages."""
+    """The place of each unit in the best chain, on hosts only, by list scheduling, or in the best stages."""
     core = core_of(problem, fused(problem))
     accelerators = [d for d, device in enumerate(problem.devices) if not device.host]
     number = np.full(len(problem.devices) + 1, HOST, np.int64)  # of the first piece; the last entry is for `HOST`
@@ -89,6 +90,8 @@ def _first(problem: Problem, timing: Timing, pieces: int, seconds: float) -> Int
     found = [number[device[core.group]] for device in chained(core)] if not core.barred.all(axis=0).any() else []
     if np.isfinite(timing.host).all():
         found.append(np.full(problem.units, HOST, np.int64))
+    if (problem.colours < 0).all():
+        found += listed(problem, timing, pieces)
     found = [place for place in found if np.isfinite(makespan(timing, place.tolist()))]
     if not found:
         try:
