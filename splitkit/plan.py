@@ -106,7 +106,7 @@ class Claim:
         return self.gap <= self.tolerance
 
     def __str__(self) -> str:
-        proof = "optimal" if self.optimal else f"at most {self.gap:.2%} above the best"
+        proof = "optimal" if self.optimal else f"with a gap of {self.gap:.2%} at most"
         return f"{self.objective} {proof} ({self.solver}), limited by {self.limiting}"
 
 

@@ -18,6 +18,7 @@ from splitkit.cli.parser import make_parser
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "split_module.md").read_text()
 STEP = (ROOT / "docs" / "forward_backward.md").read_text()
+PLACEMENT = (ROOT / "docs" / "placement.md").read_text()
 
 
 class Model(nn.Module):
@@ -45,12 +46,20 @@ def test_the_python_blocks_run_one_after_another():
     assert torch.equal(scope["program"].module()(x), model(x))
 
 
-@pytest.mark.parametrize(("page", "least"), [(PAGE, 10), (STEP, 4)], ids=["split_module", "forward_backward"])
+@pytest.mark.parametrize(("page", "least"), [(PAGE, 10), (STEP, 4), (PLACEMENT, 3)])
 def test_the_files_that_it_names_are_there(page, least):
     names = re.findall(r"`((?:splitkit|docs|notebooks|tests|benchmarks)/[\w./-]*)`", page)
     assert len(names) >= least
     for name in names:
         assert (ROOT / name).exists(), name
+
+
+def test_the_python_blocks_of_placement_run_one_after_another():
+    scope = {}
+    blocks = re.findall(r"```python\n(.*?)```", PLACEMENT, re.S)
+    assert len(blocks) == 4
+    for block in blocks:
+        exec(block, scope)
 
 
 @pytest.mark.parametrize("file", ["torch_wrong", "torch_raises", "torch_loses", "torch_lacks"])

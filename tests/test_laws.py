@@ -17,13 +17,16 @@ from splitkit.errors import PlanError
 from splitkit.fakes import propagate
 from splitkit.plan import HOST, Plan, Policy, as_plan
 from splitkit.policies import (
+    Acyclic,
     AroundOps,
     AtMarkers,
+    Best,
     Buckets,
     ByDevice,
     ByName,
     BySupport,
     Devices,
+    MemoryBudget,
     Random,
     RoundRobin,
     Stages,
@@ -65,6 +68,9 @@ PLACERS: dict[str, Policy] = {
     "Devices": Devices(["h100", "h100", "a100"], links="pcie4", seconds=0.5),
     "Devices(pieces=None)": Devices(["h100"] * 3, links="pcie4", pieces=None, seconds=0.5),
     "Devices('latency')": Devices({"cuda:0": "h100", "cuda:1": "l4"}, links="pcie4", objective="latency", seconds=0.5),
+    "Acyclic(3, links)": Acyclic(3, links="pcie4"),
+    "MemoryBudget(parts=2)": MemoryBudget("1GiB", parts=2),
+    "Best": Best([Stages(3), RoundRobin(2), Acyclic(2)], links="nvlink4"),
 }
 """Policies that need to know the sizes of values."""
 

@@ -1,12 +1,17 @@
 """Policies: frozen dataclasses that decide which part computes which node."""
 
+from splitkit.policies.acyclic import Acyclic
 from splitkit.policies.around_ops import AroundOps
 from splitkit.policies.at_markers import AtMarkers
+from splitkit.policies.best import Best
 from splitkit.policies.buckets import Buckets
 from splitkit.policies.budget import Budget
 from splitkit.policies.by_device import ByDevice
 from splitkit.policies.by_name import ByName
 from splitkit.policies.by_support import BySupport
+from splitkit.policies.devices import Devices
+from splitkit.policies.expert import Expert
+from splitkit.policies.memory_budget import MemoryBudget
 from splitkit.policies.min_cut import MinCut
 from splitkit.policies.precompute import Precompute
 from splitkit.policies.random import Random
@@ -17,13 +22,18 @@ from splitkit.policies.save_all import SaveAll
 from splitkit.policies.stages import Stages
 
 __all__ = [
+    "Acyclic",
     "AroundOps",
     "AtMarkers",
+    "Best",
     "Buckets",
     "Budget",
     "ByDevice",
     "ByName",
     "BySupport",
+    "Devices",
+    "Expert",
+    "MemoryBudget",
     "MinCut",
     "Precompute",
     "Random",

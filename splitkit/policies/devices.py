@@ -133,10 +133,11 @@ class _Search:
     def plan(self) -> Plan:
         """The best plan; see `Staging.plan` for shared nodes."""
         found, plan = self._found()
-        if self._placing.shared and self._value(found) > found.bound * (1 + NEAR):
+        value = self._value(found)
+        if self._placing.shared_seconds > NEAR * value and value > found.bound * (1 + NEAR):
             sending = replace(self, sends=True)
             other, sent = sending._found()
-            if sending._value(other) < self._value(found):
+            if sending._value(other) < value:
                 return sending._described(replace(other, bound=max(found.bound, other.bound)), sent)
         return self._described(found, plan)
 

@@ -111,6 +111,11 @@ class Placing:
             raise BadProblemError("seconds are infinite", "seconds", tuple(map(int, np.flatnonzero(endless))))
         return rows
 
+    @property
+    def shared_seconds(self) -> float:
+        """What one device spends on all shared nodes: more cannot be gained by sending them."""
+        return sum(max(row[n] for row in self._rows) for n in self.shared)
+
     @cached_property
     def edges(self) -> list[tuple[int, int]]:
         """Pairs of units (first, then): data and effects."""

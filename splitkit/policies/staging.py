@@ -27,8 +27,9 @@ from splitkit.solvers.placement.solution import Solution
 from splitkit.stagecosts import StageCosts
 from splitkit.units import duration, size
 
-NEAR = 1e-3
-"""Relative: what is closer to its bound is not searched again."""
+NEAR = 1e-2
+"""Relative: where there is less to gain, what is near the best is not searched again."""
+_SAME = ("_prices", "_stage_prices")  # whether shared nodes are sent or not
 
 
 def require_schedule(policy: object, schedule: str | None, microbatches: int | None, stages: int) -> None:
@@ -93,17 +94,17 @@ class Staging:
     def plan(self) -> Plan:
         """The best stages that fit.
 
-        With links, stages that compute shared nodes for themselves; and where these nodes take so long that the bound
-        is not reached, stages that send them. The bound of the former holds for both, that of the latter for those
-        that compute each node once.
+        With links, stages that compute shared nodes for themselves; and where these nodes take long, stages that send
+        them. The bound of the former holds for both, that of the latter for those that compute each node once.
 
         Raises:
             NoPlanError: SK303 when none fit.
         """
         found, plan = self._found()
         value = self._value(plan)
-        if self._placing.shared and value > found.bound * (1 + NEAR):
+        if self._placing.shared_seconds > NEAR * value and value > found.bound * (1 + NEAR):
             sending = replace(self, sends=True)
+            vars(sending).update({name: vars(self)[name] for name in _SAME if name in vars(self)})
             other, sent = sending._found()
             if sending._value(sent) < value:
                 found, plan = replace(other, bound=max(found.bound, other.bound)), sent

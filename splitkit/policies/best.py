@@ -1,0 +1,216 @@
+"""A portfolio: several policies, one measure, and the best plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+
+from splitkit.costs import Costs, Links
+from splitkit.dataflow import Dataflow
+from splitkit.errors import NoPlanError, PlanError, PolicyError, ScheduleError, SplitError
+from splitkit.plan import Claim, Plan, PolicyLike, as_plan
+from splitkit.plancosts import Optimizer, checked_optimizer
+from splitkit.policies.acyclic import Acyclic
+from splitkit.policies.amounts import Memory, links_of
+from splitkit.policies.expert import Expert
+from splitkit.policies.scoring import Score, Scoring
+from splitkit.policies.stages import Stages
+from splitkit.policies.staging import require_schedule
+from splitkit.units import size
+
+_NEAR = 1e-9  # relative: loads that are equal but for rounding
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best plan of several policies, all measured in the same way; a policy that finds none is passed over.
+
+    A plan is measured as a pipeline of its parts, in the order in which they run (visits of one device are taken
+    together): what does not fit ``memory`` is out; the least greatest load wins, then the shortest simulated step (with
+    a schedule), the lowest peak (with a schedule or memory), the least bytes that cross, and the policy that is listed
+    first. Policies get the prices by which they are measured: with a schedule, those of forward and backward.
+
+    Policies run in their order until the time is over, the first one always and each to its end; the note lists all of
+    them with what they reached. The same plan comes out again as long as the time is enough.
+
+    The claim is the measured load of the winner; its bound is the best that any of the policies proves for the same
+    problem.
+
+    Attributes:
+        policies: to try, or anything else that `splitkit.plan` takes (functions, mappings, plans). A number ``n``
+            stands for ``Stages(n)``, ``Acyclic(n)`` and ``Expert(n)`` with the same links, memory and schedule.
+        seconds: after which no further policy is begun.
+        schedule: of the pipeline, as in `Stages`.
+        microbatches: of a step, two for each part by default.
+        memory: bytes of each rank, as in `Stages`.
+        links: between the ranks ``0, 1 ...``, as in `Stages`.
+        optimizer: whose state is held, as in `Stages`.
+    """
+
+    policies: int | Sequence[PolicyLike]
+    seconds: float = 60.0
+    schedule: str | None = None
+    microbatches: int | None = None
+    memory: Memory = None
+    links: str | Links | None = None
+    optimizer: Optimizer = "adam"
+
+    def __post_init__(self) -> None:
+        policies: object = self.policies
+        seconds: object = self.seconds
+        if isinstance(policies, str) or not isinstance(policies, int | Sequence) or policies in ((), []):
+            raise PolicyError(
+                "SK302", f"Best: policies is {policies!r}", "List one at least, or give a number of stages."
+            )
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
+            raise PolicyError("SK302", f"Best: seconds is {seconds!r}", "Give seconds, 0 or more.")
+        links_of(self.links)
+        checked_optimizer(self.optimizer)
+        if isinstance(policies, int):
+            self._portfolio()
+        else:  # how many stages there are, the plans will tell
+            require_schedule(self, self.schedule, self.microbatches if self.schedule is None else None, 2)
+
+    def assign(self, flow: Dataflow, costs: Costs) -> Plan:
+        """The winner's plan, with its keys.
+
+        Raises:
+            NoPlanError: SK303 when every policy refuses or exceeds the memory; lists the reasons.
+        """
+        links = links_of(self.links)
+        scoring = Scoring(self, flow, costs, self.schedule, self.microbatches, self.memory, links, self.optimizer)
+        entries: list[_Entry] = []
+        start = time.monotonic()
+        for policy in self._portfolio():
+            late = bool(entries) and time.monotonic() - start >= self.seconds
+            entries.append(_Entry(policy) if late else _tried(policy, scoring))
+        fitting = [entry for entry in entries if entry.fits]
+        if not fitting:
+            raise self._nothing(entries)
+        least = min(entry.load for entry in fitting) * (1 + _NEAR)
+        winner = min((entry for entry in fitting if entry.load <= least), key=lambda entry: entry.ties)
+        return self._described(winner, entries, scoring)
+
+    def _portfolio(self) -> Sequence[PolicyLike]:
+        n = self.policies
+        if not isinstance(n, int):
+            return n
+        stages = Stages(n, self.schedule, self.microbatches, self.memory, self.links, self.optimizer)
+        one_each = None if self.schedule else self.memory  # under a schedule, a rank may run two stages
+        return stages, Acyclic(n, memory=one_each, links=self.links), Expert(n)
+
+    def _described(self, winner: _Entry, entries: Sequence[_Entry], scoring: Scoring) -> Plan:
+        plan, score = winner.made
+        proofs = [(claim.bound, claim.tolerance, entry) for entry in entries if (claim := self._shared(entry, score))]
+        bound, tolerance, prover = max(
+            proofs, key=lambda proof: (proof[0], proof[2] is winner), default=(0.0, _NEAR, winner)
+        )
+        least = scoring.least(score.parts)
+        if least >= bound:
+            bound, tolerance, prover = least, _NEAR, winner
+        solver = winner.solver if prover is winner else f"{winner.solver}; {prover.solver}"
+        claim = Claim("bottleneck", score.load, min(bound, score.load), solver, score.limiting, tolerance)
+        listed = "; ".join(map(str, entries))
+        return replace(plan, note=f"best of {len(entries)}: {claim}; {listed}", claim=claim)
+
+    def _shared(self, entry: _Entry, score: Score) -> Claim | None:
+        """A policy's claim, if its bound holds for the winner: for as many convex parts, and with no demands but these.
+
+        A problem with fewer demands (no links, no memory, forward alone) is a relaxation, so its bound holds too.
+        """
+        policy, claim = entry.policy, entry.plan.claim if entry.plan is not None else None
+        if claim is None or claim.objective != "bottleneck" or not isinstance(policy, Stages | Acyclic):
+            return None
+        if score.visits or policy.n != score.parts or links_of(policy.links) not in (None, links_of(self.links)):
+            return None
+        if getattr(policy, "schedule", None) not in (None, self.schedule):
+            return None
+        if policy.memory is not None:
+            held = (policy.memory, getattr(policy, "microbatches", None), getattr(policy, "optimizer", None))
+            if held != (self.memory, self.microbatches, self.optimizer):
+                return None
+        return claim
+
+    def _nothing(self, entries: Sequence[_Entry]) -> NoPlanError:
+        reasons = "; ".join(map(str, entries))
+        remedy = next((entry.remedy for entry in entries if entry.remedy), "")
+        return NoPlanError("SK303", f"Best: none of {len(entries)} policies has a plan: {reasons}", remedy)
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    """A policy, and what came of it; nothing if the time was over.
+
+    Attributes:
+        policy: as given.
+        plan: what it made.
+        score: of the plan.
+        error: why there is none.
+    """
+
+    policy: PolicyLike
+    plan: Plan | None = None
+    score: Score | None = None
+    error: SplitError | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a plan, within the memory."""
+        return self.score is not None and not self.score.missing
+
+    @property
+    def made(self) -> tuple[Plan, Score]:
+        """The plan and its score."""
+        assert self.plan is not None and self.score is not None
+        return self.plan, self.score
+
+    @property
+    def load(self) -> float:
+        """Seconds of the most loaded part."""
+        return self.made[1].load
+
+    @property
+    def ties(self) -> tuple[float, int, int]:
+        """What decides between equal loads."""
+        return self.made[1].ties
+
+    @property
+    def solver(self) -> str:
+        """The policy, and the solver that it names."""
+        claim = self.plan.claim if self.plan is not None else None
+        return _name(self.policy) if claim is None else f"{_name(self.policy)} by {claim.solver}"
+
+    @property
+    def remedy(self) -> str:
+        """What would help."""
+        if self.score is not None:
+            return f"Give each rank {self.score.peak} bytes ({size(self.score.peak)}), or ask for more stages."
+        return self.error.remedy if self.error is not None else ""
+
+    def __str__(self) -> str:
+        if self.error is not None:
+            return f"{_name(self.policy)}: {self.error.code}, {self.error.reason}"
+        return f"{_name(self.policy)}: {self.score if self.score is not None else 'skipped, the time was over'}"
+
+
+def _tried(policy: PolicyLike, scoring: Scoring) -> _Entry:
+    try:
+        plan = as_plan(policy, scoring.flow, scoring.prices)
+        return _Entry(policy, plan, scoring.of(plan))
+    except (NoPlanError, PlanError, ScheduleError) as error:
+        return _Entry(policy, error=error)
+
+
+def _name(policy: object) -> str:
+    """``Stages(4, links='nvlink4')``: what is not the default."""
+    if isinstance(policy, Mapping):
+        return "a plan" if isinstance(policy, Plan) else "a mapping"
+    if not is_dataclass(policy) or isinstance(policy, type):
+        return str(getattr(policy, "__name__", type(policy).__name__))
+    told = []
+    for i, field in enumerate(fields(policy)):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if (value := getattr(policy, field.name)) != default:
+            told.append(f"{value!r:.60}" if i == 0 else f"{field.name}={value!r:.60}")
+    return f"{type(policy).__name__}({', '.join(told)})"

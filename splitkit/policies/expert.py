@@ -1,0 +1,188 @@
+"""A human's split, for comparison: so many of the model's blocks in each stage."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import accumulate
+
+from torch.fx import Node
+
+from splitkit.costs import Costs
+from splitkit.dataflow import Dataflow, module_path
+from splitkit.errors import NoPlanError, PolicyError
+from splitkit.plan import Plan
+from splitkit.policies.parameters import enough_nodes, positive
+from splitkit.policies.placing import Placing
+from splitkit.policies.readers import readers_of
+
+Block = tuple[str, int]
+"""The list that a block is in, and its number there: ``("transformer.h", 3)``."""
+
+_COMPARABLE = 0.5  # of the work of the heaviest list: a list with so much may be the model's blocks
+_ANOTHER = 0.1  # so much makes a list of the same depth one of several: the encoder's and the decoder's
+
+
+@dataclass(frozen=True)
+class Expert:
+    """Stages of whole blocks, as people split by hand: it balances nothing, and claims nothing.
+
+    The blocks are the members of the list of modules (``transformer.h.0``, ``transformer.h.1`` ...) that does the work,
+    and of all such lists where there are several (an encoder's and a decoder's), in the order in which they run. What
+    runs before the first block is with it, what runs after the last one is in the last stage, and what runs in between
+    (masks, tables, the embedding of a decoder) is with the first stage that reads it.
+
+    Attributes:
+        layers: how many stages, with equally many blocks, the first stages one more where that does not divide (so does
+            torchtitan, if embedding and head weigh nothing; Megatron-LM asks for numbers that divide). Or how many
+            blocks each stage has: ``[3, 3, 4, 2]``. Or the paths of the modules with which the second and all further
+            stages begin, as ``SplitPoint.BEGINNING`` of `torch.distributed.pipelining`: ``["transformer.h.3"]``; only
+            what comes from inputs and constants alone and is read in several places is then moved to its first reader.
+    """
+
+    layers: int | Sequence[int] | Sequence[str]
+
+    def __post_init__(self) -> None:
+        layers: object = self.layers
+        if isinstance(layers, str | bytes) or not isinstance(layers, Sequence):
+            positive(self, "layers", layers)
+        elif not layers or not (all(map(_is_count, layers)) or all(isinstance(item, str) for item in layers)):
+            raise PolicyError(
+                "SK302",
+                f"Expert: layers is {layers!r:.200}",
+                'Give a number of stages, numbers of blocks >= 1 ([3, 3, 4, 2]), or module paths (["h.3", "h.6"]).',
+            )
+
+    def assign(self, flow: Dataflow, costs: Costs) -> Plan:
+        """Stages are ``0 .. n - 1``.
+
+        Raises:
+            NoPlanError: SK303 when the graph has fewer blocks than stages, or none.
+            PolicyError: SK302 when the numbers of blocks do not add up, or two stages begin at the same node; SK304 for
+                a path that is no module of the graph.
+        """
+        enough_nodes(flow, 1)
+        if isinstance(self.layers, Sequence) and isinstance(self.layers[0], str):
+            names = [str(name) for name in self.layers]
+            shared = set(Placing(flow, costs, [dict.fromkeys(flow.nodes, 0.0)], repeat=True).shared)
+            starts = _starts_of(flow, names, next((n for n in flow.nodes if n not in shared), flow.nodes[0]))
+            note = f"{len(starts)} stages by hand, from {', '.join(names)}"
+            return _plan(flow, starts, shared.difference(starts), note)
+        blocks = _blocks(flow, costs)
+        first = {block: nodes[0] for block, nodes in blocks.items()}
+        order = sorted(first, key=lambda block: flow.index[first[block]])
+        counts = self._counts(order)
+        begins = [order[before] for before in accumulate(counts[:-1])]
+        starts = [flow.nodes[0], *(first[block] for block in begins)]
+        inside = {node for nodes in blocks.values() for node in nodes}
+        lists = ", ".join(f"{number} in {name or 'the model'}" for name, number in Counter(n for n, _ in order).items())
+        note = f"{len(counts)} stages by hand, of {', '.join(map(str, counts))} blocks ({lists})"
+        return _plan(flow, starts, [node for node in flow.nodes if node not in inside], note)
+
+    def _counts(self, blocks: Sequence[Block]) -> list[int]:
+        """How many blocks each stage has."""
+        have = len(blocks)
+        if isinstance(self.layers, int):
+            if have < self.layers:
+                reason = f"Expert: {self.layers} stages were asked for, but the model has {have} blocks"
+                fewer = f"Ask for at most {have}, or name modules." if have else "Name the modules that begin stages."
+                raise NoPlanError("SK303", reason, fewer)
+            return [have // self.layers + (stage < have % self.layers) for stage in range(self.layers)]
+        counts = [int(number) for number in self.layers]
+        if sum(counts) != have:
+            raise PolicyError(
+                "SK302",
+                f"Expert: {' + '.join(map(str, counts))} = {sum(counts)} blocks, but the model has {have}",
+                f"Blocks are {', '.join(dict.fromkeys(f'{name}.*' for name, _ in blocks)) or 'in no list'}.",
+            )
+        return counts
+
+
+def _is_count(item: object) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool) and item >= 1
+
+
+def _plan(flow: Dataflow, starts: Sequence[Node], loose: Collection[Node], note: str) -> Plan:
+    """Stages that begin with these nodes in graph order; ``loose`` nodes go on to the first stage that reads them.
+
+    That is legal: a node's readers are never in an earlier stage than it is itself.
+    """
+    begin = [flow.index[node] for node in starts]
+    stage = {node: max(0, bisect_right(begin, flow.index[node]) - 1) for node in flow.nodes}
+    free, readers, behind = set(loose), readers_of(flow), _behind(flow)
+    for node in reversed(flow.nodes):
+        if node in free and readers[node]:
+            stage[node] = min(stage[later] for later in (*readers[node], *behind.get(node, ())))
+    return Plan.of(stage, note)
+
+
+def _behind(flow: Dataflow) -> dict[Node, list[Node]]:
+    """Node -> the nodes that must run after it for the sake of an effect."""
+    found: dict[Node, list[Node]] = {}
+    for node in flow.nodes:
+        for before in flow.after.get(node, ()):
+            found.setdefault(before, []).append(node)
+    return found
+
+
+def _starts_of(flow: Dataflow, names: Sequence[str], start: Node) -> list[Node]:
+    """Where the first stage starts, and the first node in each of these modules, in graph order."""
+    first: dict[str, Node] = {}
+    for node in flow.nodes:
+        atoms = module_path(node).split(".")
+        for end in range(len(atoms), 0, -1):
+            first.setdefault(".".join(atoms[:end]), node)
+    for name in names:
+        if not name or name not in first:
+            known = [path for path in first if path]
+            near = get_close_matches(name, known, n=3, cutoff=0.3) or known[:3]
+            raise PolicyError(
+                "SK304",
+                f"Expert: {name!r} is no module of the graph",
+                f"Modules near it: {', '.join(near)}." if near else "The graph carries no module paths.",
+                [name],
+            )
+    owner: dict[Node, str] = {}
+    for name in names:
+        node = first[name]
+        if flow.index[node] <= flow.index[start] or node in owner:
+            reason = f"begins where {owner[node]} does" if node in owner else "begins the graph"
+            raise PolicyError(
+                "SK302", f"Expert: {name} {reason}, at {node.name}: a stage is empty", "Name a later module.", [name]
+            )
+        owner[node] = name
+    return sorted([start, *owner], key=flow.index.__getitem__)
+
+
+def _blocks(flow: Dataflow, costs: Costs) -> dict[Block, list[Node]]:
+    """The model's blocks with their nodes, in graph order.
+
+    Of the lists that do about as much work as any, the longest is that of the blocks: so the layers of a backbone
+    count, and not the pair of backbone and head, nor the experts of each layer. Lists of the same depth count with it
+    if they do much of the work.
+    """
+    lists: dict[str, dict[int, list[Node]]] = {}
+    work: Counter[str] = Counter()
+    for node in flow.nodes:
+        atoms = module_path(node).split(".")
+        for i, atom in enumerate(atoms):
+            if atom.isdecimal():
+                name = ".".join(atoms[:i])
+                lists.setdefault(name, {}).setdefault(int(atom), []).append(node)
+                work[name] += costs.seconds(node)  # type: ignore[assignment]
+    several = [name for name, members in lists.items() if len(members) > 1]
+    most = max((work[name] for name in several), default=0)
+    able = [name for name in several if work[name] >= _COMPARABLE * most]
+    if not able:
+        return {}
+    main = max(able, key=lambda name: (len(lists[name]), -len(name)))
+    same = [name for name in several if _depth(name) == _depth(main) and work[name] >= _ANOTHER * most]
+    return {(name, number): nodes for name in same for number, nodes in lists[name].items()}
+
+
+def _depth(name: str) -> int:
+    """In how many lists a list is."""
+    return sum(atom.isdecimal() for atom in name.split("."))

@@ -1,0 +1,156 @@
+"""As few parts as fit the memory of their devices, or a given number of parts between which the least bytes cross."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from splitkit.costs import Costs
+from splitkit.dataflow import Dataflow, module_path
+from splitkit.errors import NoPlanError, PolicyError
+from splitkit.plan import Claim, Plan
+from splitkit.plancosts import Optimizer, checked_optimizer
+from splitkit.policies.amounts import memory_of
+from splitkit.policies.memory_search import Found, MemorySearch
+from splitkit.policies.parameters import enough_nodes, positive
+from splitkit.units import size
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """The fewest consecutive parts whose peaks fit, each the memory of its device.
+
+    The peak of a part is what `splitkit.plancosts.stage_costs` finds: parameters, their gradients and the state of the
+    optimizer, what is saved for backward, times the microbatches in flight there, and the most that forward or backward
+    hold besides. In the 1F1B schedule of n stages the first holds n microbatches, the last one. Without an optimizer:
+    parameters, and activations at their peak.
+
+    The fewest parts that can be cut from the graph's own order are found exactly, and of these parts those between
+    which the least bytes cross (there and back). Eight more topological orders are cut as well (fewer for graphs of
+    more than 2,000 nodes), and the best plan wins; what its parts hold is found anew, each in the graph's own order.
+    The bound is for any order: all that must be held, over the memory of the devices. With ``parts`` the bound on what
+    crosses is weak: the smallest value, once for each cut.
+
+    Attributes:
+        memory: bytes of each device (an int, or ``"80GiB"``), or a sequence of sizes for device 0, 1, ...: no more
+            parts than that.
+        parts: how many parts; ``None``: as few as possible.
+        schedule: ``"gpipe"`` or ``"1f1b"``: the pipeline in which the parts are stages. ``None``: one microbatch.
+        microbatches: of a step of the schedule; ``None``: two a part.
+        optimizer: ``"adam"``, ``"momentum"``, ``"sgd"``; ``None``: no training.
+    """
+
+    memory: int | str | Sequence[int | str]
+    parts: int | None = None
+    schedule: str | None = None
+    microbatches: int | None = None
+    optimizer: Optimizer = "adam"
+
+    def __post_init__(self) -> None:
+        checked_optimizer(self.optimizer)
+        for name in ("parts", "microbatches"):
+            if getattr(self, name) is not None:
+                positive(self, name, getattr(self, name))
+        if self.schedule is None and self.microbatches is not None:
+            raise PolicyError(
+                "SK302", f"MemoryBudget: microbatches={self.microbatches} without a schedule", 'Add schedule="1f1b".'
+            )
+        sizes = self.sizes(self.parts or 1)
+        if self.parts is not None and len(sizes) < self.parts:
+            raise PolicyError(
+                "SK302", f"MemoryBudget: {self.parts} parts for {len(sizes)} devices", "Give a size for each part."
+            )
+        if self.schedule is not None:
+            self._require_schedule(self.schedule)
+
+    def sizes(self, count: int) -> tuple[int, ...]:
+        """Bytes of as many devices, or of those that there are."""
+        given: object = self.memory
+        several = isinstance(given, Sequence) and not isinstance(given, str)
+        known = memory_of(self, self.memory, len(self.memory) if several else count)  # type: ignore[arg-type]
+        if None in known or not known:
+            raise PolicyError("SK302", f"MemoryBudget(memory={given!r})", 'Give the bytes of each device, or "80GiB".')
+        return tuple(nbytes for nbytes in known if nbytes is not None)[:count]
+
+    def _require_schedule(self, schedule: str) -> None:
+        from splitkit.torch_schedules import pipeline_order
+
+        if len(pipeline_order(schedule, 2, max(2, self.microbatches or 2)).ranks) != 2:
+            raise PolicyError(
+                "SK302",
+                f"MemoryBudget: the schedule {schedule} puts several parts on one device",
+                'Use "gpipe" or "1f1b", which put one there.',
+            )
+
+    def assign(self, flow: Dataflow, costs: Costs) -> Plan:
+        """Parts are ``0, 1, ...``, on devices of the same number.
+
+        Raises:
+            NoPlanError: SK303 if no plan fits; names what does not, and what would do.
+            CostError: SK323 for a joint graph.
+            ScheduleError: SK330 if the schedule does not take so few microbatches.
+        """
+        enough_nodes(flow, self.parts or 1)
+        search = MemorySearch(self, flow, costs)
+        found = search.fewest() if self.parts is None else search.of(self.parts)
+        if found is None:
+            raise self._no_plan(search, costs)
+        return self._plan(search, found)
+
+    def _plan(self, search: MemorySearch, found: Found) -> Plan:
+        full = [peak / memory if memory else 1.0 for peak, memory in zip(found.peaks, found.memory, strict=True)]
+        limiting = full.index(max(full))
+        labels = {node: part for part, nodes in enumerate(found.parts) for node in nodes}
+        count, least = len(found.parts), search.fewest_possible()
+        note = (
+            f"{parts_of(count)}, at least {least} needed; part {limiting} is fullest: "
+            f"{size(found.peaks[limiting])} of {size(found.memory[limiting])}; {size(found.traffic)} cross"
+        )
+        if self.parts is None:
+            claim = Claim("parts", count, least, found.solver, limiting)
+        else:
+            claim = Claim("traffic", found.traffic, search.least_traffic(count), found.solver, limiting)
+        return replace(Plan.of({node: labels[node] for node in search.flow.nodes}, note), claim=claim)
+
+    def _no_plan(self, search: MemorySearch, costs: Costs) -> NoPlanError:
+        """What does not fit, and what would."""
+        node, alone = search.largest_unit()
+        best = max(self.sizes(self.parts or len(search.flow.nodes)))
+        if alone > best:
+            where = f" in {module_path(node)}" if module_path(node) else ""
+            reason, nodes = f"{node.name}{where} takes {size(alone)} alone, and a device has {size(best)}", [node]
+        else:
+            count = self.parts or search.tried
+            reason, nodes = f"no plan of {parts_of(count, upto=self.parts is None)} fits {self._limits()}", []
+        ways = [f"MemoryBudget({need}) would do for {parts_of(count)} ({size(need)})" for count, need in search.needs()]
+        ways += self._others(search, costs)
+        return NoPlanError("SK303", reason, "; ".join(ways) + "." if ways else "Give more memory.", nodes)
+
+    def _limits(self) -> str:
+        shown = size(self.sizes(1)[0]) if isinstance(self.memory, int | str) else f"{len(self.memory)} devices"
+        flight = f" with {self.schedule}" if self.schedule else ""
+        return f"{shown}{flight}"
+
+    def _others(self, search: MemorySearch, costs: Costs) -> list[str]:
+        """Which other parameters would fit."""
+        ways = []
+        most = max(self.sizes(self.parts or len(search.flow.nodes)))
+        if self.parts is not None or not isinstance(self.memory, int | str):
+            found = search.like(replace(self, memory=most, parts=None), costs)
+            if found is not None and len(found.parts) > len(self.sizes(self.parts or len(search.flow.nodes))):
+                ways.append(f"{parts_of(len(found.parts))} of {size(most)} would fit")
+        if self.schedule is not None:
+            other = replace(self, schedule=None, microbatches=None)
+            if (found := search.like(other, costs)) is not None:
+                ways.append(f"one microbatch at a time would fit in {parts_of(len(found.parts))}")
+        if self.optimizer is not None:
+            other = replace(self, optimizer=None, schedule=None, microbatches=None)
+            if (found := search.like(other, costs)) is not None:
+                ways.append(f"optimizer=None (no training) would fit in {parts_of(len(found.parts))}")
+        return ways
+
+
+def parts_of(count: int, upto: bool = False) -> str:
+    """``1 part``, ``2 parts``, ``up to 3 parts``."""
+    most = "up to " if upto and count > 1 else ""
+    return f"{most}{count} part{'s' if count > 1 else ''}"

@@ -1,0 +1,274 @@
+"""The search of `splitkit.policies.MemoryBudget`: several orders of a graph, cut by number of parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+from torch.fx import Node
+
+from splitkit.costs import Costs
+from splitkit.dataflow import Dataflow
+from splitkit.errors import ScheduleError
+from splitkit.order import part_order
+from splitkit.plan import HOST, Plan
+from splitkit.plancosts import STATE_OF, Optimizer, StagePrices
+from splitkit.policies.chains import Chain, Limits
+from splitkit.schedule import simulate_schedule
+from splitkit.solvers.placement.core import core_of
+from splitkit.solvers.placement.orders import orders
+from splitkit.solvers.placement.problem import Device, Problem
+from splitkit.stagecosts import StageCosts
+
+_WORK = 18_000  # nodes times orders
+_MORE = 8
+
+
+class Wanted(Protocol):
+    """What a plan is to keep to: `splitkit.policies.MemoryBudget`."""
+
+    @property
+    def parts(self) -> int | None:
+        """How many parts; as few as possible if that is not said."""
+        ...
+
+    @property
+    def schedule(self) -> str | None:
+        """In which the parts are stages."""
+        ...
+
+    @property
+    def microbatches(self) -> int | None:
+        """Of a step of the schedule."""
+        ...
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Whose state is held."""
+        ...
+
+    def sizes(self, count: int) -> tuple[int, ...]:
+        """Bytes of as many devices, or of those that there are."""
+        ...
+
+
+@dataclass(frozen=True)
+class Found:
+    """Parts that fit.
+
+    Attributes:
+        parts: the nodes of each, in graph order.
+        peaks: bytes of each.
+        memory: bytes of their devices.
+        traffic: bytes that cross from part to part, there and back.
+        solver: how they were found.
+    """
+
+    parts: tuple[tuple[Node, ...], ...]
+    peaks: tuple[int, ...]
+    memory: tuple[int, ...]
+    traffic: int
+    solver: str
+
+
+class MemorySearch:
+    """Looks for parts of one graph that fit.
+
+    Attributes:
+        flow: facts about the graph.
+        tried: the most parts that were tried.
+    """
+
+    def __init__(self, wanted: Wanted, flow: Dataflow, costs: Costs, prices: StagePrices | None = None) -> None:
+        self.flow = flow
+        self.tried = 0
+        self._wanted = wanted
+        known = None if prices is None else prices.activations
+        self._prices = StagePrices(flow, costs, wanted.optimizer, known)
+        self._state = STATE_OF[wanted.optimizer] if wanted.optimizer else 0
+        self._size = len(flow.nodes)
+        self._chains: dict[int, Chain] = {}
+        self._flights: dict[int, tuple[int, ...] | None] = {}
+
+    def like(self, other: Wanted, costs: Costs) -> Found | None:
+        """What another policy would find for the same graph."""
+        search = MemorySearch(other, self.flow, costs, self._prices)
+        return search.fewest() if other.parts is None else search.of(other.parts)
+
+    def fewest(self) -> Found | None:
+        """The fewest parts that fit, ``None`` if no number of them does.
+
+        With a schedule, more parts hold more microbatches: twice as many as could fit are tried, and a few.
+        """
+        last = len(self._wanted.sizes(self._size))
+        if self.largest_unit()[1] > max(self._wanted.sizes(self._size)):
+            return None
+        for count in range(self.fewest_possible(), last + 1):
+            self.tried = count
+            if (found := self.of(count)) is not None:
+                return found
+            if count >= last or not self._helps(count):
+                return None
+            if self._wanted.schedule is not None and self._chain(0).may_fit(self._limits(count)):
+                last = min(last, 2 * count + _MORE)
+        return None
+
+    def of(self, count: int) -> Found | None:
+        """So many parts that fit, with the least traffic that was found."""
+        if self._in_flight(count) is None:
+            return None
+        limits = self._limits(count)
+        best: Found | None = None
+        for order in range(len(self._orders)):
+            chain = self._chain(order)
+            ends = chain.cuts(limits)
+            traffic = sum(chain.traffic[end] for end in ends[:-1]) if ends else 0
+            if ends is not None and (best is None or traffic < best.traffic):
+                found = self._found(order, ends, limits, traffic)
+                best = found if found is not None else best
+        return best
+
+    def fewest_possible(self) -> int:
+        """No plan has fewer parts: what all must hold together needs so many devices."""
+        chain, memory = self._chain(0), self._wanted.sizes(self._size)
+        if not self._size or chain.peak(0, self._size, 1) <= memory[0]:
+            return 1
+        least = chain.line.least(0, self._size)
+        total = least.parameters + least.gradients * (1 + self._state) + least.saved
+        room = np.cumsum(memory)
+        return max(2, int(np.searchsorted(room, total)) + 1)
+
+    def least_traffic(self, count: int) -> int:
+        """No plan of so many parts sends less: where the graph hangs together, each cut is crossed by some value."""
+        line = self._chain(0).line
+        nbytes = line.value_bytes + (np.where(line.gradient_of >= 0, line.value_bytes, 0) if line.training else 0)
+        items, readers = line.reads.item, line.reads.position
+        makers = line.made[items]
+        inside = (makers >= 0) & (makers != readers)
+        pairs = makers[inside], readers[inside]
+        graph = coo_array((np.ones(len(pairs[0])), pairs), shape=(self._size, self._size))
+        if count < 2 or connected_components(graph, directed=False, return_labels=False) > 1:
+            return 0
+        return (count - 1) * int(nbytes[items[inside]].min())
+
+    def largest_unit(self) -> tuple[Node, int]:
+        """The node that takes most as a part of its own, and its bytes."""
+        chain = self._chain(0)
+        alone = [chain.peak(i, i + 1, 1) for i in range(self._size)]
+        largest = alone.index(max(alone))
+        return self.flow.nodes[largest], alone[largest]
+
+    def needs(self) -> list[tuple[int, int]]:
+        """For some numbers of parts the smallest memory a device with which the graph's own order fits."""
+        wanted = self._wanted.parts
+        most = len(self._wanted.sizes(self._size))
+        counts = [wanted] if wanted else [most] if most < self._size else [1, 2, 4, 8]
+        found = [(count, self._need(count)) for count in counts if count <= self._size]
+        return [(count, need) for count, need in found if need is not None]
+
+    def _need(self, count: int) -> int | None:
+        flights, chain = self._in_flight(count), self._chain(0)
+        if flights is None:
+            return None
+        low, high = -1, max(chain.peak(0, self._size, flight) for flight in flights) * 2 + 1
+        if chain.cuts(Limits((high,) * count, flights)) is None:
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            if chain.cuts(Limits((middle,) * count, flights)) is None:
+                low = middle
+            else:
+                high = middle
+        return high
+
+    def _helps(self, count: int) -> bool:
+        """Whether more than so many parts, which do not fit, may."""
+        if self._in_flight(count) is None:
+            return False
+        uniform = len(set(self._wanted.sizes(self._size))) == 1
+        stuck = (self._chain(order).stuck(self._limits(count)) for order in range(len(self._orders)))
+        return not (uniform and all(stuck))
+
+    def _limits(self, count: int) -> Limits:
+        flights = self._in_flight(count)
+        assert flights is not None
+        return Limits(self._wanted.sizes(count), flights)
+
+    def _found(self, order: int, ends: Sequence[int], limits: Limits, traffic: int) -> Found | None:
+        """The parts, if they fit as the engine runs them: one after the other, each in the graph's own order."""
+        index, nodes = self.flow.index, self._orders[order] if order else self.flow.nodes
+        starts = [0, *ends[:-1]]
+        parts = tuple(
+            tuple(sorted(nodes[start:end], key=index.__getitem__)) for start, end in zip(starts, ends, strict=True)
+        )
+        plan = Plan.of({node: part for part, members in enumerate(parts) for node in members})
+        if [key for key, _ in part_order(self.flow, plan) if key is not HOST] != list(range(len(parts))):
+            return None  # parts that do not wait for each other would run in another order
+        peaks = tuple(peak_of(c, f) for c, f in zip(self._prices.of(parts), limits.flights, strict=True))
+        if any(peak > room for peak, room in zip(peaks, limits.memory, strict=True)):
+            return None
+        solver = f"cuts of order {order + 1} of {len(self._orders)}" if order else "cuts of the graph's order"
+        return Found(parts, peaks, tuple(limits.memory), traffic, solver)
+
+    def _in_flight(self, count: int) -> tuple[int, ...] | None:
+        """Microbatches whose activations each of so many parts holds; ``None`` if the schedule has not so many parts.
+
+        Raises:
+            ScheduleError: SK330 if that is what was asked for.
+        """
+        if self._wanted.schedule is None or self._wanted.optimizer is None:
+            return (1,) * count
+        if count not in self._flights:
+            stages = [StageCosts(1.0, 1.0, 1.0)] * count
+            try:
+                run = simulate_schedule(stages, self._wanted.schedule, self._wanted.microbatches or 2 * count)
+                self._flights[count] = run.in_flight_of_stages
+            except ScheduleError:
+                if self._wanted.parts is not None:
+                    raise
+                self._flights[count] = None
+        return self._flights[count]
+
+    def _chain(self, order: int) -> Chain:
+        if order not in self._chains:
+            nodes = self._orders[order] if order else self.flow.nodes
+            self._chains[order] = Chain(self._prices.units.line([nodes]), self._state)
+        return self._chains[order]
+
+    @cached_property
+    def _orders(self) -> list[list[Node]]:
+        """The graph's own order, and others."""
+        found = {tuple(range(self._size)): None}
+        for order in orders(core_of(self._problem(), np.arange(self._size))):
+            if (len(found) + 1) * self._size <= _WORK:
+                found[tuple(order.tolist())] = None
+        return [[self.flow.nodes[i] for i in order] for order in found]
+
+    def _problem(self) -> Problem:
+        """The graph: values as nets, data and effects as edges."""
+        position = {node: i for i, node in enumerate(self.flow.nodes)}
+        nets: dict[int, list[int]] = {i: [i] for i in range(self._size)}
+        edges = []
+        for node, i in position.items():
+            for read in self.flow.inputs(node):
+                nets[position[read]].append(i)
+                edges.append((position[read], i))
+        for node, before in self.flow.after.items():
+            then = position.get(self.flow.producer(node))
+            first = {position.get(self.flow.producer(b)) for b in before}
+            edges += [(f, then) for f in first if f is not None and then is not None and f != then]
+        prices = self._prices.units.activations
+        sizes = [sum(prices.nbytes[s] for s in prices.values.get(node, ())) for node in position]
+        crossing = [(float(sizes[i]), tuple(pins)) for i, pins in nets.items() if len(pins) > 1]
+        return Problem.of(np.zeros((1, self._size)), crossing, edges, [Device()])
+
+
+def peak_of(costs: StageCosts, flights: int) -> int:
+    """Bytes of a stage at its peak, with so many microbatches in flight."""
+    fixed = costs.parameter_bytes + costs.gradient_bytes + costs.optimizer_bytes
+    return fixed + flights * costs.saved_bytes + costs.temporary_bytes

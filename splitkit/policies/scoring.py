@@ -1,0 +1,196 @@
+"""One measure for the plans of any policy: do they fit, their greatest load, simulated step, peak and traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch.fx import Node
+
+from splitkit.costs import Costs, Links, training
+from splitkit.dataflow import Dataflow
+from splitkit.errors import NoPlanError
+from splitkit.order import part_order
+from splitkit.plan import HOST, PartKey, Plan
+from splitkit.plancosts import Optimizer, StagePrices
+from splitkit.policies.amounts import Memory, memory_of
+from splitkit.policies.placing import Placing, Travel
+from splitkit.policies.staging import ranks_of
+from splitkit.rewrite import require_parts
+from splitkit.schedule import simulate_schedule
+from splitkit.solvers.placement.problem import Floats
+from splitkit.units import duration, size
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a plan is worth.
+
+    Attributes:
+        parts: how many there are; visits of one device are one.
+        visits: whether a device is visited several times.
+        load: seconds of the most loaded part, with what it sends and receives.
+        limiting: that part.
+        step: seconds of the simulated step; 0 without a schedule.
+        peak: bytes of the rank that holds most; 0 where neither schedule nor memory is given.
+        missing: bytes that the ranks lack at most; 0: it fits.
+        traffic: bytes that cross, each value once for each part that reads it.
+    """
+
+    parts: int
+    visits: bool
+    load: float
+    limiting: PartKey
+    step: float = 0.0
+    peak: int = 0
+    missing: int = 0
+    traffic: int = 0
+
+    @property
+    def ties(self) -> tuple[float, int, int]:
+        """What decides between equal loads, the least first."""
+        return self.step, self.peak, self.traffic
+
+    def __str__(self) -> str:
+        words = [duration(self.load)]
+        words += [f"step {duration(self.step)}"] if self.step else []
+        words += [f"peak {size(self.peak)}"] if self.peak else []
+        words += [f"{size(self.missing)} too much"] if self.missing else []
+        return ", ".join(words)
+
+
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """Measures plans of one graph as stages of one pipeline: their parts in the order in which they run.
+
+    Parts ``(key, 0), (key, 3) ...``, as `splitkit.refine` makes them, are visits of one device: what it does in all of
+    them is its load.
+
+    Attributes:
+        policy: on whose behalf, for errors.
+        flow: facts about the graph.
+        costs: of its nodes; with a schedule their backward is added.
+        schedule: its name, or ``None``.
+        microbatches: of a step; ``None``: two for each part.
+        memory: bytes of each rank.
+        links: between the ranks; ``None``: values cross for nothing.
+        optimizer: whose state is held.
+    """
+
+    policy: object
+    flow: Dataflow
+    costs: Costs
+    schedule: str | None = None
+    microbatches: int | None = None
+    memory: Memory = None
+    links: Links | None = None
+    optimizer: Optimizer = "adam"
+
+    def of(self, plan: Plan) -> Score:
+        """The score of a plan that gives every node a part.
+
+        Raises:
+            PlanError: SK209 when it does not; SK203 when parts depend on each other in a circle.
+            ScheduleError: SK330 when the schedule does not go with so many parts.
+            NoPlanError: SK303 when memory is given for another number of ranks, or parts that are visits of one device
+                are to run under a schedule.
+        """
+        require_parts(self.flow, plan)
+        parts = [key for key, _ in part_order(self.flow, plan) if key is not HOST]
+        on = _devices(parts)
+        devices = list(dict.fromkeys(on.values()))
+        visits = len(devices) < len(parts)
+        if visits and self.schedule is not None:
+            twice = ", ".join(map(str, [part for part in parts if on[part] == devices[0]][:2]))
+            raise NoPlanError(
+                "SK303", f"parts {twice} ... are visits of one device, which no schedule runs", "Use one part a device."
+            )
+        joined = Plan.of({node: list(dict.fromkeys(on[key] for key in keys)) for node, keys in plan.items()})
+        loads = self._loads(joined, devices)
+        step, peaks = self._run(plan, parts, on)
+        return Score(
+            parts=len(devices),
+            visits=visits,
+            load=float(loads.max(initial=0.0)),
+            limiting=devices[int(loads.argmax())],
+            step=step,
+            peak=max(peaks, default=0),
+            missing=self._missing(peaks),
+            traffic=self._traffic(joined),
+        )
+
+    def _loads(self, plan: Plan, devices: Sequence[PartKey]) -> Floats:
+        """(devices,) seconds."""
+        ranks = ranks_of(self.schedule, self.microbatches, len(devices))
+        travel = None
+        if self.links is not None:
+            travel = Travel.over(self.links, ranks, training=self.schedule is not None)
+        return self._placing.loads(plan, devices, [0] * len(devices), travel)
+
+    def _run(
+        self, plan: Plan, parts: Sequence[PartKey], on: Mapping[PartKey, PartKey]
+    ) -> tuple[float, tuple[int, ...]]:
+        """Seconds of the step, and bytes of each rank at its peak; 0 and nothing where neither is asked for."""
+        if self.schedule is None and self.memory is None:
+            return 0.0, ()
+        stages = self._stage_prices.of(plan)
+        if self.schedule is not None:
+            several = 2 * len(stages) if self.microbatches is None else self.microbatches
+            run = simulate_schedule(stages, self.schedule, several, links=self.links)
+            return run.seconds, run.peaks
+        held, besides = dict.fromkeys(on.values(), 0), dict.fromkeys(on.values(), 0)
+        for part, stage in zip(parts, stages, strict=True):
+            fixed = stage.parameter_bytes + stage.gradient_bytes + stage.optimizer_bytes
+            held[on[part]] += fixed + stage.saved_bytes
+            besides[on[part]] = max(besides[on[part]], stage.temporary_bytes)
+        return 0.0, tuple(held[device] + besides[device] for device in held)
+
+    def least(self, parts: int) -> float:
+        """Seconds that the most loaded of so many parts has at least: its share of the work, or a whole node."""
+        seconds = self._seconds.values()
+        return max(sum(seconds) / parts * (1 - 1e-12), max(seconds, default=0.0))
+
+    @cached_property
+    def prices(self) -> Costs:
+        """The costs by which parts are measured."""
+        known = hasattr(self.costs, "backward") or self.schedule is None
+        return self.costs if known else training(self.costs, self.flow.root)
+
+    @cached_property
+    def _seconds(self) -> Mapping[Node, float]:
+        return {node: self.prices.seconds(node) for node in self.flow.nodes}
+
+    @cached_property
+    def _placing(self) -> Placing:
+        return Placing(self.flow, self.prices, [self._seconds])
+
+    @cached_property
+    def _stage_prices(self) -> StagePrices:
+        return StagePrices(self.flow, self.prices, self.optimizer)
+
+    def _missing(self, peaks: Sequence[int]) -> int:
+        if self.memory is None:
+            return 0
+        if isinstance(self.memory, Sequence) and not isinstance(self.memory, str) and len(self.memory) != len(peaks):
+            raise NoPlanError(
+                "SK303", f"memory is given for {len(self.memory)} ranks, the plan has {len(peaks)}", "Give one size."
+            )
+        limits = memory_of(self.policy, self.memory, len(peaks))
+        return max(0, *(0 if limit is None else peak - limit for peak, limit in zip(peaks, limits, strict=True)))
+
+    def _traffic(self, plan: Plan) -> int:
+        """Bytes that cross, each value once for each part that reads it from its home."""
+        flow, crossed = self.flow, 0
+        for value in flow.index:
+            maker = flow.producer(value)
+            if flow.is_placeable(maker):
+                readers = {key for user in value.users for key in plan.places.get(user, ())}
+                crossed += self.costs.nbytes(value) * len(readers.difference(plan.places[maker]))
+        return crossed
+
+
+def _devices(parts: Sequence[PartKey]) -> dict[PartKey, PartKey]:
+    """Part -> the device that it is a visit of, or itself where each device has one part."""
+    visited = {key: key[0] if isinstance(key, tuple) and len(key) == 2 else key for key in parts}
+    return visited if len(set(visited.values())) < len(parts) else {key: key for key in parts}
