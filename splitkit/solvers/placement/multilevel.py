@@ -1,0 +1,124 @@
+"""Stages with a small greatest load for graphs past exact reach."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from splitkit.solvers.placement import bounds
+from splitkit.solvers.placement.checks import check
+from splitkit.solvers.placement.contiguous import SECONDS, contiguous
+from splitkit.solvers.placement.contract import contracted
+from splitkit.solvers.placement.core import Core, core_of, exact_links
+from splitkit.solvers.placement.evaluate import faults, loads
+from splitkit.solvers.placement.groups import fused
+from splitkit.solvers.placement.ladder import MOST_LEVELS, Ladder, ladder, level_count
+from splitkit.solvers.placement.placed import preferred
+from splitkit.solvers.placement.problem import Problem
+from splitkit.solvers.placement.search import MOST_UNITS, Search
+from splitkit.solvers.placement.solution import Key, Solution
+from splitkit.solvers.placement.stages import Stages
+from splitkit.solvers.placement.vcycle import VCycle
+
+MOST_EXACT = 2000
+"""Units up to which `contiguous` is tried first."""
+_MOST_CONTRACTED = 50_000  # units up to which idle ones are joined
+_CYCLES, _CYCLED_UNITS = 6, 22_500  # more ways through coarser cores: at most, and all their units by default
+_TIES, _TIED_UNITS = 64, 200_000  # plans of equal value that are drawn: at most, and all their units together
+_FAR = 1e9  # seconds that are never over
+
+
+def multilevel(problem: Problem, *, seconds: float = SECONDS, prefer: Key | None = None) -> Solution:
+    """Stages with a small greatest load, for thousands to hundreds of thousands of units.
+
+    The best along nine orders (`linear`), and stages that come from coarser and coarser graphs (`vcycle`); the better
+    of both goes through coarser graphs again, several times. A small problem is left to `contiguous` first, and what
+    it finds is taken unless this is better. The greatest load is never more than the best along the orders, and the
+    bound is one on all stages.
+
+    Args:
+        problem: what is placed.
+        seconds: more are more work, by counts, not by a clock; the first two ways are always gone. The same problem
+            gives the same placement, however busy the machine, as far as `contiguous` does.
+        prefer: which of several placements of equal value is taken: the one of the least key. Some are weighed, not
+            all that there are.
+
+    Raises:
+        InfeasibleError: there is no placement, or none was found.
+    """
+    start = time.monotonic()
+    core = core_of(problem, fused(problem))
+    check(problem, core)
+    if level_count(core, problem.ordered) > MOST_LEVELS:  # too many classes: in the order in which they are given
+        along = multilevel(replace(problem, ordered=True), seconds=seconds, prefer=prefer)
+        bound = max(0.0, bounds.simple(core) - core.slack) / core.scale
+        return replace(along, bound=min(along.value, bound))
+    joinable = exact_links(problem) and not problem.fill
+    core = contracted(core) if joinable and core.size <= _MOST_CONTRACTED else core
+    if core.size > MOST_EXACT:
+        found = _found(problem, core, seconds, prefer, start)
+        return found or contiguous(problem, seconds=seconds, prefer=prefer)
+    known = contiguous(problem, seconds=seconds, prefer=prefer)
+    if known.optimal:
+        return known
+    found = _found(problem, core, seconds, prefer, start)
+    if found is None or found.value >= known.value:
+        return known
+    if known.bound <= found.bound:
+        return found
+    proved_by = known.solver.rpartition(", ")[2]
+    return replace(found, bound=min(found.value, known.bound), solver=f"{found.solver.partition(', ')[0]}, {proved_by}")
+
+
+def _found(problem: Problem, core: Core, seconds: float, prefer: Key | None, start: float) -> Solution | None:
+    """The best that orders and ways through coarser cores find; None if they find nothing."""
+    joinable = exact_links(problem) and not problem.fill
+    steps = ladder(core, problem.in_flight, ordered=problem.ordered, fill=problem.fill)
+    search = _along_orders(core.reversed(), steps)
+    cycles = VCycle(search.core, steps)
+    plans = _plans(search, cycles, max(1, min(_CYCLES, int(seconds / SECONDS * _CYCLED_UNITS / core.size))))
+    if not plans:
+        return None
+    best = plans[-1]
+    if joinable and core.size <= MOST_UNITS:
+        search.bound = max(search.bound, bounds.by_joining(search.core, search.bound, best.value, acyclic=True))
+    if exact_links(problem):
+        plans = [best, *(cycles.ties(best, min(_TIES, _TIED_UNITS // core.size)) if prefer else ())]
+    device, order = preferred(problem, core, plans, prefer)
+    value = loads(problem, device)
+    wrong = faults(problem, device, order)
+    assert not wrong, wrong
+    return Solution(
+        device=device,
+        order=order,
+        value=float(value.max()),
+        bound=min(float(value.max()), min(search.bound, best.value) / core.scale),
+        solver="orders, bound" if best in search.plans else "multilevel, bound",
+        seconds=time.monotonic() - start,
+        loads=value,
+        tolerance=2 * core.slack / max(1, best.value) + 1e-12,
+    )
+
+
+def _plans(search: Search, cycles: VCycle, most: int) -> list[Stages]:
+    """What was found, each better than those before it."""
+    found = list(search.plans)
+    if search.closed:
+        return found
+    fresh = cycles.fresh(lambda core: _along_orders(core, search.ladder).best)
+    if fresh and (not found or fresh.value < found[-1].value):
+        found.append(fresh)
+    for seed in range(1, most + 1):
+        if not found or found[-1].value <= search.bound:
+            break
+        better = cycles.again(found[-1], seed)
+        if better.value < found[-1].value:
+            found.append(better)
+    return found
+
+
+def _along_orders(core: Core, steps: Ladder) -> Search:
+    """The best along nine orders, and the bound that needs no search."""
+    search = Search(core, steps, _FAR, joinable=False)
+    search.along_orders()
+    return search

@@ -1,0 +1,234 @@
+"""Multilevel placement: never below the optimum, never above the best along orders, the same on every machine."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import placementcases as cases
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splitkit.solvers.placement import anneal, contiguous, multilevel, search
+from splitkit.solvers.placement.coarsen import coarsened
+from splitkit.solvers.placement.core import core_of
+from splitkit.solvers.placement.evaluate import faults
+from splitkit.solvers.placement.groups import fused, strong
+from splitkit.solvers.placement.ladder import ladder
+from splitkit.solvers.placement.multilevel import MOST_EXACT
+from splitkit.solvers.placement.problem import Device, Problem
+from splitkit.solvers.placement.refine import refined
+from splitkit.solvers.placement.search import Search
+from splitkit.solvers.placement.solution import InfeasibleError
+from splitkit.solvers.placement.stages import Stages, stage_loads
+from splitkit.solvers.placement.vcycle import VCycle
+
+
+def layered(count, devices, *, width=20, seed=0, **options):
+    """A random graph in layers; a node reads one to three of the layer before."""
+    random = np.random.default_rng(seed)
+    edges = set()
+    for node in range(width, count):
+        start = node // width * width - width
+        edges |= {(start + int(i), node) for i in random.integers(0, width, int(random.integers(1, 4)))}
+    readers = {}
+    for a, b in sorted(edges):
+        readers.setdefault(a, []).append(b)
+    nets = [(float(random.uniform(0, 0.5)), (a, *those)) for a, those in readers.items()]
+    seconds = random.lognormal(0, 1, count)
+    specs = options.pop("specs", [Device()] * devices)
+    return Problem.of(seconds, nets, sorted(edges), specs, **options)
+
+
+def searched(problem):
+    core = core_of(problem, fused(problem))
+    steps = ladder(core, problem.in_flight, ordered=problem.ordered, fill=problem.fill)
+    return Search(core.reversed(), steps, 1e9, joinable=False)
+
+
+@given(cases.problems(units=6))
+@settings(max_examples=60, deadline=None)
+def test_a_small_problem_has_the_placement_of_contiguous(problem):
+    try:
+        known = contiguous.contiguous(problem)
+    except InfeasibleError:
+        with pytest.raises(InfeasibleError):
+            multilevel.multilevel(problem)
+        return
+    found = multilevel.multilevel(problem)
+    assert found.value == known.value and np.array_equal(found.device, known.device)
+
+
+def without_contiguous(problem):
+    """What orders and coarser cores find."""
+    core = core_of(problem, fused(problem))
+    return multilevel._found(problem, core, multilevel.SECONDS, None, time.monotonic())
+
+
+@given(cases.problems(units=6))
+@settings(max_examples=150, deadline=None)
+def test_no_value_is_below_the_optimum_and_no_bound_above_it(problem):
+    core = core_of(problem, fused(problem))
+    if core.barred.all(axis=0).any():
+        return
+    found, best = without_contiguous(problem), cases.best_stages(problem)
+    if found is None:
+        return
+    assert found.value >= best * (1 - 1e-9) and found.bound <= best * (1 + 1e-9)
+    assert max(cases.load_by_definition(problem, found.device.tolist())) == pytest.approx(found.value)
+    assert not faults(problem, found.device, found.order)
+
+
+def test_small_random_graphs_are_placed_near_the_optimum():
+    ratios = []
+    for seed in range(20):
+        problem = layered(7, 3, width=2, seed=seed)
+        best = cases.best_stages(problem)
+        ratios.append(without_contiguous(problem).value / best)
+    assert min(ratios) >= 1 - 1e-9 and np.mean(ratios) < 1.02 and max(ratios) < 1.2
+
+
+def test_of_contiguous_and_this_the_lesser_value_is_taken_with_the_greater_bound():
+    problem = layered(900, 8, width=30)
+    known = contiguous.contiguous(problem, seconds=1)
+    found = multilevel.multilevel(problem, seconds=1)
+    assert found.value < 0.99 * known.value and known.bound <= found.bound <= found.value
+    assert found.solver.startswith("multilevel, ") and not faults(problem, found.device, found.order)
+
+
+@given(st.integers(0, 10**6), st.integers(2, 30), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_coarser_cores_have_no_circles_and_all_the_work(seed, width, staged):
+    problem = layered(400, 4, width=width, seed=seed, nbytes=np.random.default_rng(seed).integers(0, 9, 400))
+    core = core_of(problem, fused(problem)).reversed()
+    stage = np.arange(core.size) // 100 if staged else None
+    levels = coarsened(core, 40, stage, seed)
+    assert levels and levels[-1].core.size < 200
+    for finer, level in zip([core, *(level.core for level in levels)], levels, strict=False):
+        coarse = level.core
+        assert coarse.size < finer.size and np.array_equal(np.unique(level.label), np.arange(coarse.size))
+        assert strong(coarse.edges, coarse.size).max() + 1 == coarse.size
+        assert coarse.work.sum() == core.work.sum() and coarse.nbytes.sum() == core.nbytes.sum()
+        ends = np.unique(level.label[finer.edges], axis=0)
+        assert np.array_equal(ends[ends[:, 0] != ends[:, 1]], coarse.edges)
+        if stage is not None:
+            assert len(np.unique(np.stack([level.label, stage]), axis=1).T) == coarse.size
+            stage = stage[np.unique(level.label, return_index=True)[1]]
+        rank = np.random.default_rng(seed).integers(0, 3, coarse.size)  # twins that became one cost as much
+        assert np.array_equal(stage_loads(coarse, rank, (0,) * 3), stage_loads(finer, rank[level.label], (0,) * 3))
+
+
+@given(st.integers(0, 10**6), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_refined_stages_are_no_worse_and_fit_and_go_one_way(seed, limited):
+    random = np.random.default_rng(seed)
+    nbytes, saved = random.integers(0, 9, 120), random.integers(0, 3, 120)
+    problem = layered(120, 4, width=6, seed=seed, nbytes=nbytes, saved=saved)
+    core = core_of(problem, fused(problem)).reversed()
+    rank = 3 - np.searchsorted([60, 80, 100], np.arange(120), side="right")
+    flights = np.array([1, 2, 3, 4])
+    held = np.bincount(rank, nbytes + flights[rank] * saved)
+    if limited:
+        core = replace(core, kinds=(replace(core.kinds[0], capacity=int(held.max())),))
+    start = Stages(int(stage_loads(core, rank, (0,) * 4).max()), rank, (0,) * 4)
+    found = refined(core, start, flights, 6)
+    assert found.value < start.value  # the last one has half of the units
+    assert found.value == stage_loads(core, found.rank, found.kinds).max()
+    assert (found.rank[core.edges[:, 0]] <= found.rank[core.edges[:, 1]]).all()
+    assert set(found.rank.tolist()) == {0, 1, 2, 3}
+    if limited:
+        assert np.bincount(found.rank, nbytes + flights[found.rank] * saved).max() <= held.max()
+
+
+@pytest.fixture(scope="module")
+def large():
+    return layered(4000, 12, width=40)
+
+
+@pytest.fixture(scope="module")
+def placed(large):
+    return multilevel.multilevel(large)
+
+
+def test_it_is_better_than_the_best_along_orders(large, placed):
+    along = searched(large)
+    along.along_orders()
+    assert placed.value < 0.97 * along.limit / along.core.scale
+    assert placed.bound >= along.bound / along.core.scale * (1 - 1e-9)
+    assert placed.bound <= placed.value and placed.solver == "multilevel, bound"
+    assert not faults(large, placed.device, placed.order)
+    assert max(placed.loads) == placed.value
+
+
+class Clock:
+    """A clock that runs faster, as it seems to run to who shares a processor."""
+
+    def __init__(self, factor):
+        self._factor, self._start = factor, time.monotonic()
+
+    def monotonic(self):
+        return self._start + self._factor * (time.monotonic() - self._start)
+
+
+def test_the_same_problem_gives_the_same_placement_however_busy_the_machine(large, placed, monkeypatch):
+    for module in (anneal, contiguous, multilevel, search):
+        monkeypatch.setattr(module, "time", Clock(factor=50))
+    again = multilevel.multilevel(large)
+    assert np.array_equal(again.device, placed.device) and again.order == placed.order and again.bound == placed.bound
+
+
+def test_more_seconds_are_more_ways_through_coarser_cores(large, placed, monkeypatch):
+    seeds = []
+    again = VCycle.again
+    monkeypatch.setattr(VCycle, "again", lambda self, stages, seed: seeds.append(seed) or again(self, stages, seed))
+    assert multilevel.multilevel(large, seconds=1).value >= placed.value
+    assert seeds == [1]
+
+
+def test_memory_flights_kinds_hosts_and_links_are_kept_to(monkeypatch):
+    monkeypatch.setattr(multilevel, "MOST_EXACT", 0)
+    count = 800
+    random = np.random.default_rng(3)
+    plain = layered(count, 4, width=10)
+    seconds = np.stack([plain.seconds[0], 2 * plain.seconds[0]])
+    seconds[0, random.random(count) < 0.02] = cases.INF
+    seconds[1, 0] = cases.INF
+    total = 5 * count
+    specs = [Device(0, total // 3), Device(0, total // 2), Device(1, total // 2), Device(1, host=True)]
+    options = {"nbytes": random.integers(0, 9, count), "saved": random.integers(0, 2, count), "in_flight": (1, 2)}
+    colours = np.where(np.arange(count) < 20, np.arange(count) // 2, -1)
+    problem = replace(plain, seconds=seconds, devices=tuple(specs), colours=colours, **options)
+    for other in (problem, replace(problem, ordered=True), replace(problem, fill=True)):
+        found = multilevel.multilevel(other)
+        assert not faults(other, found.device, found.order)
+        assert found.bound <= found.value
+    linked = cases.with_links(plain, [[0, 1, 2, 3], [1, 0, 1, 2], [2, 1, 0, 1], [3, 2, 1, 0]])
+    found = multilevel.multilevel(linked)
+    assert max(cases.load_by_definition(linked, found.device.tolist())) == pytest.approx(found.value)
+
+
+def test_of_equal_placements_the_preferred_one_is_taken():
+    count = MOST_EXACT + 500
+    seconds = np.ones(count)
+    seconds[count // 2] = count
+    edges = [(i, i + 1) for i in range(count - 1)]
+    problem = Problem.of(seconds, [], edges, [Device()] * 4)
+    seen = []
+
+    def key(device, order):
+        seen.append(device)
+        return (float(np.sum(device == order[0])),)
+
+    found = multilevel.multilevel(problem, prefer=key)
+    assert len(seen) > 1 and found.value == count
+    assert np.sum(found.device == found.order[0]) == min(np.sum(device == found.order[0]) for device in seen)
+
+
+def test_a_large_problem_without_room_is_refused_with_what_would_do(monkeypatch):
+    monkeypatch.setattr(multilevel, "MOST_EXACT", 50)
+    problem = layered(100, 2, width=1, nbytes=np.ones(100, np.int64), specs=[Device(capacity=45)] * 2)
+    with pytest.raises(InfeasibleError) as caught:
+        multilevel.multilevel(problem, seconds=1)
+    assert caught.value.capacity == 50 and caught.value.devices == 3
