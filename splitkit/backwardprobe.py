@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit._torch import pytree
-from splitkit.costs.sizes import tensors, value_bytes
+from splitkit.costs.sizes import storage_bytes, tensor_bytes, tensors, value_bytes
 from splitkit.measure import measure_memory
 from splitkit.scope import Scope, scopes
 from splitkit.standins import NO_SIZES, acts, bodies, stand_in
@@ -30,13 +30,16 @@ class Inside:
         forward: at most while the node runs, besides its results and what autograd saves.
         backward: at most while its backward runs, besides what it takes (gradients, saved tensors) and the gradients
             that it yields.
+        wide: (argument, bytes) where the gradient of an argument is a view of larger memory, as are those of what
+            ``cat`` joins; arguments by position among the leaves.
     """
 
     forward: int
     backward: int
+    wide: tuple[tuple[int, int], ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.forward or self.backward)
+        return bool(self.forward or self.backward or self.wide)
 
 
 NOTHING = Inside(0, 0)
@@ -107,8 +110,12 @@ class _Watch:
             inputs = [t for t in given if isinstance(t, torch.Tensor) and t.requires_grad]
             if not outputs or not inputs:
                 return Inside(forward.peak - forward.end, 0)
-            backward = measure_memory(_backward, outputs, inputs, list(map(torch.empty_like, outputs)))
-        return Inside(forward.peak - forward.end, backward.peak - backward.end)
+            found: list[torch.Tensor | None] = []
+            backward = measure_memory(_backward, outputs, inputs, list(map(torch.empty_like, outputs)), found)
+        where = [i for i, t in enumerate(given) if isinstance(t, torch.Tensor) and t.requires_grad]
+        memory = [(i, g, storage_bytes(g)) for i, g in zip(where, found, strict=True) if g is not None]
+        wide = tuple((i, nbytes) for i, g, nbytes in memory if nbytes > tensor_bytes(g))
+        return Inside(forward.peak - forward.end, backward.peak - backward.end, wide)
 
     def _given(self, leaf: Any, flag: bool) -> Any:
         """An argument that requires grad if it should, and may be written to."""
@@ -118,8 +125,8 @@ class _Watch:
         return plain.requires_grad_().clone() if flag and plain.is_floating_point() else plain
 
 
-def _backward(outputs: Any, inputs: Any, gradients: Any) -> Any:
-    return torch.autograd.grad(outputs, inputs, gradients, allow_unused=True, retain_graph=True)
+def _backward(outputs: Any, inputs: Any, gradients: Any, found: list[torch.Tensor | None]) -> None:
+    found += torch.autograd.grad(outputs, inputs, gradients, allow_unused=True, retain_graph=True)
 
 
 def _guess(gm: fx.GraphModule, node: Node) -> Inside:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx import Node
 
 from splitkit import _torch
+from splitkit._torch import pytree
 from splitkit.activations import Activations
 from splitkit.backwardprobe import NOTHING
 from splitkit.costs.sizes import storage_bytes, tensor_bytes, tensors
@@ -34,6 +35,7 @@ class Unit:
         reads: the nodes whose values it reads: placeable ones, members of tuples, inputs.
         saves: storages that autograd keeps for it; without training, its weights as autocast casts them.
         contributes: what its backward yields gradients of: values that it reads, and keys of parameters.
+        wide: of these values, those whose gradient is a view of larger memory, and its bytes.
         parameters: keys of the parameters and buffers that it reads.
         forward: bytes that it takes for a while.
         backward: the same of its backward.
@@ -44,6 +46,7 @@ class Unit:
     reads: tuple[Node, ...]
     saves: tuple[int, ...]
     contributes: tuple[object, ...]
+    wide: Mapping[object, int]
     parameters: tuple[object, ...]
     forward: int
     backward: int
@@ -95,6 +98,7 @@ class Units:
         contributes: list[object] = [r for r in reads if r in known.requires] if wants else []
         contributes += [key for key in parameters if wants and self._owned[key].trained]
         inside = known.inside.get(node, NOTHING)
+        leaves = pytree.tree_leaves((node.args, node.kwargs)) if inside.wide else []
         saves = dict.fromkeys(s for n in (node, *followers) for s in known.saved.get(n, ())) if self.training else {}
         forward = inside.forward
         regions = tuple(r for r in self.flow.scope[node].regions if r.target is _torch.ENTER_AUTOCAST)
@@ -109,6 +113,7 @@ class Units:
             reads=reads,
             saves=tuple(saves),
             contributes=tuple(contributes),
+            wide={leaves[i]: nbytes for i, nbytes in inside.wide},
             parameters=parameters,
             forward=forward,
             backward=inside.backward,
@@ -147,7 +152,8 @@ class Units:
         values, found = self.activations.values, dict[Node, Node]()
         for node, unit in self.units.items():
             given = [r for r in unit.contributes if isinstance(r, Node)]
-            if unit.makes != (node,) or len(given) != 1 or len(unit.contributes) != 1 or readers[given[0]] > 1:
+            alone = unit.makes == (node,) and len(given) == len(unit.contributes) == 1 and readers[given[0]] == 1
+            if not alone or self.flow.effects[node].writes:
                 continue
             same = values[node] == values[given[0]] != () and _sizes_of(node) == _sizes_of(given[0])
             if same and not any(u.op == "output" for u in given[0].users):
@@ -179,7 +185,8 @@ class _Builder:
         self.values: dict[Copy, int] = {}
         self.value_nodes: list[Node] = []
         self.made: list[int] = []
-        self.gradients: dict[object, int] = {}
+        self.parameter_gradients: dict[object, int] = {}
+        self.of_parameter: list[bool] = []
         self.gradient_bytes: list[int] = []
         self.gradient_made: list[int] = []
         self.gradient_of: list[int] = []
@@ -201,7 +208,11 @@ class _Builder:
             reads += [(i, value) for value in found]
             for made in unit.makes:
                 self._value((made, copy[1]), i, self._viewed(made, copy[1]))
-            adds += [(i, self._gradient(c, copy[1])) for c in unit.contributes if units._views.get(copy[0]) is not c]
+            for read in unit.contributes:
+                if units._views.get(copy[0]) is not read:
+                    gradient = self._gradient(read, copy[1])
+                    adds.append((i, gradient))
+                    self.gradient_bytes[gradient] = max(self.gradient_bytes[gradient], unit.wide.get(read, 0))
             lie = (s for r in unit.reads for s in known.values[r])
             touches += [(i, s) for s in (*unit.storages, *unit.saves, *lie)]
             saves += [(i, s) for s in unit.saves]
@@ -219,12 +230,13 @@ class _Builder:
             made=np.array(self.made, np.int64),
             last=self._last(reads, length),
             lies=(np.array([v for v, _ in lies], np.int64), np.array([s for _, s in lies], np.int64)),
+            loose=np.array([0 if known.values.get(n) else _message(n) for n in self.value_nodes], np.int64),
             value_bytes=np.array([_message(n) for n in self.value_nodes], np.int64),
             gradient_of=np.array(self.gradient_of, np.int64),
             gradient_reads=Touches.of(adds, length),
             gradient_bytes=np.array(self.gradient_bytes, np.int64),
             gradient_made=np.array(self.gradient_made, np.int64),
-            is_parameter=np.array([not isinstance(key, tuple) for key in self.gradients], np.bool_),
+            is_parameter=np.array(self.of_parameter, np.bool_),
             parameters=Touches.of(parameters, length),
             parameter_bytes=np.array([o.nbytes for o in owned], np.int64),
             trained_bytes=np.array([o.trained for o in owned], np.int64),
@@ -239,7 +251,7 @@ class _Builder:
         self.made.append(made)
         own = viewed
         if own == BEFORE and self.units.training and node in self.units.activations.requires:
-            own = self._new_gradient(("value", number), sum(map(tensor_bytes, tensors(value_of(node)))), made)
+            own = self._new_gradient(sum(map(tensor_bytes, tensors(value_of(node)))), made)
         self.gradient_of.append(own)
         return number
 
@@ -248,19 +260,20 @@ class _Builder:
         viewed = self.units._views.get(node)
         return BEFORE if viewed is None else self.gradient_of[self._source(viewed, part)]
 
-    def _new_gradient(self, key: object, nbytes: int, made: int) -> int:
-        self.gradients[key] = number = len(self.gradient_bytes)
+    def _new_gradient(self, nbytes: int, made: int, of_parameter: bool = False) -> int:
         self.gradient_bytes.append(nbytes)
         self.gradient_made.append(made)
-        return number
+        self.of_parameter.append(of_parameter)
+        return len(self.gradient_bytes) - 1
 
     def _gradient(self, of: object, part: int) -> int:
         """The gradient of a value that the part reads, or of a parameter."""
         if isinstance(of, Node):
             return self.gradient_of[self._source(of, part)]
-        if of not in self.gradients:
-            return self._new_gradient(of, self.units._owned[of].trained, BEFORE)
-        return self.gradients[of]
+        if of not in self.parameter_gradients:
+            trained = self.units._owned[of].trained
+            self.parameter_gradients[of] = self._new_gradient(trained, BEFORE, of_parameter=True)
+        return self.parameter_gradients[of]
 
     def _source(self, node: Node, part: int) -> int:
         """The value that a part reads: of its own copy if it has one, else of the home's."""

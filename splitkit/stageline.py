@@ -93,6 +93,7 @@ class Line:
         made: where each value is made; -1 for an input of the graph.
         last: where each value is last read; the length of the line if the graph yields it.
         lies: (value, storage) pairs, by value.
+        loose: bytes of each value that lies in a parameter or buffer: of its own for a part that takes it.
         value_bytes: of each, as a message; 0 for an input of the graph, which is there for every part.
         gradient_of: the gradient that is the value's own, -1 for none. A view has that of what it views.
         gradient_reads: the gradients to which each node's backward adds.
@@ -114,6 +115,7 @@ class Line:
     made: Ints
     last: Ints
     lies: tuple[Ints, Ints]
+    loose: Ints
     value_bytes: Ints
     gradient_of: Ints
     gradient_reads: Touches
@@ -134,8 +136,9 @@ class Line:
         held = lasting[0] | lasting[1]
         pairs = self.saves.within(start, end)
         held[self.saves.item[pairs]] = True
-        saved = int(self.storage_bytes[held].sum())
-        forward = self._forward(start, end, lasting[0], held)
+        apart = int(self.loose[np.unique(taken)].sum())
+        saved = int(self.storage_bytes[held].sum()) + apart
+        forward = self._forward(start, end, lasting[0], held) + apart
         if not self.training:
             return Stretch(parameters, 0, 0, forward)
         backward = self._backward(start, end, lasting[0] | lasting[1], saved, given)
