@@ -20,7 +20,7 @@ def test_the_python_blocks_run_one_after_another(capsys):
     example = build("gpt2", layers=2, width=32, heads=2, vocab=96, seq=12)
     scope = {"model": example.model, "inputs": (example.kwargs["input_ids"],)}
     blocks = re.findall(r"```python\n(.*?)```", README, re.S)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     for block in blocks:
         exec(block, scope)
     assert "transformer.h.0" in capsys.readouterr().out
@@ -41,8 +41,8 @@ def test_both_commands_set_everything_up_by_themselves(name):
 
 
 def test_the_splitkit_commands_of_the_readme_are_understood():
-    commands = re.findall(r"(?:\.venv/bin/|`)splitkit ((?:plan|run|split|capture) [^`&\n]*)", README)
-    assert len(commands) >= 3
+    commands = re.findall(r"(?:\.venv/bin/|`)splitkit ((?:plan|run|split|capture|sweep) [^`&\n]*)", README)
+    assert len(commands) >= 5
     for command in commands:
         make_parser().parse_args(shlex.split(command))
 
