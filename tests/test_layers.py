@@ -98,7 +98,7 @@ FLOORS: list[set[str]] = [
         "inductor",
     },  # doors to torch.export, fx, Dynamo and AOTAutograd
     set(),  # runtime
-    {"trial", "compare", "report", "console", "models", "testing", "cli", "__main__"},  # looking
+    {"trial", "compare", "report", "console", "models", "sweep", "sweeprows", "testing", "cli", "__main__"},  # looking
 ]
 FLOOR = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
 ENGINE = 3

@@ -18,11 +18,12 @@ from typing import cast
 
 from splitkit.cli.outcome import Outcome, jsonable
 from splitkit.cli.parser import make_parser
-from splitkit.errors import CheckError, NoPlanError, PolicyError, SplitError, UsageError
+from splitkit.errors import CheckError, NoPlanError, SplitError, UsageError
 
 __all__ = ["main"]
 
 ERROR, USAGE, NO_PLAN, DIFFERENT = 1, 2, 3, 4
+BAD_PARAMETERS = ("SK301", "SK302", "SK330")  # of a policy, or of a schedule
 INTERRUPTED, PIPE_CLOSED = 128 + 2, 128 + 13  # as a shell reports SIGINT and SIGPIPE
 
 
@@ -47,8 +48,9 @@ def exit_code(error: Exception) -> int:
         return NO_PLAN
     if isinstance(error, CheckError):
         return DIFFERENT
-    bad_policy = isinstance(error, PolicyError) and error.code in ("SK301", "SK302")
-    return USAGE if bad_policy or isinstance(error, UsageError) else ERROR
+    if isinstance(error, SplitError) and error.code in BAD_PARAMETERS:
+        return USAGE
+    return USAGE if isinstance(error, UsageError) else ERROR
 
 
 def _parse_and_run(words: list[str]) -> int:

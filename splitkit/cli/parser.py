@@ -64,20 +64,72 @@ def _plan(commands: _Commands[Parser]) -> None:
         "splitkit plan gpt2 --stages 4 -o plan.json\n"
         "splitkit plan gpt2 --policy \"ByName({'transformer.h.[0-5]': 0, 'transformer.h.*': 1})\"\n"
         "splitkit plan llama --policy \"AroundOps(['aten.scaled_dot_product_attention'])\"\n"
+        "splitkit plan gpt2 --devices 4xh200 --schedule 1f1b --microbatches 8 --trace timeline.json -o plan.json\n"
+        "splitkit plan llama --devices h200,h200,a100 --objective latency\n"
         "splitkit plan gpt2 --what fwd-bwd --memory 2GiB -o step.json && splitkit run step.json --check"
     )
     parser = _command(commands, "plan", "decide which part computes which node", example)
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     _add_model_options(parser)
-    _add_policy_options(parser, "policy")
+    _add_policy_options(parser, "policy", "flops; with --devices their roofline; with fwd-bwd roofline:a100")
     parser.add_argument(
         "--what",
         choices=("parts", "fwd-bwd"),
         default="parts",
         help="cut the forward into parts (default), or a training step into forward and backward",
     )
-    parser.add_argument("--memory", metavar="SIZE", help="with fwd-bwd: the peak that is allowed, such as 2GiB or 0.5")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
+    _add_placement(parser.add_argument_group("placement (with --devices, or --stages N)"))
+
+
+def _add_placement(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--devices",
+        metavar="LIST",
+        help="4xh200, or h200,h200,a100, or 2xh200,cpu, or devices.toml (a table for each kind, as --costs takes it, "
+        'with count = 4, and links = "nvlink4" above them); alike: stages of a pipeline, priced by their roofline',
+    )
+    group.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="bytes that each device has, such as 80GiB (default: its own); with fwd-bwd: the peak that is allowed, "
+        "such as 2GiB or 0.5",
+    )
+    group.add_argument(
+        "--schedule",
+        metavar="NAME",
+        help="train with gpipe, 1f1b, interleaved-1f1b, looped-bfs, interleaved-zero-bubble, zbv or dualpipev, and "
+        "simulate the step; without it: one sample after the other, inference unless --optimizer is given",
+    )
+    group.add_argument(
+        "--microbatches",
+        type=positive,
+        metavar="N",
+        help="of a step, each of the size that is captured (default: two a stage)",
+    )
+    _add_links(group)
+    group.add_argument(
+        "--optimizer",
+        choices=("adam", "momentum", "sgd", "none"),
+        help="whose state is held; none: inference (default: adam with --schedule, else none)",
+    )
+    group.add_argument(
+        "--objective",
+        choices=("throughput", "latency"),
+        help="least load of the busiest device (default), or least time of one sample",
+    )
+    group.add_argument(
+        "--trace", metavar="FILE", help="with --schedule: write the timeline for Perfetto or chrome://tracing"
+    )
+
+
+def _add_links(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--links",
+        metavar="NAME",
+        help="nvlink3, nvlink4, nvlink5, pcie4, pcie5, ethernet100, ethernet400, shared-memory or none (default: what "
+        "the devices usually have, pcie4 where they differ)",
+    )
 
 
 def _split(commands: _Commands[Parser]) -> None:
@@ -97,12 +149,31 @@ def _run(commands: _Commands[Parser]) -> None:
 
 
 def _sweep(commands: _Commands[Parser]) -> None:
-    example = "splitkit sweep gpt2 --costs roofline:h100\nsplitkit sweep llama --size layers=4 --points 12 --json"
-    parser = _command(commands, "sweep", "show what less memory for training costs: saved bytes against time", example)
+    example = (
+        "splitkit sweep gpt2 --costs roofline:h100\n"
+        "splitkit sweep llama --size layers=4 --points 12 --json\n"
+        "splitkit sweep gpt2 --stages 2,4,8 --devices h200 --memory 80GiB\n"
+        "splitkit sweep llama --stages 4 --microbatches 8,32 --schedules 1f1b,zbv,dualpipev"
+    )
+    what = "show what less memory for training costs; or, with --stages, which pipelines are fastest and smallest"
+    parser = _command(commands, "sweep", what, example)
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     _add_model_options(parser)
-    _add_costs(parser.add_argument_group("prices"))
-    parser.add_argument("--points", type=positive, default=10, metavar="N", help="rows to show (default 10)")
+    _add_costs(parser.add_argument_group("prices"), "roofline:a100")
+    parser.add_argument("--points", type=positive, metavar="N", help="without --stages: rows to show (default 10)")
+    group = parser.add_argument_group("pipelines: stages x microbatches x schedules, each planned and simulated")
+    group.add_argument("--stages", type=numbers, metavar="N,N", help="numbers of stages, such as 2,4,8")
+    group.add_argument("--microbatches", type=numbers, metavar="N,N", help="of a step (default 4,8,16)")
+    group.add_argument(
+        "--schedules",
+        type=words,
+        metavar="NAME,NAME",
+        help="such as 1f1b,dualpipev (default gpipe,1f1b,interleaved-1f1b,zbv)",
+    )
+    group.add_argument("--devices", metavar="KIND", help="what all ranks are: h200, or devices.toml with one table")
+    group.add_argument("--memory", metavar="SIZE", help="bytes of each rank, such as 80GiB (default: that of KIND)")
+    _add_links(group)
+    group.add_argument("--optimizer", choices=("adam", "momentum", "sgd"), help="whose state is held (default adam)")
 
 
 def _profile(commands: _Commands[Parser]) -> None:
@@ -150,12 +221,12 @@ def _add_model_options(parser: Parser) -> None:
     group.add_argument("--seed", type=natural, metavar="N", help="random seed of weights and inputs (default 0)")
 
 
-def _add_policy_options(parser: Parser, title: str) -> None:
+def _add_policy_options(parser: Parser, title: str, costs: str = "flops") -> None:
     group = parser.add_argument_group(title)
     one = group.add_mutually_exclusive_group()
     one.add_argument("--stages", type=positive, metavar="N", help="N pipeline stages; short for --policy 'Stages(N)'")
     one.add_argument("--policy", metavar="EXPR", help="a policy with its parameters; see `splitkit policies`")
-    _add_costs(group)
+    _add_costs(group, costs)
     group.add_argument("--training", action="store_true", default=None, help="let costs include the backward of a node")
     group.add_argument(
         "--on-cycle",
@@ -164,12 +235,13 @@ def _add_policy_options(parser: Parser, title: str) -> None:
     )
 
 
-def _add_costs(group: argparse._ArgumentGroup) -> None:
+def _add_costs(group: argparse._ArgumentGroup, default: str = "flops") -> None:
     group.add_argument(
         "--costs",
         metavar="KIND",
-        help="what a node costs: flops (default), unit, measured (on this CPU), measured:DEVICE, roofline:DEVICE or "
-        "fused:DEVICE (cpu, a100, h100, h200, rtx-4090, l4, or devices.toml:NAME; fused: as Inductor fuses)",
+        help=f"what a node costs (default: {default}): flops, unit, measured (on this CPU), measured:DEVICE, "
+        "roofline:DEVICE or fused:DEVICE (cpu, a100, h100, h200, rtx-4090, l4, or devices.toml:NAME; fused: as "
+        "Inductor fuses)",
     )
 
 
@@ -182,6 +254,16 @@ def sizes(text: str) -> dict[str, int]:
             raise argparse.ArgumentTypeError(f"{item!r} is not NAME=N, such as layers=4")
         found[name] = natural(value)
     return found
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """``2,4,8`` as whole numbers >= 1, each once."""
+    return tuple(dict.fromkeys(map(positive, text.split(","))))
+
+
+def words(text: str) -> tuple[str, ...]:
+    """``1f1b,zbv`` as words, each once."""
+    return tuple(dict.fromkeys(word.strip() for word in text.split(",")))
 
 
 def natural(text: str) -> int:

@@ -44,7 +44,7 @@ class Builtin:
 
     @property
     def signature(self) -> str:
-        """``Stages(n: int)``."""
+        """``RoundRobin(n: int)``."""
         return f"{self.name}({', '.join(map(str, self.fields))})"
 
     @property

@@ -22,7 +22,7 @@ from splitkit.models import Example
 if TYPE_CHECKING:
     from torch import fx
 
-    from splitkit.costs import Costs
+    from splitkit.costs import Costs, Device
     from splitkit.plan import Plan
 
 
@@ -106,13 +106,16 @@ def policy_of(args: Namespace) -> policyspec.PolicySpec:
     return policyspec.parse(args.policy if args.policy is not None else f"Stages({args.stages})")
 
 
-def prices(work: Work, kind: str | None, training: bool | None) -> Costs:
-    """``--costs`` and ``--training``: FLOPs unless said otherwise, or unless the graph does not know its sizes."""
+def prices(work: Work, kind: str | None, training: bool | None, device: str | Device | None = None) -> Costs:
+    """``--costs`` and ``--training``. Unless said otherwise: the roofline of a device, or FLOPs where none is known, or
+    a unit where the graph does not know its sizes."""
     from splitkit import costs
 
-    example = work.example
-    inputs = dict(example.kwargs) if example.kwargs else example.args
-    made = costs.default(work.gm) if kind is None else kind_of_costs(work.gm, inputs, kind)
+    if kind is not None:
+        example = work.example
+        made = kind_of_costs(work.gm, dict(example.kwargs) if example.kwargs else example.args, kind)
+    else:
+        made = costs.default(work.gm) if device is None else costs.roofline(work.gm, device)
     return costs.training(made, work.gm) if training else made
 
 

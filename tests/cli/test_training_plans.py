@@ -228,7 +228,7 @@ def test_a_budget_that_cannot_be_kept(call):
         ["--what", "fwd-bwd", "--stages", "2"],
         ["--what", "fwd-bwd", "--memory", "1GiB", "--policy", "SaveAll()"],
         ["--what", "fwd-bwd", "--policy", "SaveAll()", "--dynamic"],
-        ["--memory", "1GiB", "--stages", "2"],
+        ["--memory", "1GiB"],
         [],
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 import splitkit as sk
+from splitkit.cli import placement
 from splitkit.cli.outcome import Outcome, seconds
 from splitkit.cli.work import TRAINING, make_plan, require_folder, versions
 from splitkit.errors import UsageError
@@ -15,11 +16,15 @@ def run(args: Namespace) -> Outcome:
     if args.what == TRAINING:
         from splitkit.cli import trainplan
 
+        placement.refuse_with(args, f"--what {TRAINING}", "That divides the step of one device; leave one of them out.")
         return trainplan.plan(args)
-    if args.memory is not None:
-        raise UsageError("SK601", f"--memory goes with --what {TRAINING}", "Add it, or leave --memory out.")
+    if placement.wanted(args):
+        placement.check(args)
+        from splitkit.cli import placed
+
+        return placed.plan(args)
     if args.stages is None and args.policy is None:
-        raise UsageError("SK601", f"{args.model} needs a policy", "Add --stages N or --policy EXPR.")
+        raise UsageError("SK601", f"{args.model} needs a policy", "Add --devices 4xh200, --stages N or --policy EXPR.")
     require_folder(args.output)
     work, plan, costs = make_plan(args, args.model)
     report = sk.report(work.gm, plan, costs)

@@ -1,4 +1,4 @@
-"""``splitkit sweep``: what less memory for training costs, as a table from saving everything to saving the least."""
+"""``splitkit sweep``: what less memory for training costs, from saving everything to saving the least; or pipelines."""
 
 from __future__ import annotations
 
@@ -7,18 +7,47 @@ from collections.abc import Iterator
 from typing import Any
 
 import splitkit as sk
-from splitkit.cli import trainplan
+from splitkit.cli import devicelist, placement, trainplan
 from splitkit.cli.outcome import Outcome, facts, seconds, table
+from splitkit.errors import UsageError
 from splitkit.frontier import Point
 from splitkit.units import size
+
+PIPELINES = ("microbatches", "schedules", "devices", "memory", "links", "optimizer")
+"""Options that go with ``--stages``."""
+POINTS = 10
 
 
 def run(args: Namespace) -> Outcome:
     """See the module."""
+    _check(args)
+    if args.stages is not None:
+        from splitkit.cli import pipelines
+
+        return pipelines.run(args)
+    return _frontier(args)
+
+
+def _check(args: Namespace) -> None:
+    """Refuse options of one sweep with the other, and what cannot be read; without torch."""
+    if args.stages is None:
+        for name in PIPELINES:
+            if getattr(args, name) is not None:
+                raise UsageError("SK601", f"--{name} goes with --stages", "Add --stages 2,4,8 to sweep over pipelines.")
+        return
+    if args.points is not None:
+        raise UsageError("SK601", "--points does not go with --stages", "Leave one of them out.")
+    if args.devices is not None:
+        devicelist.check(args.devices)
+    placement.bytes_of(args)
+
+
+def _frontier(args: Namespace) -> Outcome:
+    """Saved bytes against time."""
     work, costs = trainplan.priced(args)
     with work.clock.step("frontier", "finding the frontier"):
         frontier = sk.Frontier(work.joint, costs)
-        points = list(_spread(frontier, args.points))
+        points = list(_spread(frontier, args.points or POINTS))
     with work.clock.step("simulate", "simulating the memory of each point"):
         rows = [point.to_dict(peak=True) for point in points]
     data: dict[str, Any] = {

@@ -1,0 +1,149 @@
+"""``--devices`` as text: ``4xh200``, ``h200,h200,a100``, ``2xh200,cpu``, or a TOML file that describes devices."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from itertools import chain, repeat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from splitkit.errors import CostError, FileError, UsageError
+
+if TYPE_CHECKING:
+    from splitkit.costs import Device
+
+MOST = 1024
+"""Devices that a command plans for."""
+
+_LINK_OF = {"a100": "nvlink3", "h100": "nvlink4", "h200": "nvlink4", "cpu": "shared-memory"}
+_OTHER_LINK = "pcie4"
+_ITEM = re.compile(r"(?:(\d{1,6})x)?(.+)", re.ASCII)
+
+
+@dataclass(frozen=True)
+class DeviceList:
+    """Devices to plan for.
+
+    Attributes:
+        devices: each of them, in order.
+        links: what the file says of the links between them.
+    """
+
+    devices: tuple[Device, ...]
+    links: str | None = None
+
+    @property
+    def alike(self) -> bool:
+        """Whether all are of one kind."""
+        return len({device.name for device in self.devices}) == 1
+
+    @property
+    def usual_links(self) -> str:
+        """The link that such devices have, or PCIe where they differ."""
+        links = {_LINK_OF.get(device.name, _OTHER_LINK) for device in self.devices}
+        return links.pop() if len(links) == 1 else _OTHER_LINK
+
+    @property
+    def kinds(self) -> str:
+        """The names, each once."""
+        return ", ".join(dict.fromkeys(device.name for device in self.devices))
+
+    def __str__(self) -> str:
+        names = [device.name for device in self.devices]
+        return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
+
+def counts(text: str) -> list[tuple[str, int]]:
+    """Kinds of devices and how many there are of each; without torch.
+
+    Raises:
+        UsageError: SK601 for another form, or too many.
+    """
+    found = []
+    for item in text.split(","):
+        match = _ITEM.fullmatch(item.strip())
+        if match is None or match[2].endswith(".toml") or (match[1] and not int(match[1])):
+            raise UsageError(
+                "SK601",
+                f"--devices {text}: {item!r} is no kind of device",
+                "Write 4xh200, h200,h200,a100 or FILE.toml.",
+            )
+        found.append((match[2], int(match[1] or 1)))
+    _require_few(text, sum(count for _, count in found))
+    return found
+
+
+def check(text: str) -> None:
+    """Refuse text that has another form, before torch is imported."""
+    if not is_file(text):
+        counts(text)
+
+
+def is_file(text: str) -> bool:
+    """Whether devices are described in a file."""
+    return text.endswith(".toml") and "," not in text
+
+
+def read(text: str) -> DeviceList:
+    """The devices that the command line names.
+
+    A file has the tables of `splitkit.costs.load_devices`. Here each may also say how many there are, and the file what
+    connects them::
+
+        links = "nvlink4"
+
+        [mine]
+        count = 4
+        peak = { float32 = 40e12 }
+        bandwidth = 900e9
+        memory = 48_000_000_000
+
+    Raises:
+        CostError: SK321 for a device that is not known, SK320 for a file that describes none or a bad one.
+        FileError: SK504 for a file that cannot be read.
+        UsageError: SK601 for another form, or too many.
+    """
+    from splitkit.costs.devices import find_device
+
+    if is_file(text):
+        return _from_file(text)
+    return DeviceList(tuple(chain.from_iterable(repeat(find_device(name), count) for name, count in counts(text))))
+
+
+def _from_file(path: str) -> DeviceList:
+    from splitkit.costs.devices import _device as parsed  # what load_devices reads a table with
+
+    tables = _tables(path)
+    links = tables.pop("links", None)
+    if links is not None and not isinstance(links, str):
+        raise CostError("SK322", f"{path}: links is {links!r}", 'Name what connects the devices: links = "nvlink4".')
+    numbers = {name: _count(path, name, table) for name, table in tables.items()}
+    found = {name: parsed(path, name, table) for name, table in tables.items()}
+    if not found:
+        raise CostError("SK320", f"{path} describes no device", "Write one table for each; see load_devices.")
+    _require_few(path, sum(numbers.values()))
+    return DeviceList(tuple(chain.from_iterable(repeat(found[name], numbers[name]) for name in found)), links)
+
+
+def _tables(path: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError("SK504", f"{path} cannot be read: {error}", "Give the path of a TOML file.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise CostError("SK320", f"{path} is no TOML: {error}", "One table a device; see load_devices.") from error
+
+
+def _count(path: str, name: str, table: object) -> int:
+    """How many of them there are; taken off the table."""
+    count = table.pop("count", 1) if isinstance(table, dict) else 1
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise CostError("SK320", f"{path}: count of {name} is {count!r}", "Give a whole number >= 1.")
+    return count
+
+
+def _require_few(text: str, number: int) -> None:
+    if number > MOST:
+        raise UsageError("SK601", f"--devices {text}: these are {number}", f"Name at most {MOST}.")

@@ -1,0 +1,178 @@
+"""Stages x microbatches x schedules: each pipeline planned and simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from typing import Literal
+
+from torch import fx
+
+from splitkit.costs import Costs, Links
+from splitkit.dataflow import Dataflow, analyze
+from splitkit.errors import NoPlanError, PolicyError, ScheduleError
+from splitkit.plan import Plan
+from splitkit.plancosts import StagePrices, checked_optimizer
+from splitkit.policies import Stages
+from splitkit.policies.amounts import links_of, memory_of
+from splitkit.schedule import simulate_schedule
+from splitkit.schedulerun import ScheduleRun
+from splitkit.stagecosts import StageCosts
+from splitkit.sweeprows import Sweep, SweepRow
+from splitkit.torch_schedules import pipeline_order
+from splitkit.units import size
+
+__all__ = ["MICROBATCHES", "SCHEDULES", "STAGES", "Sweep", "SweepRow", "Sweeper", "combinations", "sweep"]
+
+STAGES, MICROBATCHES = (2, 4, 8), (4, 8, 16)
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zbv")
+
+
+def sweep(
+    gm: fx.GraphModule,
+    costs: Costs,
+    *,
+    stages: Sequence[int] = STAGES,
+    microbatches: Sequence[int] = MICROBATCHES,
+    schedules: Sequence[str] = SCHEDULES,
+    memory: int | str | None = None,
+    links: str | Links | None = None,
+    optimizer: Literal["adam", "momentum", "sgd"] = "adam",
+) -> Sweep:
+    """Plan and simulate a training step of every combination.
+
+    ::
+
+        found = splitkit.sweep(gm, splitkit.costs.roofline(gm, "h200"), memory="80GiB", links="nvlink4")
+        split = splitkit.split(gm, found.pareto[0].plan)
+
+    Stages are those of `splitkit.policies.Stages`, found once for all schedules that put them on the same ranks. Where
+    they do not fit the memory, they are found again for that schedule within it, unless the ranks hold more than that
+    on average. A combination that a schedule refuses is a row that says why.
+
+    Args:
+        gm: a forward graph, captured with the inputs of one microbatch.
+        costs: prices of its nodes.
+        stages: numbers of stages. GPipe and 1F1B have a rank for each, the other schedules one for two.
+        microbatches: numbers of microbatches of a step.
+        schedules: as `splitkit.simulate_schedule` knows them.
+        memory: bytes of each rank, as a number or a text (``"80GiB"``).
+        links: between the ranks, or the name of a preset (``"nvlink4"``).
+        optimizer: whose state is held.
+
+    Raises:
+        ScheduleError: SK330 for a schedule that is not known.
+        PolicyError: SK302 for numbers that make no sense.
+        CostError: SK322 for links that are not known.
+    """
+    sweeper = Sweeper(gm, costs, memory, links, optimizer)
+    return sweeper.sweep([sweeper.row(*each) for each in combinations(stages, microbatches, schedules)])
+
+
+def combinations(
+    stages: Sequence[int], microbatches: Sequence[int], schedules: Sequence[str]
+) -> list[tuple[int, str, int]]:
+    """Stages, schedule and microbatches of each row.
+
+    Raises:
+        ScheduleError: SK330 for a schedule that is not known.
+        PolicyError: SK302 for what is no whole number above zero, and where there is nothing to combine.
+    """
+    for what, numbers in (("stages", stages), ("microbatches", microbatches)):
+        if not numbers or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in numbers):
+            raise PolicyError("SK302", f"sweep: {what}={numbers!r}", "Give whole numbers >= 1: (2, 4, 8).")
+    if isinstance(schedules, str) or not schedules:
+        raise PolicyError("SK302", f"sweep: schedules={schedules!r}", f"Give several: {SCHEDULES!r}.")
+    for schedule in schedules:
+        pipeline_order(schedule, 2, 2)  # all go with these
+    return list(dict.fromkeys(product(stages, schedules, microbatches)))
+
+
+@dataclass(frozen=True, eq=False)
+class Sweeper:
+    """Makes the rows of one graph, and makes stages once.
+
+    Attributes:
+        gm: as in `sweep`, like all that follow.
+        costs: of its nodes.
+        memory: of each rank.
+        links: between ranks.
+        optimizer: whose state is held.
+    """
+
+    gm: fx.GraphModule
+    costs: Costs
+    memory: int | str | None = None
+    links: str | Links | None = None
+    optimizer: Literal["adam", "momentum", "sgd"] = "adam"
+    _known: dict[object, tuple[Plan, tuple[StageCosts, ...]]] = field(default_factory=dict, init=False, repr=False)
+    _fitted: dict[object, Plan | str] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        links_of(self.links)
+        memory_of(self, self.memory, 1)
+        checked_optimizer(self.optimizer)
+        if self.optimizer is None:
+            raise PolicyError("SK302", "sweep: the optimizer is None", "These schedules train: name an optimizer.")
+
+    def row(self, stages: int, schedule: str, microbatches: int) -> SweepRow:
+        """One combination."""
+        try:
+            plan, costs = self._common(stages, schedule, microbatches)
+        except (ScheduleError, NoPlanError) as error:
+            return SweepRow(stages, microbatches, schedule, why=f"{error.reason}. {error.remedy}")
+        run = self._run(costs, schedule, microbatches)
+        if self._limit is None or max(run.peaks) <= self._limit:
+            return SweepRow(stages, microbatches, schedule, plan, run, None if self._limit is None else True)
+        if sum(run.peaks) > self._limit * run.ranks:
+            why = f"{size(sum(run.peaks) / run.ranks)} a rank on average"
+            return SweepRow(stages, microbatches, schedule, plan, run, False, why)
+        within = self._within(stages, schedule, microbatches, run)
+        if isinstance(within, str):
+            return SweepRow(stages, microbatches, schedule, plan, run, False, within)
+        run = self._run(self._prices.of(within), schedule, microbatches)
+        return SweepRow(stages, microbatches, schedule, within, run, True)
+
+    def sweep(self, rows: Sequence[SweepRow]) -> Sweep:
+        """Rows together."""
+        return Sweep(tuple(rows), self._limit, getattr(self.costs, "note", ""))
+
+    @cached_property
+    def _flow(self) -> Dataflow:
+        return analyze(self.gm)
+
+    @cached_property
+    def _prices(self) -> StagePrices:
+        return StagePrices(self._flow, self.costs, self.optimizer)
+
+    @cached_property
+    def _limit(self) -> int | None:
+        return memory_of(self, self.memory, 1)[0]
+
+    def _common(self, stages: int, schedule: str, microbatches: int) -> tuple[Plan, tuple[StageCosts, ...]]:
+        """Stages without a limit; without links it does not matter on which ranks they are."""
+        ranks = pipeline_order(schedule, stages, microbatches).rank_of
+        key = (stages, None if self.links is None else ranks)
+        if key not in self._known:
+            plan = self._plan(stages, schedule, microbatches, None)
+            self._known[key] = plan, self._prices.of(plan)
+        return self._known[key]
+
+    def _within(self, stages: int, schedule: str, microbatches: int, run: ScheduleRun) -> Plan | str:
+        """Stages that fit the memory, or why there are none; the same for as much in flight."""
+        key = (stages, schedule, run.peaks)
+        if key not in self._fitted:
+            try:
+                self._fitted[key] = self._plan(stages, schedule, microbatches, self._limit)
+            except NoPlanError as error:
+                self._fitted[key] = error.reason.removeprefix("Stages: ")
+        return self._fitted[key]
+
+    def _plan(self, stages: int, schedule: str, microbatches: int, memory: int | None) -> Plan:
+        policy = Stages(stages, schedule, microbatches, memory, self.links, self.optimizer)
+        return policy.assign(self._flow, self.costs)
+
+    def _run(self, costs: Sequence[StageCosts], schedule: str, microbatches: int) -> ScheduleRun:
+        return simulate_schedule(costs, schedule, microbatches, links=links_of(self.links))

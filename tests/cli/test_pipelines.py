@@ -1,0 +1,100 @@
+"""``splitkit sweep --stages``."""
+
+import io
+import re
+import sys
+
+import pytest
+
+import splitkit as sk
+from splitkit import cli, models
+
+SIZE = ["--size", "layers=2,width=64,heads=2", "--size", "vocab=512,seq=16"]
+SWEEP = ["sweep", "gpt2", *SIZE]
+SMALL = ["--stages", "2,4", "--microbatches", "2,4", "--schedules", "gpipe,1f1b,zbv"]
+
+
+def failing(found):
+    error = found.pop("error")
+    assert not found
+    return error
+
+
+def test_the_rows_are_those_of_the_library(data):
+    code, found = data(*SWEEP, *SMALL, "--devices", "h200")
+    assert code == 0 and found["command"] == "sweep" and found["device"] == "h200"
+    assert (found["links"], found["memory"], found["optimizer"]) == ("nvlink4", 141_000_000_000, "adam")
+    assert found["prices"] == "roofline of h200"
+    example = models.build("gpt2", layers=2, width=64, heads=2, vocab=512, seq=16)
+    gm = sk.capture(example.model, *example.args, **example.kwargs)
+    from splitkit.sweep import sweep
+
+    same = sweep(
+        gm,
+        sk.costs.roofline(gm, "h200"),
+        stages=(2, 4),
+        microbatches=(2, 4),
+        schedules=("gpipe", "1f1b", "zbv"),
+        memory=141_000_000_000,
+        links="nvlink4",
+    )
+    assert found["rows"] == same.to_dict()["rows"] and len(found["rows"]) == 12
+
+
+def test_what_people_read(call):
+    code, out, err = call(*SWEEP, *SMALL, "--memory", "80GiB", "--optimizer", "momentum")
+    assert (code, err) == (0, "") and "…" not in out
+    for word in ("roofline of a100", "80.00 GiB a rank", "fastest: ", "smallest: ", "GPipe takes fewer", "best", "yes"):
+        assert word in out
+    code, out, _ = call(*SWEEP, "--stages", "2", "--schedules", "1f1b", "--memory", "1KiB")
+    assert code == 0 and "nothing fits: the lowest peak is" in out and re.search(r" no$", out, re.M)
+    code, out, _ = call(*SWEEP, "--stages", "3", "--schedules", "zbv")
+    assert code == 0 and "no schedule takes any of these" in out
+
+
+def test_without_stages_it_is_the_frontier(data):
+    code, found = data(*SWEEP, "--points", "3")
+    assert code == 0 and found["corners"] > 0 and len(found["points"]) <= 3
+
+
+@pytest.mark.parametrize(
+    "words, exit_code, code, says",
+    [
+        (["--memory", "1GiB"], 2, "SK601", "--memory goes with --stages"),
+        (["--schedules", "1f1b"], 2, "SK601", "--schedules goes with --stages"),
+        (["--stages", "2", "--points", "3"], 2, "SK601", "--points does not go with --stages"),
+        (["--stages", "2,zwei"], 2, "SK601", "no whole number"),
+        (["--stages", "0"], 2, "SK601", "no whole number"),
+        (["--stages", "2", "--memory", "much"], 2, "SK601", "no size"),
+        (["--stages", "2", "--devices", "2xh200"], 2, "SK601", "--stages says how many"),
+        (["--stages", "2", "--devices", "h200,a100"], 2, "SK601", "--stages says how many"),
+        (["--stages", "2", "--devices", "h300"], 1, "SK321", "no device"),
+        (["--stages", "2", "--schedules", "1f1b,nothing"], 2, "SK330", "no schedule is called 'nothing'"),
+    ],
+)
+def test_what_is_found_before_the_model_is_made(data, monkeypatch, words, exit_code, code, says):
+    monkeypatch.setattr(models, "build", lambda *a, **k: pytest.fail("the model was made"))
+    returned, found = data(*SWEEP, *words)
+    error = failing(found)
+    assert (returned, error["code"]) == (exit_code, code) and says in error["reason"] and error["remedy"]
+
+
+def test_an_unknown_link_exits_1(data):
+    code, found = data(*SWEEP, *SMALL, "--links", "nvlink9")
+    assert code == 1 and failing(found)["code"] == "SK322"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_on_a_terminal_and_no_colour_if_none_is_wanted(monkeypatch, capsys):
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert cli.main([*SWEEP, "--stages", "2", "--microbatches", "2,4", "--schedules", "gpipe"]) == 0
+    assert "planning and simulating" in terminal.getvalue() and "100%" in terminal.getvalue()
+    assert not re.search(r"\x1b\[[0-9;]*[39][0-9]m", terminal.getvalue())
+    assert "fastest: gpipe" in capsys.readouterr().out

@@ -1,0 +1,343 @@
+"""``splitkit plan`` for devices, memory, links and a schedule."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+import splitkit as sk
+from splitkit import cli, models
+from splitkit.cli import devicelist
+from splitkit.errors import CostError, FileError, UsageError
+
+ROOT = Path(sk.__file__).parent.parent
+SIZE = ["--size", "layers=2,width=64,heads=2", "--size", "vocab=512,seq=16"]
+GPT2 = ["plan", "gpt2", *SIZE]
+
+DEVICES = """
+links = "ethernet100"
+
+[fast]
+count = 3
+peak = { float32 = 40e12 }
+bandwidth = 900e9
+memory = 48_000_000_000
+
+[slow]
+peak = { float32 = 4e12 }
+bandwidth = 100e9
+memory = 16_000_000_000
+"""
+
+
+@pytest.fixture(scope="module")
+def graph():
+    example = models.build("gpt2", layers=2, width=64, heads=2, vocab=512, seq=16)
+    return sk.capture(example.model, *example.args, **example.kwargs)
+
+
+@pytest.fixture
+def described(tmp_path):
+    """Write a file of devices; its path."""
+
+    def write(text=DEVICES):
+        path = tmp_path / "devices.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def failing(found):
+    error = found.pop("error")
+    assert not found
+    return error
+
+
+# ---- lists of devices
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("4xh200", [("h200", 4)]),
+        ("h200,h200,a100", [("h200", 1), ("h200", 1), ("a100", 1)]),
+        ("2xh200, cpu", [("h200", 2), ("cpu", 1)]),
+        ("2xRTX4090", [("RTX4090", 2)]),
+    ],
+)
+def test_lists_of_devices(text, expected):
+    assert devicelist.counts(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", ",", "h200,", "0xh200", "1025xh200", "600xa100,600xcpu", "a.toml,h200"])
+def test_bad_lists_of_devices(text):
+    with pytest.raises(UsageError, match="--devices"):
+        devicelist.counts(text)
+
+
+def test_devices_of_a_name_and_of_a_file(described):
+    found = devicelist.read("2xRTX4090,cpu")
+    assert [d.name for d in found.devices] == ["rtx-4090", "rtx-4090", "cpu"]
+    assert not found.alike and found.links is None and str(found) == "2 x rtx-4090, 1 x cpu"
+    found = devicelist.read(str(described()))
+    assert [d.name for d in found.devices] == ["fast"] * 3 + ["slow"]
+    assert found.links == "ethernet100" and found.devices[0].memory == 48_000_000_000
+    one = DEVICES[: DEVICES.index("[slow]")].replace("count = 3", "").replace("links", "# links")
+    found = devicelist.read(str(described(one)))
+    assert len(found.devices) == 1 and found.links is None
+
+
+@pytest.mark.parametrize(
+    "text, links",
+    [
+        ("a100", "nvlink3"),
+        ("2xh200,h100", "nvlink4"),
+        ("4xl4", "pcie4"),
+        ("2xcpu", "shared-memory"),
+        ("h200,a100", "pcie4"),
+        ("h200,cpu", "pcie4"),
+    ],
+)
+def test_usual_links(text, links):
+    assert devicelist.read(text).usual_links == links
+
+
+@pytest.mark.parametrize(
+    "change, error, says",
+    [
+        (("count = 3", "count = 0"), CostError, "count of fast is 0"),
+        (("count = 3", "count = true"), CostError, "count of fast is True"),
+        (("count = 3", "count = 2000"), UsageError, "these are 2001"),
+        (("count = 3", "cuont = 3"), CostError, "fast has an unknown field 'cuont'"),
+        (("bandwidth = 900e9", ""), CostError, "fast has no bandwidth"),
+        (('links = "ethernet100"', "links = 5"), CostError, "links is 5"),
+        (('links = "ethernet100"', "links = "), CostError, "is no TOML"),
+        (('links = "ethernet100"', "link = 'pcie4'"), CostError, "link is no table"),
+    ],
+)
+def test_bad_files_of_devices(described, change, error, says):
+    path = described(DEVICES.replace(*change))
+    with pytest.raises(error, match=re.escape(says)) as raised:
+        devicelist.read(str(path))
+    assert raised.value.remedy
+
+
+def test_files_without_devices(described, tmp_path):
+    with pytest.raises(CostError, match="describes no device"):
+        devicelist.read(str(described('links = "pcie4"')))
+    with pytest.raises(FileError, match="cannot be read"):
+        devicelist.read(str(tmp_path / "none.toml"))
+
+
+# ---- plans
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A plan for four H200 under 1F1B: the folder, and what was printed as JSON."""
+    folder = tmp_path_factory.mktemp("placed")
+    words = ["--devices", "4xh200", "--memory", "80GiB", "--schedule", "1f1b", "--microbatches", "8"]
+    words += ["--trace", folder / "timeline.json", "-o", folder / "plan.json", "--json"]
+    with redirect_stdout(io.StringIO()) as printed:
+        assert cli.main([*GPT2, *map(str, words)]) == 0
+    return folder, json.loads(printed.getvalue())
+
+
+def test_a_schedule_on_devices_that_are_alike(written, graph):
+    _, found = written
+    assert found["placement"] == {
+        "devices": ["h200"] * 4,
+        "stages": 4,
+        "schedule": "1f1b",
+        "microbatches": 8,
+        "memory": 80 * 2**30,
+        "links": "nvlink4",
+        "optimizer": "adam",
+        "objective": "throughput",
+    }
+    policy = sk.policies.Stages(4, "1f1b", 8, "80GiB", "nvlink4")
+    costs = sk.costs.roofline(graph, "h200")
+    plan = sk.plan(graph, policy, costs)
+    claim = found["report"]["claim"]
+    assert found["note"] == plan.note and found["report"]["note"].endswith("roofline of h200")
+    assert (claim["value"], claim["bound"], claim["solver"]) == (plan.claim.value, plan.claim.bound, plan.claim.solver)
+    step, ranks = found["step"], found["ranks"]
+    assert step["schedule"] == "1F1B" and step["microbatches"] == 8 and 0 < step["bubble"] < 1
+    assert [r["rank"] for r in ranks] == [0, 1, 2, 3] and [r["stages"] for r in ranks] == [[0], [1], [2], [3]]
+    assert [r["in_flight"] for r in ranks] == [4, 3, 2, 1]
+    assert step["peak"] == max(r["memory"]["peak"] for r in ranks) <= 80 * 2**30
+    for rank in ranks:
+        memory = rank["memory"]
+        parts = sum(memory[name] for name in ("fixed", "saved", "messages", "temporaries"))
+        assert memory["peak"] == parts and memory["limit"] == 80 * 2**30
+        assert rank["busy"] == pytest.approx(step["seconds"] * (1 - rank["bubble"]))
+
+
+def test_the_simulated_step_is_that_of_the_library(written, graph):
+    folder, found = written
+    plan = sk.Plan.load(str(folder / "plan.json"), graph.graph)
+    from splitkit.costs import Links
+    from splitkit.plancosts import stage_costs
+    from splitkit.schedule import simulate_schedule
+
+    stages = stage_costs(sk.analyze(graph), plan, sk.costs.roofline(graph, "h200"))
+    run = simulate_schedule(stages, "1f1b", 8, links=Links.preset("nvlink4"))
+    assert found["step"]["seconds"] == run.seconds and found["step"]["peak"] == max(run.peaks)
+    assert json.loads((folder / "timeline.json").read_text()) == run.to_chrome_trace()
+
+
+def test_the_plan_file_is_one_like_any_other(written, call, data):
+    folder, _ = written
+    assert {path.name for path in folder.iterdir()} == {"plan.json", "timeline.json"}
+    plan = folder / "plan.json"
+    assert json.loads(plan.read_text())["model"]["sizes"]["vocab"] == 512
+    code, found = data("run", plan, "--check")
+    assert code == 0 and found["check"]["same"] and len(found["parts"]) == 4
+    code, found = data("profile", plan, "--predict", "--forward-only")
+    assert code == 0 and len(found["rows"]) == 5
+    assert call("split", plan)[0] == 0
+
+
+def test_what_people_read(call):
+    code, out, err = call(*GPT2, "--devices", "2xh200", "--schedule", "1f1b")
+    assert (code, err) == (0, "") and "…" not in out
+    for line in (
+        r"devices +2 x h200",
+        r"memory +131 GiB a device",
+        r"links +nvlink4, usual for h200 \(others with --links\)",
+        r"solver +\w+",
+    ):
+        assert re.search(line, out), line
+    for word in ("purpose     training with adam", "1F1B of 4 microbatches, bubble", "of 131 GiB", "proven optimal"):
+        assert word in out
+    titles = "rank stages busy bubble in flight fixed saved temporary peak"
+    assert next(line for line in out.splitlines() if line.startswith(" rank ")).split() == titles.split()
+
+
+def test_an_interleaved_schedule_has_two_stages_on_each_device(data):
+    code, found = data(*GPT2, "--devices", "2xh200", "--schedule", "zbv", "--links", "none", "--optimizer", "sgd")
+    assert code == 0 and found["placement"]["stages"] == 4 and found["placement"]["links"] is None
+    assert [r["stages"] for r in found["ranks"]] == [[0, 3], [1, 2]]
+    assert len(found["report"]["parts"]) == 4
+
+
+def test_inference_is_meant_without_a_schedule(data, call):
+    code, found = data(*GPT2, "--devices", "2xl4", "--links", "pcie5")
+    assert code == 0 and found["step"] is None and found["placement"]["optimizer"] is None
+    assert found["placement"]["links"] == "pcie5"
+    for rank in found["ranks"]:
+        assert rank["bubble"] is rank["in_flight"] is None and rank["memory"]["saved"] == 0
+        assert rank["memory"]["limit"] == 24_000_000_000
+    code, trained = data(*GPT2, "--devices", "2xl4", "--links", "pcie5", "--optimizer", "adam")
+    assert code == 0
+    (fixed, busy), (trained_fixed, trained_busy) = sums(found), sums(trained)
+    assert trained_fixed > 3.5 * fixed and trained_busy > 1.5 * busy  # gradients and two moments; backward
+    out = call(*GPT2, "--devices", "2xl4")[1]
+    assert "bubble" not in out and "in flight" not in out and re.search("purpose +inference", out)
+
+
+def sums(found):
+    return sum(rank["memory"]["fixed"] for rank in found["ranks"]), sum(rank["busy"] for rank in found["ranks"])
+
+
+def test_devices_that_differ(data, described, tmp_path):
+    code, found = data(*GPT2, "--devices", "h200,h200,a100", "-o", tmp_path / "p.json")
+    assert code == 0 and found["placement"]["links"] == "pcie4" and found["placement"]["stages"] is None
+    assert [r["device"] for r in found["ranks"]] == ["h200", "h200", "a100"]
+    assert [r["memory"]["limit"] for r in found["ranks"]] == [141_000_000_000] * 2 + [80_000_000_000]
+    used = [r for r in found["ranks"] if r["stages"]]
+    assert sorted(str(s) for r in used for s in r["stages"]) == sorted(p["part"] for p in found["report"]["parts"])
+    code, checked = data("run", tmp_path / "p.json", "--check")
+    assert code == 0 and checked["check"]["same"]
+
+    code, found = data(*GPT2, "--devices", described())
+    assert code == 0 and found["placement"]["devices"] == ["fast"] * 3 + ["slow"]
+    assert found["placement"]["links"] == "ethernet100"
+    code, found = data(*GPT2, "--devices", "h200,cpu")
+    assert code == 0 and [r["memory"]["limit"] for r in found["ranks"]] == [141_000_000_000, None]
+
+
+def test_latency(data):
+    code, found = data(*GPT2, "--devices", "2xh200", "--objective", "latency")
+    claim = found["report"]["claim"]
+    assert code == 0 and claim["objective"] == "makespan" and 0 < claim["bound"] <= claim["value"]
+    assert sum(r["busy"] for r in found["ranks"]) >= claim["value"] * 0.999 or len(found["report"]["parts"]) > 1
+    assert len(found["ranks"]) == 2
+
+
+def test_stages_without_a_kind_of_device(data):
+    code, found = data(*GPT2, "--stages", "3", "--schedule", "gpipe", "--costs", "unit", "--memory", "1GiB")
+    assert code == 0 and found["placement"]["devices"] is None and found["placement"]["links"] is None
+    assert [r["device"] for r in found["ranks"]] == [None] * 3
+    assert [r["memory"]["limit"] for r in found["ranks"]] == [2**30] * 3
+    assert found["step"]["microbatches"] == 6  # two a stage
+    code, found = data(*GPT2, "--stages", "3")  # as ever
+    assert code == 0 and "ranks" not in found
+
+
+def test_no_plan_fits(call, data, tmp_path):
+    words = (*GPT2, "--devices", "2xl4", "--memory", "100KiB", "--schedule", "1f1b", "-o", tmp_path / "p.json")
+    code, out, err = call(*words)
+    assert (code, out) == (3, "") and err.startswith("error: SK303: ") and "100 KiB" in err
+    code, found = data(*words)
+    error = failing(found)
+    enough = int(re.search(r"(\d+) bytes", error["remedy"])[1])
+    assert code == 3 and error["code"] == "SK303" and enough > 100 * 1024
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--devices", "2xh200", "--what", "fwd-bwd", "--memory", "2GiB"], "--devices does not go with --what"),
+        (["--schedule", "1f1b", "--what", "fwd-bwd", "--memory", "2GiB"], "--schedule does not go with --what"),
+        (["--devices", "2xh200", "--stages", "2"], "and so does --stages"),
+        (["--devices", "2xh200", "--policy", "Stages(2)"], "--devices does not go with --policy"),
+        (["--memory", "1GiB", "--policy", "Stages(2)"], "--memory does not go with --policy"),
+        (["--memory", "1GiB"], "--memory needs devices or stages"),
+        (["--schedule", "1f1b"], "--schedule needs devices or stages"),
+        (["--stages", "2", "--microbatches", "4"], "--microbatches goes with --schedule"),
+        (["--stages", "2", "--trace", "t.json"], "--trace goes with --schedule"),
+        (["--stages", "2", "--objective", "latency"], "--objective goes with --devices"),
+        (["--devices", "2xh200", "--objective", "latency", "--schedule", "1f1b"], "is for throughput"),
+        (["--devices", "2xh200", "--optimizer", "none", "--schedule", "1f1b"], "is of training"),
+        (["--devices", "2xh200", "--memory", "much"], "is no size"),
+        (["--devices", "2xh200,"], "is no kind of device"),
+    ],
+)
+def test_options_that_do_not_go_together(words, says):
+    code = f"""if True:
+        import sys
+        from splitkit.cli import main
+        assert main({[*GPT2, *words]!r}) == 2
+        assert "torch" not in sys.modules
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("error: SK601: ") and says in done.stderr and done.stderr.count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    "words, exit_code, code, says",
+    [
+        (["--devices", "h200,a100", "--schedule", "1f1b"], 2, "SK601", "needs devices that are alike"),
+        (["--devices", "h200,a100", "--costs", "unit"], 2, "SK601", "--costs gives each node one price"),
+        (["--stages", "4", "--schedule", "1f2b"], 2, "SK330", "no schedule is called '1f2b'"),
+        (["--stages", "3", "--schedule", "zbv"], 2, "SK330", "two on each rank"),
+        (["--devices", "4xh200", "--schedule", "1f1b", "--microbatches", "2"], 2, "SK330", "2 microbatches"),
+        (["--devices", "2xh300"], 1, "SK321", "no device is called 'h300'"),
+        (["--devices", "2xh200", "--links", "nvlink9"], 1, "SK322", "no link is called 'nvlink9'"),
+        (["--stages", "2", "--schedule", "gpipe", "--trace", "/nowhere/t.json"], 1, "SK504", "/nowhere"),
+    ],
+)
+def test_what_is_found_before_the_model_is_made(data, monkeypatch, words, exit_code, code, says):
+    monkeypatch.setattr(models, "build", lambda *a, **k: pytest.fail("the model was made"))
+    returned, found = data(*GPT2, *words)
+    error = failing(found)
+    assert (returned, error["code"]) == (exit_code, code) and says in error["reason"] and error["remedy"]
