@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 from rich.console import Console
@@ -116,6 +118,17 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def own_stdout() -> TextIO:
+    """Standard output for this program alone: what else is written there from now on goes to standard error.
+
+    HiGHS prints a line there, whatever its options (``HighsMipSolverData::transformNewIntegerFeasibleSolution``).
+    """
+    sys.stdout.flush()
+    stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return stream
+
+
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -124,11 +137,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="for each search; the solver's own default if not given")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
+    out = own_stdout()
     files = options.files or sorted((WORKLOADS / FOLDERS[options.objective]).glob("*.json"))
     rows = [row(read(path), options.objective, options.seconds) for path in files]
     data = {"rows": rows, "summary": summary(rows)}
     if options.json:
-        print(json.dumps(data, indent=1))
+        print(json.dumps(data, indent=1), file=out, flush=True)
         return
     table = Table()
     columns = ["workload", "nodes", "value", "bound", "gap", "seconds", "solver", "published"]
@@ -137,7 +151,7 @@ def main() -> None:
     for found in rows:
         cells = [found.get(title) for title in columns]
         table.add_row(*(f"{cell:.6g}" if isinstance(cell, float) else str(cell) for cell in cells))
-    Console(width=200).print(table, data["summary"])
+    Console(width=200, file=out).print(table, data["summary"])
 
 
 if __name__ == "__main__":

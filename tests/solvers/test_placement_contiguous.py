@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import placementcases as cases
@@ -8,12 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from splitkit.solvers.placement import anneal
+from splitkit.solvers.placement import ideals as ideals_module
+from splitkit.solvers.placement import search as search_module
 from splitkit.solvers.placement.contiguous import contiguous
 from splitkit.solvers.placement.contract import contracted
-from splitkit.solvers.placement.core import core_of
+from splitkit.solvers.placement.core import BIG, core_of
 from splitkit.solvers.placement.evaluate import faults, memory
 from splitkit.solvers.placement.groups import fused
+from splitkit.solvers.placement.idealpath import _Search, best_stages
+from splitkit.solvers.placement.ideals import Effort, TooManyError, ideals, weights
 from splitkit.solvers.placement.ladder import ladder
+from splitkit.solvers.placement.orders import orders
 from splitkit.solvers.placement.problem import Device, Problem
 from splitkit.solvers.placement.search import Search
 from splitkit.solvers.placement.solution import InfeasibleError
@@ -50,9 +59,9 @@ def test_each_solver_alone_equals_brute_force(problem):
         return
     steps = ladder(core, problem.in_flight, ordered=problem.ordered, fill=problem.fill)
     best = cases.best_stages(problem)
-    for method in ("over_ideals", "by_program"):
+    for method, more in (("over_ideals", ()), ("by_program", (60,))):
         search = Search(core.reversed(), steps, 60, joinable=not problem.fill)
-        getattr(search, method)()
+        getattr(search, method)(*more)
         found = search.best.value / core.scale if search.best else cases.INF
         assert found == pytest.approx(best, rel=1e-5, abs=1e-9), method
         assert search.bound / core.scale <= best * (1 + 1e-9) + 1e-9 or best == cases.INF
@@ -202,6 +211,89 @@ def test_a_graph_with_too_many_ideals_has_a_bound_and_annealing_helps():
     search.raise_bound()
     assert 0 < search.bound <= search.best.value
     assert stage_loads(core, search.best.rank, search.best.kinds).max() == search.best.value
+
+
+def cells(count, seed, branches=(1, 3, 6, 2)):
+    """Cells of parallel chains one after another, from one unit that all read to one that reads all."""
+    random = np.random.default_rng(seed)
+    edges, last, units = [], 0, 1
+    for _ in range(count):
+        ends = []
+        for length in branches:
+            chain_units = [last, *range(units, units + length)]
+            units += length
+            edges += list(pairwise(chain_units))
+            ends.append(chain_units[-1])
+        edges += [(end, units) for end in ends]
+        last, units = units, units + 1
+    readers = {}
+    for maker, reader in edges:
+        readers.setdefault(maker, []).append(reader)
+    nets = [(0.1 + 0.2 * float(random.random()), (maker, *those)) for maker, those in readers.items()]
+    work = random.integers(1, 20, units) / 16
+    nbytes = random.integers(1, 100, units)
+    room = int(nbytes.sum() * 1.1 / 5)
+    devices = [Device(0, room)] * 5 + [Device(1, host=True)]
+    return Problem.of(np.array([work, 10 * work]), nets, edges, devices, nbytes=nbytes)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_parallel_chains_in_tight_memory_are_proven_whatever_their_numbers(seed):
+    problem = cells(8, seed)
+    found = contiguous(problem)
+    assert found.optimal and found.value > found.loads.sum() / 6 * 1.02  # no bound without search would do
+    order = np.random.default_rng(seed).permutation(problem.units)
+    assert contiguous(cases.permuted(problem, order)).value == pytest.approx(found.value, rel=1e-12)
+
+
+def test_what_dominance_leaves_out_is_no_loss():
+    problem = cells(3, 7)
+    core = contracted(core_of(problem, fused(problem))).reversed()
+    steps = ladder(core, (), ordered=False, fill=False)
+    limit = int(core.work[0].sum() + core.costs[0].sum())
+    order = next(orders(core))
+    found = ideals(core, steps, limit, order, Effort(10**10, math.inf))
+    best, bound = best_stages(core, steps, limit, found, Effort(10**10, math.inf))
+    assert best.value == bound
+    assert stage_loads(core, best.rank, best.kinds).max() == best.value
+    all_of_them = _Search(core, steps, found, Effort(10**10, math.inf))
+    dominance, all_of_them.dominance = all_of_them.dominance, None
+    assert all_of_them.run(0, limit).value == best.value
+    reached = np.where(found.allowed[1], 0, BIG)
+    kept = dominance.undominated(reached, BIG)
+    assert 0 < kept.sum() < found.allowed[1].sum()
+    assert best_stages(core, steps, best.value, found, Effort(10**10, math.inf)) == (None, best.value)
+    with pytest.raises(TooManyError):
+        ideals(core, steps, limit, order, Effort(100, math.inf))
+
+
+def test_sums_over_ideals_are_exact():
+    problem = cells(6, 1)
+    core = core_of(problem, fused(problem))
+    found = ideals(core, ladder(core, (), ordered=False, fill=False), BIG, next(orders(core)), Effort(10**9, math.inf))
+    members = found.members(core.size).astype(object)
+    rows = np.stack([core.work[0], core.nbytes])
+    assert np.array_equal(weights(rows, found.bits), (rows.astype(object) @ members).astype(np.int64))
+    units = np.arange(core.size)
+    bits = found.bits[units >> 6] >> (units & 63).astype(np.uint64)[:, None] & np.uint64(1)
+    assert np.array_equal(bits, members.astype(np.uint64))
+    before, after = core.edges.T
+    assert (members[before] >= members[after]).all()
+
+
+def test_a_clock_that_runs_faster_changes_nothing(monkeypatch):
+    class Clock:
+        start = time.monotonic()
+
+        def monotonic(self):
+            return self.start + 1.5 * (time.monotonic() - self.start)
+
+    problem = layered(10, 5, 1)
+    first = contiguous(problem, seconds=2.0)
+    for module in (search_module, ideals_module, anneal):
+        monkeypatch.setattr(module, "time", Clock())
+    second = contiguous(problem, seconds=2.0)
+    assert np.array_equal(first.device, second.device) and first.value == second.value
 
 
 def test_a_long_graph_is_cut_at_its_cheap_places():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -74,6 +75,44 @@ def test_the_contiguous_optimum_is_proven(benchmark, name, value):
     for place in {place for place in device.values() if place.startswith("acc")}:
         held = sum(node["size"] for node in data["nodes"] if device[node["id"]] == place)
         assert held <= data["maxSizePerFPGA"]
+
+
+@pytest.mark.parametrize("spare", [1.02, 1.1, 1.3])
+@pytest.mark.parametrize("name", ["LayerGraphs_resnet50_training", "OperatorGraphs_bert_l-3_training"])
+def test_optima_in_tight_memory_are_proven_and_do_not_depend_on_numbers(benchmark, tmp_path, name, spare):
+    path = BENCHMARKS / "workloads" / "throughput" / f"{name}.json"
+    data = json.loads(path.read_text())
+    data["maxSizePerFPGA"] = spare * sum(node["size"] for node in data["nodes"]) / data["maxFPGAs"]
+    tight, other = tmp_path / "tight.json", tmp_path / "other.json"
+    tight.write_text(json.dumps(data))
+    number = np.random.default_rng(0).permutation(10_000)
+    for node in data["nodes"]:
+        node["id"] = int(number[node["id"]])
+        node["fpgaLatency"], node["cpuLatency"] = 3 * node["fpgaLatency"], 3 * node["cpuLatency"]
+    for edge in data["edges"]:
+        edge.update(sourceId=int(number[edge["sourceId"]]), destId=int(number[edge["destId"]]), cost=3 * edge["cost"])
+    data["nodes"].sort(key=lambda node: node["id"])
+    other.write_text(json.dumps(data))
+    one, two = (benchmark.row(benchmark.read(file), "contiguous", None) for file in (tight, other))
+    assert one["optimal"] and two["optimal"]
+    assert two["value"] == pytest.approx(3 * one["value"], rel=1e-9)
+
+
+def test_nothing_but_the_answer_is_printed():
+    code = f"""
+import os, runpy, sys
+from splitkit.solvers.placement import search
+run = search.Search.run
+def loud(self, **options):
+    os.write(1, b"a line of a library in C")
+    run(self, **options)
+search.Search.run = loud
+sys.argv = ["placement.py", "--json", {str(BENCHMARKS / "workloads/throughput/LayerGraphs_bert24_inference.json")!r}]
+runpy.run_path({str(BENCHMARKS / "placement.py")!r}, run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["summary"]["proven"] == 1
+    assert "a line of a library in C" in done.stderr
 
 
 class Clock:

@@ -21,19 +21,23 @@ from splitkit.solvers.placement.solution import Key, Solution
 from splitkit.solvers.placement.stages import Stages
 
 SECONDS = 9.0
+_PROGRAMS, _CLOSE = ("highs", "cpsat"), 2e-6  # solvers over floats or rounded numbers; relative: what they may be off
 _MOST_CONTRACTED = 50_000  # units up to which idle ones are joined
 
 
-def contiguous(problem: Problem, *, seconds: float = SECONDS, prefer: Key | None = None) -> Solution:
+def contiguous(
+    problem: Problem, *, seconds: float = SECONDS, prefer: Key | None = None, advise: bool = True
+) -> Solution:
     """Stages with the least greatest load.
 
-    First the best along nine orders of the units (`linear`), then the best over all orders (`ideals`), then what the
-    time allows: windows of a few stages, bounds, a mixed-integer program. The same problem gives the same placement
-    as long as the time is enough.
+    First the best along nine orders of the units (`linear`), then the best over all orders (`ideals`), which is
+    proven; where that is too much, moves of units, bounds, and a mixed-integer program. The same problem gives the
+    same placement on a machine a third as fast.
 
     Args:
         problem: what is placed.
-        seconds: for the search. The orders are always tried, so this can be exceeded on huge graphs.
+        seconds: for the search; its steps are counted, and the clock ends it only at three times that. The orders
+            are always tried, so this can be exceeded on huge graphs.
         prefer: which of several placements of equal value is taken: the one of the least key. Some are weighed, not
             all that there are.
 
@@ -44,7 +48,7 @@ def contiguous(problem: Problem, *, seconds: float = SECONDS, prefer: Key | None
     core = core_of(problem, fused(problem))
     check(problem, core)
     if level_count(core, problem.ordered) > MOST_LEVELS:  # too many classes: in the order in which they are given
-        found = contiguous(replace(problem, ordered=True), seconds=seconds, prefer=prefer)
+        found = contiguous(replace(problem, ordered=True), seconds=seconds, prefer=prefer, advise=advise)
         return replace(found, bound=min(found.value, _seconds(core, bounds.simple(core))))
     exact = exact_links(problem)
     joinable = exact and not problem.fill
@@ -53,7 +57,7 @@ def contiguous(problem: Problem, *, seconds: float = SECONDS, prefer: Key | None
     search = Search(small.reversed(), steps, seconds, joinable=joinable)
     search.run()
     if search.best is None:
-        raise lacking(problem, stages_fit, proven=search.closed)
+        raise lacking(problem, stages_fit, proven=search.closed, advise=advise)
     plans = search.plans if not exact else [search.best, *(search.ties() if prefer else ())]
     device, order = _preferred(problem, small, plans, prefer)
     value = loads(problem, device)
@@ -68,7 +72,7 @@ def contiguous(problem: Problem, *, seconds: float = SECONDS, prefer: Key | None
         solver=search.found_by if search.found_by == search.proved_by else f"{search.found_by}, {search.proved_by}",
         seconds=time.monotonic() - start,
         loads=value,
-        tolerance=2 * small.slack / max(1, search.limit) + 1e-12,
+        tolerance=2 * small.slack / max(1, search.limit) + (_CLOSE if search.proved_by in _PROGRAMS else 1e-12),
     )
 
 

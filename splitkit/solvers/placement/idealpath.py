@@ -5,129 +5,162 @@ It is exact: a stage is what lies between two ideals, and `ideals` leaves out no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from splitkit.solvers.placement.core import BIG, Core
-from splitkit.solvers.placement.ideals import Ideals, TooManyError
+from splitkit.solvers.placement.dominance import Dominance, applies
+from splitkit.solvers.placement.ideals import Effort, Ideals, TooManyError, Words, weights
 from splitkit.solvers.placement.ladder import Ladder
 from splitkit.solvers.placement.problem import Ints
-from splitkit.solvers.placement.stages import Stages
+from splitkit.solvers.placement.stages import Stages, stage_loads
 
 _MOST_CELLS = 3 * 10**8  # ideals times nets that are kept in memory
+_CLOSE = 256  # the least value is looked for by halving until so small a part of it is left, then directly
 
 
 def best_stages(
-    core: Core, ladder: Ladder, limit: int, found: Ideals, still_time: Callable[[], bool] = lambda: True
-) -> Stages | None:
-    """The stages with the least greatest load below ``limit``, or None if there are none.
+    core: Core, ladder: Ladder, limit: int, found: Ideals, effort: Effort, floor: int = 0
+) -> tuple[Stages | None, int]:
+    """Stages with a load below ``limit``, None if none were found, and a bound on their greatest load up to ``limit``.
+
+    They are the best, and the bound is their value, unless the effort was not enough.
 
     Args:
         core: whose units; stages are from the last one back, so its edges go back too.
         ladder: the levels.
         limit: above all loads.
         found: what `ideals` gave for these.
-        still_time: asked from time to time; `TooManyError` is raised when it says no.
+        effort: that it may take; `TooManyError` is raised when it does not even begin.
+        floor: loads below it are as good as it; a bound that is known.
     """
     if found.count * (core.costs.shape[1] + core.size) > _MOST_CELLS:
         raise TooManyError
     if not found.count or found.least[-1] != core.least_work.sum():
-        return None
-    search = _Search(core, ladder, limit, found)
-    for ideal in range(found.count):
-        search.push(ideal)
-        if not ideal % 256 and not still_time():
-            raise TooManyError
-    return search.stages()
+        return None, limit
+    effort.spend(found.count * (core.costs.shape[1] + core.size))
+    search = _Search(core, ladder, found, effort)
+    low, high, best = floor, limit, None
+    while low < high:
+        close = search.dominance is None or high - low <= max(1, high // _CLOSE)
+        middle = high if best is None else (low + high) // 2
+        try:
+            some = search.run(low, high) if close else search.run(middle - 1, middle)
+        except TooManyError:
+            break
+        if some:
+            best, high = some, some.value
+        low = high if close or not best else low if some else middle
+    return best, min(low, limit)
 
 
 class _Search:
-    """Values of ideals at levels, each pushed on to all ideals that it is in, in order of work."""
+    """Values of ideals at levels, each pushed on to all ideals that it is in, level by level."""
 
-    def __init__(self, core: Core, ladder: Ladder, limit: int, found: Ideals) -> None:
+    def __init__(self, core: Core, ladder: Ladder, found: Ideals, effort: Effort) -> None:
         self._core = core
         self._ladder = ladder
-        self._limit = limit
         self._found = found
+        self._effort = effort
         members = found.members(core.size)
-        self._outside = ~found.bits
-        self._pins = (core.incidence @ members.astype(np.int32)).astype(np.uint16)  # (nets, ideals) pins inside
+        counts: NDArray[np.uint16] = core.incidence.astype(np.uint16) @ members.astype(np.uint16)
+        self._pins = counts  # (nets, ideals) pins inside
         self._sizes = np.diff(core.starts).astype(np.uint16)
         crossing = (self._pins > 0) & (self._pins < self._sizes[:, None])
         self._crossing = crossing
-        self._work = core.work @ members.astype(np.int64)
-        self._barred = core.barred.astype(np.int64) @ members.astype(np.int64)
-        self._boundary = core.costs @ crossing.astype(np.int64)
-        self._bytes, self._saved = core.nbytes @ members.astype(np.int64), core.saved @ members.astype(np.int64)
-        self._values = np.full((ladder.levels, found.count), BIG, np.int64)
-        self._values[0, 0] = 0
-        self._parents = np.full((ladder.levels, found.count, 2), -1, np.int32)  # ideal and step
+        self._work = weights(core.work, found.bits)
+        self._barred = weights(core.barred.astype(np.int64), found.bits)
+        self._boundary = weights(core.costs, _words(crossing))
+        self._bytes, self._saved = weights(np.stack([core.nbytes, core.saved]), found.bits)
         self._from: list[list[int]] = [[] for _ in range(ladder.levels)]
         for index, step in enumerate(ladder.steps):
             self._from[step.low].append(index)
+        self.dominance = Dominance(core, found, self._pins) if applies(core, ladder) else None
+
+    def run(self, floor: int, limit: int) -> Stages | None:
+        """Stages below a limit: the best, or any that are not above the floor; None if there are none."""
+        ladder, count = self._ladder, self._found.count
+        self._limit = limit
+        self._values = np.full((ladder.levels, count), BIG, np.int64)
+        self._values[0, 0] = floor
+        self._parents = np.full((ladder.levels, count, 2), -1, np.int32)  # ideal and step
         gain = max((ladder.reach[step.high] - ladder.reach[step.low] for step in ladder.steps), default=0.0)
         self._gain = int(min(gain * limit * (1 + 1e-9) + 1, BIG))
+        for level in range(ladder.levels):
+            above = [self._ladder.steps[index].high for index in self._from[level]]
+            self._targets = np.flatnonzero(self._found.allowed[above].any(axis=0))
+            self._outside = ~self._found.bits[:, self._targets]
+            for ideal in self._start(level):
+                self._push(level, ideal)
+            self._skip(level)
+        return self._stages()
 
-    def push(self, ideal: int) -> None:
+    def _start(self, level: int) -> list[int]:
+        """The ideals from which a level is worth going on."""
+        values = self._values[level]
+        chosen = self.dominance.undominated(values, self._limit) if self.dominance else values < self._limit
+        return np.flatnonzero(chosen & self._found.allowed[level]).tolist()
+
+    def _push(self, level: int, ideal: int) -> None:
         """One more stage after an ideal, every one that is below the limit."""
-        self._skip(ideal)
-        levels = np.flatnonzero((self._values[:, ideal] < self._limit) & self._found.allowed[:, ideal]).tolist()
-        if not levels:
-            return
         larger = self._larger(ideal)
         if not len(larger):
             return
-        kinds = {self._ladder.steps[index].kind for level in levels for index in self._from[level]} - {-1}
         touched = self._touched(ideal, larger)
-        loads = {kind: self._loads(kind, ideal, larger, *touched) for kind in sorted(kinds)}
-        for level in levels:
-            for index in self._from[level]:
-                step = self._ladder.steps[index]
-                if step.kind >= 0:
-                    self._take(index, ideal, larger, loads[step.kind])
+        self._effort.spend(len(larger) * (1 + len(touched[0])))
+        loads: dict[int, Ints] = {}
+        for index in self._from[level]:
+            step = self._ladder.steps[index]
+            if step.kind >= 0:
+                if step.kind not in loads:
+                    loads[step.kind] = self._loads(step.kind, ideal, larger, *touched)
+                self._take(index, ideal, larger, loads[step.kind])
 
-    def stages(self) -> Stages | None:
+    def _skip(self, level: int) -> None:
+        """Go over devices that stay empty."""
+        for index in self._from[level]:
+            step = self._ladder.steps[index]
+            if step.kind < 0:
+                better = np.flatnonzero(self._values[level] < self._values[step.high])
+                self._values[step.high, better] = self._values[level, better]
+                self._parents[step.high, better, 0], self._parents[step.high, better, 1] = better, index
+
+    def _stages(self) -> Stages | None:
         """The best stages that end at everything."""
         last = self._found.count - 1
-        self._skip(last)
         end = min(self._ladder.ends, key=lambda level: (self._values[level, last], level))
-        value = int(self._values[end, last])
-        if value >= self._limit:
+        if self._values[end, last] >= self._limit:
             return None
-        members = self._found.members(self._core.size)
-        parts, kinds, level, ideal = [], [], end, last
+        path, level, ideal = [last], end, last
+        kinds: list[int] = []
         while level or ideal:
             before, index = self._parents[level, ideal].tolist()
             step = self._ladder.steps[index]
             if step.kind >= 0:
-                parts.append(members[:, ideal] > members[:, before])
+                path.append(before)
                 kinds.append(step.kind)
             level, ideal = step.low, before
-        rank = np.zeros(self._core.size, np.int64)
-        for place, part in enumerate(reversed(parts)):
-            rank[part] = place
-        return Stages(value, rank, tuple(reversed(kinds)))
-
-    def _skip(self, ideal: int) -> None:
-        """Go over devices that stay empty."""
-        for index, step in enumerate(self._ladder.steps):
-            if step.kind < 0 and self._values[step.low, ideal] < self._values[step.high, ideal]:
-                self._values[step.high, ideal] = self._values[step.low, ideal]
-                self._parents[step.high, ideal] = ideal, index
+        inside = replace(self._found, bits=self._found.bits[:, path]).members(self._core.size)
+        rank: Ints = len(kinds) - inside.sum(axis=1, dtype=np.int64)
+        of_stage = tuple(reversed(kinds))
+        return Stages(int(stage_loads(self._core, rank, of_stage).max()), rank, of_stage)
 
     def _larger(self, ideal: int) -> Ints:
-        """The ideals that hold this one and not too much more."""
-        least, bits, outside = self._found.least, self._found.bits, self._outside
-        end = int(np.searchsorted(least, least[ideal] + self._gain, side="right"))
-        held = np.flatnonzero(bits[:, ideal])
+        """The targets that hold an ideal and not too much more."""
+        least, bits = self._found.least, self._found.bits[:, ideal]
+        start = int(np.searchsorted(self._targets, ideal, side="right"))
+        end = int(np.searchsorted(self._targets, np.searchsorted(least, least[ideal] + self._gain, side="right")))
+        held = np.flatnonzero(bits)
+        self._effort.spend((end - start) * (1 + len(held)) // 4)
         if not len(held):
-            return np.arange(ideal + 1, end)
-        rest = outside[held[0], ideal + 1 : end] & bits[held[0], ideal]
+            return self._targets[start:end]
+        rest = self._outside[held[0], start:end] & bits[held[0]]
         for word in held[1:].tolist():
-            rest |= outside[word, ideal + 1 : end] & bits[word, ideal]
-        return np.flatnonzero(rest == 0) + (ideal + 1)
+            rest |= self._outside[word, start:end] & bits[word]
+        larger: Ints = self._targets[start:end][rest == 0]
+        return larger
 
     def _touched(self, ideal: int, larger: Ints) -> tuple[Ints, NDArray[np.int8]]:
         """The nets that cross an ideal, and of each what larger ideals change: (nets, larger) 1, 0 or -1.
@@ -163,3 +196,15 @@ class _Search:
         chosen = larger[better]
         self._values[step.high, chosen] = worst[better]
         self._parents[step.high, chosen] = ideal, index
+
+
+def _words(marks: NDArray[np.bool_]) -> Words:
+    """Marks (m, ideals), as bits (words, ideals)."""
+    size = -(-len(marks) // 64) * 8
+    packed = np.zeros((size, marks.shape[1]), np.uint8)
+    bits = np.packbits(marks, axis=0, bitorder="little")
+    packed[: len(bits)] = bits
+    words: Words = np.zeros((size // 8, marks.shape[1]), np.uint64)
+    for byte, row in enumerate(packed):
+        words[byte >> 3] |= row.astype(np.uint64) << np.uint64(8 * (byte & 7))
+    return words

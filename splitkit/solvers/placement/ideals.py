@@ -7,7 +7,7 @@ that cross it, fits the devices of the level, and the rest fits the devices that
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,11 +19,37 @@ from splitkit.solvers.placement.problem import Bools, Ints
 
 Words = NDArray[np.uint64]
 
-MOST_IDEALS = 150_000
+MOST_WORDS = 1_200_000
+"""More than these, of 64 units in an ideal each, are not gone through."""
+_PRUNING = 5  # times as long to drop ideals as to decide a unit
+_GROWTH = 1.3  # how many more ideals there are before those that do not fit are dropped
 
 
 class TooManyError(Exception):
-    """There are more ideals than can be gone through, or the time is over."""
+    """There are more ideals than can be gone through."""
+
+
+class Effort:
+    """What a search may still take: steps are counted, so that it comes out the same on a machine that is slow or busy.
+
+    Args:
+        steps: of some nanoseconds each.
+        deadline: when it ends at the latest, as `time.monotonic` tells.
+    """
+
+    def __init__(self, steps: int, deadline: float) -> None:
+        self.left = steps
+        self._deadline = deadline
+
+    def spend(self, steps: int) -> None:
+        """Take some steps; `TooManyError` is raised when there are none left."""
+        self.left -= steps
+        if self.left < 0 or time.monotonic() > self._deadline:
+            raise TooManyError
+
+    def part(self, share: float) -> Effort:
+        """An effort of its own with a share of what is left."""
+        return Effort(int(self.left * share), self._deadline)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,21 +73,12 @@ class Ideals:
 
     def members(self, size: int) -> NDArray[np.uint8]:
         """(size, ideals) 1 for a unit that is in an ideal."""
-        unit = np.arange(size)
-        members: NDArray[np.uint8] = (
-            self.bits[unit >> 6] >> (unit & 63).astype(np.uint64)[:, None] & np.uint64(1)
-        ).astype(np.uint8)
-        return members
+        octets = np.ascontiguousarray(self.bits, "<u8").view(np.uint8).reshape(len(self.bits), self.count, 8)
+        rows = np.ascontiguousarray(octets.transpose(0, 2, 1)).reshape(-1, self.count)
+        return np.unpackbits(rows, axis=0, count=size, bitorder="little")
 
 
-def ideals(
-    core: Core,
-    ladder: Ladder,
-    limit: int,
-    order: Ints,
-    still_time: Callable[[], bool] = lambda: True,
-    most: int = MOST_IDEALS,
-) -> Ideals:
+def ideals(core: Core, ladder: Ladder, limit: int, order: Ints, effort: Effort, most: int = MOST_WORDS) -> Ideals:
     """The ideals between stages with loads below ``limit``.
 
     Args:
@@ -69,15 +86,15 @@ def ideals(
         ladder: the levels.
         limit: above the loads that are looked for.
         order: (n,) a topological order of the units: the one in which they are decided.
-        still_time: asked from time to time; `TooManyError` is raised when it says no.
-        most: ideals; more raise `TooManyError`.
+        effort: that it may take.
+        most: words of ideals; more raise `TooManyError`.
     """
-    growing = _Growing(core, ladder, limit)
+    growing = _Growing(core, ladder, limit, order, effort)
     for unit in order.tolist():
         growing.decide(unit)
-        if growing.count > most:
+        if growing.bits.size > most:
             growing.prune()
-        if growing.count > most or not still_time():
+        if growing.bits.size > most:
             raise TooManyError
     growing.prune()
     sizes = sum(np.bitwise_count(word).astype(np.int64) for word in growing.bits)
@@ -90,22 +107,23 @@ def ideals(
 class _Growing:
     """Ideals of the units that are decided so far."""
 
-    def __init__(self, core: Core, ladder: Ladder, limit: int) -> None:
+    def __init__(self, core: Core, ladder: Ladder, limit: int, order: Ints, effort: Effort) -> None:
         self._core = core
+        self._effort = effort
         self._ladder = ladder
         self._limit = limit - 1
         paying = [k for k, kind in enumerate(core.kinds) if not kind.host]
         self._cost = core.costs[paying].min(axis=0) if paying else np.zeros(core.costs.shape[1], np.int64)
         self.bits: Words = np.zeros(((core.size + 63) // 64, 1), np.uint64)
         self.inside = np.zeros(1, np.int64)  # least work of what is in
-        self._bytes = np.zeros(1, np.int64)  # of what is in
+        self._out: Words = self.bits.copy()  # units that are out, and all after them, decided or not
+        self._held = np.stack([core.least_work, core.nbytes + ladder.least_flight * core.saved])
         self._crossing = np.zeros(1, np.int64)  # cost of nets of which some pin is in and some is out
         self._decided: Words = np.zeros(len(self.bits), np.uint64)
-        self._total = 0
-        self._all_bytes = 0
-        self._room = _room(core, ladder)
+        self._room = _room(core, ladder, self._limit)
         self._checked = 1
         self._before = [_mask(units, core.size) for units in _listed(core.edges[:, ::-1], core.size)]
+        self._after = _descendants(core, order)
         pairs = np.stack([core.pins, core.pin_nets], axis=1)
         self._nets = _listed(pairs, core.size)
         self._pins = [_mask(units.tolist(), core.size) for units in np.split(core.pins, core.starts[1:-1])]
@@ -116,6 +134,7 @@ class _Growing:
 
     def decide(self, unit: int) -> None:
         """Each ideal without the unit, and with it where all before it is in."""
+        self._effort.spend(len(self.bits) * self.count)
         ready = self._holds(self._before[unit])
         cut, closed = self._crossing.copy(), self._crossing.copy()
         for net in self._nets[unit]:
@@ -129,37 +148,35 @@ class _Growing:
         word, bit = unit >> 6, np.uint64(1 << (unit & 63))
         taken = self.bits[:, ready]
         taken[word] |= bit
-        work = int(self._core.least_work[unit])
         self.bits = np.concatenate([self.bits, taken], axis=1)
-        self.inside = np.concatenate([self.inside, self.inside[ready] + work])
+        self._out = np.concatenate([self._out | self._after[unit][:, None], self._out[:, ready]], axis=1)
+        self.inside = np.concatenate([self.inside, self.inside[ready] + self._core.least_work[unit]])
         self._crossing = np.concatenate([cut, closed[ready]])
-        held = int(self._core.nbytes[unit] + self._ladder.least_flight * self._core.saved[unit])
-        self._bytes = np.concatenate([self._bytes, self._bytes[ready] + held])
-        self._all_bytes += held
         self._decided[word] |= bit
-        self._total += work
-        if self.count > 2 * self._checked:
+        if self.count > _GROWTH * self._checked:
             self.prune()
 
     def prune(self) -> None:
         """Drop the ideals that no level allows."""
+        self._effort.spend(_PRUNING * len(self.bits) * self.count)
         kept = self.allowed().any(axis=0)
         self.bits, self.inside = self.bits[:, kept], self.inside[kept]
-        self._crossing, self._bytes = self._crossing[kept], self._bytes[kept]
+        self._crossing, self._out = self._crossing[kept], self._out[:, kept]
         self._checked = max(self.count, 256)
 
     def allowed(self) -> Bools:
-        """(levels, ideals) whether what is decided fits: inside the devices of the level, outside those left."""
+        """(levels, ideals) whether what is certain fits: inside the devices of the level, outside those left."""
         ladder = self._ladder
+        work_out, bytes_out = weights(self._held, self._out)
+        bytes_in = weights(self._held[1:], self.bits)[0]
         allowed = np.empty((ladder.levels, self.count), np.bool_)
         for level, (host_in, host_out) in enumerate(ladder.hosts):
             inside = self.inside if host_in else self.inside + self._crossing
-            outside = self._total - self.inside
-            outside = outside if host_out else outside + self._crossing
+            outside = work_out if host_out else work_out + self._crossing
             allowed[level] = inside <= ladder.most(level, self._limit)
             allowed[level] &= outside <= ladder.rest(level, self._limit)
             room, room_left = self._room[level]
-            allowed[level] &= (self._bytes <= room) & (self._all_bytes - self._bytes <= room_left)
+            allowed[level] &= (bytes_in <= room) & (bytes_out <= room_left)
         return allowed
 
     def _holds(self, mask: Words) -> Bools:
@@ -177,9 +194,10 @@ class _Growing:
         return none
 
 
-def _room(core: Core, ladder: Ladder) -> list[tuple[int, int]]:
-    """For each level the bytes that its devices hold together, and those that are left."""
-    capacity = [kind.capacity for kind in core.kinds]
+def _room(core: Core, ladder: Ladder, limit: int) -> list[tuple[int, int]]:
+    """For each level the bytes that its devices hold together, and those that are left, each load within the limit."""
+    held = core.nbytes + ladder.least_flight * core.saved
+    capacity = [min(kind.capacity, _most_held(held, core.work[k], limit)) for k, kind in enumerate(core.kinds)]
 
     def together(counts: tuple[int, ...]) -> int:
         return min(BIG, sum(count * room for count, room in zip(counts, capacity, strict=True)))
@@ -191,6 +209,13 @@ def _room(core: Core, ladder: Ladder) -> list[tuple[int, int]]:
     ]
 
 
+def _most_held(held: Ints, work: Ints, limit: int) -> int:
+    """No device within the limit holds more bytes: those of the units with the most bytes for their work, and one."""
+    by_density = np.argsort(-held / np.maximum(work, 1), kind="stable")
+    within = int(np.searchsorted(np.cumsum(work[by_density]), limit, side="right"))
+    return int(held[by_density[: within + 1]].sum())
+
+
 def _listed(pairs: Ints, size: int) -> list[list[int]]:
     """For each unit what it is paired with."""
     lists: list[list[int]] = [[] for _ in range(size)]
@@ -199,8 +224,32 @@ def _listed(pairs: Ints, size: int) -> list[list[int]]:
     return lists
 
 
+def _descendants(core: Core, order: Ints) -> list[Words]:
+    """For each unit itself and all after it."""
+    after = _listed(core.edges, core.size)
+    masks = [_mask([unit], core.size) for unit in range(core.size)]
+    for unit in order[::-1].tolist():
+        for then in after[unit]:
+            masks[unit] |= masks[then]
+    return masks
+
+
 def _mask(units: list[int], size: int) -> Words:
     mask = np.zeros((size + 63) // 64, np.uint64)
     for unit in units:
         mask[unit >> 6] |= np.uint64(1 << (unit & 63))
     return mask
+
+
+def weights(rows: Ints, bits: Words) -> Ints:
+    """(r, ideals) the sums of (r, n) whole numbers over the units in each ideal: exact, by tables of eight units."""
+    size = bits.shape[0] * 64
+    padded = np.zeros((len(rows), size), np.int64)
+    padded[:, : rows.shape[1]] = rows
+    total = np.zeros((len(rows), bits.shape[1]), np.int64)
+    eight = (np.arange(256)[:, None] >> np.arange(8)) & 1  # (256, 8)
+    for first in range(0, rows.shape[1], 8):
+        table = eight @ padded[:, first : first + 8].T  # (256, r)
+        chosen = (bits[first >> 6] >> np.uint64(first & 63)).astype(np.uint8)
+        total += table[chosen].T
+    return total

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -12,51 +14,72 @@ from splitkit.solvers.placement.anneal import Places
 from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.groups import coloured, fused
 from splitkit.solvers.placement.ladder import MOST_LEVELS, ladder, level_count
-from splitkit.solvers.placement.packing import some_sets
+from splitkit.solvers.placement.packing import packed, some_sets
 from splitkit.solvers.placement.problem import Device, Problem
 from splitkit.solvers.placement.search import Search
 from splitkit.solvers.placement.solution import InfeasibleError
 
 _EACH = 2.0  # seconds to find out whether one capacity or one number of devices would do
 _ALL = 10.0  # seconds after which what is known is given
-Fit = Callable[[Problem], bool | None]
-"""Whether a problem has a placement; None if that is not known."""
 
 
-def stages_fit(problem: Problem) -> bool | None:
-    """Whether there are stages; None if none were found, and none excluded."""
+class Fit(Protocol):
+    """Whether a problem has a placement; None if that is not known. A quick look may not know more often."""
+
+    def __call__(self, problem: Problem, *, quick: bool = False) -> bool | None:
+        """Ask."""
+
+
+def stages_fit(problem: Problem, *, quick: bool = False) -> bool | None:
+    """Whether there are stages; None if none were found, and none excluded. A ``quick`` look is along orders alone."""
     core = core_of(problem, fused(problem))
     if core.barred.all(axis=0).any() or level_count(core, problem.ordered) > MOST_LEVELS:
         return False
     steps = ladder(core, problem.in_flight, ordered=problem.ordered, fill=problem.fill)
     search = Search(core.reversed(), steps, _EACH, joinable=False)
-    search.run(any_will_do=True)
+    if quick:
+        search.along_orders(any_will_do=True)
+    else:
+        search.run(any_will_do=True)
     return True if search.best else (False if search.closed else None)
 
 
-def sets_fit(problem: Problem) -> bool | None:
-    """Whether there are sets of units for the devices, in any order; None if none were found, and none excluded."""
+def sets_fit(problem: Problem, *, quick: bool = False) -> bool | None:
+    """Whether there are sets of units for the devices, in any order; None if none were found, and none excluded. A
+    ``quick`` look packs the largest first.
+    """
     core = core_of(problem, coloured(problem))
     if core.barred.all(axis=0).any():
         return False
+    if quick:
+        return None if packed(core, Places.of_problem(problem, core)) is None else True
     return None if (found := some_sets(core, Places.of_problem(problem, core), _EACH)) is None else found[0] is not None
 
 
-def lacking(problem: Problem, fit: Fit, *, proven: bool) -> InfeasibleError:
+def lacking(problem: Problem, fit: Fit, *, proven: bool, advise: bool = True) -> InfeasibleError:
     """Why a problem has no placement, and what memory would do.
 
     Args:
         problem: one for which none was found.
         fit: whether a problem has a placement of the kind that was looked for.
         proven: whether it is certain that there is none.
+        advise: find out what memory would do.
     """
     deadline = time.monotonic() + _ALL
     bytes_only = _of_bytes(problem)
     limited = any(not device.host and np.isfinite(device.capacity) for device in problem.devices)
+    if limited and not advise:
+        return InfeasibleError("no placement was found within the memory", "memory" if proven else "unknown")
     if not limited or fit(_with(bytes_only, float("inf"))) is not True:
         reason = "no placement suits the devices that support the units"
         return InfeasibleError(reason if proven else "no placement was found", "devices" if proven else "unknown")
-    capacity, exact = _least(lambda bytes_: fit(_with(bytes_only, float(bytes_))), *_range(problem), deadline)
+    low, high = _range(problem)
+
+    def enough(capacity: int, *, quick: bool = False) -> bool | None:
+        return fit(_with(bytes_only, float(capacity)), quick=quick)
+
+    high, _ = _least(partial(enough, quick=True), low, high, deadline)
+    capacity, exact = (high, True) if high == low + 1 else _down(enough, low, high, deadline)
     count, counted = _fewest(bytes_only, fit, deadline + _ALL)
     reason = f"the devices have too little memory: {capacity} bytes each would do"
     return InfeasibleError(
@@ -92,10 +115,38 @@ def _with(problem: Problem, capacity: float) -> Problem:
     return replace(problem, devices=tuple(devices))
 
 
+def least_capacity(problem: Problem, fit: Fit) -> int:
+    """The smallest capacity that would do for every device with a limit, as far as a quick look tells."""
+    bytes_only, (low, high) = _of_bytes(problem), _range(problem)
+
+    def enough(capacity: int) -> bool | None:
+        return fit(_with(bytes_only, float(capacity)), quick=True)
+
+    return _least(enough, low, high, time.monotonic() + _ALL)[0]
+
+
+def fewest_devices(problem: Problem, fit: Fit) -> int | None:
+    """How many devices of the greatest capacity would do, as far as a quick look tells; None if no number does."""
+    return _fewest(_of_bytes(problem), partial(fit, quick=True), time.monotonic() + _ALL)[0]
+
+
 def _range(problem: Problem) -> tuple[int, int]:
     """A capacity that is not enough, and one that always is."""
     most = int(problem.nbytes.sum() + max(problem.in_flight, default=0) * problem.saved.sum())
-    return -1, most
+    if any(device.host or np.isinf(device.capacity) for device in problem.devices):
+        return -1, most
+    held = problem.nbytes + min(problem.in_flight, default=0) * problem.saved
+    return max(int(held.max(initial=0)), -(-int(held.sum()) // len(problem.devices))) - 1, most
+
+
+def _down(enough: Callable[[int], bool | None], low: int, high: int, deadline: float) -> tuple[int, bool]:
+    """The least that is enough, below one that a quick look has found, and whether that is certain."""
+    if time.monotonic() > deadline:
+        return high, False
+    answer = enough(high - 1)
+    if not answer:
+        return high, answer is False
+    return _least(enough, low, high - 1, deadline)
 
 
 def _least(enough: Callable[[int], bool | None], low: int, high: int, deadline: float) -> tuple[int, bool]:
@@ -114,7 +165,7 @@ def _least(enough: Callable[[int], bool | None], low: int, high: int, deadline: 
     return high, exact
 
 
-def _fewest(problem: Problem, fit: Fit, deadline: float) -> tuple[int | None, bool]:
+def _fewest(problem: Problem, fit: Callable[[Problem], bool | None], deadline: float) -> tuple[int | None, bool]:
     """The fewest devices of the greatest capacity, hosts and others beside them unchanged, that would do."""
     limited = [d for d in problem.devices if not d.host and np.isfinite(d.capacity)]
     others = [d for d in problem.devices if d.host or np.isinf(d.capacity)]

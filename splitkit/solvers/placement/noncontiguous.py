@@ -24,19 +24,21 @@ from splitkit.solvers.placement.solution import InfeasibleError, Solution
 SECONDS = 50.0
 _SMALL = 500  # columns of an integer program that comes before annealing
 _LARGE = 6_000  # columns of one that still comes after it
-_STAGES, _ANNEALED, _MOST_ANNEALED = 0.15, 0.6, 0.85  # of the time
+_STAGES, _ANNEALED, _MOST_ANNEALED, _PROGRAM = 0.15, 0.6, 0.8, 0.8  # of the time
+_FAR = 2.0  # times as long may it take as its steps are counted for
 _CLOSE = 2e-6  # relative: what the integer program may be off
 
 
-def noncontiguous(problem: Problem, *, seconds: float = SECONDS) -> Solution:
+def noncontiguous(problem: Problem, *, seconds: float = SECONDS, advise: bool = True) -> Solution:
     """Sets of units, one for each device, with the least greatest load; in any order, so nothing is in flight.
 
     The best stages are annealed (`anneal`); a mixed-integer program proves what it can, and finds the optimum of
-    small problems. The same problem gives the same placement as long as the time is enough.
+    small problems. The same problem gives the same placement on a machine half as fast.
 
     Args:
         problem: what is placed; its ``edges``, ``in_flight`` and ``ordered`` do not matter.
-        seconds: for the search.
+        seconds: for the search; its steps are counted, and the clock ends it only at twice that.
+        advise: if the memory is too small, find out what would do, and say it in the error.
 
     Raises:
         InfeasibleError: there is no placement, or none was found.
@@ -50,7 +52,7 @@ def noncontiguous(problem: Problem, *, seconds: float = SECONDS) -> Solution:
     search = _Search(problem, small, seconds, joinable)
     search.run()
     if search.best is None:
-        raise lacking(problem, sets_fit, proven=search.excluded)
+        raise lacking(problem, sets_fit, proven=search.excluded, advise=advise)
     device = search.best[small.group]
     value = loads(problem, device)
     wrong = faults(problem, device)
@@ -74,7 +76,7 @@ class _Search:
         self._problem = problem
         self._core = core
         self._seconds = seconds
-        self._deadline = time.monotonic() + seconds
+        self._deadline = time.monotonic() + _FAR * seconds
         self._joinable = joinable
         self._places = Places.of_problem(problem, core)
         self.best: Ints | None = None
@@ -95,7 +97,7 @@ class _Search:
             self._anneal(self._seconds * (_MOST_ANNEALED if most else _ANNEALED))
         if not self._closed:
             self._join()
-            self._program(self._deadline - time.monotonic())
+            self._program(self._seconds * _PROGRAM)
 
     @property
     def _closed(self) -> bool:
@@ -107,7 +109,7 @@ class _Search:
     def _start(self) -> None:
         """The best stages, or any sets that fit."""
         try:
-            stages = contiguous(self._problem, seconds=self._seconds * _STAGES)
+            stages = contiguous(self._problem, seconds=self._seconds * _STAGES, advise=False)
         except InfeasibleError:
             some = some_sets(self._core, self._places, self._seconds * _STAGES)
             if some is not None and some[0] is not None:
@@ -137,7 +139,7 @@ class _Search:
         own = replace(self._core, group=np.arange(self._core.size))
         if self._joinable:
             own = tightened(own, int(self.value * own.scale * (1 + _CLOSE)) + 1, acyclic=False)
-        if seconds <= 0 or self._columns(own) > _LARGE:
+        if self._columns(own) > _LARGE or time.monotonic() > self._deadline:
             return
         places = Places.of_problem(self._problem, own)
         if cpsat.available():

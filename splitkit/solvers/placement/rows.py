@@ -11,6 +11,7 @@ from scipy.sparse import coo_array
 from splitkit.solvers.placement.problem import Bools, Floats, Ints
 
 _NODES = 125_000  # of a search tree in a second, times the columns: what a slow machine manages
+_FAR = 2.0  # times as long may it take as the nodes are counted for
 _OUT_OF_TIME, _STOPPED = 1, 4  # of scipy: at the time limit; at the node limit, or by an error in a reduction
 
 
@@ -56,7 +57,7 @@ class Rows:
         Nodes of the search trees are counted, so that it comes out the same on a machine that is slow or busy. Should
         the clock end it all the same, what was found by then is no result (its bound is), unless ``any_will_do``.
         """
-        deadline, nodes = time.monotonic() + max(seconds, 0.1), max(1, int(seconds * _NODES / self.columns))
+        deadline, nodes = time.monotonic() + _FAR * max(seconds, 0.1), max(1, int(seconds * _NODES / self.columns))
         best = self._solve(price, whole, low, high, deadline, nodes, presolve=True)
         if best.status == _STOPPED and time.monotonic() < deadline:
             other = self._solve(price, whole, low, high, deadline, nodes, presolve=False)

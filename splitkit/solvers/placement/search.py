@@ -12,9 +12,9 @@ from splitkit.solvers.placement.anneal import Places, Population, Schedule, rows
 from splitkit.solvers.placement.contract import relaxed, tightened
 from splitkit.solvers.placement.core import BIG, Core
 from splitkit.solvers.placement.idealpath import best_stages
-from splitkit.solvers.placement.ideals import TooManyError, ideals
+from splitkit.solvers.placement.ideals import Effort, TooManyError, ideals
 from splitkit.solvers.placement.ladder import Ladder
-from splitkit.solvers.placement.linear import Line
+from splitkit.solvers.placement.linear import PLACES, Line
 from splitkit.solvers.placement.orders import by_key, orders, within
 from splitkit.solvers.placement.problem import Ints
 from splitkit.solvers.placement.program import stage_program
@@ -22,9 +22,12 @@ from splitkit.solvers.placement.stages import Stages, fits, stage_loads
 
 MOST_UNITS = 6000
 """Beyond so many units only orders are tried."""
-_REORDERINGS, _REORDERED_UNITS = 150, 150_000
-_REORDERED, _ANNEALED = 0.3, 0.4  # of the time
-_HALVINGS = 6
+_REORDERINGS, _UNIT_STEPS = 150, 1_000
+_REORDERED, _ANNEALED, _PROGRAM = 0.16, 0.4, 0.75  # of the time
+_FAR = 3.0  # times as long may it take as its steps are counted for
+_STEPS = 9e7  # over ideals, for each second: what a slow machine does
+_QUICKLY = 0.6  # of them before anything else is tried
+_SHARE, _MOST_FAILURES = 0.6, 2  # of what is left of them for each limit; limits for which that may not do
 _RELAXED = (1.0, 0.02, 0.001)  # work on a host that a relaxation leaves out, as shares of the limit
 _TIES = 16  # plans of equal value that are drawn, of each order
 
@@ -48,9 +51,11 @@ class Search:
         self.found_by = self.proved_by = "bound"
         self.plans: list[Stages] = []
         self._seconds = seconds
-        self._deadline = time.monotonic() + seconds
+        self._deadline = time.monotonic() + _FAR * seconds
+        self._effort = Effort(int(_STEPS * seconds), self._deadline)
         self._joinable = joinable
         self._order: Ints = np.arange(core.size)
+        self._reach = 1.0  # of the way from the bound to the value, for the next limit over ideals
 
     @property
     def limit(self) -> int:
@@ -75,24 +80,20 @@ class Search:
             self.by_reordering()
             return
         if not self.closed:
-            self.over_ideals()
+            self.over_ideals(_QUICKLY, failures=1)
         if not self.closed and self.best:
-            before = self.limit
             self.by_reordering()
-            if self.limit < before:
-                self.over_ideals()
         if not self.closed and self.best:
-            before = self.limit
-            self.by_annealing(self._seconds * _ANNEALED)
-            if self.limit < before:
-                self.over_ideals()
+            self.by_annealing(_ANNEALED * self._seconds)
         if not self.closed and self.best:
             self.raise_bound()
+        if not self.closed:
+            self.over_ideals()
         if not self.closed and self._time_left() > 0:
             if self.best and cpsat.available():
-                self.by_cpsat()
+                self.by_cpsat(_PROGRAM * self._seconds)
             else:
-                self.by_program()
+                self.by_program(_PROGRAM * self._seconds)
 
     def along_orders(self, *, any_will_do: bool = False) -> None:
         """The best along each of a few orders."""
@@ -121,29 +122,45 @@ class Search:
             found += Line(self.core, order).ties(self.ladder, self.best.value, _TIES, random)
         return found
 
-    def over_ideals(self) -> None:
-        """The best over all orders, if the ideals are not too many."""
-        try:
-            if self._joinable and any(self._relaxed_is_enough(share) for share in _RELAXED):
-                return
-            found = self._over_ideals(self.limit)
-        except TooManyError:
-            return
-        if found:
-            self._take(found, "ideals")
-        self._prove(self.limit, "ideals")
+    def over_ideals(self, share: float = 1.0, failures: int = _MOST_FAILURES) -> None:
+        """The best over all orders, if the ideals are not too many; if they are, below limits nearer to the bound.
 
-    def _relaxed_is_enough(self, share: float) -> bool:
-        """Whether even a relaxation has nothing better than the best; what it has is tried first."""
-        while self.best:
-            found = self._over_ideals(self.limit, share)
-            if found is None:
-                self._prove(self.limit, "ideals")
-                return True
-            self._prove(found.value, "ideals")
-            if not self._try(found):
-                return False
-        return False
+        First over a relaxation (`contract.relaxed`), while that tells something, then over finer ones.
+
+        Args:
+            share: of the effort that is left.
+            failures: limits for which that may not do.
+        """
+        shares = [*(_RELAXED if self._joinable else ()), 0.0]
+        effort = self._effort.part(share)
+        self._effort.left -= effort.left
+        reach = self._reach
+        while not self.closed and failures:
+            limit, part = self._within(reach), effort.part(_SHARE if failures > 1 else 1.0)
+            effort.left -= part.left
+            try:
+                found, bound = self._over_ideals(limit, shares[0], part)
+            except TooManyError:
+                self._reach = reach = reach / 4
+                failures -= 1
+                continue
+            effort.left += part.left
+            self._prove(bound, "ideals")
+            better = found is not None and self._try(found)
+            if bound < min(limit, found.value if found else limit):
+                reach, failures = reach / 8, failures - 1
+            elif found and not better and len(shares) > 1:
+                shares = shares[1:]
+            reach = min(1.0, 2 * reach)
+        self._effort.left += effort.left
+
+    def _within(self, reach: float) -> int:
+        """A limit between the bound and the value."""
+        if reach >= 1:
+            return self.limit
+        core = self.core
+        most = min(self.limit, int((core.work.sum(axis=1) + core.costs.sum(axis=1)).max()) + 1)
+        return min(self.limit, self.bound + 1 + int(max(0, most - self.bound) * reach))
 
     def _try(self, found: Stages) -> bool:
         """Take the stages of a relaxation if they are better than the best; whether they are."""
@@ -157,9 +174,10 @@ class Search:
     def by_reordering(self) -> None:
         """The best along random orders in which the stages of the best come one after another."""
         random = np.random.default_rng(0)
-        start = self._time_left()
-        for _ in range(max(1, min(_REORDERINGS, _REORDERED_UNITS // self.core.size))):
-            if self.best is None or self.closed or start - self._time_left() > _REORDERED * self._seconds:
+        places = min(self.core.size + 1, PLACES)
+        each = places**2 * (len(self.ladder.steps) + 8) + _UNIT_STEPS * self.core.size
+        for _ in range(max(1, min(_REORDERINGS, int(_REORDERED * _STEPS * self._seconds / each)))):
+            if self.best is None or self.closed or self._time_left() <= 0:
                 return
             found = Line(self.core, within(self.core, self.best.rank, random)).best(self.ladder, self.limit)
             if found:
@@ -189,51 +207,35 @@ class Search:
         return tuple(self.ladder.flight(last - self.core.kinds[kind].devices[0]) for kind in kinds)
 
     def raise_bound(self) -> None:
-        """Bounds from what would have to be joined, and from ideals that are fewer below a lower limit."""
-        joined = bounds.by_joining(self.core, self.bound, self.limit, acyclic=True) if self._joinable else 0
-        self._prove(joined, "joining")
-        low, high = self.bound, self.limit
-        for _ in range(_HALVINGS):
-            middle = (low + high + 1) // 2
-            if self._time_left() <= 0 or middle <= low:
-                return
-            try:
-                found = self._over_ideals(middle, _RELAXED[0])
-            except TooManyError:
-                high = middle
-                continue
-            low = found.value if found else middle
-            self._prove(low, "ideals")
-            if found:
-                self._try(found)
-                return
+        """A bound from what would have to be joined."""
+        if self._joinable:
+            self._prove(bounds.by_joining(self.core, self.bound, self.limit, acyclic=True), "joining")
 
-    def by_cpsat(self) -> None:
-        """CP-SAT for what time is left."""
+    def by_cpsat(self, seconds: float) -> None:
+        """CP-SAT."""
         assert self.best
         core, label = self._joined(self.limit)
         first = np.unique(label, return_index=True)[1]
         start = Stages(self.best.value, self.best.rank[first], self.best.kinds)
-        found, bound = cpsat.stages_by_cpsat(core, self.ladder, start, self._time_left())
+        found, bound = cpsat.stages_by_cpsat(core, self.ladder, start, seconds)
         if found:
             self._take(Stages(found.value, found.rank[label], found.kinds), "cpsat")
         self._prove(min(bound, self.limit), "cpsat")
 
-    def by_program(self) -> None:
-        """A mixed-integer program for what time is left."""
+    def by_program(self, seconds: float) -> None:
+        """A mixed-integer program."""
         core, label = self._joined(self.limit)
-        found, bound = stage_program(core, self.ladder, self.limit, self._time_left())
+        found, bound = stage_program(core, self.ladder, self.limit, seconds)
         if found:
             self._take(Stages(found.value, found.rank[label], found.kinds), "highs")
         self._prove(min(bound, self.limit), "highs")
 
-    def _over_ideals(self, limit: int, share: float = 0.0) -> Stages | None:
+    def _over_ideals(self, limit: int, share: float, effort: Effort) -> tuple[Stages | None, int]:
+        """Stages below a limit of the core relaxed with a share, and a bound on what they can be."""
         joined, label = self._joined(limit, share)
-        if self._time_left() <= 0:
-            raise TooManyError
-        found = ideals(joined, self.ladder, limit, self._order_of(joined, label), lambda: self._time_left() > 0)
-        stages = best_stages(joined, self.ladder, limit, found, lambda: self._time_left() > 0)
-        return Stages(stages.value, stages.rank[label], stages.kinds) if stages else None
+        found = ideals(joined, self.ladder, limit, self._order_of(joined, label), effort)
+        stages, bound = best_stages(joined, self.ladder, limit, found, effort, self.bound)
+        return (Stages(stages.value, stages.rank[label], stages.kinds) if stages else None), bound
 
     def _joined(self, limit: int, share: float = 0.0) -> tuple[Core, Ints]:
         """The core with all joined that must be together below a limit, and the unit there of each unit.

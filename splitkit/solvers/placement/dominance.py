@@ -1,0 +1,104 @@
+"""Which ideals are no better to go on from than a larger one.
+
+Take a unit ``v`` out of the stages after an ideal and into the ideal. The stage that held it loses its work and the
+nets whose other pins are all in the ideal; it may have to pay anew, for its other units, the nets of which no pin is
+in the ideal. If that is no more than what it loses, whatever completes the ideal completes the larger one at no higher
+loads: where the larger one is reached as cheaply, the smaller one need not be gone on from. (Loads up to a bound that
+is known are as cheap as each other, which is what makes this strong.)
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from splitkit.solvers.placement.core import Core
+from splitkit.solvers.placement.ideals import Ideals
+from splitkit.solvers.placement.ladder import Ladder
+from splitkit.solvers.placement.problem import Bools, Ints
+
+
+def applies(core: Core, ladder: Ladder) -> bool:
+    """Whether a stage may lose a unit for certain: none must be kept, and stages before it hold no more in flight."""
+    flights = ladder.in_flight
+    rising = all(low <= high for low, high in pairwise(flights))
+    return not ladder.fill and (ladder.ordered or rising or not core.saved.any())
+
+
+class Dominance:
+    """For ideals the larger ones that are at least as good to go on from.
+
+    Args:
+        core: whose units.
+        found: ideals.
+        pins: (nets, ideals) pins of each net inside each.
+    """
+
+    def __init__(self, core: Core, found: Ideals, pins: NDArray[np.uint16]) -> None:
+        smaller, larger = _covers(core, found, pins)
+        self._sizes: Ints = sum((np.bitwise_count(word).astype(np.int64) for word in found.bits), np.zeros(1, np.int64))
+        by_size = np.argsort(self._sizes[smaller], kind="stable")
+        self._smaller, self._larger = smaller[by_size], larger[by_size]
+        self._starts = np.searchsorted(self._sizes[self._smaller], np.arange(core.size + 2))
+
+    def undominated(self, values: Ints, limit: int) -> Bools:
+        """(ideals,) whether each is better than all larger ones that are as good to go on from.
+
+        Args:
+            values: (ideals,) how cheaply each is reached.
+            limit: above the values of those that matter.
+        """
+        least, kept = values.copy(), values < limit
+        sizes = self._sizes[kept]
+        for size in range(int(sizes.max(initial=0)) - 1, int(sizes.min(initial=0)) - 1, -1):
+            those = slice(self._starts[size], self._starts[size + 1])
+            smaller, reached = self._smaller[those], least[self._larger[those]]
+            kept[smaller[reached <= values[smaller]]] = False
+            np.minimum.at(least, smaller, reached)
+        return kept
+
+
+def _covers(core: Core, found: Ideals, pins: NDArray[np.uint16]) -> tuple[Ints, Ints]:
+    """Pairs of an ideal and one with a unit more that is as good to go on from."""
+    members = found.members(core.size).view(np.bool_)
+    before: list[list[int]] = [[] for _ in range(core.size)]
+    for first, then in core.edges.tolist():
+        before[then].append(first)
+    nets: list[list[int]] = [[] for _ in range(core.size)]
+    for net, pin in zip(core.pin_nets.tolist(), core.pins.tolist(), strict=True):
+        nets[pin].append(net)
+    factors = np.random.default_rng(0).integers(2**63, size=len(found.bits), dtype=np.uint64) * 2 + 1
+    keys = (found.bits * factors[:, None]).sum(axis=0, dtype=np.uint64)
+    order = np.argsort(keys)
+    keys = keys[order]
+    pairs = [np.zeros((2, 0), np.int64)]
+    for unit in range(core.size):
+        ready = ~members[unit]
+        for other in before[unit]:
+            ready &= members[other]
+        smaller = np.flatnonzero(ready)
+        smaller = smaller[_no_worse(core, unit, nets[unit], pins, smaller)]
+        word, bit = unit >> 6, np.uint64(1 << (unit & 63))
+        expected = found.bits[:, smaller]
+        expected[word] |= bit
+        wanted = (expected * factors[:, None]).sum(axis=0, dtype=np.uint64)
+        larger = order[np.searchsorted(keys, wanted).clip(max=len(keys) - 1)]
+        there = (found.bits[:, larger] == expected).all(axis=0)
+        pairs.append(np.stack([smaller[there], larger[there]]))
+    smaller, larger = np.concatenate(pairs, axis=1)
+    return smaller, larger
+
+
+def _no_worse(core: Core, unit: int, nets: list[int], pins: NDArray[np.uint16], smaller: Ints) -> Bools:
+    """Whether no class of devices has a higher load without the unit, in what completes each of some ideals."""
+    paying = [k for k, kind in enumerate(core.kinds) if not kind.host and not core.barred[k, unit]]
+    gain = np.repeat(core.work[paying, unit][:, None], len(smaller), axis=1)
+    for net in nets:
+        cost = core.costs[paying, net][:, None]
+        inside = pins[net, smaller]
+        last = int(core.starts[net + 1] - core.starts[net]) - 1
+        gain += cost * ((inside == last).astype(np.int64) - (inside == 0))
+    no_worse: Bools = np.all(gain >= 0, axis=0)
+    return no_worse
