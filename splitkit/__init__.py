@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from splitkit.split import split_module as split_module
     from splitkit.stagecosts import StageCosts as StageCosts
     from splitkit.states import register_region as register_region
+    from splitkit.sweep import sweep as sweep
 
 __version__ = "0.1.0"
 
@@ -116,6 +117,7 @@ _HOME = {
     "split": "split",
     "split_module": "split",
     "stage_costs": "plancosts",
+    "sweep": "sweep",
 }
 _MODULES = ("costs", "policies", "testing")
 

@@ -16,7 +16,7 @@ import splitkit.testing
 FRONT_DOOR = {
     "CaptureError", "CheckError", "Claim", "Comparison", "CostError", "CycleError", "Dataflow", "FileError",
     "GraphError", "HOST", "PipelineOrder", "ScheduleError", "ScheduleRun", "StageCosts", "simulate_schedule",
-    "stage_costs",
+    "stage_costs", "sweep",
     "Frontier", "Joint", "JointSignature", "MeasuredMemory", "MemoryProfile", "Pair", "apply", "backend",
     "capture_joint", "measure_memory", "partition_fn", "propagate", "simulate_memory",
     "NoPlanError", "Part", "Plan", "PlanError", "Policy", "PolicyError", "Split", "SplitError",
@@ -49,8 +49,9 @@ def test_functions_are_not_hidden_by_modules_of_their_name():
     import splitkit.plan
     import splitkit.report
     import splitkit.split
+    import splitkit.sweep
 
-    for name in ("capture", "compare", "inline", "plan", "report", "split"):
+    for name in ("capture", "compare", "inline", "plan", "report", "split", "sweep"):
         assert callable(getattr(splitkit, name)) and not isinstance(getattr(splitkit, name), ModuleType)
 
 

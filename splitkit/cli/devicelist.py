@@ -105,15 +105,16 @@ def read(text: str) -> DeviceList:
         FileError: SK504 for a file that cannot be read.
         UsageError: SK601 for another form, or too many.
     """
-    from splitkit.costs.devices import find_device
 
     if is_file(text):
         return _from_file(text)
+    from splitkit.costs.devices import find_device
+
     return DeviceList(tuple(chain.from_iterable(repeat(find_device(name), count) for name, count in counts(text))))
 
 
 def _from_file(path: str) -> DeviceList:
-    from splitkit.costs.devices import _device as parsed  # what load_devices reads a table with
+    from splitkit.costs.devices import device_of as parsed  # what load_devices reads a table with
 
     tables = _tables(path)
     links = tables.pop("links", None)

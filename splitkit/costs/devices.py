@@ -140,10 +140,20 @@ def _parsed(where: str, text: str) -> dict[str, Device]:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise CostError("SK320", f"{where} is no TOML: {error}", "One table a device; see load_devices.") from error
-    return {name: _device(where, name, table) for name, table in tables.items()}
+    return {name: device_of(where, name, table) for name, table in tables.items()}
 
 
-def _device(where: str, name: str, table: object) -> Device:
+def device_of(where: str, name: str, table: object) -> Device:
+    """The device that a table of a file describes.
+
+    Args:
+        where: the file, for errors.
+        name: of the table.
+        table: its fields.
+
+    Raises:
+        CostError: SK320 if a field is missing, unknown or of another type.
+    """
     if not isinstance(table, dict):
         raise CostError("SK320", f"{where}: {name} is no table", f"Write [{name}] above the fields of a device.")
     known = [f.name for f in fields(Device) if f.name != "name"]

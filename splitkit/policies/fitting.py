@@ -11,6 +11,7 @@ from torch.fx import Node
 from splitkit.dataflow import module_path
 from splitkit.errors import NoPlanError
 from splitkit.plan import Plan
+from splitkit.solvers.placement.memory import Fit, fewest_devices, least_capacity
 from splitkit.solvers.placement.problem import Ints, Problem
 from splitkit.solvers.placement.solution import InfeasibleError, Solution
 from splitkit.units import size
@@ -30,6 +31,7 @@ class Fitting:
         held: a placement -> (places,) bytes by the sums that the solver goes by.
         memory_of: place -> the memory that it uses; several stages of a pipeline may share one.
         limits: bytes of each memory, None for no limit.
+        fit: whether a problem has a placement of this kind.
     """
 
     policy: object
@@ -39,6 +41,7 @@ class Fitting:
     held: Callable[[Solution], Ints]
     memory_of: Sequence[int]
     limits: Sequence[int | None]
+    fit: Fit
 
     def best(self, problem: Problem) -> tuple[Solution, Plan]:
         """The best placement that fits; its bound is that of the problem with sums alone, a relaxation.
@@ -46,23 +49,43 @@ class Fitting:
         Raises:
             NoPlanError: SK303 if there is none, or none was found; says what would fit.
         """
-        bound: float | None = None
-        least: Sequence[int] | None = None
-        for _ in range(_ROUNDS):
-            try:
-                found, plan = self.solve(problem)
-            except InfeasibleError as error:
-                raise self._lacking(error, least) from None
-            bound = found.bound if bound is None else bound
-            if all(limit is None for limit in self.limits):
-                return found, plan
-            peaks = self.peaks(plan)
-            over = [0 if limit is None else peak - limit for peak, limit in zip(peaks, self.limits, strict=True)]
-            if max(over) <= 0:
-                return replace(found, bound=bound), plan
-            least = peaks if least is None or max(peaks) < max(least) else least
-            problem = self._tightened(problem, self.held(found), over)
-        raise self._lacking(None, least)
+        if all(limit is None for limit in self.limits):
+            return self._solved(problem)
+        bound, now = 0.0, problem
+        try:
+            for number in range(_ROUNDS):
+                found, plan = self.solve(now)
+                bound = bound if number else found.bound
+                over = self._over(plan)
+                if max(over) <= 0:
+                    return replace(found, bound=bound), plan
+                now = self._tightened(now, self.held(found), over)
+        except InfeasibleError as error:
+            if now is problem and error.cause in ("support", "devices"):
+                raise self._refused(error) from None
+        found, plan = self._thrifty(problem)
+        if max(self._over(plan)) <= 0:
+            return replace(found, bound=bound), plan
+        raise self._lacking(problem, max(self.peaks(plan)))
+
+    def _solved(self, problem: Problem) -> tuple[Solution, Plan]:
+        try:
+            return self.solve(problem)
+        except InfeasibleError as error:
+            raise self._refused(error) from None
+
+    def _over(self, plan: Plan) -> list[int]:
+        """By how much each memory is too small."""
+        peaks = self.peaks(plan)
+        return [0 if limit is None else peak - limit for peak, limit in zip(peaks, self.limits, strict=True)]
+
+    def _thrifty(self, problem: Problem) -> tuple[Solution, Plan]:
+        """The placement that takes the least memory by sums; what it takes in truth is a memory that would do."""
+        capacity = float(least_capacity(problem, self.fit))
+        devices = [
+            device if np.isinf(device.capacity) else replace(device, capacity=capacity) for device in problem.devices
+        ]
+        return self._solved(replace(problem, devices=tuple(devices)))
 
     def _tightened(self, problem: Problem, held: Ints, over: Sequence[int]) -> Problem:
         """Less capacity for the places of the memories that hold too much."""
@@ -76,32 +99,33 @@ class Fitting:
                 devices[place] = replace(devices[place], capacity=max(0.0, now - over[memory] * share))
         return replace(problem, devices=tuple(devices))
 
-    def _lacking(self, error: InfeasibleError | None, least: Sequence[int] | None) -> NoPlanError:
-        name = type(self.policy).__name__
+    def _refused(self, error: InfeasibleError) -> NoPlanError:
+        """Nothing to do with memory."""
+        nodes = [self.units[unit] for unit in error.units]
+        remedy = "Let more devices support these nodes, put fewer together, or ask for fewer parts."
+        return NoPlanError("SK303", f"{type(self.policy).__name__}: {error}{listed(nodes)}", remedy, nodes)
+
+    def _lacking(self, problem: Problem, enough: int) -> NoPlanError:
+        """Too little memory: what would do, and what takes most."""
         given = ", ".join("no limit" if limit is None else size(limit) for limit in dict.fromkeys(self.limits))
-        if least is not None:
-            reason = f"{name}: no plan that fits {given} was found; the lowest peak found is {size(max(least))}"
-            return NoPlanError("SK303", reason, f"Give {max(least)} bytes ({size(max(least))}), or more devices.")
-        assert error is not None
-        if error.capacity is None:
-            nodes = [self.units[unit] for unit in error.units]
-            remedy = "Let more devices support these nodes, put fewer together, or ask for fewer parts."
-            return NoPlanError("SK303", f"{name}: {error}{listed(nodes)}", remedy, nodes)
-        sure = "at least" if error.exact else "about"
-        more = "" if error.devices is None else f"; or have {error.devices} devices or more"
-        return NoPlanError(
-            "SK303",
-            f"{name}: what the parts hold does not fit {given}: {sure} {size(error.capacity)} a device is needed",
-            f"Give each {error.capacity} bytes ({size(error.capacity)}), and room for what is held for a while{more}.",
-        )
+        alone = problem.nbytes + min(problem.in_flight, default=0) * problem.saved
+        largest = int(alone.argmax())
+        node = self.units[largest]
+        reason = f"what the parts hold does not fit {given}; {named(node)} alone holds {size(int(alone[largest]))}"
+        remedy = f"Give {enough} bytes ({size(enough)}) to each of {len(self.limits)} devices: for that there is a plan"
+        count = fewest_devices(problem, self.fit)
+        more = count is not None and count > len(problem.devices)
+        remedy += f"; with what there is, it takes {count} devices at least." if more else "."
+        return NoPlanError("SK303", f"{type(self.policy).__name__}: {reason}", remedy, [node])
 
 
 def listed(nodes: Sequence[Node]) -> str:
     """``: a (layers.0), b (layers.1) and 3 more``; nothing for none."""
     more = f" and {len(nodes) - 3} more" if len(nodes) > 3 else ""
-    return f": {', '.join(map(_named, nodes[:3]))}{more}" if nodes else ""
+    return f": {', '.join(map(named, nodes[:3]))}{more}" if nodes else ""
 
 
-def _named(node: Node) -> str:
+def named(node: Node) -> str:
+    """``a (layers.0)``."""
     path = module_path(node)
     return f"{node.name} ({path})" if path else node.name

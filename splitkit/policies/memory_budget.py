@@ -118,7 +118,7 @@ class MemoryBudget:
         best = max(self.sizes(self.parts or len(search.flow.nodes)))
         if alone > best:
             where = f" in {module_path(node)}" if module_path(node) else ""
-            reason, nodes = f"{node.name}{where} takes {size(alone)} alone, and a device has {size(best)}", [node]
+            reason, nodes = f"{node.name}{where} takes {size(alone)} at least, and a device has {size(best)}", [node]
         else:
             count = self.parts or search.tried
             reason, nodes = f"no plan of {parts_of(count, upto=self.parts is None)} fits {self._limits()}", []

@@ -103,7 +103,7 @@ class MemorySearch:
     def fewest(self) -> Found | None:
         """The fewest parts that fit, ``None`` if no number of them does.
 
-        With a schedule, more parts hold more microbatches: twice as many as could fit are tried, and a few.
+        More parts have more borders, and may hold more microbatches: twice as many as could fit are tried, and a few.
         """
         last = len(self._wanted.sizes(self._size))
         if self.largest_unit()[1] > max(self._wanted.sizes(self._size)):
@@ -114,7 +114,7 @@ class MemorySearch:
                 return found
             if count >= last or not self._helps(count):
                 return None
-            if self._wanted.schedule is not None and self._chain(0).may_fit(self._limits(count)):
+            if self._chain(0).may_fit(self._limits(count)):
                 last = min(last, 2 * count + _MORE)
         return None
 
@@ -157,9 +157,9 @@ class MemorySearch:
         return (count - 1) * int(nbytes[items[inside]].min())
 
     def largest_unit(self) -> tuple[Node, int]:
-        """The node that takes most as a part of its own, and its bytes."""
+        """The node that takes most whatever part it is in, and the bytes of any such part at least."""
         chain = self._chain(0)
-        alone = [chain.peak(i, i + 1, 1) for i in range(self._size)]
+        alone = [chain.least(i, i + 1, 1) for i in range(self._size)]
         largest = alone.index(max(alone))
         return self.flow.nodes[largest], alone[largest]
 

@@ -10,11 +10,13 @@ from torch.fx import Node
 
 from splitkit.costs import Costs, Links
 from splitkit.dataflow import Dataflow
+from splitkit.errors import PolicyError
 from splitkit.plan import Claim, Plan
 from splitkit.plancosts import Optimizer, checked_optimizer
 from splitkit.policies.amounts import Memory, links_of, memory_of
 from splitkit.policies.parameters import enough_nodes, positive, seconds_above_zero
 from splitkit.policies.placing import Placing
+from splitkit.policies.readers import given_back, readers_of, waits_for
 from splitkit.policies.staging import Staging, bad_problems, ranks_of, require_schedule
 from splitkit.solvers.contiguous import Floats
 from splitkit.solvers.contiguous import contiguous as along
@@ -63,6 +65,8 @@ class Stages:
         self._limits()
         links_of(self.links)
         checked_optimizer(self.optimizer)
+        if self.schedule is not None and self.optimizer is None:
+            raise PolicyError("SK302", "Stages: a schedule trains, and optimizer is None", "Name one, or no schedule.")
         seconds_above_zero(self, self.seconds)
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
@@ -99,8 +103,9 @@ class Stages:
             problem = placing.problem([Device()] * self.n)
             found = contiguous(problem, seconds=self.seconds)
         rank = {device: i for i, device in enumerate(found.order)}
-        at = np.array([rank[d] for d in found.device.tolist()], np.int64)
-        orders = [flow.nodes, tuple(flow.nodes[i] for i in np.argsort(at, kind="stable").tolist())]
+        stage = {n: rank[d] for n, d in zip(placing.units, found.device.tolist(), strict=True)}
+        _sink(flow, costs, stage)
+        orders = [flow.nodes, tuple(sorted(flow.nodes, key=stage.__getitem__))]
         choices = [_along(flow, costs, nodes, self.n) for nodes in orders]
         labels, loads = min(choices, key=lambda choice: choice[1].max())  # the graph's own order if it does as well
         value = float(loads.max())
@@ -109,6 +114,23 @@ class Stages:
         share = value / mean if mean else 1.0
         note = f"{self.n} stages, the slowest {share:.3f} of the mean: {claim}"
         return replace(Plan.of({n: labels[n] for n in flow.nodes}, note), claim=claim)
+
+
+def _sink(flow: Dataflow, costs: Costs, stage: dict[Node, int]) -> None:
+    """Move nodes that take no time to the stage of those that read them, where fewer bytes cross then.
+
+    A solver puts them anywhere: labels that only the loss reads would be shifted in the first stage.
+    """
+    readers, given = readers_of(flow), given_back(flow)
+    latest: dict[Node, int] = {}
+    for node in reversed(flow.nodes):
+        then = latest.get(node, stage[node])
+        if then > stage[node] and not costs.seconds(node) and node not in given:
+            brought = [read for read in flow.inputs(node) if all(stage[u] != then for u in readers[read])]
+            if sum(map(costs.nbytes, brought)) <= costs.nbytes(node):
+                stage[node] = then
+        for before in waits_for(flow, node):
+            latest[before] = min(latest.get(before, stage[node]), stage[node])
 
 
 def _along(flow: Dataflow, costs: Costs, nodes: Sequence[Node], count: int) -> tuple[dict[Node, int], Floats]:

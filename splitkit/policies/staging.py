@@ -22,6 +22,7 @@ from splitkit.schedule import simulate_schedule
 from splitkit.schedulerun import ScheduleRun
 from splitkit.solvers.hops import best_cuts
 from splitkit.solvers.placement.contiguous import contiguous
+from splitkit.solvers.placement.memory import stages_fit
 from splitkit.solvers.placement.problem import BadProblemError, Device, Floats, Ints, Problem
 from splitkit.solvers.placement.solution import Solution
 from splitkit.stagecosts import StageCosts
@@ -120,6 +121,7 @@ class Staging:
             held=lambda found: self._holding.of_stages(found.device, found.order, self._in_flight),
             memory_of=self._rank_of,
             limits=self.memory,
+            fit=stages_fit,
         )
         return fitting.best(self._problem())
 
@@ -192,9 +194,10 @@ class Staging:
     def _solved(self, problem: Problem) -> tuple[Solution, Plan]:
         """As many stages as there are keys, the least greatest load first, then the key of `_weigh`."""
         with bad_problems(self.policy, self._placing):
-            found = contiguous(problem, seconds=self.seconds, prefer=self._weigh)
+            found = contiguous(problem, seconds=self.seconds, prefer=self._weigh, advise=False)
             if len(found.order) < len(self.keys):
-                filled = contiguous(replace(problem, fill=True), seconds=self.seconds, prefer=self._weigh)
+                full = replace(problem, fill=True)
+                filled = contiguous(full, seconds=self.seconds, prefer=self._weigh, advise=False)
                 found = replace(filled, bound=found.bound)
         choices = [found, *self._along_links(problem, found)] if self._uneven else [found]
         plans = [(choice, self._plan_of(choice.device, choice.order)) for choice in choices]

@@ -186,10 +186,19 @@ def test_what_does_not_fit_says_what_would(deep):
     gm, costs = deep
     with pytest.raises(sk.NoPlanError, match="SK303: Stages: what the parts hold does not fit") as error:
         sk.plan(gm, Stages(2, "1f1b", memory="1MiB"), costs)
-    needed = int(error.value.remedy.split()[2])
+    needed = int(error.value.remedy.split()[1])
+    assert "alone holds" in error.value.reason and len(error.value.nodes) == 1
     with pytest.raises(sk.NoPlanError):
         sk.plan(gm, Stages(2, "1f1b", memory=int(needed * 0.9)), costs)
-    sk.plan(gm, Stages(2, "1f1b", memory=int(needed * 1.3)), costs)
+    sk.plan(gm, Stages(2, "1f1b", memory=needed), costs)
+
+
+def test_how_many_devices_would_do_is_said(deep):
+    gm, costs = deep
+    with pytest.raises(sk.NoPlanError) as error:
+        sk.plan(gm, Stages(2, memory="6MiB"), costs)
+    count = int(error.value.remedy.split()[-4])
+    assert 2 < count <= 4 and f"it takes {count} devices at least" in error.value.remedy
 
 
 def test_of_equal_bottlenecks_the_shorter_step_is_taken():
