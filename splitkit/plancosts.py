@@ -19,7 +19,7 @@ from splitkit.dataflow import Dataflow
 from splitkit.errors import CostError, PlanError, PolicyError
 from splitkit.linebuilder import Units
 from splitkit.order import part_order
-from splitkit.plan import HOST, Plan
+from splitkit.plan import HOST, PartKey, Plan
 from splitkit.stagecosts import StageCosts
 from splitkit.stageline import Line
 from splitkit.standins import target_of
@@ -139,7 +139,7 @@ class StagePrices:
         """The nodes of each part in graph order, and where those with copies have their home."""
         placed: dict[Node, tuple[int, ...]] = {}
         if isinstance(plan, Plan):
-            keys = [key for key, _ in part_order(self.flow, plan) if key is not HOST]
+            keys = run_order(self.flow, plan)
             number = {key: i for i, key in enumerate(keys)}
             for node in self.flow.nodes:
                 places = plan.places.get(node, (HOST,))
@@ -167,6 +167,25 @@ class StagePrices:
                 "Place every node of Dataflow.nodes.",
                 left,
             )
+
+
+def run_order(flow: Dataflow, plan: Plan) -> list[PartKey]:
+    """The parts of a plan in the order in which they run: that of their numbers if they have some and can run so, since
+    the ranks of a pipeline go by them; else that of `part_order`.
+
+    Raises:
+        CycleError: SK203 if parts wait for each other in a circle.
+    """
+    keys = [key for key, _ in part_order(flow, plan) if key is not HOST]
+    if not all(type(key) is int for key in keys):
+        return keys
+    for node in flow.nodes:
+        for read in (*flow.inputs(node), *flow.after.get(node, ())):
+            for key in plan.places.get(node, ()):
+                source = plan.source(read, key)
+                if key is not HOST and source is not HOST and source > key:  # type: ignore[operator]
+                    return keys
+    return sorted(keys)  # type: ignore[type-var]
 
 
 def checked_optimizer(optimizer: object) -> None:

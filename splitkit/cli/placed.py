@@ -14,9 +14,8 @@ from splitkit.cli.outcome import Outcome, facts, seconds, table
 from splitkit.cli.placement import Placement
 from splitkit.cli.work import Work, prepare, prices, require_folder, versions
 from splitkit.costs import Costs, Links, roofline
-from splitkit.order import part_order
-from splitkit.plan import HOST, Claim, Plan
-from splitkit.plancosts import StagePrices
+from splitkit.plan import Claim, Plan
+from splitkit.plancosts import StagePrices, run_order
 from splitkit.schedule import simulate_schedule
 from splitkit.schedulerun import ScheduleRun
 from splitkit.stagecosts import StageCosts
@@ -120,7 +119,7 @@ def _write(args: Namespace, work: Work, made: Plan, run: ScheduleRun | None) -> 
 def _ranks(work: Work, made: Plan, costs: Costs, wanted: Placement) -> tuple[list[Rank], ScheduleRun | None]:
     """What each rank does, and the step if there is a schedule."""
     flow = sk.analyze(work.gm)
-    keys = [key for key, _ in part_order(flow, made) if key is not HOST]
+    keys = run_order(flow, made)
     held = activations(work.gm)
     if wanted.stages is None:
         assert wanted.devices is not None

@@ -19,13 +19,11 @@ def memory_of(policy: object, memory: Memory, devices: int) -> tuple[int | None,
     Raises:
         PolicyError: SK302 for what is no size, or another number of sizes than devices.
     """
-    if memory is None or isinstance(memory, int | str):
+    if memory is None or isinstance(memory, numbers.Number | str) or not isinstance(memory, Sequence):
         return (_bytes(policy, memory),) * devices
-    if not isinstance(memory, Sequence) or len(memory) != devices:
-        count = f"{len(memory)} sizes" if isinstance(memory, Sequence) else repr(memory)
-        raise PolicyError(
-            "SK302", f"{type(policy).__name__}: memory is {count} for {devices} devices", "Give one size, or one each."
-        )
+    if len(memory) != devices:
+        reason = f"{type(policy).__name__}: memory is {len(memory)} sizes for {devices} devices"
+        raise PolicyError("SK302", reason, "Give one size, or one each.")
     return tuple(_bytes(policy, one) for one in memory)
 
 

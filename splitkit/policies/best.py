@@ -16,7 +16,7 @@ from splitkit.policies.amounts import Memory, links_of
 from splitkit.policies.expert import Expert
 from splitkit.policies.scoring import Score, Scoring
 from splitkit.policies.stages import Stages
-from splitkit.policies.staging import require_schedule
+from splitkit.policies.staging import ranks_of, require_schedule
 from splitkit.units import size
 
 _NEAR = 1e-9  # relative: loads that are equal but for rounding
@@ -124,8 +124,11 @@ class Best:
             return None
         if score.visits or policy.n != score.parts or links_of(policy.links) not in (None, links_of(self.links)):
             return None
-        if getattr(policy, "schedule", None) not in (None, self.schedule):
+        schedule = getattr(policy, "schedule", None)
+        if schedule not in (None, self.schedule):
             return None
+        if policy.links is not None and _ranks(policy.n, schedule) != _ranks(policy.n, self.schedule):
+            return None  # stages of one rank send each other for nothing
         if policy.memory is not None:
             held = (policy.memory, getattr(policy, "microbatches", None), getattr(policy, "optimizer", None))
             if held != (self.memory, self.microbatches, self.optimizer):
@@ -136,6 +139,10 @@ class Best:
         reasons = "; ".join(map(str, entries))
         remedy = next((entry.remedy for entry in entries if entry.remedy), "")
         return NoPlanError("SK303", f"Best: none of {len(entries)} policies has a plan: {reasons}", remedy)
+
+
+def _ranks(stages: int, schedule: str | None) -> tuple[int, ...]:
+    return ranks_of(schedule, None, stages)
 
 
 @dataclass(frozen=True, eq=False)

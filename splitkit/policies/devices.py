@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -15,9 +15,8 @@ from splitkit.costs import Costs, Device, Links, roofline, training
 from splitkit.costs.devices import find_device
 from splitkit.dataflow import Dataflow
 from splitkit.errors import PolicyError
-from splitkit.order import part_order
-from splitkit.plan import HOST, Claim, Part, PartKey, Plan
-from splitkit.plancosts import Optimizer, StagePrices, checked_optimizer
+from splitkit.plan import Claim, Part, PartKey, Plan
+from splitkit.plancosts import Optimizer, StagePrices, checked_optimizer, run_order
 from splitkit.policies.amounts import Memory, links_of, memory_of
 from splitkit.policies.by_name import ByName
 from splitkit.policies.fitting import Fitting
@@ -307,16 +306,12 @@ class _Search:
         """Bytes of each device at its peak: what all its parts hold, and the most that one of them takes besides."""
         stages = self._stage_prices.of(plan)
         held, besides = [0] * len(self.keys), [0] * len(self.keys)
-        for key, stage in zip(self._in_order(plan), stages, strict=True):
+        for key, stage in zip(run_order(self.flow, plan), stages, strict=True):
             own = key[0] if isinstance(key, tuple) and key not in self.keys else key
             place = self.keys.index(own)
             held[place] += stage.parameter_bytes + stage.gradient_bytes + stage.optimizer_bytes + stage.saved_bytes
             besides[place] = max(besides[place], stage.temporary_bytes)
         return tuple(h + b for h, b in zip(held, besides, strict=True))
-
-    def _in_order(self, plan: Plan) -> Iterator[PartKey]:
-        """The parts in the order in which they run."""
-        return (key for key, _ in part_order(self.flow, plan) if key is not HOST)
 
     def _loads(self, found: Solution) -> Floats:
         labels = self._placing.labels(found.device, self.keys)

@@ -14,7 +14,10 @@ from splitkit.costs.gradients import Gradients
 from splitkit.dataflow import Dataflow
 from splitkit.plan import PartKey, Plan
 from splitkit.policies.readers import waits_for
-from splitkit.solvers.placement.problem import BadProblemError, Device, Floats, Ints, Problem
+from splitkit.solvers.linked import Linked
+from splitkit.solvers.placement.problem import BadProblemError, Bools, Device, Floats, Ints, Problem
+
+_NOTHING = 1e-250  # seconds that are as good as none: their sums would lose all digits
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +46,7 @@ class Travel:
 
     def factors(self, nbytes: Floats) -> Floats | None:
         """(d, d): each link takes at least so many times what the cheapest takes; None if all are alike."""
-        if len(self._pairs()) == 1:
+        if len(self._pairs()) == 1 and not self._joined.any():
             return None
         sizes = np.unique(nbytes)
         least = self.seconds(sizes)
@@ -53,10 +56,16 @@ class Travel:
             grid[i, j] = (own[least > 0] / least[least > 0]).min(initial=np.inf)
         return np.where(np.isfinite(grid), grid, 1.0)
 
+    @property
+    def _joined(self) -> Bools:
+        """(d, d): places of one rank, which send each other for nothing."""
+        joined: Bools = (self.latency == 0) & np.isinf(self.bandwidth) & ~np.eye(len(self.latency), dtype=bool)
+        return joined
+
     def _pairs(self) -> list[tuple[float, float]]:
-        """The different links: latency and bandwidth."""
-        off = ~np.eye(len(self.latency), dtype=bool)
-        found = {(float(w), float(s)) for w, s in zip(self.latency[off], self.bandwidth[off], strict=True)}
+        """The different links between ranks: latency and bandwidth."""
+        apart = ~np.eye(len(self.latency), dtype=bool) & ~self._joined
+        found = {(float(w), float(s)) for w, s in zip(self.latency[apart], self.bandwidth[apart], strict=True)}
         return sorted(found) or [(0.0, np.inf)]
 
 
@@ -104,12 +113,16 @@ class Placing:
         """(kinds, n) of work.
 
         Raises:
-            BadProblemError: a price is infinite.
+            BadProblemError: a price is negative, missing or infinite, or all together are.
         """
         rows = np.array([[row[n] for n in self.units] for row in self._rows], np.float64).reshape(len(self._rows), -1)
-        if (endless := np.isinf(rows).any(axis=0)).any():
-            raise BadProblemError("seconds are infinite", "seconds", tuple(map(int, np.flatnonzero(endless))))
-        return rows
+        bad = ~(np.isfinite(rows) & (rows >= 0)).all(axis=0)
+        if not bad.any() and not np.isfinite(rows.sum() * len(self.units)):
+            bad = rows.max(axis=0) == rows.max()
+        if bad.any():
+            units = tuple(map(int, np.flatnonzero(bad)))
+            raise BadProblemError("seconds are negative, missing or too large", "seconds", units)
+        return np.where(rows < _NOTHING, 0.0, rows)
 
     @property
     def shared_seconds(self) -> float:
@@ -155,6 +168,22 @@ class Placing:
         wait, speed = travel.latency[hops, hops + 1], travel.bandwidth[hops, hops + 1]
         prices: Floats = travel.again * (wait[:, None] * count + crossing / speed[:, None])
         return prices
+
+    def linked(self, problem: Problem, travel: Travel, held: Ints, capacity: Floats) -> Linked:
+        """The problem of `problem` with each link as it is."""
+        pins = [pins for _, pins in self.values]
+        return Linked(
+            work=problem.seconds[0],
+            edges=problem.edges,
+            nbytes=self.value_bytes,
+            pins=np.array([pin for value in pins for pin in value], np.int64),
+            starts=np.concatenate([[0], np.cumsum([len(value) for value in pins])]).astype(np.int64),
+            latency=travel.latency,
+            speed=travel.bandwidth,
+            again=travel.again,
+            held=held,
+            capacity=capacity,
+        )
 
     def problem(
         self,

@@ -11,9 +11,8 @@ from torch.fx import Node
 from splitkit.costs import Costs, Links, training
 from splitkit.dataflow import Dataflow
 from splitkit.errors import NoPlanError
-from splitkit.order import part_order
-from splitkit.plan import HOST, PartKey, Plan
-from splitkit.plancosts import Optimizer, StagePrices
+from splitkit.plan import PartKey, Plan
+from splitkit.plancosts import Optimizer, StagePrices, run_order
 from splitkit.policies.amounts import Memory, memory_of
 from splitkit.policies.placing import Placing, Travel
 from splitkit.policies.staging import ranks_of
@@ -97,7 +96,7 @@ class Scoring:
                 are to run under a schedule.
         """
         require_parts(self.flow, plan)
-        parts = [key for key, _ in part_order(self.flow, plan) if key is not HOST]
+        parts = run_order(self.flow, plan)
         on = _devices(parts)
         devices = list(dict.fromkeys(on.values()))
         visits = len(devices) < len(parts)

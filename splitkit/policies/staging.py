@@ -28,8 +28,9 @@ from splitkit.solvers.placement.solution import Solution
 from splitkit.stagecosts import StageCosts
 from splitkit.units import duration, size
 
-NEAR = 1e-2
+NEAR = 1e-3
 """Relative: where there is less to gain, what is near the best is not searched again."""
+_MOST_EVEN = 5_000  # units that are cut again along an order, in time that grows with their square
 _SAME = ("_prices", "_stage_prices")  # whether shared nodes are sent or not
 
 
@@ -199,37 +200,67 @@ class Staging:
                 full = replace(problem, fill=True)
                 filled = contiguous(full, seconds=self.seconds, prefer=self._weigh, advise=False)
                 found = replace(filled, bound=found.bound)
-        choices = [found, *self._along_links(problem, found)] if self._uneven else [found]
+        choices = [found, *self._again(problem, found)]
         plans = [(choice, self._plan_of(choice.device, choice.order)) for choice in choices]
-        return min(plans, key=lambda pair: self._value(pair[1]))
+        values = [self._value(plan) for _, plan in plans]  # copies and links as they are, which solvers only bound
+        best = [i for i, value in enumerate(values) if value <= min(values) * (1 + 1e-9)]
+        return plans[min(best, key=lambda i: self._weigh(choices[i].device, choices[i].order))]
 
-    def _along_links(self, problem: Problem, found: Solution) -> Iterator[Solution]:
-        """The best stages along a few orders, each cut at the price of its own link, which solvers only bound."""
-        assert self._travel is not None
-        flights = [self._in_flight[min(after, len(self._in_flight) - 1)] for after in range(len(self.keys))][::-1]
-        held: Ints = problem.nbytes + np.array(flights, np.int64)[:, None] * problem.saved
+    def _again(self, problem: Problem, found: Solution) -> Iterator[Solution]:
+        """Even stages along the order that was found and the graph's own; where links differ, better ones from them."""
+        if problem.units > _MOST_EVEN:
+            return
+        held = self._held_in(problem)
         capacity = np.array([device.capacity for device in problem.devices])
-        for order in (np.arange(problem.units), np.argsort(found.device, kind="stable")):
-            cuts = self._placing.cut_prices(order, self._travel)
-            starts = best_cuts(problem.seconds[0][order], cuts, held[:, order], capacity)
-            if starts is not None:
-                device = np.empty(problem.units, np.int64)
-                device[order] = np.searchsorted(starts, np.arange(problem.units), side="right") - 1
-                yield replace(found, device=device, order=tuple(range(len(self.keys))), solver="hops")
+        place = {device: i for i, device in enumerate(found.order)}
+        at = np.array([place[device] for device in found.device.tolist()], np.int64)
+        starts = [at]
+        for order in (np.argsort(at, kind="stable"), np.arange(problem.units)):
+            prices = np.zeros((len(self.keys) - 1, problem.units + 1))
+            if self._travel is not None:
+                prices = self._placing.cut_prices(order, self._travel)
+            cuts = best_cuts(problem.seconds[0][order], prices, held[:, order], capacity)
+            if cuts is not None:
+                stage = np.empty(problem.units, np.int64)
+                stage[order] = np.searchsorted(cuts, np.arange(problem.units), side="right") - 1
+                starts.append(stage)
+                yield self._moved(found, stage)
+        if self._uneven and self._travel is not None:
+            linked = self._placing.linked(problem, self._travel, held, capacity)
+            for stage in starts:
+                yield self._moved(found, linked.annealed(stage))
+
+    def _moved(self, found: Solution, stage: Ints) -> Solution:
+        order = tuple(range(len(self.keys)))
+        return replace(found, device=stage, order=order)
+
+    def _held_in(self, problem: Problem) -> Ints:
+        """(stages, n) bytes of the units in each stage."""
+        last = len(self._in_flight) - 1
+        behind = reversed(range(len(self.keys)))
+        flights = np.array([self._in_flight[min(after, last)] for after in behind] if self._limited else [0])
+        held: Ints = np.broadcast_to(problem.nbytes + flights[:, None] * problem.saved, (len(self.keys), problem.units))
+        return held
 
     def _weigh(self, device: Ints, order: tuple[int, ...]) -> tuple[float, ...]:
-        """What decides between equal greatest loads: the simulated step, then the peak, then what crosses.
+        """What decides between equal greatest loads: the simulated step, then the peak, then what crosses. The solver
+        does not see what copies take, so that the true greatest load comes first.
 
         Without a schedule it is what crosses, in seconds, then how even the stages are.
         """
         if len(order) < len(self.keys):  # to be solved again
             return (0.0,)
         plan = self._plan_of(device, order)
+        loads = self._loads(plan)
         if self.schedule is None:
-            loads = self._loads(plan)
-            return float(loads.sum()), float(np.square(loads).sum())
+            return float(loads.max()), float(loads.sum()), float(np.square(loads).sum())
         run = self._simulated(self._stages(plan))
-        return run.seconds, float(max(run.peaks)), float(sum(stage.activation_bytes for stage in run.stages))
+        return (
+            float(loads.max()),
+            run.seconds,
+            float(max(run.peaks)),
+            float(sum(stage.activation_bytes for stage in run.stages)),
+        )
 
     def _plan_of(self, device: Ints, order: tuple[int, ...]) -> Plan:
         place = {d: i for i, d in enumerate(order)}

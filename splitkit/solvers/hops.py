@@ -1,4 +1,4 @@
-"""Stages along one order where each cut has its own price, since the links between neighbours differ."""
+"""Stages along one order where each cut has a price of its own: the greatest load least, then the loads even."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 _CELLS = 2**22  # pairs of a first and a last item that are weighed at once
+_ROUNDING = 1e-12
 
 
 def best_cuts(work: Floats, prices: Floats, held: Ints, capacity: Floats) -> list[int] | None:
-    """The first item of each stage in the division whose greatest load is least, exactly.
+    """The first item of each stage in the division whose greatest load is least; among these the least sum of squares.
 
     A stage's load is its work, and the prices of the cuts at both of its ends::
 
-        f[p][j] = min over i < j of max(f[p - 1][i], work[i:j].sum() + prices[p - 1][i] + prices[p][j])
+        load(p, i, j) = work[i:j].sum() + prices[p - 1][i] + prices[p][j]
+        f[p][j] = min over i < j of max(f[p - 1][i], load(p, i, j))          then the same with sums of squares
 
-    O(k n^2) time in vectors, for k stages of n items.
+    Exact, in O(k n^2) for k stages of n items.
 
     Args:
         work: (n,) seconds of the items.
@@ -29,37 +31,54 @@ def best_cuts(work: Floats, prices: Floats, held: Ints, capacity: Floats) -> lis
     Returns:
         k increasing positions, the first of them 0; None if no division fits.
     """
-    items, stages = len(work), len(capacity)
-    before = np.concatenate([[0.0], np.cumsum(work)])
-    least = np.full(items + 1, np.inf)
-    least[0] = 0.0
-    choices: list[Ints] = []
-    for stage in range(stages):
-        entering = prices[stage - 1] if stage else np.zeros(items + 1)
-        leaving = prices[stage] if stage < stages - 1 else np.zeros(items + 1)
-        sums = np.concatenate([[0], np.cumsum(held[stage])])
-        base = entering - before
-        least, choice = _stage(least, base, before + leaving, sums, capacity[stage])
-        choices.append(choice)
-    if not np.isfinite(least[items]):
+    line = _Line(work, prices, held, capacity)
+    least, _ = line.divided(np.inf, squares=False)
+    if not np.isfinite(least):
         return None
-    starts, end = [], items
-    for choice in reversed(choices):
-        end = int(choice[end])
-        starts.append(end)
-    return starts[::-1]
+    _, starts = line.divided(least * (1 + _ROUNDING), squares=True)
+    return starts
 
 
-def _stage(least: Floats, base: Floats, top: Floats, sums: Ints, capacity: float) -> tuple[Floats, Ints]:
-    """For each end the least greatest load, and where the last stage begins."""
-    size = len(least)
-    found, choice = np.full(size, np.inf), np.zeros(size, np.int64)
-    rows = max(1, _CELLS // size)
-    for low in range(1, size, rows):
-        ends = np.arange(low, min(size, low + rows))
-        loads = np.maximum(least[None, :], top[ends, None] + base[None, :])
-        loads[np.arange(size)[None, :] >= ends[:, None]] = np.inf
-        loads[sums[ends, None] - sums[None, :] > capacity] = np.inf
-        choice[ends] = loads.argmin(axis=1)
-        found[ends] = loads[np.arange(len(ends)), choice[ends]]
-    return found, choice
+class _Line:
+    """The items of one order."""
+
+    def __init__(self, work: Floats, prices: Floats, held: Ints, capacity: Floats) -> None:
+        nothing = np.zeros((1, len(work) + 1))
+        self._before = np.concatenate([[0.0], np.cumsum(work)])
+        self._entering = np.concatenate([nothing, prices])
+        self._leaving = np.concatenate([prices, nothing])
+        self._sums = np.concatenate([np.zeros((len(capacity), 1), np.int64), np.cumsum(held, axis=1)], axis=1)
+        self._capacity = capacity
+
+    def divided(self, limit: float, *, squares: bool) -> tuple[float, list[int]]:
+        """The least greatest load, or sum of squares, of a division with no load above the limit."""
+        size = len(self._before)
+        least = np.full(size, np.inf)
+        least[0] = 0.0
+        choices: list[Ints] = []
+        for stage in range(len(self._capacity)):
+            least, choice = self._stage(stage, least, limit, squares)
+            choices.append(choice)
+        starts, end = [], size - 1
+        for choice in reversed(choices):
+            end = int(choice[end])
+            starts.append(end)
+        return float(least[-1]), starts[::-1]
+
+    def _stage(self, stage: int, least: Floats, limit: float, squares: bool) -> tuple[Floats, Ints]:
+        """For each end the least up to there, and where this stage begins then."""
+        size = len(least)
+        found, choice = np.full(size, np.inf), np.zeros(size, np.int64)
+        sums, first = self._sums[stage], np.arange(size)
+        rows = max(1, _CELLS // size)
+        for low in range(1, size, rows):
+            ends = np.arange(low, min(size, low + rows))
+            top = self._before[ends] + self._leaving[stage][ends]
+            loads = top[:, None] + (self._entering[stage] - self._before)[None, :]
+            barred = (first[None, :] >= ends[:, None]) | (loads > limit)
+            barred |= sums[ends, None] - sums[None, :] > self._capacity[stage]
+            total = least[None, :] + loads**2 if squares else np.maximum(least[None, :], loads)
+            total[barred] = np.inf
+            choice[ends] = total.argmin(axis=1)
+            found[ends] = total[np.arange(len(ends)), choice[ends]]
+        return found, choice

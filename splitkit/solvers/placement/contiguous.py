@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-import numpy as np
-
 from splitkit.solvers.placement import bounds
 from splitkit.solvers.placement.checks import check
 from splitkit.solvers.placement.contract import contracted
@@ -15,10 +13,10 @@ from splitkit.solvers.placement.evaluate import faults, loads
 from splitkit.solvers.placement.groups import fused
 from splitkit.solvers.placement.ladder import MOST_LEVELS, ladder, level_count
 from splitkit.solvers.placement.memory import lacking, stages_fit
-from splitkit.solvers.placement.problem import Ints, Problem
+from splitkit.solvers.placement.placed import preferred
+from splitkit.solvers.placement.problem import Problem
 from splitkit.solvers.placement.search import Search
 from splitkit.solvers.placement.solution import Key, Solution
-from splitkit.solvers.placement.stages import Stages
 
 SECONDS = 9.0
 _PROGRAMS, _CLOSE = ("highs", "cpsat"), 2e-6  # solvers over floats or rounded numbers; relative: what they may be off
@@ -59,7 +57,7 @@ def contiguous(
     if search.best is None:
         raise lacking(problem, stages_fit, proven=search.closed, advise=advise)
     plans = search.plans if not exact else [search.best, *(search.ties() if prefer else ())]
-    device, order = _preferred(problem, small, plans, prefer)
+    device, order = preferred(problem, small, plans, prefer)
     value = loads(problem, device)
     wrong = faults(problem, device, order)
     assert not wrong, wrong
@@ -78,24 +76,3 @@ def contiguous(
 
 def _seconds(core: Core, bound: int) -> float:
     return max(0.0, bound - core.slack) / core.scale
-
-
-def _preferred(problem: Problem, core: Core, plans: list[Stages], prefer: Key | None) -> tuple[Ints, tuple[int, ...]]:
-    """The best of several stages: by their greatest load, then by the key, then the first."""
-    placed = [_placed(core, stages) for stages in plans]
-    if len(placed) == 1:
-        return placed[0]
-    worst = [float(loads(problem, device).max()) for device, _ in placed]
-    least = min(worst)
-    best = [place for place, value in zip(placed, worst, strict=True) if value <= least * (1 + 1e-12)]
-    return min(best, key=lambda place: prefer(*place)) if prefer else best[0]
-
-
-def _placed(core: Core, stages: Stages) -> tuple[Ints, tuple[int, ...]]:
-    """The device of each unit of the problem, and the used devices from first to last."""
-    unused = {kind: list(spec.devices) for kind, spec in enumerate(core.kinds)}
-    first_to_last = [unused[kind].pop(0) for kind in reversed(stages.kinds)]
-    of_stage = np.array(first_to_last[::-1], np.int64)
-    device = of_stage[stages.rank][core.group]
-    used = set(np.unique(device).tolist())
-    return device, tuple(d for d in first_to_last if d in used)

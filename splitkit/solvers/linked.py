@@ -1,0 +1,103 @@
+"""Stages between which links differ: annealed on their true loads, which exact solvers only bound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from splitkit.solvers.hops import Floats, Ints
+
+_STEPS = 4_000
+_HOT, _COLD, _POWER = 0.5, 0.0005, 12.0
+
+
+@dataclass(frozen=True, eq=False)
+class Linked:
+    """Units (n) in stages (k), values (m) with their pins (q).
+
+    Attributes:
+        work: (n,) seconds.
+        edges: (e, 2) pairs of units (first, then).
+        nbytes: (m,) of the values.
+        pins: (q,) units; the first pin of a value makes it.
+        starts: (m + 1,) the pins of value i are ``pins[starts[i]:starts[i + 1]]``.
+        latency: (k, k) seconds from a stage to another.
+        speed: (k, k) bytes a second.
+        again: how often each value crosses.
+        held: (k, n) bytes of a unit in each stage.
+        capacity: (k,) bytes.
+    """
+
+    work: Floats
+    edges: Ints
+    nbytes: Floats
+    pins: Ints
+    starts: Ints
+    latency: Floats
+    speed: Floats
+    again: int
+    held: Ints
+    capacity: Floats
+
+    def loads(self, stage: Ints) -> Floats:
+        """(k,) seconds: work, and each value once for each stage that sends or receives it, over the link it takes."""
+        count = len(self.capacity)
+        total: Floats = np.bincount(stage, self.work, count).astype(np.float64)
+        value = np.repeat(np.arange(len(self.nbytes)), np.diff(self.starts))
+        pairs = np.unique(value * count + stage[self.pins])
+        value, reader = pairs // count, pairs % count
+        maker = stage[self.pins[self.starts[:-1]]][value]
+        value, reader, maker = (column[reader != maker] for column in (value, reader, maker))
+        price = self.again * (self.latency[maker, reader] + self.nbytes[value] / self.speed[maker, reader])
+        slowest = np.zeros(len(self.nbytes))
+        np.maximum.at(slowest, value, price)
+        total += np.bincount(reader, price, count)
+        sends = np.unique(value)
+        total += np.bincount(stage[self.pins[self.starts[:-1]]][sends], slowest[sends], count)
+        return total
+
+    def annealed(self, stage: Ints) -> Ints:
+        """Better stages, from given ones, by moves of single units that keep every edge, memory, and a unit a stage.
+
+        A fixed number of steps with a fixed seed, so that it comes out the same everywhere.
+        """
+        random = np.random.default_rng(0)
+        now, best = stage.copy(), stage.copy()
+        value = self._energy(now)
+        least = self.loads(best).max()
+        before, after = self._neighbours()
+        for step in range(_STEPS if len(stage) > 1 else 0):
+            heat = _HOT * (_COLD / _HOT) ** (step / _STEPS)
+            unit = int(random.integers(len(stage)))
+            low = max((int(now[u]) for u in before[unit]), default=0)
+            high = min((int(now[u]) for u in after[unit]), default=len(self.capacity) - 1)
+            to, old = int(random.integers(low, high + 1)), int(now[unit])
+            if to == old or (now == old).sum() == 1 or not self._fits(now, unit, to):
+                continue
+            now[unit] = to
+            energy = self._energy(now)
+            if energy - value > heat * random.exponential():
+                now[unit] = old
+                continue
+            value = energy
+            if (worst := self.loads(now).max()) < least * (1 - 1e-12):
+                best, least = now.copy(), worst
+        return best
+
+    def _energy(self, stage: Ints) -> float:
+        """The logarithm of a norm of the loads that is near the greatest."""
+        loads = self.loads(stage)
+        top = loads.max()
+        return float(np.log(top) + np.log(((loads / top) ** _POWER).sum()) / _POWER) if top > 0 else -np.inf
+
+    def _fits(self, stage: Ints, unit: int, to: int) -> bool:
+        return bool(self.held[to][stage == to].sum() + self.held[to][unit] <= self.capacity[to])
+
+    def _neighbours(self) -> tuple[list[list[int]], list[list[int]]]:
+        before: list[list[int]] = [[] for _ in self.work]
+        after: list[list[int]] = [[] for _ in self.work]
+        for first, then in self.edges.tolist():
+            before[then].append(first)
+            after[first].append(then)
+        return before, after
