@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from splitkit.plan import Claim, Part, PartKey, Plan
 
 SCHEMA = 1
+_MOST = 1e300  # of the numbers in a claim
 
 
 def fingerprint(graph: fx.Graph) -> str:
@@ -111,7 +112,8 @@ def _claim(data: object) -> Claim | None:
         raise _damaged("claim.limiting", data["limiting"], "the key of a part") from error
     texts = (made.objective, made.solver)
     numbers = (made.value, made.bound, made.tolerance)
-    if not all(isinstance(text, str) for text in texts) or not all(type(n) in (int, float) for n in numbers):
+    sane = all(type(n) in (int, float) and 0 <= n <= _MOST for n in numbers)
+    if not all(isinstance(text, str) for text in texts) or not sane or made.bound > made.value:
         raise _damaged("claim", data, wanted)
     return made
 

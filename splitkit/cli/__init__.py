@@ -59,7 +59,8 @@ def _parse_and_run(words: list[str]) -> int:
     except SystemExit as done:  # --help and --version
         sys.stdout.flush()
         return int(done.code or 0)
-    with nullcontext() if args.debug else _silence(), redirect_stdout(sys.stderr) if args.json else nullcontext():
+    quiet = nullcontext() if args.debug else _silence()
+    with quiet, redirect_stdout(sys.stderr) if args.json else nullcontext(), _own_output():
         outcome = _command(args)
     if args.json:
         print(json.dumps(jsonable(outcome.data), indent=1, allow_nan=False))
@@ -69,6 +70,23 @@ def _parse_and_run(words: list[str]) -> int:
         show(*outcome.text)
     sys.stdout.flush()
     return outcome.code
+
+
+@contextmanager
+def _own_output() -> Iterator[None]:
+    """What libraries print past Python, as HiGHS does, goes to standard error."""
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+        os.dup2(2, 1)
+    except OSError:  # one of them is closed
+        yield
+        return
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _command(args: Namespace) -> Outcome:

@@ -8,8 +8,9 @@ from splitkit.costs import Costs, Links
 from splitkit.dataflow import Dataflow
 from splitkit.plan import Plan
 from splitkit.policies.amounts import Memory, links_of, memory_of
+from splitkit.policies.fitting import bad_problems
 from splitkit.policies.parameters import enough_nodes, positive
-from splitkit.policies.staging import Staging, bad_problems
+from splitkit.policies.staging import Staging
 from splitkit.solvers.placement.multilevel import multilevel
 from splitkit.solvers.placement.problem import Problem
 from splitkit.solvers.placement.solution import Solution

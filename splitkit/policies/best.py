@@ -14,9 +14,9 @@ from splitkit.plancosts import Optimizer, checked_optimizer
 from splitkit.policies.acyclic import Acyclic
 from splitkit.policies.amounts import Memory, links_of
 from splitkit.policies.expert import Expert
+from splitkit.policies.schedules import ranks_of, require_schedule
 from splitkit.policies.scoring import Score, Scoring
 from splitkit.policies.stages import Stages
-from splitkit.policies.staging import ranks_of, require_schedule
 from splitkit.units import size
 
 _NEAR = 1e-9  # relative: loads that are equal but for rounding

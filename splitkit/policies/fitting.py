@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 from torch.fx import Node
 
 from splitkit.dataflow import module_path
-from splitkit.errors import NoPlanError
+from splitkit.errors import CostError, NoPlanError
 from splitkit.plan import Plan
+from splitkit.policies.placing import Placing
 from splitkit.solvers.placement.memory import Fit, fewest_devices, least_capacity
-from splitkit.solvers.placement.problem import Ints, Problem
+from splitkit.solvers.placement.problem import BadProblemError, Ints, Problem
 from splitkit.solvers.placement.solution import InfeasibleError, Solution
 from splitkit.units import size
 
@@ -129,3 +131,33 @@ def named(node: Node) -> str:
     """``a (layers.0)``."""
     path = module_path(node)
     return f"{node.name} ({path})" if path else node.name
+
+
+@contextmanager
+def bad_problems(policy: object, placing: Placing) -> Iterator[None]:
+    """Say in the user's terms what a solver refuses.
+
+    Raises:
+        CostError: SK323 for prices that make no sense, SK322 for links, SK320 for devices.
+    """
+    try:
+        yield
+    except BadProblemError as error:
+        nodes = [placing.units[unit] for unit in error.units]
+        who = f" (devices {', '.join(map(str, error.devices))})" if error.devices else ""
+        reason = f"{type(policy).__name__}: {error}{listed(nodes) or who}"
+        if error.field == "fill":
+            raise NoPlanError("SK303", reason, "Ask for fewer parts.") from error
+        code, remedy = _BAD.get(error.field, _BAD["seconds"])
+        raise CostError(code, reason, remedy, nodes) from error
+
+
+_BAD = {
+    "seconds": ("SK323", "Give every node a price of 0 seconds or more."),
+    "net_costs": ("SK323", "Give every value a size of 0 bytes or more."),
+    "links": ("SK322", "Give every two devices a link; for objective='latency', links that are alike."),
+    "devices": ("SK320", "For objective='latency', give hosts of one kind."),
+    "kind": ("SK320", "Give each device prices."),
+    "capacity": ("SK320", "Give each device 0 bytes or more."),
+}
+"""Field of a placement problem -> code and remedy."""

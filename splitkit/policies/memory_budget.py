@@ -121,7 +121,10 @@ class MemoryBudget:
             reason, nodes = f"{node.name}{where} takes {size(alone)} at least, and a device has {size(best)}", [node]
         else:
             count = self.parts or search.tried
-            reason, nodes = f"no plan of {parts_of(count, upto=self.parts is None)} fits {self._limits()}", []
+            reason, nodes = (
+                f"no plan of {parts_of(count, upto=self.parts is None)} was found that fits {self._limits()}",
+                [],
+            )
         ways = [f"MemoryBudget({need}) would do for {parts_of(count)} ({size(need)})" for count, need in search.needs()]
         ways += self._others(search, costs)
         return NoPlanError("SK303", reason, "; ".join(ways) + "." if ways else "Give more memory.", nodes)

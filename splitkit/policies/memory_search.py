@@ -209,7 +209,11 @@ class MemorySearch:
         plan = Plan.of({node: part for part, members in enumerate(parts) for node in members})
         if [key for key, _ in part_order(self.flow, plan) if key is not HOST] != list(range(len(parts))):
             return None  # parts that do not wait for each other would run in another order
-        peaks = tuple(peak_of(c, f) for c, f in zip(self._prices.of(parts), limits.flights, strict=True))
+        stages = self._prices.of(parts)
+        peaks = tuple(peak_of(c, f) for c, f in zip(stages, limits.flights, strict=True))
+        if self._wanted.schedule is not None and self._wanted.optimizer is not None:  # with its message buffers
+            microbatches = self._wanted.microbatches or 2 * len(parts)
+            peaks = simulate_schedule(stages, self._wanted.schedule, microbatches).peaks
         if any(peak > room for peak, room in zip(peaks, limits.memory, strict=True)):
             return None
         solver = f"cuts of order {order + 1} of {len(self._orders)}" if order else "cuts of the graph's order"

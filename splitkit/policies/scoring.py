@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 from torch.fx import Node
 
 from splitkit.costs import Costs, Links, training
@@ -15,7 +16,7 @@ from splitkit.plan import PartKey, Plan
 from splitkit.plancosts import Optimizer, StagePrices, run_order
 from splitkit.policies.amounts import Memory, memory_of
 from splitkit.policies.placing import Placing, Travel
-from splitkit.policies.staging import ranks_of
+from splitkit.policies.schedules import ranks_of
 from splitkit.rewrite import require_parts
 from splitkit.schedule import simulate_schedule
 from splitkit.solvers.placement.problem import Floats
@@ -107,12 +108,15 @@ class Scoring:
             )
         joined = Plan.of({node: list(dict.fromkeys(on[key] for key in keys)) for node, keys in plan.items()})
         loads = self._loads(joined, devices)
+        ranks = ranks_of(self.schedule, self.microbatches, len(devices))
+        of_rank = np.bincount(ranks, loads)
+        busiest = np.array(ranks, np.int64) == of_rank.argmax()
         step, peaks = self._run(plan, parts, on)
         return Score(
             parts=len(devices),
             visits=visits,
-            load=float(loads.max(initial=0.0)),
-            limiting=devices[int(loads.argmax())],
+            load=float(of_rank.max(initial=0.0)),
+            limiting=devices[int(np.where(busiest, loads, -1.0).argmax())],
             step=step,
             peak=max(peaks, default=0),
             missing=self._missing(peaks),
@@ -146,9 +150,10 @@ class Scoring:
         return 0.0, tuple(held[device] + besides[device] for device in held)
 
     def least(self, parts: int) -> float:
-        """Seconds that the most loaded of so many parts has at least: its share of the work, or a whole node."""
+        """Seconds that the most loaded rank of so many parts has at least: its share of the work, or a whole node."""
         seconds = self._seconds.values()
-        return max(sum(seconds) / parts * (1 - 1e-12), max(seconds, default=0.0))
+        ranks = max(ranks_of(self.schedule, self.microbatches, parts)) + 1
+        return max(sum(seconds) / ranks * (1 - 1e-12), max(seconds, default=0.0))
 
     @cached_property
     def prices(self) -> Costs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,10 +14,12 @@ from splitkit.errors import PolicyError
 from splitkit.plan import Claim, Plan
 from splitkit.plancosts import Optimizer, checked_optimizer
 from splitkit.policies.amounts import Memory, links_of, memory_of
+from splitkit.policies.fitting import bad_problems
 from splitkit.policies.parameters import enough_nodes, positive, seconds_above_zero
 from splitkit.policies.placing import Placing
 from splitkit.policies.readers import given_back, readers_of, waits_for
-from splitkit.policies.staging import Staging, bad_problems, ranks_of, require_schedule
+from splitkit.policies.schedules import ranks_of, require_schedule
+from splitkit.policies.staging import Staging
 from splitkit.solvers.contiguous import Floats
 from splitkit.solvers.contiguous import contiguous as along
 from splitkit.solvers.placement.contiguous import contiguous
@@ -106,7 +108,8 @@ class Stages:
         stage = {n: rank[d] for n, d in zip(placing.units, found.device.tolist(), strict=True)}
         _sink(flow, costs, stage)
         orders = [flow.nodes, tuple(sorted(flow.nodes, key=stage.__getitem__))]
-        choices = [_along(flow, costs, nodes, self.n) for nodes in orders]
+        seconds = dict(zip(placing.units, placing.seconds[0].tolist(), strict=True))
+        choices = [_along(flow, costs, nodes, self.n, seconds) for nodes in orders]
         labels, loads = min(choices, key=lambda choice: choice[1].max())  # the graph's own order if it does as well
         value = float(loads.max())
         claim = Claim("bottleneck", value, min(value, found.bound), found.solver, int(loads.argmax()), found.tolerance)
@@ -133,12 +136,14 @@ def _sink(flow: Dataflow, costs: Costs, stage: dict[Node, int]) -> None:
             latest[before] = min(latest.get(before, stage[node]), stage[node])
 
 
-def _along(flow: Dataflow, costs: Costs, nodes: Sequence[Node], count: int) -> tuple[dict[Node, int], Floats]:
+def _along(
+    flow: Dataflow, costs: Costs, nodes: Sequence[Node], count: int, seconds: Mapping[Node, float]
+) -> tuple[dict[Node, int], Floats]:
     """The best stages along one order of the nodes, and their loads."""
-    seconds = np.array([costs.seconds(node) for node in nodes], dtype=np.float64)
-    starts = along(seconds, count, live_bytes(flow, costs, nodes))
-    stage: Ints = np.searchsorted(starts, np.arange(len(seconds)), side="right") - 1
-    return dict(zip(nodes, stage.tolist(), strict=True)), np.add.reduceat(seconds, starts)
+    work = np.array([seconds[node] for node in nodes], dtype=np.float64)
+    starts = along(work, count, live_bytes(flow, costs, nodes))
+    stage: Ints = np.searchsorted(starts, np.arange(len(work)), side="right") - 1
+    return dict(zip(nodes, stage.tolist(), strict=True)), np.add.reduceat(work, starts)
 
 
 def live_bytes(flow: Dataflow, costs: Costs, nodes: Sequence[Node]) -> Floats:

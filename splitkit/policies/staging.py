@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -12,18 +11,18 @@ import numpy as np
 from splitkit.activations import activations
 from splitkit.costs import Costs, Links, training
 from splitkit.dataflow import Dataflow
-from splitkit.errors import CostError, PolicyError
 from splitkit.plan import Claim, PartKey, Plan
 from splitkit.plancosts import Optimizer, StagePrices
-from splitkit.policies.fitting import Fitting, listed
+from splitkit.policies.fitting import Fitting, bad_problems
 from splitkit.policies.holding import Holding
 from splitkit.policies.placing import Placing, Travel
+from splitkit.policies.schedules import microbatches_of, ranks_of
 from splitkit.schedule import simulate_schedule
 from splitkit.schedulerun import ScheduleRun
 from splitkit.solvers.hops import best_cuts
 from splitkit.solvers.placement.contiguous import contiguous
 from splitkit.solvers.placement.memory import stages_fit
-from splitkit.solvers.placement.problem import BadProblemError, Device, Floats, Ints, Problem
+from splitkit.solvers.placement.problem import Device, Floats, Ints, Problem
 from splitkit.solvers.placement.solution import Solution
 from splitkit.stagecosts import StageCosts
 from splitkit.units import duration, size
@@ -32,35 +31,6 @@ NEAR = 1e-3
 """Relative: where there is less to gain, what is near the best is not searched again."""
 _MOST_EVEN = 5_000  # units that are cut again along an order, in time that grows with their square
 _SAME = ("_prices", "_stage_prices")  # whether shared nodes are sent or not
-
-
-def require_schedule(policy: object, schedule: str | None, microbatches: int | None, stages: int) -> None:
-    """Refuse a schedule that does not go with so many stages and microbatches.
-
-    Raises:
-        ScheduleError: SK330; says what does.
-        PolicyError: SK302 for microbatches without a schedule.
-    """
-    if schedule is not None:
-        from splitkit.torch_schedules import pipeline_order
-
-        pipeline_order(schedule, stages, _microbatches(microbatches, stages))
-    elif microbatches is not None:
-        name = type(policy).__name__
-        raise PolicyError("SK302", f"{name}: microbatches={microbatches!r} without a schedule", 'Add schedule="1f1b".')
-
-
-def ranks_of(schedule: str | None, microbatches: int | None, stages: int) -> tuple[int, ...]:
-    """The rank of each stage; each has its own without a schedule."""
-    if schedule is None:
-        return tuple(range(stages))
-    from splitkit.torch_schedules import pipeline_order
-
-    return tuple(pipeline_order(schedule, stages, _microbatches(microbatches, stages)).rank_of)
-
-
-def _microbatches(given: int | None, stages: int) -> int:
-    return 2 * stages if given is None else given
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +97,12 @@ class Staging:
         return fitting.best(self._problem())
 
     def _value(self, plan: Plan) -> float:
-        return float(self._loads(plan).max())
+        return float(self._by_rank(self._loads(plan)).max())
+
+    def _by_rank(self, loads: Floats) -> Floats:
+        """(ranks,) seconds of the stages of each rank together."""
+        total: Floats = np.bincount(self._rank_of, loads).astype(np.float64)
+        return total
 
     @cached_property
     def _prices(self) -> Costs:
@@ -137,7 +112,11 @@ class Staging:
     @cached_property
     def _placing(self) -> Placing:
         seconds = {n: self._prices.seconds(n) for n in self.flow.nodes}
-        return Placing(self.flow, self._prices, [seconds], repeat=self.links is not None and not self.sends)
+        if self.links is not None and not self.sends:
+            made = Placing(self.flow, self._prices, [seconds], repeat=True)
+            if len(made.units) >= len(self.keys):
+                return made
+        return Placing(self.flow, self._prices, [seconds])
 
     @cached_property
     def _rank_of(self) -> tuple[int, ...]:
@@ -167,8 +146,8 @@ class Staging:
 
     @property
     def _least_work(self) -> float:
-        """Seconds that the most loaded stage has at least: all nodes are computed once or more."""
-        return sum(map(self._prices.seconds, self.flow.nodes)) / len(self.keys) * (1 - 1e-12)
+        """Seconds that the most loaded rank has at least: all nodes are computed once or more."""
+        return sum(map(self._prices.seconds, self.flow.nodes)) / len(self.memory) * (1 - 1e-12)
 
     @property
     def _limited(self) -> bool:
@@ -199,7 +178,8 @@ class Staging:
             if len(found.order) < len(self.keys):
                 full = replace(problem, fill=True)
                 filled = contiguous(full, seconds=self.seconds, prefer=self._weigh, advise=False)
-                found = replace(filled, bound=found.bound)
+                proven = found.bound if self._placing.shared else max(found.bound, filled.bound)
+                found = replace(filled, bound=proven)
         choices = [found, *self._again(problem, found)]
         plans = [(choice, self._plan_of(choice.device, choice.order)) for choice in choices]
         values = [self._value(plan) for _, plan in plans]  # copies and links as they are, which solvers only bound
@@ -252,8 +232,9 @@ class Staging:
             return (0.0,)
         plan = self._plan_of(device, order)
         loads = self._loads(plan)
+        worst = float(self._by_rank(loads).max())
         if self.schedule is None:
-            return float(loads.max()), float(loads.sum()), float(np.square(loads).sum())
+            return worst, float(loads.sum()), float(np.square(loads).sum())
         run = self._simulated(self._stages(plan))
         return (
             float(loads.max()),
@@ -275,7 +256,7 @@ class Staging:
         return simulate_schedule(
             stages,
             self.schedule or "gpipe",
-            _microbatches(self.microbatches, count) if self.schedule else 1,
+            microbatches_of(self.microbatches, count) if self.schedule else 1,
             links=self.links,
         )
 
@@ -289,17 +270,20 @@ class Staging:
     def _described(self, plan: Plan, found: Solution) -> Plan:
         """The plan with its claim and a note."""
         loads = self._loads(plan)
-        value, mean = float(loads.max()), float(loads.mean())
+        of_rank = self._by_rank(loads)
+        value, mean = float(of_rank.max()), float(of_rank.mean())
+        busiest = [rank == int(of_rank.argmax()) for rank in self._rank_of]
         claim = Claim(
             "bottleneck",
             value,
             min(value, max(found.bound, self._least_work)),
             found.solver,
-            self.keys[int(loads.argmax())],
+            self.keys[int(np.where(busiest, loads, -1.0).argmax())],
             found.tolerance,
         )
         share = value / mean if mean else 1.0
-        words = [f"{len(self.keys)} stages, the slowest {duration(value)}, {share:.3f} of the mean: {claim}"]
+        what = "slowest" if len(of_rank) == len(loads) else "most loaded rank"
+        words = [f"{len(self.keys)} stages, the {what} {duration(value)}, {share:.3f} of the mean: {claim}"]
         if self.schedule is not None:
             run = self._simulated(self._stages(plan))
             words.append(
@@ -310,24 +294,3 @@ class Staging:
             peaks = self._peaks(plan)
             words.append(f"peak {size(max(peaks))} on rank {peaks.index(max(peaks))}")
         return replace(plan, note="; ".join(words), claim=claim)
-
-
-@contextmanager
-def bad_problems(policy: object, placing: Placing) -> Iterator[None]:
-    """Say in the user's terms what a solver refuses.
-
-    Raises:
-        CostError: SK323 for prices that make no sense, SK322 for links, SK320 for devices.
-    """
-    codes = {"seconds": "SK323", "net_costs": "SK323", "links": "SK322", "kind": "SK320", "capacity": "SK320"}
-    try:
-        yield
-    except BadProblemError as error:
-        nodes = [placing.units[unit] for unit in error.units]
-        who = f" (devices {', '.join(map(str, error.devices))})" if error.devices else ""
-        raise CostError(
-            codes.get(error.field, "SK323"),
-            f"{type(policy).__name__}: {error}{listed(nodes) or who}",
-            "Give every node a price of 0 seconds or more, and every two devices a link.",
-            nodes,
-        ) from error

@@ -9,7 +9,8 @@ import numpy as np
 from splitkit.solvers.hops import Floats, Ints
 
 _STEPS = 4_000
-_HOT, _COLD, _POWER = 0.5, 0.0005, 12.0
+_HOT, _COLD = 0.5, 0.0005  # temperatures, of the logarithm of the greatest load
+_POWER, _VOID = 12.0, 0.3  # of the norm that stands for the greatest load; what an empty stage costs on the way
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +66,7 @@ class Linked:
         random = np.random.default_rng(0)
         now, best = stage.copy(), stage.copy()
         value = self._energy(now)
-        least = self.loads(best).max()
+        least = self.loads(best).max() if self._empty(best) == 0 else np.inf
         before, after = self._neighbours()
         for step in range(_STEPS if len(stage) > 1 else 0):
             heat = _HOT * (_COLD / _HOT) ** (step / _STEPS)
@@ -73,7 +74,7 @@ class Linked:
             low = max((int(now[u]) for u in before[unit]), default=0)
             high = min((int(now[u]) for u in after[unit]), default=len(self.capacity) - 1)
             to, old = int(random.integers(low, high + 1)), int(now[unit])
-            if to == old or (now == old).sum() == 1 or not self._fits(now, unit, to):
+            if to == old or not self._fits(now, unit, to):
                 continue
             now[unit] = to
             energy = self._energy(now)
@@ -81,15 +82,20 @@ class Linked:
                 now[unit] = old
                 continue
             value = energy
-            if (worst := self.loads(now).max()) < least * (1 - 1e-12):
+            if (worst := self.loads(now).max()) < least * (1 - 1e-12) and not self._empty(now):
                 best, least = now.copy(), worst
         return best
 
     def _energy(self, stage: Ints) -> float:
-        """The logarithm of a norm of the loads that is near the greatest."""
+        """The logarithm of a norm of the loads that is near the greatest, and more for each empty stage."""
         loads = self.loads(stage)
-        top = loads.max()
-        return float(np.log(top) + np.log(((loads / top) ** _POWER).sum()) / _POWER) if top > 0 else -np.inf
+        top = loads.max() + 1e-300
+        norm = float(np.log(top) + np.log(((loads / top) ** _POWER).sum() + 1e-300) / _POWER)
+        return norm + _VOID * self._empty(stage)
+
+    def _empty(self, stage: Ints) -> int:
+        """How many stages have no unit."""
+        return int((np.bincount(stage, minlength=len(self.capacity)) == 0).sum())
 
     def _fits(self, stage: Ints, unit: int, to: int) -> bool:
         return bool(self.held[to][stage == to].sum() + self.held[to][unit] <= self.capacity[to])

@@ -236,7 +236,7 @@ def test_a_node_that_fits_nowhere_is_named_and_what_would_do(gpt2):
 def test_too_few_devices_say_what_would_do(gpt2):
     gm, flow, costs = gpt2
     memory = int(0.45 * whole_of(flow, costs))
-    with pytest.raises(sk.SplitError, match="SK303: no plan of up to 2 parts fits 2 devices") as raised:
+    with pytest.raises(sk.SplitError, match="SK303: no plan of up to 2 parts was found that fits 2 devices") as raised:
         sk.plan(gm, MemoryBudget([memory, memory]), costs)
     assert "3 parts of" in str(raised.value)
     need = int(str(raised.value).split("MemoryBudget(")[1].split(")")[0])

@@ -1,0 +1,312 @@
+"""The search for parts of given devices: what `Devices` does."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch.fx import Node
+
+from splitkit.activations import activations
+from splitkit.costs import Costs, Device, Links, roofline, training
+from splitkit.costs.devices import find_device
+from splitkit.dataflow import Dataflow
+from splitkit.errors import CycleError, NoPlanError
+from splitkit.plan import Claim, Part, PartKey, Plan
+from splitkit.plancosts import StagePrices, run_order
+from splitkit.policies.amounts import links_of, memory_of
+from splitkit.policies.by_name import ByName
+from splitkit.policies.devices import Devices
+from splitkit.policies.fitting import Fitting, bad_problems
+from splitkit.policies.holding import Holding
+from splitkit.policies.placing import Placing, Travel
+from splitkit.policies.staging import NEAR
+from splitkit.rewrite import refine
+from splitkit.solvers.placement import problem as placement
+from splitkit.solvers.placement.contiguous import contiguous
+from splitkit.solvers.placement.latency import latency
+from splitkit.solvers.placement.memory import sets_fit, stages_fit
+from splitkit.solvers.placement.noncontiguous import noncontiguous
+from splitkit.solvers.placement.problem import Floats, Ints, Problem
+from splitkit.solvers.placement.solution import Solution
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceSearch:
+    """One search.
+
+    Attributes:
+        policy: what is wanted.
+        flow: facts about the graph.
+        costs: of its nodes.
+        keys: of the devices.
+        sends: shared nodes are computed once and sent.
+    """
+
+    policy: Devices
+    flow: Dataflow
+    costs: Costs
+    keys: tuple[PartKey, ...]
+    sends: bool = False
+
+    def plan(self) -> Plan:
+        """The best plan; see `Staging.plan` for shared nodes."""
+        found, plan = self._found()
+        value = self._value(found)
+        if self._placing.shared_seconds > NEAR * value and value > found.bound * (1 + NEAR):
+            sending = replace(self, sends=True)
+            other, sent = sending._found()
+            if sending._value(other) < value:
+                return sending._described(replace(other, bound=max(found.bound, other.bound)), sent)
+        return self._described(found, plan)
+
+    def _found(self) -> tuple[Solution, Plan]:
+        """What a solver finds, or all nodes on one device, where that is better or alone fits."""
+        with bad_problems(self.policy, self._placing):
+            problem = self._problem()
+            choices = [self._plan_alone(found) for found in self._alone(problem)]
+            choices = [(found, plan) for found, plan in choices if self._fits(plan)]
+            try:
+                best = self._fitted(problem)
+                bound = best[0].bound
+            except NoPlanError:
+                if not choices:
+                    raise
+                best, bound = choices[0], float(problem.seconds.min(axis=0).max())
+            found, plan = min([best, *choices], key=lambda choice: self._value(choice[0]))
+            return replace(found, bound=bound), plan
+
+    def _alone(self, problem: Problem) -> Iterator[Solution]:
+        """All units on one device, for each that supports them."""
+        for place, device in enumerate(problem.devices):
+            total = float(problem.seconds[device.kind].sum())
+            if np.isfinite(total):
+                loads = np.zeros(len(self.keys))
+                loads[place] = total
+                yield Solution(
+                    device=np.full(problem.units, place, np.int64),
+                    order=(place,),
+                    value=total,
+                    bound=0.0,
+                    solver="one device",
+                    seconds=0.0,
+                    loads=loads,
+                    tolerance=1e-9,
+                )
+
+    def _plan_alone(self, found: Solution) -> tuple[Solution, Plan]:
+        return found, self._plan_of(found)
+
+    def _fits(self, plan: Plan) -> bool:
+        if all(limit is None for limit in self._limits):
+            return True
+        peaks = self._peaks(plan)
+        return all(limit is None or peak <= limit for peak, limit in zip(peaks, self._limits, strict=True))
+
+    def _described(self, found: Solution, plan: Plan) -> Plan:
+        value, name = self._value(found), "makespan" if self.policy.objective == "latency" else "bottleneck"
+        busiest = self.keys[int(self._loads(found).argmax())]
+        limiting = next((key for key in plan.parts if _root(key, self.keys) == busiest), busiest)
+        claim = Claim(name, value, min(value, found.bound), found.solver, limiting, found.tolerance)
+        used = len(set(found.device.tolist()))
+        return replace(plan, note=f"{used} of {len(self.keys)} devices: {claim}", claim=claim)
+
+    def _value(self, found: Solution) -> float:
+        return found.value if self.policy.objective == "latency" else float(self._loads(found).max())
+
+    @cached_property
+    def _specs(self) -> tuple[Device, ...]:
+        return tuple(find_device(self.policy.given[key]) for key in self.keys)
+
+    @cached_property
+    def _kinds(self) -> tuple[int, ...]:
+        """The row of prices of each device."""
+        distinct = list(dict.fromkeys(spec.name for spec in self._specs))
+        return tuple(distinct.index(spec.name) for spec in self._specs)
+
+    @cached_property
+    def _limits(self) -> tuple[int | None, ...]:
+        """Bytes of each device; None for hosts, and for no limit."""
+        given = memory_of(self.policy, self.policy.memory, len(self.keys))
+        if self.policy.memory is not None:
+            return given
+        return tuple(None if self._is_host(place) else spec.memory for place, spec in enumerate(self._specs))
+
+    def _is_host(self, place: int) -> bool:
+        """A CPU among accelerators."""
+        is_cpu = [spec.name == "cpu" for spec in self._specs]
+        return self.policy.memory is None and is_cpu[place] and not all(is_cpu)
+
+    @cached_property
+    def _placing(self) -> Placing:
+        flow, distinct = self.flow, dict(zip(self._kinds, self._specs, strict=True))
+        if len(distinct) == 1:
+            prices = [self._trained(self.costs)]
+        else:
+            prices = [self._trained(roofline(flow.root, distinct[kind])) for kind in range(len(distinct))]
+        rows = [{n: price.seconds(n) for n in flow.nodes} for price in prices]
+        bound = {*self._groups, *self._supported}
+        repeat = self._links is not None and self.policy.objective == "throughput" and not self.sends
+        return Placing(flow, prices[0], rows, repeat=repeat, keep=bound)
+
+    def _trained(self, costs: Costs) -> Costs:
+        known = self.policy.optimizer is None or hasattr(costs, "backward")
+        return costs if known else training(costs, self.flow.root)
+
+    @cached_property
+    def _links(self) -> Links | None:
+        return links_of(self.policy.links)
+
+    @cached_property
+    def _travel(self) -> Travel | None:
+        if self._links is None:
+            return None
+        return Travel.over(self._links, self.keys, training=self.policy.optimizer is not None)
+
+    @cached_property
+    def _groups(self) -> Mapping[Node, PartKey]:
+        """Node -> the number of the pattern that it goes together by."""
+        patterns = {pattern: number for number, pattern in enumerate(self.policy.together)}
+        return self._matched(patterns)
+
+    @cached_property
+    def _supported(self) -> Mapping[Node, PartKey]:
+        """Node -> the keys of the devices that can run it, where not all can."""
+        return self._matched({pattern: tuple(keys) for pattern, keys in self.policy.only.items()})
+
+    def _matched(self, patterns: Mapping[str, PartKey]) -> dict[Node, PartKey]:
+        found = ByName(patterns).assign(self.flow, self.costs) if patterns else {}
+        return {node: key for node, (key,) in found.items()}
+
+    @cached_property
+    def _stage_prices(self) -> StagePrices:
+        return StagePrices(self.flow, self.costs, self.policy.optimizer, activations(self.flow.root))
+
+    @cached_property
+    def _holding(self) -> Holding:
+        return Holding.of(self._placing, self._stage_prices.activations, self.policy.optimizer)
+
+    def _problem(self) -> Problem:
+        placing = self._placing
+        row_of: dict[tuple[int, frozenset[Node]], int] = {}
+        rows: list[Floats] = []
+        specs: list[placement.Device] = []
+        for place, key in enumerate(self.keys):
+            barred = frozenset(n for n, keys in self._supported.items() if key not in keys)  # type: ignore[operator]
+            kind = (self._kinds[place], barred)
+            if kind not in row_of:
+                row_of[kind] = len(rows)
+                can = np.array([n not in barred for n in placing.units])
+                rows.append(np.where(can, placing.seconds[kind[0]], np.inf))
+            limit = self._limits[place]
+            capacity = np.inf if limit is None else float(limit)
+            specs.append(placement.Device(row_of[kind], capacity, host=self._is_host(place)))
+        colours = np.array([self._groups.get(n, -1) for n in placing.units], np.int64)
+        limited = any(limit is not None for limit in self._limits)
+        return placing.problem(
+            specs,
+            self._travel,
+            seconds=np.array(rows, np.float64),
+            nbytes=self._holding.fixed + self._holding.saved if limited else None,
+            colours=colours,
+        )
+
+    def _solved(self, problem: Problem) -> tuple[Solution, Plan]:
+        if self.policy.objective == "latency":
+            found = latency(problem, seconds=self.policy.seconds, pieces=self.policy.pieces or 1)
+        else:
+            solver = noncontiguous if self.policy.pieces is None else contiguous
+            found = solver(problem, seconds=self.policy.seconds, advise=False)
+        return found, self._plan_of(found)
+
+    def _plan_of(self, found: Solution) -> Plan:
+        """The plan; the visits of a device are numbered where one is visited several times."""
+        labels = self._placing.labels(found.device, self.keys)
+        plan = Plan.of({n: labels[n] for n in self.flow.nodes})
+        device_of: Mapping[PartKey, PartKey] = {key: key for key in self.keys}
+        if not found.order:
+            pieces = refine(self.flow, plan) if found.turn is None else self._pieces(found, labels)
+            names = _numbered([(key, _root(key, self.keys)) for key in run_order(self.flow, pieces)])
+            plan = Plan.of({n: [names[key] for key in keys] for n, keys in pieces.items()})
+            device_of = {name: _root(key, self.keys) for key, name in names.items()}
+        return replace(plan, parts={key: Part(key, self._torch_device(device_of[key])) for key in plan.parts})
+
+    def _pieces(self, found: Solution, labels: Mapping[Node, PartKey | list[PartKey]]) -> Plan:
+        """Pieces as the makespan counts them; on a host each run of units is a part."""
+        assert found.turn is not None
+        turn = dict(zip(self._placing.units, found.turn.tolist(), strict=True))
+        hosts = {key for place, key in enumerate(self.keys) if self._is_host(place)}
+        whole = {n: (key, 0 if key in hosts else turn[n]) for n, key in labels.items()}
+        parted = refine(self.flow, Plan.of(whole))
+        kept = Plan.of({n: parted.home(n) if labels[n] in hosts else key for n, key in whole.items()})
+        try:
+            run_order(self.flow, kept)
+        except CycleError:
+            return parted
+        return kept
+
+    def _torch_device(self, key: PartKey) -> torch.device | None:
+        """The device that the key of a mapping names."""
+        if not isinstance(self.policy.devices, Mapping) or not isinstance(key, str | torch.device):
+            return None
+        try:
+            return torch.device(key)
+        except RuntimeError:
+            return None
+
+    def _fitted(self, problem: Problem) -> tuple[Solution, Plan]:
+        fitting = Fitting(
+            policy=self.policy,
+            units=self._placing.units,
+            solve=self._solved,
+            peaks=self._peaks,
+            held=self._held,
+            memory_of=range(len(self.keys)),
+            limits=self._limits,
+            fit=sets_fit if self.policy.pieces is None or self.policy.objective == "latency" else stages_fit,
+        )
+        return fitting.best(problem)
+
+    def _held(self, found: Solution) -> Ints:
+        sums = self._holding.fixed + self._holding.saved
+        return np.bincount(found.device, sums, len(self.keys)).astype(np.int64)
+
+    def _peaks(self, plan: Plan) -> tuple[int, ...]:
+        """Bytes of each device at its peak: what all its parts hold, and the most that one of them takes besides."""
+        stages = self._stage_prices.of(plan)
+        held, besides = [0] * len(self.keys), [0] * len(self.keys)
+        for key, stage in zip(run_order(self.flow, plan), stages, strict=True):
+            place = self.keys.index(_root(key, self.keys))
+            held[place] += stage.parameter_bytes + stage.gradient_bytes + stage.optimizer_bytes + stage.saved_bytes
+            besides[place] = max(besides[place], stage.temporary_bytes)
+        return tuple(h + b for h, b in zip(held, besides, strict=True))
+
+    def _loads(self, found: Solution) -> Floats:
+        labels = self._placing.labels(found.device, self.keys)
+        plan = Plan.of({n: labels[n] for n in self.flow.nodes})
+        hosts = [place for place in range(len(self.keys)) if self._is_host(place)]
+        return self._placing.loads(plan, self.keys, self._kinds, self._travel, hosts)
+
+
+def _root(key: PartKey, devices: Collection[PartKey]) -> PartKey:
+    """The device of a part: ``("cuda:0", 1)`` is a visit of ``"cuda:0"``."""
+    while key not in devices:
+        assert isinstance(key, tuple)
+        key = key[0]
+    return key
+
+
+def _numbered(parts: Sequence[tuple[PartKey, PartKey]]) -> dict[PartKey, PartKey]:
+    """New names for parts, given with their devices in the order in which they run: the device if it has one part."""
+    of_device: dict[PartKey, list[PartKey]] = {}
+    for key, device in parts:
+        of_device.setdefault(device, []).append(key)
+    once = all(len(keys) == 1 for keys in of_device.values())
+    return {
+        key: device if once else (device, number)
+        for device, keys in of_device.items()
+        for number, key in enumerate(keys)
+    }

@@ -1,0 +1,35 @@
+"""Which schedules go with a policy: ranks, microbatches."""
+
+from __future__ import annotations
+
+from splitkit.errors import PolicyError
+
+
+def require_schedule(policy: object, schedule: str | None, microbatches: int | None, stages: int) -> None:
+    """Refuse a schedule that does not go with so many stages and microbatches.
+
+    Raises:
+        ScheduleError: SK330; says what does.
+        PolicyError: SK302 for microbatches without a schedule.
+    """
+    if schedule is not None:
+        from splitkit.torch_schedules import pipeline_order
+
+        pipeline_order(schedule, stages, microbatches_of(microbatches, stages))
+    elif microbatches is not None:
+        name = type(policy).__name__
+        raise PolicyError("SK302", f"{name}: microbatches={microbatches!r} without a schedule", 'Add schedule="1f1b".')
+
+
+def ranks_of(schedule: str | None, microbatches: int | None, stages: int) -> tuple[int, ...]:
+    """The rank of each stage; each has its own without a schedule."""
+    if schedule is None:
+        return tuple(range(stages))
+    from splitkit.torch_schedules import pipeline_order
+
+    return tuple(pipeline_order(schedule, stages, microbatches_of(microbatches, stages)).rank_of)
+
+
+def microbatches_of(given: int | None, stages: int) -> int:
+    """Of a step: two for each stage, if not given."""
+    return 2 * stages if given is None else given
