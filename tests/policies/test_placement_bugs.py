@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_stages import Prices, dags, load_of
+from placedgraphs import Prices, dags, load_of
 from torch import fx, nn
 
 import splitkit as sk

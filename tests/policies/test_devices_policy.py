@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 from hypothesis import given, settings
-from test_stages import Deep, Prices, dags, load_of
+from placedgraphs import Deep, Prices, dags, load_of
 from torch import nn
 
 import splitkit as sk
