@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from splitkit.costs import Costs, Links
 from splitkit.dataflow import Dataflow
 from splitkit.plan import Plan
 from splitkit.policies.amounts import Memory, links_of, memory_of
-from splitkit.policies.fitting import bad_problems
 from splitkit.policies.parameters import enough_nodes, positive
 from splitkit.policies.staging import Staging
+from splitkit.solvers.placement.contiguous import SECONDS
 from splitkit.solvers.placement.multilevel import multilevel
-from splitkit.solvers.placement.problem import Problem
-from splitkit.solvers.placement.solution import Solution
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Acyclic:
             NoPlanError: SK303 when the graph has fewer nodes, or no stages fit the memory; says what would fit.
         """
         enough_nodes(flow, self.n)
-        staging = _Coarse(
+        staging = Staging(
             policy=self,
             flow=flow,
             costs=costs,
@@ -58,16 +56,7 @@ class Acyclic:
             schedule=None,
             microbatches=None,
             optimizer=None,
+            seconds=SECONDS,
+            solver=multilevel,
         )
         return staging.plan()
-
-
-class _Coarse(Staging):
-    """One search for stages, through coarser graphs."""
-
-    def _solved(self, problem: Problem) -> tuple[Solution, Plan]:
-        with bad_problems(self.policy, self._placing):
-            found = multilevel(problem, prefer=self._weigh)
-            if len(found.order) < len(self.keys):
-                found = replace(multilevel(replace(problem, fill=True), prefer=self._weigh), bound=found.bound)
-        return found, self._plan_of(found.device, found.order)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -48,6 +48,7 @@ class Staging:
         microbatches: of a step.
         optimizer: whose state is held.
         seconds: about how long to search.
+        solver: what finds stages: `contiguous`, or another of the same form.
         sends: shared nodes are computed once and sent.
     """
 
@@ -61,6 +62,7 @@ class Staging:
     microbatches: int | None
     optimizer: Optimizer
     seconds: float = 10.0
+    solver: Callable[..., Solution] = contiguous
     sends: bool = False
 
     def plan(self) -> Plan:
@@ -174,10 +176,10 @@ class Staging:
     def _solved(self, problem: Problem) -> tuple[Solution, Plan]:
         """As many stages as there are keys, the least greatest load first, then the key of `_weigh`."""
         with bad_problems(self.policy, self._placing):
-            found = contiguous(problem, seconds=self.seconds, prefer=self._weigh, advise=False)
+            found = self.solver(problem, seconds=self.seconds, prefer=self._weigh, advise=False)
             if len(found.order) < len(self.keys):
                 full = replace(problem, fill=True)
-                filled = contiguous(full, seconds=self.seconds, prefer=self._weigh, advise=False)
+                filled = self.solver(full, seconds=self.seconds, prefer=self._weigh, advise=False)
                 proven = found.bound if self._placing.shared else max(found.bound, filled.bound)
                 found = replace(filled, bound=proven)
         choices = [found, *self._again(problem, found)]

@@ -28,7 +28,9 @@ _TIES, _TIED_UNITS = 64, 200_000  # plans of equal value that are drawn: at most
 _FAR = 1e9  # seconds that are never over
 
 
-def multilevel(problem: Problem, *, seconds: float = SECONDS, prefer: Key | None = None) -> Solution:
+def multilevel(
+    problem: Problem, *, seconds: float = SECONDS, prefer: Key | None = None, advise: bool = True
+) -> Solution:
     """Stages with a small greatest load, for thousands to hundreds of thousands of units.
 
     The best along nine orders (`linear`), and stages that come from coarser and coarser graphs (`vcycle`); the better
@@ -50,15 +52,15 @@ def multilevel(problem: Problem, *, seconds: float = SECONDS, prefer: Key | None
     core = core_of(problem, fused(problem))
     check(problem, core)
     if level_count(core, problem.ordered) > MOST_LEVELS:  # too many classes: in the order in which they are given
-        along = multilevel(replace(problem, ordered=True), seconds=seconds, prefer=prefer)
+        along = multilevel(replace(problem, ordered=True), seconds=seconds, prefer=prefer, advise=advise)
         bound = max(0.0, bounds.simple(core) - core.slack) / core.scale
         return replace(along, bound=min(along.value, bound))
     joinable = exact_links(problem) and not problem.fill
     core = contracted(core) if joinable and core.size <= _MOST_CONTRACTED else core
     if core.size > MOST_EXACT:
         found = _found(problem, core, seconds, prefer, start)
-        return found or contiguous(problem, seconds=seconds, prefer=prefer)
-    known = contiguous(problem, seconds=seconds, prefer=prefer)
+        return found or contiguous(problem, seconds=seconds, prefer=prefer, advise=advise)
+    known = contiguous(problem, seconds=seconds, prefer=prefer, advise=advise)
     if known.optimal:
         return known
     found = _found(problem, core, seconds, prefer, start)
