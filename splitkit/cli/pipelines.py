@@ -59,11 +59,11 @@ def run(args: Namespace) -> Outcome:
 
 
 def _kind(text: str | None) -> DeviceList | None:
-    """The one kind of device that all ranks are."""
+    """The one kind of device that all ranks are; how many a file says there are is no matter."""
     if text is None:
         return None
     found = devicelist.read(text)
-    if not found.alike or len(found.devices) > 1:
+    if not found.alike or (len(found.devices) > 1 and not devicelist.is_file(text)):
         raise UsageError(
             "SK601",
             f"--devices {text} are {found}, and --stages says how many devices there are",
