@@ -104,8 +104,9 @@ class Fitting:
     def _refused(self, error: InfeasibleError) -> NoPlanError:
         """Nothing to do with memory."""
         nodes = [self.units[unit] for unit in error.units]
+        reason = "no device supports all that must be together" if error.cause == "support" else str(error)
         remedy = "Let more devices support these nodes, put fewer together, or ask for fewer parts."
-        return NoPlanError("SK303", f"{type(self.policy).__name__}: {error}{listed(nodes)}", remedy, nodes)
+        return NoPlanError("SK303", f"{type(self.policy).__name__}: {reason}{listed(nodes)}", remedy, nodes)
 
     def _lacking(self, problem: Problem, enough: int) -> NoPlanError:
         """Too little memory: what would do, and what takes most."""
