@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from splitkit.solvers.placement import anneal
+from splitkit.solvers.placement import anneal, rows
 from splitkit.solvers.placement.anneal import Places
 from splitkit.solvers.placement.contiguous import contiguous
 from splitkit.solvers.placement.core import core_of
@@ -138,7 +138,8 @@ def test_the_same_workload_gives_the_same_placement_however_busy_the_machine(ben
     assert first.value < contiguous(problem).value
 
 
-def test_what_the_clock_cut_off_is_no_result_but_its_bound_is(benchmark):
+def test_what_the_clock_cut_off_is_no_result_but_its_bound_is(benchmark, monkeypatch):
+    monkeypatch.setattr(rows, "GRACE", 0.0)
     problem = benchmark.read(BENCHMARKS / "workloads/throughput/LayerGraphs_bert24_training.json").problem
     core = core_of(problem, coloured(problem))
     program = SetProgram(core, Places.of_problem(problem, core), 50.0)

@@ -25,7 +25,7 @@ from splitkit.solvers.placement.latencymoves import Moves
 from splitkit.solvers.placement.listed import listed
 from splitkit.solvers.placement.makespan import HOST, Timing, busy, makespan
 from splitkit.solvers.placement.orders import by_key
-from splitkit.solvers.placement.problem import BadProblemError, Ints, Problem
+from splitkit.solvers.placement.problem import GRACE, BadProblemError, Ints, Problem
 from splitkit.solvers.placement.solution import InfeasibleError, Solution
 
 SECONDS = 60.0
@@ -64,7 +64,7 @@ def latency(problem: Problem, *, seconds: float = SECONDS, pieces: int = 1) -> S
     if whole:
         bound, proved_by = moves.value, "all"
     elif bound < moves.value:
-        moves.run(Schedule(moves.rounds(seconds * _MOVES), start + seconds), bound)
+        moves.run(Schedule(moves.rounds(seconds * _MOVES), start + seconds + GRACE), bound)
         if bound < moves.value:
             proven = path_bound(problem, timing, core.group, moves.value, seconds * _BOUND)
             bound, proved_by = max((bound, "path"), (min(proven, moves.value), "highs"))

@@ -17,7 +17,7 @@ from splitkit.solvers.placement.evaluate import faults, loads
 from splitkit.solvers.placement.groups import coloured
 from splitkit.solvers.placement.memory import lacking, sets_fit
 from splitkit.solvers.placement.packing import placeable, some_sets
-from splitkit.solvers.placement.problem import Ints, Problem
+from splitkit.solvers.placement.problem import GRACE, Ints, Problem
 from splitkit.solvers.placement.setprogram import SetProgram
 from splitkit.solvers.placement.solution import InfeasibleError, Solution
 
@@ -76,7 +76,7 @@ class _Search:
         self._problem = problem
         self._core = core
         self._seconds = seconds
-        self._deadline = time.monotonic() + _FAR * seconds
+        self._deadline = time.monotonic() + _FAR * seconds + GRACE
         self._joinable = joinable
         self._places = Places.of_problem(problem, core)
         self.best: Ints | None = None

@@ -8,6 +8,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+GRACE = 2.0
+"""Seconds that a search may take besides those that its steps are counted for, so that busy machines end it alike."""
+
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -8,7 +8,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 from scipy.sparse import coo_array
 
-from splitkit.solvers.placement.problem import Bools, Floats, Ints
+from splitkit.solvers.placement.problem import GRACE, Bools, Floats, Ints
 
 _NODES = 125_000  # of a search tree in a second, times the columns: what a slow machine manages
 _FAR = 2.0  # times as long may it take as the nodes are counted for
@@ -57,13 +57,15 @@ class Rows:
         Nodes of the search trees are counted, so that it comes out the same on a machine that is slow or busy. Should
         the clock end it all the same, what was found by then is no result (its bound is), unless ``any_will_do``.
         """
-        deadline, nodes = time.monotonic() + _FAR * max(seconds, 0.1), max(1, int(seconds * _NODES / self.columns))
+        deadline, nodes = time.monotonic() + _FAR * seconds + GRACE, max(1, int(seconds * _NODES / self.columns))
         best = self._solve(price, whole, low, high, deadline, nodes, presolve=True)
-        if best.status == _STOPPED and time.monotonic() < deadline:
-            other = self._solve(price, whole, low, high, deadline, nodes, presolve=False)
-            best = _better(best, other)
         if best.status == _OUT_OF_TIME and not any_will_do:
             best.x = None
+        if best.status == _STOPPED and time.monotonic() < deadline:
+            other = self._solve(price, whole, low, high, deadline, nodes, presolve=False)
+            if other.status == _OUT_OF_TIME and not any_will_do:
+                other.x = None
+            best = _better(best, other)
         return best
 
     def _solve(

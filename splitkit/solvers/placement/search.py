@@ -16,7 +16,7 @@ from splitkit.solvers.placement.ideals import Effort, TooManyError, ideals
 from splitkit.solvers.placement.ladder import Ladder
 from splitkit.solvers.placement.linear import PLACES, Line
 from splitkit.solvers.placement.orders import by_key, orders, within
-from splitkit.solvers.placement.problem import Ints
+from splitkit.solvers.placement.problem import GRACE, Ints
 from splitkit.solvers.placement.program import stage_program
 from splitkit.solvers.placement.stages import Stages, fits, stage_loads
 
@@ -51,7 +51,7 @@ class Search:
         self.found_by = self.proved_by = "bound"
         self.plans: list[Stages] = []
         self._seconds = seconds
-        self._deadline = time.monotonic() + _FAR * seconds
+        self._deadline = time.monotonic() + _FAR * seconds + GRACE
         self._effort = Effort(int(_STEPS * seconds), self._deadline)
         self._joinable = joinable
         self._order: Ints = np.arange(core.size)
