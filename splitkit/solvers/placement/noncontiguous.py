@@ -23,8 +23,8 @@ from splitkit.solvers.placement.solution import InfeasibleError, Solution
 
 SECONDS = 50.0
 _SMALL = 500  # columns of an integer program that comes before annealing
-_LARGE = 6_000  # columns of one that still comes after it
-_STAGES, _ANNEALED, _MOST_ANNEALED, _PROGRAM = 0.15, 0.6, 0.8, 0.8  # of the time
+_LARGE = 3_500  # columns of one that still comes after it: of larger ones not even the relaxation is solved in time
+_STAGES, _ANNEALED, _MOST_ANNEALED, _PROGRAM = 0.15, 0.6, 0.8, 0.6  # of the time
 _FAR = 2.0  # times as long may it take as its steps are counted for
 _CLOSE = 2e-6  # relative: what the integer program may be off
 
