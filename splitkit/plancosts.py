@@ -188,6 +188,21 @@ def run_order(flow: Dataflow, plan: Plan) -> list[PartKey]:
     return sorted(keys)  # type: ignore[type-var]
 
 
+def peaks_of_visits(stages: Sequence[StageCosts], devices: Sequence[PartKey]) -> dict[PartKey, int]:
+    """Bytes of each device at its peak: what all its parts hold, and the most that one of them takes besides.
+
+    Args:
+        stages: the parts.
+        devices: where each of them runs.
+    """
+    held: dict[PartKey, int] = dict.fromkeys(devices, 0)
+    besides = dict(held)
+    for device, stage in zip(devices, stages, strict=True):
+        held[device] += stage.parameter_bytes + stage.gradient_bytes + stage.optimizer_bytes + stage.saved_bytes
+        besides[device] = max(besides[device], stage.temporary_bytes)
+    return {device: nbytes + besides[device] for device, nbytes in held.items()}
+
+
 def checked_optimizer(optimizer: object) -> None:
     """Raise SK302 for an optimizer that is not known."""
     if optimizer is not None and optimizer not in STATE_OF:

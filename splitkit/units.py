@@ -26,6 +26,8 @@ def read_size(text: str) -> int | None:
     match = _SIZE.fullmatch(text)
     if match is None or match[2].upper() not in _BYTES:
         return None
+    if "." in match[1] and _BYTES[match[2].upper()] == 1:  # half a byte: the unit was forgotten
+        return None
     return int(Fraction(match[1]) * _BYTES[match[2].upper()])  # exact, where a float gives 1000 for "1.001 kB"
 
 

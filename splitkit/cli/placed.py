@@ -16,6 +16,7 @@ from splitkit.cli.work import Work, prepare, prices, require_folder, versions
 from splitkit.costs import Costs, Links, roofline
 from splitkit.plan import Claim, Plan
 from splitkit.plancosts import StagePrices, run_order
+from splitkit.policies.schedules import microbatches_of
 from splitkit.schedule import simulate_schedule
 from splitkit.schedulerun import ScheduleRun
 from splitkit.stagecosts import StageCosts
@@ -133,7 +134,7 @@ def _ranks(work: Work, made: Plan, costs: Costs, wanted: Placement) -> tuple[lis
     run = simulate_schedule(
         StagePrices(flow, costs, wanted.optimizer, held).of(made),
         wanted.schedule or "gpipe",
-        (wanted.microbatches or 2 * wanted.stages) if wanted.schedule else 1,
+        microbatches_of(wanted.microbatches, wanted.stages) if wanted.schedule else 1,
         links=None if wanted.links is None else Links.preset(wanted.links),
     )
     return [_simulated(run, rank, wanted) for rank in range(run.ranks)], run if wanted.schedule else None

@@ -61,6 +61,11 @@ def training(costs: Costs, gm: fx.GraphModule | None = None) -> FromFormula | Fr
     return FromFormula(costs, known)
 
 
+def with_backward(costs: Costs, gm: fx.GraphModule) -> Costs:
+    """Costs that include the backward of a node: themselves if they do, else `training` of them."""
+    return costs if hasattr(costs, "backward") else training(costs, gm)
+
+
 @dataclass(frozen=True)
 class FromFormula:
     """See `training`: forward graphs.

@@ -31,8 +31,6 @@ def _bytes(policy: object, memory: object) -> int | None:
     if memory is None:
         return None
     known = read_size(memory) if isinstance(memory, str) else memory
-    if isinstance(memory, str) and "." in memory and memory.strip()[-1:].isdigit():
-        known = None  # half a byte
     if isinstance(known, bool) or not isinstance(known, numbers.Integral) or known < 0:
         raise PolicyError(
             "SK302", f"{type(policy).__name__}: memory is {memory!r}", 'Give bytes as a whole number, or "80GiB".'

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from torch.fx import Node
@@ -14,6 +13,7 @@ from splitkit.dataflow import Dataflow, module_path, reads
 from splitkit.errors import PolicyError
 from splitkit.plan import HOST, PartKey, Plan
 from splitkit.policies.matching import Ops, rule_of
+from splitkit.policies.parameters import modules_near
 
 Marker = Ops | Mapping[str, Any]
 """Ops or a rule, or the ``split_spec`` of `torch.distributed.pipelining`: module path -> ``"beginning"`` or ``"end"``
@@ -93,10 +93,9 @@ def _is_beginning(path: str, side: object) -> bool:
 
 def _no_module(path: str, paths: Any) -> PolicyError:
     known = list(dict.fromkeys(".".join(p.split(".")[:i]) for p in paths if p for i in range(1, p.count(".") + 2)))
-    near = get_close_matches(path, known, n=3, cutoff=0.3) or known[:3]
     return PolicyError(
         "SK304",
         f"the graph has no module {path!r}",
-        f"Modules near it: {', '.join(near)}." if near else "The graph carries no module paths.",
+        modules_near(path, known),
         [path],
     )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from splitkit.costs import Costs
 from splitkit.dataflow import Dataflow, module_path
 from splitkit.errors import PolicyError
 from splitkit.plan import PartKey, Plan
+from splitkit.policies.parameters import modules_near
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,10 @@ class ByName:
         known = dict.fromkeys(name for path in found for name in _with_parents(path))
         for pattern in self.parts:
             if not any(fnmatchcase(name, pattern) for name in known):
-                near = get_close_matches(pattern, [k for k in known if k], n=3, cutoff=0.3) or [k for k in known if k]
                 raise PolicyError(
                     "SK304",
                     f"the pattern {pattern!r} matches no module of the graph",
-                    f"Modules near it: {', '.join(near[:3])}." if near else "The graph carries no module paths.",
+                    modules_near(pattern, [name for name in known if name]),
                     [pattern],
                 )
 

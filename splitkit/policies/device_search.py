@@ -11,12 +11,13 @@ import torch
 from torch.fx import Node
 
 from splitkit.activations import activations
-from splitkit.costs import Costs, Device, Links, roofline, training
+from splitkit.costs import Costs, Device, Links, roofline
 from splitkit.costs.devices import find_device
+from splitkit.costs.training import with_backward
 from splitkit.dataflow import Dataflow
 from splitkit.errors import CycleError, NoPlanError
 from splitkit.plan import Claim, Part, PartKey, Plan
-from splitkit.plancosts import StagePrices, run_order
+from splitkit.plancosts import StagePrices, peaks_of_visits, run_order
 from splitkit.policies.amounts import links_of, memory_of
 from splitkit.policies.by_name import ByName
 from splitkit.policies.devices import Devices
@@ -67,10 +68,10 @@ class DeviceSearch:
         """What a solver finds, or all nodes on one device, where that is better or alone fits."""
         with bad_problems(self.policy, self._placing):
             problem = self._problem()
-            choices = [self._plan_alone(found) for found in self._alone(problem)]
-            choices = [(found, plan) for found, plan in choices if self._fits(plan)]
+            alone = [(found, self._plan_of(found)) for found in self._alone(problem)]
+            choices = [(found, plan) for found, plan in alone if self._fitting.fits(plan)]
             try:
-                best = self._fitted(problem)
+                best = self._fitting.best(problem)
                 bound = best[0].bound
             except NoPlanError:
                 if not choices:
@@ -96,15 +97,6 @@ class DeviceSearch:
                     loads=loads,
                     tolerance=1e-9,
                 )
-
-    def _plan_alone(self, found: Solution) -> tuple[Solution, Plan]:
-        return found, self._plan_of(found)
-
-    def _fits(self, plan: Plan) -> bool:
-        if all(limit is None for limit in self._limits):
-            return True
-        peaks = self._peaks(plan)
-        return all(limit is None or peak <= limit for peak, limit in zip(peaks, self._limits, strict=True))
 
     def _described(self, found: Solution, plan: Plan) -> Plan:
         value, name = self._value(found), "makespan" if self.policy.objective == "latency" else "bottleneck"
@@ -153,8 +145,7 @@ class DeviceSearch:
         return Placing(flow, prices[0], rows, repeat=repeat, keep=bound)
 
     def _trained(self, costs: Costs) -> Costs:
-        known = self.policy.optimizer is None or hasattr(costs, "backward")
-        return costs if known else training(costs, self.flow.root)
+        return costs if self.policy.optimizer is None else with_backward(costs, self.flow.root)
 
     @cached_property
     def _links(self) -> Links | None:
@@ -257,8 +248,9 @@ class DeviceSearch:
         except RuntimeError:
             return None
 
-    def _fitted(self, problem: Problem) -> tuple[Solution, Plan]:
-        fitting = Fitting(
+    @cached_property
+    def _fitting(self) -> Fitting:
+        return Fitting(
             policy=self.policy,
             units=self._placing.units,
             solve=self._solved,
@@ -268,21 +260,16 @@ class DeviceSearch:
             limits=self._limits,
             fit=sets_fit if self.policy.pieces is None or self.policy.objective == "latency" else stages_fit,
         )
-        return fitting.best(problem)
 
     def _held(self, found: Solution) -> Ints:
         sums = self._holding.fixed + self._holding.saved
         return np.bincount(found.device, sums, len(self.keys)).astype(np.int64)
 
     def _peaks(self, plan: Plan) -> tuple[int, ...]:
-        """Bytes of each device at its peak: what all its parts hold, and the most that one of them takes besides."""
-        stages = self._stage_prices.of(plan)
-        held, besides = [0] * len(self.keys), [0] * len(self.keys)
-        for key, stage in zip(run_order(self.flow, plan), stages, strict=True):
-            place = self.keys.index(_root(key, self.keys))
-            held[place] += stage.parameter_bytes + stage.gradient_bytes + stage.optimizer_bytes + stage.saved_bytes
-            besides[place] = max(besides[place], stage.temporary_bytes)
-        return tuple(h + b for h, b in zip(held, besides, strict=True))
+        """Bytes of each device at its peak."""
+        devices = [_root(key, self.keys) for key in run_order(self.flow, plan)]
+        peaks = peaks_of_visits(self._stage_prices.of(plan), devices)
+        return tuple(peaks.get(key, 0) for key in self.keys)
 
     def _loads(self, found: Solution) -> Floats:
         labels = self._placing.labels(found.device, self.keys)

@@ -6,7 +6,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import accumulate
 
 from torch.fx import Node
@@ -15,7 +14,7 @@ from splitkit.costs import Costs
 from splitkit.dataflow import Dataflow, module_path
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.plan import Plan
-from splitkit.policies.parameters import enough_nodes, positive
+from splitkit.policies.parameters import enough_nodes, modules_near, positive
 from splitkit.policies.placing import Placing
 from splitkit.policies.readers import readers_of
 
@@ -138,11 +137,10 @@ def _starts_of(flow: Dataflow, names: Sequence[str], start: Node) -> list[Node]:
     for name in names:
         if not name or name not in first:
             known = [path for path in first if path]
-            near = get_close_matches(name, known, n=3, cutoff=0.3) or known[:3]
             raise PolicyError(
                 "SK304",
                 f"Expert: {name!r} is no module of the graph",
-                f"Modules near it: {', '.join(near)}." if near else "The graph carries no module paths.",
+                modules_near(name, known),
                 [name],
             )
     owner: dict[Node, str] = {}

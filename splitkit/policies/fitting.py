@@ -66,7 +66,7 @@ class Fitting:
             if now is problem and error.cause in ("support", "devices"):
                 raise self._refused(error) from None
         found, plan = self._thrifty(problem)
-        if max(self._over(plan)) <= 0:
+        if self.fits(plan):
             return replace(found, bound=bound), plan
         raise self._lacking(problem, max(self.peaks(plan)))
 
@@ -75,6 +75,10 @@ class Fitting:
             return self.solve(problem)
         except InfeasibleError as error:
             raise self._refused(error) from None
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether no memory is too small for a plan."""
+        return all(limit is None for limit in self.limits) or max(self._over(plan)) <= 0
 
     def _over(self, plan: Plan) -> list[int]:
         """By how much each memory is too small."""

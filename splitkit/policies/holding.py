@@ -53,13 +53,10 @@ class Holding:
                 counted.update(storages)
         return cls(fixed, saved)
 
-    def of_stages(self, device: Ints, order: tuple[int, ...], in_flight: tuple[int, ...]) -> Ints:
-        """(stages,) bytes by these sums, from the first stage to the last."""
-        held = []
-        for place, d in enumerate(order):
-            flight = in_flight[min(len(order) - 1 - place, len(in_flight) - 1)]
-            held.append(int(self.fixed[device == d].sum() + flight * self.saved[device == d].sum()))
-        return np.array(held, np.int64)
+    def in_stages(self, in_flight: tuple[int, ...]) -> Ints:
+        """(stages, n) bytes of the units in each stage, from first to last, with so many microbatches in flight."""
+        held: Ints = self.fixed + np.array(in_flight, np.int64)[:, None] * self.saved
+        return held
 
 
 def _copies(tensor: torch.Tensor, optimizer: Optimizer) -> int:

@@ -19,6 +19,7 @@ from splitkit.order import part_order
 from splitkit.plan import HOST, Plan
 from splitkit.plancosts import STATE_OF, Optimizer, StagePrices
 from splitkit.policies.chains import Chain, Limits
+from splitkit.policies.schedules import microbatches_of
 from splitkit.schedule import simulate_schedule
 from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.orders import orders
@@ -212,7 +213,7 @@ class MemorySearch:
         stages = self._prices.of(parts)
         peaks = tuple(peak_of(c, f) for c, f in zip(stages, limits.flights, strict=True))
         if self._wanted.schedule is not None and self._wanted.optimizer is not None:  # with its message buffers
-            microbatches = self._wanted.microbatches or 2 * len(parts)
+            microbatches = microbatches_of(self._wanted.microbatches, len(parts))
             peaks = simulate_schedule(stages, self._wanted.schedule, microbatches).peaks
         if any(peak > room for peak, room in zip(peaks, limits.memory, strict=True)):
             return None
@@ -230,7 +231,9 @@ class MemorySearch:
         if count not in self._flights:
             stages = [StageCosts(1.0, 1.0, 1.0)] * count
             try:
-                run = simulate_schedule(stages, self._wanted.schedule, self._wanted.microbatches or 2 * count)
+                run = simulate_schedule(
+                    stages, self._wanted.schedule, microbatches_of(self._wanted.microbatches, count)
+                )
                 self._flights[count] = run.in_flight_of_stages
             except ScheduleError:
                 if self._wanted.parts is not None:

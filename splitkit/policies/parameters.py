@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from difflib import get_close_matches
+
 from splitkit.dataflow import Dataflow
 from splitkit.errors import NoPlanError, PolicyError
 
@@ -17,6 +20,12 @@ def seconds_above_zero(policy: object, seconds: object) -> None:
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
     if not is_number or not seconds > 0:  # type: ignore[operator]
         raise PolicyError("SK302", f"{type(policy).__name__}(seconds={seconds!r})", "seconds must be a number above 0.")
+
+
+def modules_near(name: str, known: Sequence[str]) -> str:
+    """The remedy for the name of a module that is not there."""
+    near = get_close_matches(name, known, n=3, cutoff=0.3) or known[:3]
+    return f"Modules near it: {', '.join(near)}." if near else "The graph carries no module paths."
 
 
 def enough_nodes(flow: Dataflow, parts: int) -> None:

@@ -13,7 +13,7 @@ from splitkit.costs import Costs, Links
 from splitkit.costs.gradients import Gradients
 from splitkit.dataflow import Dataflow
 from splitkit.plan import PartKey, Plan
-from splitkit.policies.readers import waits_for
+from splitkit.policies.readers import crossing, waits_for
 from splitkit.solvers.linked import Linked
 from splitkit.solvers.placement.problem import BadProblemError, Bools, Device, Floats, Ints, Problem
 
@@ -156,17 +156,10 @@ class Placing:
 
     def cut_prices(self, order: Ints, travel: Travel) -> Floats:
         """(d - 1, n + 1): what a cut before each place of an order costs between devices p and p + 1."""
-        place = np.empty(len(order), np.int64)
-        place[order] = np.arange(len(order))
-        changes = np.zeros((2, len(order) + 2))
-        for nbytes, (_, pins) in zip(self.value_bytes, self.values, strict=True):
-            made, last = place[pins[0]], place[list(pins)].max()
-            changes[:, made + 1] += (1, nbytes)
-            changes[:, last + 1] -= (1, nbytes)
-        count, crossing = changes.cumsum(axis=1)[:, :-1]
+        count, nbytes = crossing(self.flow, self._costs, [self.units[unit] for unit in order.tolist()])
         hops = np.arange(len(travel.latency) - 1)
         wait, speed = travel.latency[hops, hops + 1], travel.bandwidth[hops, hops + 1]
-        prices: Floats = travel.again * (wait[:, None] * count + crossing / speed[:, None])
+        prices: Floats = travel.again * (wait[:, None] * count + nbytes / speed[:, None])
         return prices
 
     def linked(self, problem: Problem, travel: Travel, held: Ints, capacity: Floats) -> Linked:
@@ -196,7 +189,6 @@ class Placing:
         in_flight: tuple[int, ...] = (),
         colours: Ints | None = None,
         ordered: bool = False,
-        fill: bool = False,
     ) -> Problem:
         """The problem for a solver; without ``travel`` values cross for nothing. ``seconds`` stand for the own ones."""
         nets, links = [], None
@@ -215,7 +207,6 @@ class Placing:
             colours=colours,
             links=links,
             ordered=ordered,
-            fill=fill,
         )
 
     def labels(self, device: Ints, keys: Sequence[PartKey]) -> dict[Node, PartKey | list[PartKey]]:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from splitkit.errors import PolicyError
+from splitkit.solvers.placement.problem import Floats
 
 
 def require_schedule(policy: object, schedule: str | None, microbatches: int | None, stages: int) -> None:
@@ -33,3 +38,10 @@ def ranks_of(schedule: str | None, microbatches: int | None, stages: int) -> tup
 def microbatches_of(given: int | None, stages: int) -> int:
     """Of a step: two for each stage, if not given."""
     return 2 * stages if given is None else given
+
+
+def by_rank(loads: Floats, rank_of: Sequence[int]) -> tuple[Floats, int]:
+    """(ranks,) seconds of the stages of each rank together, and the most loaded stage of the most loaded rank."""
+    total: Floats = np.bincount(rank_of, loads).astype(np.float64)
+    here = np.array(rank_of, np.int64) == total.argmax()
+    return total, int(np.where(here, loads, -1.0).argmax())

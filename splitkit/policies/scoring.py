@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
 from torch.fx import Node
 
-from splitkit.costs import Costs, Links, training
+from splitkit.costs import Costs, Links
+from splitkit.costs.training import with_backward
 from splitkit.dataflow import Dataflow
 from splitkit.errors import NoPlanError
 from splitkit.plan import PartKey, Plan
-from splitkit.plancosts import Optimizer, StagePrices, run_order
+from splitkit.plancosts import Optimizer, StagePrices, peaks_of_visits, run_order
 from splitkit.policies.amounts import Memory, memory_of
 from splitkit.policies.placing import Placing, Travel
-from splitkit.policies.schedules import ranks_of
+from splitkit.policies.schedules import by_rank, microbatches_of, ranks_of
 from splitkit.rewrite import require_parts
 from splitkit.schedule import simulate_schedule
 from splitkit.solvers.placement.problem import Floats
@@ -107,25 +107,22 @@ class Scoring:
                 "SK303", f"parts {twice} ... are visits of one device, which no schedule runs", "Use one part a device."
             )
         joined = Plan.of({node: list(dict.fromkeys(on[key] for key in keys)) for node, keys in plan.items()})
-        loads = self._loads(joined, devices)
         ranks = ranks_of(self.schedule, self.microbatches, len(devices))
-        of_rank = np.bincount(ranks, loads)
-        busiest = np.array(ranks, np.int64) == of_rank.argmax()
+        of_rank, busiest = by_rank(self._loads(joined, devices, ranks), ranks)
         step, peaks = self._run(plan, parts, on)
         return Score(
             parts=len(devices),
             visits=visits,
             load=float(of_rank.max(initial=0.0)),
-            limiting=devices[int(np.where(busiest, loads, -1.0).argmax())],
+            limiting=devices[busiest],
             step=step,
             peak=max(peaks, default=0),
             missing=self._missing(peaks),
             traffic=self._traffic(joined),
         )
 
-    def _loads(self, plan: Plan, devices: Sequence[PartKey]) -> Floats:
+    def _loads(self, plan: Plan, devices: Sequence[PartKey], ranks: Sequence[int]) -> Floats:
         """(devices,) seconds."""
-        ranks = ranks_of(self.schedule, self.microbatches, len(devices))
         travel = None
         if self.links is not None:
             travel = Travel.over(self.links, ranks, training=self.schedule is not None)
@@ -139,15 +136,10 @@ class Scoring:
             return 0.0, ()
         stages = self._stage_prices.of(plan)
         if self.schedule is not None:
-            several = 2 * len(stages) if self.microbatches is None else self.microbatches
+            several = microbatches_of(self.microbatches, len(stages))
             run = simulate_schedule(stages, self.schedule, several, links=self.links)
             return run.seconds, run.peaks
-        held, besides = dict.fromkeys(on.values(), 0), dict.fromkeys(on.values(), 0)
-        for part, stage in zip(parts, stages, strict=True):
-            fixed = stage.parameter_bytes + stage.gradient_bytes + stage.optimizer_bytes
-            held[on[part]] += fixed + stage.saved_bytes
-            besides[on[part]] = max(besides[on[part]], stage.temporary_bytes)
-        return 0.0, tuple(held[device] + besides[device] for device in held)
+        return 0.0, tuple(peaks_of_visits(stages, [on[part] for part in parts]).values())
 
     def least(self, parts: int) -> float:
         """Seconds that the most loaded rank of so many parts has at least: its share of the work, or a whole node."""
@@ -158,8 +150,7 @@ class Scoring:
     @cached_property
     def prices(self) -> Costs:
         """The costs by which parts are measured."""
-        known = hasattr(self.costs, "backward") or self.schedule is None
-        return self.costs if known else training(self.costs, self.flow.root)
+        return self.costs if self.schedule is None else with_backward(self.costs, self.flow.root)
 
     @cached_property
     def _seconds(self) -> Mapping[Node, float]:

@@ -17,13 +17,14 @@ from splitkit.policies.amounts import Memory, links_of, memory_of
 from splitkit.policies.fitting import bad_problems
 from splitkit.policies.parameters import enough_nodes, positive, seconds_above_zero
 from splitkit.policies.placing import Placing
-from splitkit.policies.readers import given_back, readers_of, waits_for
+from splitkit.policies.readers import crossing, given_back, readers_of, waits_for
 from splitkit.policies.schedules import ranks_of, require_schedule
 from splitkit.policies.staging import Staging
-from splitkit.solvers.contiguous import Floats
+from splitkit.solvers.contiguous import Floats, blocks_of
 from splitkit.solvers.contiguous import contiguous as along
 from splitkit.solvers.placement.contiguous import contiguous
-from splitkit.solvers.placement.problem import Device, Ints
+from splitkit.solvers.placement.problem import Device
+from splitkit.solvers.placement.solution import stages_of
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,7 @@ class Stages:
         with bad_problems(self, placing):
             problem = placing.problem([Device()] * self.n)
             found = contiguous(problem, seconds=self.seconds)
-        rank = {device: i for i, device in enumerate(found.order)}
-        stage = {n: rank[d] for n, d in zip(placing.units, found.device.tolist(), strict=True)}
+        stage = dict(zip(placing.units, stages_of(found.device, found.order).tolist(), strict=True))
         _sink(flow, costs, stage)
         orders = [flow.nodes, tuple(sorted(flow.nodes, key=stage.__getitem__))]
         seconds = dict(zip(placing.units, placing.seconds[0].tolist(), strict=True))
@@ -142,20 +142,9 @@ def _along(
     """The best stages along one order of the nodes, and their loads."""
     work = np.array([seconds[node] for node in nodes], dtype=np.float64)
     starts = along(work, count, live_bytes(flow, costs, nodes))
-    stage: Ints = np.searchsorted(starts, np.arange(len(work)), side="right") - 1
-    return dict(zip(nodes, stage.tolist(), strict=True)), np.add.reduceat(work, starts)
+    return dict(zip(nodes, blocks_of(starts, len(work)).tolist(), strict=True)), np.add.reduceat(work, starts)
 
 
 def live_bytes(flow: Dataflow, costs: Costs, nodes: Sequence[Node]) -> Floats:
     """Bytes that cross a cut before each of ``nodes``: values made before it and read at or after it, each once."""
-    position = {node: i for i, node in enumerate(nodes)}
-    change = np.zeros(len(position) + 1)
-    for value in flow.index:
-        if (made := position.get(flow.producer(value))) is None:
-            continue
-        readers = [position[u] for u in value.users if u in position]  # members of the tuple count for themselves
-        if readers and max(readers) > made:
-            size = costs.nbytes(value)
-            change[made + 1] += size
-            change[max(readers) + 1] -= size
-    return np.cumsum(change)[:-1]
+    return crossing(flow, costs, nodes)[1, :-1]

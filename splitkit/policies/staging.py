@@ -9,21 +9,23 @@ from functools import cached_property
 import numpy as np
 
 from splitkit.activations import activations
-from splitkit.costs import Costs, Links, training
+from splitkit.costs import Costs, Links
+from splitkit.costs.training import with_backward
 from splitkit.dataflow import Dataflow
 from splitkit.plan import Claim, PartKey, Plan
 from splitkit.plancosts import Optimizer, StagePrices
 from splitkit.policies.fitting import Fitting, bad_problems
 from splitkit.policies.holding import Holding
 from splitkit.policies.placing import Placing, Travel
-from splitkit.policies.schedules import microbatches_of, ranks_of
+from splitkit.policies.schedules import by_rank, microbatches_of, ranks_of
 from splitkit.schedule import simulate_schedule
 from splitkit.schedulerun import ScheduleRun
+from splitkit.solvers.contiguous import blocks_of
 from splitkit.solvers.hops import best_cuts
 from splitkit.solvers.placement.contiguous import contiguous
 from splitkit.solvers.placement.memory import stages_fit
 from splitkit.solvers.placement.problem import Device, Floats, Ints, Problem
-from splitkit.solvers.placement.solution import Solution
+from splitkit.solvers.placement.solution import Solution, stages_of
 from splitkit.stagecosts import StageCosts
 from splitkit.units import duration, size
 
@@ -91,7 +93,7 @@ class Staging:
             units=self._placing.units,
             solve=self._solved,
             peaks=self._peaks,
-            held=lambda found: self._holding.of_stages(found.device, found.order, self._in_flight),
+            held=self._held,
             memory_of=self._rank_of,
             limits=self.memory,
             fit=stages_fit,
@@ -99,17 +101,26 @@ class Staging:
         return fitting.best(self._problem())
 
     def _value(self, plan: Plan) -> float:
-        return float(self._by_rank(self._loads(plan)).max())
+        return float(by_rank(self._loads(plan), self._rank_of)[0].max())
 
-    def _by_rank(self, loads: Floats) -> Floats:
-        """(ranks,) seconds of the stages of each rank together."""
-        total: Floats = np.bincount(self._rank_of, loads).astype(np.float64)
-        return total
+    def _held(self, found: Solution) -> Ints:
+        """(stages,) bytes by the sums of `Holding`."""
+        stage = stages_of(found.device, found.order)
+        sums = self._held_in_stages[stage, np.arange(len(stage))]
+        return np.bincount(stage, sums, len(self.keys)).astype(np.int64)
+
+    @cached_property
+    def _held_in_stages(self) -> Ints:
+        """(stages, n) bytes of the units in each stage; 0 where no memory is limited."""
+        if not self._limited:
+            return np.zeros((len(self.keys), len(self._placing.units)), np.int64)
+        last = len(self._in_flight) - 1
+        behind = reversed(range(len(self.keys)))
+        return self._holding.in_stages(tuple(self._in_flight[min(after, last)] for after in behind))
 
     @cached_property
     def _prices(self) -> Costs:
-        known = hasattr(self.costs, "backward") or self.schedule is None
-        return self.costs if known else training(self.costs, self.flow.root)
+        return self.costs if self.schedule is None else with_backward(self.costs, self.flow.root)
 
     @cached_property
     def _placing(self) -> Placing:
@@ -192,10 +203,9 @@ class Staging:
         """Even stages along the order that was found and the graph's own; where links differ, better ones from them."""
         if problem.units > _MOST_EVEN:
             return
-        held = self._held_in(problem)
+        held = self._held_in_stages
         capacity = np.array([device.capacity for device in problem.devices])
-        place = {device: i for i, device in enumerate(found.order)}
-        at = np.array([place[device] for device in found.device.tolist()], np.int64)
+        at = stages_of(found.device, found.order)
         starts = [at]
         for order in (np.argsort(at, kind="stable"), np.arange(problem.units)):
             prices = np.zeros((len(self.keys) - 1, problem.units + 1))
@@ -204,7 +214,7 @@ class Staging:
             cuts = best_cuts(problem.seconds[0][order], prices, held[:, order], capacity)
             if cuts is not None:
                 stage = np.empty(problem.units, np.int64)
-                stage[order] = np.searchsorted(cuts, np.arange(problem.units), side="right") - 1
+                stage[order] = blocks_of(cuts, problem.units)
                 starts.append(stage)
                 yield self._moved(found, stage)
         if self._uneven and self._travel is not None:
@@ -216,14 +226,6 @@ class Staging:
         order = tuple(range(len(self.keys)))
         return replace(found, device=stage, order=order)
 
-    def _held_in(self, problem: Problem) -> Ints:
-        """(stages, n) bytes of the units in each stage."""
-        last = len(self._in_flight) - 1
-        behind = reversed(range(len(self.keys)))
-        flights = np.array([self._in_flight[min(after, last)] for after in behind] if self._limited else [0])
-        held: Ints = np.broadcast_to(problem.nbytes + flights[:, None] * problem.saved, (len(self.keys), problem.units))
-        return held
-
     def _weigh(self, device: Ints, order: tuple[int, ...]) -> tuple[float, ...]:
         """What decides between equal greatest loads: the simulated step, then the peak, then what crosses. The solver
         does not see what copies take, so that the true greatest load comes first.
@@ -234,21 +236,19 @@ class Staging:
             return (0.0,)
         plan = self._plan_of(device, order)
         loads = self._loads(plan)
-        worst = float(self._by_rank(loads).max())
+        worst = float(by_rank(loads, self._rank_of)[0].max())
         if self.schedule is None:
             return worst, float(loads.sum()), float(np.square(loads).sum())
         run = self._simulated(self._stages(plan))
         return (
-            float(loads.max()),
+            worst,
             run.seconds,
             float(max(run.peaks)),
             float(sum(stage.activation_bytes for stage in run.stages)),
         )
 
     def _plan_of(self, device: Ints, order: tuple[int, ...]) -> Plan:
-        place = {d: i for i, d in enumerate(order)}
-        at = np.array([place[d] for d in device.tolist()], np.int64)
-        return Plan.of(self._placing.labels(at, self.keys))
+        return Plan.of(self._placing.labels(stages_of(device, order), self.keys))
 
     def _stages(self, plan: Plan) -> tuple[StageCosts, ...]:
         return self._stage_prices.of(plan)
@@ -272,15 +272,14 @@ class Staging:
     def _described(self, plan: Plan, found: Solution) -> Plan:
         """The plan with its claim and a note."""
         loads = self._loads(plan)
-        of_rank = self._by_rank(loads)
+        of_rank, busiest = by_rank(loads, self._rank_of)
         value, mean = float(of_rank.max()), float(of_rank.mean())
-        busiest = [rank == int(of_rank.argmax()) for rank in self._rank_of]
         claim = Claim(
             "bottleneck",
             value,
             min(value, max(found.bound, self._least_work)),
             found.solver,
-            self.keys[int(np.where(busiest, loads, -1.0).argmax())],
+            self.keys[busiest],
             found.tolerance,
         )
         share = value / mean if mean else 1.0

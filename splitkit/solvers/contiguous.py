@@ -120,6 +120,11 @@ def _most_even(costs: list[dict[int, float]], prefix: Ints, limit: int, price: F
     return path[:-1]
 
 
+def blocks_of(starts: list[int], items: int) -> Ints:
+    """(n,) the block of each item, from the first item of each block."""
+    return np.searchsorted(starts, np.arange(items), side="right") - 1
+
+
 def _prefix(weights: Ints) -> Ints:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(weights)])
 

@@ -13,6 +13,13 @@ Key = Callable[[Ints, tuple[int, ...]], tuple[float, ...]]
 """What ties are broken by, the least first: (device of each unit, used devices from first stage to last) -> key."""
 
 
+def stages_of(device: Ints, order: tuple[int, ...]) -> Ints:
+    """(n,) the stage of each unit, from its device and the devices from first stage to last."""
+    stage = np.zeros(max(order) + 1, np.int64)
+    stage[list(order)] = np.arange(len(order))
+    return stage[device]
+
+
 @dataclass(frozen=True, eq=False)
 class Solution:
     """A placement.
