@@ -16,6 +16,7 @@ from splitkit._torch import pytree
 from splitkit.blocks import blocks_as_nodes, restore_callers_grad
 from splitkit.capture_errors import capture_error
 from splitkit.errors import CaptureError
+from splitkit.functions import functions_as_nodes
 from splitkit.regions import inline_regions, inlined, restore_by_value
 from splitkit.tracing import trace
 
@@ -60,7 +61,7 @@ def capture(
     if isinstance(model, fx.GraphModule) and not args and not kwargs:
         return inlined(model)
     ways: dict[str, Callable[[], fx.GraphModule]] = {
-        "export": lambda: _from_exported(_export(model, args, kwargs, dynamic)),
+        "export": lambda: _exported(model, args, kwargs, dynamic),
         "symbolic_trace": lambda: trace(model, args, kwargs),
     }
     if how not in ways:
@@ -91,9 +92,9 @@ def distinct(inputs: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, copy_of_known, inputs)
 
 
-def _export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: bool) -> ExportedProgram:
+def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: bool) -> fx.GraphModule:
     shapes = _all_dynamic(model, args, kwargs) if dynamic else None
-    with blocks_as_nodes() as lost:
+    with blocks_as_nodes() as lost, functions_as_nodes() as put_functions_in:
         program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
     if lost:
         raise CaptureError(
@@ -101,7 +102,10 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
             f"the model calls {lost[0]} on a tensor, which torch.export loses: its gradient would be missing",
             "Make that tensor an input or a parameter.",
         )
-    return program
+    gm = _from_exported(program)
+    put_functions_in(gm)
+    gm.recompile()
+    return gm
 
 
 def _all_dynamic(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import linecache
+import sysconfig
 import traceback
 from pathlib import Path
+from types import FrameType
 
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from splitkit.errors import CaptureError, SplitError
 
 _TORCH = Path(torch.__file__).parent
 _HERE = Path(__file__).parent
+_PYTHON, _SITE = Path(traceback.__file__).parent, Path(sysconfig.get_path("purelib"))  # contextlib is nobody's line
 
 # Words of torch's messages (2.11, 2.13, 2.15; lower case) -> the construct, and what to do about it.
 _CONSTRUCTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
@@ -72,20 +75,34 @@ def _diagnose(text: str) -> tuple[str, str]:
     return "", ""
 
 
+def line_here() -> str:
+    """``at file:line: source`` on a line of its own: the user's code that is running now."""
+    lines = (_users_source(frame, number) for frame, number in traceback.walk_stack(None))
+    where = next(filter(None, lines), "")
+    return f"\n  at {where}" if where else ""
+
+
 def _users_line(error: BaseException) -> str:
     """``file:line: source`` of the deepest frame that is neither torch's nor ours, over the chain of causes."""
     found = ""
     current: BaseException | None = error
     while current is not None:
         for frame, number in traceback.walk_tb(current.__traceback__):
-            name = frame.f_code.co_filename
-            if name.startswith("<") or Path(name).is_relative_to(_TORCH) or Path(name).parent == _HERE:
-                continue
-            found = f"{name}:{number}: {linecache.getline(name, number).strip()}"
+            found = _users_source(frame, number) or found
         if found:
             return found
         current = current.__cause__ or current.__context__
     return found
+
+
+def _users_source(frame: FrameType, number: int) -> str:
+    """``file:line: source`` of a frame; nothing for torch's and ours."""
+    name = frame.f_code.co_filename
+    if name.startswith("<") or Path(name).is_relative_to(_TORCH) or Path(name).is_relative_to(_HERE):
+        return ""
+    if Path(name).is_relative_to(_PYTHON) and not Path(name).is_relative_to(_SITE):
+        return ""
+    return f"{name}:{number}: {linecache.getline(name, number).strip()}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -30,7 +30,8 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         for name, value in bound.arguments.items()
         if signature.parameters[name].kind not in variadic and not _has_tensor(value)
     }
-    gm = fx.symbolic_trace(model, concrete_args=constants)
+    with functions_of_proxies():
+        gm = fx.symbolic_trace(model, concrete_args=constants)
     _fold_constants(gm, constants)
     set_values(gm, bound.arguments)
     _guard(_ConstantInputs(signature, constants), gm)
