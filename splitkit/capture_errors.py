@@ -28,7 +28,7 @@ _CONSTRUCTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("one of the outputs with type", "unsupported output", "not supported output", "in output, which"),
         "the model returns something that is no tensor",
-        "Return tensors, or tuples and dicts of them; for a transformers model pass use_cache=False.",
+        "Return tensors, tuples and dicts of them, or objects that copy.copy can copy.",
     ),
     (
         ("unsupported input type", "not a supported input", "input type", "pytree_register_constant"),
@@ -38,7 +38,7 @@ _CONSTRUCTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("proxy", "symbolically traced"),
         "Python code looks into a value that symbolic_trace does not know",
-        'Use how="export", which runs the model on example inputs, or make the module a leaf of an own tracer.',
+        "symbolic_trace cannot take it.",
     ),
     (
         ("constraints violated", "dynamic_shapes", "specialized", "was inferred to be a constant"),
@@ -47,14 +47,12 @@ _CONSTRUCTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ),
 )
 _OTHER_WAY = {
-    "export": 'Try how="symbolic_trace", or torch.export.export(model, args, strict=True) and capture the result.',
-    "symbolic_trace": 'Try how="export".',
     "dynamo": "TORCH_LOGS=graph_breaks says more; splitkit.backend also takes models that fall into several graphs.",
 }
 
 
-def capture_error(model: nn.Module, how: str, dynamic: bool, error: Exception) -> SplitError:
-    """The SK401 for ``error``, which capturing ``model`` by ``how`` raised."""
+def capture_error(model: nn.Module, how: str, error: Exception, helps: str = "") -> SplitError:
+    """The SK401 for ``error``, which capturing ``model`` by ``how`` raised; ``helps`` is what was seen to help."""
     if isinstance(error, SplitError):
         return error
     construct, remedy = _diagnose(f"{type(error).__name__}: {error}")
@@ -62,9 +60,9 @@ def capture_error(model: nn.Module, how: str, dynamic: bool, error: Exception) -
     reason = f"{type(model).__name__} could not be captured by {how}"
     reason += f": {construct}" if construct else ""
     reason += f"\n  at {where}" if where else ""
-    reason += f"\n  torch says: {_first_line(error)}"
-    hints = [remedy, "Capture with dynamic=False." if dynamic else "", _OTHER_WAY[how]]
-    return CaptureError("SK401", reason, " ".join(dict.fromkeys(h for h in hints if h)))
+    reason += f"\n  torch says: {first_line(error)}"
+    hints = [helps or remedy, _OTHER_WAY.get(how, "")]
+    return CaptureError("SK401", reason, " ".join(h for h in hints if h))
 
 
 def _diagnose(text: str) -> tuple[str, str]:
@@ -73,6 +71,16 @@ def _diagnose(text: str) -> tuple[str, str]:
         if any(word in text for word in words):
             return construct, remedy
     return "", ""
+
+
+def lost_hook(what: str) -> CaptureError:
+    """SK405: a hook that may change gradients, and that no graph holds."""
+    return CaptureError(
+        "SK405",
+        f"{what}, which torch.export loses: gradients would be other ones{line_here()}",
+        "Take the hook away before the capture and hook a parameter instead (parameters keep their hooks), or write "
+        "it as a torch.autograd.Function; splitkit.capture_joint and splitkit.apply take the model as it is.",
+    )
 
 
 def line_here() -> str:
@@ -105,6 +113,7 @@ def _users_source(frame: FrameType, number: int) -> str:
     return f"{name}:{number}: {linecache.getline(name, number).strip()}"
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """``KeyError: 'x'``."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from splitkit._torch import pytree
-from splitkit.capture_errors import line_here
+from splitkit.capture_errors import line_here, lost_hook
 from splitkit.effects import storage_key
 from splitkit.errors import CaptureError
 from splitkit.ops.facts import Described, Effects, unknown
@@ -250,16 +250,6 @@ def _no_saved_tensors_hooks() -> Iterator[None]:
 
     with patch.object(hooks, "__enter__", enter):
         yield
-
-
-def lost_hook(what: str) -> CaptureError:
-    """SK405: a hook that may change gradients, and that no graph holds."""
-    return CaptureError(
-        "SK405",
-        f"{what}, which torch.export loses: gradients would be other ones{line_here()}",
-        "Take the hook away before the capture and hook a parameter instead (parameters keep their hooks), or write "
-        "it as a torch.autograd.Function; splitkit.capture_joint and splitkit.apply take the model as it is.",
-    )
 
 
 def _not_kept(name: str, why: str) -> CaptureError:

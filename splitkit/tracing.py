@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from splitkit._torch import pytree
 from splitkit.fakes import set_values
+from splitkit.functions import functions_of_proxies
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.GraphModule:
