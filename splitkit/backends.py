@@ -58,7 +58,7 @@ class Backend:
         self, joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **others: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """AOTAutograd's ``partition_fn``."""
-        pair = divide_joint(joint, num_fwd_outputs, self.policy, self.costs)
+        pair = divide_joint(joint, inputs, num_fwd_outputs, self.policy, self.costs)
         self.pairs.append(pair)
         return pair.forward, pair.backward
 

@@ -29,7 +29,7 @@ class JointSignature:
             none.
         forward_outputs: how many outputs are of forward; those of backward follow.
         structure: of ``(args, kwargs)``, as a tree specification.
-        constants: leaf of ``(args, kwargs)`` -> the number or text that the graph was captured for.
+        constants: leaf of ``(args, kwargs)`` -> what is no tensor: the number, text or ``None`` that the graph was captured for.
     """
 
     parameters: Mapping[str, str]
@@ -94,5 +94,5 @@ def signature_of(
         gradients={i: n.name for i, n in aot.inputs_of_gradients(graph) if outputs[i] is not None},
         forward_outputs=aot.count_forward_outputs(graph),
         structure=structure,
-        constants={i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, bool | int | float | str)},
+        constants={i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)},
     )
