@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -235,14 +235,19 @@ PartitionFn = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 """What AOTAutograd calls with a joint graph and its inputs: ``fn(joint, inputs, *, num_fwd_outputs, **others)``."""
 
 
-def joint_flow(gm: fx.GraphModule, forward_outputs: int) -> JointFlow:
+def joint_flow(gm: fx.GraphModule, forward_outputs: int, written: Iterable[Node] = ()) -> JointFlow:
     """The facts about a joint graph that AOTAutograd made.
 
     Works without descriptors too, which the graphs inside higher-order ops lack.
+
+    Args:
+        gm: the joint graph.
+        forward_outputs: how many outputs are forward's.
+        written: nodes whose memory others write to between forward and backward.
     """
     inputs = gm.graph.find_nodes(op="placeholder")
     late = sorted(filter(_kind_of_backward_input, inputs), key=_kind_of_backward_input)
-    return JointFlow.of(analyze(gm), late, forward_outputs, updated_inputs(gm.graph))
+    return JointFlow.of(analyze(gm), late, forward_outputs, [*updated_inputs(gm.graph), *written])
 
 
 def without_duplicates(gm: fx.GraphModule, forward_outputs: int) -> fx.GraphModule:
@@ -292,12 +297,16 @@ def divide_joint(
     forward_outputs: int,
     policy: PolicyLike,
     costs: Callable[[fx.GraphModule], Costs],
+    written: Callable[[fx.Graph], Iterable[Node]] = lambda graph: (),
 ) -> Pair:
-    """The halves that a policy makes of a joint graph of AOTAutograd's, as its compilers expect them."""
+    """The halves that a policy makes of a joint graph of AOTAutograd's, as its compilers expect them.
+
+    ``written`` names the nodes whose memory others write to between forward and backward.
+    """
     for node, given in zip(joint.graph.find_nodes(op="placeholder"), pytree.tree_leaves(inputs), strict=False):
         _keep_constant(node, given)
     joint = without_duplicates(joint, forward_outputs)
-    pair = divide(joint_flow(joint, forward_outputs), policy, costs(joint))
+    pair = divide(joint_flow(joint, forward_outputs, written(joint.graph)), policy, costs(joint))
     _describe(pair, joint)
     return pair
 

@@ -96,6 +96,7 @@ FLOORS: list[set[str]] = [
         "tokens",
         "quietlogs",
         "aot",
+        "afterwards",
         "backends",
         "inductor",
     },  # doors to torch.export, fx, Dynamo and AOTAutograd
@@ -187,6 +188,7 @@ PRIVATE_DOORS = {
     "aot",
     "tokens",
     "quietlogs",
+    "afterwards",
     "backends",
     "inductor",
     "standins",
