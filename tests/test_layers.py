@@ -26,6 +26,7 @@ FLOORS: list[set[str]] = [
     },  # facts about a graph; torch.fx read-only
     {
         "costs",
+        "kernels",
         "measure",
         "livebytes",
         "sharing",
