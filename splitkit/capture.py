@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
@@ -91,7 +92,7 @@ def _what_helps(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     """What was tried and captures the model, or what it says when it just runs; nothing, if nothing was found."""
     if not are_real(model, (args, kwargs)):
         return "Call the model once on real inputs, before it is moved to meta or fake tensors."
-    with as_found(model), redirect_stderr(StringIO()), redirect_stdout(StringIO()):
+    with as_found(model), _silence():
         try:
             call_once(copy.deepcopy(model), args, kwargs)
         except Exception as error:
@@ -105,6 +106,19 @@ def _what_helps(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         if _works(lambda: _from_exported(torch.export.export(model, args, kwargs, strict=False))):
             return "Take splitkit.capture(torch.export.export(model, args, kwargs))."
     return ""
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """What fails on trial writes no logs."""
+    before = logging.root.manager.disable
+    logging.disable()
+    try:
+        with redirect_stderr(StringIO()), redirect_stdout(StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _works(capture: Callable[[], object], within: AbstractContextManager[None] | None = None) -> bool:

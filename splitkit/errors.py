@@ -41,12 +41,16 @@ CODES: dict[str, str] = {
     "SK401": "the model could not be captured",
     "SK402": "an example model or its package is missing",
     "SK403": "a model factory is wrong",
+    "SK404": "a custom backward cannot be kept",
+    "SK405": "a hook on gradients would be lost",
     "SK501": "a file is not a plan",
     "SK502": "a plan was made for another graph",
     "SK503": "a plan file has another schema number",
     "SK504": "a file could not be read or written",
     "SK601": "the command was used wrongly",
     "SK701": "the split differs from the whole",
+    "SK702": "the graph that was split differs from the model",
+    "SK703": "the model differs from itself",
 }
 
 
@@ -115,4 +119,4 @@ class UsageError(SplitError):
 
 
 class CheckError(SplitError, AssertionError):
-    """A split does not give what the whole gives (SK701)."""
+    """A split does not give what the whole gives (SK70x)."""

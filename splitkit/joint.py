@@ -149,7 +149,7 @@ def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwar
         )
     check_model(model, loss)
     step, inputs = TrainingStep(model, loss), distinct((args, kwargs))
-    gm, signature = after_a_call(model, *inputs, lambda: _traced(step, *inputs))
+    gm, signature = after_a_call(model, inputs[0], inputs[1], lambda: _traced(step, *inputs))
     if signature.tangents and signature.loss not in signature.tangents.values():
         step.copies = True
         gm, signature = _traced(step, *inputs)
