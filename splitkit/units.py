@@ -31,11 +31,13 @@ def read_size(text: str) -> int | None:
     return int(Fraction(match[1]) * _BYTES[match[2].upper()])  # exact, where a float gives 1000 for "1.001 kB"
 
 
-def duration(seconds: float) -> str:
-    """``0.0123`` -> ``12.3 ms``."""
-    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if seconds >= unit * 0.9995:
-            return f"{seconds / unit:.3g} {name}"
+def duration(seconds: float, unit: str = "s") -> str:
+    """``0.0123`` -> ``12.3 ms``; ``3 nodes`` for prices that are no time, whose unit is not ``"s"``."""
+    if unit != "s":
+        return f"{quantity(seconds)} {unit}"
+    for scale, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= scale * 0.9995:
+            return f"{seconds / scale:.3g} {name}"
     return f"{seconds / 1e-6:.2g} us"
 
 

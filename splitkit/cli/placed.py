@@ -40,6 +40,7 @@ class Rank:
         in_flight: the most microbatches that it holds; ``None`` without a schedule.
         nbytes: at its peak: parameters with gradients and optimizer; saved for backward; messages; temporaries.
         limit: bytes that it has.
+        unit: of ``busy``, where the prices are no time.
     """
 
     device: str
@@ -49,6 +50,7 @@ class Rank:
     in_flight: int | None
     nbytes: tuple[int, int, int, int]
     limit: int | None
+    unit: str = "s"
 
     @property
     def used(self) -> float:
@@ -63,6 +65,7 @@ class Rank:
             "device": self.device or None,
             "stages": list(self.stages),
             "busy": self.busy,
+            "unit": self.unit,
             "bubble": self.bubble,
             "in_flight": self.in_flight,
             "memory": memory,
@@ -150,6 +153,7 @@ def _simulated(run: ScheduleRun, rank: int, wanted: Placement) -> Rank:
         in_flight=run.in_flight[rank] if wanted.schedule else None,
         nbytes=(m.parameters + m.gradients + m.optimizer, m.saved, m.messages, m.temporaries),
         limit=wanted.limit(rank),
+        unit=run.unit,
     )
 
 
@@ -170,6 +174,7 @@ def _unscheduled(wanted: Placement, keys: Sequence[Any], costs: dict[str, dict[A
                 fixed, sum(p.saved_bytes for p in parts), 0, max((p.temporary_bytes for p in parts), default=0),
             ),
             limit=wanted.limit(number),
+            unit=parts[0].unit if parts else "s",
         )  # fmt: skip
 
 
@@ -179,16 +184,16 @@ def _step(run: ScheduleRun) -> dict[str, Any]:
 
 
 def _summary(wanted: Placement, claim: Claim | None, ranks: Sequence[Rank], data: dict[str, Any]) -> dict[str, str]:
-    rows = wanted.facts()
+    rows, unit = wanted.facts(), next((rank.unit for rank in ranks if rank.unit != "s"), "s")
     if claim is not None:
         rows |= {
-            claim.objective: f"{duration(claim.value)}, limited by part {claim.limiting}",
-            "bound": f"{duration(claim.bound)}: {_proof(claim)}",
+            claim.objective: f"{duration(claim.value, unit)}, limited by part {claim.limiting}",
+            "bound": f"{duration(claim.bound, unit)}: {_proof(claim)}",
             "solver": claim.solver,
         }
     if step := data["step"]:
         rows["step"] = (
-            f"{duration(step['seconds'])}, {step['schedule']} of {step['microbatches']} microbatches, "
+            f"{duration(step['seconds'], unit)}, {step['schedule']} of {step['microbatches']} microbatches, "
             f"bubble {step['bubble']:.1%}"
         )
     number, fullest = max(enumerate(ranks), key=lambda one: (one[1].used, sum(one[1].nbytes)))
@@ -219,7 +224,7 @@ def _cells(number: int, rank: Rank) -> dict[str, str]:
         "rank": str(number),
         "device": rank.device,
         "stages": ",".join(map(str, rank.stages)) or "none",
-        "busy": duration(rank.busy) if rank.busy else "0",
+        "busy": duration(rank.busy, rank.unit) if rank.busy else "0",
         "bubble": "" if rank.bubble is None else f"{rank.bubble:.1%}",
         "in flight": "" if rank.in_flight is None else str(rank.in_flight),
         "fixed": size(fixed),

@@ -13,7 +13,7 @@ from splitkit.cli.outcome import Outcome, facts, seconds, table
 from splitkit.cli.source import Source
 from splitkit.cli.work import TRAINING, Clock, example_of, kind_of_costs, require_folder, versions
 from splitkit.errors import UsageError
-from splitkit.units import size
+from splitkit.units import duration, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -109,6 +109,7 @@ def _data(work: TrainWork, costs: Costs, pair: Pair, profile: MemoryProfile) -> 
         "model": work.source.to_dict(),
         "note": pair.plan.note,
         "prices": getattr(costs, "note", ""),
+        "unit": sk.costs.unit_of(costs),
         "forward": {"ops": len(forward), "seconds": _sum(costs, forward), "peak": profile.peak_of("forward")},
         "backward": {"ops": len(flow.nodes) - len(forward) + len(twice), "peak": profile.peak_of("backward")},
         "recomputed": {"ops": len(twice), "seconds": _sum(costs, twice)},
@@ -125,12 +126,13 @@ def _sum(costs: Costs, nodes: Iterable[Any]) -> float:
 def _text(data: dict[str, Any]) -> list[RenderableType]:
     forward, again, took = data["forward"], data["recomputed"], data["seconds"]
     share = again["seconds"] / forward["seconds"] if forward["seconds"] else 0.0
+    time = duration(again["seconds"], data["unit"])
     rows = {
         "plan": data["note"],
         "prices": data["prices"],
         "peak": f"{size(data['peak'])} (forward {size(forward['peak'])}, backward {size(data['backward']['peak'])})",
         "saved for backward": f"{size(data['saved']['nbytes'])} in {len(data['saved']['values'])} storages",
-        "computed again": f"{again['ops']} of {forward['ops']} ops, {seconds(again['seconds'])} ({share:.1%})",
+        "computed again": f"{again['ops']} of {forward['ops']} ops, {time} ({share:.1%})",
         "took": f"capture {seconds(took['capture'])}, plan {seconds(took['plan'])}",
     }
     largest = [(v["name"], size(v["nbytes"])) for v in data["saved"]["values"][:SHOWN]]

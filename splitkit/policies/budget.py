@@ -115,10 +115,11 @@ class Budget:
     def _note(self, limit: int, best: Seen, proof: Proof, count: int) -> str:
         bound = min(proof.bound, best.seconds) if isfinite(proof.bound) else 0.0  # infinite: a plan in another order
         gap = 1 - bound / best.seconds if best.seconds else 0.0
+        unit = best.choice.savings.unit
         of = "" if self.of == "saved" else " (of plans in graph order)"
         return (
             f"{self.of} within {size(limit)}: peak {size(best.peak)}, {size(best.saved)} saved, "
-            f"{best.seconds:.4g} s computed again; at least {bound:.4g} s{of}, gap {gap:.2%}; "
+            f"{best.seconds:.4g} {unit} computed again; at least {bound:.4g} {unit}{of}, gap {gap:.2%}; "
             f"HiGHS, {proof.programs} programs, {proof.limits} limits; {count} candidates"
         )
 
@@ -126,9 +127,10 @@ class Budget:
         taken = self._taken(lowest)
         proven = f"; no plan is below {size(search.least_peak())}" if self.of == "peak" else ""
         what = "peak" if self.of == "peak" else "number of saved bytes"
+        again = f"{lowest.seconds:.4g} {lowest.choice.savings.unit}"
         return NoPlanError(
             "SK303",
             f"no plan was found whose {what} is within {size(limit)} ({limit} bytes): the smallest is {size(taken)}, "
-            f"where {lowest.seconds:.4g} s are computed again and {size(lowest.saved)} are saved{proven}",
+            f"where {again} are computed again and {size(lowest.saved)} are saved{proven}",
             f"Budget({taken}, of={self.of!r}) takes that plan; a smaller batch or shorter sequence needs less.",
         )
