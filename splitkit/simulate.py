@@ -32,6 +32,7 @@ from splitkit.effects import attribute, storage_key
 from splitkit.errors import GraphError
 from splitkit.fakes import values_again
 from splitkit.kernels import Bytes, Gives, storages_of
+from splitkit.layouts import layouts
 from splitkit.livebytes import plain_tensors
 from splitkit.scope import Scope, is_state_op, scopes
 from splitkit.sharing import shares_memory
@@ -80,6 +81,7 @@ class Run:
     _casts: _Casts = field(default_factory=_Casts)
     _items: dict[Node, list[Value]] = field(default_factory=dict)
     _again: dict[Node, Any] = field(default_factory=dict)
+    _layouts: dict[Node, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._temporaries = Temporaries(self.sizes)
@@ -117,6 +119,7 @@ class Run:
         """
         require_values(gm.graph, but=lambda node: _calls_graph(gm, node) is not None)
         self._again |= {} if shares_memory(gm) else values_again(gm)
+        self._layouts |= layouts(gm, self.sizes)
         scope, _ = scopes(gm.graph)
         values: dict[Node, Value] = {}
         outputs: list[tuple[Node, Value]] = []
@@ -195,7 +198,7 @@ class Run:
         if isinstance(node.target, HigherOrderOperator):
             inner = (node,) if node.target is torch.ops.higher_order.wrap_with_autocast else ()
             return max((self._inside(body, (*autocast, *inner)) for body in bodies(gm, node)), default=0)
-        inside = self._temporaries(gm, node, autocast)
+        inside = self._temporaries(gm, node, autocast, self._layouts)
         if autocast:
             self._keep_casts(gm, node, inside.casts, autocast[0])
         self.gives[node] = inside.gives
