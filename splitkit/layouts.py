@@ -51,8 +51,9 @@ def _relaid(node: Node, sizes: Mapping[str, int], found: Layouts) -> Any:
     if not isinstance(given, torch.Tensor) or given.device.type != "cpu":
         return value
     pieces = list(value) if isinstance(value, tuple | list) else [value]
-    keeps_order = node.target in _KEEP_ORDER and not given.is_contiguous()
     with FakeTensorMode():
+        given = torch.empty_strided(_plain(given.shape, sizes), _plain(given.stride(), sizes))
+        keeps_order = node.target in _KEEP_ORDER and not given.is_contiguous()
         made = torch.empty(_plain(pieces[0].shape, sizes), dtype=pieces[0].dtype, device=pieces[0].device)
         for order in (torch.channels_last, torch.channels_last_3d):
             if keeps_order and given.ndim == _DIMENSIONS[order] and given.is_contiguous(memory_format=order):
