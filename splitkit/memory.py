@@ -17,7 +17,7 @@ from splitkit.collector import collector_at_rest
 from splitkit.dataflow import module_path
 from splitkit.memorychecks import SplitLike, check, checked, leaves_returned, unfit
 from splitkit.simulate import Run, Value
-from splitkit.units import size
+from splitkit.units import at_most, size
 
 CUDA_BLOCK = 512
 """Torch's CUDA allocator hands out multiples of this many bytes."""
@@ -127,8 +127,7 @@ class MemoryProfile:
         at = "" if self.at is None else f" at {self.at.name}"
         calls = ", ".join(f"{call} {size(peak)}" for call, peak in self.peaks.items())
         saved = f", {size(self.saved)} saved" if self.saved else ""
-        most = f"at most {size(self.peak)}" if self.bounds else size(self.peak)
-        text = f"peak {most}{at}, {size(self.baseline)} before{saved}" + (f" ({calls})" if calls else "")
+        text = f"peak {at_most(self.peak, self.bounds)}{at}, {size(self.baseline)} before{saved}" + (f" ({calls})" if calls else "")
         bounds = ", ".join(f"{symbol} = {bound}" for symbol, bound in self.bounds.items())
         return f"{text}; for {bounds}, which only the data decides" if bounds else text
 

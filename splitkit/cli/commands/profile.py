@@ -11,7 +11,7 @@ from splitkit.cli import source
 from splitkit.cli.outcome import Outcome, facts, table
 from splitkit.cli.work import Work, planned, prepare
 from splitkit.errors import CaptureError
-from splitkit.units import size
+from splitkit.units import at_most, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -99,7 +99,7 @@ def _text(data: dict[str, Any], args: Namespace) -> list[RenderableType]:
 
 
 def _cells(row: Mapping[str, Any], measured: bool) -> list[str]:
-    cells = [row["what"], f"at most {size(row['predicted'])}" if row["bounds"] else size(row["predicted"])]
+    cells = [row["what"], at_most(row["predicted"], row["bounds"])]
     if measured:
         error = "exact" if not row["error"] else f"{100 * row['error']:+.3f} %"
         cells += [size(row["measured"]), error, "" if row["allocator"] is None else size(row["allocator"])]
@@ -115,6 +115,6 @@ def _place(at: Mapping[str, Any] | None) -> str:
 def _live(what: str, profile: Mapping[str, Any]) -> list[RenderableType]:
     named = "forward" if what == "forward" else "forward + backward"
     rows = [(b["name"], b["module"], b["kind"], size(b["nbytes"])) for b in profile["live_at_peak"]]
-    most = f"at most {size(profile['peak'])}" if profile["bounds"] else size(profile["peak"])
+    most = at_most(profile["peak"], profile["bounds"])
     summary = facts({"alive at the peak of": f"{named}: {_place(profile['at'])}, {most}"})
     return [summary, table(("made by", "module", "kind", "bytes"), rows, ("bytes",))]
