@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sized
 from fractions import Fraction
 
 _BYTES = {"": 1, "B": 1}
@@ -49,3 +50,8 @@ def _scaled(value: float, base: float, units: tuple[str, ...]) -> str:
     whole = power == 0 and value == int(value)
     number = f"{value:.0f}" if whole or abs(value) >= 100 else f"{value:.2f}"
     return f"{number} {units[power]}".rstrip()
+
+
+def at_most(nbytes: int, bounds: Sized) -> str:
+    """``13.45 GiB``, or ``at most 13.45 GiB`` if upper ``bounds`` stand for some sizes."""
+    return f"at most {size(nbytes)}" if bounds else size(nbytes)

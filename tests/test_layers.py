@@ -27,6 +27,7 @@ FLOORS: list[set[str]] = [
     {
         "costs",
         "kernels",
+        "layouts",
         "measure",
         "livebytes",
         "sharing",

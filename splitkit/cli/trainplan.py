@@ -13,7 +13,7 @@ from splitkit.cli.outcome import Outcome, facts, seconds, table
 from splitkit.cli.source import Source
 from splitkit.cli.work import TRAINING, Clock, example_of, kind_of_costs, require_folder, versions
 from splitkit.errors import UsageError
-from splitkit.units import duration, size
+from splitkit.units import at_most, duration, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -115,6 +115,7 @@ def _data(work: TrainWork, costs: Costs, pair: Pair, profile: MemoryProfile) -> 
         "recomputed": {"ops": len(twice), "seconds": _sum(costs, twice)},
         "saved": {"nbytes": profile.saved, "values": [{"name": b.name, "nbytes": b.nbytes} for b in saved]},
         "peak": profile.peak,
+        "bounds": dict(profile.bounds),
         "seconds": work.clock.seconds,
     }
 
@@ -130,7 +131,7 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
     rows = {
         "plan": data["note"],
         "prices": data["prices"],
-        "peak": f"{size(data['peak'])} (forward {size(forward['peak'])}, backward {size(data['backward']['peak'])})",
+        "peak": f"{at_most(data['peak'], data['bounds'])} (forward {size(forward['peak'])}, backward {size(data['backward']['peak'])})",
         "saved for backward": f"{size(data['saved']['nbytes'])} in {len(data['saved']['values'])} storages",
         "computed again": f"{again['ops']} of {forward['ops']} ops, {time} ({share:.1%})",
         "took": f"capture {seconds(took['capture'])}, plan {seconds(took['plan'])}",
