@@ -12,7 +12,7 @@ import splitkit
 PACKAGE = Path(splitkit.__file__).parent
 
 FLOORS: list[set[str]] = [
-    {"errors", "units", "svg", "ranges", "collector"},
+    {"errors", "units", "svg", "ranges", "collector", "files"},
     {
         "_torch",
         "ops",
@@ -107,7 +107,19 @@ FLOORS: list[set[str]] = [
         "inductor",
     },  # doors to torch.export, fx, Dynamo and AOTAutograd
     set(),  # runtime
-    {"trial", "compare", "report", "console", "models", "sweep", "sweeprows", "testing", "cli", "__main__"},  # looking
+    {
+        "trial",
+        "compare",
+        "report",
+        "console",
+        "factory",
+        "models",
+        "sweep",
+        "sweeprows",
+        "testing",
+        "cli",
+        "__main__",
+    },  # looking
 ]
 FLOOR = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
 ENGINE = 3

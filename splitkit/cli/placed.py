@@ -12,7 +12,7 @@ from splitkit.activations import activations
 from splitkit.cli import source
 from splitkit.cli.outcome import Outcome, facts, seconds, table
 from splitkit.cli.placement import Placement
-from splitkit.cli.work import Work, prepare, prices, require_folder, versions
+from splitkit.cli.work import Work, prepare, prices, versions
 from splitkit.costs import Costs, Links, roofline
 from splitkit.plan import Claim, Plan
 from splitkit.plancosts import StagePrices, run_order
@@ -74,8 +74,6 @@ class Rank:
 
 def plan(args: Namespace) -> Outcome:
     """``splitkit plan`` with ``--devices``, or with ``--stages`` and a schedule, memory or links, which are checked."""
-    require_folder(args.output)
-    require_folder(args.trace)
     wanted_model, wanted = source.from_args(args.model, args), Placement.of(args)
     policy = wanted.policy()
     work = prepare(wanted_model)
@@ -97,9 +95,14 @@ def plan(args: Namespace) -> Outcome:
         "file": args.output,
         "trace": args.trace,
     }
-    written = _write(args, work, made, run)
-    text = [report.table(), "", facts(_summary(wanted, made.claim, ranks, data)), "", _table(ranks), *written]
-    return Outcome(data, text)
+    written = _files(args, work, made, run)
+    told = [_wrote(path, args.trace) for path in written]
+    text = [report.table(), "", facts(_summary(wanted, made.claim, ranks, data)), "", _table(ranks), *told]
+    return Outcome(data, text, files=written)
+
+
+def _wrote(path: str, trace: str | None) -> str:
+    return f"wrote {path}{' (for https://ui.perfetto.dev or chrome://tracing)' if path == trace else ''}"
 
 
 def _prices(work: Work, args: Namespace, wanted: Placement) -> Costs:
@@ -108,16 +111,14 @@ def _prices(work: Work, args: Namespace, wanted: Placement) -> Costs:
     return prices(work, args.costs, backward, wanted.devices.devices[0] if wanted.devices else None)
 
 
-def _write(args: Namespace, work: Work, made: Plan, run: ScheduleRun | None) -> Iterator[str]:
-    """The files that are wanted, each whole or not at all."""
-    from splitkit import planfile
-
+def _files(args: Namespace, work: Work, made: Plan, run: ScheduleRun | None) -> dict[str, dict[str, Any]]:
+    """Path -> data of the files that are wanted."""
+    wanted: dict[str, dict[str, Any]] = {}
     if args.trace and run:
-        planfile.write(args.trace, run.to_chrome_trace())
-        yield f"wrote {args.trace} (for https://ui.perfetto.dev or chrome://tracing)"
+        wanted[args.trace] = run.to_chrome_trace()
     if args.output:
-        planfile.write(args.output, {**made.to_dict(), "model": work.source.to_dict(), **versions()})
-        yield f"wrote {args.output}"
+        wanted[args.output] = {**made.to_dict(), "model": work.source.to_dict(), **versions()}
+    return wanted
 
 
 def _ranks(work: Work, made: Plan, costs: Costs, wanted: Placement) -> tuple[list[Rank], ScheduleRun | None]:

@@ -11,7 +11,7 @@ import splitkit as sk
 from splitkit.cli import policyspec, source
 from splitkit.cli.outcome import Outcome, facts, seconds, table
 from splitkit.cli.source import Source
-from splitkit.cli.work import TRAINING, Clock, example_of, kind_of_costs, require_folder, versions
+from splitkit.cli.work import TRAINING, Clock, example_of, kind_of_costs, versions
 from splitkit.errors import UsageError
 from splitkit.units import at_most, duration, size
 
@@ -67,7 +67,6 @@ def priced(args: Namespace) -> tuple[TrainWork, Costs]:
 
 def plan(args: Namespace) -> Outcome:
     """``splitkit plan MODEL --what fwd-bwd``."""
-    require_folder(args.output)
     policy = _policy(args)
     work, costs = priced(args)
     with work.clock.step("plan", "planning"):
@@ -75,13 +74,10 @@ def plan(args: Namespace) -> Outcome:
     with work.clock.step("simulate", "simulating the memory"):
         profile = sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
     assert pair.plan is not None
-    if args.output:
-        from splitkit import planfile
-
-        record = {"model": work.source.to_dict(), "what": TRAINING, **versions()}
-        planfile.write(args.output, {**pair.plan.to_dict(), **record})
+    record = {**pair.plan.to_dict(), "model": work.source.to_dict(), "what": TRAINING, **versions()}
     data = _data(work, costs, pair, profile) | {"file": args.output}
-    return Outcome(data, [*_text(data), *([f"wrote {args.output}"] if args.output else [])])
+    text = [*_text(data), *([f"wrote {args.output}"] if args.output else [])]
+    return Outcome(data, text, files={args.output: record} if args.output else {})
 
 
 def _policy(args: Namespace) -> Policy:
