@@ -18,6 +18,7 @@ FLOORS: list[set[str]] = [
         "ops",
         "states",
         "scope",
+        "classes",
         "effects",
         "symbols",
         "dataflow",
