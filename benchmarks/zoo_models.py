@@ -38,7 +38,8 @@ def rows() -> Iterator[Row]:
     """All of them, in the order of the table."""
     import zoo_nets
     import zoo_packages
+    import zoo_senses
     import zoo_transformers
 
-    for module in (zoo_transformers, zoo_packages, zoo_nets):
+    for module in (zoo_transformers, zoo_senses, zoo_packages, zoo_nets):
         yield from module.ROWS

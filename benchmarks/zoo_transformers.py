@@ -22,17 +22,7 @@ ENCDEC: Mapping[str, Any] = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
     "forced_eos_token_id": None, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
 }  # fmt: skip
-VISION: Mapping[str, Any] = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "image_size": 32,
-    "patch_size": 8,
-}  # fmt: skip
 TEXT: Mapping[str, Any] = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
-SPEECH: Mapping[str, Any] = {
-    "vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
-    "conv_dim": (16, 16, 16), "conv_stride": (5, 4, 2), "conv_kernel": (10, 4, 3), "num_conv_pos_embeddings": 16,
-    "num_conv_pos_embedding_groups": 4, "apply_spec_augment": False, "layerdrop": 0.0, "classifier_proj_size": 16,
-}  # fmt: skip
-
 
 def ids(words: int, *shape: int) -> Tensor:
     """Tokens, none of them special."""
@@ -78,69 +68,6 @@ def seq2seq(config: Any, training: bool) -> dict[str, Any]:
     found = masked(config, False)
     target = ids(config.vocab_size, 2, 8)
     return found | ({"labels": target} if training else {"decoder_input_ids": target})
-
-
-def image(config: Any, training: bool, size: int = 32) -> dict[str, Any]:
-    """A label a picture."""
-    found: dict[str, Any] = {"pixel_values": torch.randn(2, 3, size, size)}
-    return found | {"labels": torch.tensor([0, 1])} if training else found
-
-
-def image64(config: Any, training: bool) -> dict[str, Any]:
-    """Larger pictures, for those that halve them five times."""
-    return image(config, training, 64)
-
-
-def picture(config: Any, training: bool) -> dict[str, Any]:
-    """No labels: the loss is of the outputs."""
-    return image(config, False)
-
-
-def segmentation(config: Any, training: bool, size: int = 32) -> dict[str, Any]:
-    """A label a pixel."""
-    found: dict[str, Any] = {"pixel_values": torch.randn(2, 3, size, size)}
-    return found | {"labels": torch.randint(0, 2, (2, size, size))} if training else found
-
-
-def detection(config: Any, training: bool) -> dict[str, Any]:
-    """A list of labels: one dict a picture."""
-    found: dict[str, Any] = {"pixel_values": torch.randn(2, 3, 64, 64)}
-    one = {"class_labels": torch.tensor([0, 1]), "boxes": torch.tensor([[0.5, 0.5, 0.2, 0.2], [0.3, 0.4, 0.1, 0.2]])}
-    return found | {"labels": [one, {k: v.clone() for k, v in one.items()}]} if training else found
-
-
-def wave(config: Any, training: bool) -> dict[str, Any]:
-    """A label a sound."""
-    found: dict[str, Any] = {"input_values": torch.randn(2, 2000)}
-    return found | {"labels": torch.tensor([0, 1])} if training else found
-
-
-def speech(config: Any, training: bool) -> dict[str, Any]:
-    """A sound and what is said in it."""
-    found: dict[str, Any] = {"input_values": torch.randn(2, 2000)}
-    return found | {"labels": ids(config.vocab_size, 2, 6)} if training else found
-
-
-def caption(config: Any, training: bool) -> dict[str, Any]:
-    """A text and a picture that belong together; to train, with the loss that compares them."""
-    text = getattr(config, "text_config", config)
-    found: dict[str, Any] = {**masked(text, False), "pixel_values": torch.randn(2, 3, 32, 32)}
-    return found | {"return_loss": True} if training else found
-
-
-def chat(image_tokens: int, **sizes: int) -> Inputs:
-    """A prompt with places for a picture."""
-
-    def inputs(config: Any, training: bool) -> dict[str, Any]:
-        tokens = ids(config.text_config.vocab_size - 10, 2, 8 + image_tokens)
-        tokens[:, 2 : 2 + image_tokens] = getattr(config, "image_token_id", None) or config.image_token_index
-        size = sizes.get("size", 32)
-        found: dict[str, Any] = {
-            "input_ids": tokens, "attention_mask": torch.ones_like(tokens), "pixel_values": torch.randn(2, 3, size, size)
-        }  # fmt: skip
-        return found | {"labels": tokens} if training else found
-
-    return inputs
 
 
 def hf(
