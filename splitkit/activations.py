@@ -31,6 +31,7 @@ from splitkit.costs.counting import rounds
 from splitkit.costs.sizes import require_values, tensors, value_bytes
 from splitkit.dataflow import require_graph
 from splitkit.effects import storage_key
+from splitkit.kernels import hinted_bytes
 from splitkit.livebytes import plain_tensors
 from splitkit.scope import is_state_op
 from splitkit.standins import NO_SIZES, StandIn, bodies, hint, hints
@@ -151,7 +152,7 @@ class _Run(fx.Interpreter):
             result = self._called(n)
         except Exception as error:  # whatever the op raises on fakes
             result = self._estimate(n, str(error).strip().partition("\n")[0] or type(error).__name__)
-        self._values[n] = self._storages(result)
+        self._values[n] = self._storages(result, n)
         if any(t.requires_grad for t in tensors(result)):
             self._requires.add(n)
         return result
@@ -196,13 +197,14 @@ class _Run(fx.Interpreter):
             self._numbers[storage_key(made)] = -1
         return self._owned[id(value)]
 
-    def _storages(self, value: Any) -> tuple[int, ...]:
+    def _storages(self, value: Any, made_by: Node | None = None) -> tuple[int, ...]:
         """The storages of a value but those of parameters and buffers."""
         found: dict[int, None] = {}
         for tensor in (part for t in tensors(value) for part in plain_tensors(t)):
             key = storage_key(tensor)
             if key not in self._numbers:
-                self._numbers[key] = self._new(hint(tensor.untyped_storage().nbytes()))
+                shown = hint(tensor.untyped_storage().nbytes())
+                self._numbers[key] = self._new(shown if made_by is None else max(shown, hinted_bytes(made_by, tensor)))
             found[self._numbers[key]] = None
         found.pop(-1, None)
         return tuple(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +18,7 @@ from torch._guards import tracing  # 2.11, 2.13, 2.15
 from torch.fx import Node
 from torch.fx.experimental._backward_state import BackwardState  # 2.11, 2.13, 2.15
 
+from splitkit._torch import pytree
 from splitkit.costs import Costs, default
 from splitkit.dataflow import analyze
 from splitkit.dedupe import deduplicated
@@ -26,6 +27,8 @@ from splitkit.fakes import rebinds
 from splitkit.halves import JointFlow
 from splitkit.pair import Pair, divide
 from splitkit.plan import PolicyLike
+from splitkit.quietlogs import without_logging
+from splitkit.tokens import without_tokens
 
 _HERE = Path(__file__).parent
 
@@ -58,12 +61,25 @@ def trace_joint(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         _without_globals(type(module).forward),
         torch._dynamo.config.patch(_FIXED),
         torch.fx.traceback.preserve_node_meta(),
+        without_logging(),
         _no_lost_state(module, args, kwargs),
     ):
         captured = dynamo_graph_capture_for_export(module)(*args, **kwargs)
     with _without_onednn(), tracing(captured.meta["tracing_context"]), ExitStack() as stack:
         described = aot_export_joint_with_descriptors(stack, captured, args, dict(kwargs))
-    return described.graph_module
+    gm = described.graph_module
+    without_tokens(gm)
+    leaves = pytree.tree_leaves((args, dict(kwargs)))
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if (position := input_position(node)) is not None:
+            _keep_constant(node, leaves[position])
+    return gm
+
+
+def _keep_constant(node: Node, given: Any) -> None:
+    """AOTAutograd writes no value on an input that is a plain number, text or ``None``: the graph is made for it."""
+    if "val" not in node.meta and not isinstance(given, torch.Tensor):
+        node.meta["val"] = given
 
 
 @contextmanager
@@ -219,14 +235,19 @@ PartitionFn = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 """What AOTAutograd calls with a joint graph and its inputs: ``fn(joint, inputs, *, num_fwd_outputs, **others)``."""
 
 
-def joint_flow(gm: fx.GraphModule, forward_outputs: int) -> JointFlow:
+def joint_flow(gm: fx.GraphModule, forward_outputs: int, written: Iterable[Node] = ()) -> JointFlow:
     """The facts about a joint graph that AOTAutograd made.
 
     Works without descriptors too, which the graphs inside higher-order ops lack.
+
+    Args:
+        gm: the joint graph.
+        forward_outputs: how many outputs are forward's.
+        written: nodes whose memory others write to between forward and backward.
     """
     inputs = gm.graph.find_nodes(op="placeholder")
     late = sorted(filter(_kind_of_backward_input, inputs), key=_kind_of_backward_input)
-    return JointFlow.of(analyze(gm), late, forward_outputs, updated_inputs(gm.graph))
+    return JointFlow.of(analyze(gm), late, forward_outputs, [*updated_inputs(gm.graph), *written])
 
 
 def without_duplicates(gm: fx.GraphModule, forward_outputs: int) -> fx.GraphModule:
@@ -264,18 +285,28 @@ def partition_fn(policy: PolicyLike, costs: Callable[[fx.GraphModule], Costs] = 
     def partition(
         joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **others: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        pair = divide_joint(joint, num_fwd_outputs, policy, costs)
+        pair = divide_joint(joint, inputs, num_fwd_outputs, policy, costs)
         return pair.forward, pair.backward
 
     return partition
 
 
 def divide_joint(
-    joint: fx.GraphModule, forward_outputs: int, policy: PolicyLike, costs: Callable[[fx.GraphModule], Costs]
+    joint: fx.GraphModule,
+    inputs: Any,
+    forward_outputs: int,
+    policy: PolicyLike,
+    costs: Callable[[fx.GraphModule], Costs],
+    written: Callable[[fx.Graph], Iterable[Node]] = lambda graph: (),
 ) -> Pair:
-    """The halves that a policy makes of a joint graph of AOTAutograd's, as its compilers expect them."""
+    """The halves that a policy makes of a joint graph of AOTAutograd's, as its compilers expect them.
+
+    ``written`` names the nodes whose memory others write to between forward and backward.
+    """
+    for node, given in zip(joint.graph.find_nodes(op="placeholder"), pytree.tree_leaves(inputs), strict=False):
+        _keep_constant(node, given)
     joint = without_duplicates(joint, forward_outputs)
-    pair = divide(joint_flow(joint, forward_outputs), policy, costs(joint))
+    pair = divide(joint_flow(joint, forward_outputs, written(joint.graph)), policy, costs(joint))
     _describe(pair, joint)
     return pair
 

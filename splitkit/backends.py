@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -15,7 +16,8 @@ from torch._dynamo.backends.debugging import boxed_nop  # 2.11, 2.13, 2.15
 from torch._dynamo.exc import BackendCompilerFailed  # 2.11, 2.13, 2.15
 
 from splitkit._torch import pytree
-from splitkit.aot import divide_joint
+from splitkit.afterwards import Watch, Written, needed, refused
+from splitkit.aot import PartitionFn, divide_joint
 from splitkit.capture import put_back
 from splitkit.costs import Costs, default
 from splitkit.errors import PolicyError, SplitError
@@ -34,6 +36,8 @@ class Backend:
     Attributes:
         pairs: what it made so far: one a graph that takes gradients. More than one a model means graph breaks, or
             inputs for which the model was compiled again.
+        written: number of a graph -> what of it is known to be written to after it has run (`splitkit.afterwards`).
+        watch: what learns that; ``None`` if nobody asks.
     """
 
     def __init__(
@@ -42,25 +46,59 @@ class Backend:
         self.policy, self.inner = policy, inner
         self.costs = costs or (by_inductor if inner == "inductor" else default)
         self.pairs: list[Pair] = []
+        self.written: Mapping[int, Written] = {}
+        self.watch: Watch | None = None
+        self._names: list[list[str]] = []
+        self._joints: dict[int, tuple[fx.Graph, Pair]] = {}
         self.__name__ = "splitkit"  # by which Dynamo names it in messages
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Compile one graph of Dynamo's."""
+        number = len(self._names)
+        self._names.append([str(n.target) for n in gm.graph.find_nodes(op="placeholder")])
+        compiled = self._compiled(gm, example_inputs, partial(self.partition, number=number))
+        watch = self.watch
+        if watch is None:
+            return compiled
+
+        def watched(*args: Any) -> Any:
+            outputs = compiled(*args)
+            watch.saw(number, args, outputs)
+            return outputs
+
+        return watched
+
+    def _compiled(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], partition: PartitionFn
+    ) -> Callable[..., Any]:
         if self.inner == "inductor":
             from splitkit.inductor import compile_with
 
-            return compile_with(gm, example_inputs, self.partition)
+            return compile_with(gm, example_inputs, partition)
         # keep_inference_input_mutations: as torch's own aot_eager has it (2.11, 2.13, 2.15)
-        compiler = aot_autograd(fw_compiler=boxed_nop, partition_fn=self.partition, keep_inference_input_mutations=True)
+        compiler = aot_autograd(fw_compiler=boxed_nop, partition_fn=partition, keep_inference_input_mutations=True)
         return compiler(gm, example_inputs)
 
     def partition(
-        self, joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **others: Any
+        self, joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, number: int = -1, **others: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """AOTAutograd's ``partition_fn``."""
-        pair = divide_joint(joint, num_fwd_outputs, self.policy, self.costs)
+        """AOTAutograd's ``partition_fn``, for the graph of that number."""
+        known = self.written.get(number)
+        pair = divide_joint(
+            joint, inputs, num_fwd_outputs, self.policy, self.costs, known.nodes if known else lambda graph: ()
+        )
         self.pairs.append(pair)
+        self._joints[number] = joint.graph, pair
         return pair.forward, pair.backward
+
+    def needed_later(self, written: Mapping[int, Written]) -> list[str]:
+        """What backward takes of what was written to after the graph had run."""
+        found: list[str] = []
+        for number, later in written.items():
+            if number in self._joints:
+                joint, pair = self._joints[number]
+                found += needed(pair, later.nodes(joint), self._names[number])
+        return found
 
 
 def backend(
@@ -120,12 +158,28 @@ def apply(
     """
     divided = backend(policy, inner, costs=costs)
     applied = copy.copy(model)
-    call = _own_code(applied)
-    # What nn.Module.compile sets (2.11, 2.13, 2.15).
-    applied._compiled_call_impl = torch.compile(call, backend=divided, fullgraph=fullgraph)
-    if args or kwargs:
-        _try(applied, divided, args, kwargs)
+    _compile(applied, divided, fullgraph)
+    if not args and not kwargs:
+        return applied
+    written = _try(applied, divided, args, kwargs)
+    if divided.needed_later(written):
+        divided = backend(policy, inner, costs=costs)
+        divided.written = written
+        _compile(applied, divided, fullgraph)
+        if names := divided.needed_later(_try(applied, divided, args, kwargs)):
+            raise refused(names)
+    if len(divided.pairs) > 1:
+        warnings.warn(
+            f"{type(applied).__name__} falls into {len(divided.pairs)} graphs, each divided on its own: "
+            "TORCH_LOGS=graph_breaks says where",
+            stacklevel=2,
+        )
     return applied
+
+
+def _compile(applied: nn.Module, divided: Backend, fullgraph: bool) -> None:
+    # What nn.Module.compile sets (2.11, 2.13, 2.15).
+    applied._compiled_call_impl = torch.compile(_own_code(applied), backend=divided, fullgraph=fullgraph)
 
 
 def _own_code(self: nn.Module) -> Callable[..., Any]:
@@ -140,13 +194,17 @@ def _own_code(self: nn.Module) -> Callable[..., Any]:
     return types.FunctionType(run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__)
 
 
-def _try(applied: nn.Module, divided: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run forward once and leave no trace."""
+def _try(
+    applied: nn.Module, divided: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Mapping[int, Written]:
+    """Run forward once and leave no trace; what was written to after a graph had run that had to do with it."""
+    divided.watch = watch = Watch()
     held = [(buffer, buffer.detach().clone()) for buffer in applied.buffers()]
     args, kwargs = pytree.tree_map_only(Tensor, _fresh, (args, kwargs))
     try:
         with put_back(m._buffers for m in applied.modules()), torch.random.fork_rng(), torch.enable_grad():
             applied(*args, **kwargs)
+            written = watch.stop()
     except BackendCompilerFailed as failed:
         if isinstance(failed.inner_exception, SplitError):
             raise failed.inner_exception from None
@@ -156,12 +214,8 @@ def _try(applied: nn.Module, divided: Backend, args: tuple[Any, ...], kwargs: di
             for buffer, value in held:
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)
-    if len(divided.pairs) > 1:
-        warnings.warn(
-            f"{type(applied).__name__} falls into {len(divided.pairs)} graphs, each divided on its own: "
-            "TORCH_LOGS=graph_breaks says where",
-            stacklevel=3,
-        )
+        divided.watch = None
+    return written
 
 
 def _fresh(tensor: Tensor) -> Tensor:

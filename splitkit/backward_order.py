@@ -7,9 +7,10 @@ from collections.abc import Collection, Hashable, Iterable, Iterator
 
 from torch.fx import Node
 
-from splitkit.costs.sizes import storage_bytes, tensors
+from splitkit.costs.sizes import tensors
 from splitkit.effects import storage_key
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, nodes_in
+from splitkit.kernels import hinted_bytes
 from splitkit.plan import Plan
 from splitkit.symbols import value_of
 
@@ -288,4 +289,4 @@ class _Ordering:
 
 def _storages(node: Node) -> dict[Hashable, int]:
     """The storages that a node's value lies in -> bytes; a symbolic size as seen at capture."""
-    return {storage_key(tensor): storage_bytes(tensor) for tensor in tensors(value_of(node))}
+    return {storage_key(tensor): hinted_bytes(node, tensor) for tensor in tensors(value_of(node))}

@@ -25,19 +25,19 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 
 from splitkit import _torch
+from splitkit.capture_errors import lost_hook
+from splitkit.gradflags import HOOKS, GradFlags
 
 _MARK = "splitkit_block"
 _LOCK = threading.RLock()  # export itself cannot run twice at a time either
-_LOST = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 
 @contextmanager
-def blocks_as_nodes() -> Iterator[list[str]]:
+def blocks_as_nodes(flags: GradFlags) -> Iterator[None]:
     """Within, torch.export keeps blocks as nodes and marks them for `restore_callers_grad`.
 
-    Yields a list that receives the names of calls that tracing loses (``requires_grad_``).
+    ``flags`` hears of ``requires_grad_``, which tracing loses; a hook on a gradient is refused (SK405).
     """
-    lost: list[str] = []
     writer: list[str] = []  # what is setting grad mode now, outermost first
 
     def marked(how: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,11 +53,13 @@ def blocks_as_nodes() -> Iterator[list[str]]:
     traced = PreDispatchTorchFunctionMode.__torch_function__
 
     def trace(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in HOOKS:
+            raise lost_hook("the model hooks the gradient of a tensor")
+        if flags.asked(func, args, kwargs):
+            flags.set(args[0], mode.tracer)
         result = traced(mode, func, types, args, kwargs)
         if func is _torch.SET_GRAD and writer:
             next(iter(reversed(mode.tracer.graph.nodes))).meta[_MARK] = writer[0]
-        elif func in _LOST and (len(args) < 2 or args[1]):
-            lost.append("requires_grad_")
         return result
 
     with _LOCK, ExitStack() as stack:
@@ -68,7 +70,7 @@ def blocks_as_nodes() -> Iterator[list[str]]:
             stack.enter_context(patch.object(kind, method, marked(how, getattr(kind, method))))
         stack.enter_context(patch.object(torch.inference_mode, "__enter__", _enter_inference(writer)))
         stack.enter_context(patch.object(torch.inference_mode, "__exit__", _exit_inference(writer)))
-        yield lost
+        yield
 
 
 # `with set_grad_enabled(m)` sets the mode when it is made, and again when it is entered.

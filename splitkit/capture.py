@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from io import StringIO
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +16,12 @@ from torch.export import ExportedProgram
 
 from splitkit._torch import pytree
 from splitkit.blocks import blocks_as_nodes, restore_callers_grad
-from splitkit.capture_errors import capture_error
+from splitkit.capture_errors import capture_error, first_line
 from splitkit.errors import CaptureError
+from splitkit.firstcall import after_a_call, are_real, as_found, call_once, in_eval_mode
+from splitkit.functions import functions_as_nodes, refuse_module_hooks
+from splitkit.gradflags import GradFlags
+from splitkit.outputs import outputs_opened
 from splitkit.regions import inline_regions, inlined, restore_by_value
 from splitkit.tracing import trace
 
@@ -60,7 +66,7 @@ def capture(
     if isinstance(model, fx.GraphModule) and not args and not kwargs:
         return inlined(model)
     ways: dict[str, Callable[[], fx.GraphModule]] = {
-        "export": lambda: _from_exported(_export(model, args, kwargs, dynamic)),
+        "export": lambda: _exported(model, args, kwargs, dynamic),
         "symbolic_trace": lambda: trace(model, args, kwargs),
     }
     if how not in ways:
@@ -70,13 +76,44 @@ def capture(
             "SK401", f"a {type(model).__name__} is no module", "Give a torch.nn.Module; wrap a function in one."
         )
     args, kwargs = distinct((args, kwargs))
+    refuse_module_hooks(model)
     with undisturbed():
         try:
-            return ways[how]()
+            return after_a_call(model, args, kwargs, ways[how])
         except CaptureError:
             raise
         except Exception as error:
-            raise capture_error(model, how, dynamic, error) from error
+            helps = _what_helps(model, args, kwargs, dynamic, how)
+            raise capture_error(model, how, error, helps) from error
+
+
+def _what_helps(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, how: str) -> str:
+    """What was tried and captures the model, or what it says when it just runs; nothing, if nothing was found."""
+    if not are_real(model, (args, kwargs)):
+        return "Call the model once on real inputs, before it is moved to meta or fake tensors."
+    with as_found(model), redirect_stderr(StringIO()), redirect_stdout(StringIO()):
+        try:
+            call_once(copy.deepcopy(model), args, kwargs)
+        except Exception as error:
+            return f"Called without capture, the model raises {first_line(error)}"
+        if how != "export":
+            return 'Use how="export".' if _works(lambda: _exported(model, args, kwargs, False)) else ""
+        if dynamic and _works(lambda: _exported(model, args, kwargs, False)):
+            return "Capture with dynamic=False."
+        if model.training and _works(lambda: _exported(model, args, kwargs, dynamic), in_eval_mode(model)):
+            return "Call model.eval() first: in eval mode the model is captured."
+        if _works(lambda: _from_exported(torch.export.export(model, args, kwargs, strict=False))):
+            return "Take splitkit.capture(torch.export.export(model, args, kwargs))."
+    return ""
+
+
+def _works(capture: Callable[[], object], within: AbstractContextManager[None] | None = None) -> bool:
+    try:
+        with within or nullcontext():
+            capture()
+    except Exception:
+        return False
+    return True
 
 
 def distinct(inputs: Any) -> Any:
@@ -91,17 +128,18 @@ def distinct(inputs: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, copy_of_known, inputs)
 
 
-def _export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: bool) -> ExportedProgram:
+def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: bool) -> fx.GraphModule:
     shapes = _all_dynamic(model, args, kwargs) if dynamic else None
-    with blocks_as_nodes() as lost:
+    flags, parameters = GradFlags(model), set(model.parameters())
+    with blocks_as_nodes(flags), functions_as_nodes() as put_functions_in, outputs_opened(model):
         program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
-    if lost:
-        raise CaptureError(
-            "SK401",
-            f"the model calls {lost[0]} on a tensor, which torch.export loses: its gradient would be missing",
-            "Make that tensor an input or a parameter.",
-        )
-    return program
+    if not parameters.issuperset(model.parameters()):
+        raise CaptureError("SK401", "the model makes parameters while it runs", "Make them in its __init__.")
+    gm = _from_exported(program)
+    put_functions_in(gm)
+    gm.recompile()
+    flags.check(gm)
+    return gm
 
 
 def _all_dynamic(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

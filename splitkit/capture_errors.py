@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import linecache
+import sysconfig
 import traceback
 from pathlib import Path
+from types import FrameType
 
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from splitkit.errors import CaptureError, SplitError
 
 _TORCH = Path(torch.__file__).parent
 _HERE = Path(__file__).parent
+_PYTHON, _SITE = Path(traceback.__file__).parent, Path(sysconfig.get_path("purelib"))  # contextlib is nobody's line
 
 # Words of torch's messages (2.11, 2.13, 2.15; lower case) -> the construct, and what to do about it.
 _CONSTRUCTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
@@ -25,7 +28,7 @@ _CONSTRUCTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("one of the outputs with type", "unsupported output", "not supported output", "in output, which"),
         "the model returns something that is no tensor",
-        "Return tensors, or tuples and dicts of them; for a transformers model pass use_cache=False.",
+        "Return tensors, tuples and dicts of them, or objects that copy.copy can copy.",
     ),
     (
         ("unsupported input type", "not a supported input", "input type", "pytree_register_constant"),
@@ -35,7 +38,7 @@ _CONSTRUCTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("proxy", "symbolically traced"),
         "Python code looks into a value that symbolic_trace does not know",
-        'Use how="export", which runs the model on example inputs, or make the module a leaf of an own tracer.',
+        "symbolic_trace cannot take it.",
     ),
     (
         ("constraints violated", "dynamic_shapes", "specialized", "was inferred to be a constant"),
@@ -44,14 +47,12 @@ _CONSTRUCTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ),
 )
 _OTHER_WAY = {
-    "export": 'Try how="symbolic_trace", or torch.export.export(model, args, strict=True) and capture the result.',
-    "symbolic_trace": 'Try how="export".',
     "dynamo": "TORCH_LOGS=graph_breaks says more; splitkit.backend also takes models that fall into several graphs.",
 }
 
 
-def capture_error(model: nn.Module, how: str, dynamic: bool, error: Exception) -> SplitError:
-    """The SK401 for ``error``, which capturing ``model`` by ``how`` raised."""
+def capture_error(model: nn.Module, how: str, error: Exception, helps: str = "") -> SplitError:
+    """The SK401 for ``error``, which capturing ``model`` by ``how`` raised; ``helps`` is what was seen to help."""
     if isinstance(error, SplitError):
         return error
     construct, remedy = _diagnose(f"{type(error).__name__}: {error}")
@@ -59,9 +60,9 @@ def capture_error(model: nn.Module, how: str, dynamic: bool, error: Exception) -
     reason = f"{type(model).__name__} could not be captured by {how}"
     reason += f": {construct}" if construct else ""
     reason += f"\n  at {where}" if where else ""
-    reason += f"\n  torch says: {_first_line(error)}"
-    hints = [remedy, "Capture with dynamic=False." if dynamic else "", _OTHER_WAY[how]]
-    return CaptureError("SK401", reason, " ".join(dict.fromkeys(h for h in hints if h)))
+    reason += f"\n  torch says: {first_line(error)}"
+    hints = [helps or remedy, _OTHER_WAY.get(how, "")]
+    return CaptureError("SK401", reason, " ".join(h for h in hints if h))
 
 
 def _diagnose(text: str) -> tuple[str, str]:
@@ -72,22 +73,47 @@ def _diagnose(text: str) -> tuple[str, str]:
     return "", ""
 
 
+def lost_hook(what: str) -> CaptureError:
+    """SK405: a hook that may change gradients, and that no graph holds."""
+    return CaptureError(
+        "SK405",
+        f"{what}, which torch.export loses: gradients would be other ones{line_here()}",
+        "Take the hook away before the capture and hook a parameter instead (parameters keep their hooks), or write "
+        "it as a torch.autograd.Function; splitkit.capture_joint and splitkit.apply take the model as it is.",
+    )
+
+
+def line_here() -> str:
+    """``at file:line: source`` on a line of its own: the user's code that is running now."""
+    lines = (_users_source(frame, number) for frame, number in traceback.walk_stack(None))
+    where = next(filter(None, lines), "")
+    return f"\n  at {where}" if where else ""
+
+
 def _users_line(error: BaseException) -> str:
     """``file:line: source`` of the deepest frame that is neither torch's nor ours, over the chain of causes."""
     found = ""
     current: BaseException | None = error
     while current is not None:
         for frame, number in traceback.walk_tb(current.__traceback__):
-            name = frame.f_code.co_filename
-            if name.startswith("<") or Path(name).is_relative_to(_TORCH) or Path(name).parent == _HERE:
-                continue
-            found = f"{name}:{number}: {linecache.getline(name, number).strip()}"
+            found = _users_source(frame, number) or found
         if found:
             return found
         current = current.__cause__ or current.__context__
     return found
 
 
-def _first_line(error: BaseException) -> str:
+def _users_source(frame: FrameType, number: int) -> str:
+    """``file:line: source`` of a frame; nothing for torch's and ours."""
+    name = frame.f_code.co_filename
+    if name.startswith("<") or Path(name).is_relative_to(_TORCH) or Path(name).is_relative_to(_HERE):
+        return ""
+    if Path(name).is_relative_to(_PYTHON) and not Path(name).is_relative_to(_SITE):
+        return ""
+    return f"{name}:{number}: {linecache.getline(name, number).strip()}"
+
+
+def first_line(error: BaseException) -> str:
+    """``KeyError: 'x'``."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -50,9 +50,9 @@ def emit(
 ) -> Emitted:
     """Build one module a part, and the parent that calls them.
 
-    The parent keeps the signature of the original (pytree codegen, defaults, keyword arguments), every node keeps its
-    meta, and ``gm.meta`` and ``training`` are carried over. Parameters, buffers and called modules are the original's
-    objects, not copies.
+    The parent keeps the signature of the original (pytree codegen unless the style is flat, defaults, keyword
+    arguments), every node keeps its meta, and ``gm.meta`` and ``training`` are carried over. Parameters, buffers and
+    called modules are the original's objects, not copies.
 
     Args:
         flow: facts about the graph.
@@ -86,7 +86,8 @@ def emit(
     attributes[""] = keep_whole(module, flow.root, read, whole)
     add_parts(module, {names[key]: part for key, part in parts.items()})
     module.meta = {**_torch.meta_of(flow.root), "partition_names": set(names.values())}
-    carry_hooks(flow.root, module)
+    if not style.flat:  # hooks see what callers give and get
+        carry_hooks(flow.root, module)
     return Emitted(module, parts, attributes, copies)
 
 
@@ -170,7 +171,8 @@ class _Parent:
     def __init__(self, flow: Dataflow, plan: Plan, style: Style, names: Mapping[PartKey, str], final: Scope) -> None:
         self._flow, self._plan, self._style, self._names, self._final = flow, plan, style, names, final
         self.graph = LeanGraph()
-        self.graph.set_codegen(_torch.codegen_of(flow.graph))
+        if not style.flat:
+            self.graph.set_codegen(_torch.codegen_of(flow.graph))
         self._writer = Writer(self.graph, style.original_node_names)
         self._scoped = ScopedGraph(self._writer)
         self.env: dict[Node, Node] = {}  # a value -> where the parent has it now

@@ -17,6 +17,7 @@ from splitkit.capture import undisturbed as undisturbed
 from splitkit.capture_errors import capture_error
 from splitkit.costs import Costs, default
 from splitkit.errors import CaptureError, SplitError
+from splitkit.firstcall import after_a_call
 from splitkit.halves import JointFlow
 from splitkit.jointchecks import check_graph, check_inputs, check_model, no_scalar
 from splitkit.jointsignature import JointSignature, like_example, signature_of
@@ -148,7 +149,7 @@ def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwar
         )
     check_model(model, loss)
     step, inputs = TrainingStep(model, loss), distinct((args, kwargs))
-    gm, signature = _traced(step, *inputs)
+    gm, signature = after_a_call(model, *inputs, lambda: _traced(step, *inputs))
     if signature.tangents and signature.loss not in signature.tangents.values():
         step.copies = True
         gm, signature = _traced(step, *inputs)
@@ -168,7 +169,7 @@ def _traced(
         except Exception as error:
             if NO_TENSOR in str(error):
                 raise no_scalar(step.model, "is no tensor") from None
-            raise _located(capture_error(step.model, "dynamo", False, error), error) from error
+            raise _located(capture_error(step.model, "dynamo", error), error) from error
     gm = aot.without_duplicates(gm, aot.count_forward_outputs(gm.graph))
     return gm, signature_of(gm.graph, step, args, kwargs)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from torch import Tensor, fx
@@ -12,6 +13,9 @@ from splitkit import aot
 from splitkit._torch import pytree
 from splitkit.errors import GraphError
 from splitkit.trainstep import TrainingStep
+
+_FIXED = (bool, int, float, str, Enum)
+"""What a graph is made for, besides ``None``."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class JointSignature:
             none.
         forward_outputs: how many outputs are of forward; those of backward follow.
         structure: of ``(args, kwargs)``, as a tree specification.
-        constants: leaf of ``(args, kwargs)`` -> the number or text that the graph was captured for.
+        constants: leaf of ``(args, kwargs)`` -> what is no tensor: the number, text or ``None`` that the graph was captured for.
     """
 
     parameters: Mapping[str, str]
@@ -54,9 +58,16 @@ class JointSignature:
         except ValueError as error:
             raise _other_inputs(f"the inputs are built otherwise than the example was: {error}") from error
         for i, constant in self.constants.items():
-            if type(leaves[i]) is not type(constant) or leaves[i] != constant:
+            if not _same(leaves[i], constant):
                 raise _other_inputs(f"an input is {leaves[i]!r}, and the graph was captured for {constant!r}")
         return leaves
+
+
+def _same(given: Any, constant: Any) -> bool:
+    """Equal in type and value; by its text for a float, which tells -0.0 from 0.0, and nan equals nan."""
+    if type(given) is not type(constant):
+        return False
+    return repr(given) == repr(constant) if isinstance(constant, float) else bool(given == constant)
 
 
 def like_example(node: fx.Node, given: Any) -> Any:
@@ -94,5 +105,5 @@ def signature_of(
         gradients={i: n.name for i, n in aot.inputs_of_gradients(graph) if outputs[i] is not None},
         forward_outputs=aot.count_forward_outputs(graph),
         structure=structure,
-        constants={i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, bool | int | float | str)},
+        constants={i: leaf for i, leaf in enumerate(leaves) if leaf is None or isinstance(leaf, _FIXED)},
     )

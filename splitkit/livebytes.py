@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.13, 2.15
 from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.errors import GraphError
+from splitkit.kernels import bytes_made_by
 
 BEFORE = -1
 """The op that made what was there before the run."""
@@ -96,21 +97,28 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._storages.clear()  # and with them the callbacks
             self._memory.clear()
 
-    def see(self, value: Any, made: str, born: int = BEFORE) -> None:
-        """Take notice of the storages of a tensor: new ones, and those that have another size by now."""
+    def see(self, value: Any, made: str, born: int = BEFORE, taken: int = 0) -> None:
+        """Take notice of the storages of a tensor: new ones, and those that have another size by now.
+
+        Args:
+            value: the tensor.
+            made: the op that made it, or what it is.
+            born: the index of that op.
+            taken: bytes that a kernel would take for it, if it is a fake that shows fewer.
+        """
         for tensor in plain_tensors(value):
             storage = _storage_of(tensor)
             if storage is not None:
-                self.see_storage(storage, str(tensor.device), made, born)
+                self.see_storage(storage, str(tensor.device), made, born, taken)
 
-    def see_storage(self, storage: torch.UntypedStorage, device: str, made: str, born: int) -> None:
+    def see_storage(self, storage: torch.UntypedStorage, device: str, made: str, born: int, taken: int = 0) -> None:
         """The same for a storage."""
         place, nbytes = _place(storage)
         known = self._storages.get(id(storage))
         if known is None:
             known = _Storage(weakref.ref(storage, partial(self._died, id(storage))), place, nbytes)
             self._storages[id(storage)] = known
-            self._take(place, Life(nbytes, made, device, born))
+            self._take(place, Life(max(nbytes, taken), made, device, born))
         elif (known.place, known.nbytes) != (place, nbytes):
             old = self._give_up(known.place)
             known.place, known.nbytes = place, nbytes
@@ -134,7 +142,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in given:
                 self.see(tensor, "outside")
         result = func(*args, **kwargs)
-        for tensor in (*_tensors(result), *given):
+        for tensor in _tensors(result):
+            taken = bytes_made_by(func, args, kwargs, tensor) if isinstance(tensor, _torch.FakeTensor) else 0
+            self.see(tensor, str(func), len(self.ops), _known_size(taken))
+        for tensor in given:
             self.see(tensor, str(func), len(self.ops))
         self.done(str(func))
         return result

@@ -15,7 +15,7 @@ from torch.fx import Node
 from splitkit.buffers import BEFORE, HELD, Buffer
 from splitkit.collector import collector_at_rest
 from splitkit.dataflow import module_path
-from splitkit.memorychecks import SplitLike, check, checked, unfit
+from splitkit.memorychecks import SplitLike, check, checked, leaves_returned, unfit
 from splitkit.simulate import Run, Value
 from splitkit.units import size
 
@@ -196,7 +196,7 @@ def _pair(run: Run, forward: fx.GraphModule, backward: fx.GraphModule, user_outp
     outputs = run.graph(forward, lambda n: run.input(n, _kind_of_primal(n), keep))
     run.calls["forward"] = range(len(run.steps))
     taken = {n.name for n in backward.graph.find_nodes(op="placeholder")}
-    users, kept = _sorted_out(outputs, taken, user_outputs)
+    users, kept = _sorted_out(outputs, taken, None if user_outputs is None else _nodes_among(forward, user_outputs))
     _release(run, users, "output")
     saved = {node.name: value for node, value in kept}
     passing = {number for value in saved.values() for number in value.values() if run.buffers[number].born != BEFORE}
@@ -208,12 +208,17 @@ def _pair(run: Run, forward: fx.GraphModule, backward: fx.GraphModule, user_outp
     return sum(run.buffers[number].nbytes for number in passing)
 
 
+def _nodes_among(forward: fx.GraphModule, count: int) -> int:
+    """How many of the first ``count`` outputs are values: a frozen weight's, say, may be ``None``."""
+    return sum(isinstance(leaf, Node) for leaf in leaves_returned(forward)[:count])
+
+
 def _sorted_out(
-    outputs: list[tuple[Node, Value]], taken: set[str], user_outputs: int | None
+    outputs: list[tuple[Node, Value]], taken: set[str], users: int | None
 ) -> tuple[list[tuple[Node, Value]], list[tuple[Node, Value]]]:
-    """The outputs of a forward graph: the caller's, and those that backward takes."""
-    if user_outputs is not None:
-        return outputs[:user_outputs], outputs[user_outputs:]
+    """The outputs of a forward graph: the caller's, ``users`` by number, and those that backward takes."""
+    if users is not None:
+        return outputs[:users], outputs[users:]
     seen = Counter(node.name for node, _ in outputs)
     users = [(n, v) for n, v in outputs if n.name not in taken or seen[n.name] > 1]
     return users, [(n, v) for n, v in outputs if n.name in taken]

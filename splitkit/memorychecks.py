@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Protocol, TypeGuard, runtime_checkable
 
 from torch import fx
@@ -47,7 +47,7 @@ def check(graph: object, backward: object, user_outputs: object, sizes: Mapping[
     if user_outputs is not None and backward is None:
         raise unfit("user_outputs goes with a backward graph", "Leave it out.")
     if isinstance(graph, fx.GraphModule) and user_outputs is not None:
-        known = len(tuple(_leaves(graph)))
+        known = len(leaves_returned(graph))
         if not _is_whole(user_outputs) or not 0 <= user_outputs <= known:
             raise unfit(f"user_outputs is {user_outputs!r}", f"forward has {known} outputs.")
 
@@ -62,7 +62,8 @@ def _is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _leaves(gm: fx.GraphModule) -> Iterable[object]:
+def leaves_returned(gm: fx.GraphModule) -> list[object]:
+    """What a graph returns, in order: nodes, and ``None`` and other constants."""
     leaves: list[object] = pytree.tree_leaves(gm.graph.output_node().args)
     return leaves
 

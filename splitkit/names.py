@@ -22,6 +22,7 @@ class Style:
         like_torch: the other habits of ``torch.fx.passes.split_module``: modules ``a.b`` of parts become ``a_b``,
             members of tuples are called ``getitem``, classes ``GraphModule``, and inputs and outputs of parts are in
             the order in which they are met.
+        flat: the parent takes and returns the bare values of its graph, without the pytrees of the original.
     """
 
     affix: str | None = None
@@ -30,6 +31,7 @@ class Style:
     original_node_names: bool = True
     late_attributes: bool = False
     like_torch: bool = False
+    flat: bool = False
 
 
 def part_names(keys: Iterable[PartKey], taken: Container[str], style: Style) -> dict[PartKey, str]:

@@ -6,7 +6,7 @@ shares whose storage does not depend on the plan, and is found once for the join
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,6 +20,7 @@ from splitkit.costs.sizes import storage_nbytes, tensors
 from splitkit.effects import attribute, storage_key
 from splitkit.fakes import values_again
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes
+from splitkit.kernels import Bytes, storages_of
 from splitkit.plan import Plan
 from splitkit.sharing import shares_memory
 from splitkit.simulate import Run
@@ -113,26 +114,24 @@ class Peaks:
 
     def _number(self) -> None:
         """Give every storage that a node yields a number, and find whose it is."""
-        again = {} if shares_memory(self.flow.root) else values_again(self.flow.root)
-        keys: dict[Node, dict[object, int]] = {}
+        root = self.flow.root
+        again = {} if shares_memory(root) else values_again(root)
+        keys: dict[Node, dict[Hashable, int]] = {}
         for node in self.nodes:
-            keys[node] = found = dict[object, int]()
             value = None if node.op == "output" else again[node] if node in again else value_of(node)
-            for tensor in tensors(value):
-                key = storage_key(tensor)
-                if key not in found:
-                    shared = (keys[r][key] for r in node.all_input_nodes if key in keys[r])
-                    found[key] = self._slot(node, tensor, next(shared, None))
-            self.slots.append(tuple(found.values()))
+            read = {r: keys[r] for r in node.all_input_nodes}
+            pieces = storages_of(root, node, list(tensors(value)), read, self._gives.get(node))
+            keys[node] = {piece.key: self._slot(node, piece.nbytes, piece.held) for piece in pieces}
+            self.slots.append(tuple(keys[node].values()))
 
-    def _slot(self, node: Node, tensor: torch.Tensor, shared: int | None) -> int:
+    def _slot(self, node: Node, nbytes: Bytes, shared: int | None) -> int:
         number = len(self.source)
         makes = shared is None and node.op not in ("placeholder", "get_attr")
         if makes:
             self.source.append(number)
         else:
             self.source.append(STATIC if shared is None or self.source[shared] == STATIC else shared)
-        self.nbytes.append(_bytes(tensor) if makes else 0)
+        self.nbytes.append(concrete(nbytes, {}) if makes else 0)
         return number
 
     def _roots(self) -> list[int]:
@@ -160,6 +159,7 @@ class Peaks:
         """What each node takes only while it runs."""
         run = Run({}, 1, lambda node: 0)
         run.graph(self.flow.root, lambda node: run.input(node, "input"))
+        self._gives = run.gives
         taken = dict(zip(run.steps, run.transient, strict=True))
         return np.array([taken.get(node, 0) for node in self.nodes], dtype=np.int64)
 

@@ -13,9 +13,10 @@ from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from splitkit.costs import Costs
-from splitkit.costs.sizes import storage_bytes, tensors
+from splitkit.costs.sizes import tensors
 from splitkit.effects import storage_key
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, is_pinned, is_size, nodes_in, unrepeatable, with_inputs
+from splitkit.kernels import hinted_bytes
 from splitkit.plan import PartKey, Plan
 from splitkit.rewrite import prune
 from splitkit.symbols import value_of
@@ -282,7 +283,7 @@ def _storages(values: Iterable[Node]) -> dict[Node, Hashable]:
 
 def _nbytes(value: Node) -> int:
     """Bytes of the storages of a value, whole."""
-    return sum(storage_bytes(t) for t in tensors(value_of(value)))
+    return sum(hinted_bytes(value, t) for t in tensors(value_of(value)))
 
 
 def _kept(

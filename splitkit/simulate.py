@@ -16,7 +16,7 @@ is freed at once; what is given to a called graph (a part) is held by the caller
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -31,6 +31,7 @@ from splitkit.costs.sizes import require_values, storage_nbytes, tensors
 from splitkit.effects import attribute, storage_key
 from splitkit.errors import GraphError
 from splitkit.fakes import values_again
+from splitkit.kernels import Bytes, Gives, storages_of
 from splitkit.livebytes import plain_tensors
 from splitkit.scope import Scope, is_state_op, scopes
 from splitkit.sharing import shares_memory
@@ -63,6 +64,7 @@ class Run:
         transient: for each step, the bytes that are there only while it runs.
         buffers: all storages.
         calls: name of a called graph -> its first step and the one after its last.
+        gives: node -> what of its arguments' memory it gives back, where that was seen.
     """
 
     sizes: Mapping[str, int]
@@ -72,6 +74,7 @@ class Run:
     transient: list[int] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
     calls: dict[str, range] = field(default_factory=dict)
+    gives: dict[Node, Gives] = field(default_factory=dict)
     _static: dict[Hashable, int] = field(default_factory=dict)
     _temporaries: Temporaries = field(init=False)
     _casts: _Casts = field(default_factory=_Casts)
@@ -93,7 +96,9 @@ class Run:
         for tensor in self._tensors(node):
             key = storage_key(tensor)  # two inputs may be views of one storage, or of a parameter
             if key not in self._static:
-                self._static[key] = self._buffer(node, tensor, kind, BEFORE, HELD if keep else BEFORE)
+                dies = HELD if keep else BEFORE
+                nbytes = storage_nbytes(tensor)
+                self._static[key] = self._add(node.name, node, tensor.device, nbytes, kind, BEFORE, dies)
             value[key] = self._static[key]
         return value
 
@@ -128,8 +133,8 @@ class Run:
                 fx.map_arg(node.args, leaves.append)
                 outputs = [(leaf, values[leaf]) for leaf in leaves if leaf in values]
             elif not is_state_op(node):
-                args = [values[n] for n in node.all_input_nodes if n in values]
-                values[node] = self._call(gm, node, args, (*autocast, *_autocast(scope[node])))
+                read = {n: values[n] for n in node.all_input_nodes if n in values}
+                values[node] = self._call(gm, node, read, (*autocast, *_autocast(scope[node])))
         for value in [*unread, *(value for _, value in outputs)]:
             self.hold(value, len(self.steps) - 1)
         self._drop_casts()
@@ -141,29 +146,31 @@ class Run:
             buffer = self.buffers[number]
             buffer.dies = max(buffer.dies, step)
 
-    def _call(self, gm: fx.GraphModule, node: Node, args: Sequence[Value], autocast: tuple[Node, ...]) -> Value:
+    def _call(
+        self, gm: fx.GraphModule, node: Node, read: Mapping[Node, Value], autocast: tuple[Node, ...]
+    ) -> Value:
         part = _calls_graph(gm, node)
         if part is not None:
-            value = self._enter(node, part, dict(zip(node.all_input_nodes, args, strict=True)))
+            value = self._enter(node, part, read)
         else:
-            step = len(self.steps)
             self.steps.append(node)
-            value = self._result(node, args, step)
-            self.transient.append(self._rounded(max(self.workspace(node), self._hidden(gm, node, autocast))))
-        for held in (*args, value):
+            hidden = self._hidden(gm, node, autocast)
+            value = self._result(gm, node, read)
+            self.transient.append(self._rounded(max(self.workspace(node), hidden)))
+        for held in (*read.values(), value):
             self.hold(held, len(self.steps) - 1)
         return value
 
-    def _result(self, node: Node, args: Sequence[Value], step: int) -> Value:
+    def _result(self, gm: fx.GraphModule, node: Node, read: Mapping[Node, Value]) -> Value:
         """The storages of a result: those of the arguments that it shares, and new ones."""
         if node.target is operator.getitem and (items := self._items.get(cast(Node, node.args[0]))):
             return self._named(node, items[cast(int, node.args[1])])
-        value: dict[Hashable, int] = {}
-        for tensor in self._tensors(node):
-            key = storage_key(tensor)
-            if key not in value:
-                shared = next((held[key] for held in args if key in held), None)
-                value[key] = self._buffer(node, tensor, "activation", step, step) if shared is None else shared
+        value, step = dict[Hashable, int](), len(self.steps) - 1
+        for piece in storages_of(gm, node, list(self._tensors(node)), read, self.gives.get(node)):
+            held = piece.held
+            if held is None:
+                held = self._add(node.name, node, piece.device, piece.nbytes, "activation", step, step)
+            value[piece.key] = held
         return value
 
     def _enter(self, node: Node, part: fx.GraphModule, passed: Mapping[Node, Value]) -> Value:
@@ -191,6 +198,7 @@ class Run:
         inside = self._temporaries(gm, node, autocast)
         if autocast:
             self._keep_casts(gm, node, inside.casts, autocast[0])
+        self.gives[node] = inside.gives
         return inside.transient
 
     def _inside(self, body: fx.GraphModule, autocast: tuple[Node, ...]) -> int:
@@ -260,20 +268,21 @@ class Run:
     def _attribute(self, name: str, tensor: torch.Tensor, kind: str) -> int:
         key = storage_key(tensor)
         if key not in self._static:
-            parts = [self._add(name, None, part, kind, BEFORE, HELD) for part in plain_tensors(tensor)]
+            parts = [
+                self._add(name, None, part.device, storage_nbytes(part), kind, BEFORE, HELD)
+                for part in plain_tensors(tensor)
+            ]
             self._static[key] = parts[0]
         return self._static[key]
 
-    def _buffer(self, node: Node, tensor: torch.Tensor, kind: str, born: int, dies: int) -> int:
-        return self._add(node.name, node, tensor, kind, born, dies)
-
-    def _add(self, name: str, node: Node | None, tensor: torch.Tensor, kind: str, born: int, dies: int) -> int:
-        nbytes = self._rounded(self._storage_bytes(name, tensor))
-        self.buffers.append(Buffer(nbytes, kind, name, node, tensor.device, born, dies))
+    def _add(
+        self, name: str, node: Node | None, device: torch.device, nbytes: Bytes, kind: str, born: int, dies: int
+    ) -> int:
+        rounded = self._rounded(self._known(name, nbytes))
+        self.buffers.append(Buffer(rounded, kind, name, node, device, born, dies))
         return len(self.buffers) - 1
 
-    def _storage_bytes(self, name: str, tensor: torch.Tensor) -> int:
-        nbytes = storage_nbytes(tensor)
+    def _known(self, name: str, nbytes: Bytes) -> int:
         try:
             return concrete(nbytes, self.sizes)
         except LookupError as error:

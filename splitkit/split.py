@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from networkx import DiGraph
 
 OnCycle = Literal["error", "refine", "merge"]
+PIPELINING = "pp"
+"""The affix by which ``torch.distributed.pipelining`` asks for its stages, and by which it finds them afterwards.
+
+It runs the graph of the parent itself, and all who call its ``Pipe`` read values out of a flat tuple.
+"""
 _WAYS_OUT: Mapping[str, Callable[[Dataflow, Plan], Plan]] = {"refine": refine, "merge": condense}
 
 
@@ -241,7 +246,8 @@ def split_module(
             consecutive run of the graph, grad-mode and autocast ops stay where they stand.
         keep_original_node_name: nodes keep their names, else they get those that fx gives to new nodes.
         keep_original_input_name: name the inputs of parts after their values, else ``arg_0`` ...
-        partition_affix: ``submod_<affix>_<id>``.
+        partition_affix: ``submod_<affix>_<id>``. With ``"pp"``, the affix of ``torch.distributed.pipelining``, the
+            parent takes and returns bare values as torch's does: no pytrees, an exported model gives a flat tuple.
         tuple_return: parts with one output return a tuple.
     """
     style = Style(
@@ -251,6 +257,7 @@ def split_module(
         keep_original_node_name,
         late_attributes=keep_original_order,
         like_torch=True,
+        flat=partition_affix == PIPELINING,
     )
     with collector_at_rest():
         flow = analyze(m)

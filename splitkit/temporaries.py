@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit.costs.sizes import tensors
+from splitkit.effects import storage_key
 from splitkit.measure import measure_memory
 from splitkit.standins import acts, stand_in
 from splitkit.symbols import value_of
@@ -29,10 +30,13 @@ class Inside:
     Attributes:
         transient: at most, until it returns.
         casts: of weights that autocast has cast, and keeps until its region ends.
+        gives: for each tensor of the result, which of the tensors among the arguments it shares memory with; ``None``
+            where that is not known.
     """
 
     transient: int
     casts: int
+    gives: tuple[int | None, ...] | None = None
 
 
 NOTHING = Inside(0, 0)
@@ -68,7 +72,12 @@ def _inside(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Inside:
     first = measure_memory(call, *args, **kwargs)
     second = measure_memory(call, *args, **kwargs)
     results = second.end - second.baseline
-    return Inside(first.peak - first.end, first.end - first.baseline - results)
+    return Inside(first.peak - first.end, first.end - first.baseline - results, _gives(call, *args, **kwargs))
+
+
+def _gives(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[int | None, ...]:
+    given = {storage_key(t): i for i, t in reversed(list(enumerate(tensors((args, kwargs)))))}
+    return tuple(given.get(storage_key(t)) for t in tensors(call(*args, **kwargs)))
 
 
 def is_composite(target: object) -> bool:

@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from splitkit._torch import pytree
 from splitkit.fakes import set_values
+from splitkit.functions import functions_of_proxies
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.GraphModule:
@@ -30,7 +31,8 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         for name, value in bound.arguments.items()
         if signature.parameters[name].kind not in variadic and not _has_tensor(value)
     }
-    gm = fx.symbolic_trace(model, concrete_args=constants)
+    with functions_of_proxies():
+        gm = fx.symbolic_trace(model, concrete_args=constants)
     _fold_constants(gm, constants)
     set_values(gm, bound.arguments)
     _guard(_ConstantInputs(signature, constants), gm)

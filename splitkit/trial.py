@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from splitkit._torch import pytree
 from splitkit.effects import storage_key
+from splitkit.outputs import inside, named_leaves
 from splitkit.states import SETTINGS
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
@@ -196,15 +197,15 @@ def _set_ambient(state: Mapping[str, Any]) -> None:
 
 
 def _opened(output: Any, path: str = "") -> tuple[dict[str, Any], list[Any]]:
-    """The leaves of an output by path, and what they sit in; dataclasses that pytree does not know are opened too."""
-    flat, spec = pytree.tree_flatten_with_path(output)
+    """The leaves of an output by path, and what they sit in; objects that pytree does not know are opened too."""
+    flat, spec = named_leaves(output)
     leaves, structure = dict[str, Any](), list[Any]([spec])
     for where, leaf in flat:
-        name = path + pytree.keystr(where)
-        if not is_dataclass(leaf) or isinstance(leaf, type):
-            leaves[name] = leaf
+        held = inside(leaf)
+        if held is None:
+            leaves[path + where] = leaf
             continue
-        inner, specs = _opened({field.name: getattr(leaf, field.name) for field in fields(leaf)}, name)
+        inner, specs = _opened(held, path + where)
         leaves |= inner
         structure += [type(leaf), *specs]
     return leaves, structure

@@ -1090,3 +1090,15 @@ def test_the_products_of_transformers_experts_counted_as_random():
     node = graph.call_function(torch.ops.transformers.grouped_mm_fallback.default, tuple(inputs))
     graph.output(node)
     assert node not in sk.analyze(fx.GraphModule(nn.Module(), graph)).once
+
+
+def test_a_pipe_of_torchs_pipelining_gave_a_tensor_whose_first_row_was_taken_for_the_output(monkeypatch):
+    from torch.distributed.pipelining import _IR, SplitPoint, pipeline
+
+    monkeypatch.setattr(_IR, "split_module", sk.split_module)
+    model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), torch.randn(5, 4)
+    expected = model(x)
+    pipe = pipeline(model, (x,), split_spec={"2": SplitPoint.BEGINNING})
+    out = pipe(x)
+    assert type(out) is tuple and len(out) == 1
+    torch.testing.assert_close(out[0], expected)

@@ -26,6 +26,7 @@ FLOORS: list[set[str]] = [
     },  # facts about a graph; torch.fx read-only
     {
         "costs",
+        "kernels",
         "measure",
         "livebytes",
         "sharing",
@@ -93,7 +94,10 @@ FLOORS: list[set[str]] = [
         "jointsignature",
         "frontier",
         "trainstep",
+        "tokens",
+        "quietlogs",
         "aot",
+        "afterwards",
         "backends",
         "inductor",
     },  # doors to torch.export, fx, Dynamo and AOTAutograd
@@ -183,6 +187,9 @@ PRIVATE_DOORS = {
     "writer",
     "trial",
     "aot",
+    "tokens",
+    "quietlogs",
+    "afterwards",
     "backends",
     "inductor",
     "standins",

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit._torch import pytree
+from splitkit._torch import HigherOrderOperator, OpOverload, pytree
 from splitkit.dataflow import require_graph
 from splitkit.errors import GraphError
 from splitkit.scope import is_state_op
@@ -101,13 +101,18 @@ def missing(graph: fx.Graph) -> list[Node]:
     return [
         node
         for node in graph.nodes
-        if "val" not in node.meta and node.op not in inert and not is_state_op(node) and not _is_check(node)
+        if "val" not in node.meta and node.op not in inert and not is_state_op(node) and not _yields_nothing(node)
     ]
 
 
-def _is_check(node: Node) -> bool:
-    """Whether the node is the module that export lets check the inputs of a graph."""
-    return node.op == "call_module" and not node.users and node.target == "_guards_fn"  # 2.11, 2.13, 2.15
+def _yields_nothing(node: Node) -> bool:
+    """Whether there is no value to know of: checks (``_assert_async``), prints, and export's check of the inputs."""
+    if node.op == "call_module":
+        return not node.users and node.target == "_guards_fn"  # 2.11, 2.13, 2.15
+    target = node.target
+    if isinstance(target, HigherOrderOperator):
+        return target.name() == "print"  # type: ignore[no-untyped-call]
+    return isinstance(target, OpOverload) and not target._schema.returns  # 2.11, 2.13, 2.15
 
 
 def require_values(graph: fx.Graph, but: Callable[[Node], bool] = lambda node: False) -> None:

@@ -15,7 +15,7 @@ from splitkit.ops import tables
 from splitkit.ops.ambient import is_restored
 from splitkit.ops.containers import container_effects
 from splitkit.ops.declared import declared_effects, declared_facts
-from splitkit.ops.facts import PURE, Effects, distinct, first_argument, union, unknown
+from splitkit.ops.facts import PURE, Described, Effects, distinct, first_argument, union, unknown
 from splitkit.ops.modules import Inside, bodies, is_changed, is_stock, lookup, state, stock_inside
 from splitkit.ops.names import is_python, named_effects, python_effects
 from splitkit.ops.quick import quick_effects
@@ -45,6 +45,8 @@ def _effects(node: Node, root: nn.Module, memo: Memo) -> Effects:
         return declared
     if node.op == "call_module":
         return _call_module(node, root, memo)
+    if isinstance(target, Described):
+        return target.effects(node)
     if isinstance(target, OpOverload):
         return schema_facts(target).of(node)
     if isinstance(target, HigherOrderOperator):

@@ -72,6 +72,14 @@ class Effects:
 PURE = Effects()
 
 
+class Described:
+    """A target that says itself what a call of it does."""
+
+    def effects(self, node: Node) -> Effects:
+        """What ``node``, which calls it, does."""
+        raise NotImplementedError
+
+
 def view_of(node: Node) -> Effects:
     """``Effects(aliases=(node,))``, which is so common that the checks of a frozen dataclass are felt."""
     effects = Effects.__new__(Effects)

@@ -27,7 +27,7 @@ def schema_facts(op: OpOverload) -> Facts:
     names = tuple(a.name for a in arguments)
     slots = [((-1 if a.kwarg_only else i), a.name) for i, a in enumerate(arguments)]
     writes = _written(op, key, slots)
-    check = "_assert" in name or name.startswith(("sym_constrain", "_async_error"))
+    check = "_assert" in name or name.startswith(("sym_constrain", "_async_error", "_linalg_check"))
     silent = not schema.returns and not writes and not check  # what else would it be called for?
     rule, lies = rule_for(name, names), tables.LIES.get(key, ())
     aliases = [s for i, s in enumerate(slots) if i in lies or shared(arguments[i], schema.returns)]

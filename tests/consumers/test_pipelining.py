@@ -39,6 +39,8 @@ def test_stages_run_one_by_one_like_the_whole(use, small, name):
     assert ours.num_stages == theirs.num_stages == len(CASES[name]) + 1
     assert _stages(ours) == _stages(theirs)
     assert ours.replicated_params == theirs.replicated_params
+    for pipe in (ours, theirs):
+        torch.testing.assert_close(pipe(**inputs)[0], expected)
     logits = _by_hand(ours, tuple(inputs.values()))
     torch.testing.assert_close(logits, expected)
     logits.pow(2).mean().backward()

@@ -48,7 +48,7 @@ SETTERS = [
 ]
 
 
-@pytest.mark.parametrize("target", SETTERS, ids=str)
+@pytest.mark.parametrize("target", SETTERS)
 def test_setters_of_ambient_state(target: Any) -> None:
     e = effects_of(call(target, X), ROOT)
     assert e.ambient and e.impure

@@ -30,7 +30,6 @@ aten = torch.ops.aten
         lambda n: "sin" in n.name,
         lambda n: n.name if "sin" in n.name else None,
     ],
-    ids=str,
 )
 def test_ways_to_name_an_op(ops):
     named_torch = not (isinstance(ops, str | fx.node.Node) or "aten" in str(ops))

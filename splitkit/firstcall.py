@@ -1,0 +1,120 @@
+"""Models that change themselves when they are first called: they hook submodules, or make buffers and parameters.
+
+Tracing such a model traces the changes too, and fails. Then it is called once for real, and traced again.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from splitkit._torch import FakeTensor, pytree
+
+Captured = TypeVar("Captured")
+
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
+
+
+@contextmanager
+def as_found(model: nn.Module) -> Iterator[None]:
+    """Afterwards the modules have the attributes, hooks and children that they had: tracing leaves fake tensors."""
+    held = _contents(model)
+    try:
+        yield
+    finally:
+        for now, before in held:
+            if not _same(now, before):
+                now.clear()
+                now.extend(before) if isinstance(now, list) else now.update(before)
+
+
+def after_a_call(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], capture: Callable[[], Captured]
+) -> Captured:
+    """``capture()``; once more after a call of the model, where it fails and the call changes the model."""
+    try:
+        with as_found(model):
+            return capture()
+    except Exception:
+        if not _is_changed_by_a_call(model, args, kwargs):
+            raise
+    with as_found(model):
+        return capture()
+
+
+def are_real(model: nn.Module, inputs: Any) -> bool:
+    """Whether the model can run for real: no tensor is fake or on the meta device."""
+    tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(inputs)]
+    return not any(isinstance(t, FakeTensor) or (isinstance(t, torch.Tensor) and t.is_meta) for t in tensors)
+
+
+def _is_changed_by_a_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    if not are_real(model, (args, kwargs)):
+        return False
+    held, modules = _contents(model), list(model.modules())
+    with _state_kept(model):
+        try:
+            call_once(model, args, kwargs)
+        except Exception:  # of any kind: the error of the capture says more
+            return False
+    return len(list(model.modules())) != len(modules) or not all(_same(now, before) for now, before in held)
+
+
+def call_once(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Run the model on copies of the inputs; random generators go on as if it had not run."""
+    inputs, named = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), (args, dict(kwargs)))
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            model(*inputs, **named)
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Within, the model is in eval mode; afterwards each module is in its own again."""
+    modes = [(m, m.training) for m in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def _state_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards the buffers that there were hold what they held; new ones stay."""
+    held = [(m, name, b, b.detach().clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, value in held:
+                buffer.detach_().copy_(value)
+                module._buffers[name] = buffer
+
+
+def _contents(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Attributes of all modules, and the plain containers among them, each with a copy of what it holds."""
+    owned = [held for m in model.modules() for held in (vars(m), *vars(m).values()) if type(held) in _CONTAINERS]
+    return [(held, copy.copy(held)) for held in owned]
+
+
+def _same(now: Any, before: Any) -> bool:
+    """Whether two containers hold the same objects in the same order."""
+    if len(now) != len(before):
+        return False
+    if isinstance(now, dict):
+        return all(a == b and now[a] is before[b] for a, b in zip(now, before, strict=True))
+    return all(a is b for a, b in zip(now, before, strict=True))

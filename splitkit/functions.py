@@ -1,0 +1,284 @@
+"""Export and fx tracing with a ``torch.autograd.Function`` as one node that calls it, so that its backward stays.
+
+Tracing runs the forward of a Function and records what it does, without a word of its backward: a straight-through
+estimator or a gradient reversal would become a plain function of other gradients, or of none. Here::
+
+    y = Reverse.apply(x, 0.5)       ==>       y = call Reverse (x, 0.5)       one node; autograd finds the backward
+
+What forward does to memory and random generators is watched while it runs on fake tensors; as it is Python code, it
+is taken to act on the outside world too, so that no plan runs it twice. What torch itself writes as Functions for
+another purpose (checkpointing, hooks) is seen through.
+
+All names below are private to torch; checked on 2.11, 2.13 and 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import EllipsisType, ModuleType, NoneType
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+from torch import fx, nn
+from torch._ops import _get_dispatch_mode_pre_dispatch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import Function
+from torch.export.custom_ops import _call_custom_autograd_function_in_pre_dispatch as _STAND_IN
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
+from torch.nn.modules._functions import BackwardHookFunction
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from splitkit._torch import pytree
+from splitkit.capture_errors import line_here, lost_hook
+from splitkit.effects import storage_key
+from splitkit.errors import CaptureError
+from splitkit.ops.facts import Described, Effects, unknown
+
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+# What a node holds as it is, and what else holds no tensor.
+_SHOWN = (int, float, complex, bool, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (*_SHOWN, *_SYMBOLS, bytes, EllipsisType, type, slice, ModuleType, torch.Generator)
+_SEEN_THROUGH = ("torch.utils.checkpoint", "torch._higher_order_ops", "torch._library", "torch._functorch")
+
+
+class FunctionCall(Described):
+    """Calls a Function: the target of a node. Arguments that a graph cannot hold are kept here.
+
+    Attributes:
+        function: the Function.
+        constants: position among the leaves of the arguments -> what stands there; the node has ``None`` there.
+        writes: positions among the argument nodes that forward writes.
+        aliases: positions among them that an output may share memory with.
+        random: forward draws random numbers.
+        known: what forward does was watched.
+    """
+
+    def __init__(self, function: type[Function], constants: dict[int, Any]) -> None:
+        self.function, self.constants = function, constants
+        self.writes: tuple[int, ...] = ()
+        self.aliases: tuple[int, ...] = ()
+        self.random, self.known = False, False
+        self.__name__ = function.__name__
+        self.__qualname__ = function.__qualname__
+        self.__module__ = __name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """``function.apply``."""
+        if self.constants:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            filled = [self.constants.get(i, leaf) for i, leaf in enumerate(leaves)]
+            args, kwargs = pytree.tree_unflatten(filled, spec)
+        return cast(Any, self.function).apply(*args, **kwargs)
+
+    def effects(self, node: fx.Node) -> Effects:
+        """What forward was seen to do; everything, if it was not watched or other arguments were put in."""
+        inputs = _nodes_in_order(node)
+        if not self.known or max((*self.writes, *self.aliases), default=-1) >= len(inputs):
+            return unknown(node)
+        writes, aliases = (tuple(inputs[i] for i in at) for at in (self.writes, self.aliases))
+        return Effects(writes, aliases, random=self.random, impure=True)
+
+
+def _nodes_in_order(node: fx.Node) -> list[fx.Node]:
+    return [leaf for leaf in pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(leaf, fx.Node)]
+
+
+# ---------------------------------------------------------------- export
+
+
+@contextmanager
+def functions_as_nodes() -> Iterator[Callable[[fx.GraphModule], None]]:
+    """Within, torch.export keeps Functions as nodes. Yields what puts their calls into the graph that it made."""
+    calls: list[FunctionCall] = []
+    original = Function.__dict__["apply"]
+
+    def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+        run = original.__get__(None, function)
+        mode: Any = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)
+        if mode is None or not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        run = _seen_through(function, run)
+        if run is not None:
+            return run(*args, **kwargs)
+        call = _called(function, (args, kwargs))
+        calls.append(call)
+        return _as_node(mode.tracer, call, len(calls) - 1, args, kwargs)
+
+    def put_in(gm: fx.GraphModule) -> None:
+        for graph in [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]:
+            for node in graph.find_nodes(op="call_function", target=_STAND_IN):
+                if isinstance(number := node.args[0], int):
+                    node.target, node.args = calls[number], node.args[1:]
+
+    with patch.object(Function, "apply", classmethod(apply)), _no_saved_tensors_hooks():
+        yield put_in
+
+
+def _seen_through(function: type[Function], run: Callable[..., Any]) -> Callable[..., Any] | None:
+    """What to trace in the place of a Function of torch's own; ``None`` for one that must be kept."""
+    name = function.__qualname__
+    if function is BackwardHookFunction:
+        raise lost_hook("a module has a backward hook")
+    if function is CheckpointFunction:
+        return _checkpointed
+    if name.startswith("AutogradFunctionApply."):  # of 2.13; it keeps what backward needs between calls
+        raise _not_kept("a torch.autograd.Function", "stands in code that Dynamo traced (torch.cond and its like)")
+    return run if function.__module__.startswith(_SEEN_THROUGH) else None
+
+
+def _checkpointed(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+    """What reentrant checkpointing computes: a gradient reaches what is inside only if an argument requires grad."""
+    wants = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+    with torch.set_grad_enabled(wants):
+        return function(*args)
+
+
+def _called(function: type[Function], inputs: Any) -> FunctionCall:
+    """The call of a Function, once it is clear that a graph can hold it."""
+    name = function.__qualname__
+    if torch._C._are_functorch_transforms_active():
+        raise _not_kept(name, "runs under torch.func (vmap, grad)")
+    constants: dict[int, Any] = {}
+    for i, leaf in enumerate(pytree.tree_leaves(inputs)):
+        if isinstance(leaf, (torch.Tensor, fx.Proxy, *_SYMBOLS)) or type(leaf) in _SHOWN:
+            continue
+        if _holds_tensors(leaf):
+            raise _not_kept(name, f"takes a {type(leaf).__name__}, which may hold tensors that no node shows")
+        constants[i] = leaf
+    for method in (function.forward, function.backward, function.setup_context):
+        if _holds_tensors(method):
+            raise _not_kept(name, "closes over tensors or modules, which no node shows")
+    return FunctionCall(function, constants)
+
+
+def _as_node(tracer: Any, call: FunctionCall, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_noded(leaf)]
+    versions = [_version(t) for t in tensors]
+    watch = _Watch(tensors)
+    with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction(), watch:
+        output = call(*args, **kwargs)
+    if any(isinstance(t, FakeTensor) and t in tracer.tensor_tracker for t in watch.foreign):
+        raise _not_kept(call.__qualname__, "reads tensors that are not among its arguments")
+    call.known = not watch.foreign
+    call.random = watch.random
+    call.writes = tuple(i for i, t in enumerate(tensors) if _version(t) != versions[i])
+    made = {storage_key(t) for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)}
+    call.aliases = tuple(i for i, t in enumerate(tensors) if isinstance(t, torch.Tensor) and storage_key(t) in made)
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    shown = [None if i in call.constants else tracer.unwrap_proxy(leaf) for i, leaf in enumerate(leaves)]
+    named, keywords = pytree.tree_unflatten(shown, spec)
+    proxy = tracer.create_proxy("call_function", _STAND_IN, (number, *named), keywords, name=call.__name__.lower())
+    return track_tensor_tree(output, proxy, constant=None, tracer=tracer)
+
+
+def _is_noded(leaf: Any) -> bool:
+    return isinstance(leaf, (torch.Tensor, *_SYMBOLS))
+
+
+def _version(value: Any) -> int:
+    return int(value._version) if isinstance(value, torch.Tensor) else 0
+
+
+class _Watch(TorchDispatchMode):
+    """Notes whether random numbers are drawn, and which tensors are read that were neither given nor made here."""
+
+    def __init__(self, given: list[Any]) -> None:
+        super().__init__()
+        self.random = False
+        self.foreign: list[torch.Tensor] = []
+        self.own: dict[Any, torch.Tensor] = {storage_key(t): t for t in given if isinstance(t, torch.Tensor)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in pytree.tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and storage_key(tensor) not in self.own:
+                self.foreign.append(tensor)
+        self.random = self.random or torch.Tag.nondeterministic_seeded in func.tags
+        result = func(*args, **(kwargs or {}))
+        self.own.update((storage_key(t), t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor))
+        return result
+
+
+# ---------------------------------------------------------------- fx
+
+
+@contextmanager
+def functions_of_proxies() -> Iterator[None]:
+    """Within, ``fx.symbolic_trace`` keeps Functions as nodes; what their forwards do is not known."""
+    original = Function.__dict__["apply"]
+
+    def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+        run = original.__get__(None, function)
+        proxies = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, fx.Proxy)]
+        if not proxies:
+            return run(*args, **kwargs)
+        if function is CheckpointFunction:
+            raise _not_kept("torch.utils.checkpoint", "is reentrant, and symbolic_trace does not know what needs grad")
+        call = _called(function, (args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        shown, keywords = pytree.tree_unflatten(
+            [None if i in call.constants else leaf for i, leaf in enumerate(leaves)], spec
+        )
+        return proxies[0].tracer.create_proxy("call_function", call, shown, keywords)
+
+    with patch.object(Function, "apply", classmethod(apply)), _no_saved_tensors_hooks():
+        yield
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def refuse_module_hooks(model: nn.Module) -> None:
+    """SK405 where a module has a backward hook: it would not run, and it may change gradients."""
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise lost_hook(f"{name or 'the model'} ({type(module).__name__}) has a backward hook")
+
+
+@contextmanager
+def _no_saved_tensors_hooks() -> Iterator[None]:
+    """Refuse a model's own hooks on saved tensors, which may round them; torch's own only move them."""
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    original = hooks.__enter__
+
+    def enter(self: Any) -> None:
+        if torch.is_grad_enabled() and (type(self) is hooks or not type(self).__module__.startswith("torch.")):
+            raise lost_hook("the model hooks the tensors that are saved for backward")
+        original(self)
+
+    with patch.object(hooks, "__enter__", enter):
+        yield
+
+
+def _not_kept(name: str, why: str) -> CaptureError:
+    return CaptureError(
+        "SK404",
+        f"the backward of {name} would be lost: it {why}, so that no node can call it{line_here()}",
+        "Give apply every tensor that it needs as an argument of its own; splitkit.capture_joint and splitkit.apply "
+        "take the model as it is; for inference alone, call it under torch.no_grad() in the model, or capture "
+        "torch.export.export(model, args, kwargs), which has no such backward.",
+    )
+
+
+def _holds_tensors(value: Any, depth: int = 0) -> bool:
+    """Whether tensors or modules may be reached through an object that is no argument of a node."""
+    if isinstance(value, (torch.Tensor, nn.Module, fx.Proxy)) or depth > 4:
+        return True
+    if isinstance(value, _PLAIN):
+        return False
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return any(_holds_tensors(v, depth + 1) for v in value)
+    if isinstance(value, dict):
+        return _holds_tensors(list(value.values()), depth + 1)
+    held = [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if _is_filled(cell)]
+    held += [getattr(value, "__self__", None), *getattr(value, "__dict__", {}).values()]
+    return any(_holds_tensors(v, depth + 1) for v in held)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
