@@ -19,7 +19,7 @@ from splitkit._torch import pytree
 from splitkit.blocks import blocks_as_nodes, restore_callers_grad
 from splitkit.capture_errors import capture_error, first_line
 from splitkit.errors import CaptureError
-from splitkit.firstcall import after_a_call, are_real, as_found, call_once, in_eval_mode
+from splitkit.firstcall import after_a_call, are_real, as_found, call_once, in_eval_mode, owned_by
 from splitkit.functions import functions_as_nodes, refuse_module_hooks
 from splitkit.gradflags import GradFlags
 from splitkit.outputs import outputs_opened
@@ -144,11 +144,11 @@ def distinct(inputs: Any) -> Any:
 
 def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: bool) -> fx.GraphModule:
     shapes = _all_dynamic(model, args, kwargs) if dynamic else None
-    flags, parameters = GradFlags(model), set(model.parameters())
+    flags, owned = GradFlags(model), owned_by(model)
     with blocks_as_nodes(flags), functions_as_nodes() as put_functions_in, outputs_opened(model):
         program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
-    if not parameters.issuperset(model.parameters()):
-        raise CaptureError("SK401", "the model makes parameters while it runs", "Make them in its __init__.")
+    if owned_by(model) != owned:
+        raise CaptureError("SK401", "the model makes parameters or buffers while it runs", "Make them in its __init__.")
     gm = _from_exported(program)
     put_functions_in(gm)
     gm.recompile()
