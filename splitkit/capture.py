@@ -20,7 +20,7 @@ from splitkit.blocks import blocks_as_nodes, restore_callers_grad
 from splitkit.capture_errors import capture_error, first_line
 from splitkit.errors import CaptureError
 from splitkit.firstcall import after_a_call, are_real, as_found, call_once, in_eval_mode, owned_by
-from splitkit.functions import functions_as_nodes, refuse_module_hooks
+from splitkit.functions import functions_as_nodes, refuse_lost_functions, refuse_module_hooks
 from splitkit.gradflags import GradFlags
 from splitkit.outputs import outputs_opened
 from splitkit.regions import inline_regions, inlined, restore_by_value
@@ -46,6 +46,10 @@ def capture(
     kept; ``no_grad`` and ``autocast`` blocks become enter and exit nodes. Neither the model's buffers nor the random
     number generators are touched.
 
+    A ``torch.autograd.Function`` is one node that calls it, so that its backward stays. An output may be of any class that
+    ``copy.copy`` can copy (a ``DynamicCache``): its class is registered with ``torch.utils._pytree``, for the process.
+    A model that hooks submodules or makes buffers at its first call, and fails for that, is called once for real.
+
     Python values among the inputs, and sizes unless ``dynamic``, are fixed at capture: the graph raises
     ``RuntimeError`` when it is called with others. What the model's Python code asks of its surroundings
     (``torch.is_grad_enabled()``, ``torch.is_autocast_enabled()``, ``self.training``) is fixed too, without a check:
@@ -60,9 +64,11 @@ def capture(
         kwargs: example keyword inputs.
 
     Raises:
-        CaptureError: SK401, with the line of the model that could not be captured and what to try.
+        CaptureError: SK401, with the line of the model that could not be captured and what to try; SK404 for a Function
+            that no node can call, SK405 for hooks on gradients, which a graph cannot have.
     """
     if isinstance(model, ExportedProgram):
+        refuse_lost_functions(model)
         return _from_exported(model)
     if isinstance(model, fx.GraphModule) and not args and not kwargs:
         return inlined(model)

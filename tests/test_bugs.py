@@ -1260,6 +1260,8 @@ def test_compare_blames_the_step_that_differs():
     net, x = _Net(_BACKWARDS["scaled"]), torch.randn(4, 4)
     program = torch.export.export(net, (x,))  # without the backward
     found = sk.compare(net, sk.split(sk.capture(program), sk.policies.Stages(2)), x)
+    with pytest.raises(sk.CaptureError, match=r"(?s)SK404: strict export .*test_bugs.py"):
+        sk.capture(torch.export.export(net, (x,), strict=True))
     assert found.wrong_step == "capture" and found.steps["split"].same
     assert len(str(found).splitlines()) < 12 and "the capture changed it" in str(found)
     with pytest.raises(sk.errors.CheckError, match=r"SK702(?s:.*)gradient of a.weight"):
