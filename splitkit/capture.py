@@ -20,8 +20,8 @@ from splitkit._torch import pytree
 from splitkit.blocks import blocks_as_nodes, restore_callers_grad
 from splitkit.capture_errors import capture_error, first_line
 from splitkit.errors import CaptureError
-from splitkit.firstcall import after_a_call, are_real, as_found, call_once, in_eval_mode
-from splitkit.functions import functions_as_nodes, refuse_module_hooks
+from splitkit.firstcall import after_a_call, are_real, as_found, call_once, in_eval_mode, owned_by
+from splitkit.functions import functions_as_nodes, refuse_lost_functions, refuse_module_hooks
 from splitkit.gradflags import GradFlags
 from splitkit.outputs import outputs_opened
 from splitkit.regions import inline_regions, inlined, restore_by_value
@@ -48,6 +48,10 @@ def capture(
     kept; ``no_grad`` and ``autocast`` blocks become enter and exit nodes. Neither the model's buffers nor the random
     number generators are touched.
 
+    A ``torch.autograd.Function`` is one node that calls it, so that its backward stays. An output may be of any class that
+    ``copy.copy`` can copy (a ``DynamicCache``): its class is registered with ``torch.utils._pytree``, for the process.
+    A model that hooks submodules or makes buffers at its first call, and fails for that, is called once for real.
+
     Python values among the inputs, and sizes unless ``dynamic``, are fixed at capture: the graph raises
     ``RuntimeError`` when it is called with others. What the model's Python code asks of its surroundings
     (``torch.is_grad_enabled()``, ``torch.is_autocast_enabled()``, ``self.training``) is fixed too, without a check:
@@ -62,9 +66,11 @@ def capture(
         kwargs: example keyword inputs.
 
     Raises:
-        CaptureError: SK401, with the line of the model that could not be captured and what to try.
+        CaptureError: SK401, with the line of the model that could not be captured and what to try; SK404 for a Function
+            that no node can call, SK405 for hooks on gradients, which a graph cannot have.
     """
     if isinstance(model, ExportedProgram):
+        refuse_lost_functions(model)
         return _from_exported(model)
     if isinstance(model, fx.GraphModule) and not args and not kwargs:
         return inlined(model)
@@ -161,11 +167,11 @@ def _note_repeated(
 
 def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: bool) -> fx.GraphModule:
     shapes = _all_dynamic(model, args, kwargs) if dynamic else None
-    flags, parameters = GradFlags(model), set(model.parameters())
+    flags, owned = GradFlags(model), owned_by(model)
     with blocks_as_nodes(flags), functions_as_nodes() as put_functions_in, outputs_opened(model):
         program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
-    if not parameters.issuperset(model.parameters()):
-        raise CaptureError("SK401", "the model makes parameters while it runs", "Make them in its __init__.")
+    if owned_by(model) != owned:
+        raise CaptureError("SK401", "the model makes parameters or buffers while it runs", "Make them in its __init__.")
     gm = _from_exported(program)
     put_functions_in(gm)
     gm.recompile()

@@ -50,6 +50,11 @@ def after_a_call(
         return capture()
 
 
+def owned_by(model: nn.Module) -> tuple[list[int], list[str]]:
+    """The parameters of a model, and the names of its buffers: what a run that binds a buffer anew leaves the same."""
+    return [id(p) for p in model.parameters()], [name for name, _ in model.named_buffers()]
+
+
 def are_real(model: nn.Module, inputs: Any) -> bool:
     """Whether the model can run for real: no tensor is fake or on the meta device."""
     tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(inputs)]

@@ -25,6 +25,7 @@ from torch import fx, nn
 from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import Function
+from torch.export import ExportedProgram
 from torch.export.custom_ops import _call_custom_autograd_function_in_pre_dispatch as _STAND_IN
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
 from torch.nn.modules._functions import BackwardHookFunction
@@ -200,6 +201,24 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         self.own.update((storage_key(t), t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor))
         return result
+
+
+def refuse_lost_functions(program: ExportedProgram) -> None:
+    """SK404 for a program of strict export in which a Function has become its forward under ``no_grad``."""
+    if not any(t.requires_grad for t in program.parameters()):
+        return
+    for node in (n for m in program.graph_module.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes):
+        if any(kind == "autograd.Function" for _, kind in node.meta.get("source_fn_stack", ())):  # 2.11, 2.13, 2.15
+            source = [line.strip() for line in str(node.meta.get("stack_trace", "")).splitlines()]
+            where = next((line for line in reversed(source) if line.startswith("File ")), "")
+            raise CaptureError(
+                "SK404",
+                "strict export has lost the backward of a torch.autograd.Function"
+                + (f"\n  at {where}" if where else ""),
+                "Give the model itself: splitkit.capture(model, *inputs). For inference alone, call "
+                "model.requires_grad_(False) before the export.",
+                [node],
+            )
 
 
 # ---------------------------------------------------------------- fx

@@ -73,11 +73,13 @@ def trial(
         value = output.loss if own else loss(output) if loss else _weighted_sum(leaves)
         if isinstance(value, Tensor) and value.requires_grad:
             value.backward()  # type: ignore[no-untyped-call]
-        gradients = _gradients(saved, inputs.leaves, names)
+        gradients = _gradients(saved, inputs.asked, names)
         now = dict(named_tensors(module))
         tensors = {titles[n]: now.get(n, t) for n, (t, _) in saved.items()} | inputs.passed
         before = {titles[n]: value for n, (_, value) in saved.items()} | inputs.values
         changed = {name: t.detach().clone() for name, t in tensors.items() if not bitwise(before[name], t)}
+        # one that only the model makes require grad: it counts as it was given
+        tensors |= {name: t.detach() for name, t in inputs.passed.items() if t.is_leaf}
     number = None if value is None else float(value.detach())
     return Trial(outputs, structure, shared, gradients, changed, {**tensors, **changed}, left, number, own)
 
@@ -123,7 +125,7 @@ class _Inputs:
     One that requires grad is passed on as a non-leaf, so that models which write to their inputs still run.
 
     Attributes:
-        leaves: the tensors that receive gradients, by name.
+        asked: the tensors that receive gradients, by name: not one that only the model makes require grad.
         passed: the tensors that the model sees, by name.
         values: what these hold before the run: the caller's own tensors.
         rebuilt: the inputs in their original structure.
@@ -131,7 +133,7 @@ class _Inputs:
 
     def __init__(self, inputs: Any) -> None:
         flat, spec = pytree.tree_flatten_with_path(inputs)
-        self.leaves: dict[str, Tensor] = {}
+        self.asked: dict[str, Tensor] = {}
         self.passed: dict[str, Tensor] = {}
         self.values: dict[str, Tensor] = {}
         rebuilt: list[Any] = []
@@ -139,8 +141,10 @@ class _Inputs:
             if isinstance(value, Tensor):
                 name = f"input {pytree.keystr(path)}"
                 self.values[name] = value
-                self.leaves[name] = value.detach().clone().requires_grad_(value.requires_grad)
-                value = self.leaves[name].clone() if value.requires_grad else self.leaves[name]
+                leaf = value.detach().clone().requires_grad_(value.requires_grad)
+                if value.requires_grad:
+                    self.asked[name] = leaf
+                value = leaf.clone() if value.requires_grad else leaf
                 self.passed[name] = value
             rebuilt.append(value)
         self.rebuilt = pytree.tree_unflatten(rebuilt, spec)

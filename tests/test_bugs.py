@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 import json
 import operator
 import pickle
@@ -1269,6 +1270,8 @@ def test_compare_blames_the_step_that_differs():
     net, x = _Net(_BACKWARDS["scaled"]), torch.randn(4, 4)
     program = torch.export.export(net, (x,))  # without the backward
     found = sk.compare(net, sk.split(sk.capture(program), sk.policies.Stages(2)), x)
+    with pytest.raises(sk.CaptureError, match=r"(?s)SK404: strict export .*test_bugs.py"):
+        sk.capture(torch.export.export(net, (x,), strict=True))
     assert found.wrong_step == "capture" and found.steps["split"].same
     assert len(str(found).splitlines()) < 12 and "the capture changed it" in str(found)
     with pytest.raises(sk.errors.CheckError, match=r"SK702(?s:.*)gradient of a.weight"):
@@ -1276,7 +1279,6 @@ def test_compare_blames_the_step_that_differs():
 
     made = sk.split(sk.capture(net, x), sk.policies.Stages(2))
     part = next(iter(made.parts.values()))
-    part.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)[0].args[0].replace_all_uses_with
     node = part.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)[0]
     with part.graph.inserting_after(node):
         doubled = part.graph.call_function(torch.ops.aten.mul.Tensor, (node, 2))
@@ -1324,7 +1326,7 @@ class _Returns(nn.Module):
         self.linear, self.kind = nn.Linear(4, 4), kind
 
     def forward(self, x):
-        return self.kind(self.linear(x))
+        return self.kind(self.linear(x).relu())
 
 
 @pytest.mark.parametrize(
@@ -1365,12 +1367,12 @@ def test_a_transformers_model_that_returns_its_cache_was_refused(family, trainin
     )
     auto = transformers.AutoModelForSeq2SeqLM if family == "bart" else transformers.AutoModelForCausalLM
     model, ids = auto.from_config(config).train(training), torch.randint(3, 40, (2, 6))
-    gm = sk.capture(model, input_ids=ids, labels=ids)
-    made = sk.split(gm, sk.policies.Stages(2))
-    result = made(input_ids=ids, labels=ids)
+    inputs = {"input_ids": ids, "decoder_input_ids" if family == "bart" else "labels": ids}
+    made = sk.split(sk.capture(model, **inputs), sk.policies.Stages(2))
+    result = made(**inputs)
     assert type(result.past_key_values).__name__ in ("DynamicCache", "EncoderDecoderCache")
     assert result.past_key_values.get_seq_length() == 6
-    sk.compare(model, made, input_ids=ids, labels=ids).raise_if_different()
+    sk.compare(model, made, **inputs).raise_if_different()
 
 
 def test_requires_grad_of_an_input_was_refused():
@@ -1399,7 +1401,7 @@ def test_requires_grad_of_an_input_was_refused():
         sk.compare(model, sk.capture(model, x), x).raise_if_different()
     for prepare in (
         lambda m, x: m.embed(x).detach().requires_grad_(),
-        lambda m, x: x * m.embed.weight.data.sum().requires_grad_(),
+        lambda m, x: x * m.embed.weight.detach().sum().requires_grad_(),
     ):
         with pytest.raises(sk.CaptureError, match=r"(?s)SK401: the model calls requires_grad_.*test_bugs.py:\d+"):
             sk.capture(Audio(prepare), x)
@@ -1441,7 +1443,7 @@ def test_a_model_that_was_never_called_is_called_once(how):
 
 def test_capture_joint_of_a_transformers_model_that_was_never_called():
     transformers = pytest.importorskip("transformers")
-    sizes = dict(hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1], num_attention_heads=[1, 1, 2, 2])
+    sizes = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 1, 2, 2]}
     config = transformers.SegformerConfig(**sizes, decoder_hidden_size=16, num_labels=4)
     model = transformers.SegformerForSemanticSegmentation(config)
     inputs = {"pixel_values": torch.randn(1, 3, 32, 32), "labels": torch.randint(0, 4, (1, 32, 32))}
