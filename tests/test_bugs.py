@@ -1108,19 +1108,25 @@ class _Flagged(nn.Module):
 
 
 def _step_equals_eager(model, policy, *args, **kwargs):
-    """The pair that the policy makes, run, against eager; and its memory, simulated."""
     joint = sk.capture_joint(model, *args, **kwargs)
+    _pair_equals_eager(joint, policy, *args, **kwargs)
+    return joint
+
+
+def _pair_equals_eager(joint, policy, *args, **kwargs):
+    """The pair that the policy makes, run, against eager; and its memory, simulated."""
     pair = joint.split(policy)
     assert sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).peak > 0
     outputs, gradients = pair.run(joint.primals(*args, **kwargs), joint.tangents())
     found = joint.read([*outputs, *gradients])
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(joint.model)
     loss = plain(*args, **kwargs)
     loss.backward()
     torch.testing.assert_close(found.loss, loss.detach())
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(found.gradients[name], parameter.grad)
-    return joint
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    assert expected.keys() <= found.gradients.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found.gradients[name], gradient)
 
 
 @pytest.mark.parametrize(
@@ -1137,11 +1143,11 @@ def _step_equals_eager(model, policy, *args, **kwargs):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("policy", [SaveAll(), MinCut(), Budget(1.0), Budget(0.9, of="saved")], ids=str)
-def test_a_python_value_among_the_inputs_of_a_joint_graph_stopped_memory_and_budgets(given, policy):
+def test_a_python_value_among_the_inputs_of_a_joint_graph_stopped_memory_and_budgets(given):
     x = torch.randn(2, 8)
-    joint = _step_equals_eager(_Flagged(), policy, x, **given)
+    joint = _step_equals_eager(_Flagged(), Budget(1.0), x, **given)
     assert sk.Frontier(joint).points
+    assert joint.split(Budget(0.9, of="saved")).plan
     other = {"many": [5, 5]} if "many" in given else {"none": 1} if "none" in given else {"scale": -1.0, **given}
     other = other if other != given else {"scale": 7.0}
     with pytest.raises(GraphError, match="SK109"):
@@ -1198,11 +1204,13 @@ _CHECKED = {
 }
 
 
-@pytest.mark.parametrize("policy", [SaveAll(), RecomputeAll(), MinCut(), Budget(1.0), Precompute()], ids=str)
 @pytest.mark.parametrize("name", _CHECKED)
-def test_checks_in_a_joint_graph_stopped_memory_and_budgets_or_were_taken_for_writes(name, policy):
+def test_checks_in_a_joint_graph_stopped_memory_and_budgets_or_were_taken_for_writes(name):
     torch.manual_seed(0)
-    _step_equals_eager(_Checked(_CHECKED[name]), policy, torch.randn(4, 4))
+    x = torch.randn(4, 4)
+    joint = sk.capture_joint(_Checked(_CHECKED[name]), x)
+    for policy in (SaveAll(), RecomputeAll(), MinCut(), Budget(1.0), Precompute()):
+        _pair_equals_eager(joint, policy, x)
 
 
 @pytest.mark.parametrize("name", ["one_hot", "mask", "cholesky"])
@@ -1280,7 +1288,7 @@ def test_prices_that_count_nodes_were_printed_as_seconds():
         assert not re.search(r"\d (s|ms|us)\b", text)
 
 
-@pytest.mark.parametrize("policy", [SaveAll(), RecomputeAll(), MinCut()], ids=str)
+@pytest.mark.parametrize("policy", [RecomputeAll(), MinCut(price=0.0)], ids=["recompute", "cut"])
 @pytest.mark.parametrize("where", ["buffer", "input", "activation", "view", "statistics"])
 def test_what_was_written_after_a_graph_break_was_read_again_in_backward(where, policy):
     class Model(nn.Module):
@@ -1307,6 +1315,7 @@ def test_what_was_written_after_a_graph_break_was_read_again_in_backward(where, 
             return (h.detach() * z).sum()
 
     torch.manual_seed(0)
+    torch._dynamo.reset()
     model, x = Model(), torch.randn(3, 4)
     plain = copy.deepcopy(model)
     with pytest.warns(UserWarning, match="graphs"):
@@ -1336,6 +1345,7 @@ def test_a_buffer_that_backward_needs_and_a_later_graph_writes_was_accepted(poli
             self.b.add_(1)
             return h.sum() + self.linear(x).sum()
 
+    torch._dynamo.reset()
     model = Model()
     with pytest.raises(sk.PlanError, match="SK215.*buffers_b"):
         sk.apply(model, policy, torch.randn(3, 4))
