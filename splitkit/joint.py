@@ -127,9 +127,9 @@ def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwar
     What forward would compute twice it computes once, and so does backward (`splitkit.dedupe`).
 
     Sizes and Python values (``use_cache=False``) are fixed as in the example. What logs, prints or warns is left out.
-    Checks (``linalg.solve`` of a singular matrix, ``one_hot`` of a class too high) stay, in forward. Buffers and random generators are not touched. To train by a
-    policy take `splitkit.apply` or `splitkit.backend`, which also take models that fall into several graphs, or
-    change the metadata of their inputs.
+    Checks (``linalg.solve`` of a singular matrix, ``one_hot`` of a class too high) stay, in forward. Buffers and random
+    generators are not touched. To train by a policy take `splitkit.apply` or `splitkit.backend`, which also take models
+    that fall into several graphs, or change the metadata of their inputs.
 
     Args:
         model: a module, in the mode (train or eval) that is meant.
