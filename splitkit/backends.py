@@ -142,7 +142,8 @@ def apply(
     With example inputs, forward runs once now, so that what cannot be captured or planned is refused here rather than
     in the first step; buffers, inputs and random state are put back (what a model writes to its parameters or Python
     attributes while it runs is not). A model that falls into several graphs works, with a warning, and each of them is
-    divided on its own.
+    divided on its own; what a later graph writes to (a buffer that is updated after a graph break) is then not read
+    again in backward. That is only known with example inputs.
 
     Args:
         model: the model, in the mode (train or eval) that is meant.
@@ -154,7 +155,8 @@ def apply(
         kwargs: example keyword inputs.
 
     Raises:
-        SplitError: what the policy or the engine refuses on the graph of the example inputs.
+        SplitError: what the policy or the engine refuses on the graph of the example inputs; SK215 where backward
+            needs what a later graph writes to, as autograd would refuse in backward.
     """
     divided = backend(policy, inner, costs=costs)
     applied = copy.copy(model)

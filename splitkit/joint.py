@@ -128,9 +128,10 @@ def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwar
     the only output that has a gradient; other outputs of the model are computed only as far as the loss needs them.
     What forward would compute twice it computes once, and so does backward (`splitkit.dedupe`).
 
-    Sizes and Python values are fixed as in the example. Buffers and random generators are not touched. To train by a
-    policy take `splitkit.apply` or `splitkit.backend`, which also take models that fall into several graphs, or
-    change the metadata of their inputs.
+    Sizes and Python values (``use_cache=False``) are fixed as in the example. What logs, prints or warns is left out.
+    Checks (``linalg.solve`` of a singular matrix, ``one_hot`` of a class too high) stay, in forward. Buffers and random
+    generators are not touched. To train by a policy take `splitkit.apply` or `splitkit.backend`, which also take models
+    that fall into several graphs, or change the metadata of their inputs.
 
     Args:
         model: a module, in the mode (train or eval) that is meant.
@@ -142,7 +143,7 @@ def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwar
     Raises:
         CaptureError: SK401, with the line of the model that could not be captured and what to try; also when the loss
             is no scalar, or depends on nothing that requires grad, for tensor subclasses, and for dropout within an
-            ``LSTM`` and its like, which torch loses.
+            ``LSTM`` and its like, which torch loses. SK410 for a custom op with an effect that its schema hides.
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(

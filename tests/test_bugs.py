@@ -7,10 +7,13 @@ import functools
 import gc
 import itertools
 import json
+import logging
 import operator
 import pickle
+import re
 import sys
 import threading
+import warnings
 import weakref
 
 import numpy as np
@@ -27,7 +30,7 @@ from splitkit.costs import unit
 from splitkit.costs.keys import is_lasting, key_of
 from splitkit.errors import CostError, GraphError
 from splitkit.plan import Plan
-from splitkit.policies import RoundRobin
+from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, RoundRobin, SaveAll, Stages
 from splitkit.rewrite import refine
 from splitkit.split import split
 from splitkit.testing import assert_emitted_as_planned, assert_legal, assert_same
@@ -1471,6 +1474,271 @@ def test_a_failed_capture_left_fake_tensors_in_the_model():
 
 def test_the_advice_of_sk401_is_what_helps():
     class Trains(nn.Module):
+class _Flagged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, flag=True, scale=1.0, mode="a", none=None, many=()):
+        h = self.linear(x).relu() if flag else self.linear(x)
+        for factor in many:
+            h = h if factor is None else h * factor
+        return h.mul(scale).sum() if mode == "a" else h.mean()
+
+
+def _step_equals_eager(model, policy, *args, **kwargs):
+    joint = sk.capture_joint(model, *args, **kwargs)
+    _pair_equals_eager(joint, policy, *args, **kwargs)
+    return joint
+
+
+def _pair_equals_eager(joint, policy, *args, **kwargs):
+    """The pair that the policy makes, run, against eager; and its memory, simulated."""
+    pair = joint.split(policy)
+    assert sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).peak > 0
+    outputs, gradients = pair.run(joint.primals(*args, **kwargs), joint.tangents())
+    found = joint.read([*outputs, *gradients])
+    plain = copy.deepcopy(joint.model)
+    loss = plain(*args, **kwargs)
+    loss.backward()
+    torch.testing.assert_close(found.loss, loss.detach())
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    assert expected.keys() <= found.gradients.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found.gradients[name], gradient)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"flag": False},
+        {"flag": True},
+        {"scale": 2.0},
+        {"scale": 3},
+        {"mode": "b"},
+        {"none": None},
+        {"many": [2, None, 0.5, True]},
+        {"many": (torch.ones(8), 3)},
+    ],
+    ids=str,
+)
+def test_a_python_value_among_the_inputs_of_a_joint_graph_stopped_memory_and_budgets(given):
+    x = torch.randn(2, 8)
+    joint = _step_equals_eager(_Flagged(), Budget(1.0), x, **given)
+    assert sk.Frontier(joint).points
+    assert joint.split(Budget(0.9, of="saved")).plan
+    other = {"many": [5, 5]} if "many" in given else {"none": 1} if "none" in given else {"scale": -1.0, **given}
+    other = other if other != given else {"scale": 7.0}
+    with pytest.raises(GraphError, match="SK109"):
+        joint.primals(x, **other)
+
+
+def test_a_float_that_equals_nothing_was_refused_as_another_one():
+    x = torch.randn(2, 8)
+    joint = sk.capture_joint(_Flagged(), x, scale=float("nan"))
+    assert joint.primals(x, scale=float("nan"))
+    with pytest.raises(GraphError, match="SK109"):
+        joint.primals(x, scale=1.0)
+
+
+@pytest.mark.parametrize("policy", [SaveAll(), MinCut(), Budget(1.0), Budget(0.9, of="saved")], ids=str)
+def test_a_python_int_stopped_budgets_under_partition_fn(policy):
+    from functorch.compile import aot_function, nop
+
+    w, x = torch.randn(4, requires_grad=True), torch.randn(4)
+    made = aot_function(lambda w, x, k: (x * w).sin() ** k, nop, partition_fn=sk.partition_fn(policy))
+    made(w, x, 3).sum().backward()
+    again = w.detach().clone().requires_grad_()
+    ((x * again).sin() ** 3).sum().backward()
+    torch.testing.assert_close(w.grad, again.grad)
+
+
+class _Checked(nn.Module):
+    """Its body checks something on the way, in an op that yields nothing."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.linear, self.w, self.body = nn.Linear(4, 4), nn.Parameter(torch.rand(4) + 1), body
+
+    def forward(self, x):
+        return self.body(self, x)
+
+
+def _positive(x):
+    return x @ x.mT + torch.eye(4)
+
+
+_CHECKED = {
+    "one_hot": lambda m, x: (F.one_hot((x > 0).long().flatten()[:4], 4) * m.linear(m.w * x)).sum(),
+    "nonzero": lambda m, x: m.linear(x * m.w)[(x > 0).nonzero(as_tuple=True)].sum(),
+    "mask": lambda m, x: m.linear(x * m.w)[x > 0].sin().sum(),
+    "where": lambda m, x: torch.zeros_like(x).index_add(0, torch.where(x[:, 0] > 0)[0], m.linear(x)[x[:, 0] > 0]).sum(),
+    "unique": lambda m, x: torch.unique(x).sum() * m.linear(x * m.w).sin().sum(),
+    "masked_scatter": lambda m, x: m.linear(x).masked_scatter(x > 0, m.w * x).sum(),
+    "item": lambda m, x: (m.linear(x) * m.w * x.sum().item()).sum(),
+    "cholesky": lambda m, x: torch.linalg.cholesky(_positive(x) * m.w.sum() + m.linear.weight.diag().diag()).sum(),
+    "solve": lambda m, x: torch.linalg.solve(_positive(x), m.linear(m.w)).sum(),
+    "inv": lambda m, x: torch.linalg.inv(_positive(x) * m.w).sum(),
+    "two": lambda m, x: torch.linalg.inv(torch.linalg.cholesky(_positive(x) * m.w.sum())).sum(),
+}
+
+
+@pytest.mark.parametrize("name", _CHECKED)
+def test_checks_in_a_joint_graph_stopped_memory_and_budgets_or_were_taken_for_writes(name):
+    torch.manual_seed(0)
+    x = torch.randn(4, 4)
+    joint = sk.capture_joint(_Checked(_CHECKED[name]), x)
+    for policy in (SaveAll(), RecomputeAll(), MinCut(), Budget(1.0), Precompute()):
+        _pair_equals_eager(joint, policy, x)
+
+
+@pytest.mark.parametrize("name", ["one_hot", "mask", "cholesky"])
+def test_checks_in_a_joint_graph_stopped_apply(name):
+    torch.manual_seed(0)
+    model, x = _Checked(_CHECKED[name]), torch.randn(4, 4)
+    plain = copy.deepcopy(model)
+    sk.apply(model, Budget(1.0), x)(x).backward()
+    plain(x).backward()
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad)
+
+
+@pytest.mark.parametrize("policy", [SaveAll(), RecomputeAll(), MinCut()], ids=str)
+def test_checks_in_a_joint_graph_run_and_run_in_forward(policy):
+    x = torch.eye(4)
+    joint = sk.capture_joint(_Checked(lambda m, x: torch.linalg.cholesky(x * m.w).sum()), x)
+    pair = joint.split(policy)
+    assert all("_linalg_check" not in str(node.target) for node in pair.backward.graph.nodes)
+    with pytest.raises(torch.linalg.LinAlgError):
+        pair.forward(*joint.primals(-x))
+    joint = sk.capture_joint(_Checked(lambda m, x: (F.one_hot(x, 4) * m.w).sum()), torch.tensor([1, 2]))
+    with pytest.raises(RuntimeError, match="smaller than num_classes"):
+        joint.split(policy).forward(*joint.primals(torch.tensor([1, 9])))
+
+
+def test_an_op_with_an_effect_that_its_schema_hides_was_refused_for_shared_memory():
+    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+    @torch.library.custom_op("splitkit_bugs::counted", mutates_args=())
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    counted.register_fake(torch.empty_like)
+    counted.register_autograd(lambda ctx, gradient: gradient)
+    _register_effectful_op(torch.ops.splitkit_bugs.counted.default, _EffectType.ORDERED)
+    with pytest.raises(sk.CaptureError, match="SK410.*counted"):
+        sk.capture_joint(_Checked(lambda m, x: counted(m.linear(x)).sum()), torch.randn(2, 4))
+
+
+def test_a_size_without_a_bound_was_refused_with_a_remedy_that_budgets_do_not_have():
+    def body(m, x):
+        y = torch.repeat_interleave(m.linear(x), torch.tensor([1, 2, 3, 4]), 0)
+        if m.bounded:
+            torch._check(y.shape[0] <= 16)
+        return y.sin().sum()
+
+    model, x = _Checked(body), torch.randn(4, 4)
+    model.bounded = False
+    with pytest.raises(GraphError, match=r"SK108(.|\n)*torch._check"):
+        sk.capture_joint(model, x).split(Budget(1.0))
+    model.bounded = True
+    assert sk.capture_joint(model, x).split(Budget(1.0)).saved
+
+
+def test_prices_that_count_nodes_were_printed_as_seconds():
+    x = torch.randn(2, 8)
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU())
+    joint = sk.capture_joint(model, x)
+    prices = unit(joint.graph_module)
+    frontier = sk.Frontier(joint, prices)
+    texts = [str(frontier), frontier.points[0].plan.note, frontier.to_svg()]
+    texts += [
+        joint.split(policy, prices).plan.note for policy in (MinCut(price=0.0), Budget(1.0), Budget(1.0, "saved"))
+    ]
+    with pytest.raises(sk.NoPlanError) as refused:
+        joint.split(Budget(1), prices)
+    graph = sk.capture(model, x)
+    prices = unit(graph)
+    stages = sk.plan(graph, Stages(2, schedule="1f1b"), prices)
+    step = sk.simulate_schedule(sk.stage_costs(sk.analyze(graph), stages, prices), "gpipe", 4)
+    rows = sk.sweep(graph, prices, stages=(2,), microbatches=(4,), schedules=("gpipe",))
+    for text in (*texts, str(refused.value), stages.note, str(step), str(rows)):
+        assert " nodes" in text
+        assert not re.search(r"\d (s|ms|us)\b", text)
+
+
+@pytest.mark.parametrize("policy", [RecomputeAll(), MinCut(price=0.0)], ids=["recompute", "cut"])
+@pytest.mark.parametrize("where", ["buffer", "input", "activation", "view", "statistics"])
+def test_what_was_written_after_a_graph_break_was_read_again_in_backward(where, policy):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.register_buffer("b", torch.ones(4))
+
+        def forward(self, x):
+            h = {
+                "input": lambda: self.first(x.exp()),
+                "view": lambda: self.first(x) * self.b.view(2, 2).exp().flatten(),
+            }.get(where, lambda: self.first(x) * self.b.exp())()
+            z = self.second(h + 1).sin()
+            torch._dynamo.graph_break()
+            if where == "input":
+                x.add_(1)
+            elif where == "activation":
+                h.mul_(2)
+            elif where == "statistics":
+                self.b.lerp_(h.detach().mean(0), 0.1)
+            else:
+                self.b[:2].add_(1)
+            return (h.detach() * z).sum()
+
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, x = Model(), torch.randn(3, 4)
+    plain = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match="graphs"):
+        applied = sk.apply(model, policy, x)
+    torch.testing.assert_close(model.b, plain.b)
+    for _ in range(2):
+        loss, expected = applied(x.clone()), plain(x.clone())
+        loss.backward()
+        expected.backward()
+        torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(model.b, plain.b)
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad)
+
+
+@pytest.mark.parametrize("policy", [SaveAll(), RecomputeAll(), MinCut()], ids=str)
+def test_a_buffer_that_backward_needs_and_a_later_graph_writes_was_accepted(policy):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("b", torch.ones(4))
+
+        def forward(self, x):
+            h = self.linear(x) * self.b  # its gradient needs the buffer as it is now
+            torch._dynamo.graph_break()
+            self.b.add_(1)
+            return h.sum() + self.linear(x).sum()
+
+    torch._dynamo.reset()
+    model = Model()
+    with pytest.raises(sk.PlanError, match="SK215.*buffers_b"):
+        sk.apply(model, policy, torch.randn(3, 4))
+    assert torch.equal(model.b, torch.ones(4))
+
+
+def test_a_logger_in_the_model_stopped_the_capture_of_a_joint_graph():
+    class Logger(logging.Logger):
+        def warning_once(self, text):
+            self.warning(text)
+
+    logger = Logger("splitkit.bugs")
+
+    class Model(nn.Module):
         def __init__(self):
             super().__init__()
             self.linear = nn.Linear(4, 4)
@@ -1491,3 +1759,33 @@ def test_the_advice_of_sk401_is_what_helps():
         sk.capture(nn.Linear(4, 4), torch.randn(2, 3))
     with pytest.raises(sk.CaptureError, match="Call the model once on real inputs"), torch.device("meta"):
         sk.capture(Trains(), torch.randn(2, 4))
+            logger.warning("a logger: %s", 1)
+            logger.warning_once("a method that a library added")
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug(str(x))
+            print("a print")
+            warnings.warn("a warning", stacklevel=2)
+            return self.linear(x).sum()
+
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _step_equals_eager(Model(), SaveAll(), torch.randn(2, 4))
+
+
+def test_gpt2_in_training_behind_a_wrapper_was_not_captured():
+    transformers = pytest.importorskip("transformers")
+
+    class Wrapper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+            config = transformers.GPT2Config(
+                n_layer=1, n_embd=16, n_head=2, vocab_size=32, n_positions=16, bos_token_id=1, eos_token_id=1, **dropout
+            )
+            self.model = transformers.GPT2LMHeadModel(config)
+
+        def forward(self, ids):
+            return self.model(ids, labels=ids, use_cache=False).loss
+
+    _step_equals_eager(Wrapper().train(), Budget(1.0), torch.randint(0, 32, (2, 8)))

@@ -62,7 +62,7 @@ def _frontier(args: Namespace) -> Outcome:
     took = work.clock.seconds
     text = facts(
         {
-            "prices": data["prices"] or "FLOPs",
+            "prices": data["prices"] or ("FLOPs" if frontier.unit == "s" else frontier.unit),
             "a step without recompute": duration(frontier.step_seconds, frontier.unit),
             "took": f"capture {seconds(took['capture'])}, frontier {seconds(took['frontier'])}",
         }
