@@ -127,7 +127,9 @@ class MemoryProfile:
         at = "" if self.at is None else f" at {self.at.name}"
         calls = ", ".join(f"{call} {size(peak)}" for call, peak in self.peaks.items())
         saved = f", {size(self.saved)} saved" if self.saved else ""
-        text = f"peak {at_most(self.peak, self.bounds)}{at}, {size(self.baseline)} before{saved}" + (f" ({calls})" if calls else "")
+        text = f"peak {at_most(self.peak, self.bounds)}{at}, {size(self.baseline)} before{saved}" + (
+            f" ({calls})" if calls else ""
+        )
         bounds = ", ".join(f"{symbol} = {bound}" for symbol, bound in self.bounds.items())
         return f"{text}; for {bounds}, which only the data decides" if bounds else text
 
@@ -220,11 +222,11 @@ def _nodes_among(forward: fx.GraphModule, count: int) -> int:
 
 
 def _sorted_out(
-    outputs: list[tuple[Node, Value]], taken: set[str], users: int | None
+    outputs: list[tuple[Node, Value]], taken: set[str], count: int | None
 ) -> tuple[list[tuple[Node, Value]], list[tuple[Node, Value]]]:
-    """The outputs of a forward graph: the caller's, ``users`` by number, and those that backward takes."""
-    if users is not None:
-        return outputs[:users], outputs[users:]
+    """The outputs of a forward graph: the caller's (``count``, if known), and those that backward takes."""
+    if count is not None:
+        return outputs[:count], outputs[count:]
     seen = Counter(node.name for node, _ in outputs)
     users = [(n, v) for n, v in outputs if n.name not in taken or seen[n.name] > 1]
     return users, [(n, v) for n, v in outputs if n.name in taken]

@@ -157,9 +157,7 @@ class Run:
             buffer = self.buffers[number]
             buffer.dies = max(buffer.dies, step)
 
-    def _call(
-        self, gm: fx.GraphModule, node: Node, read: Mapping[Node, Value], autocast: tuple[Node, ...]
-    ) -> Value:
+    def _call(self, gm: fx.GraphModule, node: Node, read: Mapping[Node, Value], autocast: tuple[Node, ...]) -> Value:
         part = _calls_graph(gm, node)
         if part is not None:
             value = self._enter(node, part, read)
