@@ -57,11 +57,9 @@ def _relaid(node: Node, sizes: Mapping[str, int], found: Layouts) -> Any:
 
 def _laid_out(given: torch.Tensor, shown: torch.Tensor, keeps_order: bool) -> torch.Tensor:
     made = torch.empty(shown.shape, dtype=shown.dtype, device=shown.device)
-    for order, dimensions in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
-        if keeps_order and given.ndim == dimensions and not given.is_contiguous():
-            if given.is_contiguous(memory_format=order):
-                return made.contiguous(memory_format=order)
-    return made
+    order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(given.ndim)
+    kept = keeps_order and order is not None and not given.is_contiguous() and given.is_contiguous(memory_format=order)
+    return made.contiguous(memory_format=order) if kept and order is not None else made
 
 
 def _again(gm: fx.GraphModule, node: Node, sizes: Mapping[str, int], found: Layouts) -> Any:
