@@ -102,8 +102,8 @@ def apply(
     give a plain model, as of any compiled module.
 
     What backward computes again it computes from parameters and inputs as they are then: write to none of them between
-    forward and backward. In place, autograd refuses it, as in eager mode. A write to ``weight.data`` nobody can see: the
-    gradients are then those of the new weight where backward computes again, and of either where it does not.
+    forward and backward. In place, autograd refuses it, as in eager mode. A write to ``weight.data`` nobody can see:
+    the gradients are then those of the new weight where backward computes again, and of either where it does not.
 
     With example inputs, forward runs once now, so that what cannot be captured or planned is refused here rather than
     in the first step; buffers, inputs and random state are put back (what a model writes to its parameters or Python

@@ -152,9 +152,9 @@ def simulate_memory(
 ) -> MemoryProfile:
     """The bytes that are alive at each step of a run without autograd, to the byte.
 
-    It counts storages: views share one, a tied parameter is one, a tensor that was given for several inputs at capture is
-    one, and what an op holds inside is counted while it runs (composite ops are run on fake tensors). What a kernel takes inside, unseen by the dispatcher, is known only to
-    ``workspace``.
+    It counts storages: views share one, a tied parameter is one, a tensor that was given for several inputs at capture
+    is one, and what an op holds inside is counted while it runs (composite ops are run on fake tensors). What a kernel
+    takes inside, unseen by the dispatcher, is known only to ``workspace``.
 
     A pair of ``forward`` and ``backward``, as AOTAutograd makes them, runs one after the other::
 
