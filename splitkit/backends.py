@@ -139,6 +139,10 @@ def apply(
     the model's (``train()`` and ``eval()`` set the flag of the whole on the copy only). ``copy.deepcopy`` and pickle
     give a plain model, as of any compiled module.
 
+    What backward computes again it computes from parameters and inputs as they are then: write to none of them between
+    forward and backward. In place, autograd refuses it, as in eager mode. A write to ``weight.data`` nobody can see:
+    the gradients are then those of the new weight where backward computes again, and of either where it does not.
+
     With example inputs, forward runs once now, so that what cannot be captured or planned is refused here rather than
     in the first step; buffers, inputs and random state are put back (what a model writes to its parameters or Python
     attributes while it runs is not). A model that falls into several graphs works, with a warning, and each of them is

@@ -14,13 +14,13 @@ every op that torch has samples of, and compares by hand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.fx import Node
 
 from splitkit import _torch
@@ -28,6 +28,7 @@ from splitkit._torch import pytree
 from splitkit.costs.sizes import storage_bytes, storage_nbytes, tensors
 from splitkit.effects import storage_key
 from splitkit.ops import effects_of
+from splitkit.sharing import must_share
 from splitkit.standins import value_in
 from splitkit.symbols import value_of
 
@@ -80,7 +81,7 @@ def storages_of(
     for tensor, origin in zip(value, origins, strict=True):
         key = storage_key(tensor)
         shown = next((held[key] for held in read.values() if key in held), None)
-        held = shown
+        held = _viewed(node, read) if shown is None else shown
         if origin is None:
             held = None
         elif origin is not _AS_SHOWN:
@@ -92,6 +93,14 @@ def storages_of(
 
 
 _AS_SHOWN: Any = object()
+
+
+def _viewed(node: Node, read: Mapping[Node, Mapping[Hashable, int]]) -> int | None:
+    """The storage that a view is of, where its value does not show it: of a constant, of which a fake was made anew."""
+    if not node.all_input_nodes or not must_share(node.target):
+        return None
+    numbers = set(read.get(node.all_input_nodes[0], {}).values())
+    return numbers.pop() if len(numbers) == 1 else None
 
 
 def _origins(root: nn.Module, node: Node, gives: Gives) -> Sequence[Lender | None] | None:
@@ -111,21 +120,20 @@ def _origins(root: nn.Module, node: Node, gives: Gives) -> Sequence[Lender | Non
 def _open(node: Node) -> bool:
     """Whether only the data decides a size: on fakes another one stood for it."""
     sizes = (s for n in (node, *node.all_input_nodes) for t in tensors(value_of(n)) for s in t.shape)
-    return any(isinstance(size, torch.SymInt) and size.node.hint is None for size in sizes)  # 2.11, 2.13, 2.15
+    return any(node_of.hint is None for s in sizes if (node_of := getattr(s, "node", None)))  # SymInt: 2.11, 2.13, 2.15
 
 
 def bytes_made(node: Node, tensor: torch.Tensor) -> Bytes:
     """Bytes of the storage that a node makes for a result, perhaps symbolic."""
-    rule = _LARGER.get(getattr(node.target, "overloadpacket", None))
-    if rule is None or not isinstance(node.target, _torch.OpOverload):
+    if node.target not in _LARGER:
         return storage_nbytes(tensor)
-    given = _bound(node.target, [value_of(n) if isinstance(n, Node) else n for n in node.args], node.kwargs)
-    return rule({name: value_of(v) if isinstance(v, Node) else v for name, v in given.items()}, tensor)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+    return bytes_made_by(node.target, args, kwargs, tensor)
 
 
 def bytes_made_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensor: torch.Tensor) -> Bytes:
     """The same of a call of an op."""
-    rule = _LARGER.get(getattr(op, "overloadpacket", None))
+    rule = _LARGER.get(op)
     return storage_nbytes(tensor) if rule is None else rule(_bound(op, args, kwargs), tensor)
 
 
@@ -152,9 +160,11 @@ def _reduced(*names: str) -> Rule:
     """A loss of which each element is computed into the result, which is shrunk to one number afterwards."""
 
     def rule(given: Mapping[str, Any], tensor: torch.Tensor) -> Bytes:
-        if given["reduction"] == 0:
+        shapes = [given[name].shape for name in names if isinstance(given[name], torch.Tensor)]
+        if given["reduction"] == 0 or not shapes:
             return storage_nbytes(tensor)
-        return _product(_broadcast([given[name].shape for name in names])) * tensor.element_size()
+        elements: Bytes = prod(_broadcast(shapes))
+        return elements * tensor.element_size()
 
     return rule
 
@@ -162,12 +172,9 @@ def _reduced(*names: str) -> Rule:
 def _whole(given: Mapping[str, Any], tensor: torch.Tensor) -> Bytes:
     """A tensor with some of its elements replaced: its whole storage is copied, if no two elements share memory."""
     copied = given["self"]
-    overlaps = any(isinstance(stride, int) and stride == 0 for stride in copied.stride())
-    return storage_nbytes(tensor if overlaps else copied)
-
-
-def _product(sizes: Iterable[Bytes]) -> Any:
-    return prod(sizes)
+    if not isinstance(copied, torch.Tensor) or any(isinstance(s, int) and s == 0 for s in copied.stride()):
+        return storage_nbytes(tensor)
+    return storage_nbytes(copied)
 
 
 def _broadcast(shapes: Sequence[Sequence[Bytes]]) -> list[Bytes]:
@@ -181,9 +188,11 @@ def _broadcast(shapes: Sequence[Sequence[Bytes]]) -> list[Bytes]:
 
 _aten = torch.ops.aten
 _LARGER: Mapping[Any, Rule] = {
-    _aten.mse_loss: _reduced("self", "target"),
-    _aten.smooth_l1_loss: _reduced("self", "target"),
-    _aten.binary_cross_entropy: _reduced("self"),
-    _aten.soft_margin_loss: _reduced("target"),
-    **dict.fromkeys((_aten.slice_scatter, _aten.select_scatter, _aten.diagonal_scatter), _whole),
+    _aten.mse_loss.default: _reduced("self", "target"),
+    _aten.smooth_l1_loss.default: _reduced("self", "target"),
+    _aten.binary_cross_entropy.default: _reduced("self"),
+    _aten.soft_margin_loss.default: _reduced("target"),
+    _aten.slice_scatter.default: _whole,
+    _aten.select_scatter.default: _whole,
+    _aten.diagonal_scatter.default: _whole,
 }

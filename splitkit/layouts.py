@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
 from splitkit import _torch
 from splitkit.costs.sizes import tensors
-from splitkit.standins import acts, hint, stand_in
+from splitkit.standins import StandIn, acts, hint, stand_in
 from splitkit.symbols import value_of
 
 Layouts = Mapping[Node, Any]
@@ -50,15 +49,17 @@ def _relaid(node: Node, sizes: Mapping[str, int], found: Layouts) -> Any:
     given = found.get(first, value_of(first))
     if not isinstance(given, torch.Tensor) or given.device.type != "cpu":
         return value
-    pieces = list(value) if isinstance(value, tuple | list) else [value]
-    with FakeTensorMode():
-        given = torch.empty_strided(_plain(given.shape, sizes), _plain(given.stride(), sizes))
-        keeps_order = node.target in _KEEP_ORDER and not given.is_contiguous()
-        made = torch.empty(_plain(pieces[0].shape, sizes), dtype=pieces[0].dtype, device=pieces[0].device)
-        for order in (torch.channels_last, torch.channels_last_3d):
-            if keeps_order and given.ndim == _DIMENSIONS[order] and given.is_contiguous(memory_format=order):
-                made = made.contiguous(memory_format=order)
-    return (made, *pieces[1:]) if isinstance(value, tuple | list) else made
+    several = isinstance(value, tuple | list)
+    shown = value[0] if several else value
+    made = StandIn(_laid_out, (given, shown, node.target in _KEEP_ORDER), {}, sizes, ()).run(_result)
+    return (made, *value[1:]) if several else made
+
+
+def _laid_out(given: torch.Tensor, shown: torch.Tensor, keeps_order: bool) -> torch.Tensor:
+    made = torch.empty(shown.shape, dtype=shown.dtype, device=shown.device)
+    order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(given.ndim)
+    kept = keeps_order and order is not None and not given.is_contiguous() and given.is_contiguous(memory_format=order)
+    return made.contiguous(memory_format=order) if kept and order is not None else made
 
 
 def _again(gm: fx.GraphModule, node: Node, sizes: Mapping[str, int], found: Layouts) -> Any:
@@ -86,7 +87,6 @@ def _overloads(names: Iterable[str]) -> frozenset[Any]:
     return frozenset(op for packet in packets if packet is not None for op in _torch.spellings(packet))
 
 
-_DIMENSIONS = {torch.channels_last: 4, torch.channels_last_3d: 5}
 # Ops whose kernels on the CPU return a contiguous tensor, found by running all that torch has samples of. BatchNorm
 # keeps to channels-last.
 _KEEP_ORDER = _overloads(

@@ -127,7 +127,9 @@ class MemoryProfile:
         at = "" if self.at is None else f" at {self.at.name}"
         calls = ", ".join(f"{call} {size(peak)}" for call, peak in self.peaks.items())
         saved = f", {size(self.saved)} saved" if self.saved else ""
-        text = f"peak {at_most(self.peak, self.bounds)}{at}, {size(self.baseline)} before{saved}" + (f" ({calls})" if calls else "")
+        text = f"peak {at_most(self.peak, self.bounds)}{at}, {size(self.baseline)} before{saved}" + (
+            f" ({calls})" if calls else ""
+        )
         bounds = ", ".join(f"{symbol} = {bound}" for symbol, bound in self.bounds.items())
         return f"{text}; for {bounds}, which only the data decides" if bounds else text
 
@@ -150,9 +152,9 @@ def simulate_memory(
 ) -> MemoryProfile:
     """The bytes that are alive at each step of a run without autograd, to the byte.
 
-    It counts storages: views share one, a tied parameter is one, and what an op holds inside is counted while it runs
-    (composite ops are run on fake tensors). What a kernel takes inside, unseen by the dispatcher, is known only to
-    ``workspace``.
+    It counts storages: views share one, a tied parameter is one, a tensor that was given for several inputs at capture
+    is one, and what an op holds inside is counted while it runs (composite ops are run on fake tensors). What a kernel
+    takes inside, unseen by the dispatcher, is known only to ``workspace``.
 
     A pair of ``forward`` and ``backward``, as AOTAutograd makes them, runs one after the other::
 
@@ -220,11 +222,11 @@ def _nodes_among(forward: fx.GraphModule, count: int) -> int:
 
 
 def _sorted_out(
-    outputs: list[tuple[Node, Value]], taken: set[str], users: int | None
+    outputs: list[tuple[Node, Value]], taken: set[str], count: int | None
 ) -> tuple[list[tuple[Node, Value]], list[tuple[Node, Value]]]:
-    """The outputs of a forward graph: the caller's, ``users`` by number, and those that backward takes."""
-    if users is not None:
-        return outputs[:users], outputs[users:]
+    """The outputs of a forward graph: the caller's (``count``, if known), and those that backward takes."""
+    if count is not None:
+        return outputs[:count], outputs[count:]
     seen = Counter(node.name for node, _ in outputs)
     users = [(n, v) for n, v in outputs if n.name not in taken or seen[n.name] > 1]
     return users, [(n, v) for n, v in outputs if n.name in taken]

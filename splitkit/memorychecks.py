@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from typing import Protocol, TypeGuard, runtime_checkable
 
+import torch
 from torch import fx
 from torch.fx import Node
 
 from splitkit._torch import pytree
 from splitkit.dataflow import require_graph
 from splitkit.errors import GraphError
-from splitkit.symbols import symbols_of, value_of
+from splitkit.symbols import concrete, symbols_of, value_of
 
 
 @runtime_checkable
@@ -87,3 +88,36 @@ def checked(workspace: Callable[[Node], int] | None) -> Callable[[Node], int]:
         return nbytes
 
     return known
+
+
+def known_bytes(name: str, nbytes: int | torch.SymInt, sizes: Mapping[str, int]) -> int:
+    """A plain number of bytes.
+
+    Raises:
+        GraphError: SK108 if only the data decides it, and nobody has said how many there are at most.
+    """
+    try:
+        return concrete(nbytes, sizes)
+    except LookupError as error:
+        symbol = error.args[0]
+        raise GraphError(
+            "SK108",
+            f"{name} has {nbytes} bytes, and only the data decides {', '.join(error.args)}",
+            f"Give an upper bound: sizes={{{symbol!r}: 1024}}, or torch._check({symbol} <= 1024) in the model.",
+            [name],
+        ) from error
+
+
+def refuse_sparse(node: Node, tensor: torch.Tensor) -> None:
+    """Refuse a tensor whose elements that are there are not known.
+
+    Raises:
+        GraphError: SK108.
+    """
+    if tensor.layout is not torch.strided and tensor.layout is not torch._mkldnn:  # type: ignore[attr-defined]
+        raise GraphError(
+            "SK108",
+            f"{node.name} is sparse ({tensor.layout}): only the data decides how many bytes it has",
+            "Make it dense, or measure a run with splitkit.measure_memory.",
+            [node],
+        )

@@ -119,6 +119,8 @@ class Peaks:
         keys: dict[Node, dict[Hashable, int]] = {}
         for node in self.nodes:
             value = None if node.op == "output" else again[node] if node in again else value_of(node)
+            if node.op == "get_attr" and value is None:
+                value = attribute(root, str(node.target))
             read = {r: keys[r] for r in node.all_input_nodes}
             pieces = storages_of(root, node, list(tensors(value)), read, self._gives.get(node))
             keys[node] = {piece.key: self._slot(node, piece.nbytes, piece.held) for piece in pieces}

@@ -18,7 +18,7 @@ from splitkit.symbols import value_of
 def shares_memory(gm: fx.GraphModule) -> bool:
     """Whether values show who shares memory: they do not if an op that must share has a storage of its own."""
     for node in gm.graph.nodes:
-        if node.op == "call_function" and _must_share(node.target) and node.all_input_nodes:
+        if node.op == "call_function" and must_share(node.target) and node.all_input_nodes:
             first = node.all_input_nodes[0]
             mine, other = (set(map(storage_key, tensors(value_of(n)))) for n in (node, first))
             if first.op != "get_attr" and mine.isdisjoint(other):
@@ -73,7 +73,7 @@ _VIEWS = frozenset(
 
 
 @cache
-def _must_share(target: object) -> bool:
+def must_share(target: object) -> bool:
     """Whether the result of an op is always (a view of) its first argument."""
     if not isinstance(target, _torch.OpOverload):
         return False

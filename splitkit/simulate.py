@@ -29,15 +29,15 @@ from splitkit import _torch
 from splitkit.buffers import BEFORE, HELD, Buffer
 from splitkit.costs.sizes import require_values, storage_nbytes, tensors
 from splitkit.effects import attribute, storage_key
-from splitkit.errors import GraphError
 from splitkit.fakes import values_again
 from splitkit.kernels import Bytes, Gives, storages_of
 from splitkit.layouts import layouts
 from splitkit.livebytes import plain_tensors
+from splitkit.memorychecks import known_bytes, refuse_sparse
 from splitkit.scope import Scope, is_state_op, scopes
 from splitkit.sharing import one_tensor, shares_memory
 from splitkit.standins import bodies
-from splitkit.symbols import bounds_in, concrete, value_of
+from splitkit.symbols import bounds_in, value_of
 from splitkit.temporaries import Temporaries
 
 Value = Mapping[Hashable, int]
@@ -157,9 +157,7 @@ class Run:
             buffer = self.buffers[number]
             buffer.dies = max(buffer.dies, step)
 
-    def _call(
-        self, gm: fx.GraphModule, node: Node, read: Mapping[Node, Value], autocast: tuple[Node, ...]
-    ) -> Value:
+    def _call(self, gm: fx.GraphModule, node: Node, read: Mapping[Node, Value], autocast: tuple[Node, ...]) -> Value:
         part = _calls_graph(gm, node)
         if part is not None:
             value = self._enter(node, part, read)
@@ -268,13 +266,7 @@ class Run:
     def _tensors(self, node: Node) -> Iterator[torch.Tensor]:
         """The tensors that hold the memory of a value: what subclasses wrap, not these themselves."""
         for tensor in tensors(self._again[node] if node in self._again else value_of(node)):
-            if tensor.layout is not torch.strided and tensor.layout is not torch._mkldnn:  # type: ignore[attr-defined]
-                raise GraphError(
-                    "SK108",
-                    f"{node.name} is sparse ({tensor.layout}): only the data decides how many bytes it has",
-                    "Make it dense, or measure a run with splitkit.measure_memory.",
-                    [node],
-                )
+            refuse_sparse(node, tensor)
             yield from plain_tensors(tensor)
 
     def _attribute(self, name: str, tensor: torch.Tensor, kind: str) -> int:
@@ -290,22 +282,10 @@ class Run:
     def _add(
         self, name: str, node: Node | None, device: torch.device, nbytes: Bytes, kind: str, born: int, dies: int
     ) -> int:
-        rounded = self._rounded(self._known(name, nbytes))
+        self.bounds |= bounds_in(nbytes, self.sizes)
+        rounded = self._rounded(known_bytes(name, nbytes, self.sizes))
         self.buffers.append(Buffer(rounded, kind, name, node, device, born, dies))
         return len(self.buffers) - 1
-
-    def _known(self, name: str, nbytes: Bytes) -> int:
-        self.bounds |= bounds_in(nbytes, self.sizes)
-        try:
-            return concrete(nbytes, self.sizes)
-        except LookupError as error:
-            symbol = error.args[0]
-            raise GraphError(
-                "SK108",
-                f"{name} has {nbytes} bytes, and only the data decides {', '.join(error.args)}",
-                f"Give an upper bound: sizes={{{symbol!r}: 1024}}, or torch._check({symbol} <= 1024) in the model.",
-                [name],
-            ) from error
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self.block) * self.block

@@ -29,6 +29,7 @@ from splitkit.cli import main
 from splitkit.costs import unit
 from splitkit.costs.keys import is_lasting, key_of
 from splitkit.errors import CostError, GraphError
+from splitkit.peaks import Peaks
 from splitkit.plan import Plan
 from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, RoundRobin, SaveAll, Stages
 from splitkit.rewrite import refine
@@ -1789,3 +1790,218 @@ def test_gpt2_in_training_behind_a_wrapper_was_not_captured():
             return self.model(ids, labels=ids, use_cache=False).loss
 
     _step_equals_eager(Wrapper().train(), Budget(1.0), torch.randint(0, 32, (2, 8)))
+class _Beside(nn.Module):
+    """An op between two uses of what it takes."""
+
+    def __init__(self, op):
+        super().__init__()
+        self.op = op
+
+    def forward(self, x):
+        y = x.exp()
+        return self.op(y).sin().sum() + y.sum()
+
+
+_GIVEN_BACK = {
+    "dropout(p=0), training": lambda y: F.dropout(y, 0.0, True),
+    "dropout in eval mode": lambda y: F.dropout(y, 0.5, False),
+    "dropout of everything": lambda y: F.dropout(y, 1.0, True),
+    "alpha dropout": lambda y: F.alpha_dropout(y, 0.0, True),
+    "channels": lambda y: F.dropout2d(y, 0.0, True),
+    "native dropout, eval": lambda y: torch.native_dropout(y, 0.5, False)[0],
+    "one group": lambda y: F.channel_shuffle(y, 1),
+    "contiguous": lambda y: y.contiguous(),
+    "contiguous, transposed": lambda y: y.transpose(1, 2).contiguous(),
+    "to": lambda y: y.to(torch.float32),
+    "type_as": lambda y: y.type_as(y),
+    "reshape": lambda y: y.reshape(-1),
+    "reshape, transposed": lambda y: y.transpose(1, 2).reshape(-1),
+    "sum_to_size": lambda y: y.sum_to_size(2, 4, 8, 8),
+    "chunk": lambda y: y.chunk(2, 1)[1],
+    "einsum of one": lambda y: torch.einsum("abcd->dcba", y),
+    "pad by nothing": lambda y: F.pad(y, (0, 0)),
+    "a view of a constant": lambda y: y * torch.arange(8.0).unsqueeze(1),
+}
+
+
+@pytest.mark.parametrize("name", _GIVEN_BACK)
+def test_what_an_op_gives_back_of_its_input_counted_as_new(name):
+    model, x = _Beside(_GIVEN_BACK[name]), torch.randn(2, 4, 8, 8)
+    gm = sk.capture(model, x)
+    profile = sk.simulate_memory(gm)
+    with torch.no_grad():
+        measured = sk.measure_memory(gm, x)
+    assert (profile.peak, profile.end) == (measured.peak, measured.end)
+
+
+def _scattered(x):
+    wide = torch.zeros(2, 40)
+    wide[:, 4:8] = x
+    return wide
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.mse_loss(x, x.sin()),
+        lambda x: F.mse_loss(x, x.sin(), reduction="sum"),
+        lambda x: F.smooth_l1_loss(x, x[:1]),
+        lambda x: F.binary_cross_entropy(x.sigmoid(), x.sigmoid()),
+        lambda x: F.soft_margin_loss(x, x.sign()),
+        lambda x: F.huber_loss(x, x.sin()),
+        lambda x: torch.slice_scatter(x[:, ::2], x[:, :1], 1, 0, 1),
+        lambda x: torch.select_scatter(x[:1], x[0, :1].expand(1), 1, 0),
+        _scattered,
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_memory_of_a_loss_was_that_of_one_number(function):
+    class Net(nn.Module):
+        def forward(self, x):
+            found = function(x)
+            return found, x.exp()
+
+    x = torch.randn(2, 4)
+    gm = sk.capture(Net(), x)
+    profile = sk.simulate_memory(gm)
+    with torch.no_grad():
+        measured = sk.measure_memory(gm, x)
+    assert (profile.peak, profile.end) == (measured.peak, measured.end)
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (nn.BatchNorm1d(8), (4, 8, 6)),
+        (nn.BatchNorm1d(8).eval(), (4, 8, 6)),
+        (nn.BatchNorm2d(8), (4, 8, 6, 5)),
+        (nn.BatchNorm3d(8), (2, 8, 3, 4, 5)),
+        (nn.LogSigmoid(), (4, 8, 6, 5)),
+        (nn.RReLU(), (4, 8, 6, 5)),
+        (nn.Upsample(scale_factor=2), (4, 8, 6)),
+        (nn.GELU(), (4, 8, 6, 5)),
+    ],
+)
+@pytest.mark.parametrize("order", ["transposed", "channels last", "batch last", "as it is"])
+def test_strides_of_fakes_that_kernels_do_not_keep_decided_what_is_copied(module, shape, order):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = module
+
+        def forward(self, x):
+            y = self.module(x)
+            return y, y.contiguous(), (y * 2).flatten(1)
+
+    swapped = {"transposed": (-1, -2), "channels last": (1, -1), "batch last": (0, -1), "as it is": (0, 0)}[order]
+    x = torch.randn(shape).movedim(*swapped).contiguous().movedim(*swapped[::-1])
+    gm = sk.capture(Net(), x)
+    profile = sk.simulate_memory(gm)
+    with torch.no_grad():
+        measured = sk.measure_memory(gm, x)
+    assert (profile.peak, profile.end) == (measured.peak, measured.end)
+
+
+class _Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
+
+    def forward(self, input_ids, labels=None, weights=None):
+        y = self.head(self.embedding(input_ids)).flatten(0, 1)
+        return F.cross_entropy(y, labels.flatten(), weights)
+
+
+@pytest.mark.parametrize("how", ["export", "symbolic_trace"])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_one_tensor_given_twice_counted_twice(how, by_name):
+    ids = torch.randint(0, 50, (8, 400))
+    args, kwargs = ((), {"labels": ids, "input_ids": ids}) if by_name else ((ids, ids), {})
+    gm = sk.capture(_Tokens(), *args, how=how, **kwargs)
+    whole = sk.split(gm, RoundRobin(2))
+    for graph in (gm, whole):
+        profile = sk.simulate_memory(graph)
+        with torch.no_grad():
+            measured = sk.measure_memory(graph, *args, **kwargs)
+        assert (profile.baseline, profile.peak) == (measured.baseline, measured.peak)
+    two = sk.simulate_memory(sk.capture(_Tokens(), ids, ids.clone(), how=how))
+    assert two.baseline == sk.simulate_memory(gm).baseline + ids.nbytes
+
+
+def test_one_tensor_given_twice_to_a_training_step_counted_twice():
+    ids = torch.randint(0, 50, (2, 9))
+    joint = sk.capture_joint(_Tokens(), ids, labels=ids)
+    for policy in (sk.policies.SaveAll(), sk.policies.Budget(10**9)):
+        pair = joint.split(policy)
+        primals = joint.primals(ids, labels=ids)
+        held = list(primals)
+        measured = sk.measure_memory(pair.run, primals, joint.tangents())
+        profile = sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
+        assert (profile.baseline, profile.peak) == (measured.baseline, measured.peak)
+        assert Peaks(joint.flow).trace(pair.plan).peak == measured.peak
+        del held
+
+
+class _Found(nn.Module):
+    def forward(self, x):
+        return (x > 0).nonzero().float().sin()
+
+
+def found():
+    return _Found(), (torch.ones(8, 4),)
+
+
+def test_bytes_for_a_size_that_only_the_data_decides_were_printed_as_if_they_were_known(capsys):
+    model, inputs = found()
+    gm = sk.capture(model, *inputs)
+    profile = sk.simulate_memory(gm)
+    (bound,) = profile.bounds.values()
+    assert bound == 32 and "peak at most 896 B" in str(profile) and "u0 = 32" in str(profile)
+    assert profile.to_dict()["bounds"] == dict(profile.bounds)
+    assert sk.measure_memory(gm, *inputs).peak == profile.peak  # all of it is found
+    assert sk.measure_memory(gm, -inputs[0]).peak < profile.peak
+    assert main(["profile", f"{__file__}:found", "--forward-only"]) == 0
+    assert "at most 896 B" in capsys.readouterr().out
+    known = sk.simulate_memory(sk.capture(_Beside(torch.tanh), torch.ones(3)))
+    assert not known.bounds and "at most" not in str(known)
+
+
+@pytest.mark.parametrize("frozen", [("a.weight",), ("a.weight", "a.bias"), ("b.weight",), ("a.bias", "b.weight")])
+def test_a_none_among_the_outputs_of_forward_made_a_saved_value_the_callers(frozen):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.norm = nn.Linear(16, 16), nn.Linear(16, 16), nn.BatchNorm1d(16)
+            for name in frozen:
+                self.get_parameter(name).requires_grad_(False)
+
+        def forward(self, x):
+            return self.norm(self.b(self.a(x).relu())).square().sum()
+
+    model, x = Net(), torch.randn(64, 16)
+    joint = sk.capture_joint(model, x)
+    pair = joint.split(sk.policies.SaveAll())
+    primals = joint.primals(x)
+    held = list(primals)
+    measured = sk.measure_memory(pair.run, primals, joint.tangents())
+    profile = sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
+    assert (profile.peak, profile.end) == (measured.peak, measured.end)
+    del held
+
+
+@pytest.mark.parametrize("policy", [sk.policies.SaveAll(), sk.policies.RecomputeAll()])
+def test_a_weight_that_is_written_in_place_between_forward_and_backward_is_refused(policy):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.b(self.a(x).sin()).sin().sum()
+
+    model, x = Net(), torch.randn(4, 8)
+    loss = sk.apply(model, policy, x)(x)
+    with torch.no_grad():
+        model.b.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -145,7 +145,6 @@ LOSSES = {
     "multi margin": lambda y, x: F.multi_margin_loss(y, TARGETS),
     "multilabel": lambda y, x: F.multilabel_soft_margin_loss(y, (x[:, :4] > 0).float()),
     "poisson": lambda y, x: F.poisson_nll_loss(y, x[:, :4].abs()),
-    "gaussian": lambda y, x: F.gaussian_nll_loss(y, x[:, :4], x[:, :4].abs() + 1),
     "triplet": lambda y, x: F.triplet_margin_loss(y, x[:, :4], x[:, 2:6]),
     "margin ranking": lambda y, x: F.margin_ranking_loss(y[:, 0], y[:, 1], x[:, 0].sign()),
 }
@@ -170,7 +169,10 @@ class Adapter(nn.Module):
     def __init__(self, base, rank):
         super().__init__()
         self.base = base.requires_grad_(False)
-        self.down, self.up = nn.Linear(base.in_features, rank, bias=False), nn.Linear(rank, base.out_features, bias=False)
+        self.down, self.up = (
+            nn.Linear(base.in_features, rank, bias=False),
+            nn.Linear(rank, base.out_features, bias=False),
+        )
 
     def forward(self, x):
         return self.base(x) + self.up(self.down(x)) * 0.5

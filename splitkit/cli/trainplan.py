@@ -124,10 +124,11 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
     forward, again, took = data["forward"], data["recomputed"], data["seconds"]
     share = again["seconds"] / forward["seconds"] if forward["seconds"] else 0.0
     time = duration(again["seconds"], data["unit"])
+    halves = f"forward {size(forward['peak'])}, backward {size(data['backward']['peak'])}"
     rows = {
         "plan": data["note"],
         "prices": data["prices"],
-        "peak": f"{at_most(data['peak'], data['bounds'])} (forward {size(forward['peak'])}, backward {size(data['backward']['peak'])})",
+        "peak": f"{at_most(data['peak'], data['bounds'])} ({halves})",
         "saved for backward": f"{size(data['saved']['nbytes'])} in {len(data['saved']['values'])} storages",
         "computed again": f"{again['ops']} of {forward['ops']} ops, {time} ({share:.1%})",
         "took": f"capture {seconds(took['capture'])}, plan {seconds(took['plan'])}",
