@@ -9,6 +9,7 @@ from functools import cached_property
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+from splitkit.brief import brief
 from splitkit.costs import Costs, default
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.frontierplot import FrontierPlot, Spot
@@ -37,6 +38,8 @@ class Point:
 
     choice: Choice
     costs: Costs
+
+    __repr__ = brief
 
     @cached_property
     def saved(self) -> int:
@@ -91,6 +94,8 @@ class Frontier:
     joint: Joint | JointFlow
     costs: Costs | None = None
     price: Price | None = None
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         require_price(self, self.price)

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from splitkit.brief import brief
 from splitkit.buffers import BEFORE, HELD, Buffer
 from splitkit.collector import collector_at_rest
 from splitkit.dataflow import module_path
@@ -48,6 +49,8 @@ class MemoryProfile:
     saved: int
     calls: Mapping[str, range]
     parts: Mapping[Hashable, MemoryProfile]
+
+    __repr__ = brief
 
     @property
     def baseline(self) -> int:

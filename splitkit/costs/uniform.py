@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 from torch.fx import Node
 
+from splitkit.brief import brief
 from splitkit.costs.sizes import graph_of, read_bytes, value_bytes
 from splitkit.scope import is_state_op
 
@@ -27,6 +28,8 @@ class Unit:
     """See `unit`. Bytes are real where ``meta["val"]`` is there, else 0."""
 
     gm: fx.GraphModule
+
+    __repr__ = brief
 
     def seconds(self, node: Node) -> float:
         """1 for a node that computes, 0 for inputs, attributes, ``getitem`` and state ops."""
