@@ -37,8 +37,8 @@ def _values(nodes: Sequence[Node]) -> str:
 
 def _parameter_bytes(sub: Subgraph, flow: Dataflow) -> int:
     """Of the parameters that a part reads, each once, wherever they are held."""
-    own = [n for n in sub.nodes if n.op in ("get_attr", "call_module")]
-    read = [*own, *(n for n in sub.inputs if n.op == "get_attr")]
+    computed = [n for n in sub.nodes if n.op in ("get_attr", "call_module")]
+    read = [*computed, *(n for n in sub.inputs if n.op == "get_attr")]
     found: dict[int, nn.Parameter] = {}
     for value in (attribute(flow.root, str(n.target)) for n in read):
         own = value.parameters() if isinstance(value, nn.Module) else [value]
