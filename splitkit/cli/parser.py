@@ -47,7 +47,7 @@ def _capture(commands: _Commands[Parser]) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     _add_model_options(parser)
     parser.add_argument("--code", action="store_true", help="also print the code of the graph")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the nodes as JSON")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the nodes as JSON (- for standard output)")
 
 
 def _plan(commands: _Commands[Parser]) -> None:
@@ -69,7 +69,7 @@ def _plan(commands: _Commands[Parser]) -> None:
         default="parts",
         help="cut the forward into parts (default), or a training step into forward and backward",
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON (- for standard output)")
     _add_placement(parser.add_argument_group("placement (with --devices, or --stages N)"))
 
 
