@@ -115,8 +115,12 @@ def _error(number: int, path: PathLike) -> OSError:
 
 def refusal(path: PathLike, error: Exception) -> FileError:
     """SK504 for what `write` or `require_writable` raised, with what to write instead."""
-    if not isinstance(error, OSError):  # the name, or what is to be written
-        return FileError("SK504", f"cannot write {os.fspath(path)!r}: {error}", "Name another file.")
+    if not isinstance(error, OSError) or error.errno == errno.ENAMETOOLONG:  # the name, or what is to be written
+        return FileError(
+            "SK504",
+            f"cannot write {os.fspath(path)!r:.200}: {getattr(error, 'strerror', None) or error}",
+            "Name another file.",
+        )
     reason, number = error.strerror or str(error), error.errno
     folder = Path(path).parent
     if folder.is_dir():

@@ -1227,6 +1227,7 @@ def test_standard_output_as_an_output_was_replaced_or_lost(mine, name, capfd):
         ("loop", "levels of symbolic links"),
         ("dangling", "there is no folder"),
         ("a" * 300, "too long"),
+        ("a" * 300 + "/p.json", "too long"),
         ("/dev/fd/998", "Bad file descriptor"),
     ],
 )
