@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from splitkit.brief import brief
 from splitkit.dataflow import Dataflow
 from splitkit.order import Crossing, crossings, part_order
 from splitkit.plan import HOST, PartKey, Plan
@@ -31,6 +32,8 @@ class Subgraph:
     nodes: tuple[Node, ...]
     inputs: tuple[Node, ...]
     outputs: tuple[Node, ...]
+
+    __repr__ = brief
 
 
 def cut(flow: Dataflow, plan: Plan, as_met: bool = False) -> tuple[Subgraph | Node, ...]:

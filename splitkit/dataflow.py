@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx, nn
 from torch.fx import Node
 
+from splitkit.brief import brief
 from splitkit.effects import attribute, order_of
 from splitkit.errors import GraphError
 from splitkit.ops import Effects, effects_of, is_tuple
@@ -47,6 +48,15 @@ class Dataflow:
     written: frozenset[Node]
     followers: Mapping[Node, Node]
     effects: Mapping[Node, Effects]
+
+    __repr__ = brief
+
+    def __str__(self) -> str:
+        inputs = sum(n.op == "placeholder" for n in self.index)
+        return (
+            f"Dataflow of {len(self.index)} nodes: {len(self.nodes)} to place, {inputs} inputs, "
+            f"{len(self.once)} that run once, {len(self.written)} attributes that are written"
+        )
 
     @cached_property
     def nodes(self) -> tuple[Node, ...]:

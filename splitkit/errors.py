@@ -117,7 +117,7 @@ class FileError(SplitError):
 
 
 class UsageError(SplitError):
-    """The command line was used wrongly (SK601)."""
+    """The command line was used wrongly (SK60x)."""
 
 
 class CheckError(SplitError, AssertionError):

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from splitkit.brief import brief
 from splitkit.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class Example:
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    __repr__ = brief
 
 
 def made_by(spec: str, sizes: Mapping[str, int]) -> Example:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import tempfile
 from pathlib import Path
-from secrets import token_hex
 
 from splitkit.errors import FileError
 
@@ -45,7 +43,7 @@ def _write_whole(target: Path, found: os.stat_result | None, text: str) -> None:
     if found is not None and not os.access(target.parent, os.W_OK | os.X_OK):
         _write_into(target, text)
         return
-    draft = target.with_name(f".splitkit-{token_hex(8)}")
+    draft = target.with_name(f".splitkit-{os.urandom(8).hex()}")
     try:
         with draft.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -71,6 +69,8 @@ def require_writable(path: PathLike) -> None:
 
 def require_room(folder: Path) -> None:
     """Raise ``OSError`` if no file can be made in a folder."""
+    import tempfile  # it loads half of the standard library
+
     with tempfile.TemporaryFile(dir=folder):  # a file without a name, where the system has such
         pass
 
@@ -115,8 +115,13 @@ def _error(number: int, path: PathLike) -> OSError:
 
 def refusal(path: PathLike, error: Exception) -> FileError:
     """SK504 for what `write` or `require_writable` raised, with what to write instead."""
-    reason = getattr(error, "strerror", None) or str(error)
-    number = error.errno if isinstance(error, OSError) else None
+    if not isinstance(error, OSError) or error.errno == errno.ENAMETOOLONG:  # the name, or what is to be written
+        return FileError(
+            "SK504",
+            f"cannot write {os.fspath(path)!r:.200}: {getattr(error, 'strerror', None) or error}",
+            "Name another file.",
+        )
+    reason, number = error.strerror or str(error), error.errno
     folder = Path(path).parent
     if folder.is_dir():
         folder = Path(os.path.realpath(path)).parent  # of what a link points to

@@ -10,6 +10,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from splitkit.costs import Costs, default, unit_of
+from splitkit.brief import brief
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.frontierplot import FrontierPlot, Spot
 from splitkit.halves import JointFlow, as_joint
@@ -37,6 +38,8 @@ class Point:
 
     choice: Choice
     costs: Costs
+
+    __repr__ = brief
 
     @cached_property
     def saved(self) -> int:
@@ -92,6 +95,8 @@ class Frontier:
     joint: Joint | JointFlow
     costs: Costs | None = None
     price: Price | None = None
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         require_price(self, self.price)

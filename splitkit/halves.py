@@ -86,7 +86,8 @@ def as_joint(policy: object, flow: Dataflow) -> JointFlow:
     raise PolicyError(
         "SK302",
         f"{type(policy).__name__} splits forward from backward, and this is no joint graph",
-        "Use it with splitkit.capture_joint(model, *inputs).split(policy), partition_fn, backend or apply.",
+        "Use it with splitkit.capture_joint(model, *inputs).split(policy), partition_fn, backend or apply; "
+        "on the command line with `splitkit plan MODEL --what fwd-bwd`.",
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from splitkit import aot
 from splitkit._torch import pytree
+from splitkit.brief import brief
 from splitkit.capture import distinct, put_back
 from splitkit.capture import undisturbed as undisturbed
 from splitkit.capture_errors import capture_error
@@ -56,6 +57,16 @@ class Joint:
     graph_module: fx.GraphModule
     signature: JointSignature
     model: nn.Module
+
+    __repr__ = brief
+
+    def __str__(self) -> str:
+        known = self.signature
+        return (
+            f"Joint graph of {type(self.model).__name__}: {len(self.graph_module.graph.nodes)} nodes, "
+            f"{len(known.parameters)} parameters, {len(known.buffers)} buffers, {len(known.inputs)} inputs, "
+            f"{len(known.gradients)} gradients"
+        )
 
     def primals(self, *args: Any, **kwargs: Any) -> list[Any]:
         """What forward takes, in order: parameters and buffers of the model as they are now, and the inputs.

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from splitkit import aot
 from splitkit._torch import pytree
+from splitkit.brief import brief
 from splitkit.errors import GraphError
 from splitkit.trainstep import TrainingStep
 
@@ -46,6 +47,8 @@ class JointSignature:
     forward_outputs: int
     structure: Any
     constants: Mapping[int, Any]
+
+    __repr__ = brief
 
     def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """The leaves of inputs in the order of the example's: keywords, and keys of dicts, may come in any order.

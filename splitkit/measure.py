@@ -13,6 +13,7 @@ from torch import nn
 
 from splitkit import _torch
 from splitkit._torch import pytree
+from splitkit.brief import brief
 from splitkit.collector import collector_at_rest
 from splitkit.livebytes import BEFORE, HELD, Life, Watch
 from splitkit.units import size
@@ -45,6 +46,8 @@ class MeasuredMemory:
     live_at_peak: tuple[tuple[int, str], ...]
     by_device: Mapping[str, int]
     allocator_peaks: Mapping[str, int]
+
+    __repr__ = brief
 
     @property
     def allocator_peak(self) -> int | None:

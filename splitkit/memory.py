@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from splitkit.brief import brief
 from splitkit.buffers import BEFORE, HELD, Buffer
 from splitkit.collector import collector_at_rest
 from splitkit.dataflow import module_path
@@ -51,6 +52,8 @@ class MemoryProfile:
     calls: Mapping[str, range]
     parts: Mapping[Hashable, MemoryProfile]
     bounds: Mapping[str, int] = field(default_factory=dict)
+
+    __repr__ = brief
 
     @property
     def baseline(self) -> int:

@@ -11,6 +11,7 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit.backward_order import EmissionOrder, crossing
+from splitkit.brief import brief
 from splitkit.complete import check
 from splitkit.costs import Costs
 from splitkit.errors import CycleError, PlanError
@@ -47,6 +48,16 @@ class Pair:
     saved: tuple[str, ...]
     sizes: tuple[str, ...]
     plan: Plan | None = None
+
+    __repr__ = brief
+
+    def __str__(self) -> str:
+        sizes = f" and {len(self.sizes)} sizes" if self.sizes else ""
+        note = f"\n  {self.plan.note}" if self.plan and self.plan.note else ""
+        return (
+            f"Pair: forward of {len(self.forward.graph.nodes)} nodes, backward of {len(self.backward.graph.nodes)} "
+            f"nodes\n  {self.outputs} outputs, {len(self.saved)} values{sizes} saved{note}"
+        )
 
     @classmethod
     def of(cls, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> Pair:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from splitkit.brief import brief
 from splitkit.errors import ScheduleError
 
 Ints = npt.NDArray[np.int64]
@@ -84,6 +85,8 @@ class PipelineOrder:
 
     name: str
     ranks: tuple[tuple[Action, ...], ...]
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         _check(self)

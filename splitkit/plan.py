@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -10,6 +11,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from splitkit.brief import brief, few
 from splitkit.costs import Costs
 from splitkit.dataflow import Dataflow
 from splitkit.errors import PlanError, PolicyError
@@ -132,6 +134,15 @@ class Plan(Mapping[Node, tuple[PartKey, ...]]):
     note: str = ""
     routing: Literal["direct", "relay"] = "direct"
     claim: Claim | None = None
+
+    __repr__ = brief
+
+    def __str__(self) -> str:
+        """A line, and one for each of the first parts."""
+        held = Counter(key for keys in self.places.values() for key in keys)
+        lines = (f"{key}: {held[key]} nodes{f' on {p.device}' if p.device else ''}" for key, p in self.parts.items())
+        head = f"Plan of {len(self.places)} nodes in {len(self.parts)} parts{f': {self.note}' if self.note else ''}"
+        return "\n".join([head, *few(lines, "parts")])
 
     def __post_init__(self) -> None:
         if (routing := self.routing) not in ROUTINGS:

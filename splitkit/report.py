@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from splitkit.brief import brief
 from splitkit.complete import complete
 from splitkit.costs import Costs, default
 from splitkit.cut import Subgraph, cut
@@ -70,6 +71,8 @@ class Report:
     note: str
     sizes_known: bool
     claim: Claim | None = None
+
+    __repr__ = brief
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready data."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from splitkit.brief import brief
 from splitkit.pipelineorder import BACKWARD_INPUT, FORWARD, KINDS
 from splitkit.schedulememory import RankMemory, memory_of
 from splitkit.scheduletrace import Trace
@@ -18,6 +19,8 @@ from splitkit.units import duration, size
 @dataclass(frozen=True, eq=False)
 class ScheduleRun(Trace):
     """One step of a pipeline, as simulated: what follows from the times of its actions, which a `Trace` holds."""
+
+    __repr__ = brief
 
     @cached_property
     def busy(self) -> tuple[float, ...]:

@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.fx import Node
 
 from splitkit import _torch
+from splitkit.brief import brief, few
 from splitkit.collector import collector_at_rest
 from splitkit.complete import check, complete
 from splitkit.costs import Costs, default, unit
@@ -60,6 +61,18 @@ class Split:
     parts: Mapping[PartKey, fx.GraphModule]
     qualified_names: Mapping[str, str]
     copies: Mapping[PartKey, Mapping[Node, Node]]
+
+    __repr__ = brief
+
+    def __str__(self) -> str:
+        """A line, and one for each of the first parts: what it computes, holds, takes and gives."""
+        from splitkit.summary import line_of
+
+        own = sum(self.flow.is_placeable(n) for n in self.copies[HOST])
+        note = f": {self.plan.note}" if self.plan.note else ""
+        head = f"Split into {len(self.parts)} parts{f', {own} ops in the host' if own else ''}{note}"
+        lines = (line_of(self.names[key], sub, self.flow, self.plan) for key, sub in self.subgraphs.items())
+        return "\n".join([head, *few(lines, "parts")])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the parts in order; takes and returns what the original does."""

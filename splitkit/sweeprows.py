@@ -8,6 +8,7 @@ from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from splitkit.brief import brief
 from splitkit.plan import Plan
 from splitkit.schedulerun import ScheduleRun
 from splitkit.units import duration, size
@@ -39,6 +40,8 @@ class SweepRow:
     run: ScheduleRun | None = None
     fits: bool | None = None
     why: str = ""
+
+    __repr__ = brief
 
     @property
     def numbers(self) -> tuple[float, int, int]:
@@ -82,6 +85,8 @@ class Sweep:
     rows: tuple[SweepRow, ...]
     memory: int | None = None
     note: str = ""
+
+    __repr__ = brief
 
     @cached_property
     def pareto(self) -> tuple[SweepRow, ...]:

@@ -9,8 +9,10 @@ import itertools
 import json
 import logging
 import operator
+import os
 import pickle
 import re
+import stat
 import sys
 import threading
 import warnings
@@ -2005,3 +2007,263 @@ def test_a_weight_that_is_written_in_place_between_forward_and_backward_is_refus
         model.b.weight.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+FACTORIES = '''"""Models of a user."""
+import torch
+from torch import nn
+
+
+def net(width=4, depth=3):
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth))), torch.randn(2, width)
+
+
+def broken():
+    raise ValueError("no checkpoint here")
+
+
+def wrong_inside():
+    return len(3)
+
+
+def needs(width):
+    return nn.Linear(width, 2), torch.randn(2, width)
+
+
+def module_only():
+    return nn.Linear(2, 2)
+
+
+model = nn.Linear(2, 2)
+'''
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A folder with ``my.py``, in which the command runs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.py").write_text(FACTORIES)
+    (tmp_path / "folder").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def no_work(monkeypatch):
+    """Fails the test where a model is made or captured."""
+    from splitkit import models
+
+    for module, name in ((models, "build"), (models, "load")):
+        monkeypatch.setattr(module, name, lambda *a, **k: pytest.fail("the model was made"))
+
+
+PLAN = ["plan", "my.py:net", "--stages", "2"]
+
+
+def is_a_plan(path):
+    return json.loads(path.read_text())["kind"] == "splitkit plan"
+
+
+def test_an_output_replaced_a_device_and_a_pipe(mine):
+    terminal, device = os.openpty()  # a device that cannot be replaced, should this fail again
+    name = os.ttyname(device)
+    os.mkfifo(mine / "pipe")
+    read = []
+    readers = [
+        threading.Thread(target=lambda: read.append((mine / "pipe").read_text())),
+        threading.Thread(target=lambda: read.append(os.read(terminal, 100).decode())),
+    ]
+    for reader in readers:
+        reader.start()
+    assert main([*PLAN, "-o", "pipe"]) == main([*PLAN, "--schedule", "gpipe", "--trace", name]) == 0
+    for reader in readers:
+        reader.join(60)
+    os.close(device), os.close(terminal)
+    assert stat.S_ISFIFO((mine / "pipe").stat().st_mode)
+    assert any('"splitkit plan"' in text for text in read) and any("traceEvents" in text for text in read)
+    assert sorted(p.name for p in mine.iterdir()) == ["folder", "my.py", "pipe"]
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["to a file", "to nothing yet"])
+def test_an_output_replaced_a_link(mine, there):
+    target = mine / "folder" / "real.json"
+    if there:
+        target.write_text("old")
+        target.chmod(0o600)
+    (mine / "link.json").symlink_to("folder/real.json")
+    (mine / "second.json").symlink_to("link.json")
+    assert main([*PLAN, "-o", "second.json"]) == 0
+    assert (mine / "second.json").is_symlink() and (mine / "link.json").is_symlink()
+    assert not target.is_symlink() and is_a_plan(target)
+    assert not there or stat.S_IMODE(target.stat().st_mode) == 0o600
+    assert [p.name for p in target.parent.iterdir()] == ["real.json"]
+
+
+def test_parts_replaced_links_in_their_folder(mine):
+    (mine / "link").symlink_to("folder")
+    (mine / "kept.py").write_text("old")
+    (mine / "folder" / "parent.py").symlink_to("../kept.py")
+    assert main(["split", "my.py:net", "--stages", "2", "-o", "link", "--force"]) == 0
+    assert (mine / "link").is_symlink() and (mine / "folder" / "parent.py").is_symlink()
+    assert "submod_1" in (mine / "kept.py").read_text()
+
+
+@pytest.mark.parametrize("name", ["/dev/stdout", "-", "/dev/fd/1", "link"])
+def test_standard_output_as_an_output_was_replaced_or_lost(mine, name, capfd):
+    (mine / "link").symlink_to("/dev/stdout")
+    assert main([*PLAN, "-o", name]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["kind"] == "splitkit plan"
+    assert "2 stages" in err
+    assert main([*PLAN, "-o", name, "--json"]) == 2
+    assert "SK603" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("folder", "it is a folder"),
+        ("folder/", "it is a folder"),
+        ("new/", "it is a folder"),
+        ("none/p.json", "there is no folder none"),
+        ("my.py/p.json", "my.py is no folder"),
+        ("", "the name is empty"),
+        ("loop", "levels of symbolic links"),
+        ("dangling", "there is no folder"),
+        ("a" * 300, "too long"),
+        ("a" * 300 + "/p.json", "too long"),
+        ("/dev/fd/998", "Bad file descriptor"),
+    ],
+)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["capture", "my.py:net", "-o"],
+        [*PLAN, "-o"],
+        [*PLAN, "--schedule", "gpipe", "--trace"],
+        ["plan", "my.py:net", "--what", "fwd-bwd", "--memory", "1GiB", "-o"],
+    ],
+    ids=["capture", "plan", "trace", "step"],
+)
+def test_an_output_that_cannot_be_written_was_found_after_the_work(mine, no_work, capsys, words, name, says):
+    (mine / "loop").symlink_to("loop")
+    (mine / "dangling").symlink_to("none/p.json")
+    assert main([*words, name]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: SK504: cannot write ") and says in err and err.count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [*PLAN, "-o", "my.py"],
+        [*PLAN, "-o", "folder/../my.py"],
+        ["capture", "my.py:net", "-o", "my.py"],
+        ["plan", "my.py:net", "--devices", "mine.toml", "-o", "mine.toml"],
+        [*PLAN, "--costs", "roofline:mine.toml:a", "-o", "mine.toml"],
+        [*PLAN, "--schedule", "gpipe", "-o", "t.json", "--trace", "./t.json"],
+    ],
+)
+def test_an_output_overwrote_what_the_command_reads(mine, no_work, capsys, words):
+    (mine / "mine.toml").write_text("")
+    assert main(words) == 2
+    assert "error: SK603" in capsys.readouterr().err
+    assert (mine / "my.py").read_text() == FACTORIES
+
+
+def test_an_interrupted_write_left_its_draft(mine, monkeypatch):
+    from splitkit import planfile
+
+    def stop(self, target):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pathlib.Path.replace", stop)
+    with pytest.raises(KeyboardInterrupt):
+        planfile.write(mine / "p.json", {})
+    assert sorted(p.name for p in mine.iterdir()) == ["folder", "my.py"]
+    assert main([*PLAN, "-o", "p.json"]) == 130
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["plan", "gpt2", "--stages", "0"], "Write --stages 1 or more"),
+        (["plan", "gpt2", "--stages", "-2"], "Write --stages 1 or more"),
+        (["plan", "gpt2", "--stages", "two"], "Write --stages 1 or more"),
+        (["plan", "gpt2", "--stages"], "Write --stages=N"),
+        (["sweep", "gpt2", "--stages", "2,0"], "Write --stages numbers of 1 or more: 2,4,8"),
+        (["capture", "gpt2", "--size", "layers=x"], "Write --size layers=N"),
+        (["capture", "gpt2", "--seed", "-1"], "Write --seed 0 or more"),
+        (["plna", "gpt2"], "Did you mean plan?"),
+        (["capture", "gpt2", "--dynamc"], "Did you mean --dynamic?"),
+        (["plan", "gpt2", "--stages", "2", "--on-cycle", "merg"], "Did you mean merge?"),
+        (["plan", "gpt2", "--stages", "2", "--costs", "rofline:a100"], "Did you mean roofline?"),
+        (["capture", "gtp2"], "Did you mean gpt2?"),
+        (["plan", "GPT-2", "--stages", "2"], "Did you mean gpt2?"),
+        (["run", "my.py", "--stages", "2"], "Write my.py:FUNCTION, such as my.py:net; its functions: net, needs."),
+        (["profile", "my.py:"], "such as my.py:net"),
+        (["sweep", "my"], "Did you mean my.py:net?"),
+        (["capture", ":net"], "Write my_model.py:net."),
+        (["capture", "my.py:net:x"], "Write my.py:net."),
+        (["capture", "none.py"], "Name a file that exists"),
+        (["capture", "mi.py"], "Did you mean my.py:net?"),
+        (["capture", "plan.json"], "Name a model"),
+        (["run", "saved", "--check"], "Did you mean saved.json?"),
+        (["split", ".", "--stages", "2"], "Write my.py:net."),
+    ],
+)
+def test_a_mistyped_word_was_refused_late_or_without_what_to_write(mine, no_work, capsys, words, says):
+    (mine / "saved.json").write_text("{}")
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: SK") and says in err and err.count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("broken", ["error: ValueError: no checkpoint here", "my.py:11, in broken()"]),
+        ("wrong_inside", ["error: TypeError: object of type 'int'", "my.py:15, in wrong_inside()"]),
+        ("needs", ["SK403", "needs(width)", "--size width=8"]),
+        ("nte", ["SK403", "Did you mean my.py:net?"]),
+        ("module_only", ["SK403", "without inputs", "Return (module, args)"]),
+        ("model", ["SK403", "is a module", "Return (module, args)"]),
+    ],
+)
+def test_a_factory_that_fails_was_not_named_with_its_line(mine, capsys, name, says):
+    assert main(["capture", f"my.py:{name}"]) == 1
+    err = capsys.readouterr().err
+    assert all(word in err for word in says), err
+
+
+def test_a_factory_beside_its_own_modules_was_said_to_need_a_package(mine, capsys):
+    (mine / "folder" / "my_own_helpers.py").write_text("WIDTH = 4\n")
+    text = "from my_own_helpers import WIDTH\n" + FACTORIES
+    (mine / "folder" / "other.py").write_text(text)
+    assert main(["capture", "folder/other.py:net"]) == 0
+
+
+@pytest.mark.parametrize("text", [b"", b"\xff\xfe", b'{"command": "plan"}', b'{"kind": "splitkit split"}', b"[]"])
+def test_a_file_that_is_no_plan_was_refused_without_what_to_write(mine, no_work, capsys, text):
+    (mine / "p.json").write_bytes(text)
+    assert main(["run", "p.json"]) == 1
+    assert capsys.readouterr().err.count("\n") == 2
+    assert main(["run", "none.json"]) == main(["run", "folder/../none.json"]) == 1
+    assert capsys.readouterr().err.count("splitkit plan MODEL") == 2
+
+
+def test_print_of_a_split_and_its_kin_showed_pages():
+    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(40))), torch.randn(2, 8)
+    gm = sk.capture(model, x)
+    joint = sk.capture_joint(model, x, loss=lambda y: y.sum())
+    pair = joint.split(sk.policies.SaveAll())
+    made = sk.split(gm, sk.policies.Stages(30))
+    text = str(made)
+    assert "submod_7: 1 ops, 288 B of parameters; takes linear_6 (64 B); gives linear_7 (64 B)" in text
+    assert "and 22 more parts" in text and len(text.splitlines()) == 10
+    frontier = sk.Frontier(joint)
+    values = [made, made.plan, made.flow, made.subgraphs[0], pair, joint, joint.signature, sk.simulate_memory(gm)]
+    values += [sk.costs.flops(gm), sk.report(gm, made.plan), frontier, frontier.points[0]]
+    for value in values:
+        assert len(repr(value)) < 1000 and "\n" not in repr(value), type(value)
+    for value in (v for v in values if not isinstance(v, type(sk.report(gm, made.plan)))):
+        assert len(str(value).splitlines()) <= 10 and len(str(value)) < 2000, type(value)

@@ -12,7 +12,7 @@ import splitkit
 PACKAGE = Path(splitkit.__file__).parent
 
 FLOORS: list[set[str]] = [
-    {"errors", "units", "svg", "ranges", "collector", "files"},
+    {"errors", "units", "svg", "ranges", "collector", "files", "brief"},
     {
         "_torch",
         "ops",
@@ -75,6 +75,7 @@ FLOORS: list[set[str]] = [
         "writer",
         "emit",
         "partgraph",
+        "summary",
         "split",
         "frames",
         "flatten",

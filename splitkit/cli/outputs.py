@@ -99,7 +99,9 @@ def _require_folder(folder: str, force: bool) -> None:
 
 def write(wanted: Mapping[str, Mapping[str, Any]]) -> bool:
     """Write data as JSON, each file whole or not at all; whether one of them is standard output."""
-    from splitkit import planfile
+    if not wanted:
+        return False
+    from splitkit import planfile  # it waits for torch
 
     for path, data in wanted.items():
         planfile.write(path, data)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from splitkit.cli import devicelist, placement, source
 from splitkit.cli.outcome import Outcome, facts, seconds
-from splitkit.cli.work import prepare, prices
+from splitkit.cli.work import check_costs, prepare, prices
 from splitkit.errors import UsageError
 from splitkit.sweep import MICROBATCHES, SCHEDULES, Sweep, Sweeper, combinations
 from splitkit.units import duration, size
@@ -34,6 +34,7 @@ def run(args: Namespace) -> Outcome:
         memory = devices.devices[0].memory
     links, why = placement.links_of(args.links, devices)
     each = combinations(args.stages, args.microbatches or MICROBATCHES, args.schedules or SCHEDULES)
+    check_costs(args.costs)
     work = prepare(wanted)
     with work.clock.step("costs", "pricing the nodes"):
         costs = prices(work, args.costs, None, "a100" if devices is None else devices.devices[0])

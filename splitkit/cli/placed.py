@@ -12,7 +12,7 @@ from splitkit.activations import activations
 from splitkit.cli import source
 from splitkit.cli.outcome import Outcome, facts, seconds, table
 from splitkit.cli.placement import Placement
-from splitkit.cli.work import Work, prepare, prices, versions
+from splitkit.cli.work import Work, check_costs, prepare, prices, versions
 from splitkit.costs import Costs, Links, roofline
 from splitkit.plan import Claim, Plan
 from splitkit.plancosts import StagePrices, run_order
@@ -76,6 +76,7 @@ def plan(args: Namespace) -> Outcome:
     """``splitkit plan`` with ``--devices``, or with ``--stages`` and a schedule, memory or links, which are checked."""
     wanted_model, wanted = source.from_args(args.model, args), Placement.of(args)
     policy = wanted.policy()
+    check_costs(args.costs)
     work = prepare(wanted_model)
     with work.clock.step("plan", f"planning {wanted.devices or f'{wanted.stages} stages'}"):
         costs = _prices(work, args, wanted)

@@ -11,7 +11,7 @@ import splitkit as sk
 from splitkit.cli import policyspec, source
 from splitkit.cli.outcome import Outcome, facts, seconds, table
 from splitkit.cli.source import Source
-from splitkit.cli.work import TRAINING, Clock, example_of, kind_of_costs, versions
+from splitkit.cli.work import TRAINING, Clock, check_costs, example_of, kind_of_costs, versions
 from splitkit.errors import UsageError
 from splitkit.units import at_most, duration, size
 
@@ -59,7 +59,9 @@ def prepare(wanted: Source) -> TrainWork:
 
 def priced(args: Namespace) -> tuple[TrainWork, Costs]:
     """The model that the command line names, and prices of the nodes of its joint graph."""
-    work = prepare(source.from_args(args.model, args))
+    wanted = source.from_args(args.model, args)
+    check_costs(args.costs)
+    work = prepare(wanted)
     with work.clock.step("costs", "pricing the nodes"):
         inputs = (*work.joint.primals(*work.example.args, **work.example.kwargs), *work.joint.tangents())
         return work, kind_of_costs(work.joint.graph_module, inputs, args.costs or "roofline:a100")

@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from splitkit.plan import Plan
 
 
+PRICES = ("flops", "unit", "measured", "roofline", "fused")
 TRAINING = "fwd-bwd"
 """What a plan file, and ``--what``, call a plan that divides a training step into forward and backward."""
 
@@ -125,24 +127,40 @@ def kind_of_costs(gm: fx.GraphModule, inputs: Any, kind: str) -> Costs:
     from splitkit import costs
 
     name, _, device = kind.partition(":")
-    if name in ("flops", "unit") and not device:
+    if name in ("flops", "unit"):
         return costs.flops(gm) if name == "flops" else costs.unit(gm)
     if name == "measured":
         return costs.measured(gm, inputs, device or "cpu")
+    return (costs.roofline if name == "roofline" else costs.fused)(gm, _device(device or "cpu"))
+
+
+def check_costs(kind: str | None) -> None:
+    """Refuse a word for prices that is not known, or is of a device that is not, before the model is made.
+
+    Raises:
+        UsageError: SK601 for the word.
+        SplitError: for the device, or the file that describes it.
+    """
+    if kind is None:
+        return
+    name, colon, device = kind.partition(":")
+    if name not in PRICES or (colon and name in ("flops", "unit")):
+        near = get_close_matches(name, PRICES, n=1)
+        hint = f"Did you mean {near[0]}? " if near else ""
+        uses = "Use flops, unit, measured, roofline:DEVICE or fused:DEVICE."
+        raise UsageError("SK601", f"--costs {kind} is not known", f"{hint}{uses}")
     if name in ("roofline", "fused"):
-        return (costs.roofline if name == "roofline" else costs.fused)(gm, _device(device or "cpu"))
-    raise UsageError(
-        "SK601", f"--costs {kind} is not known", "Use flops, unit, measured, roofline:DEVICE or fused:DEVICE."
-    )
+        _device(device or "cpu")
 
 
 def _device(text: str) -> Any:
     """A known device, or ``NAME`` of ``path.toml:NAME``."""
     from splitkit import costs
+    from splitkit.costs.devices import find_device
 
     path, colon, name = text.rpartition(":")
     if not colon:
-        return text
+        return find_device(text)
     described = costs.load_devices(path)
     if name not in described:
         raise UsageError("SK601", f"{path} describes no device {name!r}", f"It describes {', '.join(described)}.")
@@ -169,6 +187,7 @@ def planned_by(args: Namespace, file: dict[str, Any] | None) -> tuple[Work, Plan
 def make_plan(args: Namespace, spec: str) -> tuple[Work, Plan, Costs]:
     """The plan that the policy of the command line makes for a model."""
     wanted, named = source.from_args(spec, args), policy_of(args)
+    check_costs(args.costs)
     policy = named.build()
     work = prepare(wanted)
     with work.clock.step("plan", f"planning {named.text}"):

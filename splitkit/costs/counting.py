@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from splitkit import standins
 from splitkit._torch import pytree
+from splitkit.brief import brief
 from splitkit.costs.formulas import FORMULAS, attention_backward_flops, attention_flops, formulas_for
 from splitkit.costs.sizes import elements, graph_of, read_bytes, require_values, tensors, value_bytes
 from splitkit.effects import storage_key
@@ -71,6 +72,8 @@ class Flops:
     gm: fx.GraphModule
     _seen: dict[Any, Count] = field(default_factory=dict, repr=False, compare=False)
     _of: dict[Node, Count] = field(default_factory=dict, repr=False, compare=False)
+
+    __repr__ = brief
 
     def seconds(self, node: Node) -> float:
         """FLOPs on a device that does 1e12 a second."""

@@ -18,6 +18,7 @@ from functools import cached_property
 from torch import fx
 from torch.fx import Node
 
+from splitkit.brief import brief
 from splitkit.costs.devices import Device, find_device
 from splitkit.costs.fusion import Fusion, Kernel
 from splitkit.costs.jointly import backward_nodes, is_joint
@@ -64,6 +65,8 @@ class Fused:
     gm: fx.GraphModule
     device: Device
     tf32: bool = False
+
+    __repr__ = brief
 
     @cached_property
     def fusion(self) -> Fusion:

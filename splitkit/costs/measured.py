@@ -23,6 +23,7 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit import _torch
+from splitkit.brief import brief
 from splitkit.costs.cache import CostCache, default_path, environment
 from splitkit.costs.counting import Flops, flops
 from splitkit.costs.keys import is_lasting, key_of
@@ -100,6 +101,8 @@ class Measured:
     device: torch.device
     _records: Mapping[Node, Record] = field(repr=False, compare=False)
     _counted: Flops = field(repr=False, compare=False)
+
+    __repr__ = brief
 
     @property
     def note(self) -> str:

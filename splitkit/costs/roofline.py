@@ -18,6 +18,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
+from splitkit.brief import brief
 from splitkit.costs.counting import Count, Flops, bodies, rounds
 from splitkit.costs.devices import Device, find_device
 from splitkit.costs.sizes import graph_of, require_values, tensors
@@ -52,6 +53,8 @@ class Roofline:
     _flops: Flops = field(init=False, repr=False, compare=False)
     _scopes: dict[Node, Scope] = field(init=False, repr=False, compare=False)
     _bodies: dict[fx.GraphModule, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_flops", Flops(self.gm))

@@ -15,6 +15,7 @@ from torch import fx, nn
 from torch.fx import Node
 
 from splitkit._torch import pytree
+from splitkit.brief import brief
 from splitkit.costs.counting import Flops, name_of
 from splitkit.costs.gradients import Gradients
 from splitkit.costs.jointly import is_joint, owners
@@ -81,6 +82,8 @@ class FromFormula:
     source: str = field(default="by formula", init=False)
     _flops: Flops = field(init=False, repr=False, compare=False)
     _gradients: Gradients = field(init=False, repr=False, compare=False)
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         known = isinstance(self.costs, Flops) and self.costs.gm is self.gm
@@ -183,6 +186,8 @@ class FromJoint:
     source: str = field(default="from the joint graph", init=False)
     owner: Mapping[Node, Node] = field(init=False, repr=False, compare=False)
     _owned: Mapping[Node, list[Node]] = field(init=False, repr=False, compare=False)
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         owner, owned = owners(self.gm.graph), dict[Node, list[Node]]()

@@ -9,6 +9,7 @@ from typing import ClassVar
 from torch import fx
 from torch.fx import Node
 
+from splitkit.brief import brief
 from splitkit.costs.sizes import graph_of, read_bytes, value_bytes
 from splitkit.scope import is_state_op
 
@@ -29,6 +30,8 @@ class Unit:
 
     gm: fx.GraphModule
     unit: ClassVar[str] = "nodes"
+
+    __repr__ = brief
 
     def seconds(self, node: Node) -> float:
         """1 for a node that computes, 0 for inputs, attributes, ``getitem`` and state ops."""
