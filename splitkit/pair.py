@@ -16,10 +16,12 @@ from splitkit.costs import Costs
 from splitkit.errors import CycleError, PlanError
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, is_size, nodes_in
 from splitkit.plan import PartKey, Plan, PolicyLike, as_plan
+from splitkit.savedvalues import SavedValue
 from splitkit.symbols import value_of
 from splitkit.tags import honour
 
 Places = dict[Node, tuple[PartKey, ...]]
+_SHOWN = 10  # saved values that a pair prints
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,23 @@ class Pair:
     saved: tuple[str, ...]
     sizes: tuple[str, ...]
     plan: Plan | None = None
+
+    @property
+    def saved_values(self) -> tuple[SavedValue, ...]:
+        """What forward saves for backward, the largest first: each with its module, its op and its bytes.
+
+        Several values may be views of one storage, which takes its bytes once.
+        """
+        nodes = {node.name: node for node in self.forward.graph.nodes}
+        return tuple(sorted((SavedValue.of(nodes[name]) for name in self.saved), key=lambda value: -value.nbytes))
+
+    def __str__(self) -> str:
+        """A few lines: the plan, how much is saved, and what is largest of it."""
+        values = [value for value in self.saved_values if value.op != "input"]
+        note = f"{self.plan.note}\n" if self.plan and self.plan.note else ""
+        more = [f"  ... and {len(values) - _SHOWN} more"] if len(values) > _SHOWN else []
+        lines = [f"{note}forward and backward: {len(values)} values saved", *(f"  {v}" for v in values[:_SHOWN]), *more]
+        return "\n".join(lines)
 
     @classmethod
     def of(cls, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> Pair:
