@@ -16,7 +16,7 @@ from splitkit.costs import Costs
 from splitkit.errors import CycleError, PlanError
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, is_size, nodes_in
 from splitkit.plan import PartKey, Plan, PolicyLike, as_plan
-from splitkit.savedvalues import SavedValue
+from splitkit.savedvalues import SavedValue, held_by_caller
 from splitkit.symbols import value_of
 from splitkit.tags import honour
 
@@ -56,12 +56,12 @@ class Pair:
 
         Several values may be views of one storage, which takes its bytes once.
         """
-        nodes = {node.name: node for node in self.forward.graph.nodes}
-        return tuple(sorted((SavedValue.of(nodes[name]) for name in self.saved), key=lambda value: -value.nbytes))
+        nodes, held = {node.name: node for node in self.forward.graph.nodes}, held_by_caller(self.forward.graph)
+        return tuple(sorted((SavedValue.of(nodes[name], held) for name in self.saved), key=lambda value: -value.nbytes))
 
     def __str__(self) -> str:
         """A few lines: the plan, how much is saved, and what is largest of it."""
-        values = [value for value in self.saved_values if value.op != "input"]
+        values = [value for value in self.saved_values if value.nbytes]
         note = f"{self.plan.note}\n" if self.plan and self.plan.note else ""
         more = [f"  ... and {len(values) - _SHOWN} more"] if len(values) > _SHOWN else []
         lines = [f"{note}forward and backward: {len(values)} values saved", *(f"  {v}" for v in values[:_SHOWN]), *more]

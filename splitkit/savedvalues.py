@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from torch import fx
 from torch.fx import Node
 
 from splitkit.costs.sizes import storage_bytes, tensors
 from splitkit.dataflow import module_path
+from splitkit.effects import storage_key
 from splitkit.symbols import value_of
 from splitkit.units import size
 
@@ -21,7 +24,7 @@ class SavedValue:
         name: of its node.
         module: the innermost module that computes it, ``""`` for the model itself.
         op: what computes it, such as ``"softmax"``; ``"input"`` for what the caller holds: inputs and parameters.
-        nbytes: of its storage; 0 for what the caller holds.
+        nbytes: of its storage; 0 for what the caller holds, and views of it.
     """
 
     name: str
@@ -30,11 +33,12 @@ class SavedValue:
     nbytes: int
 
     @classmethod
-    def of(cls, node: Node) -> SavedValue:
-        """Of a node of forward."""
+    def of(cls, node: Node, held: Collection[object]) -> SavedValue:
+        """Of a node of forward, given the storages that its caller holds."""
         if node.op in ("placeholder", "get_attr"):
             return cls(node.name, "", "input", 0)
-        return cls(node.name, module_path(node), op_of(node), sum(storage_bytes(t) for t in tensors(value_of(node))))
+        own = [t for t in tensors(value_of(node)) if storage_key(t) not in held]
+        return cls(node.name, module_path(node), op_of(node), sum(map(storage_bytes, own)))
 
     def __str__(self) -> str:
         return f"{self.label} ({size(self.nbytes)})"
@@ -43,6 +47,11 @@ class SavedValue:
     def label(self) -> str:
         """Module and op: ``"transformer.h.0.attn: softmax"``."""
         return f"{self.module or 'the model'}: {self.op}"
+
+
+def held_by_caller(graph: fx.Graph) -> set[object]:
+    """The storages of the inputs of a graph."""
+    return {storage_key(t) for node in graph.find_nodes(op="placeholder") for t in tensors(value_of(node))}
 
 
 def op_of(node: Node) -> str:

@@ -125,7 +125,7 @@ def _value(saved: Buffer) -> dict[str, Any]:
     found = {"name": saved.name, "nbytes": saved.nbytes}
     if saved.node is None:
         return found
-    value = SavedValue.of(saved.node)
+    value = SavedValue.of(saved.node, ())
     return found | {"module": value.module, "op": value.op, "label": value.label}
 
 

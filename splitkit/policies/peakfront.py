@@ -1,4 +1,4 @@
-"""Compromises between the true peak and recompute time: the best of all plans that searches for several budgets meet."""
+"""Compromises between the true peak and recompute time: the best plans that searches for several budgets meet."""
 
 from __future__ import annotations
 
