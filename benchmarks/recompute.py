@@ -4,10 +4,9 @@ For each model, price and budget of torch's: what its partitioner recomputes and
 halves; and splitkit's least recompute time within that very peak, torch's plan among the candidates. ``reach``: the
 lowest peak of splitkit's, of torch's lowest, whole and above what the caller holds (weights and inputs).
 
-Times of planning: torch's partition function against splitkit's policy and division, on one joint graph, in turn.
-With ``--measure`` the halves of both really run, and the peak
-of their live bytes stands beside the simulated one. Dropout is off: below a budget of 1, torch draws it anew.
-``training_steps.py`` has the seconds of real steps.
+Times of planning: torch's partition function against splitkit's policy and division, on one joint graph, in turn. With
+``--measure`` the halves of both really run, and the peak of their live bytes stands beside the simulated one. Dropout
+is off: below a budget of 1, torch draws it anew. ``training_steps.py`` has the seconds of real steps.
 """
 
 from __future__ import annotations

@@ -210,7 +210,10 @@ def split(model: nn.Module, gm: torch.fx.GraphModule, count: int, inputs: Mappin
     try:
         require_same(sk.compare(model, divided, **inputs))
     except Different as error:
-        same = {"the model itself": sk.compare(model, model, **inputs), "what was captured": sk.compare(model, gm, **inputs)}
+        same = {
+            "the model itself": sk.compare(model, model, **inputs),
+            "what was captured": sk.compare(model, gm, **inputs),
+        }
         also = next((f"; so does {which}" for which, found in same.items() if not found.same), "")
         raise Different(f"{error}{also}") from None
 
@@ -307,7 +310,9 @@ def show(table: list[Found]) -> None:
             for step, verdict in mode["verdicts"].items():
                 if verdict != PASSES:
                     why = mode["why"].get(step, "the process died")
-                    console.print(f"{row['name']} ({mode['mode']}), {step} {verdict}: {why}", markup=False, highlight=False)
+                    console.print(
+                        f"{row['name']} ({mode['mode']}), {step} {verdict}: {why}", markup=False, highlight=False
+                    )
 
 
 def cell(row: Found, step: str) -> str:
@@ -329,7 +334,9 @@ def main() -> None:
     families = list(dict.fromkeys(row.family for row in rows()))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="architectures whose names contain one of these")
+    parser.add_argument(
+        "--only", nargs="*", default=[], metavar="NAME", help="architectures whose names contain one of these"
+    )
     parser.add_argument("--family", nargs="*", default=families, choices=families)
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     args = parser.parse_args()

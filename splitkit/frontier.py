@@ -1,4 +1,4 @@
-"""The frontier of a training step: every best compromise between saved bytes and recompute time, to look at."""
+"""The frontier of a training step: the best compromises between memory and recompute time, to look at."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from splitkit.costs import Costs, default, unit_of
 from splitkit.brief import brief
+from splitkit.costs import Costs, default, unit_of
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.frontierplot import FrontierPlot, Spot
 from splitkit.halves import JointFlow, as_joint
@@ -19,6 +19,8 @@ from splitkit.memory import simulate_memory
 from splitkit.pair import Pair, divide
 from splitkit.plan import Plan
 from splitkit.policies.hull import Hull
+from splitkit.policies.peakfront import PeakFront
+from splitkit.policies.pool import Seen
 from splitkit.policies.pricing import Price, priced, require_price
 from splitkit.savings import Choice, savings
 from splitkit.units import duration, read_size, size
@@ -38,6 +40,7 @@ class Point:
 
     choice: Choice
     costs: Costs
+    _peak: int | None = None
 
     __repr__ = brief
 
@@ -54,8 +57,9 @@ class Point:
     @cached_property
     def plan(self) -> Plan:
         """The plan, for `Joint.split` and the like."""
+        peak = "" if self._peak is None else f"peak {size(self._peak)}, "
         again = duration(self.seconds, self.choice.savings.unit)
-        return self.choice.plan(f"frontier: {size(self.saved)} saved, {again} computed again")
+        return self.choice.plan(f"frontier: {peak}{size(self.saved)} saved, {again} computed again")
 
     @cached_property
     def pair(self) -> Pair:
@@ -65,6 +69,8 @@ class Point:
     @cached_property
     def peak(self) -> int:
         """Bytes alive at once in forward and backward, parameters and inputs included, as simulated."""
+        if self._peak is not None:
+            return self._peak
         pair = self.pair
         return simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).peak
 
@@ -75,7 +81,7 @@ class Point:
 
 @dataclass(frozen=True, eq=False)
 class Frontier:
-    """The lower convex hull of (saved bytes, recompute seconds) over all legal plans of a joint graph.
+    """The best compromises between memory and recompute time of a joint graph.
 
     ::
 
@@ -83,23 +89,36 @@ class Frontier:
         frontier.less(0.1).seconds             # what 10 % less memory costs
         joint.split(frontier.within(2**30).plan)
 
-    It bounds what is *saved*; the peak of a plan is simulated where it is asked for, and need not fall with it. In a
-    notebook it draws itself.
+    It bounds what is *saved*, and is exact: the lower convex hull over all legal plans. The peak of a plan is simulated
+    where it is asked for, and need not fall with it.
+
+    ``Frontier(joint, costs, of="peak")`` bounds the true peak. Its points are the best of all plans that searches for
+    several budgets meet, from ``Budget("least")`` on: each with a higher peak than the last, and less to compute again;
+    better ones may exist. It takes about as long as those searches. In a notebook a frontier draws itself.
 
     Attributes:
         joint: a joint graph, or the facts about one.
         costs: prices of nodes; by default FLOPs at 1e12 a second, so that only ratios mean something.
         price: ``"fused"`` for seconds under Inductor, on the device of the costs (`splitkit.policies.pricing`).
+        of: ``"saved"`` or ``"peak"``: the memory that is bounded.
+        budgets: of the peak, how many are searched for.
     """
 
     joint: Joint | JointFlow
     costs: Costs | None = None
     price: Price | None = None
+    of: Literal["saved", "peak"] = "saved"
+    budgets: int = 8
 
     __repr__ = brief
 
     def __post_init__(self) -> None:
         require_price(self, self.price)
+        of: object = self.of
+        if of not in ("peak", "saved"):
+            raise PolicyError("SK302", f"Frontier has of={of!r}", "Give 'peak' or 'saved'.")
+        if isinstance(self.budgets, bool) or not isinstance(self.budgets, int) or self.budgets < 1:
+            raise PolicyError("SK302", f"Frontier has budgets={self.budgets!r}", "Give a whole number >= 1.")
 
     @cached_property
     def flow(self) -> JointFlow:
@@ -116,8 +135,17 @@ class Frontier:
         return Hull.of(savings(self.flow, self._costs))
 
     @cached_property
+    def _front(self) -> PeakFront:
+        return PeakFront(self.flow, self._costs, self.budgets)
+
+    @cached_property
     def points(self) -> tuple[Point, ...]:
-        """The corners of the hull, by rising saved bytes; the last one computes nothing again that costs time."""
+        """By rising bytes: the corners of the hull, or the best plans for the peak.
+
+        The last one computes nothing again that costs time.
+        """
+        if self.of == "peak":
+            return tuple(self._seen(seen) for seen in self._front.plans)
         return tuple(Point(choice, self._costs) for choice in self.hull.choices)
 
     @property
@@ -130,17 +158,26 @@ class Frontier:
         """Time of the step without any recompute, by the same prices."""
         return sum(self._costs.seconds(node) for node in self.flow.nodes)
 
+    def _seen(self, seen: Seen) -> Point:
+        return Point(seen.choice, self._costs, seen.peak)
+
+    def taken(self, point: Point) -> int:
+        """Bytes of the memory that is bounded."""
+        return point.peak if self.of == "peak" else point.saved
+
     def within(self, nbytes: float | str) -> Point:
-        """The point that saves at most so many bytes and, of those on the hull, computes least again.
+        """The point that takes at most so many bytes and, of those on the frontier, computes least again.
 
         Args:
             nbytes: a number of bytes, or a text such as ``"1.5GiB"``.
 
         Raises:
             PolicyError: SK302 for what is no number of bytes.
-            NoPlanError: SK303 when every plan saves more; it says how much the least is.
+            NoPlanError: SK303 when every plan takes more; it says how much the least is.
         """
         limit = int(min(_nbytes("within", nbytes), sys.maxsize))
+        if self.of == "peak":
+            return self._within_peak(limit)
         choice = self.hull.within(limit)
         if choice is None:
             least = self.points[0].saved
@@ -151,29 +188,43 @@ class Frontier:
             )
         return Point(choice, self._costs)
 
+    def _within_peak(self, limit: int) -> Point:
+        seen = self._front.within(limit)
+        if seen is None:
+            least = self.points[0].peak
+            raise NoPlanError(
+                "SK303",
+                f"no plan was found whose peak is within {size(limit)}: the lowest is {size(least)}",
+                f"Allow {least} bytes.",
+            )
+        return self._seen(seen)
+
     def less(self, fraction: float) -> Point:
-        """The point that saves that share less than the last point of all: ``less(0.1)`` for 10 %.
+        """The point that takes that share less than the last point of all: ``less(0.1)`` for 10 %.
 
         Raises:
             PolicyError: SK302 for a fraction that is not from 0 to 1.
-            NoPlanError: SK303 when every plan saves more.
+            NoPlanError: SK303 when every plan takes more.
         """
         if not _is_number(fraction) or not 0 <= fraction <= 1:
             raise PolicyError("SK302", f"less({fraction!r}) is no share", "Give a number from 0 to 1: 0.1 for 10 %.")
-        return self.within(int(self.points[-1].saved * (1 - fraction)))
+        return self.within(int(self.taken(self.points[-1]) * (1 - fraction)))
 
     def bound(self, nbytes: float | str) -> float:
-        """Seconds of recompute that no plan can do without which saves at most so many bytes; the hull itself.
+        """Seconds of recompute that no plan can do without which takes at most so many bytes.
 
-        Bytes are given as to `within`; SK302 likewise. Infinite if no plan saves so few.
+        Of saved bytes the hull itself; of the peak what is proven for plans in the order of the graph. Bytes are given
+        as to `within`; SK302 likewise. Infinite if no plan takes so few.
         """
+        if self.of == "peak":
+            return self._front.bound(int(min(_nbytes("bound", nbytes), sys.maxsize)))
         return self.hull.bound(_nbytes("bound", nbytes))
 
     def to_dict(self, peaks: bool = False) -> dict[str, Any]:
         """All points as plain data; with simulated peaks if asked, about 10 us a node each."""
-        points = [point.to_dict(peaks) for point in self.points]
         return {
-            "points": points,
+            "of": self.of,
+            "points": [point.to_dict(peaks or self.of == "peak") for point in self.points],
             "step_seconds": self.step_seconds,
             "unit": self.unit,
             "costs": getattr(self._costs, "note", ""),
@@ -184,28 +235,33 @@ class Frontier:
         from rich.table import Table
 
         table = Table(title=getattr(self._costs, "note", "") or None, title_justify="left")
-        for title in ("saved", "of most", "computed again", "of step", *(["peak"] if peaks else [])):
+        others = ["saved"] if self.of == "peak" else ["peak"] if peaks else []
+        for title in (self.of, "of most", "computed again", "of step", *others):
             table.add_column(title, justify="right", no_wrap=True)
-        most, step = self.points[-1].saved or 1, self.step_seconds or 1.0
+        most, step = self.taken(self.points[-1]) or 1, self.step_seconds or 1.0
         for point in self.points:
-            numbers = (size(point.saved), f"{point.saved / most:.1%}", duration(point.seconds, self.unit))
-            table.add_row(*numbers, f"{point.seconds / step:.1%}", *([size(point.peak)] if peaks else []))
+            taken = self.taken(point)
+            numbers = (size(taken), f"{taken / most:.1%}", duration(point.seconds, self.unit))
+            table.add_row(*numbers, f"{point.seconds / step:.1%}", *(size(getattr(point, other)) for other in others))
         return table
 
     def to_svg(self, marks: Mapping[str, Spot] | None = None) -> str:
         """A picture that stands alone.
 
         Args:
-            marks: name -> (saved bytes, seconds) of other plans to compare with, such as those of torch.
+            marks: name -> (bytes, seconds) of other plans to compare with, such as those of torch.
         """
-        return FrontierPlot([(point.saved, point.seconds) for point in self.points], marks or {}, self.unit).to_svg()
+        title = "peak" if self.of == "peak" else "saved for backward"
+        spots = [(self.taken(point), point.seconds) for point in self.points]
+        return FrontierPlot(spots, marks or {}, title, self.unit).to_svg()
 
     def _repr_svg_(self) -> str:
         return self.to_svg()
 
     def __str__(self) -> str:
         first, last = self.points[0], self.points[-1]
-        ends = f"{size(first.saved)} saved for {duration(first.seconds, self.unit)}, to {size(last.saved)}"
+        what = "at the peak" if self.of == "peak" else "saved"
+        ends = f"{size(self.taken(first))} {what} for {duration(first.seconds, self.unit)}, to {size(self.taken(last))}"
         return f"{len(self.points)} points: {ends} for {duration(last.seconds, self.unit)}"
 
 

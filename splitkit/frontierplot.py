@@ -1,4 +1,4 @@
-"""A picture of a frontier: recompute time over saved bytes (SVG)."""
+"""A picture of a frontier: recompute time over bytes, saved or at the peak (SVG)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TICKS = 5
 _GREY = "#888"
 
 Spot = tuple[float, float]
-"""Saved bytes, and seconds of recompute."""
+"""Bytes, and seconds of recompute."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,13 @@ class FrontierPlot:
     Attributes:
         points: of the frontier, by rising bytes.
         marks: what else is drawn: name -> where.
+        title: what the bytes are.
         unit: of what is computed again.
     """
 
     points: Sequence[Spot]
     marks: Mapping[str, Spot]
+    title: str = "saved for backward"
     unit: str = "s"
 
     def to_svg(self) -> str:
@@ -56,7 +58,7 @@ class FrontierPlot:
             anchor = "end" if tick == _TICKS - 1 else "middle"
             yield label(self._x(nbytes), bottom + 14, size(nbytes), _GREY, anchor)
             yield label(LEFT - 6, self._y(seconds) + 4, duration(seconds, self.unit), _GREY, "end")
-        yield label(WIDTH - RIGHT, HEIGHT - 6, "saved for backward", _GREY, "end")
+        yield label(WIDTH - RIGHT, HEIGHT - 6, self.title, _GREY, "end")
         yield label(6, TOP - 14, "computed again", _GREY, "start")
 
     def _dot(self, spot: Spot, colour: str, radius: float) -> str:

@@ -17,10 +17,12 @@ from splitkit.costs import Costs
 from splitkit.errors import CycleError, PlanError
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, is_size, nodes_in
 from splitkit.plan import PartKey, Plan, PolicyLike, as_plan
+from splitkit.savedvalues import SavedValue, held_by_caller
 from splitkit.symbols import value_of
 from splitkit.tags import honour
 
 Places = dict[Node, tuple[PartKey, ...]]
+_SHOWN = 10  # saved values that a pair prints
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,27 @@ class Pair:
 
     __repr__ = brief
 
+    @property
+    def saved_values(self) -> tuple[SavedValue, ...]:
+        """What forward saves for backward, the largest first: each with its module, its op and its bytes.
+
+        Several values may be views of one storage, which takes its bytes once.
+        """
+        nodes, held = {node.name: node for node in self.forward.graph.nodes}, held_by_caller(self.forward.graph)
+        return tuple(sorted((SavedValue.of(nodes[name], held) for name in self.saved), key=lambda value: -value.nbytes))
+
     def __str__(self) -> str:
-        sizes = f" and {len(self.sizes)} sizes" if self.sizes else ""
-        note = f"\n  {self.plan.note}" if self.plan and self.plan.note else ""
-        return (
-            f"Pair: forward of {len(self.forward.graph.nodes)} nodes, backward of {len(self.backward.graph.nodes)} "
-            f"nodes\n  {self.outputs} outputs, {len(self.saved)} values{sizes} saved{note}"
-        )
+        """A few lines: the plan, the graphs, how much is saved, and what is largest of it."""
+        values = [value for value in self.saved_values if value.nbytes]
+        more = [f"  ... and {len(values) - _SHOWN} more"] if len(values) > _SHOWN else []
+        lines = [
+            f"Pair: forward of {len(self.forward.graph.nodes)} nodes, backward of {len(self.backward.graph.nodes)} nodes",
+            *([f"  {self.plan.note}"] if self.plan and self.plan.note else []),
+            f"  {self.outputs} outputs, {len(values)} values saved",
+            *(f"  {value}" for value in values[:_SHOWN]),
+            *more,
+        ]
+        return "\n".join(lines)
 
     @classmethod
     def of(cls, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> Pair:

@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import itertools
+import hashlib
 import json
 import logging
 import operator
@@ -13,10 +14,12 @@ import os
 import pickle
 import re
 import stat
+import subprocess
 import sys
 import threading
 import warnings
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,7 +37,15 @@ from splitkit.errors import CostError, GraphError
 from splitkit.peaks import Peaks
 from splitkit.plan import Plan
 from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, RoundRobin, SaveAll, Stages
+from splitkit.errors import CostError, GraphError, NoPlanError, PolicyError
+from splitkit.peaks import Peaks
+from splitkit.plan import Plan
+from splitkit.policies import Budget, RoundRobin
+from splitkit.policies.pool import Pool as PlansSeen
+from splitkit.policies.search import Search
 from splitkit.rewrite import refine
+from splitkit.savings import savings
+from splitkit.solvers.recompute import Limit, Program
 from splitkit.split import split
 from splitkit.testing import assert_emitted_as_planned, assert_legal, assert_same
 
@@ -2267,3 +2278,159 @@ def test_print_of_a_split_and_its_kin_showed_pages():
         assert len(repr(value)) < 1000 and "\n" not in repr(value), type(value)
     for value in (v for v in values if not isinstance(v, type(sk.report(gm, made.plan)))):
         assert len(str(value).splitlines()) <= 10 and len(str(value)) < 2000, type(value)
+def _step_of(layers, **sizes):
+    """The joint graph of a GPT-2 without dropout, and its prices."""
+    made = sk.models.build(
+        "gpt2", **{"layers": layers, "width": 64, "heads": 2, "batch": 2, "seq": 32, "vocab": 101, **sizes}
+    )
+    for module in made.model.modules():
+        module.training = False
+    joint = sk.capture_joint(made.model, *made.args, **made.kwargs)
+    return joint, costs.roofline(joint.graph_module, "a100")
+
+
+def _digest(plan):
+    places = sorted((node.name, list(map(str, keys))) for node, keys in plan.places.items())
+    return hashlib.sha256(json.dumps([places, plan.note]).encode()).hexdigest()
+
+
+_PLAN_ALONE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_bugs import _digest, _step_of
+from splitkit.policies import Budget
+joint, prices = _step_of(2)
+for of in ("saved", "peak"):
+    print(_digest(Budget(0.85, of=of).assign(joint.flow, prices)))
+print(_digest(Budget("least").assign(joint.flow, prices)))
+"""
+
+
+def test_a_budgets_plan_depended_on_what_was_planned_before_it():
+    """After other budgets, in any order, with limits of time that do not bind, and under any seed of hashes."""
+    joint, prices = _step_of(2)
+    found = {}
+    for budget, of in (
+        (0.8, "peak"),
+        (0.5, "saved"),
+        (0.85, "peak"),
+        ("least", "peak"),
+        (0.85, "saved"),
+        (0.95, "peak"),
+    ):
+        found[budget, of] = _digest(Budget(budget, of=of).assign(joint.flow, prices))
+    assert found[0.85, "peak"] == _digest(Budget(0.85, time_limit=3600).assign(joint.flow, prices))
+    expected = [found[0.85, "saved"], found[0.85, "peak"], found["least", "peak"]]
+    for seed in ("0", "7"):
+        command = [sys.executable, "-c", _PLAN_ALONE, str(Path(__file__).parent)]
+        ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": seed})
+        assert ran.stdout.split() == expected, ran.stderr[-2000:]
+
+
+def test_a_clock_that_cuts_a_search_short_went_unsaid():
+    joint, prices = _step_of(2)
+    assert "cut short" in Budget(0.85, time_limit=1e-6).assign(joint.flow, prices).note
+    assert "cut short" not in Budget(0.85).assign(joint.flow, prices).note
+
+
+def test_a_refusal_of_a_budget_simulated_many_times_as_many_plans_as_a_plan(monkeypatch):
+    joint, prices = _step_of(12, width=32)
+    simulate, count = PlansSeen._simulate, 0
+
+    def counted(self, choice):
+        nonlocal count
+        count += 1
+        return simulate(self, choice)
+
+    monkeypatch.setattr(PlansSeen, "_simulate", counted)
+    Budget(0.8).assign(joint.flow, prices)
+    planned, count = count, 0
+    with pytest.raises(NoPlanError) as raised:
+        Budget(1).assign(joint.flow, prices)
+    refused = count
+    assert refused <= 2 * planned
+    lowest = int(re.search(r"Budget\((\d+)", raised.value.remedy)[1])
+    pair = joint.split(Budget(lowest), prices)
+    assert sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).peak <= lowest
+
+
+def test_a_program_for_saved_bytes_grew_with_every_layer(monkeypatch):
+    """Of a large graph a window is decided, and the plan is as quick as that of the whole program."""
+    joint, prices = _step_of(8)
+    problem = savings(joint.flow, prices)
+    search = Search(PlansSeen(problem, Peaks(joint.flow)))
+    most = problem.choose(np.zeros(len(problem.ops), bool)).nbytes
+    for share in (0.6, 0.5, 0.3):
+        limit = Limit(np.zeros(len(problem.ops), np.int64), problem.nbytes, int(share * most))
+        opened = []
+        whole = search._program.search([limit], float("inf"))
+        with monkeypatch.context() as patch:
+            fixed = Program._fixed
+            patch.setattr(Program, "_fixed", lambda self, x, free: opened.append(free) or fixed(self, x, free))
+            near = search._program.beside([limit], float("inf"), 150)
+        assert 150 <= int(opened[0][: len(problem.ops)].sum()) < 200 < len(problem.ops)
+        assert limit.holds(near.runs, near.saved) and near.bound <= whole.price * (1 + 1e-6)
+        assert near.price <= 1.01 * whole.price
+
+
+def test_the_bound_of_a_peak_forgot_what_forward_makes_only_to_save_it():
+    """The derivative of an activation that backward reads: saved, it is there between the halves. The gap was 47 %."""
+    joint, prices = _step_of(12, width=128, heads=4, seq=64, vocab=1000)
+    note = Budget(0.8).assign(joint.flow, prices).note
+    assert float(re.search(r"gap ([\d.]+)%", note)[1]) < 24
+
+
+def test_the_lowest_peak_was_known_only_from_a_refusal():
+    joint, prices = _step_of(2)
+    least = {of: joint.split(Budget("least", of=of), prices) for of in ("peak", "saved")}
+    profiles = {
+        of: sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs) for of, pair in least.items()
+    }
+    assert f"({profiles['peak'].peak} bytes), no plan is below" in least["peak"].plan.note
+    assert f"({profiles['saved'].saved} bytes), no plan saves less" in least["saved"].plan.note
+    frontier = sk.Frontier(joint, prices, of="peak", budgets=4)
+    assert frontier.points[0].peak == profiles["peak"].peak and frontier.points[-1].seconds == 0
+    assert frontier.to_dict() == sk.Frontier(joint, prices, of="peak", budgets=4).to_dict()
+
+
+def test_a_frontier_of_the_peak_falls_and_keeps_to_what_it_says():
+    joint, prices = _step_of(2)
+    frontier = sk.Frontier(joint, prices, of="peak", budgets=4)
+    peaks, seconds = ([getattr(p, what) for p in frontier.points] for what in ("peak", "seconds"))
+    assert len(peaks) > 2 and peaks == sorted(set(peaks)) and seconds == sorted(set(seconds), reverse=True)
+    for point in frontier.points[::3]:
+        pair = point.pair
+        assert sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).peak == point.peak
+        assert frontier.bound(point.peak) <= point.seconds * (1 + 1e-9)
+    assert frontier.less(0.05).peak <= 0.95 * peaks[-1] < frontier.points[-1].peak
+    assert "peak" in frontier.to_svg() and "at the peak" in str(frontier)
+    with pytest.raises(NoPlanError, match=f"lowest is .*[\\s\\S]*{peaks[0]} bytes"):
+        frontier.within(peaks[0] - 1)
+    with pytest.raises(PolicyError, match="SK302"):
+        sk.Frontier(joint, prices, of="time")
+
+
+def test_saved_values_had_no_module():
+    joint, prices = _step_of(2)
+    pair = joint.split(Budget(0.9), prices)
+    values = pair.saved_values
+    assert {v.name for v in values} == set(pair.saved)
+    assert any(re.fullmatch(r"transformer\.h\.1\.mlp\.act: \w+ \([\d.]+ \wiB\)", str(v)) for v in values)
+    assert "transformer.h.0." in str(pair) and pair.plan.note in str(pair) and len(str(pair).splitlines()) < 15
+    held = {n.name for n in pair.forward.graph.nodes if n.op == "placeholder"}
+    assert all(v.nbytes == 0 for v in values if v.name in held)
+
+
+def test_a_sweep_had_no_peak(capsys):
+    size = "layers=2,width=32,heads=2,seq=16,batch=2,vocab=53"
+    assert main(["sweep", "gpt2", "--size", size, "--of", "peak", "--points", "3", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["of"] == "peak" and [p["peak"] for p in data["points"]] == sorted(
+        (p["peak"] for p in data["points"]), reverse=True
+    )
+    assert main(["plan", "gpt2", "--size", size, "--what", "fwd-bwd", "--memory", "least", "--json"]) == 0
+    least = json.loads(capsys.readouterr().out)
+    assert least["peak"] == data["points"][-1]["peak"] and any(
+        "transformer.h" in v["label"] for v in least["saved"]["values"]
+    )
+    assert main(["sweep", "gpt2", "--of", "peak", "--stages", "2"]) == 2

@@ -43,6 +43,7 @@ FLOORS: list[set[str]] = [
         "frontierplot",
         "peaks",
         "savings",
+        "savedvalues",
         "backward_order",
         "tags",
         "plan",

@@ -84,7 +84,7 @@ def _add_placement(group: argparse._ArgumentGroup) -> None:
         "--memory",
         metavar="SIZE",
         help="bytes that each device has, such as 80GiB (default: its own); with fwd-bwd: the peak that is allowed, "
-        "such as 2GiB or 0.5",
+        "such as 2GiB or 0.5, or least",
     )
     group.add_argument(
         "--schedule",
@@ -143,6 +143,7 @@ def _sweep(commands: _Commands[Parser]) -> None:
     example = (
         "splitkit sweep gpt2 --costs roofline:h100\n"
         "splitkit sweep llama --size layers=4 --points 12 --json\n"
+        "splitkit sweep gpt2 --size layers=4 --of peak\n"
         "splitkit sweep gpt2 --stages 2,4,8 --devices h200 --memory 80GiB\n"
         "splitkit sweep llama --stages 4 --microbatches 8,32 --schedules 1f1b,zbv,dualpipev"
     )
@@ -152,6 +153,9 @@ def _sweep(commands: _Commands[Parser]) -> None:
     _add_model_options(parser)
     _add_costs(parser.add_argument_group("prices"), "roofline:a100")
     parser.add_argument("--points", type=positive, metavar="N", help="without --stages: rows to show (default 10)")
+    parser.add_argument(
+        "--of", choices=("saved", "peak"), help="without --stages: the memory that is bounded (default saved)"
+    )
     group = parser.add_argument_group("pipelines: stages x microbatches x schedules, each planned and simulated")
     group.add_argument("--stages", type=numbers, metavar="N,N", help="numbers of stages, such as 2,4,8")
     group.add_argument("--microbatches", type=numbers, metavar="N,N", help="of a step (default 4,8,16)")

@@ -13,11 +13,13 @@ from splitkit.cli.outcome import Outcome, facts, seconds, table
 from splitkit.cli.source import Source
 from splitkit.cli.work import TRAINING, Clock, check_costs, example_of, kind_of_costs, versions
 from splitkit.errors import UsageError
+from splitkit.savedvalues import SavedValue
 from splitkit.units import at_most, duration, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from splitkit.buffers import Buffer
     from splitkit.costs import Costs
     from splitkit.joint import Joint
     from splitkit.memory import MemoryProfile
@@ -111,11 +113,20 @@ def _data(work: TrainWork, costs: Costs, pair: Pair, profile: MemoryProfile) -> 
         "forward": {"ops": len(forward), "seconds": _sum(costs, forward), "peak": profile.peak_of("forward")},
         "backward": {"ops": len(flow.nodes) - len(forward) + len(twice), "peak": profile.peak_of("backward")},
         "recomputed": {"ops": len(twice), "seconds": _sum(costs, twice)},
-        "saved": {"nbytes": profile.saved, "values": [{"name": b.name, "nbytes": b.nbytes} for b in saved]},
+        "saved": {"nbytes": profile.saved, "values": [_value(b) for b in saved]},
         "peak": profile.peak,
         "bounds": dict(profile.bounds),
         "seconds": work.clock.seconds,
     }
+
+
+def _value(saved: Buffer) -> dict[str, Any]:
+    """A saved value by name, module and op."""
+    found = {"name": saved.name, "nbytes": saved.nbytes}
+    if saved.node is None:
+        return found
+    value = SavedValue.of(saved.node, ())
+    return found | {"module": value.module, "op": value.op, "label": value.label}
 
 
 def _sum(costs: Costs, nodes: Iterable[Any]) -> float:
@@ -135,5 +146,5 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
         "computed again": f"{again['ops']} of {forward['ops']} ops, {time} ({share:.1%})",
         "took": f"capture {seconds(took['capture'])}, plan {seconds(took['plan'])}",
     }
-    largest = [(v["name"], size(v["nbytes"])) for v in data["saved"]["values"][:SHOWN]]
-    return [facts(rows), "", table(("largest values saved", "bytes"), largest, ("bytes",))]
+    largest = [(v.get("label", ""), v["name"], size(v["nbytes"])) for v in data["saved"]["values"][:SHOWN]]
+    return [facts(rows), "", table(("largest values saved", "node", "bytes"), largest, ("bytes",))]

@@ -146,6 +146,8 @@ class Floors:
     Attributes:
         least: moment -> bytes that are there in every plan. Moments are the steps of forward, then those of backward.
         since, until: storage -> the moments at which it is there as well, if it is saved.
+        between: bytes that are there in every plan when forward has ended and backward has not begun.
+        handed: storage -> bytes that it adds to them, if it is saved.
     """
 
     def __init__(self, moments: Moments) -> None:
@@ -163,9 +165,15 @@ class Floors:
         _add(change, trace.born[forward], last, trace.nbytes[forward])
         _add(change, early + born, np.minimum(early + dies, end), np.array(peaks.nbytes, dtype=np.int64)[slot])
         spans = _Spans(moments, everything, trace)
-        self.since, self.until = spans.left + 1, np.full(len(savings.nbytes), early - 1, dtype=np.int64)
+        left = np.full(len(savings.nbytes), early - 1, dtype=np.int64)  # of what forward makes only to save it
+        made = moments.storage[trace.slot[forward]]
+        made = made[made != STATIC]
+        left[made] = spans.left[made]
+        self.between = trace.baseline + int(trace.nbytes[forward][held].sum())
+        self.handed = np.where(left < early, savings.nbytes, 0)
+        self.since, self.until = left + 1, np.full(len(savings.nbytes), early - 1, dtype=np.int64)
         first, final = self._read_by_own(moments, own, early)
-        read = (first < end) & (spans.left < early)
+        read = (first < end) & (left < early)
         self.until[read] = first[read] - 1
         _add(change, first[read], np.minimum(final[read], end), savings.nbytes[read])
         transient = peaks.transient[np.array([*trace.steps[:early], *own])]
@@ -185,8 +193,12 @@ class Floors:
 
     def over(self, saved: Floats, budget: int) -> Iterator[Limit]:
         """The limits that what is saved exceeds, the furthest first, a few; ``saved``: (k,), a fraction of each."""
+        nothing = np.zeros(len(self.savings.ops), dtype=np.int64)
         change = np.zeros(len(self.least) + 2, dtype=np.int64)
-        _add(change, self.since, self.until, np.floor(saved * self.savings.nbytes * (1 - 1e-6)).astype(np.int64))
+        taken = np.floor(saved * (1 - 1e-6) * self.savings.nbytes).astype(np.int64)
+        if self.between + int(taken[self.handed > 0].sum()) > budget:
+            yield Limit(nothing, self.handed, budget - self.between)
+        _add(change, self.since, self.until, taken)
         over = self.least + np.cumsum(change)[: len(self.least)] - budget
         width = max(1, len(over) // _APART)
         for _ in range(_AT_ONCE):
@@ -194,7 +206,6 @@ class Floors:
             if over[moment] <= 0:
                 return
             there = (self.since <= moment) & (moment <= self.until)
-            nothing = np.zeros(len(self.savings.ops), dtype=np.int64)
             yield Limit(nothing, np.where(there, self.savings.nbytes, 0), budget - int(self.least[moment]))
             over[max(0, moment - width) : moment + width + 1] = 0
 

@@ -133,6 +133,10 @@ class Search:
             self._descent.cheaper(budget)
         return Proof(bound, self._programs, len(floors))
 
+    def bound(self, budget: int) -> float:
+        """Seconds that any plan in the order of the graph takes whose peak is within so many bytes."""
+        return self._above_floors(budget)[1]
+
     def low_peak(self) -> Seen:
         """A plan with a low peak, found with no more effort than one for a budget takes."""
         self._descent.sow(effort=1)

@@ -190,9 +190,7 @@ class Program:
             return self.search(limits, seconds, gap)
         return replace(found, bound=min(bound, found.price))
 
-    def _whole(
-        self, limits: Sequence[Limit], seconds: float, gap: float, bounds: Bounds, nodes: int = NODES
-    ) -> Found:
+    def _whole(self, limits: Sequence[Limit], seconds: float, gap: float, bounds: Bounds, nodes: int = NODES) -> Found:
         margins = np.zeros(len(limits))
         bound = 0.0
         for attempt in range(3):

@@ -35,19 +35,21 @@ def _check(args: Namespace) -> None:
             if getattr(args, name) is not None:
                 raise UsageError("SK601", f"--{name} goes with --stages", "Add --stages 2,4,8 to sweep over pipelines.")
         return
-    if args.points is not None:
-        raise UsageError("SK601", "--points does not go with --stages", "Leave one of them out.")
+    for name in ("points", "of"):
+        if getattr(args, name) is not None:
+            raise UsageError("SK601", f"--{name} does not go with --stages", "Leave one of them out.")
     if args.devices is not None:
         devicelist.check(args.devices)
     placement.bytes_of(args)
 
 
 def _frontier(args: Namespace) -> Outcome:
-    """Saved bytes against time."""
+    """Saved bytes, or the peak, against time."""
     work, costs = trainplan.priced(args)
     with work.clock.step("frontier", "finding the frontier"):
-        frontier = sk.Frontier(work.joint, costs)
-        points = list(_spread(frontier, args.points or POINTS))
+        count = args.points or POINTS
+        frontier = sk.Frontier(work.joint, costs, of=args.of or "saved", budgets=count)
+        points = list(_spread(frontier, count))
     with work.clock.step("simulate", "simulating the memory of each point"):
         rows = [point.to_dict(peak=True) for point in points]
     data: dict[str, Any] = {
@@ -55,6 +57,7 @@ def _frontier(args: Namespace) -> Outcome:
         "model": work.source.to_dict(),
         "prices": getattr(costs, "note", ""),
         "step": frontier.step_seconds,
+        "of": frontier.of,
         "corners": len(frontier.points),
         "points": rows,
         "seconds": work.clock.seconds,
@@ -67,24 +70,25 @@ def _frontier(args: Namespace) -> Outcome:
             "took": f"capture {seconds(took['capture'])}, frontier {seconds(took['frontier'])}",
         }
     )
-    titles = ("saved", "of all", "computed again", "of the step", "peak")
-    return Outcome(data, [text, "", table(titles, _cells(rows, frontier), titles)])
+    of, other = ("peak", "saved") if frontier.of == "peak" else ("saved", "peak")
+    titles = (of, "of all", "computed again", "of the step", other)
+    return Outcome(data, [text, "", table(titles, _cells(rows, frontier, of, other), titles)])
 
 
 def _spread(frontier: sk.Frontier, count: int) -> Iterator[Point]:
-    """Points at even distances, from the most bytes saved to the least, each once."""
-    least, most = frontier.points[0].saved, frontier.points[-1].saved
+    """Points at even distances, from the most bytes to the least, each once."""
+    least, most = frontier.taken(frontier.points[0]), frontier.taken(frontier.points[-1])
     seen: set[int] = set()
     for number in range(count):
         point = frontier.within(most - (most - least) * number // max(1, count - 1))
-        if point.saved not in seen:
-            seen.add(point.saved)
+        if frontier.taken(point) not in seen:
+            seen.add(frontier.taken(point))
             yield point
 
 
-def _cells(rows: list[dict[str, Any]], frontier: sk.Frontier) -> Iterator[list[str]]:
+def _cells(rows: list[dict[str, Any]], frontier: sk.Frontier, of: str, other: str) -> Iterator[list[str]]:
     step, unit = frontier.step_seconds, frontier.unit
-    most = max(row["saved"] for row in rows)
+    most = max(row[of] for row in rows)
     for row in rows:
-        share, again = row["saved"] / most if most else 1.0, row["seconds"] / step if step else 0.0
-        yield [size(row["saved"]), f"{share:.0%}", duration(row["seconds"], unit), f"{again:.1%}", size(row["peak"])]
+        share, again = row[of] / most if most else 1.0, row["seconds"] / step if step else 0.0
+        yield [size(row[of]), f"{share:.0%}", duration(row["seconds"], unit), f"{again:.1%}", size(row[other])]
