@@ -66,6 +66,8 @@ FLOORS: list[set[str]] = [
         "complete",
         "cut",
         "names",
+        "ties",
+        "overlaps",
         "modules",
         "assemble",
         "scoped",
