@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from threading import RLock
 from typing import Any
@@ -74,12 +73,13 @@ class _Picky(Tied):
                 "Save the plan (plan.save) and the weights (state_dict), and split again; or copy with copy.deepcopy.",
                 state_ops,
             )
+        _, (body, imports) = super().__reduce__()
         checks = [hook for hook in self._forward_pre_hooks.values() if isinstance(hook, OverlapCheck)]
-        return (_watched, (checks, *super().__reduce__())) if checks else super().__reduce__()
+        return _restored, (isinstance(self, (EagerPart, LazyPart)), body, imports, checks)
 
 
-def _watched(checks: list[OverlapCheck], make: Callable[..., fx.GraphModule], args: tuple[Any, ...]) -> fx.GraphModule:
-    module = make(*args)
+def _restored(is_part: bool, body: dict[str, Any], imports: str, checks: list[OverlapCheck]) -> fx.GraphModule:
+    module = _torch.unpickled(EagerPart if is_part else EagerParent, body, imports)
     for check in checks:
         check.watch(module)
     return module

@@ -114,14 +114,15 @@ def _needs(
             known.add(keys)
         for key in keys:
             unit = unit_of(node, key)
-            first.setdefault(unit, -1 if node.op == "get_attr" else flow.index[node])  # attributes delay nobody
+            if node.op != "get_attr":
+                first.setdefault(unit, flow.index[node])
             before = needs.setdefault(unit, {})
             for read, home, sources in crossing.get(node, ()):
                 _add(before, unit, unit_of(read, key if key in sources else home), (read, node))
             for earlier in after[node]:  # an effect waits for every copy
                 for other in places[earlier]:
                     _add(before, unit, unit_of(earlier, other), (earlier, node))
-    return needs, first
+    return needs, {unit: first.get(unit, -1) for unit in needs}  # the host's attributes are there from the start
 
 
 _IN_HOST = (HOST,)
