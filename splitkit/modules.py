@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from threading import RLock
-from typing import Any
+from typing import Any, cast
 
 from torch import fx, nn
 
@@ -73,7 +73,7 @@ class _Picky(Tied):
                 "Save the plan (plan.save) and the weights (state_dict), and split again; or copy with copy.deepcopy.",
                 state_ops,
             )
-        _, (body, imports) = super().__reduce__()
+        _, (body, imports) = cast(tuple[Any, tuple[dict[str, Any], str]], super().__reduce__())
         checks = [hook for hook in self._forward_pre_hooks.values() if isinstance(hook, OverlapCheck)]
         return _restored, (isinstance(self, (EagerPart, LazyPart)), body, imports, checks)
 

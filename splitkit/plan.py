@@ -40,7 +40,9 @@ def _flaw(key: object) -> str:
 
 def _is_confused(key: object, other: object) -> bool:
     """Whether a key equals what it is not: something that nobody has seen, or another key of the same plan."""
-    if isinstance(key, tuple) and any(_is_confused(item, other) for item in key):
+    if type(key) in _SOUND:
+        return False
+    if isinstance(key, tuple) and any(_is_confused(item, object()) for item in key):
         return True
     try:
         return any(bool(key == stranger) or not bool(key != stranger) for stranger in (object(), HOST, other))
@@ -52,7 +54,7 @@ def _require_apart(keys: Iterable[PartKey]) -> None:
     """Different keys must be unequal, or a part is taken for another, or for the host."""
     other: PartKey = object()
     for key in keys:
-        if key is not HOST and type(key) not in _SOUND and _is_confused(key, other):
+        if _is_confused(key, other):
             raise PlanError(
                 "SK211",
                 f"part {key!r} has a key of type {type(key).__name__} that equals other things",
@@ -61,7 +63,7 @@ def _require_apart(keys: Iterable[PartKey]) -> None:
         other = key
 
 
-_SOUND = (int, str, bool, float, bytes, torch.device)
+_SOUND = (type(HOST), int, str, bool, float, bytes, torch.device)
 
 
 def _flaw_of_place(keys: object) -> bool:
