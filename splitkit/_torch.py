@@ -16,6 +16,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # 2.11
 from torch._subclasses.fake_tensor import FakeTensor  # 2.11, 2.13, 2.15
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.fx import _lazy_graph_module
+from torch.fx import graph_module as _graph_module
 from torch.nn.modules import module as _module
 from torch.utils import _pytree as pytree  # the public torch.utils.pytree lacks paths (2.11)
 
@@ -81,6 +82,12 @@ HOOKS_OF_ALL_MODULES: tuple[dict[int, Any], ...] = (
     _module._global_backward_hooks,
     _module._global_backward_pre_hooks,
 )
+
+
+def unpickled(kind: type[fx.GraphModule], body: dict[str, Any], imports: str) -> fx.GraphModule:
+    """What ``GraphModule.__reduce__`` has saved, as a module of a class of ours: 2.11, 2.13, 2.15."""
+    forward = _graph_module._forward_from_src(imports + body["_code"], {})
+    return cast(fx.GraphModule, _graph_module._deserialize_graph_module(forward, body, kind))
 
 
 def wants_lazy_code() -> bool:

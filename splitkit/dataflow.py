@@ -103,9 +103,11 @@ def analyze(gm: fx.GraphModule) -> Dataflow:
     Works on graphs of ``torch.export``, ``torch.fx.symbolic_trace``, Dynamo backends and ``make_fx``.
 
     Raises:
-        GraphError: SK101 if ``gm`` is no GraphModule, SK103 or SK104 if its regions or attributes do not resolve.
+        GraphError: SK101 if ``gm`` is no GraphModule, SK103 or SK104 if its regions or attributes do not resolve, SK111
+            if a node reads one that is not in the graph, or comes after it.
     """
     graph = require_graph(gm).graph
+    require_order(graph)
     scope, final = scopes(graph)
     effects = {n: effects_of(n, gm) for n in scope}
     for node in scope:
@@ -115,6 +117,28 @@ def analyze(gm: fx.GraphModule) -> Dataflow:
     order = order_of(effects, gm, followers.__contains__)
     index = {n: i for i, n in enumerate(graph.nodes)}
     return Dataflow(graph, gm, index, order.after, scope, final, order.once, order.written, followers, effects)
+
+
+def require_order(graph: fx.Graph) -> None:
+    """Every node reads nodes of this graph that come before it; edits that went wrong leave others.
+
+    Raises:
+        GraphError: SK111 with the node and what it reads.
+    """
+    before: set[Node] = set()
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if not before.issuperset(inputs):
+            wrong = next(n for n in inputs if n not in before)
+            where = "comes after it" if wrong in set(graph.nodes) else "is no node of this graph"
+            raise GraphError(
+                "SK111",
+                f"{node.name} reads {wrong.name}, which {where}",
+                "Mend the edit that left it: give the node an input of its own graph that comes before it "
+                "(gm.graph.lint() checks that).",
+                [node, wrong],
+            )
+        before.add(node)
 
 
 def require_graph(given: object, wanted: str = "a torch.fx.GraphModule") -> fx.GraphModule:

@@ -183,19 +183,25 @@ class Memory:
             writes[LENT] = touched[LENT] = None
 
 
-def memory_of(acting: Mapping[Node, Effects], effects: Mapping[Node, Effects], root: torch.nn.Module) -> Memory:
+def memory_of(
+    acting: Mapping[Node, Effects],
+    effects: Mapping[Node, Effects],
+    root: torch.nn.Module,
+    besides: Iterable[Hashable] = (),
+) -> Memory:
     """The classes of memory that matter to the order of nodes.
 
     Args:
         acting: the effects of nodes that do more than compute.
         effects: those of all nodes, in graph order.
         root: the module that owns the graph's attributes.
+        besides: nodes and storages to look at as if they were written.
     """
     written = {w for e in acting.values() for w in _written(e)}
     if not any(e.writes or e.writes_state or not e.known for e in acting.values()):
         return Memory({}, written)
     classes = _alias_classes(acting, effects, root)
-    found = {classes.find(w) for w in written}
+    found = {classes.find(w) for w in (*written, *besides)}
     opaque = {classes.find(n): None for n, e in acting.items() if not e.known}
     lent = {
         *opaque,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from functools import cache
 from threading import RLock
-from typing import Any
+from typing import Any, cast
 
 from torch import fx, nn
 
 from splitkit import _torch
 from splitkit.errors import GraphError
+from splitkit.overlaps import OverlapCheck
 from splitkit.scope import is_state_op
+from splitkit.ties import Tied
 
 _MODULE_CALL = nn.Module.__call__
 _MAKING_CODE = RLock()
@@ -57,13 +59,13 @@ class Child:
             raise AttributeError(f"{type(module).__name__!r} object has no attribute {self.name!r}") from None
 
 
-class _Picky:
+class _Picky(Tied):
     """Refuses what ``fx`` would unpickle wrongly: it traces the code, in which state ops run and leave no node."""
 
     graph: fx.Graph
 
     def __reduce__(self) -> Any:
-        """What pickle asks for; SK107 for a graph with regions."""
+        """What pickle asks for; SK107 for a graph with regions. Fx drops hooks, also those that refuse wrong calls."""
         if state_ops := [n for n in self.graph.nodes if is_state_op(n)]:
             raise GraphError(
                 "SK107",
@@ -71,7 +73,16 @@ class _Picky:
                 "Save the plan (plan.save) and the weights (state_dict), and split again; or copy with copy.deepcopy.",
                 state_ops,
             )
-        return super().__reduce__()
+        _, (body, imports) = cast(tuple[Any, tuple[dict[str, Any], str]], super().__reduce__())
+        checks = [hook for hook in self._forward_pre_hooks.values() if isinstance(hook, OverlapCheck)]
+        return _restored, (isinstance(self, (EagerPart, LazyPart)), body, imports, checks)
+
+
+def _restored(is_part: bool, body: dict[str, Any], imports: str, checks: list[OverlapCheck]) -> fx.GraphModule:
+    module = _torch.unpickled(EagerPart if is_part else EagerParent, body, imports)
+    for check in checks:
+        check.watch(module)
+    return module
 
 
 class EagerParent(_Picky, fx.GraphModule):
@@ -118,7 +129,7 @@ class LazyPart(_Lazy):
 
     def _real_recompile(self) -> Any:  # 2.11, 2.13, 2.15
         code = super()._real_recompile()
-        type(self).__call__ = call_part
+        type(self).__call__ = call_part  # type: ignore[method-assign]
         return code
 
 

@@ -66,7 +66,7 @@ def part_order(flow: Dataflow, plan: Plan, crossing: Mapping[Node, list[Crossing
     order = stable_order(needs, first)
     if len(order) < len(needs):
         done = {*order}
-        raise _circle({u: before for u, before in needs.items() if u not in done})
+        raise _circle(flow, {u: before for u, before in needs.items() if u not in done})
     return order
 
 
@@ -114,14 +114,15 @@ def _needs(
             known.add(keys)
         for key in keys:
             unit = unit_of(node, key)
-            first.setdefault(unit, -1 if node.op == "get_attr" else flow.index[node])  # attributes delay nobody
+            if node.op != "get_attr":
+                first.setdefault(unit, flow.index[node])
             before = needs.setdefault(unit, {})
             for read, home, sources in crossing.get(node, ()):
                 _add(before, unit, unit_of(read, key if key in sources else home), (read, node))
             for earlier in after[node]:  # an effect waits for every copy
                 for other in places[earlier]:
                     _add(before, unit, unit_of(earlier, other), (earlier, node))
-    return needs, first
+    return needs, {unit: first.get(unit, -1) for unit in needs}  # the host's attributes are there from the start
 
 
 _IN_HOST = (HOST,)
@@ -140,7 +141,7 @@ def _add(before: dict[Unit, tuple[Node, Node]], unit: Unit, other: Unit, edge: t
         before.setdefault(other, edge)
 
 
-def _circle(left: Mapping[Unit, Mapping[Unit, tuple[Node, Node]]]) -> CycleError:
+def _circle(flow: Dataflow, left: Mapping[Unit, Mapping[Unit, tuple[Node, Node]]]) -> CycleError:
     """The error that prints one shortest circle among the units that never became ready."""
     loop = _shortest_loop({u: [b for b in before if b in left] for u, before in left.items()})
     pairs = list(zip(loop, [*loop[1:], loop[0]], strict=True))
@@ -149,10 +150,13 @@ def _circle(left: Mapping[Unit, Mapping[Unit, tuple[Node, Node]]]) -> CycleError
         f"    {_name(a)} waits for {_name(b)}: {reader.name} {_verb(reader, producer)} {producer.name}"
         for (a, b), (producer, reader) in zip(pairs, edges, strict=True)
     ]
+    opaque = next((n for edge in edges for n in edge if n in flow.effects and not flow.effects[n].known), None)
+    declare = f" It is not known what {opaque.name} does: say so with splitkit.ops.declare." if opaque else ""
     return CycleError(
         "SK203",
         "parts depend on each other in a circle:\n" + "\n".join(lines),
-        "Give these nodes one part, or say on_cycle='refine' to visit a part several times, 'merge' to join the parts.",
+        "Give these nodes one part, or say on_cycle='refine' to visit a part several times, 'merge' to join the parts."
+        + declare,
         dict.fromkeys(n for edge in edges for n in edge),
     )
 

@@ -40,6 +40,34 @@ def _flaw(key: object) -> str:
     return next(filter(None, map(_flaw, key)), "") if isinstance(key, tuple) else ""
 
 
+def _is_confused(key: object, other: object) -> bool:
+    """Whether a key equals what it is not: something that nobody has seen, or another key of the same plan."""
+    if type(key) in _SOUND:
+        return False
+    if isinstance(key, tuple) and any(_is_confused(item, object()) for item in key):
+        return True
+    try:
+        return any(bool(key == stranger) or not bool(key != stranger) for stranger in (object(), HOST, other))
+    except Exception:
+        return True
+
+
+def _require_apart(keys: Iterable[PartKey]) -> None:
+    """Different keys must be unequal, or a part is taken for another, or for the host."""
+    other: PartKey = object()
+    for key in keys:
+        if _is_confused(key, other):
+            raise PlanError(
+                "SK211",
+                f"part {key!r} has a key of type {type(key).__name__} that equals other things",
+                f"Its __eq__ must say True for itself alone. {_NAMES}",
+            )
+        other = key
+
+
+_SOUND = (type(HOST), int, str, bool, float, bytes, torch.device)
+
+
 def _flaw_of_place(keys: object) -> bool:
     if not isinstance(keys, tuple) or any(map(_flaw, keys)):
         return True
@@ -152,14 +180,16 @@ class Plan(Mapping[Node, tuple[PartKey, ...]]):
             for key in keys:
                 if key is not HOST and key not in parts:
                     parts[key] = Part(key)
+        _require_apart(parts)
         object.__setattr__(self, "parts", parts)
 
     def _distinct(self) -> Iterable[tuple[PartKey, ...]]:
         """The different places, in graph order; many nodes share one."""
         try:
             distinct = dict.fromkeys(self.places.values())
-        except TypeError:
+        except Exception:  # what hashes and compares keys is their own code
             distinct = {}
+            _require_apart(k for keys in self.places.values() if isinstance(keys, tuple) for k in keys if not _flaw(k))
         if distinct and not any(map(_flaw_of_place, distinct)):
             return distinct
         for node, keys in self.places.items():

@@ -22,6 +22,7 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit.assemble import carry_hooks, module_of
+from splitkit.dataflow import require_order
 from splitkit.names import Style
 from splitkit.scope import is_state_op
 
@@ -54,6 +55,7 @@ def inlined(gm: fx.GraphModule) -> fx.GraphModule:
 
     Parameters, buffers and called modules are shared with ``gm``, not copied.
     """
+    require_order(gm.graph)
     graph, env = fx.Graph(), dict[Node, Node]()
     graph.set_codegen(_torch.codegen_of(gm.graph))
     for node in gm.graph.nodes:

@@ -24,6 +24,7 @@ from splitkit.emit import Emitted, emit
 from splitkit.errors import CycleError, PolicyError
 from splitkit.names import Style
 from splitkit.order import part_order
+from splitkit.overlaps import overlap_check
 from splitkit.plan import HOST, PartKey, Plan, Policy, PolicyLike, as_plan
 from splitkit.rewrite import condense, refine
 from splitkit.verbatim import runs_of
@@ -188,6 +189,7 @@ def split(
         check(flow, whole)
         units = cut(flow, whole)
         emitted = emit(flow, whole, units, Style(), lazy)
+        _watch_inputs(flow, units, emitted)
     subgraphs = {u.key: u for u in units if isinstance(u, Subgraph)}
     return Split(emitted.module, whole, flow, subgraphs, emitted.parts, _qualified_names(emitted), emitted.copies)
 
@@ -212,6 +214,12 @@ def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
         *others, last = map(repr, known)
         raise PolicyError("SK302", f"{name}={value!r} is not known", f"Use {', '.join(others)} or {last}.")
+
+
+def _watch_inputs(flow: Dataflow, units: tuple[Subgraph | Node, ...], emitted: Emitted) -> None:
+    """Let the parent refuse inputs that share memory, if its parts would use it in another order than the graph."""
+    if watcher := overlap_check(flow, units, lambda: _qualified_names(emitted)):
+        watcher.watch(emitted.module)
 
 
 def _qualified_names(emitted: Emitted) -> dict[str, str]:
@@ -282,6 +290,7 @@ def split_module(
         emitted = emit(
             flow, whole, units, style, _torch.wants_lazy_code(), runs_of(flow, whole, labels) if labels else {}
         )
+        _watch_inputs(flow, units, emitted)
     if qualname_map is not None:
         for part, attributes in emitted.attributes.items():
             qualname_map |= {f"{part}.{name}": original for name, original in attributes.items() if part}

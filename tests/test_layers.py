@@ -69,6 +69,8 @@ FLOORS: list[set[str]] = [
         "complete",
         "cut",
         "names",
+        "ties",
+        "overlaps",
         "modules",
         "assemble",
         "scoped",

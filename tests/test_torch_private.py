@@ -226,3 +226,12 @@ def test_symbols_of_a_size():
     assert env.var_to_range[symbol].upper > 2**48
     torch._check(size <= 128)
     assert int(env.var_to_range[symbol].upper) == 128
+
+
+def test_unpickled_is_of_the_class_that_is_asked_for():
+    class Mine(fx.GraphModule):
+        pass
+
+    gm = fx.symbolic_trace(nn.Linear(2, 2))
+    again = _torch.unpickled(Mine, *gm.__reduce__()[1])
+    assert isinstance(again, Mine) and torch.equal(again(torch.ones(1, 2)), gm(torch.ones(1, 2)))

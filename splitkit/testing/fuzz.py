@@ -17,11 +17,12 @@ from splitkit import _torch
 from splitkit.compare import Comparison, compare
 from splitkit.costs import unit
 from splitkit.dataflow import analyze
-from splitkit.errors import PlanError
-from splitkit.split import split
+from splitkit.errors import CheckError, PlanError
+from splitkit.split import Split, split
 from splitkit.testing.oracle import assert_emitted_as_planned, assert_inlines, assert_same
 from splitkit.testing.probes import close_all
 from splitkit.testing.randoms import Choose, random_graph, random_inputs, random_plan
+from splitkit.trial import untouched
 
 
 @dataclass
@@ -32,6 +33,8 @@ class FuzzReport:
         legal: plans that ran and gave the same as the whole.
         refused: error code -> plans that the engine refused.
         graphs: graphs that were tried; on some, gradients are off because autograd refuses them.
+        shared: legal plans that did the same with one tensor as both inputs.
+        shared_refused: those that refused such a call, or that cannot be compared in it.
         unusable: graphs that do not even run whole, and were passed over.
     """
 
@@ -39,6 +42,8 @@ class FuzzReport:
     refused: Counter[str] = field(default_factory=Counter)
     graphs: int = 0
     unusable: int = 0
+    shared: int = 0
+    shared_refused: int = 0
 
     @property
     def plans(self) -> int:
@@ -49,7 +54,8 @@ class FuzzReport:
         refused = ", ".join(f"{count} {code}" for code, count in sorted(self.refused.items()))
         return (
             f"{self.plans} plans on {self.graphs} graphs: {self.legal} legal and the same as the whole, "
-            f"{self.refused.total()} refused ({refused}); {self.unusable} graphs do not run whole"
+            f"{self.refused.total()} refused ({refused}); one tensor as both inputs: {self.shared} the same, "
+            f"{self.shared_refused} refused or not compared; {self.unusable} graphs do not run whole"
         )
 
 
@@ -70,7 +76,45 @@ def try_plan(gm: fx.GraphModule, inputs: tuple[torch.Tensor, ...], choose: Choos
     assert_inlines(made)
     rounds_weights = any(n.target is _torch.ENTER_AUTOCAST for n in gm.graph.nodes)
     assert_same_but_for_noise(compare(gm, made, *inputs, tolerance=5e-2 if rounds_weights else 1e-4))
+    if rounds_weights or not try_shared(gm, made, inputs[0]):
+        report.shared_refused += not rounds_weights
+    else:
+        report.shared += 1
     report.legal += 1
+
+
+def try_shared(gm: fx.GraphModule, made: Split, given: torch.Tensor) -> bool:
+    """Give one tensor as both inputs: the split does what the whole does, or refuses the call (``False``).
+
+    Raises:
+        CheckError: SK701 when it does something else.
+    """
+
+    def run(module: fx.GraphModule) -> list[torch.Tensor]:
+        with untouched(module), torch.random.fork_rng():
+            torch.manual_seed(0)
+            both = given.detach().clone()
+            made = module(both, both)
+            return [t.detach().clone() for t in (*made, both, *gm.state_dict().values())]
+
+    try:
+        with redirect_stderr(StringIO()):  # fx prints the traceback of what a graph raises
+            whole, split_up = run(gm), run(made.module)
+    except PlanError as error:
+        if error.code != "SK212":
+            raise
+        return False
+    except RuntimeError:  # the whole does not run so
+        close_all()
+        return False
+    wrong = [i for i, (a, b) in enumerate(zip(whole, split_up, strict=True)) if not _alike(a, b)]
+    if wrong:
+        raise CheckError("SK701", f"one tensor given twice: the outputs {wrong} differ")
+    return True
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.allclose(one.double(), other.double(), equal_nan=True)
 
 
 def assert_same_but_for_noise(found: Comparison) -> None:

@@ -51,5 +51,23 @@ class Divided(nn.Module):
         return x / self.by if x.is_floating_point() else x
 
 
+class Hidden(nn.Module):
+    """A leaf that splitkit does not know, which reaches a buffer through a list: reads, writes or lends it."""
+
+    def __init__(self, held: list[Tensor], does: str) -> None:
+        super().__init__()
+        self.held, self.does = held, does
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (n, n) -> the same."""
+        (held,) = self.held
+        if self.does == "lend":
+            return held
+        if self.does == "write":
+            held.add_(x.detach().mean())
+            return x * 1
+        return x + held
+
+
 register_region("level", enter_level, exit_level)
 declare(observe)

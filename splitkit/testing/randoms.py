@@ -15,12 +15,14 @@ from splitkit import _torch, states
 from splitkit.dataflow import Dataflow
 from splitkit.plan import HOST, PartKey, Plan
 from splitkit.rewrite import prune, refine, rematerialize
-from splitkit.testing.probes import Divided, enter_level, exit_level, observe
+from splitkit.testing.probes import Divided, Hidden, enter_level, exit_level, observe
 
 Choose = Callable[[int], int]
 """``choose(n)`` gives a number from 0 to n - 1; small numbers are the simple cases."""
 
 SIZE = 8
+
+HIDDEN = ("read", "write", "lend")
 
 _SETTINGS: tuple[tuple[states.Setting, tuple[Any, Any]], ...] = (
     (states.FORWARD_GRAD, (False, True)),
@@ -39,6 +41,8 @@ class _Root(nn.Module):
         self.tied = nn.Module()
         self.tied.weight = self.weight
         self.register_buffer("state", torch.randn(SIZE, SIZE))
+        for does in HIDDEN:
+            self.add_module(does, Hidden([self.get_buffer("state")], does))
         self.linear = nn.Linear(SIZE, SIZE)
         self.norm = nn.BatchNorm1d(SIZE)
         self.drop = nn.Dropout(0.4)
@@ -75,6 +79,7 @@ class _Writer:
             self.attribute, self.view, self.chunk, self.inplace, self.inplace_method, self.write_part,
             self.write_state, self.random, self.module, self.autocast, self.grad_mode, self.inference,
             self.region, self.setting, self.saved_hooks, self.observe, self.number, self.size,
+            self.hidden, self.fresh,
         )  # fmt: skip
         picked = [special[self.choose(len(special))] for _ in range(1 + self.choose(6))]
         return [self.unary, self.binary, self.product, *picked]
@@ -144,6 +149,18 @@ class _Writer:
     def size(self) -> None:
         size = self.graph.call_method("size", (self.value(),))
         self.values.append(self.graph.call_method("expand", (self.value(), size)))
+
+    def hidden(self) -> None:
+        """Opaque code that reaches a buffer by another way than its arguments."""
+        name = HIDDEN[self.choose(len(HIDDEN))]
+        self.values.append(self.graph.call_module(name, (self.graph.call_method("float", (self.value(),)),)))
+        self.add(torch.mul, self.value(), self.graph.get_attr("state"))
+
+    def fresh(self) -> None:
+        """A tensor of the size of another, whose memory may be written before or after."""
+        made = self.call((torch.zeros_like, torch.rand_like)[self.choose(2)], self.value())
+        self.graph.call_method("add_", (made, 1))
+        self.values.append(made)
 
     def random(self) -> None:
         if self.choose(2):
@@ -235,6 +252,8 @@ class _Writer:
         if self.choose(4):  # else the graph may end in another state than it began
             self.call(_torch.SET_GRAD, True)
             self.call(_torch.ALLOW_HOOKS)
+        if self.hidden in self.menu:  # else a split has no use for the buffer that they hold
+            self.add(torch.clone, self.graph.get_attr("state"))
         picked = dict.fromkeys(self.value() for _ in range(1 + self.choose(3)))
         self.graph.output((self.values[-1], *picked))
         return self.graph
