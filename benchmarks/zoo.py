@@ -2,7 +2,7 @@
 
 Every architecture of `zoo_models.py` has random weights and tiny sizes, is fresh (never called before) at every door,
 and is called as its documentation calls it: default ``use_cache``, to train with labels, for causal language models
-with ``labels=input_ids``. Each runs in a process of its own, with a limit of time and memory, in eval and in train mode:
+with ``labels=input_ids``. Each runs in a process of its own, with a limit of time and memory, in eval and train mode:
 
 export    whether ``torch.export.export`` alone takes it: the first call, or one without caches after a call of the
           model: the reference of
@@ -210,7 +210,10 @@ def split(model: nn.Module, gm: torch.fx.GraphModule, count: int, inputs: Mappin
     try:
         require_same(sk.compare(model, divided, **inputs))
     except Different as error:
-        same = {"the model itself": sk.compare(model, model, **inputs), "what was captured": sk.compare(model, gm, **inputs)}
+        same = {
+            "the model itself": sk.compare(model, model, **inputs),
+            "what was captured": sk.compare(model, gm, **inputs),
+        }
         also = next((f"; so does {which}" for which, found in same.items() if not found.same), "")
         raise Different(f"{error}{also}") from None
 
@@ -273,7 +276,7 @@ def summary_of(table: list[Found], skipped: Iterable[Row]) -> Found:
         "architectures": len(table),
         "calls": len(calls),
         "rows at fault": sum(len(row["modes"]) for row in table) - len(calls),
-        "verdicts": {step: {word: found.count(word) for word in sorted(set(found))} for step, found in verdicts.items()},
+        "verdicts": {step: dict(Counter(found)) for step, found in verdicts.items()},
         "captured of those that export takes": f"{both} of {len(exported)}",
         "memory": {
             "predicted": len(errors), "exact": errors.count(0), "within 1 %": sum(abs(e) <= 0.01 for e in errors),
@@ -307,7 +310,9 @@ def show(table: list[Found]) -> None:
             for step, verdict in mode["verdicts"].items():
                 if verdict != PASSES:
                     why = mode["why"].get(step, "the process died")
-                    console.print(f"{row['name']} ({mode['mode']}), {step} {verdict}: {why}", markup=False, highlight=False)
+                    console.print(
+                        f"{row['name']} ({mode['mode']}), {step} {verdict}: {why}", markup=False, highlight=False
+                    )
 
 
 def cell(row: Found, step: str) -> str:
@@ -329,7 +334,9 @@ def main() -> None:
     families = list(dict.fromkeys(row.family for row in rows()))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="architectures whose names contain one of these")
+    parser.add_argument(
+        "--only", nargs="*", default=[], metavar="NAME", help="architectures whose names contain one of these"
+    )
     parser.add_argument("--family", nargs="*", default=families, choices=families)
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     args = parser.parse_args()

@@ -13,9 +13,10 @@ from zoo_models import Row
 
 def noised(*shape: int, **others: Any) -> Any:
     """A noised picture, and how noisy it is."""
-    return lambda: {"sample": torch.randn(shape), "timestep": torch.tensor([3, 7])} | {
-        name: make() for name, make in others.items()
-    }
+    return lambda: (
+        {"sample": torch.randn(shape), "timestep": torch.tensor([3, 7])}
+        | {name: make() for name, make in others.items()}
+    )
 
 
 def latent(*shape: int, **others: Any) -> Any:
@@ -60,8 +61,8 @@ def timm(name: str, size: int = 64, **sizes: Any) -> Row:
 def ring(channels: int = 8, nodes: int = 12) -> dict[str, Tensor]:
     """A ring of nodes with a few chords."""
     here = torch.arange(nodes)
-    edges = torch.stack([torch.cat([here, here, here[::3]]), torch.cat([(here + 1) % nodes, (here - 1) % nodes, (here[::3] + 5) % nodes])])
-    return {"x": torch.randn(nodes, channels), "edge_index": edges}
+    others = torch.cat([here + 1, here - 1, here[::3] + 5]) % nodes
+    return {"x": torch.randn(nodes, channels), "edge_index": torch.stack([torch.cat([here, here, here[::3]]), others])}
 
 
 def graph_net(name: str, inputs: Any = ring, **sizes: Any) -> Row:
@@ -73,11 +74,14 @@ def graph_net(name: str, inputs: Any = ring, **sizes: Any) -> Row:
     return Row(f"PyG {name}", "graphs", "torch_geometric", make)
 
 
-UNET: Mapping[str, Any] = {"block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4, "sample_size": 16}
+UNET: Mapping[str, Any] = {
+    "block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4, "sample_size": 16
+}  # fmt: skip
 DIT: Mapping[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2}
 GNN: Mapping[str, Any] = {"in_channels": 8, "hidden_channels": 16, "num_layers": 2, "out_channels": 4}
 TEXTS = normal(2, 6, 16)
 
+# fmt: off
 ROWS: list[Row] = [
     diffuser("UNet2DModel", noised(2, 3, 16, 16), **UNET, in_channels=3, out_channels=3, attention_head_dim=4,
              down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D")),
@@ -89,14 +93,16 @@ ROWS: list[Row] = [
              up_block_types=("UpBlock1D", "UpBlock1DNoSkip"), norm_num_groups=4),
     diffuser("UNet3DConditionModel", noised(2, 4, 4, 16, 16, encoder_hidden_states=TEXTS), block_out_channels=(8, 16),
              layers_per_block=1, norm_num_groups=4, cross_attention_dim=16, attention_head_dim=4,
-             down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"), up_block_types=("UpBlock3D", "CrossAttnUpBlock3D")),
+             down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"),
+             up_block_types=("UpBlock3D", "CrossAttnUpBlock3D")),
     diffuser("UVit2DModel", lambda: {
         "input_ids": torch.randint(0, 30, (2, 8, 8)), "encoder_hidden_states": torch.randn(2, 6, 16),
         "pooled_text_emb": torch.randn(2, 16), "micro_conds": torch.rand(2, 2)}, hidden_size=16, cond_embed_dim=16,
         micro_cond_encode_dim=4, micro_cond_embed_dim=8, encoder_hidden_size=16, vocab_size=32, codebook_size=31,
         num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, in_channels=16, block_out_channels=16,
         block_num_heads=2, sample_size=8),
-    diffuser("ControlNetModel", noised(2, 4, 16, 16, encoder_hidden_states=TEXTS, controlnet_cond=normal(2, 3, 128, 128)),
+    diffuser("ControlNetModel", noised(
+             2, 4, 16, 16, encoder_hidden_states=TEXTS, controlnet_cond=normal(2, 3, 128, 128)),
              block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4, cross_attention_dim=16,
              attention_head_dim=2, conditioning_embedding_out_channels=(4, 8, 8, 16),
              down_block_types=("CrossAttnDownBlock2D", "DownBlock2D")),
@@ -149,11 +155,14 @@ ROWS: list[Row] = [
         "resnet18", "mobilenetv3_small_050", "efficientnet_lite0", "regnetx_002", "ghostnet_050", "convnext_atto",
         "repvgg_a0", "lcnet_050", "tinynet_e", "mobileone_s0", "fastvit_t8", "edgenext_xx_small",
         "densenet121", "dla46_c", "hrnet_w18_small", "res2net50_14w_8s", "poolformer_s12", "starnet_s1")),
-    *(timm(name, img_size=64) for name in ("mixer_s32_224", "vit_tiny_patch16_224", "xcit_nano_12_p16_224", "deit_tiny_patch16_224")),
+    *(timm(name, img_size=64) for name in ("mixer_s32_224", "vit_tiny_patch16_224", "xcit_nano_12_p16_224",
+                                           "deit_tiny_patch16_224")),
     *(graph_net(name, **GNN) for name in ("GCN", "GraphSAGE", "GIN", "GAT", "EdgeCNN")),
     graph_net("GraphUNet", in_channels=8, hidden_channels=16, out_channels=4, depth=2),
-    graph_net("LightGCN", lambda: {"edge_index": ring()["edge_index"]}, num_nodes=12, embedding_dim=8, num_layers=2),
-    graph_net("MLP", lambda: {"x": torch.randn(12, 8)}, in_channels=8, hidden_channels=16, out_channels=4, num_layers=3),
+    graph_net("LightGCN", lambda: {"edge_index": ring()["edge_index"]}, num_nodes=12, embedding_dim=8,
+              num_layers=2),
+    graph_net("MLP", lambda: {"x": torch.randn(12, 8)}, in_channels=8, hidden_channels=16, out_channels=4,
+              num_layers=3),
     graph_net("TransformerConv", in_channels=8, out_channels=4, heads=2),
     graph_net("GATv2Conv", in_channels=8, out_channels=4, heads=2),
     graph_net("ChebConv", in_channels=8, out_channels=4, K=3),

@@ -76,7 +76,8 @@ def chat(image_tokens: int, **sizes: int) -> Inputs:
         tokens[:, 2 : 2 + image_tokens] = getattr(config, "image_token_id", None) or config.image_token_index
         size = sizes.get("size", 32)
         found: dict[str, Any] = {
-            "input_ids": tokens, "attention_mask": torch.ones_like(tokens), "pixel_values": torch.randn(2, 3, size, size)
+            "input_ids": tokens, "attention_mask": torch.ones_like(tokens),
+            "pixel_values": torch.randn(2, 3, size, size),
         }  # fmt: skip
         return found | {"labels": tokens} if training else found
 
@@ -87,10 +88,8 @@ def several(text: str, vision: str, whole: str, text_sizes: Mapping[str, Any] = 
     """A configuration made of one for texts and one for pictures."""
 
     def make(transformers: Any) -> Any:
-        parts = {
-            "text_config": getattr(transformers, text)(**text_sizes), "vision_config": getattr(transformers, vision)(**VISION)
-        }  # fmt: skip
-        return getattr(transformers, whole)(**parts, **sizes)
+        reads, sees = getattr(transformers, text)(**text_sizes), getattr(transformers, vision)(**VISION)
+        return getattr(transformers, whole)(text_config=reads, vision_config=sees, **sizes)
 
     return make
 
@@ -159,7 +158,7 @@ def looked_up(config: Any, training: bool) -> dict[str, Any]:
 def told(config: Any, training: bool) -> dict[str, Any]:
     """A picture and its caption."""
     tokens = ids(config.decoder.vocab_size, 2, 8)
-    return {"pixel_values": torch.randn(2, 3, 32, 32), **({"labels": tokens} if training else {"decoder_input_ids": tokens})}
+    return {"pixel_values": torch.randn(2, 3, 32, 32), "labels" if training else "decoder_input_ids": tokens}
 
 
 def described(config: Any, training: bool) -> dict[str, Any]:
@@ -201,11 +200,15 @@ def paged(config: Any, training: bool) -> dict[str, Any]:
 
 TIMES: Mapping[str, Any] = {
     "prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2], "num_time_features": 1, "encoder_layers": 1,
-    "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
+    "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "encoder_layerdrop": 0.0,
+    "decoder_layerdrop": 0.0,
 }  # fmt: skip
 STAGES_OF_4: Mapping[str, Any] = {"hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1]}
-SWIN: Mapping[str, Any] = {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4}
+SWIN: Mapping[str, Any] = {
+    "image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4
+}  # fmt: skip
 
+# fmt: off
 ROWS: list[Row] = [
     *(hf("vision", f"{name}ForImageClassification", take, None, **sizes) for name, take, sizes in (
         ("Swin", image, SWIN), ("Swinv2", image, SWIN), ("ConvNext", image64, STAGES_OF_4),
@@ -238,7 +241,8 @@ ROWS: list[Row] = [
        decoder_num_attention_heads=4, decoder_intermediate_size=64),
     hf("vision", "SegformerForSemanticSegmentation", segmentation, None, hidden_sizes=[8, 16, 16, 32],
        depths=[1, 1, 1, 1], num_attention_heads=[1, 1, 2, 2], decoder_hidden_size=16),
-    hf("vision", "MobileViTV2ForSemanticSegmentation", lambda c, t: segmentation(c, t, 64), None, width_multiplier=0.25, image_size=64),
+    hf("vision", "MobileViTV2ForSemanticSegmentation", lambda c, t: segmentation(c, t, 64), None,
+       width_multiplier=0.25, image_size=64),
     hf("vision", "DPTForSemanticSegmentation", segmentation, VISION | {"num_hidden_layers": 4}, is_hybrid=False,
        backbone_out_indices=[0, 1, 2, 3], neck_hidden_sizes=[8, 8, 16, 16], fusion_hidden_size=16),
     hf("vision", "GLPNForDepthEstimation", picture, None, hidden_sizes=[8, 16, 16, 32], depths=[1, 1, 1, 1],
@@ -270,18 +274,17 @@ ROWS: list[Row] = [
        d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
        encoder_ffn_dim=64, decoder_ffn_dim=64, input_feat_per_channel=16, conv_channels=16, max_source_positions=64,
        max_target_positions=32, encoder_layerdrop=0.0, decoder_layerdrop=0.0),
-    hf("audio", "MoonshineForConditionalGeneration", heard("input_values", 2, 4000), None, vocab_size=96, hidden_size=32,
-       intermediate_size=64, encoder_num_hidden_layers=1, decoder_num_hidden_layers=1, encoder_num_attention_heads=4,
-       decoder_num_attention_heads=4, decoder_start_token_id=1, pad_token_id=2),
+    hf("audio", "MoonshineForConditionalGeneration", heard("input_values", 2, 4000), None, vocab_size=96,
+       hidden_size=32, intermediate_size=64, encoder_num_hidden_layers=1, decoder_num_hidden_layers=1,
+       encoder_num_attention_heads=4, decoder_num_attention_heads=4, decoder_start_token_id=1, pad_token_id=2),
     hf("audio", "EncodecModel", lambda c, t: {"input_values": torch.randn(2, 1, 640)}, None, hidden_size=16,
        num_filters=4, codebook_size=32, codebook_dim=16, num_lstm_layers=1, upsampling_ratios=[4, 2]),
     hf("audio", "UnivNetModel", lambda c, t: {"input_features": torch.randn(2, 8, 16)}, None, num_mel_bins=16,
        model_in_channels=8, model_hidden_channels=8, kernel_predictor_hidden_channels=8),
     hf("multimodal", "CLIPModel", caption, make=several("CLIPTextConfig", "CLIPVisionConfig", "CLIPConfig", TEXT)),
-    hf("multimodal", "SiglipModel", caption, make=several("SiglipTextConfig", "SiglipVisionConfig", "SiglipConfig", TEXT)),
-    hf("multimodal", "AltCLIPModel", caption, make=several("AltCLIPTextConfig", "AltCLIPVisionConfig", "AltCLIPConfig", TEXT)),
-    hf("multimodal", "ChineseCLIPModel", caption, make=several(
-        "ChineseCLIPTextConfig", "ChineseCLIPVisionConfig", "ChineseCLIPConfig", TEXT)),
+    *(hf("multimodal", f"{name}Model", caption, make=several(
+        f"{name}TextConfig", f"{name}VisionConfig", f"{name}Config", TEXT))
+      for name in ("Siglip", "AltCLIP", "ChineseCLIP")),
     hf("multimodal", "GroupViTModel", caption, make=lambda t: t.GroupViTConfig(
         text_config=t.GroupViTTextConfig(**TEXT), vision_config=t.GroupViTVisionConfig(
             **VISION | {"patch_size": 4}, depths=[1, 1, 1], num_group_tokens=[8, 4, 0], num_output_groups=[8, 4, 0]))),
@@ -305,7 +308,8 @@ ROWS: list[Row] = [
         extract_layers=[0, 1], reduce_dim=16, decoder_num_attention_heads=2, decoder_intermediate_size=32,
         projection_dim=16)),
     hf("multimodal", "LayoutLMv3ForTokenClassification", paged, TEXT, coordinate_size=6, shape_size=4, input_size=32,
-       patch_size=8, max_2d_position_embeddings=128, rel_2d_pos_bins=8, rel_pos_bins=8, max_rel_pos=16, max_rel_2d_pos=16),
+       patch_size=8, max_2d_position_embeddings=128, rel_2d_pos_bins=8, rel_pos_bins=8, max_rel_pos=16,
+       max_rel_2d_pos=16),
     hf("time series", "TimeSeriesTransformerForPrediction", series, TIMES, d_model=16),
     hf("time series", "InformerForPrediction", series, TIMES, d_model=16),
     hf("time series", "AutoformerForPrediction", series, TIMES, d_model=16, label_length=4, moving_average=3),

@@ -24,6 +24,7 @@ ENCDEC: Mapping[str, Any] = {
 }  # fmt: skip
 TEXT: Mapping[str, Any] = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
 
+
 def ids(words: int, *shape: int) -> Tensor:
     """Tokens, none of them special."""
     return torch.randint(5, words, shape or (2, 16))
@@ -53,7 +54,8 @@ def classes(config: Any, training: bool) -> dict[str, Any]:
 def span(config: Any, training: bool) -> dict[str, Any]:
     """Where the answer starts and ends."""
     found = masked(config, False)
-    return found | {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 5])} if training else found
+    answer = {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 5])}
+    return found | answer if training else found
 
 
 def boxes(config: Any, training: bool) -> dict[str, Any]:
@@ -100,6 +102,7 @@ MLA = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
+# fmt: off
 ROWS: list[Row] = [
     *decoders(
         "decoder", "GPTNeoX", "GPTBigCode", "Bloom", "Falcon", "Phi", "Phi3", "Mistral", "Qwen2", "Qwen3",
@@ -120,7 +123,8 @@ ROWS: list[Row] = [
         "MoE", ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 32}), ("Qwen3Moe", EXPERTS),
         ("Olmoe", EXPERTS), ("Phimoe", LOCAL), ("GraniteMoe", LOCAL),
         ("JetMoe", LOCAL | {"kv_channels": 8}), ("GptOss", LOCAL | {"head_dim": 8}), ("DeepseekV2", MLA),
-        ("DeepseekV3", MLA), ("Glm4Moe", MLA | {"head_dim": 8}), ("FlexOlmo", EXPERTS), ("MiniMax", LOCAL | {"head_dim": 8}),
+        ("DeepseekV3", MLA), ("Glm4Moe", MLA | {"head_dim": 8}), ("FlexOlmo", EXPERTS),
+        ("MiniMax", LOCAL | {"head_dim": 8}),
         ("Ernie4_5_Moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32}),
         ("Jamba", EXPERTS | {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}),
         ("Dbrx", {"base": None, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "vocab_size": 96,
@@ -149,7 +153,8 @@ ROWS: list[Row] = [
     ),
     *(hf("encoder", f"{name}ForMaskedLM", masked, **sizes) for name, sizes in (
         ("Roberta", {}), ("Electra", {"embedding_size": 32}), ("Albert", {"embedding_size": 16}), ("ModernBert", {}),
-        ("DistilBert", {"dim": 32, "n_heads": 4, "n_layers": 2, "hidden_dim": 64}), ("Nystromformer", {"num_landmarks": 16, "segment_means_seq_len": 16}),
+        ("DistilBert", {"dim": 32, "n_heads": 4, "n_layers": 2, "hidden_dim": 64}),
+        ("Nystromformer", {"num_landmarks": 16, "segment_means_seq_len": 16}),
         ("RoFormer", {"embedding_size": 32}), ("MegatronBert", {}), ("MPNet", {}), ("ConvBert", {"embedding_size": 32}),
         ("SqueezeBert", {"embedding_size": 32}), ("Longformer", {"attention_window": 8}), ("Esm", {"mask_token_id": 4}),
         ("MobileBert", {"embedding_size": 32, "intra_bottleneck_size": 32, "true_hidden_size": 32}),
@@ -169,14 +174,15 @@ ROWS: list[Row] = [
     hf("encoder", "SplinterForQuestionAnswering", span, TEXT),
     hf("encoder", "LayoutLMForTokenClassification", boxes, TEXT),
     hf("encoder", "LiltForTokenClassification", boxes, TEXT | {"hidden_size": 48}, channel_shrink_ratio=4),
-    *(hf("encoder-decoder", f"{name}ForConditionalGeneration", seq2seq, **{"base": ENCDEC, **sizes}) for name, sizes in (
+    *(hf("encoder-decoder", f"{name}ForConditionalGeneration", seq2seq, **{"base": ENCDEC} | sizes) for name, sizes in (
         ("Bart", {}), ("MBart", {}), ("Pegasus", {}), ("M2M100", {}), ("BlenderbotSmall", {}), ("PLBart", {}),
         ("LED", {"attention_window": [8, 8], "max_encoder_position_embeddings": 64,
                  "max_decoder_position_embeddings": 64}),
-        ("BigBirdPegasus", {"attention_type": "original_full"}), ("PegasusX", {"num_global_tokens": 4, "block_size": 8}),
-        ("ProphetNet", {"base": {}, "vocab_size": 96, "num_encoder_layers": 2, "num_decoder_layers": 2, "num_encoder_attention_heads": 4,
-                        "num_decoder_attention_heads": 4, "hidden_size": 32, "ngram": 2, "encoder_ffn_dim": 64,
-                        "decoder_ffn_dim": 64, "decoder_start_token_id": 0}),
+        ("BigBirdPegasus", {"attention_type": "original_full"}),
+        ("PegasusX", {"num_global_tokens": 4, "block_size": 8}),
+        ("ProphetNet", {"base": {}, "vocab_size": 96, "num_encoder_layers": 2, "num_decoder_layers": 2,
+                        "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4, "hidden_size": 32,
+                        "ngram": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "decoder_start_token_id": 0}),
         ("LongT5", {"d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "local_radius": 4,
                     "decoder_start_token_id": 0}),
         ("UMT5", {"d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}),

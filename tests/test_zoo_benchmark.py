@@ -46,13 +46,21 @@ def steps_of(zoo, models, make, mode="eval"):
 def test_rows_have_names_of_their_own_and_none_is_of_the_suite(models):
     names = [row.name for row in models.rows()]
     assert len(names) == len(set(names)) >= 100
-    suite = {"GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration", "MixtralForCausalLM"}
+    suite = {
+        "GPT2LMHeadModel",
+        "LlamaForCausalLM",
+        "BertForMaskedLM",
+        "T5ForConditionalGeneration",
+        "MixtralForCausalLM",
+    }
     assert not suite.intersection(names) and "ViTForImageClassification" not in names
     assert len({row.family for row in models.rows()}) >= 10
 
 
 def test_two_architectures_go_through_all_of_it(zoo, monkeypatch, capsys):
-    data = json.loads(run(zoo, monkeypatch, capsys, "--only", "VAE", "Siamese", "--family", "plain torch", "--jobs", "2", "--json"))
+    data = json.loads(
+        run(zoo, monkeypatch, capsys, "--only", "VAE", "Siamese", "--family", "plain torch", "--jobs", "2", "--json")
+    )
     assert [row["name"] for row in data["rows"]] == ["VAE", "Siamese"]
     for row in data["rows"]:
         assert [mode["mode"] for mode in row["modes"]] == ["eval", "train"]
@@ -85,7 +93,9 @@ def test_what_is_wrong_refused_or_fails_is_said_so(zoo, models, monkeypatch):
     monkeypatch.setattr(sk, "split", another)
     found = steps_of(zoo, models, net)
     assert found["verdicts"]["split 2"] == "wrong"
-    assert "differ: output by" in found["why"]["split 2"] and found["why"]["split 2"].endswith("; so does what was captured")
+    assert "differ: output by" in found["why"]["split 2"] and found["why"]["split 2"].endswith(
+        "; so does what was captured"
+    )
     monkeypatch.setattr(sk, "split", lambda gm, policy: split(gm, sk.policies.AroundOps(["no such op"])))
     found = steps_of(zoo, models, net)
     assert found["verdicts"]["split 2"] == "refused" and found["why"]["split 2"].startswith("SK3")
