@@ -31,7 +31,7 @@ from smallblocks import BLOCKS
 import splitkit as sk
 from splitkit.costs import Costs
 from splitkit.peaks import STATIC, Peaks
-from splitkit.policies import SaveAll, pool
+from splitkit.policies import SaveAll
 from splitkit.policies.moments import Moments
 from splitkit.policies.pool import Pool, Seen
 from splitkit.policies.search import Search
@@ -269,7 +269,6 @@ class Schedule:
 
 def budgets_of(block: Block) -> tuple[Seen, list[int]]:
     """The plan with the lowest peak, and budgets from there to the peak of saving everything."""
-    pool.forget()
     seen = Pool(block.problem, block.peaks)
     whole = seen.see_plan(SaveAll().assign(block.joint.flow, block.costs))
     low = Search(seen, 30.0).lowest_peak()
@@ -277,13 +276,9 @@ def budgets_of(block: Block) -> tuple[Seen, list[int]]:
 
 
 def found(block: Block, budget: int) -> Seen:
-    """What `Budget` finds, with nothing remembered."""
-    pool.forget()
-    seen = Pool(block.problem, block.peaks)
-    sk.policies.Budget(budget).assign(block.joint.flow, block.costs)
-    best = Pool(block.problem, block.peaks).best(lambda s: s.peak <= budget)
-    assert best is not None and seen is not None
-    return best
+    """What `Budget` finds."""
+    plan = sk.policies.Budget(budget).assign(block.joint.flow, block.costs)
+    return Pool(block.problem, block.peaks).see_plan(plan)
 
 
 def rows_of(name: str, most: int, seconds: float, times: int) -> Iterator[dict[str, Any]]:

@@ -34,6 +34,7 @@ from splitkit.effects import storage_key
 from splitkit.kernels import hinted_bytes
 from splitkit.livebytes import plain_tensors
 from splitkit.scope import is_state_op
+from splitkit.sharing import one_tensor
 from splitkit.standins import NO_SIZES, StandIn, bodies, hint, hints
 from splitkit.symbols import value_of
 
@@ -120,6 +121,7 @@ class _Run(fx.Interpreter):
         self._saved: dict[Node, dict[int, None]] = {}
         self._requires: set[Node] = set()
         self._estimated: dict[Node, str] = {}
+        self._given: dict[int, Any] = {}  # what was given for several inputs
 
     def pack(self, tensor: torch.Tensor) -> _Kept:
         """A tensor is saved."""
@@ -152,6 +154,8 @@ class _Run(fx.Interpreter):
             result = self._called(n)
         except Exception as error:  # whatever the op raises on fakes
             result = self._estimate(n, str(error).strip().partition("\n")[0] or type(error).__name__)
+        if (group := one_tensor(n)) is not None:
+            result = self._given.setdefault(group, result)
         self._values[n] = self._storages(result, n)
         if any(t.requires_grad for t in tensors(result)):
             self._requires.add(n)

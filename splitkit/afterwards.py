@@ -87,9 +87,9 @@ def needed(pair: Pair, written: Collection[Node], names: Sequence[str]) -> list[
 
 
 def refused(names: Sequence[str]) -> PlanError:
-    """SK411."""
+    """SK215."""
     return PlanError(
-        "SK411",
+        "SK215",
         f"backward needs {', '.join(names)}, which the model writes to in a later graph, after forward has saved it",
         "Read a copy (buffer.clone()), write to it after backward, or remove the graph break between: "
         "TORCH_LOGS=graph_breaks says where.",

@@ -194,9 +194,7 @@ def _own_code(self: nn.Module) -> Callable[..., Any]:
     return types.FunctionType(run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__)
 
 
-def _try(
-    applied: nn.Module, divided: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Mapping[int, Written]:
+def _try(applied: nn.Module, divided: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[int, Written]:
     """Run forward once and leave no trace; what was written to after a graph had run that had to do with it."""
     divided.watch = watch = Watch()
     held = [(buffer, buffer.detach().clone()) for buffer in applied.buffers()]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
@@ -23,6 +25,7 @@ from splitkit.functions import functions_as_nodes, refuse_module_hooks
 from splitkit.gradflags import GradFlags
 from splitkit.outputs import outputs_opened
 from splitkit.regions import inline_regions, inlined, restore_by_value
+from splitkit.sharing import mark_repeated
 from splitkit.tracing import trace
 
 # Checks that export writes into the graph. They hold by construction there, and would fail a part on another device.
@@ -75,11 +78,14 @@ def capture(
         raise CaptureError(
             "SK401", f"a {type(model).__name__} is no module", "Give a torch.nn.Module; wrap a function in one."
         )
-    args, kwargs = distinct((args, kwargs))
+    given = args, kwargs
+    args, kwargs = distinct(given)
     refuse_module_hooks(model)
     with undisturbed():
         try:
-            return after_a_call(model, args, kwargs, ways[how])
+            gm = after_a_call(model, args, kwargs, ways[how])
+            _note_repeated(gm, how, model, *given)
+            return gm
         except CaptureError:
             raise
         except Exception as error:
@@ -91,7 +97,7 @@ def _what_helps(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     """What was tried and captures the model, or what it says when it just runs; nothing, if nothing was found."""
     if not are_real(model, (args, kwargs)):
         return "Call the model once on real inputs, before it is moved to meta or fake tensors."
-    with as_found(model), redirect_stderr(StringIO()), redirect_stdout(StringIO()):
+    with as_found(model), _silence():
         try:
             call_once(copy.deepcopy(model), args, kwargs)
         except Exception as error:
@@ -105,6 +111,19 @@ def _what_helps(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         if _works(lambda: _from_exported(torch.export.export(model, args, kwargs, strict=False))):
             return "Take splitkit.capture(torch.export.export(model, args, kwargs))."
     return ""
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """What fails on trial writes no logs."""
+    before = logging.root.manager.disable
+    logging.disable()
+    try:
+        with redirect_stderr(StringIO()), redirect_stdout(StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _works(capture: Callable[[], object], within: AbstractContextManager[None] | None = None) -> bool:
@@ -126,6 +145,18 @@ def distinct(inputs: Any) -> Any:
         return leaf.detach().clone().requires_grad_(leaf.requires_grad) if known else leaf
 
     return pytree.tree_map_only(torch.Tensor, copy_of_known, inputs)
+
+
+def _note_repeated(
+    gm: fx.GraphModule, how: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Say which inputs were one tensor: export has a placeholder for each leaf, ``symbolic_trace`` for each name."""
+    inputs, leaves = gm.graph.find_nodes(op="placeholder"), pytree.tree_leaves((args, kwargs))
+    if len(inputs) == len(leaves) and isinstance(getattr(gm, "_in_spec", None), pytree.TreeSpec):
+        mark_repeated(zip(inputs, leaves, strict=True))
+    elif how == "symbolic_trace":
+        named = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        mark_repeated((node, named.get(str(node.target))) for node in inputs)
 
 
 def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: bool) -> fx.GraphModule:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -50,9 +50,9 @@ class Difference:
         return self.largest / self.scale if self.scale else self.largest
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
-    """Two runs side by side.
+    """Two runs side by side; printed, a few lines.
 
     Attributes:
         outputs: every leaf of the output; and its structure and the memory it shares, where these differ.
@@ -62,6 +62,9 @@ class Comparison:
         loss: the loss of reference and candidate.
         loss_is_models: whether the loss is the model's own, or a weighted sum of its outputs.
         tolerance: what counts as rounding for a gradient, relative to its scale.
+        steps: where a `Split` differs from a model, the same comparison of each step on the way: ``"model"`` (the model
+            beside itself, run again), ``"capture"`` (the model beside the graph that was split) and ``"split"`` (that
+            graph beside the split).
     """
 
     outputs: tuple[Difference, ...]
@@ -70,6 +73,7 @@ class Comparison:
     loss: tuple[float | None, float | None]
     loss_is_models: bool = False
     tolerance: float = GRADIENT_TOLERANCE
+    steps: Mapping[str, Comparison] = field(default_factory=dict)
 
     @property
     def same(self) -> bool:
@@ -91,12 +95,52 @@ class Comparison:
         entries: tuple[Difference, ...] = getattr(self, which)
         return max(entries, key=lambda d: (not d.bitwise, d.relative), default=None)
 
+    @property
+    def wrong_step(self) -> str:
+        """The first step that differs: ``"model"``, ``"capture"`` or ``"split"``; nothing if that is not known."""
+        return next((name for name, step in self.steps.items() if not step.same), "")
+
     def raise_if_different(self) -> None:
-        """Raise CheckError (SK701) naming the tensors that differ."""
+        """Raise CheckError naming the tensors that differ.
+
+        SK701: the candidate is to blame, or it is not known which step is; SK702: the graph that was split differs from
+        the model already; SK703: the model differs from itself when it runs again.
+        """
         if self.failures:
-            lines = [f"    {d.name}: differs by {d.largest:.3g} (scale {d.scale:.3g})" for d in self.failures[:8]]
-            more = f"\n    and {len(self.failures) - 8} more" if len(self.failures) > 8 else ""
-            raise CheckError("SK701", "the candidate differs from the reference in\n" + "\n".join(lines) + more)
+            raise CheckError(_CODES.get(self.wrong_step, "SK701"), "\n".join(self._lines()), _REMEDIES[self.wrong_step])
+
+    def __str__(self) -> str:
+        """What differs, or how many tensors are the same."""
+        if not self.same:
+            return "\n".join(self._lines())
+        counts = (f"{len(getattr(self, which))} {which}" for which in ("outputs", "gradients", "state"))
+        worst = self.worst("gradients")
+        rounding = f"; gradients to {worst.relative:.1g} of {worst.name}" if worst and not worst.bitwise else ""
+        return f"same: {', '.join(counts)}{rounding}"
+
+    __repr__ = __str__
+
+    def _lines(self) -> list[str]:
+        lines = [_TITLES[self.wrong_step]]
+        lines += [f"    {d.name}: differs by {d.largest:.3g} (scale {d.scale:.3g})" for d in self.failures[:8]]
+        return lines + ([f"    and {len(self.failures) - 8} more"] if len(self.failures) > 8 else [])
+
+
+_CODES = {"model": "SK703", "capture": "SK702"}
+_TITLES = {
+    "": "the candidate differs from the reference in",
+    "model": "the model, run twice from the same seed and state, differs from itself; and the split differs from it in",
+    "capture": "the graph that was split already differs from the model (the capture changed it); the split differs in",
+    "split": "the split differs from the graph that was split, which gives what the model gives, in",
+}
+_REMEDIES = {
+    "": "",
+    "model": "Only a model that gives the same twice can be compared: look for state outside of its buffers, and for "
+    "random numbers that torch's seed does not decide.",
+    "capture": "Compare the model with the graph alone, splitkit.compare(model, gm, *inputs). torch.export fixes what "
+    "Python code decides, and an ExportedProgram that was made elsewhere has lost custom backwards and hooks.",
+    "split": "This is a bug of splitkit: please report the plan.",
+}
 
 
 def compare(
@@ -124,11 +168,28 @@ def compare(
             taken from a `Split` by itself.
         tolerance: what counts as rounding for gradients, relative to the largest entry of the gradient.
         kwargs: keyword inputs.
+
+    Where a `Split` differs, the graph that was split is run as well, and the model once more: ``steps`` and the error
+    of ``raise_if_different`` tell whether the model, the capture or the split is to blame.
     """
     original, other = _module(reference), _module(candidate)
     renamed = names if names is not None else getattr(candidate, "qualified_names", {})
-    first = trial(original, args, kwargs, seed, loss, _names(original, original, {}))
-    second = trial(other, args, kwargs, seed, loss, _names(original, other, renamed))
+
+    def run(module: nn.Module, renamed: Mapping[str, str]) -> Trial:
+        return trial(module, args, kwargs, seed, loss, _names(original, module, renamed))
+
+    first, second = run(original, {}), run(other, renamed)
+    found = _beside(first, second, tolerance)
+    graph = getattr(getattr(candidate, "flow", None), "root", None)
+    if found.same or graph is None or graph is original:
+        return found
+    steps = {"model": _beside(first, run(original, {}), tolerance)}
+    middle = run(graph, {})
+    steps |= {"capture": _beside(first, middle, tolerance), "split": _beside(middle, second, tolerance)}
+    return replace(found, steps=steps)
+
+
+def _beside(first: Trial, second: Trial, tolerance: float) -> Comparison:
     # A split need not hold buffers that its graph never reads; what either run changed must be in both.
     both = first.state.keys() & second.state.keys()
     state = sorted(both | first.changed.keys() | second.changed.keys())

@@ -10,28 +10,37 @@ are one class). Along graph order, reads and writes of a class give *order edges
 Random generators and the outside world (prints) are classes too, so that independent dropouts keep their order.
 So is ambient state that no `splitkit.scope.Scope` describes (a default dtype, a choice of attention kernels): what sets
 it writes, and every other node reads, so nothing moves across.
-Obtaining a reference (get_attr, placeholder, getitem of a tuple) reads nothing: only its users do.
+Obtaining a reference (get_attr, placeholder, getitem of a tuple) reads nothing: only its users do. Asking for a size
+(``empty_like``) reads no memory; it keeps its place among ops that resize.
 
-Assumed: two inputs of the graph do not share memory, unless their ``meta["val"]`` do.
+Code that splitkit does not know may reach more than its arguments: any attribute of the graph, whatever opaque code was
+given before and whatever it has made. It counts as reader and writer of all that (`Memory`).
+
+Assumed: two inputs of the graph do not share memory with each other or with an attribute, unless their ``meta["val"]``
+do (`splitkit.overlaps` looks at each call); and opaque code holds no input of this call that it was not given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from splitkit.classes import Classes, held_in, is_plain
 from splitkit.errors import GraphError
-from splitkit.ops import PURE, Effects
+from splitkit.ops import PURE, Effects, sizes_only
 from splitkit.scope import is_state_op
 from splitkit.symbols import value_of
 
 RANDOM = "random numbers"
 OUTSIDE = "the outside world"
 AMBIENT = "ambient state"
+SIZES = "sizes of"
+REACHED = "memory that opaque code may reach"
+LENT = "memory that opaque code may have handed out"
 
 
 @dataclass(frozen=True)
@@ -47,26 +56,6 @@ class Order:
     after: Mapping[Node, tuple[Node, ...]]
     once: Mapping[Node, str]
     written: frozenset[Node]
-
-
-class _Classes:
-    """Union-find with path halving over nodes, storages and tokens."""
-
-    def __init__(self) -> None:
-        self.parent: dict[Hashable, Hashable] = {}
-
-    def find(self, item: Hashable) -> Hashable:
-        parent = self.parent
-        if item not in parent:
-            parent[item] = item
-            return item
-        while parent[item] is not item:
-            parent[item] = parent[parent[item]]
-            item = parent[item]
-        return item
-
-    def join(self, a: Hashable, b: Hashable) -> None:
-        self.parent[self.find(a)] = self.find(b)
 
 
 def attribute(root: torch.nn.Module, target: str) -> object:
@@ -113,7 +102,8 @@ def order_of(effects: Mapping[Node, Effects], root: torch.nn.Module, is_referenc
         is_reference: nodes that only pass a reference on (getitem of a tuple).
     """
     acting = {n: e for n, e in effects.items() if e is not PURE}
-    written, members = _written_classes(acting, effects, root)
+    memory = memory_of(acting, effects, root)
+    members, written = memory.members, memory.written
     after, once = _Edges(), dict[Node, str]()
     last_write: dict[Hashable, Node] = {}
     readers: dict[Hashable, dict[Node, None]] = {}
@@ -121,8 +111,7 @@ def order_of(effects: Mapping[Node, Effects], root: torch.nn.Module, is_referenc
         if node.op in ("placeholder", "get_attr") or is_reference(node):
             continue
         effect = effects[node]
-        writes = {members.get(w, w): None for w in _written(effect)}
-        touched = writes | {c: None for item in _touched(node, effect) if (c := members.get(item, item)) in written}
+        writes, touched = memory.use(node, effect)
         before: dict[Node, None] = {}
         for c in touched:
             if c in last_write:
@@ -135,23 +124,88 @@ def order_of(effects: Mapping[Node, Effects], root: torch.nn.Module, is_referenc
         before.pop(node, None)
         if before:
             after[node] = tuple(before)
-        if node.op != "output" and (reason := _reason(effect, node in members)):
+        if node.op != "output" and (reason := _reason(effect, members.get(node) in written)):
             once[node] = reason
-    attributes = frozenset(n for n in members if isinstance(n, Node) and n.op == "get_attr")
-    return Order(after, once, attributes)
+    attributes = (n for n in members if isinstance(n, Node) and n.op == "get_attr" and members[n] in written)
+    return Order(after, once, frozenset(attributes))
 
 
-def _written_classes(
-    acting: Mapping[Node, Effects], effects: Mapping[Node, Effects], root: torch.nn.Module
-) -> tuple[set[Hashable], dict[Hashable, Hashable]]:
-    """The classes that some node writes; and their members (nodes, storages), each with its class."""
+@dataclass(frozen=True)
+class Memory:
+    """Who shares memory with whom in a graph, as far as it is written, or opaque code may reach it.
+
+    Attributes:
+        members: nodes and storages -> their class.
+        written: the classes that some node writes.
+        reached: the classes that opaque code may reach: attributes, and what it was given or has made.
+        lent: those that may be the memory of others: what opaque code yields may be a buffer that it holds.
+    """
+
+    members: Mapping[Hashable, Hashable]
+    written: Set[Hashable]
+    reached: Set[Hashable] = frozenset()
+    lent: Set[Hashable] = frozenset()
+
+    def use(self, node: Node, effect: Effects) -> tuple[dict[Hashable, None], dict[Hashable, None]]:
+        """The classes that a node writes, and those that it reads or writes."""
+        members, written = self.members, self.written
+        writes = {members.get(w, w): None for w in _written(effect)}
+        if not effect.same_sizes:
+            writes |= {(SIZES, c): None for c in writes if c in written}
+        asked = sizes_only(node) if node.all_input_nodes else ()
+        items = [*_touched(node, effect, asked)]
+        touched = writes | {c: None for item in items if (c := members.get(item, item)) in written}
+        touched |= {(SIZES, c): None for item in asked if (c := members.get(item, item)) in written}
+        if self.reached or not effect.known:
+            self._reach([*items, *asked], effect, writes, touched)
+        return writes, touched
+
+    def _reach(
+        self, items: list[Hashable], effect: Effects, writes: dict[Hashable, None], touched: dict[Hashable, None]
+    ) -> None:
+        """Opaque code writes whatever it may reach; and what it has lent may be any of that::
+
+        u = leaf(x)      writes all that others reach     leaf holds buf in a list, and returns it
+        r = buf * 2      reaches                          r waits for u
+        w = u.add_(1)    writes what was lent             w waits for r
+        """
+        reached = {c for item in items if (c := self.members.get(item, item)) in self.reached}
+        reached.update(map(storage_key, effect.reads_state))
+        lent = not self.lent.isdisjoint(reached)
+        if effect.known and not reached:
+            return
+        touched[REACHED] = None
+        if lent or not effect.known:
+            touched[LENT] = None
+        if not effect.known or (lent and not self.lent.isdisjoint(writes)):
+            writes[REACHED] = None
+        if not effect.known or effect.writes_state or not self.reached.isdisjoint(writes):
+            writes[LENT] = touched[LENT] = None
+
+
+def memory_of(acting: Mapping[Node, Effects], effects: Mapping[Node, Effects], root: torch.nn.Module) -> Memory:
+    """The classes of memory that matter to the order of nodes.
+
+    Args:
+        acting: the effects of nodes that do more than compute.
+        effects: those of all nodes, in graph order.
+        root: the module that owns the graph's attributes.
+    """
     written = {w for e in acting.values() for w in _written(e)}
-    if not any(e.writes or e.writes_state for e in acting.values()):
-        return written, {}
+    if not any(e.writes or e.writes_state or not e.known for e in acting.values()):
+        return Memory({}, written)
     classes = _alias_classes(acting, effects, root)
     found = {classes.find(w) for w in written}
-    members = {item: c for item in list(classes.parent) if (c := classes.find(item)) in found}
-    return found, members
+    opaque = {classes.find(n): None for n, e in acting.items() if not e.known}
+    lent = {
+        *opaque,
+        *(classes.find(n) for n in effects if n.op == "get_attr" and not is_plain(attribute(root, str(n.target)))),
+    }
+    reached = {*lent, *(classes.find(n) for n in effects if n.op == "get_attr")} if lent else set()
+    reached.update(classes.find(storage_key(t)) for e in acting.values() for t in e.reads_state if lent)
+    matter = found | reached
+    members = {item: c for item in list(classes.parent) if (c := classes.find(item)) in matter}
+    return Memory(members, found, reached, lent)
 
 
 def _concerned(
@@ -174,8 +228,8 @@ def _only_aliases(e: Effects) -> bool:
     return not (e.random or e.writes or e.writes_state or e.impure or e.check or e.ambient or not e.known)
 
 
-def _alias_classes(acting: Mapping[Node, Effects], effects: Mapping[Node, Effects], root: torch.nn.Module) -> _Classes:
-    classes = _Classes()
+def _alias_classes(acting: Mapping[Node, Effects], effects: Mapping[Node, Effects], root: torch.nn.Module) -> Classes:
+    classes = Classes()
     for node, effect in acting.items():
         for other in effect.aliases:
             classes.join(node, other)
@@ -183,6 +237,8 @@ def _alias_classes(acting: Mapping[Node, Effects], effects: Mapping[Node, Effect
         if node.op == "get_attr":
             value = attribute(root, str(node.target))
             classes.join(node, storage_key(value) if isinstance(value, torch.Tensor) else ("object", id(value)))
+            for held in held_in(value):
+                classes.join(node, storage_key(held))
         elif node.op == "placeholder":
             value = value_of(node)
             if isinstance(value, torch.Tensor):
@@ -201,11 +257,11 @@ def _written(effect: Effects) -> Iterable[Hashable]:
         yield AMBIENT
 
 
-def _touched(node: Node, effect: Effects) -> Iterable[Hashable]:
+def _touched(node: Node, effect: Effects, asked: Collection[Node]) -> Iterable[Hashable]:
     if node.op != "output":
         yield node
     for read in node.all_input_nodes:
-        if not is_state_op(read):
+        if read not in asked and not is_state_op(read):
             yield read
     yield AMBIENT
     yield from map(storage_key, effect.reads_state)

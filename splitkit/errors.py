@@ -25,6 +25,7 @@ CODES: dict[str, str] = {
     "SK208": "a node that is needed is planned in no part",
     "SK209": "values cannot be relayed from part to part",
     "SK210": "an effect is planned in the other half",
+    "SK215": "a later graph writes to what backward needs",
     "SK301": "not a policy",
     "SK302": "a policy was given a bad parameter",
     "SK303": "no plan fits",
@@ -41,12 +42,17 @@ CODES: dict[str, str] = {
     "SK401": "the model could not be captured",
     "SK402": "an example model or its package is missing",
     "SK403": "a model factory is wrong",
+    "SK404": "a custom backward cannot be kept",
+    "SK405": "a hook on gradients would be lost",
+    "SK410": "an effect would be lost",
     "SK501": "a file is not a plan",
     "SK502": "a plan was made for another graph",
     "SK503": "a plan file has another schema number",
     "SK504": "a file could not be read or written",
     "SK601": "the command was used wrongly",
     "SK701": "the split differs from the whole",
+    "SK702": "the graph that was split differs from the model",
+    "SK703": "the model differs from itself",
 }
 
 
@@ -115,4 +121,4 @@ class UsageError(SplitError):
 
 
 class CheckError(SplitError, AssertionError):
-    """A split does not give what the whole gives (SK701)."""
+    """A split does not give what the whole gives (SK70x)."""

@@ -95,7 +95,9 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _state_kept(model: nn.Module) -> Iterator[None]:
     """Afterwards the buffers that there were hold what they held; new ones stay."""
-    held = [(m, name, b, b.detach().clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    held = [
+        (m, name, b, b.detach().clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None
+    ]
     try:
         yield
     finally:

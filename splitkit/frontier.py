@@ -9,7 +9,7 @@ from functools import cached_property
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from splitkit.costs import Costs, default
+from splitkit.costs import Costs, default, unit_of
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.frontierplot import FrontierPlot, Spot
 from splitkit.halves import JointFlow, as_joint
@@ -45,13 +45,14 @@ class Point:
 
     @cached_property
     def seconds(self) -> float:
-        """Time spent on computing again."""
+        """Time spent on computing again, in the unit of the costs."""
         return self.choice.seconds
 
     @cached_property
     def plan(self) -> Plan:
         """The plan, for `Joint.split` and the like."""
-        return self.choice.plan(f"frontier: {size(self.saved)} saved, {duration(self.seconds)} computed again")
+        again = duration(self.seconds, self.choice.savings.unit)
+        return self.choice.plan(f"frontier: {size(self.saved)} saved, {again} computed again")
 
     @cached_property
     def pair(self) -> Pair:
@@ -114,6 +115,11 @@ class Frontier:
         """The corners of the hull, by rising saved bytes; the last one computes nothing again that costs time."""
         return tuple(Point(choice, self._costs) for choice in self.hull.choices)
 
+    @property
+    def unit(self) -> str:
+        """What the costs count: ``"s"``, or ``"nodes"`` for `splitkit.costs.unit`."""
+        return unit_of(self._costs)
+
     @cached_property
     def step_seconds(self) -> float:
         """Time of the step without any recompute, by the same prices."""
@@ -161,7 +167,12 @@ class Frontier:
     def to_dict(self, peaks: bool = False) -> dict[str, Any]:
         """All points as plain data; with simulated peaks if asked, about 10 us a node each."""
         points = [point.to_dict(peaks) for point in self.points]
-        return {"points": points, "step_seconds": self.step_seconds, "costs": getattr(self._costs, "note", "")}
+        return {
+            "points": points,
+            "step_seconds": self.step_seconds,
+            "unit": self.unit,
+            "costs": getattr(self._costs, "note", ""),
+        }
 
     def table(self, peaks: bool = False) -> Table:
         """All points as a table for `rich`, which shows it whole."""
@@ -172,7 +183,7 @@ class Frontier:
             table.add_column(title, justify="right", no_wrap=True)
         most, step = self.points[-1].saved or 1, self.step_seconds or 1.0
         for point in self.points:
-            numbers = (size(point.saved), f"{point.saved / most:.1%}", duration(point.seconds))
+            numbers = (size(point.saved), f"{point.saved / most:.1%}", duration(point.seconds, self.unit))
             table.add_row(*numbers, f"{point.seconds / step:.1%}", *([size(point.peak)] if peaks else []))
         return table
 
@@ -182,15 +193,15 @@ class Frontier:
         Args:
             marks: name -> (saved bytes, seconds) of other plans to compare with, such as those of torch.
         """
-        return FrontierPlot([(point.saved, point.seconds) for point in self.points], marks or {}).to_svg()
+        return FrontierPlot([(point.saved, point.seconds) for point in self.points], marks or {}, self.unit).to_svg()
 
     def _repr_svg_(self) -> str:
         return self.to_svg()
 
     def __str__(self) -> str:
         first, last = self.points[0], self.points[-1]
-        ends = f"{size(first.saved)} saved for {duration(first.seconds)}, to {size(last.saved)}"
-        return f"{len(self.points)} points: {ends} for {duration(last.seconds)}"
+        ends = f"{size(first.saved)} saved for {duration(first.seconds, self.unit)}, to {size(last.saved)}"
+        return f"{len(self.points)} points: {ends} for {duration(last.seconds, self.unit)}"
 
 
 def _is_number(value: object) -> bool:

@@ -23,10 +23,12 @@ class FrontierPlot:
     Attributes:
         points: of the frontier, by rising bytes.
         marks: what else is drawn: name -> where.
+        unit: of what is computed again.
     """
 
     points: Sequence[Spot]
     marks: Mapping[str, Spot]
+    unit: str = "s"
 
     def to_svg(self) -> str:
         """A picture that stands alone. Names are escaped."""
@@ -53,7 +55,7 @@ class FrontierPlot:
             nbytes, seconds = self._most[0] * tick / (_TICKS - 1), self._most[1] * tick / (_TICKS - 1)
             anchor = "end" if tick == _TICKS - 1 else "middle"
             yield label(self._x(nbytes), bottom + 14, size(nbytes), _GREY, anchor)
-            yield label(LEFT - 6, self._y(seconds) + 4, duration(seconds), _GREY, "end")
+            yield label(LEFT - 6, self._y(seconds) + 4, duration(seconds, self.unit), _GREY, "end")
         yield label(WIDTH - RIGHT, HEIGHT - 6, "saved for backward", _GREY, "end")
         yield label(6, TOP - 14, "computed again", _GREY, "start")
 

@@ -37,6 +37,7 @@ from splitkit.effects import storage_key
 from splitkit.errors import CaptureError
 from splitkit.ops.facts import Described, Effects, unknown
 
+_mode_of = cast(Any, _get_dispatch_mode_pre_dispatch)
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # What a node holds as it is, and what else holds no tensor.
 _SHOWN = (int, float, complex, bool, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -97,7 +98,7 @@ def functions_as_nodes() -> Iterator[Callable[[fx.GraphModule], None]]:
 
     def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
         run = original.__get__(None, function)
-        mode: Any = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)
+        mode: Any = _mode_of(torch._C._TorchDispatchModeKey.PROXY)
         if mode is None or not torch.is_grad_enabled():
             return run(*args, **kwargs)
         run = _seen_through(function, run)
@@ -182,11 +183,11 @@ def _version(value: Any) -> int:
     return int(value._version) if isinstance(value, torch.Tensor) else 0
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes whether random numbers are drawn, and which tensors are read that were neither given nor made here."""
 
     def __init__(self, given: list[Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.random = False
         self.foreign: list[torch.Tensor] = []
         self.own: dict[Any, torch.Tensor] = {storage_key(t): t for t in given if isinstance(t, torch.Tensor)}

@@ -23,6 +23,7 @@ from splitkit.jointchecks import check_graph, check_inputs, check_model, no_scal
 from splitkit.jointsignature import JointSignature, like_example, signature_of
 from splitkit.pair import Pair, divide
 from splitkit.plan import PolicyLike
+from splitkit.sharing import mark_repeated
 from splitkit.trainstep import NO_TENSOR, Loss, TrainingStep, name_modules
 
 
@@ -149,12 +150,15 @@ def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwar
         )
     check_model(model, loss)
     step, inputs = TrainingStep(model, loss), distinct((args, kwargs))
-    gm, signature = after_a_call(model, *inputs, lambda: _traced(step, *inputs))
+    gm, signature = after_a_call(model, inputs[0], inputs[1], lambda: _traced(step, *inputs))
     if signature.tangents and signature.loss not in signature.tangents.values():
         step.copies = True
         gm, signature = _traced(step, *inputs)
     check_graph(model, gm.graph, signature)
-    check_inputs(model, signature, pytree.tree_leaves((args, kwargs)))
+    given = pytree.tree_leaves((args, kwargs))
+    check_inputs(model, signature, given)
+    inputs = (n for n in gm.graph.find_nodes(op="placeholder") if n.name in signature.inputs)
+    mark_repeated((n, given[signature.inputs[n.name]]) for n in inputs)
     name_modules(gm.graph)
     return Joint(gm, signature, model)
 

@@ -33,7 +33,7 @@ class JointSignature:
             none.
         forward_outputs: how many outputs are of forward; those of backward follow.
         structure: of ``(args, kwargs)``, as a tree specification.
-        constants: leaf of ``(args, kwargs)`` -> what is no tensor: the number, text or ``None`` that the graph was captured for.
+        constants: leaf of ``(args, kwargs)`` -> the number, text or ``None`` that the graph was captured for.
     """
 
     parameters: Mapping[str, str]

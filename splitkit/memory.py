@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ from splitkit.collector import collector_at_rest
 from splitkit.dataflow import module_path
 from splitkit.memorychecks import SplitLike, check, checked, leaves_returned, unfit
 from splitkit.simulate import Run, Value
-from splitkit.units import size
+from splitkit.units import at_most, size
 
 CUDA_BLOCK = 512
 """Torch's CUDA allocator hands out multiples of this many bytes."""
@@ -37,6 +37,8 @@ class MemoryProfile:
         saved: bytes that forward leaves for backward beyond inputs and parameters; 0 without a backward.
         calls: what ran when: ``"forward"`` and ``"backward"``, or the names of parts -> a range of steps.
         parts: part -> what it takes if it runs alone: its parameters, inputs and outputs, and its own work.
+        bounds: symbol -> the upper bound that it counts as, for sizes that only the data decides: if there are any, the
+            bytes are what the run takes *at most*.
     """
 
     peak: int
@@ -48,6 +50,7 @@ class MemoryProfile:
     saved: int
     calls: Mapping[str, range]
     parts: Mapping[Hashable, MemoryProfile]
+    bounds: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def baseline(self) -> int:
@@ -115,6 +118,7 @@ class MemoryProfile:
             "saved": self.saved,
             "peaks": dict(self.peaks),
             "parts": {str(key): part.to_dict(top) for key, part in self.parts.items()},
+            "bounds": dict(self.bounds),
             "live_at_peak": [_described(b) for b in self.live_at_peak[:top]],
             "timeline": list(self.timeline),
         }
@@ -123,7 +127,9 @@ class MemoryProfile:
         at = "" if self.at is None else f" at {self.at.name}"
         calls = ", ".join(f"{call} {size(peak)}" for call, peak in self.peaks.items())
         saved = f", {size(self.saved)} saved" if self.saved else ""
-        return f"peak {size(self.peak)}{at}, {size(self.baseline)} before{saved}" + (f" ({calls})" if calls else "")
+        text = f"peak {at_most(self.peak, self.bounds)}{at}, {size(self.baseline)} before{saved}" + (f" ({calls})" if calls else "")
+        bounds = ", ".join(f"{symbol} = {bound}" for symbol, bound in self.bounds.items())
+        return f"{text}; for {bounds}, which only the data decides" if bounds else text
 
     def _repr_svg_(self) -> str:
         from splitkit.memoryplot import Plot
@@ -163,8 +169,8 @@ def simulate_memory(
             not take, and those that stand in the output a second time.
         keep_inputs: the caller holds the inputs to the end, as Python's calls do; else they are freed with their last
             reader, as boxed calls do.
-        sizes: symbol -> size: an upper bound for a size that only the data decides (``{"u0": 128}``), or another size
-            for one that was seen at capture (``{"s0": 64}``).
+        sizes: symbol -> size: an upper bound for a size that only the data decides (``{"u0": 128}``), so that the bytes
+            are those that the run takes at most; or another size for one that was seen at capture (``{"s0": 64}``).
         block: the allocator hands out multiples of this many bytes; `CUDA_BLOCK` on a GPU.
         workspace: node -> the bytes that it takes besides its results while it runs, where that is more than what the
             dispatcher sees, such as ``costs.measured(...).workspace``.
@@ -245,7 +251,16 @@ def _profile(run: Run, saved: int, parts: Mapping[Hashable, MemoryProfile]) -> M
     peak = timeline[index] if timeline else sum(b.nbytes for b in run.buffers if b.born == BEFORE)
     at = run.steps[index] if timeline else None
     return MemoryProfile(
-        peak, at, index, tuple(run.steps), tuple(timeline), tuple(run.buffers), saved, dict(run.calls), dict(parts)
+        peak,
+        at,
+        index,
+        tuple(run.steps),
+        tuple(timeline),
+        tuple(run.buffers),
+        saved,
+        dict(run.calls),
+        dict(parts),
+        dict(run.bounds),
     )
 
 

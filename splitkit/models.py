@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import logging
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, Any
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Any
 
 from splitkit.errors import CaptureError
+from splitkit.factory import Example, made_by
 
-if TYPE_CHECKING:
-    from torch import nn
+__all__ = ["NAMES", "SIZES", "Example", "build", "load"]
 
 Sizes = Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class Example:
-    """A model in training mode, and inputs that make it return a loss.
-
-    Attributes:
-        model: the module.
-        args: positional inputs.
-        kwargs: keyword inputs.
-    """
-
-    model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 def _sizes(**sizes: int) -> Sizes:
@@ -65,7 +46,9 @@ def build(name: str, seed: int = 0, **sizes: int) -> Example:
             example does not have or cannot take.
     """
     if name not in SIZES:
-        raise CaptureError("SK402", f"there is no example model {name!r}", f"Choose one of {', '.join(NAMES)}.")
+        near = get_close_matches(name.lower(), NAMES, n=1)
+        hint = f"Did you mean {near[0]}? " if near else ""
+        raise CaptureError("SK402", f"there is no example model {name!r}", f"{hint}Choose one of {', '.join(NAMES)}.")
     unknown = [size for size in sizes if size not in SIZES[name]]
     if unknown:
         raise CaptureError(
@@ -88,82 +71,14 @@ def load(spec: str, **sizes: int) -> Example:
     """The example that ``spec`` names: ``"gpt2"``, ``"package.module:factory"`` or ``"path/to/file.py:factory"``.
 
     A factory takes ``sizes`` as keywords and returns ``(module, args)``, ``(module, args, kwargs)``,
-    ``(module, kwargs)`` or an `Example`, where ``args`` is a tuple (or one tensor) and ``kwargs`` a dict.
+    ``(module, kwargs)`` or an `Example`, where ``args`` is a tuple (or one tensor) and ``kwargs`` a dict. What it
+    raises has a note that says where.
 
     Raises:
         CaptureError: SK402 for a name that is no example, or a package that is not installed; SK403 for a factory that
-            is missing, fails, or returns something else.
+            is missing, cannot be called with these sizes, or returns something else.
     """
-    if ":" not in spec:
-        return build(spec, **sizes)
-    place, _, name = spec.rpartition(":")
-    factory = getattr(_module(place), name, None)
-    if not callable(factory):
-        found = "does not exist" if factory is None else f"is a {type(factory).__name__}, no function"
-        raise CaptureError("SK403", f"the factory {name!r} in {place} {found}", "Define a function of that name there.")
-    try:
-        made = factory(**sizes)
-    except TypeError as error:
-        raise CaptureError(
-            "SK403", f"{spec} cannot be called: {error}", "It is called with the sizes given."
-        ) from error
-    return _example(spec, made)
-
-
-def _module(place: str) -> ModuleType:
-    """The module at a path that ends in ``.py``, or of a dotted name."""
-    try:
-        return _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except FileNotFoundError as error:
-        raise CaptureError("SK403", f"there is no file {place}", "Give the path of a Python file.") from error
-    except ModuleNotFoundError as error:
-        raise CaptureError(
-            "SK402", f"{place} needs the package {error.name!r}, which is missing", f"pip install {error.name}"
-        ) from error
-
-
-def _from_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise FileNotFoundError(path)
-    name = f"splitkit_model_{path.stem}"
-    description = importlib.util.spec_from_file_location(name, path)
-    assert description is not None and description.loader is not None
-    module = importlib.util.module_from_spec(description)
-    sys.modules[name] = module  # dataclasses and pickle look a class up by its module
-    try:
-        description.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-def _example(spec: str, made: object) -> Example:
-    import torch
-    from torch import nn
-
-    if isinstance(made, Example):
-        return made
-    match made:
-        case (nn.Module() as model, torch.Tensor() as tensor):
-            return Example(model, (tensor,), {})
-        case (nn.Module() as model, dict() as kwargs):
-            return Example(model, (), dict(kwargs))
-        case (nn.Module() as model, tuple() | list() as args):
-            return Example(model, tuple(args), {})
-        case (nn.Module() as model, tuple() | list() as args, dict() as kwargs):
-            return Example(model, tuple(args), dict(kwargs))
-    raise CaptureError(
-        "SK403",
-        f"{spec} returned {_described(made)}",
-        "Return (module, args), (module, args, kwargs), (module, kwargs) or a splitkit.models.Example.",
-    )
-
-
-def _described(made: object) -> str:
-    if isinstance(made, (tuple, list)):
-        return f"a {type(made).__name__} of ({', '.join(type(item).__name__ for item in made)})"
-    return f"a {type(made).__name__}"
+    return made_by(spec, sizes) if ":" in spec else build(spec, **sizes)
 
 
 def _transformers() -> Any:

@@ -22,7 +22,7 @@ from splitkit.fakes import values_again
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes
 from splitkit.kernels import Bytes, storages_of
 from splitkit.plan import Plan
-from splitkit.sharing import shares_memory
+from splitkit.sharing import one_tensor, shares_memory
 from splitkit.simulate import Run
 from splitkit.symbols import concrete, value_of
 from splitkit.tags import honour
@@ -143,9 +143,12 @@ class Peaks:
     def _storages_of_caller(self) -> dict[Node, dict[object, int]]:
         """Input or attribute -> the storages that it is, or owns, and their bytes."""
         found: dict[Node, dict[object, int]] = {}
+        given: dict[int, dict[object, int]] = {}
         for node in self.nodes:
             if node.op == "placeholder":
                 found[node] = {storage_key(t): _bytes(t) for t in tensors(value_of(node))}
+                if (group := one_tensor(node)) is not None:
+                    found[node] = given.setdefault(group, found[node])
             elif node.op == "get_attr":
                 value = attribute(self.flow.root, str(node.target))
                 owned = [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else tensors(value)

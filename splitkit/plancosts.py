@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.fx import Node
 
 from splitkit.activations import Activations, activations
-from splitkit.costs import Costs
+from splitkit.costs import Costs, unit_of
 from splitkit.costs.counting import name_of
 from splitkit.costs.gradients import Gradients
 from splitkit.costs.jointly import is_joint
@@ -133,6 +133,7 @@ class StagePrices:
             parameter_bytes=held.parameters,
             gradient_bytes=held.gradients,
             optimizer_bytes=held.gradients * STATE_OF[self.optimizer] if self.optimizer else 0,
+            unit=unit_of(self.costs),
         )
 
     def _parts(self, plan: Plan | Sequence[Collection[Node]]) -> tuple[list[list[Node]], dict[Node, int]]:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import reprlib
-import tempfile
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import fx
 
+from splitkit import files
 from splitkit._torch import target_name
 from splitkit.errors import FileError, PlanError
 
@@ -215,25 +215,15 @@ def _device(name: object) -> torch.device:
 
 
 def write(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
-    """Write JSON atomically: the file is either whole or as it was.
+    """Write JSON, as `splitkit.files.write` does: a regular file is either whole or as it was.
 
     Raises:
         FileError: SK504 when the file cannot be written.
     """
-    target = Path(path)
-    temporary = None
     try:
-        text = json.dumps(data, indent=1) + "\n"
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(target)
+        files.write(path, json.dumps(data, indent=1) + "\n")
     except (OSError, ValueError, RecursionError) as error:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
-        reason = getattr(error, "strerror", None) or error
-        raise FileError("SK504", f"cannot write {str(target)!r}: {reason}", "Name a folder that exists.") from error
+        raise files.refusal(path, error) from error
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -246,7 +236,10 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         content = Path(path).read_bytes()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise FileError("SK504", f"cannot read {str(path)!r}: {reason}") from error
+        remedy = "Name a file that `Plan.save` or `splitkit plan MODEL ... -o FILE` wrote."
+        raise FileError("SK504", f"cannot read {str(path)!r}: {reason}", remedy) from error
+    if not content.strip():
+        raise FileError("SK501", f"{path} is not JSON: it is empty", "Name a file that splitkit wrote.")
     try:
         data = json.loads(content.decode("utf-8"), object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from splitkit.costs import Costs
+from splitkit.costs import Costs, unit_of
 from splitkit.costs.sizes import tensors
 from splitkit.effects import storage_key
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, is_pinned, is_size, nodes_in, unrepeatable, with_inputs
@@ -60,6 +60,7 @@ class Savings:
         nbytes: (k,) int; of storages.
         reads: (e, 2) int; pairs (op, value that it reads).
         why: op that is fixed -> the reason.
+        unit: of ``seconds``, where the prices are no time.
     """
 
     flow: JointFlow
@@ -76,6 +77,7 @@ class Savings:
     nbytes: Ints
     reads: Ints
     why: Mapping[Node, str]
+    unit: str = "s"
 
     @cached_property
     def price(self) -> Floats:
@@ -222,6 +224,7 @@ def _arrays(
         np.array([_nbytes(base[key]) for key in storages], np.int64),
         np.array(pairs, np.int64).reshape(-1, 2),
         {n: why[n] for n in ops if n in why},
+        unit_of(costs),
     )
 
 

@@ -28,11 +28,13 @@ class SchedulePlot:
         timeline: what ran when, rank after rank.
         seconds: of the step.
         peaks: bytes of each rank.
+        unit: of ``seconds``.
     """
 
     timeline: Sequence[Event]
     seconds: float
     peaks: Sequence[int]
+    unit: str = "s"
 
     def to_svg(self) -> str:
         """A picture that stands alone. A microbatch has its number; actions below half a pixel are drawn together."""
@@ -50,7 +52,7 @@ class SchedulePlot:
             yield label(LEFT + 150 * place, TOP - 12, KINDS[kind], _colour(kind), "start")
         bottom = TOP + ROW * len(self.peaks) + 14
         yield label(LEFT, bottom, "0", _GREY, "start")
-        yield label(WIDTH - MARGIN, bottom, duration(self.seconds), _GREY, "end")
+        yield label(WIDTH - MARGIN, bottom, duration(self.seconds, self.unit), _GREY, "end")
 
     def _row(self, rank: int, events: Iterator[Event]) -> Iterator[str]:
         y = TOP + ROW * rank + 2

@@ -30,6 +30,11 @@ class ScheduleRun(Trace):
         return tuple(1 - busy / self.seconds if self.seconds else 0.0 for busy in self.busy)
 
     @property
+    def unit(self) -> str:
+        """Of all times: ``"s"``, or what the prices count instead."""
+        return self.stages[0].unit if self.stages else "s"
+
+    @property
     def bubble(self) -> float:
         """The part of all ranks' time in which nothing is computed, from 0 to 1."""
         return sum(self.bubbles) / self.ranks
@@ -89,6 +94,7 @@ class ScheduleRun(Trace):
             "schedule": self.order.name,
             "microbatches": self.order.microbatches,
             "seconds": self.seconds,
+            "unit": self.unit,
             "bubble": self.bubble,
             "peak": max(self.peaks),
             "limiting_rank": self.limiting_rank,
@@ -123,14 +129,15 @@ class ScheduleRun(Trace):
         stages, most = len(self.stages), max(self.peaks)
         head = (
             f"{self.order.name} of {stages} stages on {self.ranks} ranks, {self.order.microbatches} microbatches: "
-            f"step {duration(self.seconds)}, bubble {self.bubble:.1%}, peak {size(most)} on rank {self.limiting_rank}"
+            f"step {duration(self.seconds, self.unit)}, bubble {self.bubble:.1%}, "
+            f"peak {size(most)} on rank {self.limiting_rank}"
         )
         rows = [["rank", "stages", "busy", "bubble", "in flight", "peak", "fixed", "saved", "messages", "temporaries"]]
         for rank in self.to_dict()["ranks"]:
             m = self.memory[rank["rank"]]
             parts = (m.peak, m.parameters + m.gradients + m.optimizer, m.saved, m.messages, m.temporaries)
             names = [str(rank["rank"]), ",".join(map(str, rank["stages"]))]
-            times = [duration(rank["busy"]), f"{rank['bubble']:.1%}"]
+            times = [duration(rank["busy"], self.unit), f"{rank['bubble']:.1%}"]
             rows.append([*names, *times, str(rank["in_flight"]), *map(size, parts)])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
@@ -139,7 +146,7 @@ class ScheduleRun(Trace):
     def _repr_svg_(self) -> str:
         from splitkit.scheduleplot import SchedulePlot
 
-        return SchedulePlot(self.timeline, self.seconds, self.peaks).to_svg()
+        return SchedulePlot(self.timeline, self.seconds, self.peaks, self.unit).to_svg()
 
 
 def _complete(

@@ -1,10 +1,13 @@
-"""Whether the values of a graph (``meta["val"]``) show which nodes share memory."""
+"""Whether the values of a graph (``meta["val"]``) show which nodes share memory, and which inputs are one tensor."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 
+import torch
 from torch import fx
+from torch.fx import Node
 
 from splitkit import _torch
 from splitkit.costs.sizes import tensors
@@ -21,6 +24,32 @@ def shares_memory(gm: fx.GraphModule) -> bool:
             if first.op != "get_attr" and mine.isdisjoint(other):
                 return False
     return True
+
+
+_ONE = "splitkit.one_tensor"
+
+
+def mark_repeated(inputs: Iterable[tuple[Node, object]]) -> None:
+    """Note on placeholders which of them were given one tensor at capture, such as ``labels=input_ids``.
+
+    They are inputs of their own all the same, and may be given two; but what is there for both counts once.
+
+    Args:
+        inputs: placeholders, and what was given for them.
+    """
+    groups: dict[int, list[Node]] = {}
+    for node, given in inputs:
+        if isinstance(given, torch.Tensor):
+            groups.setdefault(id(given), []).append(node)
+    for number, nodes in enumerate(group for group in groups.values() if len(group) > 1):
+        for node in nodes:
+            node.meta[_ONE] = number
+
+
+def one_tensor(node: Node) -> int | None:
+    """Equal for placeholders that were given one tensor at capture, ``None`` for one with a tensor of its own."""
+    found: int | None = node.meta.get(_ONE)
+    return found
 
 
 # Ops whose result is a view, whatever they are given; `reshape` and `to` may copy.

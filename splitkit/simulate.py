@@ -32,11 +32,12 @@ from splitkit.effects import attribute, storage_key
 from splitkit.errors import GraphError
 from splitkit.fakes import values_again
 from splitkit.kernels import Bytes, Gives, storages_of
+from splitkit.layouts import layouts
 from splitkit.livebytes import plain_tensors
 from splitkit.scope import Scope, is_state_op, scopes
-from splitkit.sharing import shares_memory
+from splitkit.sharing import one_tensor, shares_memory
 from splitkit.standins import bodies
-from splitkit.symbols import concrete, value_of
+from splitkit.symbols import bounds_in, concrete, value_of
 from splitkit.temporaries import Temporaries
 
 Value = Mapping[Hashable, int]
@@ -65,6 +66,7 @@ class Run:
         buffers: all storages.
         calls: name of a called graph -> its first step and the one after its last.
         gives: node -> what of its arguments' memory it gives back, where that was seen.
+        bounds: symbol -> the upper bound that it counts as, for those that only the data decides.
     """
 
     sizes: Mapping[str, int]
@@ -75,11 +77,14 @@ class Run:
     buffers: list[Buffer] = field(default_factory=list)
     calls: dict[str, range] = field(default_factory=dict)
     gives: dict[Node, Gives] = field(default_factory=dict)
+    bounds: dict[str, int] = field(default_factory=dict)
     _static: dict[Hashable, int] = field(default_factory=dict)
+    _inputs: dict[int | None, Value] = field(default_factory=dict)
     _temporaries: Temporaries = field(init=False)
     _casts: _Casts = field(default_factory=_Casts)
     _items: dict[Node, list[Value]] = field(default_factory=dict)
     _again: dict[Node, Any] = field(default_factory=dict)
+    _layouts: dict[Node, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._temporaries = Temporaries(self.sizes)
@@ -93,6 +98,9 @@ class Run:
     def input(self, node: Node, kind: str, keep: bool = True) -> Value:
         """A value from outside for a placeholder; its owner keeps it to the end, or gives it up to the run."""
         value: dict[Hashable, int] = {}
+        group = one_tensor(node)
+        if group in self._inputs:  # given a second time
+            return self._named(node, self._inputs[group])
         for tensor in self._tensors(node):
             key = storage_key(tensor)  # two inputs may be views of one storage, or of a parameter
             if key not in self._static:
@@ -100,6 +108,8 @@ class Run:
                 nbytes = storage_nbytes(tensor)
                 self._static[key] = self._add(node.name, node, tensor.device, nbytes, kind, BEFORE, dies)
             value[key] = self._static[key]
+        if group is not None:
+            self._inputs[group] = value
         return value
 
     def graph(
@@ -117,6 +127,7 @@ class Run:
         """
         require_values(gm.graph, but=lambda node: _calls_graph(gm, node) is not None)
         self._again |= {} if shares_memory(gm) else values_again(gm)
+        self._layouts |= layouts(gm, self.sizes)
         scope, _ = scopes(gm.graph)
         values: dict[Node, Value] = {}
         outputs: list[tuple[Node, Value]] = []
@@ -195,7 +206,7 @@ class Run:
         if isinstance(node.target, HigherOrderOperator):
             inner = (node,) if node.target is torch.ops.higher_order.wrap_with_autocast else ()
             return max((self._inside(body, (*autocast, *inner)) for body in bodies(gm, node)), default=0)
-        inside = self._temporaries(gm, node, autocast)
+        inside = self._temporaries(gm, node, autocast, self._layouts)
         if autocast:
             self._keep_casts(gm, node, inside.casts, autocast[0])
         self.gives[node] = inside.gives
@@ -206,6 +217,7 @@ class Run:
         inner = Run(self.sizes, self.block, self.workspace)
         for _, value in inner.graph(body, lambda n: inner.input(n, "input"), autocast):
             inner.hold(value, HELD)
+        self.bounds |= inner.bounds
         kept = sum(b.nbytes for b in inner.buffers if b.born != BEFORE and b.dies == HELD)
         before = sum(b.nbytes for b in inner.buffers if b.born == BEFORE)
         return max(0, max(inner.timeline(), default=0) - before - kept)
@@ -283,6 +295,7 @@ class Run:
         return len(self.buffers) - 1
 
     def _known(self, name: str, nbytes: Bytes) -> int:
+        self.bounds |= bounds_in(nbytes, self.sizes)
         try:
             return concrete(nbytes, self.sizes)
         except LookupError as error:

@@ -14,7 +14,8 @@ from splitkit.errors import ScheduleError
 class StageCosts:
     """What one microbatch costs in one stage of a pipeline, and what the stage holds.
 
-    Times are seconds and may be of any unit that the links use too. Bytes are whole numbers.
+    Times are seconds and may be of any unit that the links use too; ``unit`` says what to print then. Bytes are whole
+    numbers.
 
     Attributes:
         forward: seconds of forward.
@@ -30,6 +31,7 @@ class StageCosts:
         parameter_bytes: of the parameters and buffers.
         gradient_bytes: of their gradients.
         optimizer_bytes: of the state of the optimizer.
+        unit: of the times.
 
     Raises:
         ScheduleError: SK332 if one is negative or no number; names the field.
@@ -46,11 +48,12 @@ class StageCosts:
     parameter_bytes: int = 0
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
+    unit: str = "s"
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is None and field.default is None:
+            if field.name == "unit" or (value is None and field.default is None):
                 continue
             whole = field.name.endswith("_bytes")
             number = isinstance(value, numbers.Integral if whole else numbers.Real) and not isinstance(value, bool)

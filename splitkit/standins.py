@@ -95,11 +95,21 @@ class StandIn:
         return tuple(hint(size, self.sizes) for size in sizes)
 
 
+NO_VALUES: Mapping[Node, Any] = MappingProxyType({})
+
+
 def stand_in(
-    root: nn.Module, node: Node, sizes: Mapping[str, int] = NO_SIZES, autocast: Iterable[Node] = ()
+    root: nn.Module,
+    node: Node,
+    sizes: Mapping[str, int] = NO_SIZES,
+    autocast: Iterable[Node] = (),
+    given: Mapping[Node, Any] = NO_VALUES,
 ) -> StandIn:
-    """The call of ``node`` in the graph of ``root``, in the autocast regions that the nodes ``autocast`` open."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: value_in(root, n))
+    """The call of ``node`` in the graph of ``root``, in the autocast regions that the nodes ``autocast`` open.
+
+    Some nodes may have been ``given`` other values than the graph's.
+    """
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: given[n] if n in given else value_in(root, n))
     target = target_of(root, node)
     settings = tuple((*enter.args, *enter.kwargs.values())[:4] for enter in autocast)  # device, dtype, enabled, cache
     return StandIn(target, args, kwargs, sizes, settings)

@@ -127,7 +127,7 @@ class Sweep:
                 yield (*head, "-", "-", "-", "-", "")
                 continue
             each, peak, ranks = row.numbers
-            times = (duration(each), f"{row.run.bubble:.1%}", size(peak))
+            times = (duration(each, row.run.unit), f"{row.run.bubble:.1%}", size(peak))
             fits = "" if row.fits is None else "yes" if row.fits else "no"
             yield (head[0], str(ranks), *head[2:], *times, fits, "best" if row in best else "")
 

@@ -67,6 +67,16 @@ def concrete(value: int | torch.SymInt, sizes: Mapping[str, int]) -> int:
     return int(node.expr.subs(known))
 
 
+def bounds_in(value: int | torch.SymInt, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The upper bounds that `concrete` puts in the place of sizes that only the data decides, by symbol."""
+    if isinstance(value, int) or value.node.hint is not None:  # SymNode.hint: 2.11, 2.13, 2.15
+        return {}
+    node: Any = value.node
+    open_ = (s for s in node.expr.free_symbols if s not in node.shape_env.backed_var_to_val)
+    found = {str(symbol): _size_of_symbol(symbol, node.shape_env, sizes) for symbol in open_}
+    return {name: size for name, size in sorted(found.items()) if size is not None}
+
+
 def _size_of_symbol(symbol: Any, shape_env: Any, sizes: Mapping[str, int]) -> int | None:
     if str(symbol) in sizes:
         return sizes[str(symbol)]

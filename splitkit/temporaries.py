@@ -19,7 +19,7 @@ from splitkit import _torch
 from splitkit.costs.sizes import tensors
 from splitkit.effects import storage_key
 from splitkit.measure import measure_memory
-from splitkit.standins import acts, stand_in
+from splitkit.standins import NO_VALUES, acts, stand_in
 from splitkit.symbols import value_of
 
 
@@ -53,11 +53,16 @@ class Temporaries:
     sizes: Mapping[str, int]
     _seen: dict[Hashable, Inside] = field(default_factory=dict)
 
-    def __call__(self, gm: fx.GraphModule, node: Node, autocast: Sequence[Node]) -> Inside:
-        """What ``node`` takes in the autocast regions that ``autocast`` opens; nothing where it cannot run on fakes."""
+    def __call__(
+        self, gm: fx.GraphModule, node: Node, autocast: Sequence[Node], given: Mapping[Node, Any] = NO_VALUES
+    ) -> Inside:
+        """What ``node`` takes in the autocast regions that ``autocast`` opens; nothing where it cannot run on fakes.
+
+        Some nodes may have been ``given`` other values than the graph's.
+        """
         if not (autocast or is_composite(node.target) or _reads_lazily(node)) or acts(gm, node):
             return NOTHING
-        call = stand_in(gm, node, self.sizes, autocast)
+        call = stand_in(gm, node, self.sizes, autocast, given)
         key = call.key
         if key not in self._seen:
             try:

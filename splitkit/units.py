@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sized
 from fractions import Fraction
 
 _BYTES = {"": 1, "B": 1}
@@ -31,11 +32,13 @@ def read_size(text: str) -> int | None:
     return int(Fraction(match[1]) * _BYTES[match[2].upper()])  # exact, where a float gives 1000 for "1.001 kB"
 
 
-def duration(seconds: float) -> str:
-    """``0.0123`` -> ``12.3 ms``."""
-    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if seconds >= unit * 0.9995:
-            return f"{seconds / unit:.3g} {name}"
+def duration(seconds: float, unit: str = "s") -> str:
+    """``0.0123`` -> ``12.3 ms``; ``3 nodes`` for prices that are no time, whose unit is not ``"s"``."""
+    if unit != "s":
+        return f"{quantity(seconds)} {unit}"
+    for scale, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= scale * 0.9995:
+            return f"{seconds / scale:.3g} {name}"
     return f"{seconds / 1e-6:.2g} us"
 
 
@@ -47,3 +50,8 @@ def _scaled(value: float, base: float, units: tuple[str, ...]) -> str:
     whole = power == 0 and value == int(value)
     number = f"{value:.0f}" if whole or abs(value) >= 100 else f"{value:.2f}"
     return f"{number} {units[power]}".rstrip()
+
+
+def at_most(nbytes: int, bounds: Sized) -> str:
+    """``13.45 GiB``, or ``at most 13.45 GiB`` if upper ``bounds`` stand for some sizes."""
+    return f"at most {size(nbytes)}" if bounds else size(nbytes)

@@ -1102,3 +1102,390 @@ def test_a_pipe_of_torchs_pipelining_gave_a_tensor_whose_first_row_was_taken_for
     out = pipe(x)
     assert type(out) is tuple and len(out) == 1
     torch.testing.assert_close(out[0], expected)
+# ---------------------------------------------------------------- what capture loses, and models as people call them
+
+
+class _Scaled(torch.autograd.Function):
+    """A backward that is not that of its forward."""
+
+    @staticmethod
+    def forward(ctx, x, by=100.0):
+        ctx.by = by
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.by, None
+
+
+class _Pair(torch.autograd.Function):
+    @staticmethod
+    def forward(x, w, k=2):
+        return x @ w, (x @ w).relu() * k, None
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx, a, b, _):
+        x, w = ctx.saved_tensors
+        return a @ w.t() + 3 * b, x.t() @ b, None
+
+
+class _InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x.mul_(2))
+        return x
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 7
+
+
+class _Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, options):
+        ctx.mask = (torch.rand_like(x) > options["p"]).float()
+        return x * ctx.mask
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.mask * 5, None
+
+
+class _Through(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, module):
+        return module(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 3, None
+
+
+class _Net(nn.Module):
+    def __init__(self, f):
+        super().__init__()
+        self.a, self.b, self.f = nn.Linear(4, 4), nn.Linear(4, 4), f
+
+    def forward(self, x):
+        return self.b(self.f(self, self.a(x))).sum()
+
+
+def _checkpointed(net, h):
+    return torch.utils.checkpoint.checkpoint(lambda t: _Scaled.apply(net.b(t)), h, use_reentrant=False)
+
+
+def _reentrant(net, h):
+    return torch.utils.checkpoint.checkpoint(lambda t: net.b(t).tanh(), h, use_reentrant=True)
+
+
+_BACKWARDS = {
+    "scaled": lambda net, h: _Scaled.apply(h, 3.0),
+    "pair": lambda net, h: sum(_Pair.apply(h, net.a.weight)[:2]),
+    "in_place": lambda net, h: _InPlace.apply(h * 1),
+    "noisy": lambda net, h: _Noisy.apply(h, {"p": 0.5}),
+    "checkpointed": _checkpointed,
+    "reentrant": _reentrant,
+}
+
+
+@pytest.mark.parametrize("name", _BACKWARDS)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_capture_lost_custom_backwards(name, dynamic):
+    net, x = _Net(_BACKWARDS[name]), torch.randn(4, 4)
+    gm = sk.capture(net, x, dynamic=dynamic)
+    sk.compare(net, gm, x).raise_if_different()
+    sk.compare(net, sk.split(gm, sk.policies.RoundRobin(3), on_cycle="refine"), x).raise_if_different()
+    sk.compare(net, copy.deepcopy(gm), x).raise_if_different()
+
+
+def test_symbolic_trace_lost_custom_backwards():
+    net, x = _Net(_BACKWARDS["scaled"]), torch.randn(4, 4)
+    gm = sk.capture(net, x, how="symbolic_trace")
+    sk.compare(net, gm, x).raise_if_different()
+
+
+def test_a_kept_function_says_what_its_forward_does():
+    gm = sk.capture(_Net(_BACKWARDS["in_place"]), torch.randn(4, 4))
+    node = next(n for n in gm.graph.nodes if n.name.startswith("_inplace"))
+    effects = sk.ops.effects_of(node, gm)
+    assert [n.name for n in effects.writes] == ["mul"] and effects.known and not effects.random
+    noisy = sk.capture(_Net(_BACKWARDS["noisy"]), torch.randn(4, 4))
+    effects = sk.ops.effects_of(next(n for n in noisy.graph.nodes if n.name.startswith("_noisy")), noisy)
+    assert effects.random and not effects.writes and not effects.aliases
+
+
+def test_a_function_that_no_node_can_call_is_refused_with_its_line():
+    x = torch.randn(4, 4)
+    with pytest.raises(sk.CaptureError, match=r"(?s)SK404: the backward of _Through .*a Linear.*test_bugs.py:\d+"):
+        sk.capture(_Net(lambda net, h: _Through.apply(h, net.b)), x)
+
+    def closes_over(net, h):
+        class Inner(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, t):
+                return t * h
+
+            @staticmethod
+            def backward(ctx, g):
+                return g
+
+        return Inner.apply(h * 2)
+
+    with pytest.raises(sk.CaptureError, match=r"SK404: .*closes over"):
+        sk.capture(_Net(closes_over), x)
+    with pytest.raises(sk.CaptureError, match=r"SK404: .*torch.func"):
+        sk.capture(_Net(lambda net, h: torch.vmap(lambda t: _Pair.apply(t[None], net.a.weight)[0])(h)), x)
+    quiet = _Net(lambda net, h: torch.no_grad()(_Through.apply)(h, net.b) + h)  # no gradient, nothing to lose
+    sk.compare(quiet, sk.capture(quiet, x), x).raise_if_different()
+
+
+def test_capture_lost_hooks_on_gradients():
+    def hooked(net, h):
+        h = h * 1
+        h.register_hook(lambda g: g * 2)
+        return h
+
+    def packed(net, h):
+        with torch.autograd.graph.saved_tensors_hooks(torch.round, lambda t: t):
+            return h.sin()
+
+    x = torch.randn(4, 4)
+    for f in (hooked, packed):
+        with pytest.raises(sk.CaptureError, match=r"(?s)SK405.*test_bugs.py:\d+"):
+            sk.capture(_Net(f), x)
+    net = _Net(lambda net, h: h)
+    handle = net.a.register_full_backward_hook(lambda module, given, out: (given[0] * 2,))
+    with pytest.raises(sk.CaptureError, match=r"SK405: a \(Linear\) has a backward hook"):
+        sk.capture(net, x)
+    handle.remove()
+    sk.compare(net, sk.capture(net, x), x).raise_if_different()
+
+
+def test_compare_blames_the_step_that_differs():
+    net, x = _Net(_BACKWARDS["scaled"]), torch.randn(4, 4)
+    program = torch.export.export(net, (x,))  # without the backward
+    found = sk.compare(net, sk.split(sk.capture(program), sk.policies.Stages(2)), x)
+    assert found.wrong_step == "capture" and found.steps["split"].same
+    assert len(str(found).splitlines()) < 12 and "the capture changed it" in str(found)
+    with pytest.raises(sk.errors.CheckError, match=r"SK702(?s:.*)gradient of a.weight"):
+        found.raise_if_different()
+
+    made = sk.split(sk.capture(net, x), sk.policies.Stages(2))
+    part = next(iter(made.parts.values()))
+    part.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)[0].args[0].replace_all_uses_with
+    node = part.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)[0]
+    with part.graph.inserting_after(node):
+        doubled = part.graph.call_function(torch.ops.aten.mul.Tensor, (node, 2))
+    node.replace_all_uses_with(doubled, lambda user: user is not doubled)
+    part.recompile()
+    found = sk.compare(net, made, x)
+    assert found.wrong_step == "split"
+    with pytest.raises(sk.errors.CheckError, match="SK701"):
+        found.raise_if_different()
+
+    fickle = _Net(lambda net, h: h * next(net.count))
+    fickle.count = itertools.count(1)
+    found = sk.compare(fickle, sk.split(sk.capture(fickle, x), sk.policies.Stages(2)), x)
+    assert found.wrong_step == "model"
+    with pytest.raises(sk.errors.CheckError, match="SK703"):
+        found.raise_if_different()
+
+
+def test_a_comparison_prints_a_few_lines():
+    net, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20))), torch.randn(2, 4)
+    found = sk.compare(net, sk.capture(net, x), x)
+    assert str(found).startswith("same: 1 outputs, 40 gradients") and len(str(found)) < 200
+    assert len(str(sk.compare(net, nn.Sequential(*(nn.Linear(4, 4) for _ in range(20))), x)).splitlines()) == 10
+
+
+class _Object:
+    def __init__(self, h):
+        self.h, self.more, self.note = h, [h * 2, {"k": h + 1}], "kept"
+
+
+class _Slots:
+    __slots__ = ("inner", "size")
+
+    def __init__(self, h):
+        self.inner, self.size = _Object(h), h.shape
+
+
+class _Items(dict):
+    pass
+
+
+class _Returns(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.kind = nn.Linear(4, 4), kind
+
+    def forward(self, x):
+        return self.kind(self.linear(x))
+
+
+@pytest.mark.parametrize(
+    "kind", [_Object, _Slots, lambda h: _Items(a=h), lambda h: (torch.distributions.Cauchy(h, 1, False),)]
+)
+def test_an_output_of_a_class_that_nobody_registered_was_refused(kind):
+    model, x = _Returns(kind), torch.randn(2, 4)
+    gm = sk.capture(model, x)
+    made = sk.split(gm, sk.policies.Stages(2))
+    assert type(made(x)) is type(model(x))
+    sk.compare(model, made, x).raise_if_different()
+    sk.compare(model, copy.deepcopy(gm), x).raise_if_different()
+
+
+def test_an_output_registered_without_paths_could_not_be_compared():
+    class Out:
+        def __init__(self, h):
+            self.h = h
+
+    torch.utils._pytree.register_pytree_node(Out, lambda o: ([o.h], None), lambda leaves, _: Out(*leaves))
+    model, x = _Returns(Out), torch.randn(2, 4)
+    made = sk.split(sk.capture(model, x), sk.policies.Stages(2))
+    sk.compare(model, made, x).raise_if_different()
+    assert not sk.compare(model, _Returns(Out), x).same
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("family", ["gpt_neox", "opt", "bart", "qwen3"])
+def test_a_transformers_model_that_returns_its_cache_was_refused(family, training):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(
+        family,
+        **dict.fromkeys(("hidden_size", "d_model", "intermediate_size", "ffn_dim", "word_embed_proj_dim"), 16),
+        **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 16),
+        **dict.fromkeys(("num_hidden_layers", "encoder_layers", "decoder_layers", "num_attention_heads"), 2),
+        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "num_key_value_heads"), 2),
+        **{"vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
+    )
+    auto = transformers.AutoModelForSeq2SeqLM if family == "bart" else transformers.AutoModelForCausalLM
+    model, ids = auto.from_config(config).train(training), torch.randint(3, 40, (2, 6))
+    gm = sk.capture(model, input_ids=ids, labels=ids)
+    made = sk.split(gm, sk.policies.Stages(2))
+    result = made(input_ids=ids, labels=ids)
+    assert type(result.past_key_values).__name__ in ("DynamicCache", "EncoderDecoderCache")
+    assert result.past_key_values.get_seq_length() == 6
+    sk.compare(model, made, input_ids=ids, labels=ids).raise_if_different()
+
+
+def test_requires_grad_of_an_input_was_refused():
+    class Audio(nn.Module):
+        def __init__(self, prepare, frozen=False):
+            super().__init__()
+            self.embed, self.linear, self.prepare = nn.Linear(4, 4), nn.Linear(4, 4), prepare
+            self.embed.requires_grad_(not frozen)
+
+        def forward(self, x):
+            return self.linear(self.prepare(self, x).tanh()).sum()
+
+    def flagged(h):
+        h.requires_grad = True
+        return h
+
+    x = torch.randn(2, 4)
+    for model in (
+        Audio(lambda m, x: flagged(x)),
+        Audio(lambda m, x: flagged(x[None])),
+        Audio(lambda m, x: (x / 255).requires_grad_()),
+        Audio(lambda m, x: m.embed(x).requires_grad_()),
+        Audio(lambda m, x: m.embed(x).requires_grad_(), frozen=True),
+        Audio(lambda m, x: x + torch.zeros(4).requires_grad_(requires_grad=True)),
+    ):
+        sk.compare(model, sk.capture(model, x), x).raise_if_different()
+    for prepare in (
+        lambda m, x: m.embed(x).detach().requires_grad_(),
+        lambda m, x: x * m.embed.weight.data.sum().requires_grad_(),
+    ):
+        with pytest.raises(sk.CaptureError, match=r"(?s)SK401: the model calls requires_grad_.*test_bugs.py:\d+"):
+            sk.capture(Audio(prepare), x)
+
+
+class _Lazily(nn.Module):
+    """Changes itself at its first call."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.linear, self.how, self.seen, self.mask = nn.Linear(4, 4), how, False, None
+
+    def forward(self, x):
+        if not self.seen:
+            self.seen = True
+            if self.how == "parameter":
+                self.scale = nn.Parameter(torch.full((4,), 2.0))
+            elif self.how == "buffer":
+                self.register_buffer("scale", torch.full((4,), 2.0))
+            elif self.how == "attribute":
+                self.scale = torch.full((4,), 2.0)
+            else:
+                self.linear = nn.Linear(4, 4)
+        return (self.linear(x) * getattr(self, "scale", 1.0)).sum()
+
+
+@pytest.mark.parametrize("how", ["parameter", "buffer", "attribute", "module"])
+def test_a_model_that_was_never_called_is_called_once(how):
+    model, x = _Lazily(how), torch.randn(2, 4)
+    before = torch.get_rng_state()
+    gm = sk.capture(model, x)
+    assert torch.equal(torch.get_rng_state(), before)
+    tensors = [t for m in model.modules() for t in vars(m).values() if isinstance(t, torch.Tensor)]
+    assert not any("Fake" in type(t).__name__ for t in (*tensors, *model.parameters(), *model.buffers()))
+    sk.compare(model, gm, x).raise_if_different()
+    joint = sk.capture_joint(_Lazily(how), x)
+    assert joint.run(x).gradients
+
+
+def test_capture_joint_of_a_transformers_model_that_was_never_called():
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1], num_attention_heads=[1, 1, 2, 2])
+    config = transformers.SegformerConfig(**sizes, decoder_hidden_size=16, num_labels=4)
+    model = transformers.SegformerForSemanticSegmentation(config)
+    inputs = {"pixel_values": torch.randn(1, 3, 32, 32), "labels": torch.randint(0, 4, (1, 32, 32))}
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    joint = sk.capture_joint(model, **inputs)
+    assert all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())
+    assert joint.run(**inputs).loss.isfinite()
+
+
+def test_a_failed_capture_left_fake_tensors_in_the_model():
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.kept = nn.Linear(4, 4), []
+
+        def forward(self, x):
+            self.kept.append(self.linear(x))
+            return x if x.sum() > 0 else -x
+
+    model = Keeps()
+    with pytest.raises(sk.CaptureError, match="SK401"):
+        sk.capture(model, torch.randn(2, 4))
+    assert not any("Fake" in type(t).__name__ for t in model.kept)
+
+
+def test_the_advice_of_sk401_is_what_helps():
+    class Trains(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.linear(x)
+            if self.training and torch.rand(()) < 0.1:  # layer drop
+                return x
+            return h
+
+    x, model = torch.randn(2, 4), Trains()
+    with pytest.raises(sk.CaptureError, match=r"model.eval\(\) first") as caught:
+        sk.capture(model, x)
+    assert model.training and model.linear.training
+    assert "symbolic_trace" not in caught.value.remedy and "strict" not in caught.value.remedy
+    sk.capture(model.eval(), x)
+    with pytest.raises(sk.CaptureError, match="Called without capture, the model raises RuntimeError: mat1"):
+        sk.capture(nn.Linear(4, 4), torch.randn(2, 3))
+    with pytest.raises(sk.CaptureError, match="Call the model once on real inputs"), torch.device("meta"):
+        sk.capture(Trains(), torch.randn(2, 4))

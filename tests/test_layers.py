@@ -12,12 +12,13 @@ import splitkit
 PACKAGE = Path(splitkit.__file__).parent
 
 FLOORS: list[set[str]] = [
-    {"errors", "units", "svg", "ranges", "collector"},
+    {"errors", "units", "svg", "ranges", "collector", "files"},
     {
         "_torch",
         "ops",
         "states",
         "scope",
+        "classes",
         "effects",
         "symbols",
         "dataflow",
@@ -27,6 +28,7 @@ FLOORS: list[set[str]] = [
     {
         "costs",
         "kernels",
+        "layouts",
         "measure",
         "livebytes",
         "sharing",
@@ -89,6 +91,10 @@ FLOORS: list[set[str]] = [
         "tracing",
         "regions",
         "blocks",
+        "functions",
+        "gradflags",
+        "firstcall",
+        "outputs",
         "joint",
         "jointchecks",
         "jointsignature",
@@ -102,7 +108,19 @@ FLOORS: list[set[str]] = [
         "inductor",
     },  # doors to torch.export, fx, Dynamo and AOTAutograd
     set(),  # runtime
-    {"trial", "compare", "report", "console", "models", "sweep", "sweeprows", "testing", "cli", "__main__"},  # looking
+    {
+        "trial",
+        "compare",
+        "report",
+        "console",
+        "factory",
+        "models",
+        "sweep",
+        "sweeprows",
+        "testing",
+        "cli",
+        "__main__",
+    },  # looking
 ]
 FLOOR = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
 ENGINE = 3
@@ -181,6 +199,7 @@ PRIVATE_DOORS = {
     "tracing",
     "regions",
     "blocks",
+    "functions",
     "ops",
     "costs",
     "assemble",

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
 import splitkit as sk
 from splitkit import models
+from splitkit.errors import NoPlanError
 from splitkit.joint import capture_joint
 from splitkit.memory import simulate_memory
-from splitkit.policies import RecomputeAll, Remat, SaveAll
+from splitkit.peaks import Peaks
+from splitkit.policies import Budget, RecomputeAll, Remat, SaveAll
 from splitkit.testing.nets import NETS
 
 SMALL = {"layers": 2, "width": 64, "heads": 2, "batch": 2}
@@ -109,3 +114,121 @@ def test_a_real_training_step_takes_what_was_predicted():
     # The logits are outputs of this step, and not of the joint graph of the loss.
     logits = 2 * 16 * 101 * 4
     assert abs(measured - predicted) <= logits + 0.01 * predicted
+
+
+def weighted(out):
+    """A scalar of all outputs, each element with a weight of its own."""
+    parts = out if isinstance(out, tuple) else (out,)
+    return sum(
+        (o * torch.cos(torch.arange(o.numel(), dtype=o.dtype) + i + 1).reshape(o.shape)).sum()
+        for i, o in enumerate(parts)
+    )
+
+
+TARGETS = torch.tensor([0, 1, 2, 3, 0])
+LOSSES = {
+    "cross entropy": lambda y, x: F.cross_entropy(y, TARGETS, ignore_index=2, label_smoothing=0.1),
+    "nll": lambda y, x: F.nll_loss(y.log_softmax(-1), TARGETS),
+    "nll, summed": lambda y, x: F.nll_loss(y.log_softmax(-1), TARGETS, reduction="sum"),
+    "mse": lambda y, x: F.mse_loss(y, x[:, :4]),
+    "mse, each": lambda y, x: F.mse_loss(y, x[:, :4], reduction="none"),
+    "smooth l1": lambda y, x: F.smooth_l1_loss(y, x[:, :4]),
+    "smooth l1, summed": lambda y, x: F.smooth_l1_loss(y, x[:, :4], reduction="sum"),
+    "l1": lambda y, x: F.l1_loss(y, x[:, :4]),
+    "huber": lambda y, x: F.huber_loss(y, x[:, :4]),
+    "kl": lambda y, x: F.kl_div(y.log_softmax(-1), x[:, :4].softmax(-1), reduction="batchmean"),
+    "bce": lambda y, x: F.binary_cross_entropy(y.sigmoid(), x[:, :4].sigmoid()),
+    "bce of logits": lambda y, x: F.binary_cross_entropy_with_logits(y, (x[:, :4] > 0).float()),
+    "cosine": lambda y, x: F.cosine_similarity(y, x[:, :4]),
+    "soft margin": lambda y, x: F.soft_margin_loss(y, (x[:, :4] > 0).float() * 2 - 1),
+    "hinge": lambda y, x: F.hinge_embedding_loss(y, (x[:, :4] > 0).float() * 2 - 1),
+    "multi margin": lambda y, x: F.multi_margin_loss(y, TARGETS),
+    "multilabel": lambda y, x: F.multilabel_soft_margin_loss(y, (x[:, :4] > 0).float()),
+    "poisson": lambda y, x: F.poisson_nll_loss(y, x[:, :4].abs()),
+    "gaussian": lambda y, x: F.gaussian_nll_loss(y, x[:, :4], x[:, :4].abs() + 1),
+    "triplet": lambda y, x: F.triplet_margin_loss(y, x[:, :4], x[:, 2:6]),
+    "margin ranking": lambda y, x: F.margin_ranking_loss(y[:, 0], y[:, 1], x[:, 0].sign()),
+}
+SIX = ("cross entropy", "nll", "smooth l1", "kl", "bce of logits", "cosine")
+
+
+class Losses(nn.Module):
+    """A tiny net with losses of some kinds, in which each number of 4 bytes counts."""
+
+    def __init__(self, *names):
+        super().__init__()
+        self.linear, self.names = nn.Linear(6, 4), names
+
+    def forward(self, x):
+        y = self.linear(x)
+        return tuple(LOSSES[name](y, x) for name in self.names)
+
+
+class Adapter(nn.Module):
+    """What LoRA trains: two small factors beside a frozen weight."""
+
+    def __init__(self, base, rank):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(base.in_features, rank, bias=False), nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x)) * 0.5
+
+
+class Frozen(nn.Module):
+    """Some of its weights are not trained; its second output is an integer, its third needs no gradient."""
+
+    def __init__(self, frozen, rank=0):
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16)
+        self.register_buffer("scale", torch.ones(16))
+        for name in frozen:
+            self.get_parameter(name).requires_grad_(False)
+        if rank:
+            self.a, self.b = Adapter(self.a, rank), Adapter(self.b, rank)
+
+    def forward(self, x):
+        y = self.norm(self.b((self.a(x) * self.scale).relu()))
+        return y.square().sum(), y.argmax(-1), x * 2
+
+
+STEPS = {
+    **{f"loss: {name}": (lambda name=name: Losses(name), (5, 6)) for name in LOSSES},
+    "losses of six kinds": (lambda: Losses(*SIX), (5, 6)),
+    "nothing frozen": (lambda: Frozen(()), (9, 16)),
+    "a layer frozen": (lambda: Frozen(("a.weight", "a.bias")), (9, 16)),
+    "weights frozen": (lambda: Frozen(("a.weight", "a.bias", "b.weight")), (9, 16)),
+    "biases alone trained": (lambda: Frozen(("a.weight", "b.weight", "norm.weight")), (9, 16)),
+    "norm alone trained": (lambda: Frozen(("a.weight", "a.bias", "b.weight", "b.bias")), (9, 16)),
+    "adapters": (lambda: Frozen((), rank=1), (9, 16)),
+    "adapters and frozen norm": (lambda: Frozen(("norm.weight", "norm.bias"), rank=3), (9, 16)),
+}
+
+
+def of_step(out):
+    """The loss: the first output alone, where there are others of other kinds."""
+    return out[0] if any(not o.requires_grad for o in out) else weighted(out)
+
+
+def lowest(joint):
+    """The plan of the least peak, which `Budget` names in its refusal."""
+    with pytest.raises(NoPlanError) as refused:
+        joint.split(Budget(1))
+    return joint.split(Budget(int(re.search(r"Budget\((\d+)", refused.value.remedy)[1])))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_what_budget_promises_is_what_the_run_takes(name):
+    make, shape = STEPS[name]
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(shape)
+    joint = capture_joint(model, x, loss=of_step)
+    for pair in (joint.split(SaveAll()), joint.split(RecomputeAll()), lowest(joint)):
+        primals, tangents = joint.primals(x), joint.tangents()
+        held = list(primals)
+        measured = sk.measure_memory(pair.run, primals, tangents)
+        profile = simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
+        assert (profile.baseline, profile.peak, profile.end) == (measured.baseline, measured.peak, measured.end)
+        assert Peaks(joint.flow).trace(pair.plan).peak == measured.peak
+        del held

@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from importlib import import_module
 from typing import cast
 
+from splitkit.cli import outputs
 from splitkit.cli.outcome import Outcome, jsonable
 from splitkit.cli.parser import make_parser
 from splitkit.errors import CheckError, NoPlanError, SplitError, UsageError
@@ -59,15 +60,18 @@ def _parse_and_run(words: list[str]) -> int:
     except SystemExit as done:  # --help and --version
         sys.stdout.flush()
         return int(done.code or 0)
+    outputs.check(args)
     quiet = nullcontext() if args.debug else _silence()
     with quiet, redirect_stdout(sys.stderr) if args.json else nullcontext(), _own_output():
         outcome = _command(args)
+    aside = outputs.write(outcome.files)
     if args.json:
         print(json.dumps(jsonable(outcome.data), indent=1, allow_nan=False))
     else:
         from splitkit.console import show
 
-        show(*outcome.text)
+        with redirect_stdout(sys.stderr) if aside else nullcontext():  # a reader of the file gets nothing else
+            show(*outcome.text)
     sys.stdout.flush()
     return outcome.code
 
@@ -129,6 +133,8 @@ def _facts(error: Exception | str) -> dict[str, str | list[str] | None]:
     if isinstance(error, str):
         return {"code": None, "reason": error, "remedy": "", "nodes": []}
     remedy = "Run the command again with --debug to see where."
+    if notes := getattr(error, "__notes__", ()):
+        remedy = f"{notes[-1]}. Mend it there; --debug shows the traceback."
     if isinstance(error, ModuleNotFoundError) and error.name:
         remedy = f"Install {error.name}; `splitkit doctor` shows what else is missing."
     return {"code": None, "reason": f"{type(error).__name__}: {error}", "remedy": remedy, "nodes": []}

@@ -16,6 +16,13 @@ DIFFERENT = 4
 SHOWN = 8
 
 
+_STEPS = {
+    "model": "the model, which differs from itself when it runs again from the same seed and state",
+    "capture": "the capture: the graph that was split differs from the model already",
+    "split": "the split: the graph that was split gives what the model gives",
+}
+
+
 def check_data(found: Comparison) -> dict[str, Any]:
     """A comparison as data: counts, the worst of each kind, and what failed."""
     return {
@@ -26,6 +33,7 @@ def check_data(found: Comparison) -> dict[str, Any]:
         "gradients": _group(found.gradients),
         "state": _group(found.state),
         "failures": [_difference(d) for d in found.failures],
+        "wrong_step": found.wrong_step or None,
     }
 
 
@@ -54,6 +62,8 @@ def check_text(check: dict[str, Any]) -> list[RenderableType]:
     ]
     if len(check["failures"]) > SHOWN:
         lines.append(f"and {len(check['failures']) - SHOWN} more")
+    if step := check["wrong_step"]:
+        lines.append(f"which step: {_STEPS[step]}")
     return [*lines, f"same: {'yes' if check['same'] else 'no'}"]
 
 

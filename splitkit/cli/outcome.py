@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,11 +20,13 @@ class Outcome:
         data: what ``--json`` prints.
         text: strings and rich tables for people.
         code: exit code.
+        files: path -> data to write there as JSON, before anything is printed.
     """
 
     data: Mapping[str, Any]
     text: Sequence[RenderableType]
     code: int = 0
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def jsonable(value: Any) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+import re
+from difflib import get_close_matches
+from typing import Any, NoReturn
 
 from splitkit import __version__
 from splitkit.errors import UsageError
@@ -17,12 +19,45 @@ example:
   splitkit plan gpt2 --stages 4 -o plan.json && splitkit run plan.json --check"""
 
 
+INSTEAD = "; write "
+"""In the message of a type: what stands behind it is what the option takes."""
+
+
 class Parser(argparse.ArgumentParser):
     """Raises `UsageError` where argparse would print and leave."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise SK601."""
-        raise UsageError("SK601", message, f"See `{self.prog} --help`.")
+        """Raise SK601, with what to write instead where the message has it, or has what it is made of."""
+        help_text = f"See `{self.prog} --help`."
+        option = re.match(r"argument (?:\S+/)?(\S+): ", message)
+        reason, _, instead = message.partition(INSTEAD)
+        if instead and option:
+            help_text = f"Write {option[1]} {instead}. {help_text}"
+        elif reason.endswith("expected one argument") and option:
+            help_text = f"Write {option[1]}={self._metavar(option[1])}. {help_text}"
+        elif wrong := re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", message):
+            near = get_close_matches(wrong[1], [word.strip("' ") for word in wrong[2].split(",")], n=1)
+            help_text = f"Did you mean {near[0]}? {help_text}" if near else help_text
+        raise UsageError("SK601", reason, help_text)
+
+    def _metavar(self, option: str) -> str:
+        action = self._option_string_actions[option]  # argparse has no public way to it
+        return str(action.metavar or action.dest.upper())
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does; an option that is not known is answered with the nearest one of its command.
+
+        Raises:
+            UsageError: SK601.
+        """
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            command: Parser = getattr(found, "parser", self)
+            near = get_close_matches(unknown[0].partition("=")[0], command._option_string_actions, n=1)
+            hint = f"Did you mean {near[0]}? " if near else ""
+            reason = f"unrecognized arguments: {' '.join(unknown)}"
+            raise UsageError("SK601", reason, f"{hint}See `{command.prog} --help`.")
+        return found
 
 
 def make_parser() -> Parser:
@@ -197,6 +232,7 @@ def _command(commands: _Commands[Parser], name: str, what: str, example: str) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.set_defaults(parser=parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--debug", action="store_true", help="show tracebacks and warnings")
     return parser
@@ -251,14 +287,19 @@ def sizes(text: str) -> dict[str, int]:
     for item in text.split(","):
         name, equals, value = item.partition("=")
         if not equals or not name.isidentifier():
-            raise argparse.ArgumentTypeError(f"{item!r} is not NAME=N, such as layers=4")
-        found[name] = natural(value)
+            raise argparse.ArgumentTypeError(f"{item!r} is not NAME=N{INSTEAD}NAME=N, such as layers=4")
+        if not _is_natural(value):
+            raise argparse.ArgumentTypeError(f"{item!r} has no whole number >= 0{INSTEAD}{name}=N, such as {name}=4")
+        found[name] = int(value)
     return found
 
 
 def numbers(text: str) -> tuple[int, ...]:
     """``2,4,8`` as whole numbers >= 1, each once."""
-    return tuple(dict.fromkeys(map(positive, text.split(","))))
+    for item in text.split(","):
+        if not _is_natural(item) or not int(item):
+            raise argparse.ArgumentTypeError(f"{item!r} is no whole number >= 1{INSTEAD}numbers of 1 or more: 2,4,8")
+    return tuple(dict.fromkeys(map(int, text.split(","))))
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -268,13 +309,17 @@ def words(text: str) -> tuple[str, ...]:
 
 def natural(text: str) -> int:
     """A whole number >= 0."""
-    if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number >= 0")
+    if not _is_natural(text):
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is no whole number >= 0{INSTEAD}0 or more")
     return int(text)
 
 
 def positive(text: str) -> int:
     """A whole number >= 1."""
-    if natural(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number >= 1")
+    if not _is_natural(text) or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is no whole number >= 1{INSTEAD}1 or more, such as 4")
     return int(text)
+
+
+def _is_natural(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 18

@@ -93,7 +93,7 @@ def _advice(found: Sweep) -> Iterator[str]:
             yield (
                 f"{what}: {row.schedule} of {row.stages} stages and {row.microbatches} microbatches on {ranks} "
                 f"rank{'s' if ranks > 1 else ''}, "
-                f"{duration(each)} a microbatch, peak {size(peak)}"
+                f"{duration(each, row.run.unit if row.run else 's')} a microbatch, peak {size(peak)}"
             )
     elif ran:
         least = min(ran, key=lambda row: row.numbers[1])

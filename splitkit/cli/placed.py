@@ -12,7 +12,7 @@ from splitkit.activations import activations
 from splitkit.cli import source
 from splitkit.cli.outcome import Outcome, facts, seconds, table
 from splitkit.cli.placement import Placement
-from splitkit.cli.work import Work, prepare, prices, require_folder, versions
+from splitkit.cli.work import Work, prepare, prices, versions
 from splitkit.costs import Costs, Links, roofline
 from splitkit.plan import Claim, Plan
 from splitkit.plancosts import StagePrices, run_order
@@ -40,6 +40,7 @@ class Rank:
         in_flight: the most microbatches that it holds; ``None`` without a schedule.
         nbytes: at its peak: parameters with gradients and optimizer; saved for backward; messages; temporaries.
         limit: bytes that it has.
+        unit: of ``busy``, where the prices are no time.
     """
 
     device: str
@@ -49,6 +50,7 @@ class Rank:
     in_flight: int | None
     nbytes: tuple[int, int, int, int]
     limit: int | None
+    unit: str = "s"
 
     @property
     def used(self) -> float:
@@ -63,6 +65,7 @@ class Rank:
             "device": self.device or None,
             "stages": list(self.stages),
             "busy": self.busy,
+            "unit": self.unit,
             "bubble": self.bubble,
             "in_flight": self.in_flight,
             "memory": memory,
@@ -71,8 +74,6 @@ class Rank:
 
 def plan(args: Namespace) -> Outcome:
     """``splitkit plan`` with ``--devices``, or with ``--stages`` and a schedule, memory or links, which are checked."""
-    require_folder(args.output)
-    require_folder(args.trace)
     wanted_model, wanted = source.from_args(args.model, args), Placement.of(args)
     policy = wanted.policy()
     work = prepare(wanted_model)
@@ -94,9 +95,14 @@ def plan(args: Namespace) -> Outcome:
         "file": args.output,
         "trace": args.trace,
     }
-    written = _write(args, work, made, run)
-    text = [report.table(), "", facts(_summary(wanted, made.claim, ranks, data)), "", _table(ranks), *written]
-    return Outcome(data, text)
+    written = _files(args, work, made, run)
+    told = [_wrote(path, args.trace) for path in written]
+    text = [report.table(), "", facts(_summary(wanted, made.claim, ranks, data)), "", _table(ranks), *told]
+    return Outcome(data, text, files=written)
+
+
+def _wrote(path: str, trace: str | None) -> str:
+    return f"wrote {path}{' (for https://ui.perfetto.dev or chrome://tracing)' if path == trace else ''}"
 
 
 def _prices(work: Work, args: Namespace, wanted: Placement) -> Costs:
@@ -105,16 +111,14 @@ def _prices(work: Work, args: Namespace, wanted: Placement) -> Costs:
     return prices(work, args.costs, backward, wanted.devices.devices[0] if wanted.devices else None)
 
 
-def _write(args: Namespace, work: Work, made: Plan, run: ScheduleRun | None) -> Iterator[str]:
-    """The files that are wanted, each whole or not at all."""
-    from splitkit import planfile
-
+def _files(args: Namespace, work: Work, made: Plan, run: ScheduleRun | None) -> dict[str, dict[str, Any]]:
+    """Path -> data of the files that are wanted."""
+    wanted: dict[str, dict[str, Any]] = {}
     if args.trace and run:
-        planfile.write(args.trace, run.to_chrome_trace())
-        yield f"wrote {args.trace} (for https://ui.perfetto.dev or chrome://tracing)"
+        wanted[args.trace] = run.to_chrome_trace()
     if args.output:
-        planfile.write(args.output, {**made.to_dict(), "model": work.source.to_dict(), **versions()})
-        yield f"wrote {args.output}"
+        wanted[args.output] = {**made.to_dict(), "model": work.source.to_dict(), **versions()}
+    return wanted
 
 
 def _ranks(work: Work, made: Plan, costs: Costs, wanted: Placement) -> tuple[list[Rank], ScheduleRun | None]:
@@ -150,6 +154,7 @@ def _simulated(run: ScheduleRun, rank: int, wanted: Placement) -> Rank:
         in_flight=run.in_flight[rank] if wanted.schedule else None,
         nbytes=(m.parameters + m.gradients + m.optimizer, m.saved, m.messages, m.temporaries),
         limit=wanted.limit(rank),
+        unit=run.unit,
     )
 
 
@@ -170,6 +175,7 @@ def _unscheduled(wanted: Placement, keys: Sequence[Any], costs: dict[str, dict[A
                 fixed, sum(p.saved_bytes for p in parts), 0, max((p.temporary_bytes for p in parts), default=0),
             ),
             limit=wanted.limit(number),
+            unit=parts[0].unit if parts else "s",
         )  # fmt: skip
 
 
@@ -179,16 +185,16 @@ def _step(run: ScheduleRun) -> dict[str, Any]:
 
 
 def _summary(wanted: Placement, claim: Claim | None, ranks: Sequence[Rank], data: dict[str, Any]) -> dict[str, str]:
-    rows = wanted.facts()
+    rows, unit = wanted.facts(), next((rank.unit for rank in ranks if rank.unit != "s"), "s")
     if claim is not None:
         rows |= {
-            claim.objective: f"{duration(claim.value)}, limited by part {claim.limiting}",
-            "bound": f"{duration(claim.bound)}: {_proof(claim)}",
+            claim.objective: f"{duration(claim.value, unit)}, limited by part {claim.limiting}",
+            "bound": f"{duration(claim.bound, unit)}: {_proof(claim)}",
             "solver": claim.solver,
         }
     if step := data["step"]:
         rows["step"] = (
-            f"{duration(step['seconds'])}, {step['schedule']} of {step['microbatches']} microbatches, "
+            f"{duration(step['seconds'], unit)}, {step['schedule']} of {step['microbatches']} microbatches, "
             f"bubble {step['bubble']:.1%}"
         )
     number, fullest = max(enumerate(ranks), key=lambda one: (one[1].used, sum(one[1].nbytes)))
@@ -219,7 +225,7 @@ def _cells(number: int, rank: Rank) -> dict[str, str]:
         "rank": str(number),
         "device": rank.device,
         "stages": ",".join(map(str, rank.stages)) or "none",
-        "busy": duration(rank.busy) if rank.busy else "0",
+        "busy": duration(rank.busy, rank.unit) if rank.busy else "0",
         "bubble": "" if rank.bubble is None else f"{rank.bubble:.1%}",
         "in flight": "" if rank.in_flight is None else str(rank.in_flight),
         "fixed": size(fixed),

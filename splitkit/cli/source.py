@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
+from splitkit.cli import factories
 from splitkit.errors import FileError, UsageError
 from splitkit.models import NAMES, SIZES
 
@@ -49,7 +50,7 @@ def with_options(source: Source, args: Namespace) -> Source:
     """``source`` with what the command line says instead.
 
     Raises:
-        UsageError: SK601 for sizes and options that do not fit.
+        UsageError: SK402 and SK602 for a name that is no model's, SK601 for sizes and options that do not fit.
     """
     given = {name: value for name in ("how", "dynamic", "seed") if (value := getattr(args, name)) is not None}
     if args.eval:
@@ -58,11 +59,12 @@ def with_options(source: Source, args: Namespace) -> Source:
     for some in args.size or ():
         sizes |= some
     made = replace(source, sizes=sizes, **given)
-    _check(made)
+    _check(made, plans=getattr(args, "target", None) == source.spec)
     return made
 
 
-def _check(source: Source) -> None:
+def _check(source: Source, plans: bool) -> None:
+    factories.check(source.spec, plans)
     known = SIZES.get(source.spec)
     for name in source.sizes:
         if known is not None and name not in known:

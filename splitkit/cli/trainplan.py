@@ -11,9 +11,9 @@ import splitkit as sk
 from splitkit.cli import policyspec, source
 from splitkit.cli.outcome import Outcome, facts, seconds, table
 from splitkit.cli.source import Source
-from splitkit.cli.work import TRAINING, Clock, example_of, kind_of_costs, require_folder, versions
+from splitkit.cli.work import TRAINING, Clock, example_of, kind_of_costs, versions
 from splitkit.errors import UsageError
-from splitkit.units import size
+from splitkit.units import at_most, duration, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -67,7 +67,6 @@ def priced(args: Namespace) -> tuple[TrainWork, Costs]:
 
 def plan(args: Namespace) -> Outcome:
     """``splitkit plan MODEL --what fwd-bwd``."""
-    require_folder(args.output)
     policy = _policy(args)
     work, costs = priced(args)
     with work.clock.step("plan", "planning"):
@@ -75,13 +74,10 @@ def plan(args: Namespace) -> Outcome:
     with work.clock.step("simulate", "simulating the memory"):
         profile = sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
     assert pair.plan is not None
-    if args.output:
-        from splitkit import planfile
-
-        record = {"model": work.source.to_dict(), "what": TRAINING, **versions()}
-        planfile.write(args.output, {**pair.plan.to_dict(), **record})
+    record = {**pair.plan.to_dict(), "model": work.source.to_dict(), "what": TRAINING, **versions()}
     data = _data(work, costs, pair, profile) | {"file": args.output}
-    return Outcome(data, [*_text(data), *([f"wrote {args.output}"] if args.output else [])])
+    text = [*_text(data), *([f"wrote {args.output}"] if args.output else [])]
+    return Outcome(data, text, files={args.output: record} if args.output else {})
 
 
 def _policy(args: Namespace) -> Policy:
@@ -109,11 +105,13 @@ def _data(work: TrainWork, costs: Costs, pair: Pair, profile: MemoryProfile) -> 
         "model": work.source.to_dict(),
         "note": pair.plan.note,
         "prices": getattr(costs, "note", ""),
+        "unit": sk.costs.unit_of(costs),
         "forward": {"ops": len(forward), "seconds": _sum(costs, forward), "peak": profile.peak_of("forward")},
         "backward": {"ops": len(flow.nodes) - len(forward) + len(twice), "peak": profile.peak_of("backward")},
         "recomputed": {"ops": len(twice), "seconds": _sum(costs, twice)},
         "saved": {"nbytes": profile.saved, "values": [{"name": b.name, "nbytes": b.nbytes} for b in saved]},
         "peak": profile.peak,
+        "bounds": dict(profile.bounds),
         "seconds": work.clock.seconds,
     }
 
@@ -125,12 +123,13 @@ def _sum(costs: Costs, nodes: Iterable[Any]) -> float:
 def _text(data: dict[str, Any]) -> list[RenderableType]:
     forward, again, took = data["forward"], data["recomputed"], data["seconds"]
     share = again["seconds"] / forward["seconds"] if forward["seconds"] else 0.0
+    time = duration(again["seconds"], data["unit"])
     rows = {
         "plan": data["note"],
         "prices": data["prices"],
-        "peak": f"{size(data['peak'])} (forward {size(forward['peak'])}, backward {size(data['backward']['peak'])})",
+        "peak": f"{at_most(data['peak'], data['bounds'])} (forward {size(forward['peak'])}, backward {size(data['backward']['peak'])})",
         "saved for backward": f"{size(data['saved']['nbytes'])} in {len(data['saved']['values'])} storages",
-        "computed again": f"{again['ops']} of {forward['ops']} ops, {seconds(again['seconds'])} ({share:.1%})",
+        "computed again": f"{again['ops']} of {forward['ops']} ops, {time} ({share:.1%})",
         "took": f"capture {seconds(took['capture'])}, plan {seconds(took['plan'])}",
     }
     largest = [(v["name"], size(v["nbytes"])) for v in data["saved"]["values"][:SHOWN]]

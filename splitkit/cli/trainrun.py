@@ -12,7 +12,7 @@ from splitkit.cli.checks import DIFFERENT, check_data, check_text
 from splitkit.cli.outcome import Outcome, facts, seconds, table
 from splitkit.cli.trainplan import TrainWork
 from splitkit.cli.work import TRAINING, decoded
-from splitkit.units import size
+from splitkit.units import at_most, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -48,7 +48,13 @@ def run(args: Namespace, file: dict[str, Any]) -> Outcome:
         "backward": timed.backward,
         "halves": [_half(step, profile, which) for which in ("forward", "backward")],
         "saved": profile.saved,
-        "peak": {"predicted": profile.peak, "measured": None, "error": None, "allocator": None},
+        "peak": {
+            "predicted": profile.peak,
+            "bounds": dict(profile.bounds),
+            "measured": None,
+            "error": None,
+            "allocator": None,
+        },
         "repeat": args.repeat,
         "check": None,
     }
@@ -109,7 +115,7 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
 
 
 def _peak_text(peak: dict[str, Any]) -> str:
-    predicted = f"{size(peak['predicted'])} predicted"
+    predicted = f"{at_most(peak['predicted'], peak['bounds'])} predicted"
     if peak["measured"] is None:
         return predicted
     error = "exact" if not peak["error"] else f"{100 * peak['error']:+.3f} %"

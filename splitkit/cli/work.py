@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit import models
-from splitkit.cli import policyspec, source
+from splitkit.cli import factories, policyspec, source
 from splitkit.cli.source import Source
 from splitkit.console import busy
 from splitkit.errors import CaptureError, FileError, SplitError, UsageError
@@ -90,9 +90,10 @@ def _example(wanted: Source) -> Example:
 
     if ":" not in wanted.spec:
         return models.build(wanted.spec, seed=wanted.seed, **wanted.sizes)
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)  # a console script does not look there; last, so that nothing is shadowed
+    place = Path(wanted.spec.rpartition(":")[0])
+    for folder in (Path.cwd(), *([place.absolute().parent] if place.suffix == ".py" else [])):
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))  # where a script would look; last, so that nothing is shadowed
     with torch.random.fork_rng():
         torch.manual_seed(wanted.seed)
         try:
@@ -159,6 +160,7 @@ def planned_by(args: Namespace, file: dict[str, Any] | None) -> tuple[Work, Plan
         return _from_file(args, file)
     if args.model is not None:
         raise UsageError("SK601", "--model goes with a plan file", "Name the model, or a plan that ends in .json.")
+    factories.check(args.target, plans=True)
     if args.stages is None and args.policy is None:
         raise UsageError("SK601", f"{args.target} needs a policy", "Add --stages N or --policy EXPR, or give a plan.")
     return make_plan(args, args.target)
@@ -210,7 +212,11 @@ def _from_file(args: Namespace, data: dict[str, Any]) -> tuple[Work, Plan, Costs
 def _require_plan(path: str, data: dict[str, Any]) -> None:
     """Refuse before the model is made."""
     if data.get("kind") != "splitkit plan":
-        raise FileError("SK501", f"{path} is not a splitkit plan", "Make one with `splitkit plan MODEL ... -o FILE`.")
+        what = data.get("kind") or (f"what `splitkit {data['command']} --json` prints" if "command" in data else "")
+        found = f": it is {what}" if isinstance(what, str) and what.isprintable() and what else ""
+        raise FileError(
+            "SK501", f"{path} is not a splitkit plan{found}", "Make one with `splitkit plan MODEL ... -o FILE`."
+        )
     if not all(text.isprintable() for text in _strings(data)):  # they would reach the terminal
         raise FileError("SK501", f"{path} is damaged: it has control characters", "Plan again.")
 
@@ -236,16 +242,6 @@ def decoded(graph: fx.Graph, path: str, data: dict[str, Any]) -> Plan:
         raise
     except (TypeError, AttributeError, LookupError, ValueError) as error:
         raise FileError("SK501", f"{path} is damaged: {error}", "Plan again.") from error
-
-
-def require_folder(path: str | None) -> None:
-    """Refuse an output file that cannot be written, before anything long is done.
-
-    Raises:
-        FileError: SK504.
-    """
-    if path is not None and not Path(path).parent.is_dir():
-        raise FileError("SK504", f"cannot write {path}: there is no folder {Path(path).parent}", "Make it first.")
 
 
 def versions() -> dict[str, str]:

@@ -9,7 +9,7 @@ from splitkit.costs.devices import Device, devices, load_devices
 from splitkit.costs.fused import Fused, fused
 from splitkit.costs.links import Link, Links
 from splitkit.costs.measured import Measured, measured
-from splitkit.costs.protocol import Costs
+from splitkit.costs.protocol import Costs, unit_of
 from splitkit.costs.roofline import Roofline, roofline
 from splitkit.costs.sizes import missing
 from splitkit.costs.training import training
@@ -34,9 +34,10 @@ __all__ = [
     "roofline",
     "training",
     "unit",
+    "unit_of",
 ]
 
 
 def default(gm: fx.GraphModule) -> Costs:
-    """FLOPs where the graph has the ``meta["val"]`` that they need, else one second a node."""
+    """FLOPs where the graph has the ``meta["val"]`` that they need, else one unit a node."""
     return unit(gm) if missing(gm.graph) else flops(gm)

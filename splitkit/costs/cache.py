@@ -13,7 +13,6 @@ import json
 import math
 import os
 import platform
-import tempfile
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from splitkit import files
 from splitkit.costs.timing import Record
 from splitkit.errors import FileError
 
@@ -148,11 +148,4 @@ def write(path: Path, entries: Mapping[str, Mapping[str, Record]]) -> None:
         for name, records in sorted(entries.items())
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump({FIELD: SCHEMA, "environments": found}, file, indent=1)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    files.write(path, json.dumps({FIELD: SCHEMA, "environments": found}, indent=1))

@@ -7,11 +7,19 @@ from typing import Protocol
 from torch.fx import Node
 
 
+def unit_of(costs: object) -> str:
+    """What ``seconds`` of these costs counts: ``"s"`` for time, measured or nominal; else what to print instead."""
+    return str(getattr(costs, "unit", "s"))
+
+
 class Costs(Protocol):
     """Prices of the nodes of one graph."""
 
     def seconds(self, node: Node) -> float:
-        """Time to run ``node``: comparable within one graph; real seconds only where the costs were measured."""
+        """Time to run ``node``: comparable within one graph; real seconds only where the costs were measured.
+
+        Costs that count something else, as `splitkit.costs.unit` counts nodes, say so in an attribute ``unit``.
+        """
         ...
 
     def flops(self, node: Node) -> float:

@@ -111,7 +111,7 @@ def _yields_nothing(node: Node) -> bool:
         return not node.users and node.target == "_guards_fn"  # 2.11, 2.13, 2.15
     target = node.target
     if isinstance(target, HigherOrderOperator):
-        return target.name() == "print"  # type: ignore[no-untyped-call]
+        return bool(target.name() == "print")  # type: ignore[no-untyped-call]
     return isinstance(target, OpOverload) and not target._schema.returns  # 2.11, 2.13, 2.15
 
 

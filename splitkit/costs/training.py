@@ -18,7 +18,7 @@ from splitkit._torch import pytree
 from splitkit.costs.counting import Flops, name_of
 from splitkit.costs.gradients import Gradients
 from splitkit.costs.jointly import is_joint, owners
-from splitkit.costs.protocol import Costs
+from splitkit.costs.protocol import Costs, unit_of
 from splitkit.costs.sizes import require_values
 from splitkit.errors import CostError
 from splitkit.standins import target_of
@@ -91,6 +91,11 @@ class FromFormula:
     def note(self) -> str:
         """What was added to which prices, for reports."""
         return _note(self.costs, self.source)
+
+    @property
+    def unit(self) -> str:
+        """What the costs of forward count."""
+        return unit_of(self.costs)
 
     def seconds(self, node: Node) -> float:
         """Seconds of forward and backward."""
@@ -190,6 +195,11 @@ class FromJoint:
     def note(self) -> str:
         """What was added to which prices, for reports."""
         return _note(self.costs, self.source)
+
+    @property
+    def unit(self) -> str:
+        """What the costs of forward count."""
+        return unit_of(self.costs)
 
     def of(self, node: Node) -> list[Node]:
         """The nodes that ``node`` pays for: itself and its backward; none for a backward node."""

@@ -1,9 +1,10 @@
-"""Costs that know nothing: every node takes one second."""
+"""Costs that know nothing: every node takes as long as any other."""
 
 from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import fx
 from torch.fx import Node
@@ -13,7 +14,7 @@ from splitkit.scope import is_state_op
 
 
 def unit(gm: fx.GraphModule) -> Unit:
-    """One second and one FLOP for every node that a policy places.
+    """One FLOP, and one unit of time, for every node that a policy places: counts of nodes, printed as such.
 
     Raises:
         GraphError: SK101 when it is no graph.
@@ -27,6 +28,7 @@ class Unit:
     """See `unit`. Bytes are real where ``meta["val"]`` is there, else 0."""
 
     gm: fx.GraphModule
+    unit: ClassVar[str] = "nodes"
 
     def seconds(self, node: Node) -> float:
         """1 for a node that computes, 0 for inputs, attributes, ``getitem`` and state ops."""

@@ -13,6 +13,8 @@ on one another in this order::
     modules    torch.nn
     tuples     does a node yield a tuple?
     containers lists, dicts and iterators
+    foreign    what is no tensor: arrays, objects
+    sizes      which arguments are asked for their size only
     declared   what users say
     quick      targets that do nothing but compute, remembered
     classify   all of it, with the graphs inside a node
@@ -23,6 +25,7 @@ from __future__ import annotations
 from splitkit.ops.classify import effects_of
 from splitkit.ops.declared import declare
 from splitkit.ops.facts import PURE, Effects
+from splitkit.ops.sizes import sizes_only
 from splitkit.ops.tuples import is_tuple
 
-__all__ = ["PURE", "Effects", "declare", "effects_of", "is_tuple"]
+__all__ = ["PURE", "Effects", "declare", "effects_of", "is_tuple", "sizes_only"]

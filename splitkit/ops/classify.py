@@ -16,6 +16,7 @@ from splitkit.ops.ambient import is_restored
 from splitkit.ops.containers import container_effects
 from splitkit.ops.declared import declared_effects, declared_facts
 from splitkit.ops.facts import PURE, Described, Effects, distinct, first_argument, union, unknown
+from splitkit.ops.foreign import foreign_effects
 from splitkit.ops.modules import Inside, bodies, is_changed, is_stock, lookup, state, stock_inside
 from splitkit.ops.names import is_python, named_effects, python_effects
 from splitkit.ops.quick import quick_effects
@@ -55,6 +56,8 @@ def _effects(node: Node, root: nn.Module, memo: Memo) -> Effects:
         facts = packet_facts(target, bool(node.kwargs)) or tuple(map(schema_facts, members(target)))
         return union(f.of(node) for f in facts)
     if (found := container_effects(node, root)) is not None:
+        return found
+    if node.op == "call_method" and (found := foreign_effects(node, root)) is not None:
         return found
     return python_effects(node) if is_python(node) else named_effects(node)
 

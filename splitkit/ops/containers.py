@@ -26,7 +26,7 @@ def container_effects(node: Node, root: nn.Module) -> Effects | None:
     target: Any = node.target
     everything = tuple(node.all_input_nodes)
     if target in _GROWS and is_container(node.args[0], root) is not False:
-        return Effects(first_argument(node), everything)
+        return Effects(first_argument(node), everything, same_sizes=True)
     if node.op == "call_method":
         return _method(node, root)
     if not is_python(node):

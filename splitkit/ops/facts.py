@@ -56,6 +56,7 @@ class Effects:
         known: ``False`` if nothing is known about the target, so that everything is assumed.
         ambient: changes the state in which later nodes run (default dtype, streams, vmap levels): nothing may move
             across it.
+        same_sizes: what it writes keeps its size, strides, dtype and device.
     """
 
     writes: tuple[Node, ...] = ()
@@ -67,6 +68,7 @@ class Effects:
     check: bool = False
     known: bool = True
     ambient: bool = False
+    same_sizes: bool = False
 
 
 PURE = Effects()
@@ -102,6 +104,7 @@ def union(effects: Iterable[Effects]) -> Effects:
         check=any(e.check for e in found),
         known=all(e.known for e in found),
         ambient=any(e.ambient for e in found),
+        same_sizes=all(e.same_sizes for e in found),
     )
 
 
@@ -145,7 +148,7 @@ class Facts:
         writes: parameters that it writes.
         aliases: parameters that an output may share memory with.
         everything: an output may share memory with any argument.
-        random, impure, check, ambient: as in `Effects`.
+        random, impure, check, ambient, same_sizes: as in `Effects`.
         rule: amends the effects after a look at the arguments.
         yields_tuple: it returns a tuple or list.
     """
@@ -162,6 +165,7 @@ class Facts:
     impure: bool = False
     check: bool = False
     ambient: bool = False
+    same_sizes: bool = False
     rule: Rule | None = None
     yields_tuple: bool = False
 
@@ -182,6 +186,7 @@ class Facts:
             impure=self.impure,
             check=self.check,
             ambient=self.ambient,
+            same_sizes=self.same_sizes,
         )
         return self.rule(Call(node, self), effects) if self.rule else effects
 

@@ -109,4 +109,4 @@ def _own(m: Any, name: str) -> Effects:
         or (name.startswith("FractionalMaxPool") and m._random_samples is None)
         or (name in ("LSTM", "GRU", "RNN", "MultiheadAttention") and m.dropout != 0)
     )
-    return Effects(writes_state=written, random=draws, impure=name == "SyncBatchNorm")
+    return Effects(writes_state=written, random=draws, impure=name == "SyncBatchNorm", same_sizes=True)

@@ -70,7 +70,8 @@ def python_effects(node: Node) -> Effects:
         touched = tuple(node.all_input_nodes) if node.target in (setattr, delattr) else ()
         return Effects(touched, touched, impure=True)  # x.data = y: one memory from now on
     if what is _Does.WRITE:
-        return Effects(first, tuple(node.all_input_nodes) if node.target is operator.setitem else first)
+        aliases = tuple(node.all_input_nodes) if node.target is operator.setitem else first
+        return Effects(first, aliases, same_sizes=True)
     if what is _Does.ALIAS_ALL:
         return Effects(aliases=tuple(node.all_input_nodes))
     if node.target is getattr and node.args[1:2] == ("grad",):  # what `backward` has put there
@@ -135,7 +136,7 @@ def _computed(node: Node, name: str, facts: Facts) -> Effects | None:
     if facts.rule:
         return facts.of(node)
     if name in tables.IN_PLACE_METHODS:
-        return Effects(first, first)
+        return Effects(first, first, same_sizes=True)
     if name in tables.ALIASING:
         return Effects(aliases=first)
     if name in tables.FUNCTIONS:
@@ -152,7 +153,7 @@ def _optional(node: Node, name: str, facts: Facts) -> list[Effects]:
     if name in ("retain_grad", "requires_grad_"):
         added.append(Effects(first, first, impure=True))
     if facts.rule is not dropout and call.may("inplace", default=False):
-        added.append(Effects(first, first))
+        added.append(Effects(first, first, same_sizes=True))
     if out := call.nodes("out"):
         added.append(Effects(out, out))
     return added

@@ -46,6 +46,7 @@ def schema_facts(op: OpOverload) -> Facts:
         impure=namespace in tables.COLLECTIVES or namespace == "profiler" or silent,
         check=check,
         ambient=namespace == "streams" or name == "_backward",
+        same_sizes=bool(writes) and namespace == "aten" and not _resizes(op, name),
         rule=rule,
         yields_tuple=len(schema.returns) > 1 or any("List[" in str(r.type) for r in schema.returns),
     )
@@ -114,6 +115,11 @@ def registered(op: OpOverload) -> bool:
 @cache
 def _registered() -> frozenset[str]:
     return frozenset(torch._C._dispatch_get_all_op_names())
+
+
+def _resizes(op: OpOverload, name: str) -> bool:
+    """Does it change the size of what it writes? One with an ``out`` does where that is of another size."""
+    return torch.Tag.inplace_view in op.tags or name in tables.RESIZES or _is_out(op)
 
 
 def _is_out(op: OpOverload) -> bool:

@@ -170,6 +170,38 @@ TORCH_MODULES = frozenset(
         "torch.amp.autocast_mode torch.fx.experimental.symbolic_shapes torch._C._VariableFunctions"
     )
 )
+# Functions, methods and operators -> the arguments of which they read the size, dtype or device, and no memory.
+SIZES_OF: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(
+        _words(
+            "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_empty_strided "
+            "new_zeros new_ones new_full new_tensor size stride dim ndimension numel nelement element_size "
+            "storage_offset is_contiguous is_floating_point is_complex is_signed get_device sym_size sym_stride "
+            "sym_numel sym_storage_offset sym_is_contiguous dim_order"
+        ),
+        (0,),
+    ),
+    **dict.fromkeys(_words("expand_as view_as reshape_as type_as resize_as_ to"), (1,)),
+    **dict.fromkeys(_words("is_same_size result_type"), (0, 1)),
+}
+SIZE_ATTRIBUTES = frozenset(_words("shape dtype device layout ndim itemsize nbytes is_cuda is_cpu is_meta is_sparse"))
+# Operators that change the size of what they write, besides those that torch tags as in-place views.
+RESIZES = frozenset(
+    _words(
+        "_resize_output_ set_data copy_sparse_to_sparse_ resize_as_sparse_ sparse_resize_ sparse_resize_and_clear_ "
+        "rename_ _coalesced_"
+    )
+)
+# What arrays and lists do in place, under the name of something that a tensor only computes.
+IN_PLACE_ELSEWHERE = frozenset(_words("sort put resize"))
+# Methods that numpy's arrays share with tensors -> how many arguments stand before `out`, which is written.
+OUT_AFTER: dict[str, int] = {
+    **dict.fromkeys(_words("all any argmax argmin dot max min round"), 1),
+    **dict.fromkeys(_words("clip cumprod cumsum mean prod std sum take var"), 2),
+    "trace": 4,
+}
+# Functions and methods whose result is no tensor, but shares its memory or its methods' names.
+MAKE_FOREIGN = frozenset(_words("numpy __array__ tolist __dlpack__ to_dlpack"))
 # Attributes of a tensor that are no tuple (`shape` is).
 SINGLE_ATTRIBUTES = frozenset(_words("dtype device layout ndim T mT H mH real imag data grad requires_grad is_cuda"))
 # Functions that yield a tuple if one of these arguments is true: its name, its position (-1: by keyword only).

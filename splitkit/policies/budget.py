@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import isfinite
+from dataclasses import dataclass, field
+from math import inf, isfinite
 from typing import Literal
 
 from splitkit.costs import Costs
@@ -12,12 +12,15 @@ from splitkit.errors import NoPlanError, PolicyError
 from splitkit.halves import as_joint
 from splitkit.peaks import Peaks
 from splitkit.plan import Plan, PolicyLike, as_plan
-from splitkit.policies.pool import Pool, Seen
+from splitkit.policies.pool import PlanPool, Pool, Seen
 from splitkit.policies.pricing import priced, require_price
 from splitkit.policies.save_all import SaveAll
 from splitkit.policies.search import Proof, Search
 from splitkit.savings import savings
 from splitkit.units import read_size, size
+
+LEAST = "least"
+"""The budget that is as low as one can go."""
 
 
 @dataclass(frozen=True)
@@ -37,41 +40,53 @@ class Budget:
     byte, but need not be the quickest of those that do. What is proven is a bound for all plans that compute a value
     again at most once and run all else in the order of the graph.
 
-    Every plan that was seen for a graph in this process is a candidate of each later call. So a larger budget never
-    costs more than a smaller one that came before, and a second call never does worse than the first. That is all that
-    is guaranteed: a plan made first, or in another process, does not know what the search for a smaller budget finds.
-    Who wants plans for many budgets should ask for the smallest first.
+    ``Budget("least")`` goes as low as one can: with ``of="saved"`` to the fewest bytes that any plan saves, which is
+    proven; else to the lowest peak that a longer search finds, and the note says what no plan is below. For plans of
+    many budgets, ask `splitkit.Frontier`.
+
+    The same graph, prices and policy give the same plan, byte for byte: in every process, on every machine, whatever
+    was planned before. Every search ends by counts; a clock ends it only where ``time_limit`` is given, and then the
+    note of a plan that was cut short says so. As a search for a smaller budget may meet what one for a larger budget
+    does not, a larger budget may cost more than a smaller one, by a little. Who wants it never to gives all of them one
+    `PlanPool`, and asks for the smallest first.
 
     Attributes:
         budget: bytes as an int or a text such as ``"1.5GiB"``; or a float from 0.0 to 1.0, the fraction of what
-            `SaveAll` takes.
+            `SaveAll` takes; or ``"least"``.
         of: ``"peak"`` or ``"saved"``.
-        time_limit: seconds after which the search ends with what it has.
+        time_limit: seconds after which the search ends with what it has, on a slow machine with less; by default there
+            is no such limit.
         candidates: policies or plans of one's own; the result is no worse than any of them that fits. What torch's
             partitioner saves is ``Remat(lambda node: node.name in pair.saved)``.
         price: ``"fused"`` for seconds under Inductor, on the device of the costs (`splitkit.policies.pricing`); by
             default the costs as they are.
+        pool: what searches before this one have seen, and where it puts what it sees; by default it knows nothing.
     """
 
     budget: int | float | str
     of: Literal["peak", "saved"] = "peak"
-    time_limit: float = 30.0
+    time_limit: float | None = None
     candidates: tuple[PolicyLike, ...] = ()
     price: Literal["fused"] | None = None
+    pool: PlanPool | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         of: object = self.of
         if of not in ("peak", "saved"):
             raise PolicyError("SK302", f"Budget has of={of!r}", "Give 'peak' or 'saved'.")
         limit: object = self.time_limit
-        if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
-            raise PolicyError("SK302", f"Budget has time_limit={limit!r}", "Give seconds, more than 0.")
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
+            raise PolicyError("SK302", f"Budget has time_limit={limit!r}", "Give seconds, more than 0; or None.")
+        if self.pool is not None and not isinstance(self.pool, PlanPool):
+            raise PolicyError("SK302", f"Budget has pool={self.pool!r:.200}", "Give a splitkit.policies.PlanPool().")
         require_price(self, self.price)
         self._bytes(0)
 
     def _bytes(self, whole: int) -> int:
         """The budget in bytes, where the whole is what `SaveAll` takes."""
         budget: object = self.budget
+        if budget == LEAST:
+            return 0
         if isinstance(budget, float) and 0 <= budget <= 1:
             return int(budget * whole)
         if isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0:
@@ -79,7 +94,9 @@ class Budget:
         if isinstance(budget, str) and (nbytes := read_size(budget)) is not None:
             return nbytes
         raise PolicyError(
-            "SK302", f"Budget has budget={budget!r}", "Give bytes (an int, or '2GiB'), or a fraction from 0.0 to 1.0."
+            "SK302",
+            f"Budget has budget={budget!r}",
+            "Give bytes (an int, or '2GiB'), a fraction from 0.0 to 1.0, or 'least'.",
         )
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
@@ -91,44 +108,65 @@ class Budget:
         """
         joint = as_joint(self, flow)
         costs = priced(joint, costs, self.price)
-        problem = savings(joint, costs)
-        pool = Pool(problem, Peaks(joint))
+        pool = Pool(savings(joint, costs), Peaks(joint), self.pool)
         whole = pool.see_plan(SaveAll().assign(joint, costs))
         for candidate in self.candidates:
             pool.see_plan(as_plan(candidate, joint, costs))
-        limit = self._bytes(getattr(whole, self.of))
-        search, proof = Search(pool, self.time_limit), Proof(0.0, 0, 0)
+        search = Search(pool, inf if self.time_limit is None else self.time_limit)
+        if self.budget == LEAST:
+            return self._least(search)
+        limit, proof = self._bytes(getattr(whole, self.of)), Proof(0.0, 0, 0)
         best = pool.best(lambda seen: self._taken(seen) <= limit)
         if best is None or best.seconds:
             proof = search.peak(limit) if self.of == "peak" else search.saved(limit)
             best = pool.best(lambda seen: self._taken(seen) <= limit)
-        if best is None:
-            lowest = search.lowest_peak() if self.of == "peak" else search.fewest_saved()
+        if best is None:  # what is said to be the smallest must not depend on this budget: it is looked for anew
+            other = search.anew()
+            lowest = other.low_peak() if self.of == "peak" else other.fewest_saved()
+            pool.take(other.pool)
             best = pool.best(lambda seen: self._taken(seen) <= limit)
             if best is None:
-                raise self._infeasible(limit, lowest, search)
-        return best.choice.plan(self._note(limit, best, proof, len(pool)))
+                raise self._infeasible(limit, lowest, other)
+        return best.choice.plan(self._note(limit, best, proof, search))
 
     def _taken(self, seen: Seen) -> int:
         return seen.peak if self.of == "peak" else seen.saved
 
-    def _note(self, limit: int, best: Seen, proof: Proof, count: int) -> str:
+    def _least(self, search: Search) -> Plan:
+        """The plan that takes the least, and of those that were found the quickest."""
+        if self.of == "saved":
+            least, proven = search.fewest_saved(), "no plan saves less"
+        else:
+            least = search.cheapest_at(search.lowest_peak())
+            proven = f"no plan is below {size(search.least_peak())}"
+        taken = self._taken(least)
+        note = (
+            f"least {self.of}: {size(taken)} ({taken} bytes), {proven}; peak {size(least.peak)}, {size(least.saved)} "
+            f"saved, {least.seconds:.4g} {least.choice.savings.unit} computed again; {len(search.pool)} candidates{search.ending}"
+        )
+        return least.choice.plan(note)
+
+    def _note(self, limit: int, best: Seen, proof: Proof, search: Search) -> str:
         bound = min(proof.bound, best.seconds) if isfinite(proof.bound) else 0.0  # infinite: a plan in another order
         gap = 1 - bound / best.seconds if best.seconds else 0.0
+        unit = best.choice.savings.unit
         of = "" if self.of == "saved" else " (of plans in graph order)"
         return (
             f"{self.of} within {size(limit)}: peak {size(best.peak)}, {size(best.saved)} saved, "
-            f"{best.seconds:.4g} s computed again; at least {bound:.4g} s{of}, gap {gap:.2%}; "
-            f"HiGHS, {proof.programs} programs, {proof.limits} limits; {count} candidates"
+            f"{best.seconds:.4g} {unit} computed again; at least {bound:.4g} {unit}{of}, gap {gap:.2%}; "
+            f"HiGHS, {proof.programs} programs, {proof.limits} limits; {len(search.pool)} candidates{search.ending}"
         )
 
     def _infeasible(self, limit: int, lowest: Seen, search: Search) -> NoPlanError:
         taken = self._taken(lowest)
         proven = f"; no plan is below {size(search.least_peak())}" if self.of == "peak" else ""
         what = "peak" if self.of == "peak" else "number of saved bytes"
+        further = "; Budget('least') looks for lower ones, for longer" if self.of == "peak" else ""
+        again = f"{lowest.seconds:.4g} {lowest.choice.savings.unit}"
         return NoPlanError(
             "SK303",
             f"no plan was found whose {what} is within {size(limit)} ({limit} bytes): the smallest is {size(taken)}, "
-            f"where {lowest.seconds:.4g} s are computed again and {size(lowest.saved)} are saved{proven}",
-            f"Budget({taken}, of={self.of!r}) takes that plan; a smaller batch or shorter sequence needs less.",
+            f"where {again} are computed again and {size(lowest.saved)} are saved{proven}",
+            f"Budget({taken}, of={self.of!r}) takes that plan{further}; a smaller batch or shorter sequence needs "
+            "less.",
         )

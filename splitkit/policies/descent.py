@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from math import inf
 from time import monotonic
 
 import numpy as np
@@ -13,7 +14,8 @@ from splitkit.savings import Bools, Ints, Savings
 
 _STEPS = 180_000  # nodes that one search simulates at most, all its tries together
 _MOST = 600  # tries of one search
-_EFFORT = 3  # times as many for the lowest peak
+EFFORT = 3
+"""Times as many tries for the lowest peak."""
 _STARTS = 3  # plans over the budget from which one goes down to it
 _RADIUS = 2  # how far ops look at their neighbours to tell which part they play
 _NEAR = 0.97  # what is above this fraction of the peak counts as high
@@ -22,7 +24,7 @@ _NEAR = 0.97  # what is above this fraction of the peak counts as high
 class Descent:
     """Looks for better plans near those of a pool; all that it tries goes into it.
 
-    But for the time limit it is the same in every process.
+    Counts of tries end it, so that it is the same in every process and on every machine; but for ``until``.
 
     Attributes:
         pool: simulates.
@@ -31,7 +33,7 @@ class Descent:
         groups: of these, those that play the same part in each layer.
     """
 
-    def __init__(self, pool: Pool, until: float) -> None:
+    def __init__(self, pool: Pool, until: float = inf) -> None:
         self.pool, self.savings, self.until = pool, pool.savings, until
         free = np.zeros(len(self.savings.ops), np.bool_)
         free[self.savings.maker[self.savings.savable]] = True
@@ -39,34 +41,38 @@ class Descent:
         self.groups = _groups(self.savings, self.free)
         self._tries = min(_MOST, _STEPS // max(1, len(pool.peaks.nodes)))
 
-    def sow(self) -> None:
+    def sow(self, effort: int = EFFORT) -> None:
         """Try plans that save one group, or every second, third ... of its ops, and compute all else again.
 
-        And those that save and that compute again whatever they can.
+        And those that save and that compute again whatever they can. Small groups, and every second op and so on, are
+        for more than the least effort.
         """
         for runs in (False, True):
             self.pool.see(np.full(len(self.savings.ops), runs))
         masks = (group[::apart] for apart in (1, 2, 3, 4) for group in self.groups if apart == 1 or len(group) > apart)
-        for _, mask in zip(range(_EFFORT * self._tries), masks, strict=False):
+        if effort == 1:
+            masks = (group for group in sorted(self.groups, key=lambda group: -len(group)))
+        for _, mask in zip(range(effort * self._tries), masks, strict=False):
             if monotonic() > self.until:
                 return
             most = np.ones(len(self.savings.ops), np.bool_)
             most[mask] = False
             self.pool.see(most)
 
-    def lower(self, *, others: bool) -> None:
+    def lower(self, *, others: bool, effort: int = EFFORT) -> None:
         """Go down from the lowest plan: to fewer bytes at the peak, or fewer moments there.
 
         Args:
             others: whether what the plan neither saves nor computes again is computed again, once another change makes
                 backward need it; else it is saved.
+            effort: how many times as many tries as a search for a budget has.
         """
         best = self.pool.lowest()
         wish = best.runs
         if others:
             wish = np.ones(len(best.runs), np.bool_)
             wish[self.savings.maker[best.choice.saved & self.savings.savable]] = False
-        _Walk(self, best, wish, _EFFORT * self._tries).go()
+        _Walk(self, best, wish, effort * self._tries).go()
 
     def under(self, budget: int) -> None:
         """Go down to the budget from plans over it that are quicker than the best within it, and stay so."""

@@ -96,7 +96,9 @@ class MinCut:
         saves = set(problem.maker[problem.savable].tolist())
         fixed = problem.fixed | np.array([n in banned and i in saves for i, n in enumerate(problem.ops)], np.bool_)
         choice = cheapest(Cutting.of(problem, weights, fixed), rate, {**banned, **problem.why})
-        return choice.plan(f"min-cut: {in_bytes(choice.nbytes)} saved, {choice.seconds:.3g} s computed again")
+        return choice.plan(
+            f"min-cut: {in_bytes(choice.nbytes)} saved, {choice.seconds:.3g} {problem.unit} computed again"
+        )
 
 
 def _ruled(problem: Savings, rules: Rules) -> tuple[Mapping[Node, str], NDArray[np.float64]]:

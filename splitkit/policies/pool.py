@@ -1,11 +1,10 @@
-"""The plans of one joint graph that have been simulated, in this process: nothing that was seen is forgotten."""
+"""The plans of one joint graph that have been simulated; a `PlanPool` hands them from one search to the next."""
 
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -17,11 +16,9 @@ from splitkit.planfile import fingerprint
 from splitkit.policies.replay import Replay
 from splitkit.savings import Bools, Choice, Savings
 
-_GRAPHS = 32  # as many graphs are remembered, the last used
-
 
 @dataclass(frozen=True)
-class _Result:
+class Result:
     """What is remembered of a choice: what runs in both halves, shape (n,) as bytes, and the simulated bytes."""
 
     twice: bytes
@@ -29,12 +26,26 @@ class _Result:
     saved: int
 
 
-_REMEMBERED: OrderedDict[str, dict[bytes, _Result]] = OrderedDict()
+@dataclass(frozen=True, eq=False)
+class PlanPool:
+    """Plans that searches have seen, for the searches after them: ``Budget("2GiB", pool=pool)``.
 
+    Without one, a plan of `splitkit.policies.Budget` depends on nothing but the graph, the prices and the policy. With
+    one, each plan that was seen for the same graph, by whatever prices, is a candidate: a larger budget never costs
+    more than a smaller one that was asked for before it. Which plan comes out then depends on what was asked before.
 
-def forget() -> None:
-    """Forget all plans of all graphs."""
-    _REMEMBERED.clear()
+    Attributes:
+        graphs: fingerprint of a graph and its sizes -> what was seen of it.
+    """
+
+    graphs: dict[str, dict[bytes, Result]] = field(default_factory=dict, repr=False)
+
+    def __len__(self) -> int:
+        """How many plans it holds."""
+        return sum(map(len, self.graphs.values()))
+
+    def __bool__(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,18 +73,15 @@ class Seen:
 
 
 class Pool:
-    """Simulates choices, and remembers them under the graph: the same ops and sizes, whatever the prices.
+    """Simulates choices, each once.
 
-    So a plan that one policy found is a candidate of the next one, also for a graph that was captured anew.
+    Args:
+        memory: what is known of this graph from before, and is told what is new; by default nothing is.
     """
 
-    def __init__(self, savings: Savings, peaks: Peaks) -> None:
+    def __init__(self, savings: Savings, peaks: Peaks, memory: PlanPool | None = None) -> None:
         self.savings, self.peaks, self._replay = savings, peaks, Replay(savings, peaks)
-        key = _key(savings, peaks)
-        self._known = _REMEMBERED.setdefault(key, {})
-        _REMEMBERED.move_to_end(key)
-        while len(_REMEMBERED) > _GRAPHS:
-            _REMEMBERED.popitem(last=False)
+        self._known = {} if memory is None else memory.graphs.setdefault(_key(savings, peaks), {})
         self._seen = {runs: self._of(runs, result) for runs, result in self._known.items()}
 
     def __len__(self) -> int:
@@ -82,7 +90,16 @@ class Pool:
     def __iter__(self) -> Iterator[Seen]:
         return iter(self._seen.values())
 
-    def _of(self, runs: bytes, result: _Result) -> Seen:
+    def fresh(self) -> Pool:
+        """One that has seen nothing, for a search that must not depend on what was seen here."""
+        return Pool(self.savings, self.peaks)
+
+    def take(self, other: Pool) -> None:
+        """See what another one of this graph has seen."""
+        self._known |= other._known
+        self._seen = {**other._seen, **self._seen}
+
+    def _of(self, runs: bytes, result: Result) -> Seen:
         seconds = float(self.savings.seconds[np.frombuffer(result.twice, np.bool_)].sum())
         return Seen(self.savings, np.frombuffer(runs, np.bool_), result.peak, result.saved, seconds)
 
@@ -98,7 +115,7 @@ class Pool:
     def _simulate(self, choice: Choice) -> tuple[Seen, Trace]:
         trace, key = self._replay.trace(choice), choice.runs.tobytes()
         twice = (choice.runs & choice.forward).tobytes()
-        self._known[key] = result = _Result(twice, trace.peak, trace.saved_bytes)
+        self._known[key] = result = Result(twice, trace.peak, trace.saved_bytes)
         self._seen[key] = seen = self._of(key, result)
         return seen, trace
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch.fx import Node
 
-from splitkit.costs import Costs, Links
+from splitkit.costs import Costs, Links, unit_of
 from splitkit.costs.training import with_backward
 from splitkit.dataflow import Dataflow
 from splitkit.errors import NoPlanError
@@ -36,6 +36,7 @@ class Score:
         peak: bytes of the rank that holds most; 0 where neither schedule nor memory is given.
         missing: bytes that the ranks lack at most; 0: it fits.
         traffic: bytes that cross, each value once for each part that reads it.
+        unit: of the times.
     """
 
     parts: int
@@ -46,6 +47,7 @@ class Score:
     peak: int = 0
     missing: int = 0
     traffic: int = 0
+    unit: str = "s"
 
     @property
     def ties(self) -> tuple[float, int, int]:
@@ -53,8 +55,8 @@ class Score:
         return self.step, self.peak, self.traffic
 
     def __str__(self) -> str:
-        words = [duration(self.load)]
-        words += [f"step {duration(self.step)}"] if self.step else []
+        words = [duration(self.load, self.unit)]
+        words += [f"step {duration(self.step, self.unit)}"] if self.step else []
         words += [f"peak {size(self.peak)}"] if self.peak else []
         words += [f"{size(self.missing)} too much"] if self.missing else []
         return ", ".join(words)
@@ -119,6 +121,7 @@ class Scoring:
             peak=max(peaks, default=0),
             missing=self._missing(peaks),
             traffic=self._traffic(joined),
+            unit=unit_of(self.costs),
         )
 
     def _loads(self, plan: Plan, devices: Sequence[PartKey], ranks: Sequence[int]) -> Floats:

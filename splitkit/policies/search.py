@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from time import monotonic
 
 import numpy as np
@@ -11,10 +12,12 @@ import numpy as np
 from splitkit.policies.bounds import Bounds
 from splitkit.policies.cutting import Cutting, cheapest
 from splitkit.policies.descent import Descent
+from splitkit.policies.hull import Hull
 from splitkit.policies.moments import Floors, Moments
 from splitkit.policies.pool import Pool, Seen
 from splitkit.solvers.recompute import GAP, Found, Limit, Problem, Program
 
+_WINDOW = 1200  # ops that a program for saved bytes decides; about 24 layers of a transformer
 _ROUNDS = 12  # programs with limits of one budget
 _HALVINGS = 10  # of the range in which the lowest peak lies
 _GAP = 1e-3  # of programs whose limits are estimates
@@ -41,13 +44,16 @@ class Proof:
 class Search:
     """Searches for plans of one joint graph; all that it meets goes into the pool.
 
+    Counts end every search: programs, nodes of their trees, tries. Seconds end it only where they are given.
+
     Attributes:
         pool: what was seen.
+        until: when to stop, by ``time.monotonic``.
     """
 
-    def __init__(self, pool: Pool, seconds: float) -> None:
+    def __init__(self, pool: Pool, seconds: float = inf) -> None:
         self.pool, self.savings = pool, pool.savings
-        self._until, self._share = monotonic() + seconds, seconds / 3
+        self.until, self._share = monotonic() + seconds, seconds / 3
         problem, fixed = self.savings, self.savings.fixed
         savable = problem.savable | fixed[problem.maker]  # what is not computed again is saved, views and tuples too
         self._program = Program(
@@ -57,13 +63,24 @@ class Search:
         )
         self._programs = 0
 
+    def anew(self) -> Search:
+        """A search that ends when this one does, and knows nothing of what this one saw."""
+        other = Search(self.pool.fresh())
+        other.until, other._share = self.until, self._share
+        return other
+
+    @property
+    def ending(self) -> str:
+        """What a note says of a search that a clock has ended."""
+        return "; cut short by time_limit: another machine may find another plan" if monotonic() > self.until else ""
+
     @cached_property
     def _moments(self) -> Moments:
         return Moments(self.savings, self.pool.peaks)
 
     @cached_property
     def _descent(self) -> Descent:
-        return Descent(self.pool, self._until)
+        return Descent(self.pool, self.until)
 
     @cached_property
     def _floors(self) -> Floors:
@@ -74,10 +91,15 @@ class Search:
         problem = self.savings
         limit = Limit(np.zeros(len(problem.ops), np.int64), problem.nbytes, budget)
         self._programs += 1
-        found = self._program.search([limit], self._left(), GAP)
+        found = self._program.beside([limit], self._left(), _WINDOW, GAP)
         if found.runs is not None:
             self.pool.see(found.runs)
-        bound = found.bound if found.gap <= 2 * GAP else max(found.bound, self._cut(budget))
+        bound = found.bound
+        if found.gap > 2 * GAP:  # without a limit of time, only a large graph's
+            hull = Hull.of(problem)
+            near, bound = hull.within(budget), max(bound, hull.bound(budget))
+            if near is not None:
+                self.pool.see(near.runs)
         return Proof(bound, self._programs, 1)
 
     def _cut(self, budget: int) -> float:
@@ -111,6 +133,12 @@ class Search:
             self._descent.cheaper(budget)
         return Proof(bound, self._programs, len(floors))
 
+    def low_peak(self) -> Seen:
+        """A plan with a low peak, found with no more effort than one for a budget takes."""
+        self._descent.sow(effort=1)
+        self._descent.lower(others=True, effort=1)
+        return self.pool.lowest()
+
     def lowest_peak(self) -> Seen:
         """The plan with the lowest peak that was found.
 
@@ -121,7 +149,7 @@ class Search:
         low = int(self._floors.least.max(initial=0))
         for _ in range(_HALVINGS):
             best = self.pool.lowest()
-            if best.peak - low <= _CLOSE * best.peak or monotonic() > self._until:
+            if best.peak - low <= _CLOSE * best.peak or monotonic() > self.until:
                 break
             budget = (low + best.peak) // 2
             floors, bound = self._above_floors(budget)
@@ -129,9 +157,14 @@ class Search:
                 self._below(budget, floors)
             low = budget if self.pool.lowest().peak > budget else low
         for others in (True, False):
-            if monotonic() < self._until:
+            if monotonic() < self.until:
                 self._descent.lower(others=others)
         return self.pool.lowest()
+
+    def cheapest_at(self, low: Seen) -> Seen:
+        """Of the plans with that peak the quickest that is found."""
+        self._descent.cheaper(low.peak)
+        return self.pool.best(lambda seen: seen.peak <= low.peak) or low
 
     def least_peak(self) -> int:
         """Bytes that the peak of no plan is below, in whatever order its halves compute."""
@@ -177,7 +210,7 @@ class Search:
 
     def _left(self) -> float:
         """Seconds that the next program may take."""
-        return max(0.0, min(self._share, self._until - monotonic()))
+        return max(0.0, min(self._share, self.until - monotonic()))
 
     def _solve(self, limits: list[Limit]) -> Found:
         self._programs += 1

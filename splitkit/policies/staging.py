@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from splitkit.activations import activations
-from splitkit.costs import Costs, Links
+from splitkit.costs import Costs, Links, unit_of
 from splitkit.costs.training import with_backward
 from splitkit.dataflow import Dataflow
 from splitkit.plan import Claim, PartKey, Plan
@@ -284,11 +284,12 @@ class Staging:
         )
         share = value / mean if mean else 1.0
         what = "slowest" if len(of_rank) == len(loads) else "most loaded rank"
-        words = [f"{len(self.keys)} stages, the {what} {duration(value)}, {share:.3f} of the mean: {claim}"]
+        load = duration(value, unit_of(self.costs))
+        words = [f"{len(self.keys)} stages, the {what} {load}, {share:.3f} of the mean: {claim}"]
         if self.schedule is not None:
             run = self._simulated(self._stages(plan))
             words.append(
-                f"{run.order.name} of {run.order.microbatches} microbatches: step {duration(run.seconds)}, "
+                f"{run.order.name} of {run.order.microbatches} microbatches: step {duration(run.seconds, run.unit)}, "
                 f"bubble {run.bubble:.1%}, peak {size(max(run.peaks))} on rank {run.limiting_rank}"
             )
         elif self._limited:

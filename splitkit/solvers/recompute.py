@@ -27,6 +27,8 @@ Floats = NDArray[np.float64]
 
 GAP = 1e-4
 """The relative gap between what was found and what is proven at which the search ends."""
+NODES = 10
+"""Of a tree that HiGHS searches, unless said otherwise: programs end by this count, in every run at the same place."""
 _SCALE = 1e6  # the sum of the prices as HiGHS sees it: its absolute tolerances are 1e-6
 _WHOLE = 1e-6  # what is less than this from 0 or 1 in a relaxation is taken for it
 _TIE = 1e-5  # the weight of saved bytes: among equal recompute times, little is saved
@@ -131,13 +133,45 @@ class Program:
         matrix = coo_array((signs, (rows, columns)), shape=(len(values), self.ops + self.storages))
         return csr_array(matrix), np.repeat([0.0, 1.0], [len(problem.reads), len(needed)])
 
-    def search(self, limits: Sequence[Limit], seconds: float, gap: float = GAP, nodes: int | None = None) -> Found:
-        """The cheapest choice within the limits that is found in ``seconds``, and what is proven.
+    def search(self, limits: Sequence[Limit], seconds: float, gap: float = GAP, nodes: int = NODES) -> Found:
+        """The cheapest choice within the limits that is found in so many nodes of a tree, and what is proven.
 
-        With ``nodes`` the search ends after so many nodes of its tree, at the same place in every run. HiGHS keeps to
-        limits within a relative 1e-6: a choice that is over one is searched again below it.
+        The nodes end it at the same place in every run; the ``seconds``, if they are not infinite, do not. HiGHS keeps
+        to limits within a relative 1e-6: a choice that is over one is searched again below it.
         """
         return self._whole(limits, seconds, gap, self._any, nodes)
+
+    def beside(self, limits: Sequence[Limit], seconds: float, ops: int, gap: float = GAP) -> Found:
+        """A choice near the best in a time that hardly grows with the problem: `search` where it has so few ops.
+
+        Else as `near`, but besides the fractions so many ops next to them are open: with one limit, what it leaves
+        unused is less than a layer of a network takes, so that a few layers are enough to use it up.
+        """
+        if self.ops <= ops:
+            return self.search(limits, seconds, gap)
+        result = self._solve(limits, np.zeros(len(limits)), seconds, gap, self._any, whole=False)
+        if result.x is None:
+            return Found(None, np.zeros(self.storages, np.bool_), np.inf, self._bound(result))
+        free = self._next_to((result.x > _WHOLE) & (result.x < 1 - _WHOLE), ops)
+        found = self._whole(limits, seconds, gap, self._fixed(result.x, free))
+        return replace(found, bound=min(self._bound(result), found.price))
+
+    def _next_to(self, fractions: Bools, count: int) -> Bools:
+        """So many ops next to fractions, by position, and their storages, of ``(ops, storages)``."""
+        problem, some = self.problem, fractions[: self.ops].copy()
+        some[problem.maker[fractions[self.ops + problem.storage]]] = True
+        at = np.flatnonzero(some) if some.any() else np.array([self.ops - 1])
+        right = np.searchsorted(at, np.arange(self.ops))
+        sides = (at[np.minimum(right, len(at) - 1)], at[np.maximum(right - 1, 0)])
+        far = np.minimum(*(abs(side - np.arange(self.ops)) for side in sides))
+        free = np.zeros(len(fractions), np.bool_)
+        free[np.argsort(far, kind="stable")[:count]] = True
+        free[self.ops + problem.storage[free[problem.maker]]] = True
+        return free | fractions
+
+    def _fixed(self, x: Floats, free: Bools) -> Bounds:
+        """Bounds that leave what is not free where a relaxation has it."""
+        return Bounds(np.where(free | (x < 0.5), 0.0, self._most), np.where(free | (x > 0.5), self._most, 0.0))
 
     def near(self, limits: Sequence[Limit], seconds: float, gap: float = GAP) -> Found:
         """A choice near the best that takes fractions of ops and storages; the bound is of that one.
@@ -150,14 +184,14 @@ class Program:
         bound = self._bound(result)
         if result.x is None:
             return Found(None, np.zeros(self.storages, np.bool_), np.inf, bound)
-        least = np.where(result.x > 1 - _WHOLE, self._most, 0.0)
-        found = self._whole(limits, seconds, gap, Bounds(least, np.where(result.x < _WHOLE, 0.0, self._most)))
+        fractions = (result.x > _WHOLE) & (result.x < 1 - _WHOLE)
+        found = self._whole(limits, seconds, gap, self._fixed(result.x, fractions))
         if found.runs is None:  # none is near: the best of all, then
             return self.search(limits, seconds, gap)
         return replace(found, bound=min(bound, found.price))
 
     def _whole(
-        self, limits: Sequence[Limit], seconds: float, gap: float, bounds: Bounds, nodes: int | None = None
+        self, limits: Sequence[Limit], seconds: float, gap: float, bounds: Bounds, nodes: int = NODES
     ) -> Found:
         margins = np.zeros(len(limits))
         bound = 0.0

@@ -21,11 +21,6 @@ from splitkit.policies.search import Search
 from splitkit.savings import savings
 
 
-@pytest.fixture(autouse=True)
-def nothing_remembered():
-    pool.forget()
-
-
 @settings(max_examples=150, deadline=None)
 @given(steps(), st.integers(0, 2**32 - 1))
 def test_no_plan_is_below_what_any_other_plan_proves(made, seed):

@@ -20,7 +20,7 @@ from splitkit.errors import NoPlanError, PolicyError
 from splitkit.joint import capture_joint
 from splitkit.memory import simulate_memory
 from splitkit.peaks import Peaks
-from splitkit.policies import RecomputeAll, Remat, SaveAll, pool
+from splitkit.policies import PlanPool, RecomputeAll, Remat, SaveAll, pool
 from splitkit.policies.budget import Budget
 from splitkit.policies.moments import Floors, Moments
 from splitkit.policies.search import Search
@@ -97,11 +97,6 @@ def profile_of(joint, plan):
     return simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
 
 
-@pytest.fixture(autouse=True)
-def nothing_remembered():
-    pool.forget()
-
-
 class Normed(nn.Module):
     """Tuples of which forward reads a member long after they were made: a norm, and statistics of it."""
 
@@ -123,7 +118,6 @@ def test_no_plan_that_saves_as_little_is_quicker(make, width):
     joint, costs, problem, peaks = small(make, width)
     plans = every(problem, peaks)
     for limit in sorted({saved for _, saved, *_ in plans}):
-        pool.forget()
         plan = Budget(limit, of="saved").assign(joint.flow, costs)
         best = min(seconds for seconds, saved, *_ in plans if saved <= limit)
         assert seconds_of(problem, plan) == pytest.approx(best, rel=1e-4)
@@ -150,7 +144,6 @@ def test_peaks_against_every_plan(make, width):
     equal = 0
     for limit in limits:
         best = min(seconds for seconds, _, peak, _ in plans if peak <= limit)
-        pool.forget()
         proof = Search(pool.Pool(problem, peaks), 10.0).peak(limit)
         assert proof.bound <= best * (1 + 1e-9)
         plan = Budget(limit).assign(joint.flow, costs)
@@ -189,11 +182,11 @@ def test_a_larger_budget_never_costs_more(name, of):
     costs = roofline(joint.graph_module)
     problem = savings(joint.flow, costs)
     whole = profile_of(joint, SaveAll())
-    spent = []
+    spent, known = [], PlanPool()
     for share in (0.7, 0.8, 0.9, 0.95, 1.0):
         limit = int(share * getattr(whole, of))
         try:
-            plan = Budget(limit, of=of).assign(joint.flow, costs)
+            plan = Budget(limit, of=of, pool=known).assign(joint.flow, costs)
         except NoPlanError:
             continue
         assert getattr(profile_of(joint, plan), of) <= limit
@@ -204,15 +197,15 @@ def test_a_larger_budget_never_costs_more(name, of):
 @settings(max_examples=60, deadline=None)
 @given(steps(), st.lists(st.floats(0.3, 1.0), min_size=2, max_size=4))
 def test_budgets_that_rise_cost_less_and_less(made, shares):
-    """In one process, the smallest first: each finds the plans of those before it."""
+    """With one pool, the smallest first: each finds the plans of those before it."""
     flow, costs = made
-    pool.forget()
+    known = PlanPool()
     problem, peaks = savings(flow, costs), Peaks(flow)
     whole = peaks.trace(SaveAll().assign(flow, costs)).peak
     spent = []
     for share in sorted(shares):
         try:
-            spent.append(seconds_of(problem, Budget(int(share * whole)).assign(flow, costs)))
+            spent.append(seconds_of(problem, Budget(int(share * whole), pool=known).assign(flow, costs)))
         except NoPlanError:
             assert not spent
     assert spent == sorted(spent, reverse=True)

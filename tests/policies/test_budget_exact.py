@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from splitkit.policies import pool
 from splitkit.policies.pool import Pool
 
 PATH = Path(__file__).parents[2] / "benchmarks" / "checkmate.py"
@@ -35,8 +34,8 @@ def solved(name):
     block = checkmate().Block.of(name)
     low, budgets = checkmate().budgets_of(block)
     masks = checkmate().every_plan(block.problem, 5000)
-    pool.forget()
-    return block, low, budgets, [Pool(block.problem, block.peaks).see(runs) for runs in masks]
+    pool = Pool(block.problem, block.peaks)
+    return block, low, budgets, [pool.see(runs) for runs in masks]
 
 
 def test_every_plan_is_every_plan():

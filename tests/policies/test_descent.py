@@ -17,11 +17,6 @@ from splitkit.testing.nets import NETS
 SMALL = {"layers": 3, "width": 64, "heads": 2, "batch": 2, "seq": 32, "vocab": 101}
 
 
-@pytest.fixture(autouse=True)
-def nothing_remembered():
-    pool.forget()
-
-
 def descent_of(name):
     made = NETS[name]() if name in NETS else models.build(name, **SMALL)
     joint = capture_joint(made.model, *made.args, **made.kwargs)
@@ -44,7 +39,6 @@ def test_layers_play_the_same_parts():
 def test_lower_than_the_seeds_and_the_same_again(name):
     lows = []
     for _ in range(2):
-        pool.forget()
         descent = descent_of(name)
         descent.sow()
         seeds = descent.pool.lowest().peak

@@ -13,7 +13,6 @@ from splitkit.errors import GraphError, PolicyError
 from splitkit.frontier import Frontier
 from splitkit.joint import capture_joint
 from splitkit.policies import Budget, MinCut, SaveAll
-from splitkit.policies.pool import forget
 from splitkit.policies.pricing import by_inductor, device_of, priced
 from splitkit.savings import savings
 
@@ -88,7 +87,6 @@ def test_budget(joint):
     prices = costs.fused(joint.graph_module, MINE)
     seconds = []
     for price in (None, "fused"):
-        forget()
         pair = joint.split(Budget(0.5, of="saved", price=price), costs.roofline(joint.graph_module, MINE))
         seconds.append(sum(prices.seconds(n) for n, keys in pair.plan.items() if len(keys) == 2))
     assert seconds[1] < seconds[0]
@@ -151,7 +149,6 @@ def test_fused_plans_are_the_better_ones_where_kernels_fuse():
     given = costs.roofline(joint.graph_module, MINE)
     taken = []
     for price in (None, "fused"):
-        forget()
         pair = joint.split(Budget(0.65, of="saved", price=price, time_limit=10), given)
         prices = costs.fused(pair.backward, MINE)
         taken.append(sum(map(prices.seconds, pair.backward.graph.nodes)))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import splitkit as sk
 from splitkit.cli import source
 from splitkit.cli.outcome import Outcome, facts, seconds, table
-from splitkit.cli.work import Work, prepare, require_folder, versions
+from splitkit.cli.work import Work, prepare, versions
 from splitkit.units import quantity, size
 
 if TYPE_CHECKING:
@@ -24,15 +24,12 @@ SHOWN = 3
 
 def run(args: Namespace) -> Outcome:
     """See the module."""
-    require_folder(args.output)
     work = prepare(source.from_args(args.model, args))
     data = {"command": "capture", "model": work.source.to_dict(), **summary(work.gm)}
     data |= {"seconds": work.clock.seconds, "file": args.output}
     if args.code:
         data["code"] = work.gm.code
-    if args.output:
-        _write(args.output, work)
-    return Outcome(data, _text(data))
+    return Outcome(data, _text(data), files={args.output: _nodes(work)} if args.output else {})
 
 
 def summary(gm: fx.GraphModule) -> dict[str, Any]:
@@ -91,14 +88,15 @@ def _dynamic(flow: Dataflow) -> dict[str, str]:
     }
 
 
-def _write(path: str, work: Work) -> None:
+def _nodes(work: Work) -> dict[str, Any]:
+    """The nodes of the graph as data."""
     from splitkit import planfile
     from splitkit.cli.describe import node_data
 
     graph = work.gm.graph
     header = {"schema": 1, "kind": "splitkit graph", "graph": planfile.fingerprint(graph), **versions()}
     nodes = [node_data(node) for node in graph.nodes]
-    planfile.write(path, {**header, "model": work.source.to_dict(), "nodes": nodes})
+    return {**header, "model": work.source.to_dict(), "nodes": nodes}
 
 
 def _text(data: dict[str, Any]) -> list[RenderableType]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 
 import splitkit as sk
-from splitkit.cli import placement
+from splitkit.cli import factories, placement
 from splitkit.cli.outcome import Outcome, seconds
-from splitkit.cli.work import TRAINING, make_plan, require_folder, versions
+from splitkit.cli.work import TRAINING, make_plan, versions
 from splitkit.errors import UsageError
 
 
@@ -23,15 +23,12 @@ def run(args: Namespace) -> Outcome:
         from splitkit.cli import placed
 
         return placed.plan(args)
+    factories.check(args.model, plans=False)
     if args.stages is None and args.policy is None:
         raise UsageError("SK601", f"{args.model} needs a policy", "Add --devices 4xh200, --stages N or --policy EXPR.")
-    require_folder(args.output)
     work, plan, costs = make_plan(args, args.model)
     report = sk.report(work.gm, plan, costs)
-    if args.output:
-        from splitkit import planfile
-
-        planfile.write(args.output, {**plan.to_dict(), "model": work.source.to_dict(), **versions()})
+    record = {**plan.to_dict(), "model": work.source.to_dict(), **versions()}
     took = work.clock.seconds
     times = f"captured in {seconds(took['capture'])}, planned in {seconds(took['plan'])}"
     data = {
@@ -43,4 +40,4 @@ def run(args: Namespace) -> Outcome:
         "file": args.output,
     }
     written = [f"wrote {args.output}"] if args.output else []
-    return Outcome(data, [report.table(), "", times, *written])
+    return Outcome(data, [report.table(), "", times, *written], files={args.output: record} if args.output else {})

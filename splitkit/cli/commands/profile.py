@@ -11,7 +11,7 @@ from splitkit.cli import source
 from splitkit.cli.outcome import Outcome, facts, table
 from splitkit.cli.work import Work, planned, prepare
 from splitkit.errors import CaptureError
-from splitkit.units import size
+from splitkit.units import at_most, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -77,7 +77,8 @@ def _training(work: Work, forward_only: bool) -> tuple[Training | None, str]:
 
 def _row(what: str, profile: MemoryProfile) -> dict[str, Any]:
     at = profile.to_dict(0)["at"]
-    return {"what": what, "predicted": profile.peak, "before": profile.baseline, "saved": profile.saved, "at": at}
+    row = {"what": what, "predicted": profile.peak, "before": profile.baseline, "saved": profile.saved, "at": at}
+    return row | {"bounds": dict(profile.bounds)}
 
 
 def _measured(found: MeasuredMemory, predicted: int) -> dict[str, Any]:
@@ -98,7 +99,7 @@ def _text(data: dict[str, Any], args: Namespace) -> list[RenderableType]:
 
 
 def _cells(row: Mapping[str, Any], measured: bool) -> list[str]:
-    cells = [row["what"], size(row["predicted"])]
+    cells = [row["what"], at_most(row["predicted"], row["bounds"])]
     if measured:
         error = "exact" if not row["error"] else f"{100 * row['error']:+.3f} %"
         cells += [size(row["measured"]), error, "" if row["allocator"] is None else size(row["allocator"])]
@@ -114,5 +115,6 @@ def _place(at: Mapping[str, Any] | None) -> str:
 def _live(what: str, profile: Mapping[str, Any]) -> list[RenderableType]:
     named = "forward" if what == "forward" else "forward + backward"
     rows = [(b["name"], b["module"], b["kind"], size(b["nbytes"])) for b in profile["live_at_peak"]]
-    summary = facts({"alive at the peak of": f"{named}: {_place(profile['at'])}, {size(profile['peak'])}"})
+    most = at_most(profile["peak"], profile["bounds"])
+    summary = facts({"alive at the peak of": f"{named}: {_place(profile['at'])}, {most}"})
     return [summary, table(("made by", "module", "kind", "bytes"), rows, ("bytes",))]

@@ -57,11 +57,10 @@ def run(args: Namespace) -> Outcome:
 
 
 def _outputs(output: Any) -> list[dict[str, str]]:
-    from splitkit._torch import pytree
     from splitkit.cli.describe import value_text
+    from splitkit.outputs import named_leaves
 
-    leaves = pytree.tree_flatten_with_path(output)[0]
-    return [{"name": f"output{pytree.keystr(path)}", "value": value_text(leaf)} for path, leaf in leaves]
+    return [{"name": f"output{path}", "value": value_text(leaf)} for path, leaf in named_leaves(output)[0]]
 
 
 def _parts(split: Split, times: Sequence[float]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from argparse import Namespace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
+from splitkit import files
 from splitkit.cli.outcome import Outcome
 from splitkit.cli.work import planned, versions
 from splitkit.errors import FileError, UsageError
@@ -25,7 +27,6 @@ def run(args: Namespace) -> Outcome:
     """See the module."""
     if args.force and not args.output:
         raise UsageError("SK601", "--force goes with -o DIR", "Name the folder to write.")
-    _require_free(args.output, args.force)
     work, plan, costs = planned(args)
     with work.clock.step("split", "splitting"):
         split = sk.split(work.gm, plan)
@@ -67,23 +68,11 @@ def part_names(split: Split) -> dict[Any, str]:
     return {module: name for name, module in split.module.named_children() if module in parts}
 
 
-def _require_free(folder: str | None, force: bool) -> None:
-    if folder is None:
-        return
-    path = Path(folder)
-    if path.exists() and not path.is_dir():
-        raise FileError("SK504", f"{folder} is a file", "Name a folder.")
-    if path.is_dir() and any(path.iterdir()) and not force:
-        raise FileError("SK504", f"the folder {folder} is not empty", "Name another one, or pass --force.")
-    if not path.absolute().parent.is_dir():
-        raise FileError("SK504", f"there is no folder {path.absolute().parent}", "Make it first.")
-
-
 def _write(folder: Path, split: Split, data: dict[str, Any]) -> None:
     """All files are made in a folder beside the target first, then moved: whole or not at all."""
     from splitkit import planfile
 
-    target = folder.absolute()
+    target = Path(os.path.realpath(folder))  # a link to a folder stays one
     try:
         draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
@@ -107,7 +96,7 @@ def _move(draft: Path, target: Path) -> None:
         return
     _drop_earlier_parts(target)
     for file in sorted(draft.iterdir(), key=lambda f: f.name == "split.json"):  # the list of the parts comes last
-        file.replace(target / file.name)
+        files.write(target / file.name, file.read_text(encoding="utf-8"))  # links among them stay links
 
 
 def _drop_earlier_parts(target: Path) -> None:

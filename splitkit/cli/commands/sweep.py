@@ -11,7 +11,7 @@ from splitkit.cli import devicelist, placement, trainplan
 from splitkit.cli.outcome import Outcome, facts, seconds, table
 from splitkit.errors import UsageError
 from splitkit.frontier import Point
-from splitkit.units import size
+from splitkit.units import duration, size
 
 PIPELINES = ("microbatches", "schedules", "devices", "memory", "links", "optimizer")
 """Options that go with ``--stages``."""
@@ -63,12 +63,12 @@ def _frontier(args: Namespace) -> Outcome:
     text = facts(
         {
             "prices": data["prices"] or "FLOPs",
-            "a step without recompute": seconds(frontier.step_seconds),
+            "a step without recompute": duration(frontier.step_seconds, frontier.unit),
             "took": f"capture {seconds(took['capture'])}, frontier {seconds(took['frontier'])}",
         }
     )
     titles = ("saved", "of all", "computed again", "of the step", "peak")
-    return Outcome(data, [text, "", table(titles, _cells(rows, frontier.step_seconds), titles)])
+    return Outcome(data, [text, "", table(titles, _cells(rows, frontier), titles)])
 
 
 def _spread(frontier: sk.Frontier, count: int) -> Iterator[Point]:
@@ -82,8 +82,9 @@ def _spread(frontier: sk.Frontier, count: int) -> Iterator[Point]:
             yield point
 
 
-def _cells(rows: list[dict[str, Any]], step: float) -> Iterator[list[str]]:
+def _cells(rows: list[dict[str, Any]], frontier: sk.Frontier) -> Iterator[list[str]]:
+    step, unit = frontier.step_seconds, frontier.unit
     most = max(row["saved"] for row in rows)
     for row in rows:
         share, again = row["saved"] / most if most else 1.0, row["seconds"] / step if step else 0.0
-        yield [size(row["saved"]), f"{share:.0%}", seconds(row["seconds"]), f"{again:.1%}", size(row["peak"])]
+        yield [size(row["saved"]), f"{share:.0%}", duration(row["seconds"], unit), f"{again:.1%}", size(row["peak"])]

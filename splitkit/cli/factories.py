@@ -1,0 +1,108 @@
+"""What to write for a model that is named wrongly: read from names and source, no code of the model is run."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+
+from splitkit.errors import CaptureError, UsageError
+from splitkit.factory import functions_in, listed
+from splitkit.models import NAMES
+
+EXAMPLE = "my_model.py:make"
+
+
+def check(spec: str, plans: bool) -> None:
+    """Refuse what names no model; without torch.
+
+    Args:
+        spec: as it was written.
+        plans: whether a plan file may stand in its place.
+
+    Raises:
+        UsageError: SK402 for what is no example, SK602 for a file or module without a function of it.
+        CaptureError: SK403 for a file that is not there.
+    """
+    place, colon, name = spec.rpartition(":")
+    if not colon:
+        _check_word(spec, plans)
+    elif not place or not name:
+        missing = "file or module" if not place else "function"
+        raise UsageError("SK602", f"{spec!r} names no {missing}", _instead(place, name))
+    elif (path := Path(place)).is_dir() and not (path / "__init__.py").is_file():
+        raise UsageError("SK602", f"{place} is a folder", _of_folder(path))
+    elif place.endswith(".py") and not path.is_file():
+        raise CaptureError("SK403", f"there is no file {place}", _of_file(path, plans=False))
+    elif ".py:" in place:
+        raise UsageError("SK602", f"{spec!r} has two colons", f"Write {place}.")
+    elif path.is_file() and path.suffix != ".py":
+        raise UsageError("SK602", f"{place} is no Python file", f"Name a file that ends in .py: {EXAMPLE}.")
+
+
+def _check_word(spec: str, plans: bool) -> None:
+    """A name without a colon."""
+    if spec in NAMES:
+        return
+    path = Path(spec)
+    if path.suffix == ".json":
+        raise UsageError("SK602", f"{spec} is no model", "Name a model; `splitkit run PLAN.json` runs a plan.")
+    if path.suffix == ".py" or (path.is_file() and path.suffix != ""):
+        lack = ", and no function in it" if path.is_file() else " that does not exist, and no function in it"
+        raise UsageError("SK602", f"{spec} names a file{lack}", _of_file(path, plans))
+    near = get_close_matches(spec.lower(), NAMES, n=1)
+    if not near and path.is_dir():
+        raise UsageError("SK602", f"{spec} is a folder", _of_folder(path))
+    remedy = f"Did you mean {near[0]}? " if near else ""
+    if path.with_suffix(".py").is_file():
+        remedy = f"Did you mean {_such_as(path.with_suffix('.py'))}? "
+    elif plans and path.is_file():
+        remedy = f"A plan is known by its name: call it {spec}.json. "
+    elif plans and path.with_name(f"{path.name}.json").is_file():
+        remedy = f"Did you mean {spec}.json? "
+    raise UsageError(
+        "SK402", f"there is no example model {spec!r}", f"{remedy}Choose one of {', '.join(NAMES)}; or name {EXAMPLE}."
+    )
+
+
+def _instead(place: str, name: str) -> str:
+    if place.endswith(".py"):
+        return _of_file(Path(place), plans=False)
+    return f"Write {place or 'my_model.py'}:{name or 'make'}."
+
+
+def _of_file(path: Path, plans: bool) -> str:
+    """What to write for a file without a function."""
+    if not path.is_file():
+        near = get_close_matches(path.name, _python_files(path.parent), n=1)
+        return f"Did you mean {_such_as(path.with_name(near[0]))}?" if near else f"Name a file that exists: {EXAMPLE}."
+    if path.suffix != ".py":
+        known = "; plans end in .json" if plans else ""
+        return f"A model is a function in a file that ends in .py: {EXAMPLE}{known}."
+    try:
+        names = functions_in(path)
+    except (SyntaxError, ValueError) as error:
+        return f"Write {path}:FUNCTION; and mend the file: {error}."
+    if not names:
+        return f"Define a function in it that returns (module, inputs), such as make, and write {path}:make."
+    return f"Write {path}:FUNCTION, such as {path}:{names[0]}; {listed(names)}."
+
+
+def _of_folder(path: Path) -> str:
+    found = _python_files(path)
+    return f"Write {_such_as(path / found[0])}." if found else f"Name a Python file and a function: {EXAMPLE}."
+
+
+def _such_as(path: Path) -> str:
+    """``my_model.py:make``, with a function that is there."""
+    try:
+        names = functions_in(path)
+    except (OSError, SyntaxError, ValueError):
+        names = []
+    return f"{path}:{names[0] if names else 'FUNCTION'}"
+
+
+def _python_files(folder: Path) -> list[str]:
+    try:
+        return sorted(p.name for p in folder.iterdir() if p.suffix == ".py")
+    except OSError:
+        return []

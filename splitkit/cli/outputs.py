@@ -1,0 +1,106 @@
+"""The files that a command line wants written: refused before the work, written at its end."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from splitkit import files
+from splitkit.errors import FileError, UsageError
+
+STDOUT = "/dev/stdout"
+
+
+def check(args: Namespace) -> None:
+    """Refuse outputs that cannot be written, or that would overwrite what the command reads; without torch.
+
+    ``-`` becomes `STDOUT`.
+
+    Raises:
+        FileError: SK504.
+        UsageError: SK603.
+    """
+    wanted = {}
+    for option in ("output", "trace"):
+        path = getattr(args, option, None)
+        if path is None:
+            continue
+        if path == "-" and args.command != "split":
+            path = STDOUT
+            setattr(args, option, path)
+        wanted["-o" if option == "output" else "--trace"] = path
+    for option, path in wanted.items():
+        _require_other(option, path, args)
+    if len(wanted) == 2 and _same(*wanted.values()):
+        raise UsageError("SK603", f"-o and --trace both name {args.output}", "Name two files.")
+    if args.command == "split":
+        if args.output is not None:
+            _require_folder(args.output, args.force)
+        return
+    for option, path in wanted.items():
+        if args.json and files.descriptor(path) == 1:
+            raise UsageError(
+                "SK603", f"{option} {path} and --json both print to standard output", f"Give {option} a file."
+            )
+        try:
+            files.require_writable(path)
+        except (OSError, ValueError) as error:
+            raise files.refusal(path, error) from error
+
+
+def _require_other(option: str, path: str, args: Namespace) -> None:
+    for source in _inputs(args):
+        if _same(path, source):
+            raise UsageError(
+                "SK603", f"{option} {path} would overwrite what this command reads", "Name another file, or a new one."
+            )
+
+
+def _inputs(args: Namespace) -> Iterator[str]:
+    """What the arguments name that may be a file: the model, a plan, devices."""
+    for name in ("model", "target", "devices", "costs"):
+        text = getattr(args, name, None)
+        if text:
+            yield text
+            yield text.rpartition(":")[0]  # my.py:make, devices.toml:mine
+            yield text.partition(":")[2].rpartition(":")[0]  # roofline:devices.toml:mine
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two names are one regular file, which may not be there yet."""
+    try:
+        if Path(one).exists() and Path(other).exists():
+            return Path(one).is_file() and Path(one).samefile(other)
+        return bool(one and other) and os.path.realpath(one) == os.path.realpath(other)
+    except (OSError, ValueError):
+        return False
+
+
+def _require_folder(folder: str, force: bool) -> None:
+    """Refuse a folder that `splitkit split` cannot fill."""
+    path = Path(folder)
+    if not folder:
+        raise FileError("SK504", "cannot write '': the name is empty", "Name a folder, such as parts.")
+    if path.exists() and not path.is_dir():
+        raise FileError("SK504", f"{folder} is a file", "Name a folder: one file a part is written into it.")
+    if path.is_dir() and any(path.iterdir()) and not force:
+        raise FileError("SK504", f"the folder {folder} is not empty", "Name another one, or pass --force.")
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise FileError("SK504", f"there is no folder {target.parent}", "Make it first.")
+    try:
+        files.require_room(target if target.is_dir() else target.parent)
+    except OSError as error:
+        raise FileError("SK504", f"cannot write {folder}: {error.strerror}", "Name another folder.") from error
+
+
+def write(wanted: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Write data as JSON, each file whole or not at all; whether one of them is standard output."""
+    from splitkit import planfile
+
+    for path, data in wanted.items():
+        planfile.write(path, data)
+    return any(files.descriptor(path) == 1 for path in wanted)

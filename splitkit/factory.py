@@ -1,0 +1,197 @@
+"""Models that a function of the user's makes: found in a file or module, called, and its result understood."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from splitkit.errors import CaptureError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SHOWN = 8
+RETURN = "Return (module, args), (module, args, kwargs), (module, kwargs) or a splitkit.models.Example."
+
+
+@dataclass(frozen=True)
+class Example:
+    """A model in training mode, and inputs that make it return a loss.
+
+    Attributes:
+        model: the module.
+        args: positional inputs.
+        kwargs: keyword inputs.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def made_by(spec: str, sizes: Mapping[str, int]) -> Example:
+    """What the factory ``place:name`` makes, called with ``sizes``.
+
+    Raises:
+        CaptureError: SK402 for a package that is not installed; SK403 for a factory that is missing, cannot be called
+            with these sizes, or returns something else.
+    """
+    place, _, name = spec.rpartition(":")
+    module = _module(place)
+    factory = _factory(module, place, name)
+    _require_fit(spec, factory, sizes)
+    called = f"{name}({', '.join(f'{k}={v}' for k, v in sizes.items())})"
+    with _noted(getattr(module, "__file__", None) or place, f"in {called}"):
+        made = factory(**sizes)
+    return _example(spec, made)
+
+
+def functions_in(path: Path) -> list[str]:
+    """Functions of a Python file that may be factories, read without running it: those that return several values, or
+    else all that return one.
+
+    Raises:
+        OSError: it cannot be read.
+        SyntaxError: it is no Python.
+        ValueError: it is no text.
+    """
+    tree = ast.parse(path.read_bytes(), str(path))
+    functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")]
+    returned = {f.name: [n.value for n in ast.walk(f) if isinstance(n, ast.Return) and n.value] for f in functions}
+    pairs = [name for name, values in returned.items() if any(isinstance(v, ast.Tuple) for v in values)]
+    return pairs or [name for name, values in returned.items() if values]
+
+
+def listed(names: Sequence[str]) -> str:
+    """``its functions: mlp, conv``."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"its functions: {', '.join(names[:SHOWN])}{more}" if names else "it has no function that returns something"
+
+
+def _module(place: str) -> ModuleType:
+    """The module at a path that ends in ``.py``, or of a dotted name."""
+    try:
+        with _noted(place, "which was read for its factory"):
+            return _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except FileNotFoundError as error:
+        if Path(place).is_file():  # it looks for another one
+            raise
+        raise CaptureError("SK403", f"there is no file {place}", "Give the path of a Python file.") from error
+    except ModuleNotFoundError as error:
+        own = (error.name or "").split(".")[0] == place.split(".")[0]
+        remedy = f"pip install {error.name}"
+        if own:
+            remedy = "Go where it can be imported, install it, or name its file: path/to/file.py:make."
+        raise CaptureError("SK402", f"{place} needs the package {error.name!r}, which is missing", remedy) from error
+
+
+def _from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise FileNotFoundError(path)
+    name = f"splitkit_model_{path.stem}"
+    description = importlib.util.spec_from_file_location(name, path)
+    assert description is not None and description.loader is not None
+    module = importlib.util.module_from_spec(description)
+    sys.modules[name] = module  # dataclasses and pickle look a class up by its module
+    try:
+        description.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _factory(module: ModuleType, place: str, name: str) -> Callable[..., Any]:
+    from torch import nn
+
+    factory = getattr(module, name, None)
+    if isinstance(factory, nn.Module):
+        raise CaptureError("SK403", f"{place}:{name} is a module, no function that makes one", RETURN)
+    if callable(factory):
+        return factory  # type: ignore[no-any-return]  # a module's attribute may be anything
+    try:
+        names = functions_in(Path(module.__file__ or ""))
+    except (OSError, SyntaxError, ValueError):
+        names = []
+    near = get_close_matches(name, names, n=1)
+    remedy = f"Did you mean {place}:{near[0]}? " if near else "Define a function of that name there; "
+    found = "does not exist" if factory is None else f"is a {type(factory).__name__}, no function"
+    raise CaptureError("SK403", f"the factory {name!r} in {place} {found}", f"{remedy}{_capital(listed(names), near)}.")
+
+
+def _capital(text: str, after_a_sentence: object) -> str:
+    return text[0].upper() + text[1:] if after_a_sentence else text
+
+
+def _require_fit(spec: str, factory: Callable[..., Any], sizes: Mapping[str, int]) -> None:
+    """Refuse sizes that the factory does not take, or lacks."""
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # of some builtins
+        return
+    try:
+        signature.bind(**sizes)
+    except TypeError as error:
+        needed = [p.name for p in signature.parameters.values() if p.default is p.empty and p.name not in sizes]
+        example = f"--size {needed[0]}=8" if needed else "--size NAME=N"
+        raise CaptureError(
+            "SK403",
+            f"{spec} cannot be called: {error}",
+            f"It is {spec.rpartition(':')[2]}{signature}: give sizes that it takes ({example}), or defaults to it.",
+        ) from error
+
+
+@contextmanager
+def _noted(file: str, what: str) -> Iterator[None]:
+    """Add to what is raised inside where in the user's file that was."""
+    try:
+        yield
+    except (CaptureError, ModuleNotFoundError):
+        raise
+    except Exception as error:
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if _is(f.filename, file)]
+        if isinstance(error, SyntaxError) and error.filename and _is(error.filename, file):
+            lines.append(error.lineno)
+        error.add_note(f"It was raised at {file}{f':{lines[-1]}' if lines else ''}, {what}")
+        raise
+
+
+def _is(one: str, other: str) -> bool:
+    return Path(one).absolute() == Path(other).absolute()
+
+
+def _example(spec: str, made: object) -> Example:
+    import torch
+    from torch import nn
+
+    if isinstance(made, Example):
+        return made
+    match made:
+        case (nn.Module() as model, torch.Tensor() as tensor):
+            return Example(model, (tensor,), {})
+        case (nn.Module() as model, dict() as kwargs):
+            return Example(model, (), dict(kwargs))
+        case (nn.Module() as model, tuple() | list() as args):
+            return Example(model, tuple(args), {})
+        case (nn.Module() as model, tuple() | list() as args, dict() as kwargs):
+            return Example(model, tuple(args), dict(kwargs))
+        case nn.Module():
+            raise CaptureError("SK403", f"{spec} returned {_described(made)} without inputs", RETURN)
+    raise CaptureError("SK403", f"{spec} returned {_described(made)}", RETURN)
+
+
+def _described(made: object) -> str:
+    if isinstance(made, (tuple, list)):
+        return f"a {type(made).__name__} of ({', '.join(type(item).__name__ for item in made)})"
+    return "nothing" if made is None else f"a {type(made).__name__}"

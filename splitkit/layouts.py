@@ -1,0 +1,109 @@
+"""Strides that kernels give their results where the fake tensors of a graph have others, and what follows from them.
+
+BatchNorm on the CPU returns a contiguous tensor whatever it is given; its fake keeps the strides of the input. Whether
+``contiguous`` or ``reshape`` copies is decided by the strides that are really there::
+
+    y = batch_norm(x.transpose(1, 2))     kernel: contiguous        fake: as x
+    z = y.contiguous()                    kernel: y itself          fake: a copy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode  # 2.11, 2.13, 2.15
+from torch.fx import Node
+
+from splitkit import _torch
+from splitkit.costs.sizes import tensors
+from splitkit.standins import acts, hint, stand_in
+from splitkit.symbols import value_of
+
+Layouts = Mapping[Node, Any]
+"""Node -> a stand-in for its value, for those whose strides are not the ones of ``meta["val"]``."""
+
+
+def layouts(gm: fx.GraphModule, sizes: Mapping[str, int]) -> Layouts:
+    """The values of a graph that kernels lay out otherwise than their fakes, and those that follow from them.
+
+    Args:
+        gm: a graph with ``meta["val"]``.
+        sizes: symbol -> size, where that is not the one seen at capture.
+    """
+    found: dict[Node, Any] = {}
+    for node in gm.graph.nodes:
+        if "call" not in node.op or (node.target not in _CONTIGUOUS and found.keys().isdisjoint(node.all_input_nodes)):
+            continue
+        relaid = node.target in _CONTIGUOUS
+        value = _relaid(node, sizes, found) if relaid else _again(gm, node, sizes, found)
+        if _strides(value, sizes) != _strides(value_of(node), sizes):
+            found[node] = value
+    return found
+
+
+def _relaid(node: Node, sizes: Mapping[str, int], found: Layouts) -> Any:
+    """The value with its first tensor as the kernel lays it out, in the order that the first argument suggests."""
+    value, first = value_of(node), node.all_input_nodes[0] if node.all_input_nodes else node
+    given = found.get(first, value_of(first))
+    if not isinstance(given, torch.Tensor) or given.device.type != "cpu":
+        return value
+    pieces = list(value) if isinstance(value, tuple | list) else [value]
+    with FakeTensorMode():
+        given = torch.empty_strided(_plain(given.shape, sizes), _plain(given.stride(), sizes))
+        keeps_order = node.target in _KEEP_ORDER and not given.is_contiguous()
+        made = torch.empty(_plain(pieces[0].shape, sizes), dtype=pieces[0].dtype, device=pieces[0].device)
+        for order in (torch.channels_last, torch.channels_last_3d):
+            if keeps_order and given.ndim == _DIMENSIONS[order] and given.is_contiguous(memory_format=order):
+                made = made.contiguous(memory_format=order)
+    return (made, *pieces[1:]) if isinstance(value, tuple | list) else made
+
+
+def _again(gm: fx.GraphModule, node: Node, sizes: Mapping[str, int], found: Layouts) -> Any:
+    """What a node yields on these values; what the graph says where it does not run on fakes."""
+    try:
+        return value_of(node) if acts(gm, node) else stand_in(gm, node, sizes, given=found).run(_result)
+    except Exception:  # a custom op without a fake, a size that only the data decides, a view that cannot be
+        return value_of(node)
+
+
+def _result(call: Any, *args: Any, **kwargs: Any) -> Any:
+    return call(*args, **kwargs)
+
+
+def _strides(value: Any, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
+    return [_plain(t.stride(), sizes) for t in tensors(value) if t.layout is torch.strided]
+
+
+def _plain(shape: Iterable[int | torch.SymInt], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(hint(size, sizes) for size in shape)
+
+
+def _overloads(names: Iterable[str]) -> frozenset[Any]:
+    packets = (getattr(torch.ops.aten, name, None) for name in names)
+    return frozenset(op for packet in packets if packet is not None for op in _torch.spellings(packet))
+
+
+_DIMENSIONS = {torch.channels_last: 4, torch.channels_last_3d: 5}
+# Ops whose kernels on the CPU return a contiguous tensor, found by running all that torch has samples of. BatchNorm
+# keeps to channels-last.
+_KEEP_ORDER = _overloads(
+    (
+        "batch_norm",
+        "native_batch_norm",
+        "_native_batch_norm_legit",
+        "_native_batch_norm_legit_functional",
+        "_native_batch_norm_legit_no_training",
+        "_batch_norm_with_update",
+        "_batch_norm_with_update_functional",
+        "_batch_norm_no_update",
+    )
+)
+_CONTIGUOUS = (
+    _KEEP_ORDER
+    | _overloads(("log_sigmoid", "log_sigmoid_forward", "rrelu", "rrelu_with_noise", "rrelu_with_noise_functional"))
+    | _overloads(("upsample_nearest1d", "_upsample_nearest_exact1d"))
+    | {torch.ops.aten.pow.Scalar}
+)

@@ -1,0 +1,83 @@
+"""Methods of what is no tensor: a numpy array's ``sort`` is in place, an object's ``mul`` may be anything."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx, nn
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # 2.11, 2.13, 2.15
+from torch.fx import Node
+
+from splitkit.ops import tables
+from splitkit.ops.facts import Effects, unknown
+from splitkit.ops.modules import is_stock, lookup
+from splitkit.ops.names import is_python, torch_name
+from splitkit.symbols import value_of
+
+_KNOWN = (
+    *(torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, torch.UntypedStorage, torch.TypedStorage),
+    *(int, float, complex, bool, str, tuple, list, dict, set, frozenset, nn.Module),
+)
+_OPERATORS = (OpOverload, OpOverloadPacket, HigherOrderOperator)
+
+
+def foreign_effects(node: Node, root: nn.Module) -> Effects | None:
+    """What a method does that is not one of a tensor; ``None`` if it may be taken for a tensor's."""
+    subject = node.args[0] if node.args else None
+    if not isinstance(subject, Node):
+        return None
+    name = str(node.target)
+    if name in tables.AMBIENT:
+        return None
+    if not hasattr(torch.Tensor, name) or _is_object(subject, root):
+        return unknown(node)
+    in_place = name in tables.IN_PLACE_ELSEWHERE or (name == "add" and not node.users)  # a set's
+    if in_place and name != "add" and not node.users and subject.op == "placeholder" and value_of(subject) is None:
+        return unknown(node)  # for what else would it be called?
+    return unknown(node) if (in_place or _has_out(node, name)) and _may_be_array(subject, root) else None
+
+
+def _has_out(node: Node, name: str) -> bool:
+    """Does a node stand where an array's method takes ``out``?"""
+    place = 1 + tables.OUT_AFTER.get(name, len(node.args))
+    return any(isinstance(a, Node) for a in node.args[place:])
+
+
+def _is_object(subject: Node, root: nn.Module) -> bool:
+    """Is it an object of another kind than torch's: an attribute of the graph, something that it holds, an input?"""
+    while value_of(subject) is None and subject.target in (getattr, operator.getitem):
+        source = subject.args[0]
+        if not isinstance(source, Node):
+            return False
+        subject = source
+    value = value_of(subject)
+    if value is None and subject.op == "get_attr":
+        value = lookup(root, subject.target)
+    return value is not None and not isinstance(value, _KNOWN)
+
+
+def _may_be_array(value: Node, root: nn.Module) -> bool:
+    """Follow a value to what made it: a tensor's ``numpy()``, an object, code that is not known?"""
+    while True:
+        known, target = value_of(value), value.target
+        if known is None and value.op == "get_attr":
+            known = lookup(root, target)
+        if known is not None:
+            return not isinstance(known, _KNOWN)
+        if value.op == "placeholder":  # a tensor, by far most often
+            return False
+        if value.op == "call_module":
+            module = lookup(root, target)
+            return not is_stock(module) and not isinstance(module, fx.GraphModule)
+        if isinstance(target, _OPERATORS):
+            return False
+        name = torch_name(target)
+        if name in tables.MAKE_FOREIGN:
+            return True
+        if value.op == "call_function" and not is_python(value):
+            return name is None
+        inputs = value.all_input_nodes  # a method or an operator of an array yields an array
+        if not inputs:
+            return False
+        value = inputs[0]
