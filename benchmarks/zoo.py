@@ -2,7 +2,7 @@
 
 Every architecture of `zoo_models.py` has random weights and tiny sizes, is fresh (never called before) at every door,
 and is called as its documentation calls it: default ``use_cache``, to train with labels, for causal language models
-with ``labels=input_ids``. Each runs in a process of its own, with a limit of time and memory, in eval and in train mode:
+with ``labels=input_ids``. Each runs in a process of its own, with a limit of time and memory, in eval and train mode:
 
 export    whether ``torch.export.export`` alone takes it: the first call, or one without caches after a call of the
           model: the reference of
@@ -55,11 +55,11 @@ PASSES, DIED = "passes", "died"
 Found = dict[str, Any]
 
 
-def first_line(error: BaseException) -> str:
-    """What an error says, in a line, with where the model stopped if it says so."""
+def said(error: BaseException) -> str:
+    """What an error says, in a line: the reason and what torch has to say, but no more of it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kind = "" if isinstance(error, sk.SplitError | Different) else f"{type(error).__name__}: "
-    return f"{kind}{lines[0] if lines else ''}"[:400]
+    return kind + " | ".join(lines[: 3 if isinstance(error, sk.SplitError) else 1])[:500]
 
 
 class Steps:
@@ -90,7 +90,7 @@ class Steps:
         except Exception as error:
             kinds = {Different: "wrong", sk.SplitError: "refused"}
             verdict = next((word for kind, word in kinds.items() if isinstance(error, kind)), "fails")
-            self.found["why"][name] = first_line(error)
+            self.found["why"][name] = said(error)
         self.found["verdicts"][name] = verdict
         self.found["seconds"][name] = time.process_time() - start
         self.tell(self.found)
@@ -126,7 +126,7 @@ class Steps:
         try:
             torch.export.export(model, (), dict(inputs))
         except Exception as error:
-            self.found["why"]["export"] = first_line(error)
+            self.found["why"]["export"] = said(error)
             model, inputs = self.fresh()
             without_cache(model)
             model(**inputs)
@@ -276,7 +276,7 @@ def summary_of(table: list[Found], skipped: Iterable[Row]) -> Found:
         "architectures": len(table),
         "calls": len(calls),
         "rows at fault": sum(len(row["modes"]) for row in table) - len(calls),
-        "verdicts": {step: {word: found.count(word) for word in sorted(set(found))} for step, found in verdicts.items()},
+        "verdicts": {step: dict(Counter(found)) for step, found in verdicts.items()},
         "captured of those that export takes": f"{both} of {len(exported)}",
         "memory": {
             "predicted": len(errors), "exact": errors.count(0), "within 1 %": sum(abs(e) <= 0.01 for e in errors),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -146,7 +147,7 @@ class NeuralODE(nn.Module):
 
     def forward(self, y: Tensor, times: Tensor) -> Tensor:
         path = [y]
-        for start, end in zip(times[:-1], times[1:], strict=True):
+        for start, end in pairwise(times):
             step, now = end - start, start.expand(len(y), 1)
             one = self.field(torch.cat([y, now], -1))
             two = self.field(torch.cat([y + step / 2 * one, now + step / 2], -1))
