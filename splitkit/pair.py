@@ -66,8 +66,9 @@ class Pair:
         """A few lines: the plan, the graphs, how much is saved, and what is largest of it."""
         values = [value for value in self.saved_values if value.nbytes]
         more = [f"  ... and {len(values) - _SHOWN} more"] if len(values) > _SHOWN else []
+        forward, backward = len(self.forward.graph.nodes), len(self.backward.graph.nodes)
         lines = [
-            f"Pair: forward of {len(self.forward.graph.nodes)} nodes, backward of {len(self.backward.graph.nodes)} nodes",
+            f"Pair: forward of {forward} nodes, backward of {backward} nodes",
             *([f"  {self.plan.note}"] if self.plan and self.plan.note else []),
             f"  {self.outputs} outputs, {len(values)} values saved",
             *(f"  {value}" for value in values[:_SHOWN]),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import itertools
 import hashlib
+import itertools
 import json
 import logging
 import operator
@@ -33,14 +33,10 @@ from splitkit import _torch, costs
 from splitkit.cli import main
 from splitkit.costs import unit
 from splitkit.costs.keys import is_lasting, key_of
-from splitkit.errors import CostError, GraphError
-from splitkit.peaks import Peaks
-from splitkit.plan import Plan
-from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, RoundRobin, SaveAll, Stages
 from splitkit.errors import CostError, GraphError, NoPlanError, PolicyError
 from splitkit.peaks import Peaks
 from splitkit.plan import Plan
-from splitkit.policies import Budget, RoundRobin
+from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, RoundRobin, SaveAll, Stages
 from splitkit.policies.pool import Pool as PlansSeen
 from splitkit.policies.search import Search
 from splitkit.rewrite import refine
@@ -1110,16 +1106,355 @@ def test_the_products_of_transformers_experts_counted_as_random():
     assert node not in sk.analyze(fx.GraphModule(nn.Module(), graph)).once
 
 
-def test_a_pipe_of_torchs_pipelining_gave_a_tensor_whose_first_row_was_taken_for_the_output(monkeypatch):
-    from torch.distributed.pipelining import _IR, SplitPoint, pipeline
+class Held(nn.Module):
+    """A leaf that splitkit does not know; it reaches a buffer in one of many ways."""
 
-    monkeypatch.setattr(_IR, "split_module", sk.split_module)
-    model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), torch.randn(5, 4)
-    expected = model(x)
-    pipe = pipeline(model, (x,), split_spec={"2": SplitPoint.BEGINNING})
-    out = pipe(x)
-    assert type(out) is tuple and len(out) == 1
-    torch.testing.assert_close(out[0], expected)
+    def __init__(self, buffer, way, act):
+        super().__init__()
+        self.act = act
+        if way == "list":
+            self.reach = [buffer].__getitem__
+        elif way == "dict":
+            self.reach = {0: [buffer]}[0].__getitem__
+        elif way == "closure":
+            self.reach = lambda _: buffer
+        else:
+            GLOBALS["held"] = buffer
+            self.reach = lambda _: GLOBALS["held"]
+
+    def forward(self, x):
+        return self.act(self.reach(0), x)
+
+
+GLOBALS = {}
+ACTS = {
+    "writes": lambda held, x: (held.add_(1), x * 1)[1],
+    "reads": lambda held, x: x + held,
+    "resizes": lambda held, x: (held.data.mul_(3), x * 1)[1],
+    "lends": lambda held, x: held,
+}
+
+
+def around_a_leaf(way, act, kind="buffer"):
+    """An op that reads the buffer, the leaf, an op that writes it, an op that reads it again."""
+    root = nn.Module()
+    if kind == "buffer":
+        root.register_buffer("held", torch.zeros(3))
+    else:
+        root.register_parameter("held", nn.Parameter(torch.zeros(3), requires_grad=False))
+    root.leaf = Held(root.held, way, ACTS[act])
+    graph = fx.Graph()
+    x, y, held = graph.placeholder("x"), graph.placeholder("y"), graph.get_attr("held")
+    early = graph.call_function(torch.add, (x, held))
+    leaf = graph.call_module("leaf", (y,))
+    middle = graph.call_function(torch.mul, (held, 2))
+    write = graph.call_method("add_", (leaf if act == "lends" else held, 5))
+    late = graph.call_function(torch.sub, (early, held))
+    graph.output((early, leaf, middle, write, late))
+    return root, fx.GraphModule(root, graph)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "parameter"])
+@pytest.mark.parametrize("act", list(ACTS))
+@pytest.mark.parametrize("way", ["list", "dict", "closure", "global"])
+def test_opaque_code_reached_a_buffer_by_another_way_than_its_arguments(way, act, kind):
+    root, gm = around_a_leaf(way, act, kind)
+
+    def run(module):
+        root.held.data.zero_()
+        return [v.tolist() for v in module(torch.ones(3), torch.zeros(3))]
+
+    whole, nodes, right = run(gm), [n for n in gm.graph.nodes if n.op.startswith("call")], 0
+    for labels in range(2 ** len(nodes)):
+        where = {n: labels // 2**i % 2 for i, n in enumerate(nodes)}
+        for options in ({}, {"parameters": "hoist", "on_cycle": "refine"}):
+            try:
+                made = sk.split(gm, where, **options)
+            except sk.SplitError as error:
+                assert error.code == "SK203" and "on_cycle" not in options
+            else:
+                assert run(made.module) == whole
+                right += 1
+    assert right >= 2 ** len(nodes)
+
+
+def test_by_support_moved_ops_across_an_opaque_leaf_that_updates_a_buffer():
+    from splitkit.policies import BySupport
+
+    root, gm = around_a_leaf("list", "writes")
+    whole = gm(torch.ones(3), torch.zeros(3))[4].tolist()
+    root.held.zero_()
+    made = sk.split(gm, BySupport(lambda n: n.op != "call_module"))
+    assert made(torch.ones(3), torch.zeros(3))[4].tolist() == whole
+
+
+def test_a_refusal_for_opaque_code_names_declare_and_declaring_lifts_it():
+    class Harmless(nn.Module):
+        def forward(self, x):
+            return x * 1
+
+    root = nn.Module()
+    root.register_buffer("held", torch.zeros(3))
+    root.leaf = Harmless()
+    graph = fx.Graph()
+    x, held = graph.placeholder("x"), graph.get_attr("held")
+    first = graph.call_function(torch.add, (x, held))
+    leaf = graph.call_module("leaf", (x,))
+    graph.output((graph.call_function(torch.sub, (first, held)), leaf))
+    gm = fx.GraphModule(root, graph)
+    where = {"add": 0, "leaf": 1, "sub": 0}
+    with pytest.raises(sk.SplitError, match=r"SK203(.|\n)*leaf(.|\n)*declare"):
+        sk.split(gm, where)
+    sk.ops.declare(Harmless)
+    assert sk.split(gm, where)(torch.ones(3))[0].tolist() == [1.0] * 3
+
+
+def test_opaque_code_without_attributes_orders_nothing_that_it_was_not_given():
+    def opaque(x):
+        return x * 1
+
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    first = graph.call_function(torch.sin, (x,))
+    leaf = graph.call_function(opaque, (y,))
+    graph.output((graph.call_function(torch.add, (first, x)), leaf))
+    made = sk.split(fx.GraphModule(nn.Module(), graph), {"sin": 0, "opaque": 1, "add": 0})
+    assert len(made.parts) == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "args"),
+    [
+        ("fill", (5,)), ("put", ([0], [9.0])), ("sort", (0,)), ("partition", (0, 0)), ("setfield", (7.0, "f4")),
+        ("itemset", (0, 1.0)), ("cumsum", (0, None, "itself")), ("clip", (0, 1, "itself")), ("round", (0, "itself")),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("way", ["numpy", "asarray", "__array__"])
+@pytest.mark.parametrize("between", ["nothing", "item", "reshape"])
+def test_methods_of_numpy_were_taken_for_those_of_tensors(method, args, way, between):
+    graph = fx.Graph()
+    copied = graph.call_function(torch.clone, (graph.placeholder("x"),))
+    array = graph.call_function(np.asarray, (copied,)) if way == "asarray" else graph.call_method(way, (copied,))
+    if between == "item":
+        array = graph.call_function(operator.getitem, (array, slice(None)))
+    elif between == "reshape":
+        array = graph.call_method("reshape", (array, (2, 2)))
+    args = tuple(array if a == "itself" else a for a in args)
+    graph.call_method(method, (array, *args))
+    graph.output((graph.call_function(torch.mul, (copied, 1)),))
+    gm = fx.GraphModule(nn.Module(), graph)
+    where = {"clone": "A", "mul": "A"}
+    with pytest.raises(sk.SplitError, match="SK203"):
+        sk.split(gm, lambda n: where.get(n.name, "B"))
+
+
+def two_inputs_one_written():
+    root = nn.Module()
+    root.register_buffer("buf", torch.zeros(3))
+    graph = fx.Graph()
+    x, y, buffer = graph.placeholder("x"), graph.placeholder("y"), graph.get_attr("buf")
+    a = graph.call_function(torch.mul, (y, 1))
+    graph.call_method("add_", (x, 10))
+    r = graph.call_function(torch.sub, (a, y))
+    graph.output((r, graph.call_function(torch.add, (r, buffer))))
+    return fx.GraphModule(root, graph)
+
+
+@pytest.mark.parametrize("copied", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("make", ["own", "hoist", "lazy", "split_module"])
+def test_inputs_that_share_memory_gave_wrong_results_in_silence(make, copied):
+    gm = two_inputs_one_written()
+    where = {"mul": "A", "add_": "B", "sub": "A", "add": "A"}
+    if make == "split_module":
+        module = sk.split_module(gm, None, lambda n: where[n.name])
+    elif make == "lazy":
+        module = sk.split(gm, where, lazy=True).module
+    else:
+        module = sk.split(gm, where, parameters=make).module
+    module = copied(module)
+    t, buffer = torch.zeros(3), next(module.buffers())
+    calls = [
+        ((t, t), {}),
+        ((), {"x": t, "y": t}),
+        ((t, t.view(3)), {}),
+        ((t, torch.from_numpy(t.numpy())), {}),
+        ((buffer, t), {}),
+    ]
+    for args, kwargs in calls:
+        with pytest.raises(sk.SplitError, match="SK212"):
+            module(*args, **kwargs)
+    assert module(torch.zeros(3), t)[0].tolist() == [0.0] * 3
+
+
+def test_inputs_that_share_memory_are_fine_where_parts_keep_the_order_or_nothing_is_written():
+    gm = two_inputs_one_written()
+    made = sk.split(gm, {"mul": 0, "add_": 1, "sub": 2, "add": 2})
+    t = torch.zeros(3)
+    assert not made.module._forward_pre_hooks and made(t, t)[0].tolist() == [-10.0] * 3
+    reads = fx.symbolic_trace(lambda x, y: (x + y) * torch.sin(x))
+    module = sk.split(reads, {"add": 0, "sin": 1, "mul": 0}).module
+    assert not module._forward_pre_hooks and torch.equal(module(t, t), reads(t, t))
+
+
+def test_an_input_in_a_dict_that_is_a_buffer_which_batch_norm_writes():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x, given):
+            early = given["mean"] * 1
+            return self.norm(x), given["mean"] - early
+
+    net = Net()
+    gm = sk.capture(net, torch.randn(4, 3), {"mean": torch.zeros(3)})
+    first = next(n for n in gm.graph.nodes if "mul" in n.name)
+    last = next(n for n in gm.graph.nodes if "sub" in n.name)
+    module = sk.split(gm, lambda n: "A" if n in (first, last) else "B").module
+    assert module(torch.randn(4, 3), {"mean": torch.zeros(3)})[1].tolist() == [0.0] * 3
+    with pytest.raises(sk.SplitError, match="SK212"):
+        module(torch.randn(4, 3), {"mean": net.norm.running_mean})
+
+
+class TiedInside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3, 3) / 2)
+        self.register_buffer("b", torch.ones(3))
+        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.two.weight = self.one.weight
+
+    def forward(self, x):
+        return self.two(self.one(torch.relu(x @ self.w + self.b) @ self.w * self.b))
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.to_empty(device="cpu"),
+        lambda m: m.double().to_empty(device="cpu").float(),
+        lambda m: copy.deepcopy(m).to_empty(device="cpu"),
+        lambda m: pickle.loads(pickle.dumps(m)).to_empty(device="cpu"),
+        lambda m: nn.Sequential(m).to_empty(device="cpu")[0],
+        lambda m: (m.load_state_dict({k: torch.ones(v.shape) for k, v in m.state_dict().items()}, assign=True), m)[1],
+        lambda m: (
+            (s := nn.Sequential(m)).load_state_dict(
+                {k: torch.ones(v.shape) for k, v in s.state_dict().items()}, assign=True
+            ),
+            m,
+        )[1],
+        lambda m: m.to_empty(device="cpu").share_memory(),
+    ],
+)
+def test_a_tied_parameter_became_several(change, lazy):
+    with torch.device("meta"):
+        model = TiedInside()
+    module = sk.split(fx.symbolic_trace(model), lambda n: n.name, lazy=lazy).module
+
+    def groups(m):
+        every = [*m.named_parameters(remove_duplicate=False), *m.named_buffers(remove_duplicate=False)]
+        names = {}
+        for name, tensor in every:
+            names.setdefault(id(tensor), []).append(name)
+        return sorted(names.values())
+
+    before = groups(module)
+    assert any(len(names) > 1 for names in before)
+    module = change(module)
+    assert groups(module) == before
+    assert {t.device.type for t in module.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda other, x, a, b, out: setattr(a, "args", (other, 1)),
+        lambda other, x, a, b, out: setattr(b, "args", ([a, other],)),
+        lambda other, x, a, b, out: setattr(b, "kwargs", {"dim": other}),
+        lambda other, x, a, b, out: setattr(out, "args", ({"r": [a, other]},)),
+        lambda other, x, a, b, out: setattr(a, "args", (x, slice(other, 1))),
+        lambda other, x, a, b, out: setattr(a, "args", (b, 1)),
+        lambda other, x, a, b, out: setattr(a, "args", (a, 1)),
+    ],
+)
+def test_a_node_of_another_graph_ended_in_a_key_error(edit):
+    graph, other = fx.Graph(), fx.Graph().placeholder("z")
+    x = graph.placeholder("x")
+    a = graph.call_function(torch.add, (x, 1))
+    b = graph.call_function(torch.cat, ([a, x],))
+    out = graph.output({"r": [a, b]})
+    gm = fx.GraphModule(nn.Module(), graph)
+    edit(other, x, a, b, out)
+    for door in (sk.analyze, sk.capture, lambda m: sk.split(m, lambda n: 0), lambda m: sk.split_module(m, None, id)):
+        with pytest.raises(GraphError, match="SK111"):
+            door(gm)
+
+
+def key_that(equals):
+    return type("Key", (), {"__eq__": equals, "__hash__": lambda self: 1})
+
+
+def _raise(*_):
+    raise ValueError("no")
+
+
+@pytest.mark.parametrize(
+    "equals",
+    [
+        lambda *_: True,
+        lambda _, o: o is None,
+        lambda *_: np.array([True, False]),
+        _raise,
+        lambda _, o: isinstance(o, Exception),
+    ],
+)
+@pytest.mark.parametrize("wrap", [lambda k: k, lambda k: (k, 0), lambda k: ("a", (k,))])
+def test_keys_that_equal_everything_ended_in_stop_iteration(equals, wrap):
+    gm = fx.symbolic_trace(lambda x: torch.relu(torch.sin(x) + 1))
+    kind = key_that(equals)
+    single = wrap(kind())
+    sane = equals(None, 0) is False and equals(None, None) is False if equals is not _raise else False
+    for callback in (lambda n: wrap(kind()), lambda n: single if n.name == "add" else 0):
+        for door in (lambda: sk.split(gm, callback), lambda: sk.split_module(gm, None, callback)):
+            try:
+                door()
+            except sk.SplitError as error:
+                assert error.code == ("SK203" if sane else "SK211")
+            else:
+                assert sane
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.empty_like, torch.zeros_like, torch.ones_like, torch.rand_like, torch.ops.aten.zeros_like.default,
+        torch.ops.aten.empty_like, "new_zeros", "new_empty", torch.ops.aten.new_empty.default, "size", "dim", "numel",
+        getattr,
+    ],
+)  # fmt: skip
+def test_what_reads_a_size_was_taken_for_a_reader_of_memory(make):
+    def graph_with(write):
+        graph = fx.Graph()
+        value = graph.call_function(torch.neg, (graph.placeholder("x"),))
+        written = graph.call_method(
+            write, (value, *((1,) if write == "add_" else (0,) if write == "unsqueeze_" else ()))
+        )
+        more = ([2],) if "new" in str(make) else ("shape",) if make is getattr else ()
+        asked = (graph.call_method if isinstance(make, str) else graph.call_function)(make, (value, *more))
+        asked.name = "asked"
+        graph.output((written, asked))
+        return fx.GraphModule(nn.Module(), graph), {"neg": 0, write: 1, "asked": 0}
+
+    gm, where = graph_with("add_")
+    assert len(sk.split(gm, where).parts) == 2
+    assert sk.split_module(gm, None, lambda n: where[n.name])(torch.ones(2))[0].tolist() == [0.0, 0.0]
+    if make is not getattr:  # a shape that nobody else reads is asked again where it is wanted
+        gm, where = graph_with("unsqueeze_")  # which changes the size
+        with pytest.raises(sk.SplitError, match="SK203"):
+            sk.split(gm, where)
+
+
 # ---------------------------------------------------------------- what capture loses, and models as people call them
 
 
@@ -1488,6 +1823,245 @@ def test_a_failed_capture_left_fake_tensors_in_the_model():
 
 def test_the_advice_of_sk401_is_what_helps():
     class Trains(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.linear(x)
+            if self.training and torch.rand(()) < 0.1:  # layer drop
+                return x
+            return h
+
+    x, model = torch.randn(2, 4), Trains()
+    with pytest.raises(sk.CaptureError, match=r"model.eval\(\) first") as caught:
+        sk.capture(model, x)
+    assert model.training and model.linear.training
+    assert "symbolic_trace" not in caught.value.remedy and "strict" not in caught.value.remedy
+    sk.capture(model.eval(), x)
+    with pytest.raises(sk.CaptureError, match="Called without capture, the model raises RuntimeError: mat1"):
+        sk.capture(nn.Linear(4, 4), torch.randn(2, 3))
+    with pytest.raises(sk.CaptureError, match="Call the model once on real inputs"), torch.device("meta"):
+        sk.capture(Trains(), torch.randn(2, 4))
+
+
+class _Beside(nn.Module):
+    """An op between two uses of what it takes."""
+
+    def __init__(self, op):
+        super().__init__()
+        self.op = op
+
+    def forward(self, x):
+        y = x.exp()
+        return self.op(y).sin().sum() + y.sum()
+
+
+_GIVEN_BACK = {
+    "dropout(p=0), training": lambda y: F.dropout(y, 0.0, True),
+    "dropout in eval mode": lambda y: F.dropout(y, 0.5, False),
+    "dropout of everything": lambda y: F.dropout(y, 1.0, True),
+    "alpha dropout": lambda y: F.alpha_dropout(y, 0.0, True),
+    "channels": lambda y: F.dropout2d(y, 0.0, True),
+    "native dropout, eval": lambda y: torch.native_dropout(y, 0.5, False)[0],
+    "one group": lambda y: F.channel_shuffle(y, 1),
+    "contiguous": lambda y: y.contiguous(),
+    "contiguous, transposed": lambda y: y.transpose(1, 2).contiguous(),
+    "to": lambda y: y.to(torch.float32),
+    "type_as": lambda y: y.type_as(y),
+    "reshape": lambda y: y.reshape(-1),
+    "reshape, transposed": lambda y: y.transpose(1, 2).reshape(-1),
+    "sum_to_size": lambda y: y.sum_to_size(2, 4, 8, 8),
+    "chunk": lambda y: y.chunk(2, 1)[1],
+    "einsum of one": lambda y: torch.einsum("abcd->dcba", y),
+    "pad by nothing": lambda y: F.pad(y, (0, 0)),
+    "a view of a constant": lambda y: y * torch.arange(8.0).unsqueeze(1),
+}
+
+
+@pytest.mark.parametrize("name", _GIVEN_BACK)
+def test_what_an_op_gives_back_of_its_input_counted_as_new(name):
+    model, x = _Beside(_GIVEN_BACK[name]), torch.randn(2, 4, 8, 8)
+    gm = sk.capture(model, x)
+    profile = sk.simulate_memory(gm)
+    with torch.no_grad():
+        measured = sk.measure_memory(gm, x)
+    assert (profile.peak, profile.end) == (measured.peak, measured.end)
+
+
+def _scattered(x):
+    wide = torch.zeros(2, 40)
+    wide[:, 4:8] = x
+    return wide
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.mse_loss(x, x.sin()),
+        lambda x: F.mse_loss(x, x.sin(), reduction="sum"),
+        lambda x: F.smooth_l1_loss(x, x[:1]),
+        lambda x: F.binary_cross_entropy(x.sigmoid(), x.sigmoid()),
+        lambda x: F.soft_margin_loss(x, x.sign()),
+        lambda x: F.huber_loss(x, x.sin()),
+        lambda x: torch.slice_scatter(x[:, ::2], x[:, :1], 1, 0, 1),
+        lambda x: torch.select_scatter(x[:1], x[0, :1].expand(1), 1, 0),
+        _scattered,
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_memory_of_a_loss_was_that_of_one_number(function):
+    class Net(nn.Module):
+        def forward(self, x):
+            found = function(x)
+            return found, x.exp()
+
+    x = torch.randn(2, 4)
+    gm = sk.capture(Net(), x)
+    profile = sk.simulate_memory(gm)
+    with torch.no_grad():
+        measured = sk.measure_memory(gm, x)
+    assert (profile.peak, profile.end) == (measured.peak, measured.end)
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (nn.BatchNorm1d(8), (4, 8, 6)),
+        (nn.BatchNorm1d(8).eval(), (4, 8, 6)),
+        (nn.BatchNorm2d(8), (4, 8, 6, 5)),
+        (nn.BatchNorm3d(8), (2, 8, 3, 4, 5)),
+        (nn.LogSigmoid(), (4, 8, 6, 5)),
+        (nn.RReLU(), (4, 8, 6, 5)),
+        (nn.Upsample(scale_factor=2), (4, 8, 6)),
+        (nn.GELU(), (4, 8, 6, 5)),
+    ],
+)
+@pytest.mark.parametrize("order", ["transposed", "channels last", "batch last", "as it is"])
+def test_strides_of_fakes_that_kernels_do_not_keep_decided_what_is_copied(module, shape, order):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = module
+
+        def forward(self, x):
+            y = self.module(x)
+            return y, y.contiguous(), (y * 2).flatten(1)
+
+    swapped = {"transposed": (-1, -2), "channels last": (1, -1), "batch last": (0, -1), "as it is": (0, 0)}[order]
+    x = torch.randn(shape).movedim(*swapped).contiguous().movedim(*swapped[::-1])
+    gm = sk.capture(Net(), x)
+    profile = sk.simulate_memory(gm)
+    with torch.no_grad():
+        measured = sk.measure_memory(gm, x)
+    assert (profile.peak, profile.end) == (measured.peak, measured.end)
+
+
+class _Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
+
+    def forward(self, input_ids, labels=None, weights=None):
+        y = self.head(self.embedding(input_ids)).flatten(0, 1)
+        return F.cross_entropy(y, labels.flatten(), weights)
+
+
+@pytest.mark.parametrize("how", ["export", "symbolic_trace"])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_one_tensor_given_twice_counted_twice(how, by_name):
+    ids = torch.randint(0, 50, (8, 400))
+    args, kwargs = ((), {"labels": ids, "input_ids": ids}) if by_name else ((ids, ids), {})
+    gm = sk.capture(_Tokens(), *args, how=how, **kwargs)
+    whole = sk.split(gm, RoundRobin(2))
+    for graph in (gm, whole):
+        profile = sk.simulate_memory(graph)
+        with torch.no_grad():
+            measured = sk.measure_memory(graph, *args, **kwargs)
+        assert (profile.baseline, profile.peak) == (measured.baseline, measured.peak)
+    two = sk.simulate_memory(sk.capture(_Tokens(), ids, ids.clone(), how=how))
+    assert two.baseline == sk.simulate_memory(gm).baseline + ids.nbytes
+
+
+def test_one_tensor_given_twice_to_a_training_step_counted_twice():
+    ids = torch.randint(0, 50, (2, 9))
+    joint = sk.capture_joint(_Tokens(), ids, labels=ids)
+    for policy in (sk.policies.SaveAll(), sk.policies.Budget(10**9)):
+        pair = joint.split(policy)
+        primals = joint.primals(ids, labels=ids)
+        held = list(primals)
+        measured = sk.measure_memory(pair.run, primals, joint.tangents())
+        profile = sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
+        assert (profile.baseline, profile.peak) == (measured.baseline, measured.peak)
+        assert Peaks(joint.flow).trace(pair.plan).peak == measured.peak
+        del held
+
+
+class _Found(nn.Module):
+    def forward(self, x):
+        return (x > 0).nonzero().float().sin()
+
+
+def found():
+    return _Found(), (torch.ones(8, 4),)
+
+
+def test_bytes_for_a_size_that_only_the_data_decides_were_printed_as_if_they_were_known(capsys):
+    model, inputs = found()
+    gm = sk.capture(model, *inputs)
+    profile = sk.simulate_memory(gm)
+    (bound,) = profile.bounds.values()
+    assert bound == 32 and "peak at most 896 B" in str(profile) and "u0 = 32" in str(profile)
+    assert profile.to_dict()["bounds"] == dict(profile.bounds)
+    assert sk.measure_memory(gm, *inputs).peak == profile.peak  # all of it is found
+    assert sk.measure_memory(gm, -inputs[0]).peak < profile.peak
+    assert main(["profile", f"{__file__}:found", "--forward-only"]) == 0
+    assert "at most 896 B" in capsys.readouterr().out
+    known = sk.simulate_memory(sk.capture(_Beside(torch.tanh), torch.ones(3)))
+    assert not known.bounds and "at most" not in str(known)
+
+
+@pytest.mark.parametrize("frozen", [("a.weight",), ("a.weight", "a.bias"), ("b.weight",), ("a.bias", "b.weight")])
+def test_a_none_among_the_outputs_of_forward_made_a_saved_value_the_callers(frozen):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.norm = nn.Linear(16, 16), nn.Linear(16, 16), nn.BatchNorm1d(16)
+            for name in frozen:
+                self.get_parameter(name).requires_grad_(False)
+
+        def forward(self, x):
+            return self.norm(self.b(self.a(x).relu())).square().sum()
+
+    model, x = Net(), torch.randn(64, 16)
+    joint = sk.capture_joint(model, x)
+    pair = joint.split(sk.policies.SaveAll())
+    primals = joint.primals(x)
+    held = list(primals)
+    measured = sk.measure_memory(pair.run, primals, joint.tangents())
+    profile = sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
+    assert (profile.peak, profile.end) == (measured.peak, measured.end)
+    del held
+
+
+@pytest.mark.parametrize("policy", [sk.policies.SaveAll(), sk.policies.RecomputeAll()])
+def test_a_weight_that_is_written_in_place_between_forward_and_backward_is_refused(policy):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.b(self.a(x).sin()).sin().sum()
+
+    model, x = Net(), torch.randn(4, 8)
+    loss = sk.apply(model, policy, x)(x)
+    with torch.no_grad():
+        model.b.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 class _Flagged(nn.Module):
     def __init__(self):
         super().__init__()
@@ -1758,21 +2332,6 @@ def test_a_logger_in_the_model_stopped_the_capture_of_a_joint_graph():
             self.linear = nn.Linear(4, 4)
 
         def forward(self, x):
-            h = self.linear(x)
-            if self.training and torch.rand(()) < 0.1:  # layer drop
-                return x
-            return h
-
-    x, model = torch.randn(2, 4), Trains()
-    with pytest.raises(sk.CaptureError, match=r"model.eval\(\) first") as caught:
-        sk.capture(model, x)
-    assert model.training and model.linear.training
-    assert "symbolic_trace" not in caught.value.remedy and "strict" not in caught.value.remedy
-    sk.capture(model.eval(), x)
-    with pytest.raises(sk.CaptureError, match="Called without capture, the model raises RuntimeError: mat1"):
-        sk.capture(nn.Linear(4, 4), torch.randn(2, 3))
-    with pytest.raises(sk.CaptureError, match="Call the model once on real inputs"), torch.device("meta"):
-        sk.capture(Trains(), torch.randn(2, 4))
             logger.warning("a logger: %s", 1)
             logger.warning_once("a method that a library added")
             if logger.isEnabledFor(logging.DEBUG):
@@ -1803,221 +2362,18 @@ def test_gpt2_in_training_behind_a_wrapper_was_not_captured():
             return self.model(ids, labels=ids, use_cache=False).loss
 
     _step_equals_eager(Wrapper().train(), Budget(1.0), torch.randint(0, 32, (2, 8)))
-class _Beside(nn.Module):
-    """An op between two uses of what it takes."""
-
-    def __init__(self, op):
-        super().__init__()
-        self.op = op
-
-    def forward(self, x):
-        y = x.exp()
-        return self.op(y).sin().sum() + y.sum()
 
 
-_GIVEN_BACK = {
-    "dropout(p=0), training": lambda y: F.dropout(y, 0.0, True),
-    "dropout in eval mode": lambda y: F.dropout(y, 0.5, False),
-    "dropout of everything": lambda y: F.dropout(y, 1.0, True),
-    "alpha dropout": lambda y: F.alpha_dropout(y, 0.0, True),
-    "channels": lambda y: F.dropout2d(y, 0.0, True),
-    "native dropout, eval": lambda y: torch.native_dropout(y, 0.5, False)[0],
-    "one group": lambda y: F.channel_shuffle(y, 1),
-    "contiguous": lambda y: y.contiguous(),
-    "contiguous, transposed": lambda y: y.transpose(1, 2).contiguous(),
-    "to": lambda y: y.to(torch.float32),
-    "type_as": lambda y: y.type_as(y),
-    "reshape": lambda y: y.reshape(-1),
-    "reshape, transposed": lambda y: y.transpose(1, 2).reshape(-1),
-    "sum_to_size": lambda y: y.sum_to_size(2, 4, 8, 8),
-    "chunk": lambda y: y.chunk(2, 1)[1],
-    "einsum of one": lambda y: torch.einsum("abcd->dcba", y),
-    "pad by nothing": lambda y: F.pad(y, (0, 0)),
-    "a view of a constant": lambda y: y * torch.arange(8.0).unsqueeze(1),
-}
+def test_a_pipe_of_torchs_pipelining_gave_a_tensor_whose_first_row_was_taken_for_the_output(monkeypatch):
+    from torch.distributed.pipelining import _IR, SplitPoint, pipeline
 
-
-@pytest.mark.parametrize("name", _GIVEN_BACK)
-def test_what_an_op_gives_back_of_its_input_counted_as_new(name):
-    model, x = _Beside(_GIVEN_BACK[name]), torch.randn(2, 4, 8, 8)
-    gm = sk.capture(model, x)
-    profile = sk.simulate_memory(gm)
-    with torch.no_grad():
-        measured = sk.measure_memory(gm, x)
-    assert (profile.peak, profile.end) == (measured.peak, measured.end)
-
-
-def _scattered(x):
-    wide = torch.zeros(2, 40)
-    wide[:, 4:8] = x
-    return wide
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: F.mse_loss(x, x.sin()),
-        lambda x: F.mse_loss(x, x.sin(), reduction="sum"),
-        lambda x: F.smooth_l1_loss(x, x[:1]),
-        lambda x: F.binary_cross_entropy(x.sigmoid(), x.sigmoid()),
-        lambda x: F.soft_margin_loss(x, x.sign()),
-        lambda x: F.huber_loss(x, x.sin()),
-        lambda x: torch.slice_scatter(x[:, ::2], x[:, :1], 1, 0, 1),
-        lambda x: torch.select_scatter(x[:1], x[0, :1].expand(1), 1, 0),
-        _scattered,
-    ],
-)
-@pytest.mark.filterwarnings("ignore:Using a target size")
-def test_memory_of_a_loss_was_that_of_one_number(function):
-    class Net(nn.Module):
-        def forward(self, x):
-            found = function(x)
-            return found, x.exp()
-
-    x = torch.randn(2, 4)
-    gm = sk.capture(Net(), x)
-    profile = sk.simulate_memory(gm)
-    with torch.no_grad():
-        measured = sk.measure_memory(gm, x)
-    assert (profile.peak, profile.end) == (measured.peak, measured.end)
-
-
-@pytest.mark.parametrize(
-    ("module", "shape"),
-    [
-        (nn.BatchNorm1d(8), (4, 8, 6)),
-        (nn.BatchNorm1d(8).eval(), (4, 8, 6)),
-        (nn.BatchNorm2d(8), (4, 8, 6, 5)),
-        (nn.BatchNorm3d(8), (2, 8, 3, 4, 5)),
-        (nn.LogSigmoid(), (4, 8, 6, 5)),
-        (nn.RReLU(), (4, 8, 6, 5)),
-        (nn.Upsample(scale_factor=2), (4, 8, 6)),
-        (nn.GELU(), (4, 8, 6, 5)),
-    ],
-)
-@pytest.mark.parametrize("order", ["transposed", "channels last", "batch last", "as it is"])
-def test_strides_of_fakes_that_kernels_do_not_keep_decided_what_is_copied(module, shape, order):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.module = module
-
-        def forward(self, x):
-            y = self.module(x)
-            return y, y.contiguous(), (y * 2).flatten(1)
-
-    swapped = {"transposed": (-1, -2), "channels last": (1, -1), "batch last": (0, -1), "as it is": (0, 0)}[order]
-    x = torch.randn(shape).movedim(*swapped).contiguous().movedim(*swapped[::-1])
-    gm = sk.capture(Net(), x)
-    profile = sk.simulate_memory(gm)
-    with torch.no_grad():
-        measured = sk.measure_memory(gm, x)
-    assert (profile.peak, profile.end) == (measured.peak, measured.end)
-
-
-class _Tokens(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
-
-    def forward(self, input_ids, labels=None, weights=None):
-        y = self.head(self.embedding(input_ids)).flatten(0, 1)
-        return F.cross_entropy(y, labels.flatten(), weights)
-
-
-@pytest.mark.parametrize("how", ["export", "symbolic_trace"])
-@pytest.mark.parametrize("by_name", [False, True])
-def test_one_tensor_given_twice_counted_twice(how, by_name):
-    ids = torch.randint(0, 50, (8, 400))
-    args, kwargs = ((), {"labels": ids, "input_ids": ids}) if by_name else ((ids, ids), {})
-    gm = sk.capture(_Tokens(), *args, how=how, **kwargs)
-    whole = sk.split(gm, RoundRobin(2))
-    for graph in (gm, whole):
-        profile = sk.simulate_memory(graph)
-        with torch.no_grad():
-            measured = sk.measure_memory(graph, *args, **kwargs)
-        assert (profile.baseline, profile.peak) == (measured.baseline, measured.peak)
-    two = sk.simulate_memory(sk.capture(_Tokens(), ids, ids.clone(), how=how))
-    assert two.baseline == sk.simulate_memory(gm).baseline + ids.nbytes
-
-
-def test_one_tensor_given_twice_to_a_training_step_counted_twice():
-    ids = torch.randint(0, 50, (2, 9))
-    joint = sk.capture_joint(_Tokens(), ids, labels=ids)
-    for policy in (sk.policies.SaveAll(), sk.policies.Budget(10**9)):
-        pair = joint.split(policy)
-        primals = joint.primals(ids, labels=ids)
-        held = list(primals)
-        measured = sk.measure_memory(pair.run, primals, joint.tangents())
-        profile = sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
-        assert (profile.baseline, profile.peak) == (measured.baseline, measured.peak)
-        assert Peaks(joint.flow).trace(pair.plan).peak == measured.peak
-        del held
-
-
-class _Found(nn.Module):
-    def forward(self, x):
-        return (x > 0).nonzero().float().sin()
-
-
-def found():
-    return _Found(), (torch.ones(8, 4),)
-
-
-def test_bytes_for_a_size_that_only_the_data_decides_were_printed_as_if_they_were_known(capsys):
-    model, inputs = found()
-    gm = sk.capture(model, *inputs)
-    profile = sk.simulate_memory(gm)
-    (bound,) = profile.bounds.values()
-    assert bound == 32 and "peak at most 896 B" in str(profile) and "u0 = 32" in str(profile)
-    assert profile.to_dict()["bounds"] == dict(profile.bounds)
-    assert sk.measure_memory(gm, *inputs).peak == profile.peak  # all of it is found
-    assert sk.measure_memory(gm, -inputs[0]).peak < profile.peak
-    assert main(["profile", f"{__file__}:found", "--forward-only"]) == 0
-    assert "at most 896 B" in capsys.readouterr().out
-    known = sk.simulate_memory(sk.capture(_Beside(torch.tanh), torch.ones(3)))
-    assert not known.bounds and "at most" not in str(known)
-
-
-@pytest.mark.parametrize("frozen", [("a.weight",), ("a.weight", "a.bias"), ("b.weight",), ("a.bias", "b.weight")])
-def test_a_none_among_the_outputs_of_forward_made_a_saved_value_the_callers(frozen):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.norm = nn.Linear(16, 16), nn.Linear(16, 16), nn.BatchNorm1d(16)
-            for name in frozen:
-                self.get_parameter(name).requires_grad_(False)
-
-        def forward(self, x):
-            return self.norm(self.b(self.a(x).relu())).square().sum()
-
-    model, x = Net(), torch.randn(64, 16)
-    joint = sk.capture_joint(model, x)
-    pair = joint.split(sk.policies.SaveAll())
-    primals = joint.primals(x)
-    held = list(primals)
-    measured = sk.measure_memory(pair.run, primals, joint.tangents())
-    profile = sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
-    assert (profile.peak, profile.end) == (measured.peak, measured.end)
-    del held
-
-
-@pytest.mark.parametrize("policy", [sk.policies.SaveAll(), sk.policies.RecomputeAll()])
-def test_a_weight_that_is_written_in_place_between_forward_and_backward_is_refused(policy):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self.b(self.a(x).sin()).sin().sum()
-
-    model, x = Net(), torch.randn(4, 8)
-    loss = sk.apply(model, policy, x)(x)
-    with torch.no_grad():
-        model.b.weight.add_(1.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+    monkeypatch.setattr(_IR, "split_module", sk.split_module)
+    model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), torch.randn(5, 4)
+    expected = model(x)
+    pipe = pipeline(model, (x,), split_spec={"2": SplitPoint.BEGINNING})
+    out = pipe(x)
+    assert type(out) is tuple and len(out) == 1
+    torch.testing.assert_close(out[0], expected)
 
 
 FACTORIES = '''"""Models of a user."""
@@ -2278,6 +2634,8 @@ def test_print_of_a_split_and_its_kin_showed_pages():
         assert len(repr(value)) < 1000 and "\n" not in repr(value), type(value)
     for value in (v for v in values if not isinstance(v, type(sk.report(gm, made.plan)))):
         assert len(str(value).splitlines()) <= 10 and len(str(value)) < 2000, type(value)
+
+
 def _step_of(layers, **sizes):
     """The joint graph of a GPT-2 without dropout, and its prices."""
     made = sk.models.build(
@@ -2434,348 +2792,3 @@ def test_a_sweep_had_no_peak(capsys):
         "transformer.h" in v["label"] for v in least["saved"]["values"]
     )
     assert main(["sweep", "gpt2", "--of", "peak", "--stages", "2"]) == 2
-class Held(nn.Module):
-    """A leaf that splitkit does not know; it reaches a buffer in one of many ways."""
-
-    def __init__(self, buffer, way, act):
-        super().__init__()
-        self.act = act
-        if way == "list":
-            self.reach = [buffer].__getitem__
-        elif way == "dict":
-            self.reach = {0: [buffer]}[0].__getitem__
-        elif way == "closure":
-            self.reach = lambda _: buffer
-        else:
-            GLOBALS["held"] = buffer
-            self.reach = lambda _: GLOBALS["held"]
-
-    def forward(self, x):
-        return self.act(self.reach(0), x)
-
-
-GLOBALS = {}
-ACTS = {
-    "writes": lambda held, x: (held.add_(1), x * 1)[1],
-    "reads": lambda held, x: x + held,
-    "resizes": lambda held, x: (held.data.mul_(3), x * 1)[1],
-    "lends": lambda held, x: held,
-}
-
-
-def around_a_leaf(way, act, kind="buffer"):
-    """An op that reads the buffer, the leaf, an op that writes it, an op that reads it again."""
-    root = nn.Module()
-    if kind == "buffer":
-        root.register_buffer("held", torch.zeros(3))
-    else:
-        root.register_parameter("held", nn.Parameter(torch.zeros(3), requires_grad=False))
-    root.leaf = Held(root.held, way, ACTS[act])
-    graph = fx.Graph()
-    x, y, held = graph.placeholder("x"), graph.placeholder("y"), graph.get_attr("held")
-    early = graph.call_function(torch.add, (x, held))
-    leaf = graph.call_module("leaf", (y,))
-    middle = graph.call_function(torch.mul, (held, 2))
-    write = graph.call_method("add_", (leaf if act == "lends" else held, 5))
-    late = graph.call_function(torch.sub, (early, held))
-    graph.output((early, leaf, middle, write, late))
-    return root, fx.GraphModule(root, graph)
-
-
-@pytest.mark.parametrize("kind", ["buffer", "parameter"])
-@pytest.mark.parametrize("act", list(ACTS))
-@pytest.mark.parametrize("way", ["list", "dict", "closure", "global"])
-def test_opaque_code_reached_a_buffer_by_another_way_than_its_arguments(way, act, kind):
-    root, gm = around_a_leaf(way, act, kind)
-
-    def run(module):
-        root.held.data.zero_()
-        return [v.tolist() for v in module(torch.ones(3), torch.zeros(3))]
-
-    whole, nodes, right = run(gm), [n for n in gm.graph.nodes if n.op.startswith("call")], 0
-    for labels in range(3 ** len(nodes)):
-        where = {n: labels // 3**i % 3 for i, n in enumerate(nodes)}
-        for options in ({}, {"parameters": "hoist"}, {"on_cycle": "refine"}, {"on_cycle": "merge"}):
-            try:
-                made = sk.split(gm, where, **options)
-            except sk.SplitError as error:
-                assert error.code == "SK203" and "on_cycle" not in options
-            else:
-                assert run(made.module) == whole
-                right += 1
-    assert right >= 2 * 3 ** len(nodes)
-
-
-def test_by_support_moved_ops_across_an_opaque_leaf_that_updates_a_buffer():
-    from splitkit.policies import BySupport
-
-    root, gm = around_a_leaf("list", "writes")
-    whole = gm(torch.ones(3), torch.zeros(3))[4].tolist()
-    root.held.zero_()
-    made = sk.split(gm, BySupport(lambda n: n.op != "call_module"))
-    assert made(torch.ones(3), torch.zeros(3))[4].tolist() == whole
-
-
-def test_a_refusal_for_opaque_code_names_declare_and_declaring_lifts_it():
-    class Harmless(nn.Module):
-        def forward(self, x):
-            return x * 1
-
-    root = nn.Module()
-    root.register_buffer("held", torch.zeros(3))
-    root.leaf = Harmless()
-    graph = fx.Graph()
-    x, held = graph.placeholder("x"), graph.get_attr("held")
-    first = graph.call_function(torch.add, (x, held))
-    leaf = graph.call_module("leaf", (x,))
-    graph.output((graph.call_function(torch.sub, (first, held)), leaf))
-    gm = fx.GraphModule(root, graph)
-    where = {"add": 0, "leaf": 1, "sub": 0}
-    with pytest.raises(sk.SplitError, match=r"SK203(.|\n)*leaf(.|\n)*declare"):
-        sk.split(gm, where)
-    sk.ops.declare(Harmless)
-    assert sk.split(gm, where)(torch.ones(3))[0].tolist() == [1.0] * 3
-
-
-def test_opaque_code_without_attributes_orders_nothing_that_it_was_not_given():
-    def opaque(x):
-        return x * 1
-
-    graph = fx.Graph()
-    x, y = graph.placeholder("x"), graph.placeholder("y")
-    first = graph.call_function(torch.sin, (x,))
-    leaf = graph.call_function(opaque, (y,))
-    graph.output((graph.call_function(torch.add, (first, x)), leaf))
-    made = sk.split(fx.GraphModule(nn.Module(), graph), {"sin": 0, "opaque": 1, "add": 0})
-    assert len(made.parts) == 2
-
-
-@pytest.mark.parametrize(
-    ("method", "args"),
-    [
-        ("fill", (5,)), ("put", ([0], [9.0])), ("sort", (0,)), ("partition", (0, 0)), ("setfield", (7.0, "f4")),
-        ("itemset", (0, 1.0)), ("cumsum", (0, None, "itself")), ("clip", (0, 1, "itself")), ("round", (0, "itself")),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("way", ["numpy", "asarray", "__array__"])
-@pytest.mark.parametrize("between", ["nothing", "item", "reshape"])
-def test_methods_of_numpy_were_taken_for_those_of_tensors(method, args, way, between):
-    graph = fx.Graph()
-    copied = graph.call_function(torch.clone, (graph.placeholder("x"),))
-    array = graph.call_function(np.asarray, (copied,)) if way == "asarray" else graph.call_method(way, (copied,))
-    if between == "item":
-        array = graph.call_function(operator.getitem, (array, slice(None)))
-    elif between == "reshape":
-        array = graph.call_method("reshape", (array, (2, 2)))
-    args = tuple(array if a == "itself" else a for a in args)
-    graph.call_method(method, (array, *args))
-    graph.output((graph.call_function(torch.mul, (copied, 1)),))
-    gm = fx.GraphModule(nn.Module(), graph)
-    where = {"clone": "A", "mul": "A"}
-    with pytest.raises(sk.SplitError, match="SK203"):
-        sk.split(gm, lambda n: where.get(n.name, "B"))
-
-
-def two_inputs_one_written():
-    root = nn.Module()
-    root.register_buffer("buf", torch.zeros(3))
-    graph = fx.Graph()
-    x, y, buffer = graph.placeholder("x"), graph.placeholder("y"), graph.get_attr("buf")
-    a = graph.call_function(torch.mul, (y, 1))
-    graph.call_method("add_", (x, 10))
-    r = graph.call_function(torch.sub, (a, y))
-    graph.output((r, graph.call_function(torch.add, (r, buffer))))
-    return fx.GraphModule(root, graph)
-
-
-@pytest.mark.parametrize("copied", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-@pytest.mark.parametrize("make", ["own", "hoist", "lazy", "split_module"])
-def test_inputs_that_share_memory_gave_wrong_results_in_silence(make, copied):
-    gm = two_inputs_one_written()
-    where = {"mul": "A", "add_": "B", "sub": "A", "add": "A"}
-    if make == "split_module":
-        module = sk.split_module(gm, None, lambda n: where[n.name])
-    elif make == "lazy":
-        module = sk.split(gm, where, lazy=True).module
-    else:
-        module = sk.split(gm, where, parameters=make).module
-    module = copied(module)
-    t, buffer = torch.zeros(3), next(module.buffers())
-    calls = [
-        ((t, t), {}),
-        ((), {"x": t, "y": t}),
-        ((t, t.view(3)), {}),
-        ((t, torch.from_numpy(t.numpy())), {}),
-        ((buffer, t), {}),
-    ]
-    for args, kwargs in calls:
-        with pytest.raises(sk.SplitError, match="SK212"):
-            module(*args, **kwargs)
-    assert module(torch.zeros(3), t)[0].tolist() == [0.0] * 3
-
-
-def test_inputs_that_share_memory_are_fine_where_parts_keep_the_order_or_nothing_is_written():
-    gm = two_inputs_one_written()
-    made = sk.split(gm, {"mul": 0, "add_": 1, "sub": 2, "add": 2})
-    t = torch.zeros(3)
-    assert not made.module._forward_pre_hooks and made(t, t)[0].tolist() == [-10.0] * 3
-    reads = fx.symbolic_trace(lambda x, y: (x + y) * torch.sin(x))
-    module = sk.split(reads, {"add": 0, "sin": 1, "mul": 0}).module
-    assert not module._forward_pre_hooks and torch.equal(module(t, t), reads(t, t))
-
-
-def test_an_input_in_a_dict_that_is_a_buffer_which_batch_norm_writes():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(3)
-
-        def forward(self, x, given):
-            early = given["mean"] * 1
-            return self.norm(x), given["mean"] - early
-
-    net = Net()
-    gm = sk.capture(net, torch.randn(4, 3), {"mean": torch.zeros(3)})
-    first = next(n for n in gm.graph.nodes if "mul" in n.name)
-    last = next(n for n in gm.graph.nodes if "sub" in n.name)
-    module = sk.split(gm, lambda n: "A" if n in (first, last) else "B").module
-    assert module(torch.randn(4, 3), {"mean": torch.zeros(3)})[1].tolist() == [0.0] * 3
-    with pytest.raises(sk.SplitError, match="SK212"):
-        module(torch.randn(4, 3), {"mean": net.norm.running_mean})
-
-
-class TiedInside(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(3, 3) / 2)
-        self.register_buffer("b", torch.ones(3))
-        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.two.weight = self.one.weight
-
-    def forward(self, x):
-        return self.two(self.one(torch.relu(x @ self.w + self.b) @ self.w * self.b))
-
-
-@pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda m: m.to_empty(device="cpu"),
-        lambda m: m.double().to_empty(device="cpu").float(),
-        lambda m: copy.deepcopy(m).to_empty(device="cpu"),
-        lambda m: pickle.loads(pickle.dumps(m)).to_empty(device="cpu"),
-        lambda m: nn.Sequential(m).to_empty(device="cpu")[0],
-        lambda m: (m.load_state_dict({k: torch.ones(v.shape) for k, v in m.state_dict().items()}, assign=True), m)[1],
-        lambda m: (
-            (s := nn.Sequential(m)).load_state_dict(
-                {k: torch.ones(v.shape) for k, v in s.state_dict().items()}, assign=True
-            ),
-            m,
-        )[1],
-        lambda m: m.to_empty(device="cpu").share_memory(),
-    ],
-)
-def test_a_tied_parameter_became_several(change, lazy):
-    with torch.device("meta"):
-        model = TiedInside()
-    module = sk.split(fx.symbolic_trace(model), lambda n: n.name, lazy=lazy).module
-
-    def groups(m):
-        every = [*m.named_parameters(remove_duplicate=False), *m.named_buffers(remove_duplicate=False)]
-        names = {}
-        for name, tensor in every:
-            names.setdefault(id(tensor), []).append(name)
-        return sorted(names.values())
-
-    before = groups(module)
-    assert any(len(names) > 1 for names in before)
-    module = change(module)
-    assert groups(module) == before
-    assert {t.device.type for t in module.parameters()} == {"cpu"}
-
-
-@pytest.mark.parametrize(
-    "edit",
-    [
-        lambda other, x, a, b, out: setattr(a, "args", (other, 1)),
-        lambda other, x, a, b, out: setattr(b, "args", ([a, other],)),
-        lambda other, x, a, b, out: setattr(b, "kwargs", {"dim": other}),
-        lambda other, x, a, b, out: setattr(out, "args", ({"r": [a, other]},)),
-        lambda other, x, a, b, out: setattr(a, "args", (x, slice(other, 1))),
-        lambda other, x, a, b, out: setattr(a, "args", (b, 1)),
-        lambda other, x, a, b, out: setattr(a, "args", (a, 1)),
-    ],
-)
-def test_a_node_of_another_graph_ended_in_a_key_error(edit):
-    graph, other = fx.Graph(), fx.Graph().placeholder("z")
-    x = graph.placeholder("x")
-    a = graph.call_function(torch.add, (x, 1))
-    b = graph.call_function(torch.cat, ([a, x],))
-    out = graph.output({"r": [a, b]})
-    gm = fx.GraphModule(nn.Module(), graph)
-    edit(other, x, a, b, out)
-    for door in (sk.analyze, sk.capture, lambda m: sk.split(m, lambda n: 0), lambda m: sk.split_module(m, None, id)):
-        with pytest.raises(GraphError, match="SK111"):
-            door(gm)
-
-
-def key_that(equals):
-    return type("Key", (), {"__eq__": equals, "__hash__": lambda self: 1})
-
-
-def _raise(*_):
-    raise ValueError("no")
-
-
-@pytest.mark.parametrize(
-    "equals",
-    [
-        lambda *_: True,
-        lambda _, o: o is None,
-        lambda *_: np.array([True, False]),
-        _raise,
-        lambda _, o: isinstance(o, Exception),
-    ],
-)
-@pytest.mark.parametrize("wrap", [lambda k: k, lambda k: (k, 0), lambda k: ("a", (k,))])
-def test_keys_that_equal_everything_ended_in_stop_iteration(equals, wrap):
-    gm = fx.symbolic_trace(lambda x: torch.relu(torch.sin(x) + 1))
-    kind = key_that(equals)
-    sane = equals(None, 0) is False and equals(None, None) is False if equals is not _raise else False
-    for callback in (lambda n: wrap(kind()), lambda n, one=kind(): wrap(one) if n.name == "add" else 0):
-        for door in (lambda: sk.split(gm, callback), lambda: sk.split_module(gm, None, callback)):
-            try:
-                door()
-            except sk.SplitError as error:
-                assert error.code == ("SK203" if sane else "SK211")
-            else:
-                assert sane
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        torch.empty_like, torch.zeros_like, torch.ones_like, torch.rand_like, torch.ops.aten.zeros_like.default,
-        torch.ops.aten.empty_like, "new_zeros", "new_empty", torch.ops.aten.new_empty.default, "size", "dim", "numel", getattr,
-    ],
-)  # fmt: skip
-def test_what_reads_a_size_was_taken_for_a_reader_of_memory(make):
-    def graph_with(write):
-        graph = fx.Graph()
-        value = graph.call_function(torch.neg, (graph.placeholder("x"),))
-        written = graph.call_method(
-            write, (value, *((1,) if write == "add_" else (0,) if write == "unsqueeze_" else ()))
-        )
-        more = ([2],) if "new" in str(make) else ("shape",) if make is getattr else ()
-        asked = (graph.call_method if isinstance(make, str) else graph.call_function)(make, (value, *more))
-        asked.name = "asked"
-        graph.output((written, asked))
-        return fx.GraphModule(nn.Module(), graph), {"neg": 0, write: 1, "asked": 0}
-
-    gm, where = graph_with("add_")
-    assert len(sk.split(gm, where).parts) == 2
-    assert sk.split_module(gm, None, lambda n: where[n.name])(torch.ones(2))[0].tolist() == [0.0, 0.0]
-    if make is not getattr:  # a shape that nobody else reads is asked again where it is wanted
-        gm, where = graph_with("unsqueeze_")  # which changes the size
-        with pytest.raises(sk.SplitError, match="SK203"):
-            sk.split(gm, where)

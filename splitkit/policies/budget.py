@@ -140,9 +140,10 @@ class Budget:
             least = search.cheapest_at(search.lowest_peak())
             proven = f"no plan is below {size(search.least_peak())}"
         taken = self._taken(least)
+        again = f"{least.seconds:.4g} {least.choice.savings.unit}"
         note = (
             f"least {self.of}: {size(taken)} ({taken} bytes), {proven}; peak {size(least.peak)}, {size(least.saved)} "
-            f"saved, {least.seconds:.4g} {least.choice.savings.unit} computed again; {len(search.pool)} candidates{search.ending}"
+            f"saved, {again} computed again; {len(search.pool)} candidates{search.ending}"
         )
         return least.choice.plan(note)
 
