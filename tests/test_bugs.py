@@ -1151,9 +1151,9 @@ def test_opaque_code_reached_a_buffer_by_another_way_than_its_arguments(way, act
         return [v.tolist() for v in module(torch.ones(3), torch.zeros(3))]
 
     whole, nodes, right = run(gm), [n for n in gm.graph.nodes if n.op.startswith("call")], 0
-    for labels in range(3 ** len(nodes)):
-        where = {n: labels // 3**i % 3 for i, n in enumerate(nodes)}
-        for options in ({}, {"parameters": "hoist"}, {"on_cycle": "refine"}, {"on_cycle": "merge"}):
+    for labels in range(2 ** len(nodes)):
+        where = {n: labels // 2**i % 2 for i, n in enumerate(nodes)}
+        for options in ({}, {"parameters": "hoist", "on_cycle": "refine"}):
             try:
                 made = sk.split(gm, where, **options)
             except sk.SplitError as error:
@@ -1161,7 +1161,7 @@ def test_opaque_code_reached_a_buffer_by_another_way_than_its_arguments(way, act
             else:
                 assert run(made.module) == whole
                 right += 1
-    assert right >= 2 * 3 ** len(nodes)
+    assert right >= 2 ** len(nodes)
 
 
 def test_by_support_moved_ops_across_an_opaque_leaf_that_updates_a_buffer():
@@ -1399,8 +1399,9 @@ def _raise(*_):
 def test_keys_that_equal_everything_ended_in_stop_iteration(equals, wrap):
     gm = fx.symbolic_trace(lambda x: torch.relu(torch.sin(x) + 1))
     kind = key_that(equals)
+    single = wrap(kind())
     sane = equals(None, 0) is False and equals(None, None) is False if equals is not _raise else False
-    for callback in (lambda n: wrap(kind()), lambda n, one=kind(): wrap(one) if n.name == "add" else 0):
+    for callback in (lambda n: wrap(kind()), lambda n: single if n.name == "add" else 0):
         for door in (lambda: sk.split(gm, callback), lambda: sk.split_module(gm, None, callback)):
             try:
                 door()
@@ -1414,7 +1415,8 @@ def test_keys_that_equal_everything_ended_in_stop_iteration(equals, wrap):
     "make",
     [
         torch.empty_like, torch.zeros_like, torch.ones_like, torch.rand_like, torch.ops.aten.zeros_like.default,
-        torch.ops.aten.empty_like, "new_zeros", "new_empty", torch.ops.aten.new_empty.default, "size", "dim", "numel", getattr,
+        torch.ops.aten.empty_like, "new_zeros", "new_empty", torch.ops.aten.new_empty.default, "size", "dim", "numel",
+        getattr,
     ],
 )  # fmt: skip
 def test_what_reads_a_size_was_taken_for_a_reader_of_memory(make):
