@@ -242,8 +242,9 @@ def _alias_classes(acting: Mapping[Node, Effects], effects: Mapping[Node, Effect
     for node in effects:
         if node.op == "get_attr":
             value = attribute(root, str(node.target))
-            classes.join(node, storage_key(value) if isinstance(value, torch.Tensor) else ("object", id(value)))
-            for held in held_in(value):
+            if not isinstance(value, torch.Tensor):
+                classes.join(node, ("object", id(value)))
+            for held in held_in(value):  # itself, if it is a tensor
                 classes.join(node, storage_key(held))
         elif node.op == "placeholder":
             value = value_of(node)

@@ -79,7 +79,7 @@ BUGS = [
     ),
     Bug("random ops do not keep their order", EFFECTS, "_written", "if effect.random:", "if False:"),
     Bug("a view is not its base", EFFECTS, "_alias_classes", "for other in effect.aliases:", "for other in ():"),
-    Bug("tied names are two storages", EFFECTS, "_alias_classes", "storage_key(value) if", "object() if"),
+    Bug("tied names are two storages", EFFECTS, "_alias_classes", "storage_key(held)", "object()"),
     Bug(
         "an effect waits for the home alone",
         ORDER, "_needs", "for other in places[earlier]:", "for other in places[earlier][:1]:",
