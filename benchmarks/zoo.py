@@ -7,9 +7,9 @@ with ``labels=input_ids``. Each runs in a process of its own, with a limit of ti
 export    whether ``torch.export.export`` alone takes it: the first call, or one without caches after a call of the
           model: the reference of
 capture   ``sk.capture(model, **inputs)``.
-split     into 2 stages, and 4 if it has the nodes, each held against the model by ``sk.compare``.
+split     into 2 stages (to train into 4, if it has the nodes), held against the model by ``sk.compare``.
 joint     (to train) the halves of ``capture_joint`` under `SaveAll`: loss and gradients against the model's.
-budget    (to train) ``sk.apply(model, Budget(0.7))``, or the least of 0.8, 0.9 and 1.0 that has a plan: the same.
+budget    (to train) ``sk.apply(model, Budget(0.7))``, or 0.9 or 1.0 if none fits: the same.
 memory    the simulated peak over the measured one: of forward, and of forward and backward.
 
 A step *passes*; is *refused*, by an error with a code; *fails*, by any other error; or is *wrong*: values differ.
@@ -47,8 +47,8 @@ from splitkit.cli.stepmodule import DividedStep
 from splitkit.trainstep import TrainingStep, sum_of_outputs
 
 SECONDS, BYTES = 600, 8 << 30  # of one architecture, until its process is ended
-BUDGETS = (0.7, 0.8, 0.9, 1.0)
-STAGES = (2, 4)
+BUDGETS = (0.7, 0.9, 1.0)
+STAGES = {"eval": 2, "train": 4}
 PACKAGES = ("torch", "transformers", "diffusers", "timm", "torch_geometric")
 MEMORY = ("memory error", "training memory error")
 PASSES, DIED = "passes", "died"
@@ -106,9 +106,8 @@ class Steps:
         gm = self.take("capture", lambda: sk.capture(model, **inputs))
         if gm is not None:
             self.found["nodes"] = len(sk.analyze(gm).nodes)
-            for count in STAGES:
-                if self.found["nodes"] >= 2 * count:
-                    self.take(f"split {count}", lambda count=count: split(model, gm, count, inputs))
+            count = self.found["stages"] = STAGES[self.mode] if self.found["nodes"] >= 2 * STAGES[self.mode] else 2
+            self.take("split", lambda: split(model, gm, count, inputs))
             self.take("memory", lambda: self.memory(gm, inputs))
         if self.mode == "train":
             self.train()
@@ -296,7 +295,7 @@ def summary_of(table: list[Found], skipped: Iterable[Row]) -> Found:
 def show(table: list[Found]) -> None:
     """A row an architecture; below it, why what did not pass did not."""
     console = Console(width=190)
-    columns = {step: [step] for step in ("export", "capture", "split 2", "split 4", "joint", "SaveAll", "budget")}
+    columns = {step: [step] for step in ("export", "capture", "split", "joint", "SaveAll", "budget")}
     shown = Table("architecture", "family", "nodes", *columns, "memory", "training memory", "seconds")
     for row in table:
         nodes = "/".join(str(mode["nodes"]) for mode in row["modes"] if "nodes" in mode)
