@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from splitkit.plan import Claim as Claim
     from splitkit.plan import Part as Part
     from splitkit.plan import Plan as Plan
-    from splitkit.plan import Policy as Policy
     from splitkit.plancosts import stage_costs as stage_costs
+    from splitkit.policy import Policy as Policy
     from splitkit.report import report as report
     from splitkit.rewrite import condense as condense
     from splitkit.rewrite import merge as merge
@@ -89,7 +89,7 @@ _HOME = {
     "Part": "plan",
     "PipelineOrder": "pipelineorder",
     "Plan": "plan",
-    "Policy": "plan",
+    "Policy": "policy",
     "ScheduleRun": "schedulerun",
     "Split": "split",
     "StageCosts": "stagecosts",

@@ -41,6 +41,8 @@ SET_FWD_GRAD: Any = torch._C._set_fwd_grad_enabled
 FORBID_HOOKS: Any = torch._C._autograd._saved_tensors_hooks_disable
 ALLOW_HOOKS: Any = torch._C._autograd._saved_tensors_hooks_enable
 HOOKS_MESSAGE: Any = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+# The layout of torch.Tensor.to_mkldnn (2.11, 2.13, 2.15).
+MKLDNN: Any = torch._mkldnn  # type: ignore[attr-defined]
 SET_DETERMINISTIC: Any = torch._C._set_deterministic_algorithms
 
 

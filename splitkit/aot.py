@@ -26,7 +26,7 @@ from splitkit.errors import CaptureError
 from splitkit.fakes import rebinds
 from splitkit.halves import JointFlow
 from splitkit.pair import Pair, divide
-from splitkit.plan import PolicyLike
+from splitkit.policy import PolicyLike
 from splitkit.quietlogs import without_logging
 from splitkit.tokens import without_tokens
 

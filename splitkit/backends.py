@@ -22,8 +22,8 @@ from splitkit.capture import put_back
 from splitkit.costs import Costs, default
 from splitkit.errors import PolicyError, SplitError
 from splitkit.pair import Pair
-from splitkit.plan import PolicyLike
 from splitkit.policies.pricing import by_inductor
+from splitkit.policy import PolicyLike
 
 Inner = Literal["eager", "aot_eager", "inductor"]
 _INNER = ("eager", "aot_eager", "inductor")

@@ -48,8 +48,8 @@ def capture(
     kept; ``no_grad`` and ``autocast`` blocks become enter and exit nodes. Neither the model's buffers nor the random
     number generators are touched.
 
-    A ``torch.autograd.Function`` is one node that calls it, so that its backward stays. An output may be of any class that
-    ``copy.copy`` can copy (a ``DynamicCache``): its class is registered with ``torch.utils._pytree``, for the process.
+    A ``torch.autograd.Function`` is one node that calls it, so that its backward stays. An output may be of any class
+    that ``copy.copy`` can copy (a ``DynamicCache``): it is registered with ``torch.utils._pytree``, for the process.
     A model that hooks submodules or makes buffers at its first call, and fails for that, is called once for real.
 
     Python values among the inputs, and sizes unless ``dynamic``, are fixed at capture: the graph raises

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from splitkit._torch import pytree
+from splitkit._torch import MKLDNN, pytree
 from splitkit.dataflow import require_graph
 from splitkit.errors import GraphError
 from splitkit.symbols import concrete, symbols_of, value_of
@@ -114,7 +114,7 @@ def refuse_sparse(node: Node, tensor: torch.Tensor) -> None:
     Raises:
         GraphError: SK108.
     """
-    if tensor.layout is not torch.strided and tensor.layout is not torch._mkldnn:  # type: ignore[attr-defined]
+    if tensor.layout not in (torch.strided, MKLDNN):
         raise GraphError(
             "SK108",
             f"{node.name} is sparse ({tensor.layout}): only the data decides how many bytes it has",

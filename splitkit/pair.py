@@ -16,13 +16,14 @@ from splitkit.complete import check
 from splitkit.costs import Costs
 from splitkit.errors import CycleError, PlanError
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, is_size, nodes_in
-from splitkit.plan import PartKey, Plan, PolicyLike, as_plan
+from splitkit.plan import PartKey, Plan
+from splitkit.policy import PolicyLike, as_plan
 from splitkit.savedvalues import SavedValue, held_by_caller
 from splitkit.symbols import value_of
 from splitkit.tags import honour
 
 Places = dict[Node, tuple[PartKey, ...]]
-_SHOWN = 10  # saved values that a pair prints
+_SHOWN = 5  # saved values that a pair prints
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from splitkit.errors import CycleError, PolicyError
 from splitkit.names import Style
 from splitkit.order import part_order
 from splitkit.overlaps import overlap_check
-from splitkit.plan import HOST, PartKey, Plan, Policy, PolicyLike, as_plan
+from splitkit.plan import HOST, PartKey, Plan
+from splitkit.policy import Policy, PolicyLike, as_plan
 from splitkit.rewrite import condense, refine
 from splitkit.verbatim import runs_of
 

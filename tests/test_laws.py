@@ -15,7 +15,7 @@ from splitkit.costs.sizes import missing
 from splitkit.dataflow import analyze, module_path
 from splitkit.errors import PlanError
 from splitkit.fakes import propagate
-from splitkit.plan import HOST, Plan, Policy, as_plan
+from splitkit.plan import HOST, Plan
 from splitkit.policies import (
     Acyclic,
     AroundOps,
@@ -31,6 +31,7 @@ from splitkit.policies import (
     RoundRobin,
     Stages,
 )
+from splitkit.policy import Policy, as_plan
 from splitkit.rewrite import condense, refine, relay
 from splitkit.split import split
 from splitkit.testing import assert_legal, assert_same, zoo

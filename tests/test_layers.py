@@ -48,6 +48,7 @@ FLOORS: list[set[str]] = [
         "tags",
         "plan",
         "planfile",
+        "policy",
         "order",
         "rewrite",
         "local",

@@ -7,8 +7,9 @@ import torch
 from splitkit.costs import unit
 from splitkit.dataflow import analyze
 from splitkit.errors import PlanError, PolicyError
-from splitkit.plan import HOST, Part, Plan, Policy, as_plan
+from splitkit.plan import HOST, Part, Plan
 from splitkit.policies import RoundRobin
+from splitkit.policy import Policy, as_plan
 
 
 def test_a_plan_is_a_mapping_home_first(chain, nodes):

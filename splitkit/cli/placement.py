@@ -12,8 +12,8 @@ from splitkit.errors import UsageError
 from splitkit.units import read_size, size
 
 if TYPE_CHECKING:
-    from splitkit.plan import Policy
     from splitkit.plancosts import Optimizer
+    from splitkit.policy import Policy
 
 OPTIONS = ("devices", "schedule", "microbatches", "links", "optimizer", "objective", "trace")
 """Options that only a placement has; ``--memory`` has another meaning with ``--what fwd-bwd``."""

@@ -15,7 +15,8 @@ from splitkit.errors import PolicyError, SplitError, UsageError
 if TYPE_CHECKING:
     from splitkit.costs import Costs
     from splitkit.dataflow import Dataflow
-    from splitkit.plan import Plan, Policy
+    from splitkit.plan import Plan
+    from splitkit.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class _Spelled:
     policy: Any
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
-        from splitkit.plan import as_plan
+        from splitkit.policy import as_plan
 
         try:
             return as_plan(self.policy, flow, costs)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from splitkit.memory import MemoryProfile
     from splitkit.models import Example
     from splitkit.pair import Pair
-    from splitkit.plan import Policy
+    from splitkit.policy import Policy
 
 SHOWN = 10
 

@@ -42,8 +42,9 @@ def declare(
         impure: it acts on the outside world.
 
     A custom operator (any namespace but those of torch and torchvision) that is not declared is taken to be random: its
-    schema says what it writes but not what it draws. A function or leaf module that is not declared is taken to read and
-    write every parameter and buffer of the model, which it may hold in a list or a closure. Buffers of a declared module are taken to be written.
+    schema says what it writes but not what it draws. A function or leaf module that is not declared is taken to read
+    and write every parameter and buffer of the model, which it may hold in a list or a closure. Buffers of a declared
+    module are taken to be written.
     """
     spellings = _spellings(target)
     names = _parameters(spellings[-1])

@@ -76,6 +76,8 @@ def python_effects(node: Node) -> Effects:
         return Effects(aliases=tuple(node.all_input_nodes))
     if node.target is getattr and node.args[1:2] == ("grad",):  # what `backward` has put there
         return Effects(aliases=first, impure=True)
+    if node.target is getattr and node.args[1:2] and node.args[1] in tables.SIZE_ATTRIBUTES:
+        return PURE
     return Effects(aliases=first) if what is _Does.ALIAS else PURE
 
 

@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from splitkit.costs import Costs, Links
 from splitkit.dataflow import Dataflow
 from splitkit.errors import NoPlanError, PlanError, PolicyError, ScheduleError, SplitError
-from splitkit.plan import Claim, Plan, PolicyLike, as_plan
+from splitkit.plan import Claim, Plan
 from splitkit.plancosts import Optimizer, checked_optimizer
 from splitkit.policies.acyclic import Acyclic
 from splitkit.policies.amounts import Memory, links_of
@@ -17,6 +17,7 @@ from splitkit.policies.expert import Expert
 from splitkit.policies.schedules import ranks_of, require_schedule
 from splitkit.policies.scoring import Score, Scoring
 from splitkit.policies.stages import Stages
+from splitkit.policy import PolicyLike, as_plan
 from splitkit.units import size
 
 _NEAR = 1e-9  # relative: loads that are equal but for rounding

@@ -11,11 +11,12 @@ from splitkit.dataflow import Dataflow
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.halves import as_joint
 from splitkit.peaks import Peaks
-from splitkit.plan import Plan, PolicyLike, as_plan
+from splitkit.plan import Plan
 from splitkit.policies.pool import PlanPool, Pool, Seen
 from splitkit.policies.pricing import priced, require_price
 from splitkit.policies.save_all import SaveAll
 from splitkit.policies.search import Proof, Search
+from splitkit.policy import PolicyLike, as_plan
 from splitkit.savings import savings
 from splitkit.units import read_size, size
 

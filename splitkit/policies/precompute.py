@@ -12,10 +12,11 @@ from splitkit.costs import Costs, unit
 from splitkit.dataflow import Dataflow
 from splitkit.errors import PolicyError
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, as_joint, homes, is_pinned, with_inputs
-from splitkit.plan import Plan, Policy, as_plan
+from splitkit.plan import Plan
 from splitkit.policies.cutting import Cutting, cheapest
 from splitkit.policies.matching import Ops, Rule, rule_of
 from splitkit.policies.save_all import SaveAll
+from splitkit.policy import Policy, as_plan
 from splitkit.rewrite import prune
 from splitkit.savings import savings
 from splitkit.tags import asked, honour

@@ -1,0 +1,87 @@
+"""Policies: what decides which part computes which node, and what else people have at hand that says it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from torch.fx import Node
+
+from splitkit.costs import Costs
+from splitkit.dataflow import Dataflow
+from splitkit.errors import PlanError, PolicyError
+from splitkit.plan import PartKey, Plan
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """Decides which part computes which node. A policy is a frozen dataclass that carries its own parameters."""
+
+    def assign(self, flow: Dataflow, costs: Costs) -> Plan:
+        """Return the plan for a graph."""
+        ...
+
+
+PolicyLike = Policy | Plan | Mapping[Any, Any] | Callable[[Node], PartKey]
+
+
+def as_plan(policy: PolicyLike, flow: Dataflow, costs: Costs) -> Plan:
+    """Turn what people have at hand into a plan.
+
+    Args:
+        policy: a `Policy`, a `Plan`, a mapping of nodes or node names to parts (what it leaves out stays in the
+            host), or a callable ``node -> part``. The callable is called exactly once for every node but inputs,
+            attributes and the output, in graph order; its answers for state ops and tuple members are not used.
+        flow: facts about the graph.
+        costs: prices for the policy.
+
+    Raises:
+        PolicyError: SK301 when ``policy`` is none of these, or returns no plan.
+        PlanError: SK201 or SK204 when it names nodes of another graph, SK206 when a label cannot name a part.
+    """
+    if isinstance(policy, Plan):
+        return policy
+    if isinstance(policy, Mapping):
+        return _from_mapping(policy, flow)
+    if isinstance(policy, Policy) and not isinstance(policy, type):
+        made: object = policy.assign(flow, costs)
+        if not isinstance(made, Plan):
+            raise PolicyError(
+                "SK301",
+                f"the policy {policy!r} returned {made!r:.200}, no plan",
+                "Return splitkit.Plan.of({node: part}).",
+            )
+        return made
+    if callable(policy) and not isinstance(policy, type):
+        fixed = ("placeholder", "get_attr", "output")
+        answers = {n: policy(n) for n in flow.index if n.op not in fixed}
+        return Plan.of({n: answers[n] for n in flow.nodes}, note="a callback")
+    raise PolicyError(
+        "SK301",
+        f"{policy!r} is not a policy",
+        "Pass a policy such as splitkit.policies.Stages(4), a Plan, a mapping of node names to parts, "
+        "or a function from a node to its part.",
+    )
+
+
+def _from_mapping(labels: Mapping[Any, Any], flow: Dataflow) -> Plan:
+    by_name = {n.name: n for n in flow.index}
+    found: dict[Node, Any] = {}
+    for item, label in labels.items():
+        node = item if isinstance(item, Node) else by_name.get(item)
+        if node is None or node not in flow.index:
+            raise PlanError(
+                "SK204",
+                f"the mapping names {str(item)!r}, which is no node of the graph{_nearest(str(item), by_name)}",
+                "Map nodes, or the names in [n.name for n in gm.graph.nodes].",
+                [item],
+            )
+        found[node] = label
+    return Plan.of({n: found[n] for n in flow.nodes if n in found}, note="a mapping")
+
+
+def _nearest(name: str, names: Mapping[str, Node]) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, names, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
