@@ -349,7 +349,7 @@ def main() -> None:
     parser.add_argument("--family", nargs="*", default=families, choices=families)
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     args = parser.parse_args()
-    wanted = [r for r in rows() if r.family in args.family and (not args.only or any(n in r.name for n in args.only))]
+    wanted = [r for r in rows() if r.family in args.family and (not args.only or r.name.startswith(tuple(args.only)))]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "splitkit", *(p for p in PACKAGES if find_spec(p))])
     with ThreadPoolExecutor(args.jobs) as pool:
