@@ -14,7 +14,7 @@ VISION: Mapping[str, Any] = {
     "patch_size": 8,
 }  # fmt: skip
 SPEECH: Mapping[str, Any] = {
-    "vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+    "vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64,
     "conv_dim": (16, 16, 16), "conv_stride": (5, 4, 2), "conv_kernel": (10, 4, 3), "num_conv_pos_embeddings": 16,
     "num_conv_pos_embedding_groups": 4, "apply_spec_augment": False, "layerdrop": 0.0, "classifier_proj_size": 16,
 }  # fmt: skip
@@ -267,11 +267,11 @@ ROWS: list[Row] = [
     hf("audio", "ASTForAudioClassification", lambda c, t: {"input_values": torch.randn(2, 32, 16), **(
         {"labels": torch.tensor([0, 1])} if t else {})}, VISION, max_length=32, num_mel_bins=16),
     hf("audio", "WhisperForConditionalGeneration", heard("input_features", 2, 16, 48), None, vocab_size=96, d_model=32,
-       encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64,
+       encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64,
        decoder_ffn_dim=64, num_mel_bins=16, max_source_positions=24, max_target_positions=32, pad_token_id=0,
        bos_token_id=1, eos_token_id=2, decoder_start_token_id=3),
     hf("audio", "Speech2TextForConditionalGeneration", heard("input_features", 2, 48, 16), None, vocab_size=96,
-       d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+       d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
        encoder_ffn_dim=64, decoder_ffn_dim=64, input_feat_per_channel=16, conv_channels=16, max_source_positions=64,
        max_target_positions=32, encoder_layerdrop=0.0, decoder_layerdrop=0.0),
     hf("audio", "MoonshineForConditionalGeneration", heard("input_values", 2, 4000), None, vocab_size=96,

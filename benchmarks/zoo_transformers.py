@@ -17,7 +17,7 @@ SIZES: Mapping[str, Any] = {
     "intermediate_size": 64, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 ENCDEC: Mapping[str, Any] = {
-    "vocab_size": 96, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "vocab_size": 96, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
     "forced_eos_token_id": None, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
@@ -134,7 +134,8 @@ ROWS: list[Row] = [
     hf("MoE", "SwitchTransformersForConditionalGeneration", seq2seq, d_model=32, d_kv=8, d_ff=64, num_layers=2,
        num_decoder_layers=2, num_heads=4, num_experts=4, decoder_start_token_id=0, num_sparse_encoder_layers=1,
        num_sparse_decoder_layers=1),
-    hf("MoE", "NllbMoeForConditionalGeneration", seq2seq, ENCDEC, num_experts=4, expert_capacity=16,
+    hf("MoE", "NllbMoeForConditionalGeneration", seq2seq, ENCDEC, num_experts=4, expert_capacity=16, encoder_layers=2,
+       decoder_layers=2,
        encoder_sparse_step=2, decoder_sparse_step=2),
     *decoders(
         "state space", ("Mamba", {"state_size": 8}), ("FalconMamba", {"state_size": 8}),
@@ -176,16 +177,16 @@ ROWS: list[Row] = [
     hf("encoder", "LiltForTokenClassification", boxes, TEXT | {"hidden_size": 48}, channel_shrink_ratio=4),
     *(hf("encoder-decoder", f"{name}ForConditionalGeneration", seq2seq, **{"base": ENCDEC} | sizes) for name, sizes in (
         ("Bart", {}), ("MBart", {}), ("Pegasus", {}), ("M2M100", {}), ("BlenderbotSmall", {}), ("PLBart", {}),
-        ("LED", {"attention_window": [8, 8], "max_encoder_position_embeddings": 64,
+        ("LED", {"attention_window": [8], "max_encoder_position_embeddings": 64,
                  "max_decoder_position_embeddings": 64}),
         ("BigBirdPegasus", {"attention_type": "original_full"}),
         ("PegasusX", {"num_global_tokens": 4, "block_size": 8}),
-        ("ProphetNet", {"base": {}, "vocab_size": 96, "num_encoder_layers": 2, "num_decoder_layers": 2,
+        ("ProphetNet", {"base": {}, "vocab_size": 96, "num_encoder_layers": 1, "num_decoder_layers": 1,
                         "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4, "hidden_size": 32,
                         "ngram": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "decoder_start_token_id": 0}),
-        ("LongT5", {"d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "local_radius": 4,
+        ("LongT5", {"d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "local_radius": 4,
                     "decoder_start_token_id": 0}),
-        ("UMT5", {"d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}),
+        ("UMT5", {"d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "decoder_start_token_id": 0}),
     )),
     hf("encoder-decoder", "MarianMTModel", seq2seq, ENCDEC),
 ]
