@@ -84,6 +84,8 @@ BUGS = [
         "an effect waits for the home alone",
         ORDER, "_needs", "for other in places[earlier]:", "for other in places[earlier][:1]:",
     ),
+    Bug("opaque code reaches nothing", EFFECTS, "Memory.use", "if self.reached or not effect.known:", "if False:"),
+    Bug("opaque code only reads", EFFECTS, "Memory._reach", "writes[REACHED] = None", "pass"),
     Bug("effects are no edges", ORDER, "_needs", "in after[node]:", "in ():"),
     Bug("what may run once is copied", "splitkit.complete", "check", "if len(keys) > 1:", "if len(keys) > 9:"),
     Bug("parts run in the host's region", EMIT, "_Parent._call", "self._scoped.move_to(NEUTRAL)", "pass"),

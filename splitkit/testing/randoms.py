@@ -53,8 +53,9 @@ class _Root(nn.Module):
 class _Writer:
     """Appends one random op at a time; ``values`` are the square tensors so far."""
 
-    def __init__(self, choose: Choose) -> None:
+    def __init__(self, choose: Choose, opaque: bool) -> None:
         self.choose = choose
+        self.opaque = opaque
         self.graph = fx.Graph()
         self.values = [self.graph.placeholder(name) for name in ("x", "y")]
         self.regions: list[tuple[Any, Node]] = []  # what closes each that is open, and its handle
@@ -75,12 +76,13 @@ class _Writer:
         """Plain ops and a few kinds of special ones: a graph of few kinds has more of each, and more that interact
         (Groce et al., "Swarm testing", 2012).
         """
-        special = (
+        special = [
             self.attribute, self.view, self.chunk, self.inplace, self.inplace_method, self.write_part,
             self.write_state, self.random, self.module, self.autocast, self.grad_mode, self.inference,
             self.region, self.setting, self.saved_hooks, self.observe, self.number, self.size,
-            self.hidden, self.fresh,
-        )  # fmt: skip
+        ]  # fmt: skip
+        if self.opaque:
+            special += [self.hidden, self.fresh]
         picked = [special[self.choose(len(special))] for _ in range(1 + self.choose(6))]
         return [self.unary, self.binary, self.product, *picked]
 
@@ -263,12 +265,15 @@ def random_graph(choose: Choose, length: int = 20, seed: int = 0) -> fx.GraphMod
     """A random graph of about ``length`` ops over two square inputs: views, writes through views, buffers, tied
     weights, random ops, tuples, modules with state, regions and settings of every kind, and ops that tell which hold.
 
+    Every fourth seed has opaque code and fresh tensors as well; not each, for what opaque code may reach has little
+    freedom left in which a wrong order could show.
+
     Autograd refuses some of them in backward (a saved value was overwritten); `without_gradients` makes those usable.
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         root = _Root()
-    writer = _Writer(choose)
+    writer = _Writer(choose, opaque=seed % 4 == 0)
     for _ in range(length):
         writer.op()
     return fx.GraphModule(root, writer.finish())
