@@ -84,12 +84,16 @@ def activations(gm: fx.GraphModule) -> Activations:
     def watched(call: Any, *fakes: Any) -> None:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(run.pack, _never):
             held = call(*fakes, enable_io_processing=False)
+        run.env.clear()  # it still holds what nobody reads
         run.settle()
         del held  # until here: what no output depends on is gone
 
     with collector_at_rest():
         StandIn(run.run, tuple(values), {}, NO_SIZES, ()).run(watched)
     return run.found()
+
+
+_KEPT = "_kept_by_splitkit"
 
 
 class _Kept:
@@ -130,6 +134,13 @@ class _Run(fx.Interpreter):
         self._kept.add(kept)
         return kept
 
+    def _keep_attributes(self, result: Any) -> None:
+        """What a ``torch.autograd.Function`` keeps as attributes of its context lives as long as that; no hook sees it."""
+        for tensor in tensors(result):
+            attributes = getattr(tensor.grad_fn, "__dict__", None)  # other nodes of autograd have none
+            if attributes and _KEPT not in attributes:
+                attributes[_KEPT] = [self.pack(t) for t in tensors(list(attributes.values()))]
+
     def settle(self) -> None:
         """Take down what is still kept."""
         for kept in self._kept:
@@ -157,6 +168,7 @@ class _Run(fx.Interpreter):
         if (group := one_tensor(n)) is not None:
             result = self._given.setdefault(group, result)
         self._values[n] = self._storages(result, n)
+        self._keep_attributes(result)
         if any(t.requires_grad for t in tensors(result)):
             self._requires.add(n)
         return result
