@@ -135,7 +135,7 @@ class _Run(fx.Interpreter):
         return kept
 
     def _keep_attributes(self, result: Any) -> None:
-        """What a ``torch.autograd.Function`` keeps as attributes of its context lives as long as that; no hook sees it."""
+        """Note what a ``torch.autograd.Function`` keeps as attributes of its context, which no hook sees."""
         for tensor in tensors(result):
             attributes = getattr(tensor.grad_fn, "__dict__", None)  # other nodes of autograd have none
             if attributes and _KEPT not in attributes:
