@@ -84,7 +84,6 @@ def activations(gm: fx.GraphModule) -> Activations:
     def watched(call: Any, *fakes: Any) -> None:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(run.pack, _never):
             held = call(*fakes, enable_io_processing=False)
-        run.env.clear()  # it still holds what nobody reads
         run.settle()
         del held  # until here: what no output depends on is gone
 
