@@ -92,6 +92,9 @@ def activations(gm: fx.GraphModule) -> Activations:
     return run.found()
 
 
+_KEPT = "_kept_by_splitkit"
+
+
 class _Kept:
     """Stands in the graph of autograd for a tensor that a node saves; it lives as long as it is kept."""
 
@@ -130,6 +133,13 @@ class _Run(fx.Interpreter):
         self._kept.add(kept)
         return kept
 
+    def _keep_attributes(self, result: Any) -> None:
+        """Note what a ``torch.autograd.Function`` keeps as attributes of its context, which no hook sees."""
+        for tensor in tensors(result):
+            attributes = getattr(tensor.grad_fn, "__dict__", None)  # other nodes of autograd have none
+            if attributes and _KEPT not in attributes:
+                attributes[_KEPT] = [self.pack(t) for t in tensors(list(attributes.values()))]
+
     def settle(self) -> None:
         """Take down what is still kept."""
         for kept in self._kept:
@@ -157,6 +167,7 @@ class _Run(fx.Interpreter):
         if (group := one_tensor(n)) is not None:
             result = self._given.setdefault(group, result)
         self._values[n] = self._storages(result, n)
+        self._keep_attributes(result)
         if any(t.requires_grad for t in tensors(result)):
             self._requires.add(n)
         return result

@@ -6,6 +6,7 @@ live bytes are measured like those of a real run. So do `splitkit.temporaries` f
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from splitkit.costs.sizes import storage_bytes, tensor_bytes, tensors, value_byt
 from splitkit.measure import measure_memory
 from splitkit.scope import Scope, scopes
 from splitkit.standins import NO_SIZES, acts, bodies, stand_in
+from splitkit.symbols import value_of
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Probes:
         """
         if node.op not in ("call_function", "call_method", "call_module") or acts(self.gm, node):
             return NOTHING
+        if node.target is operator.getitem and isinstance(value_of(node.all_input_nodes[0]), tuple | list):
+            return NOTHING  # one of several results: autograd knows only the op that made them
         scope = self._scope[node]
         if bodies(self.gm, node):
             return _guess(self.gm, node)

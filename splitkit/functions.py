@@ -38,6 +38,7 @@ from splitkit.effects import storage_key
 from splitkit.errors import CaptureError
 from splitkit.ops.facts import Described, Effects, unknown
 
+_BASE: Any = Function.__mro__[1]
 _mode_of = cast(Any, _get_dispatch_mode_pre_dispatch)
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # What a node holds as it is, and what else holds no tensor.
@@ -95,16 +96,14 @@ def _nodes_in_order(node: fx.Node) -> list[fx.Node]:
 def functions_as_nodes() -> Iterator[Callable[[fx.GraphModule], None]]:
     """Within, torch.export keeps Functions as nodes. Yields what puts their calls into the graph that it made."""
     calls: list[FunctionCall] = []
-    original = Function.__dict__["apply"]
 
-    def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
-        run = original.__get__(None, function)
+    def apply(function: type[Function], run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         mode: Any = _mode_of(torch._C._TorchDispatchModeKey.PROXY)
         if mode is None or not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        run = _seen_through(function, run)
-        if run is not None:
-            return run(*args, **kwargs)
+        through = _seen_through(function, run)
+        if through is not None:
+            return through(*args, **kwargs)
         call = _called(function, (args, kwargs))
         calls.append(call)
         return _as_node(mode.tracer, call, len(calls) - 1, args, kwargs)
@@ -115,8 +114,29 @@ def functions_as_nodes() -> Iterator[Callable[[fx.GraphModule], None]]:
                 if isinstance(number := node.args[0], int):
                     node.target, node.args = calls[number], node.args[1:]
 
-    with patch.object(Function, "apply", classmethod(apply)), _no_saved_tensors_hooks():
+    with _in_place_of_apply(apply), _no_saved_tensors_hooks():
         yield put_in
+
+
+@contextmanager
+def _in_place_of_apply(apply: Callable[..., Any]) -> Iterator[None]:
+    """Within, ``apply(function, run, ...)`` is called for each ``function.apply(...)``; ``run`` is what it was.
+
+    Also for one that was bound before (``relu = Relu.apply``), which goes on to the base class of Function.
+    """
+    original = Function.__dict__["apply"]
+
+    def of_function(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+        return apply(function, original.__get__(None, function), *args, **kwargs)
+
+    def of_base(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+        return apply(function, super(_BASE, function).apply, *args, **kwargs)
+
+    with (
+        patch.object(Function, "apply", classmethod(of_function)),
+        patch.object(_BASE, "apply", classmethod(of_base)),
+    ):
+        yield
 
 
 def _seen_through(function: type[Function], run: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -227,10 +247,8 @@ def refuse_lost_functions(program: ExportedProgram) -> None:
 @contextmanager
 def functions_of_proxies() -> Iterator[None]:
     """Within, ``fx.symbolic_trace`` keeps Functions as nodes; what their forwards do is not known."""
-    original = Function.__dict__["apply"]
 
-    def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
-        run = original.__get__(None, function)
+    def apply(function: type[Function], run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         proxies = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, fx.Proxy)]
         if not proxies:
             return run(*args, **kwargs)
@@ -243,7 +261,7 @@ def functions_of_proxies() -> Iterator[None]:
         )
         return proxies[0].tracer.create_proxy("call_function", call, shown, keywords)
 
-    with patch.object(Function, "apply", classmethod(apply)), _no_saved_tensors_hooks():
+    with _in_place_of_apply(apply), _no_saved_tensors_hooks():
         yield
 
 

@@ -66,6 +66,7 @@ class Run:
         buffers: all storages.
         calls: name of a called graph -> its first step and the one after its last.
         gives: node -> what of its arguments' memory it gives back, where that was seen.
+        beyond: node -> bytes of its results beyond what their values show, where that was seen.
         bounds: symbol -> the upper bound that it counts as, for those that only the data decides.
     """
 
@@ -77,6 +78,7 @@ class Run:
     buffers: list[Buffer] = field(default_factory=list)
     calls: dict[str, range] = field(default_factory=dict)
     gives: dict[Node, Gives] = field(default_factory=dict)
+    beyond: dict[Node, int] = field(default_factory=dict)
     bounds: dict[str, int] = field(default_factory=dict)
     _static: dict[Hashable, int] = field(default_factory=dict)
     _inputs: dict[int | None, Value] = field(default_factory=dict)
@@ -174,11 +176,12 @@ class Run:
         """The storages of a result: those of the arguments that it shares, and new ones."""
         if node.target is operator.getitem and (items := self._items.get(cast(Node, node.args[0]))):
             return self._named(node, items[cast(int, node.args[1])])
-        value, step = dict[Hashable, int](), len(self.steps) - 1
+        value, step, beyond = dict[Hashable, int](), len(self.steps) - 1, self.beyond.get(node, 0)
         for piece in storages_of(gm, node, list(self._tensors(node)), read, self.gives.get(node)):
             held = piece.held
             if held is None:
-                held = self._add(node.name, node, piece.device, piece.nbytes, "activation", step, step)
+                held = self._add(node.name, node, piece.device, piece.nbytes + beyond, "activation", step, step)
+                beyond = 0
             value[piece.key] = held
         return value
 
@@ -208,6 +211,8 @@ class Run:
         if autocast:
             self._keep_casts(gm, node, inside.casts, autocast[0])
         self.gives[node] = inside.gives
+        if not isinstance(node.target, _torch.OpOverload):  # `storages_of` knows these
+            self.beyond[node] = inside.beyond
         return inside.transient
 
     def _inside(self, body: fx.GraphModule, autocast: tuple[Node, ...]) -> int:

@@ -21,6 +21,7 @@ from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.effects import attribute
 from splitkit.ops import effects_of
+from splitkit.ops.facts import Described
 from splitkit.scope import is_state_op
 from splitkit.symbols import concrete
 
@@ -134,11 +135,14 @@ def target_of(root: nn.Module, node: Node) -> Any:
 
 
 def acts(root: nn.Module, node: Node) -> bool:
-    """Whether calling the target would change the state of the caller (autocast, vmap levels), or print."""
+    """Whether calling the target would change the state of the caller (autocast, vmap levels), or print.
+
+    A ``torch.autograd.Function`` has run on fakes at capture, and may do so again, as code that nothing is known of.
+    """
     if is_state_op(node):
         return True
     effects = effects_of(node, root)
-    return effects.ambient or (effects.impure and effects.known)
+    return effects.ambient or (effects.impure and effects.known and not isinstance(node.target, Described))
 
 
 def hint(size: int | torch.SymInt, sizes: Mapping[str, int] = NO_SIZES) -> int:

@@ -16,7 +16,7 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit.costs.sizes import tensors
+from splitkit.costs.sizes import storage_bytes, tensors
 from splitkit.effects import storage_key
 from splitkit.measure import measure_memory
 from splitkit.standins import NO_VALUES, acts, stand_in
@@ -32,11 +32,13 @@ class Inside:
         casts: of weights that autocast has cast, and keeps until its region ends.
         gives: for each tensor of the result, which of the tensors among the arguments it shares memory with; ``None``
             where that is not known.
+        beyond: of the memory of results, beyond what their values show (`splitkit.kernels`).
     """
 
     transient: int
     casts: int
     gives: tuple[int | None, ...] | None = None
+    beyond: int = 0
 
 
 NOTHING = Inside(0, 0)
@@ -77,12 +79,12 @@ def _inside(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Inside:
     first = measure_memory(call, *args, **kwargs)
     second = measure_memory(call, *args, **kwargs)
     results = second.end - second.baseline
-    return Inside(first.peak - first.end, first.end - first.baseline - results, _gives(call, *args, **kwargs))
-
-
-def _gives(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[int | None, ...]:
     given = {storage_key(t): i for i, t in reversed(list(enumerate(tensors((args, kwargs)))))}
-    return tuple(given.get(storage_key(t)) for t in tensors(call(*args, **kwargs)))
+    yielded = list(tensors(call(*args, **kwargs)))
+    gives = tuple(given.get(storage_key(t)) for t in yielded)
+    made = {storage_key(t): storage_bytes(t) for t, of in zip(yielded, gives, strict=True) if of is None}
+    beyond = max(0, results - sum(made.values()))
+    return Inside(first.peak - first.end, first.end - first.baseline - results, gives, beyond)
 
 
 def is_composite(target: object) -> bool:

@@ -30,6 +30,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import splitkit as sk
 from splitkit import _torch, costs
+from splitkit.activations import activations
 from splitkit.cli import main
 from splitkit.costs import unit
 from splitkit.costs.keys import is_lasting, key_of
@@ -2792,3 +2793,115 @@ def test_a_sweep_had_no_peak(capsys):
         "transformer.h" in v["label"] for v in least["saved"]["values"]
     )
     assert main(["sweep", "gpt2", "--of", "peak", "--stages", "2"]) == 2
+
+
+class _Smooth(torch.autograd.Function):
+    """Allocates inside, and keeps tensors as attributes of its context, where no hook on saved tensors sees them."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.curve, ctx.others = torch.exp(x), [x + 1, {"half": x / 2}]
+        ctx.save_for_backward(x)
+        inner = torch.tanh(x * x * x)
+        return ctx.curve * (1 + inner)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.curve
+
+
+class _Plain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 0.5 * (1 + torch.tanh(x * x * x))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0]
+
+
+class _Calls(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.layer, self.function = nn.Linear(64, 64), function
+
+    def forward(self, x):
+        return self.function(self.layer(x)).sum()
+
+
+@pytest.mark.parametrize("function", [_Plain.apply, lambda x: _Plain.apply(x.t()), _Smooth.apply])
+def test_what_a_function_allocates_inside_was_not_simulated(function):
+    x = torch.randn(32, 64)
+    gm = sk.capture(_Calls(function), x)
+    with torch.no_grad():
+        measured = sk.measure_memory(gm, x)
+    simulated = sk.simulate_memory(gm)
+    assert (simulated.peak, simulated.end) == (measured.peak, measured.end)
+    node = next(n for n in gm.graph.nodes if type(n.target).__name__ == "FunctionCall")
+    assert costs.flops(gm).flops(node) >= 32 * 64  # nor was it counted
+
+
+def test_what_a_function_keeps_in_its_context_was_not_counted():
+    x = torch.randn(32, 64)
+    rows = x.nbytes
+    plain, smooth = (activations(sk.capture(_Calls(f.apply), x)) for f in (_Plain, _Smooth))
+    assert plain.saved_bytes == 2 * rows  # what linear and the Function read
+    assert smooth.saved_bytes == 5 * rows
+    (inside,) = (found for node, found in plain.inside.items() if type(node.target).__name__ == "FunctionCall")
+    assert inside.forward == 2 * rows
+
+
+def test_an_item_of_a_tuple_was_taken_for_an_op_of_its_own():
+    class Halves(nn.Module):
+        def forward(self, x):
+            a, b = torch.var_mean(x * 2, dim=-1)
+            return (a * b).sum()
+
+    x = torch.randn(8, 16, requires_grad=True)
+    found = activations(sk.capture(Halves(), x))
+    assert not any(node.target is operator.getitem for node in found.inside)
+
+
+@pytest.mark.parametrize("how", ["export", "symbolic_trace"])
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.SmoothL1Loss(), F.mse_loss, lambda a, b: F.mse_loss(a, a) + b.sum()])
+def test_losses_of_symbolic_trace_took_less_than_their_kernels(loss, how):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.loss = nn.Linear(16, 16), loss
+
+        def forward(self, x, y):
+            return self.loss(self.layer(x), y)
+
+    x, y = torch.randn(8, 16), torch.randn(8, 16)
+    gm = sk.capture(Net(), x, y, how=how)
+    if how == "symbolic_trace":
+        sk.propagate(gm, x, y)
+    with torch.no_grad():
+        measured = sk.measure_memory(gm, x, y)
+    simulated = sk.simulate_memory(gm)
+    assert (simulated.peak, simulated.end) == (measured.peak, measured.end)
+
+
+def test_counts_of_nodes_were_called_measured(capsys):
+    size = ["--size", "layers=1,width=16,heads=2,seq=8,batch=2,vocab=31", "--costs", "unit"]
+    assert main(["sweep", "gpt2", *size, "--stages", "2", "--microbatches", "2"]) == 0
+    assert re.search(r"prices +nodes", capsys.readouterr().out)
+    assert main(["plan", "gpt2", *size, "--what", "fwd-bwd", "--memory", "least"]) == 0
+    assert re.search(r"prices +nodes", capsys.readouterr().out)
+
+
+_bound_before = _Plain.apply  # as PyTorch's own tutorials write it
+
+
+@pytest.mark.parametrize("how", ["export", "symbolic_trace"])
+def test_a_function_whose_apply_was_bound_before_lost_its_backward(how):
+    torch.manual_seed(0)
+    model, x = _Calls(lambda y: _bound_before(y) + _bound_before(y * 2)), torch.randn(4, 64)
+    gm = sk.capture(model, x, how=how)
+    assert sum(type(n.target).__name__ == "FunctionCall" for n in gm.graph.nodes) == 2
+    wanted, found = (torch.autograd.grad(f(x), f.layer.weight)[0] for f in (model, gm))
+    assert torch.equal(wanted, found)
+    assert sk.compare(model, split(gm, RoundRobin(2)), x).same
+    assert "apply" not in vars(torch.autograd.function._SingleLevelFunction)  # nothing is left behind

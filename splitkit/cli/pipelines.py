@@ -50,8 +50,9 @@ def run(args: Namespace) -> Outcome:
         **found.to_dict(),
         "seconds": work.clock.seconds,
     }
+    unit = next((row.run.unit for row in found.rows if row.run), "s")
     rows = {
-        "prices": found.note or "as measured",
+        "prices": found.note or ("as measured" if unit == "s" else unit),
         "links": f"{links or 'none'}{why}",
         "memory": "no limit" if memory is None else f"{size(memory)} a rank",
         "took": f"capture {seconds(work.clock.seconds['capture'])}, sweep {seconds(work.clock.seconds['sweep'])}",

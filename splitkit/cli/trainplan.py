@@ -140,7 +140,7 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
     halves = f"forward {size(forward['peak'])}, backward {size(data['backward']['peak'])}"
     rows = {
         "plan": data["note"],
-        "prices": data["prices"],
+        "prices": data["prices"] or ("FLOPs" if data["unit"] == "s" else data["unit"]),
         "peak": f"{at_most(data['peak'], data['bounds'])} ({halves})",
         "saved for backward": f"{size(data['saved']['nbytes'])} in {len(data['saved']['values'])} storages",
         "computed again": f"{again['ops']} of {forward['ops']} ops, {time} ({share:.1%})",
