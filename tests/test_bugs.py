@@ -2792,3 +2792,88 @@ def test_a_sweep_had_no_peak(capsys):
         "transformer.h" in v["label"] for v in least["saved"]["values"]
     )
     assert main(["sweep", "gpt2", "--of", "peak", "--stages", "2"]) == 2
+
+
+def test_symbolic_trace_wrote_buffers_once_and_for_all():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(2))
+            self.held = [torch.zeros(2)]
+
+    class InPlace(Counts):
+        def forward(self, x):
+            self.seen.add_(1)
+            return x + self.seen
+
+    class Anew(Counts):
+        def forward(self, x):
+            self.seen = self.seen + 1
+            return x + self.seen
+
+    class InAList(Counts):
+        def forward(self, x):
+            torch.add(self.held[0], 1, out=self.held[0])
+            return x + self.held[0]
+
+    class OfItsOwn(Counts):
+        def forward(self, x):
+            mask = torch.zeros(2)
+            mask[0] = 1
+            mask.mul_(3)
+            return x + mask + self.seen
+
+    for kind in (InPlace, Anew, InAList):
+        model = kind()
+        with pytest.raises(sk.CaptureError, match="SK401.*symbolic_trace loses what the model does"):
+            sk.capture(model, torch.ones(2), how="symbolic_trace")
+        assert not model.seen.any()
+    model = OfItsOwn()
+    assert_same(model, sk.capture(model, torch.ones(2), how="symbolic_trace"), torch.ones(2))
+
+
+def test_a_capture_reached_into_other_threads():
+    inside, done, entered = threading.Event(), threading.Event(), threading.Event()
+    seen = []
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    class Waits(nn.Module):
+        def forward(self, x):
+            inside.set()
+            assert done.wait(60)
+            with torch.no_grad():
+                y = x * 3
+            return Twice.apply(x) + y
+
+    def train():
+        block = torch.inference_mode()
+        block.__enter__()
+        entered.set()
+        try:
+            assert inside.wait(60)
+            block.__exit__(None, None, None)
+            x = torch.ones(2, requires_grad=True)
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), torch.set_grad_enabled(True):
+                Twice.apply(x).sum().backward()
+            seen.extend([x.grad.tolist(), torch.is_grad_enabled()])
+        except Exception as error:
+            seen.append(error)
+        finally:
+            done.set()
+
+    other = threading.Thread(target=train)
+    other.start()
+    assert entered.wait(60)
+    model, x = Waits(), torch.ones(2, requires_grad=True)
+    gm = sk.capture(model, x)
+    other.join()
+    assert seen == [[2.0, 2.0], True]
+    assert_same(model, gm, x)
