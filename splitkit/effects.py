@@ -41,6 +41,7 @@ AMBIENT = "ambient state"
 SIZES = "sizes of"
 REACHED = "memory that opaque code may reach"
 LENT = "memory that opaque code may have handed out"
+NO_MEMORY = {RANDOM, OUTSIDE, AMBIENT, REACHED, LENT}
 
 
 @dataclass(frozen=True)

@@ -2877,3 +2877,46 @@ def test_a_capture_reached_into_other_threads():
     other.join()
     assert seen == [[2.0, 2.0], True]
     assert_same(model, gm, x)
+
+
+def test_opaque_code_elsewhere_forbade_checkpoints():
+    class Custom(nn.Module):
+        def forward(self, x):
+            return x.exp()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.custom, self.b, self.c = nn.Linear(2, 2), Custom(), nn.Linear(2, 2), nn.Linear(2, 2)
+            self.register_buffer("scale", torch.ones(2))
+
+        def forward(self, x):
+            x = torch.tanh(self.a(x * self.scale))
+            return self.c(torch.relu(self.b(self.custom(torch.sin(x))))) * self.scale
+
+    class Tracer(fx.Tracer):
+        def is_leaf_module(self, m, name):
+            return isinstance(m, Custom) or super().is_leaf_module(m, name)
+
+    model = Model()
+    gm = fx.GraphModule(model, Tracer().trace(model))
+    where = dict(mul=0, a=0, tanh=0, sin=1, custom=1, b=1, relu=1, c=2, mul_1=2)
+    nodes = {n.name: n for n in gm.graph.nodes}
+
+    def checkpointed(*keys):
+        parts = {k: sk.Part(k, call="checkpoint" if k in keys else "plain") for k in range(3)}
+        return sk.split(gm, Plan({nodes[n]: (k,) for n, k in where.items()}, parts))
+
+    assert_same(model, checkpointed(0, 2), torch.ones(3, 2, requires_grad=True))
+    with pytest.raises(sk.PlanError, match="SK207.*custom"):
+        checkpointed(1)
+    where |= dict(tanh=1, custom=2, b=2, relu=2, c=2, sin=1)
+    with pytest.raises(sk.PlanError, match="SK207.*sin .*written by another node"):  # custom may write what it is given
+        checkpointed(1)
+
+
+@pytest.mark.parametrize("how", ["export", "symbolic_trace"])
+def test_lazy_modules_were_not_captured(how):
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.ReLU())
+    x = torch.randn(4, 5)
+    assert_same(model, sk.capture(model, x, how=how), x)
