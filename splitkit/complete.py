@@ -128,7 +128,7 @@ def _fixed_in_time(flow: Dataflow) -> dict[Node, None]:
     """Nodes that may not run again later: writers, impure nodes, and readers of what is written."""
     impure = (n for n, e in flow.effects.items() if not e.known or e.impure or e.ambient)
     seeded = (n for n, e in flow.effects.items() if e.random and _has_generator(flow, n))
-    return dict.fromkeys([*_users_of_written(flow), *impure, *seeded])
+    return dict.fromkeys([*impure, *seeded, *_users_of_written(flow)])
 
 
 def _users_of_written(flow: Dataflow) -> Iterator[Node]:

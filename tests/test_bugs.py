@@ -2900,7 +2900,7 @@ def test_opaque_code_elsewhere_forbade_checkpoints():
 
     model = Model()
     gm = fx.GraphModule(model, Tracer().trace(model))
-    where = dict(mul=0, a=0, tanh=0, sin=1, custom=1, b=1, relu=1, c=2, mul_1=2)
+    where = {"mul": 0, "a": 0, "tanh": 0, "sin": 1, "custom": 1, "b": 1, "relu": 1, "c": 2, "mul_1": 2}
     nodes = {n.name: n for n in gm.graph.nodes}
 
     def checkpointed(*keys):
@@ -2910,8 +2910,8 @@ def test_opaque_code_elsewhere_forbade_checkpoints():
     assert_same(model, checkpointed(0, 2), torch.ones(3, 2, requires_grad=True))
     with pytest.raises(sk.PlanError, match="SK207.*custom"):
         checkpointed(1)
-    where |= dict(tanh=1, custom=2, b=2, relu=2, c=2, sin=1)
-    with pytest.raises(sk.PlanError, match="SK207.*sin .*written by another node"):  # custom may write what it is given
+    where |= {"tanh": 1, "custom": 2, "b": 2, "relu": 2}  # custom may write what it is given
+    with pytest.raises(sk.PlanError, match="SK207.*sin .*written by another node"):
         checkpointed(1)
 
 
