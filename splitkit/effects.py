@@ -41,7 +41,8 @@ AMBIENT = "ambient state"
 SIZES = "sizes of"
 REACHED = "memory that opaque code may reach"
 LENT = "memory that opaque code may have handed out"
-NO_MEMORY = {RANDOM, OUTSIDE, AMBIENT, REACHED, LENT}
+_TOKENS = (RANDOM, OUTSIDE, AMBIENT, REACHED, LENT)
+NO_MEMORY: Set[Hashable] = frozenset({*_TOKENS, *((SIZES, token) for token in _TOKENS)})
 
 
 @dataclass(frozen=True)
