@@ -39,9 +39,12 @@ def blocks_as_nodes(flags: GradFlags) -> Iterator[None]:
     ``flags`` hears of ``requires_grad_``, which tracing loses; a hook on a gradient is refused (SK405).
     """
     writer: list[str] = []  # what is setting grad mode now, outermost first
+    me = threading.get_ident()  # other threads set their own grad mode meanwhile
 
     def marked(how: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != me:
+                return original(self, *args, **kwargs)
             writer.append(how)
             try:
                 return original(self, *args, **kwargs)
@@ -68,8 +71,8 @@ def blocks_as_nodes(flags: GradFlags) -> Iterator[None]:
         stack.enter_context(patch.object(PreDispatchTorchFunctionMode, "__torch_function__", trace))
         for kind, method, how in _WRITERS:
             stack.enter_context(patch.object(kind, method, marked(how, getattr(kind, method))))
-        stack.enter_context(patch.object(torch.inference_mode, "__enter__", _enter_inference(writer)))
-        stack.enter_context(patch.object(torch.inference_mode, "__exit__", _exit_inference(writer)))
+        stack.enter_context(patch.object(torch.inference_mode, "__enter__", _enter_inference(writer, me)))
+        stack.enter_context(patch.object(torch.inference_mode, "__exit__", _exit_inference(writer, me)))
         yield
 
 
@@ -83,24 +86,26 @@ _WRITERS: tuple[tuple[Any, str, str], ...] = (
 )
 
 
-def _enter_inference(writer: list[str]) -> Callable[..., None]:
+def _enter_inference(writer: list[str], me: int) -> Callable[..., None]:
     """Inference mode is not traced; what it does to gradients is."""
     original = torch.inference_mode.__enter__
 
     def enter(self: Any) -> None:
         self._splitkit_before = torch.is_grad_enabled()
         original(self)
-        _set_grad(writer, "begin", not self.mode)
+        if threading.get_ident() == me:
+            _set_grad(writer, "begin", not self.mode)
 
     return enter
 
 
-def _exit_inference(writer: list[str]) -> Callable[..., None]:
+def _exit_inference(writer: list[str], me: int) -> Callable[..., None]:
     original = torch.inference_mode.__exit__
 
     def leave(self: Any, *why: Any) -> None:
         original(self, *why)
-        _set_grad(writer, "end", self._splitkit_before)
+        if threading.get_ident() == me:
+            _set_grad(writer, "end", self._splitkit_before)
 
     return leave
 

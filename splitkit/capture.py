@@ -61,7 +61,7 @@ def capture(
         model: a module; or, without inputs, an ``ExportedProgram`` or a ``GraphModule``, which is left as it is.
         args: example inputs.
         how: ``"export"``, which understands most models, or ``"symbolic_trace"``, which keeps calls of modules whole
-            and loses ``no_grad`` and ``autocast`` blocks.
+            loses ``no_grad`` and ``autocast`` blocks, and refuses models that write their own buffers outside of these.
         dynamic: let every size of the inputs vary where the model allows it (``how="export"`` only).
         kwargs: example keyword inputs.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import Literal, NoReturn
 
@@ -10,9 +10,10 @@ import torch
 from torch.fx import Node
 
 from splitkit.dataflow import Dataflow
-from splitkit.effects import attribute, storage_key
+from splitkit.effects import NO_MEMORY, Memory, attribute, memory_of, storage_key
 from splitkit.errors import PlanError
 from splitkit.local import recompute_locally
+from splitkit.ops import PURE
 from splitkit.plan import HOST, PartKey, Plan
 from splitkit.rewrite import require_parts
 
@@ -125,12 +126,20 @@ def _check_checkpoints(flow: Dataflow, plan: Plan) -> None:
 
 def _fixed_in_time(flow: Dataflow) -> dict[Node, None]:
     """Nodes that may not run again later: writers, impure nodes, and readers of what is written."""
-    writers = {n: None for n, e in flow.effects.items() if e.writes or e.writes_state or not e.known}
-    early = (n for w in writers for n in flow.after.get(w, ()))
-    late = (n for n, before in flow.after.items() if any(b in writers for b in before))
-    impure = (n for n, e in flow.effects.items() if e.impure or e.ambient)
+    impure = (n for n, e in flow.effects.items() if not e.known or e.impure or e.ambient)
     seeded = (n for n, e in flow.effects.items() if e.random and _has_generator(flow, n))
-    return dict.fromkeys([*writers, *early, *late, *impure, *seeded])
+    return dict.fromkeys([*impure, *seeded, *_users_of_written(flow)])
+
+
+def _users_of_written(flow: Dataflow) -> Iterator[Node]:
+    """Writers, and readers of what is written; what opaque code may reach besides its arguments does not count."""
+    acting = {n: e for n, e in flow.effects.items() if e is not PURE}
+    found = memory_of(acting, flow.effects, flow.root)
+    memory = Memory(found.members, found.written)
+    running = ((n, e) for n, e in flow.effects.items() if n.op not in ("placeholder", "get_attr", "output"))
+    uses = {n: memory.use(n, e) for n, e in running if n not in flow.followers}
+    written = {c for writes, _ in uses.values() for c in writes} - NO_MEMORY
+    return (n for n, (_, touched) in uses.items() if not written.isdisjoint(touched))
 
 
 def _has_generator(flow: Dataflow, node: Node) -> bool:

@@ -41,6 +41,8 @@ AMBIENT = "ambient state"
 SIZES = "sizes of"
 REACHED = "memory that opaque code may reach"
 LENT = "memory that opaque code may have handed out"
+_TOKENS = (RANDOM, OUTSIDE, AMBIENT, REACHED, LENT)
+NO_MEMORY: Set[Hashable] = frozenset({*_TOKENS, *((SIZES, token) for token in _TOKENS)})
 
 
 @dataclass(frozen=True)
@@ -152,10 +154,15 @@ class Memory:
         writes = {members.get(w, w): None for w in _written(effect)}
         if not effect.same_sizes:
             writes |= {(SIZES, c): None for c in writes if c in written}
-        asked = sizes_only(node) if node.all_input_nodes else ()
-        items = [*_touched(node, effect, asked)]
-        touched = writes | {c: None for item in items if (c := members.get(item, item)) in written}
-        touched |= {(SIZES, c): None for item in asked if (c := members.get(item, item)) in written}
+        reads = node.all_input_nodes
+        asked = sizes_only(node) if reads else ()
+        items = _touched(node, effect, reads, asked)
+        touched = {**writes}
+        for item in items:
+            if (c := members.get(item, item)) in written:
+                touched[c] = None
+        if asked:
+            touched |= {(SIZES, c): None for item in asked if (c := members.get(item, item)) in written}
         if self.reached or not effect.known:
             self._reach([*items, *asked], effect, writes, touched)
         return writes, touched
@@ -264,16 +271,15 @@ def _written(effect: Effects) -> Iterable[Hashable]:
         yield AMBIENT
 
 
-def _touched(node: Node, effect: Effects, asked: Collection[Node]) -> Iterable[Hashable]:
-    if node.op != "output":
-        yield node
-    for read in node.all_input_nodes:
-        if read not in asked and not is_state_op(read):
-            yield read
-    yield AMBIENT
-    yield from map(storage_key, effect.reads_state)
+def _touched(node: Node, effect: Effects, reads: Collection[Node], asked: Collection[Node]) -> list[Hashable]:
+    items: list[Hashable] = [] if node.op == "output" else [node]
+    items += [read for read in reads if not is_state_op(read) and read not in asked]
+    items.append(AMBIENT)
+    if effect.reads_state:
+        items += map(storage_key, effect.reads_state)
     if effect.check:  # keeps its place among prints, is free among other checks
-        yield OUTSIDE
+        items.append(OUTSIDE)
+    return items
 
 
 def _reason(effect: Effects, storage_is_written: bool) -> str:

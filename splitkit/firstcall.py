@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from splitkit._torch import FakeTensor, pytree
 
@@ -100,9 +101,8 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _state_kept(model: nn.Module) -> Iterator[None]:
     """Afterwards the buffers that there were hold what they held; new ones stay."""
-    held = [
-        (m, name, b, b.detach().clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None
-    ]
+    buffers = ((m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None)
+    held = [(m, name, b, b.detach().clone()) for m, name, b in buffers if not is_lazy(b)]
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ All names below are private to torch; checked on 2.11, 2.13 and 2.15.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import EllipsisType, ModuleType, NoneType
@@ -96,10 +97,11 @@ def _nodes_in_order(node: fx.Node) -> list[fx.Node]:
 def functions_as_nodes() -> Iterator[Callable[[fx.GraphModule], None]]:
     """Within, torch.export keeps Functions as nodes. Yields what puts their calls into the graph that it made."""
     calls: list[FunctionCall] = []
+    me = threading.get_ident()
 
     def apply(function: type[Function], run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        mode: Any = _mode_of(torch._C._TorchDispatchModeKey.PROXY)
-        if mode is None or not torch.is_grad_enabled():
+        mode: Any = _mode_of(torch._C._TorchDispatchModeKey.PROXY)  # of all threads
+        if mode is None or not torch.is_grad_enabled() or threading.get_ident() != me:
             return run(*args, **kwargs)
         through = _seen_through(function, run)
         if through is not None:
@@ -279,10 +281,11 @@ def refuse_module_hooks(model: nn.Module) -> None:
 def _no_saved_tensors_hooks() -> Iterator[None]:
     """Refuse a model's own hooks on saved tensors, which may round them; torch's own only move them."""
     hooks = torch.autograd.graph.saved_tensors_hooks
-    original = hooks.__enter__
+    original, me = hooks.__enter__, threading.get_ident()
 
     def enter(self: Any) -> None:
-        if torch.is_grad_enabled() and (type(self) is hooks or not type(self).__module__.startswith("torch.")):
+        own = type(self) is hooks or not type(self).__module__.startswith("torch.")
+        if own and torch.is_grad_enabled() and threading.get_ident() == me:
             raise lost_hook("the model hooks the tensors that are saved for backward")
         original(self)
 

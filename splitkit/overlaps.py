@@ -135,11 +135,14 @@ def overlap_check(
     inputs = [n for n in flow.scope if n.op == "placeholder"]
     if not inputs or not any(e.writes or e.writes_state or not e.known for e in acting.values()):
         return None
+    moments = _moments(units)
+    if _keeps_order(flow, moments):
+        return None
     held = [storage_key(t) for e in acting.values() for t in e.reads_state]
     attributes = [n for n in flow.scope if n.op == "get_attr"]
     memory = memory_of(acting, flow.effects, flow.root, besides=[*inputs, *attributes, *held])
     roots = {_class_in(memory, item) for item in (*inputs, *attributes, *held)}
-    uses = _uses(flow, memory, roots, _moments(units))
+    uses = _uses(flow, memory, roots, moments)
     if _out_of_order({use for found in uses.values() for use in found}) is None:
         return None
     number = {c: i for i, c in enumerate(uses)}
@@ -165,6 +168,17 @@ def _moments(units: Sequence[Subgraph | Node]) -> dict[Node, tuple[int, int]]:
     for moment, node in enumerate(nodes):
         moments[node] = (moments.get(node, (moment,))[0], moment)
     return moments
+
+
+def _keeps_order(flow: Dataflow, moments: Mapping[Node, tuple[int, int]]) -> bool:
+    """Whether the nodes run one by one in the order of the graph."""
+    latest = -1
+    for node in filter(moments.__contains__, flow.nodes):
+        first, last = moments[node]
+        if first <= latest:
+            return False
+        latest = last
+    return True
 
 
 def _uses(

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._ops import OpOverload  # 2.11, 2.13, 2.15
 from torch.fx import Node
+from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.13, 2.15
 
 from splitkit._torch import pytree
+from splitkit.capture_errors import line_here
+from splitkit.effects import storage_key
+from splitkit.errors import CaptureError
 from splitkit.fakes import set_values
 from splitkit.functions import functions_of_proxies
 
@@ -21,6 +27,9 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
     Inputs without tensors (flags, ``None``, left-out defaults) are constants of the graph: they keep their place in
     the signature, and another value is refused.
+
+    Raises:
+        CaptureError: SK401 if the model writes a tensor of its own, which would happen now and never again.
     """
     signature = inspect.signature(model.forward)
     bound = signature.bind(*args, **kwargs)
@@ -31,7 +40,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         for name, value in bound.arguments.items()
         if signature.parameters[name].kind not in variadic and not _has_tensor(value)
     }
-    with functions_of_proxies():
+    with functions_of_proxies(), _Unwritten(), _unbound(model):
         gm = fx.symbolic_trace(model, concrete_args=constants)
     _fold_constants(gm, constants)
     set_values(gm, bound.arguments)
@@ -42,6 +51,46 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 def _guard(check: _ConstantInputs, gm: fx.GraphModule) -> None:
     gm.register_forward_pre_hook(check, with_kwargs=True)
+
+
+class _Unwritten(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses writes to tensors that were there before: no proxy stands for them, so the graph would not have them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: dict[Any, torch.Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        slots = func._schema.arguments if isinstance(func, OpOverload) and func._schema.is_mutable else ()
+        for i, slot in enumerate(slots):
+            if slot.alias_info is not None and slot.alias_info.is_write:
+                given = args[i] if i < len(args) else kwargs.get(slot.name)
+                written = filter(torch.is_tensor, pytree.tree_leaves(given))
+                if any(storage_key(t) not in self.made for t in written):
+                    raise _lost_write(f"writes a tensor that was there before ({func}){line_here()}")
+        result = func(*args, **kwargs)
+        self.made.update((storage_key(t), t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor))
+        return result
+
+
+@contextmanager
+def _unbound(model: nn.Module) -> Iterator[None]:
+    """Refuse a model that binds a buffer anew, to what is computed now and never again."""
+    held = [(m._buffers, dict(m._buffers)) for m in model.modules()]
+    yield
+    for now, before in held:
+        for name, buffer in before.items():
+            if now.get(name) is not buffer:
+                raise _lost_write(f"binds its buffer {name} anew")
+
+
+def _lost_write(what: str) -> CaptureError:
+    return CaptureError(
+        "SK401",
+        f"symbolic_trace loses what the model does: it {what}",
+        'Use how="export", or make the module that does it a leaf of a tracer of your own.',
+    )
 
 
 def _has_tensor(value: Any) -> bool:

@@ -2905,3 +2905,129 @@ def test_a_function_whose_apply_was_bound_before_lost_its_backward(how):
     assert torch.equal(wanted, found)
     assert sk.compare(model, split(gm, RoundRobin(2)), x).same
     assert "apply" not in vars(torch.autograd.function._SingleLevelFunction)  # nothing is left behind
+def test_symbolic_trace_wrote_buffers_once_and_for_all():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(2))
+            self.held = [torch.zeros(2)]
+
+    class InPlace(Counts):
+        def forward(self, x):
+            self.seen.add_(1)
+            return x + self.seen
+
+    class Anew(Counts):
+        def forward(self, x):
+            self.seen = self.seen + 1
+            return x + self.seen
+
+    class InAList(Counts):
+        def forward(self, x):
+            torch.add(self.held[0], 1, out=self.held[0])
+            return x + self.held[0]
+
+    class OfItsOwn(Counts):
+        def forward(self, x):
+            mask = torch.zeros(2)
+            mask[0] = 1
+            mask.mul_(3)
+            return x + mask + self.seen
+
+    for kind in (InPlace, Anew, InAList):
+        model = kind()
+        with pytest.raises(sk.CaptureError, match="SK401.*symbolic_trace loses what the model does"):
+            sk.capture(model, torch.ones(2), how="symbolic_trace")
+        assert not model.seen.any()
+    model = OfItsOwn()
+    assert_same(model, sk.capture(model, torch.ones(2), how="symbolic_trace"), torch.ones(2))
+
+
+def test_a_capture_reached_into_other_threads():
+    inside, done, entered = threading.Event(), threading.Event(), threading.Event()
+    seen = []
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    class Waits(nn.Module):
+        def forward(self, x):
+            inside.set()
+            assert done.wait(60)
+            with torch.no_grad():
+                y = x * 3
+            return Twice.apply(x) + y
+
+    def train():
+        block = torch.inference_mode()
+        block.__enter__()
+        entered.set()
+        try:
+            assert inside.wait(60)
+            block.__exit__(None, None, None)
+            x = torch.ones(2, requires_grad=True)
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), torch.set_grad_enabled(True):
+                Twice.apply(x).sum().backward()
+            seen.extend([x.grad.tolist(), torch.is_grad_enabled()])
+        except Exception as error:
+            seen.append(error)
+        finally:
+            done.set()
+
+    other = threading.Thread(target=train)
+    other.start()
+    assert entered.wait(60)
+    model, x = Waits(), torch.ones(2, requires_grad=True)
+    gm = sk.capture(model, x)
+    other.join()
+    assert seen == [[2.0, 2.0], True]
+    assert_same(model, gm, x)
+
+
+def test_opaque_code_elsewhere_forbade_checkpoints():
+    class Custom(nn.Module):
+        def forward(self, x):
+            return x.exp()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.custom, self.b, self.c = nn.Linear(2, 2), Custom(), nn.Linear(2, 2), nn.Linear(2, 2)
+            self.register_buffer("scale", torch.ones(2))
+
+        def forward(self, x):
+            x = torch.tanh(self.a(x * self.scale))
+            return self.c(torch.relu(self.b(self.custom(torch.sin(x))))) * self.scale
+
+    class Tracer(fx.Tracer):
+        def is_leaf_module(self, m, name):
+            return isinstance(m, Custom) or super().is_leaf_module(m, name)
+
+    model = Model()
+    gm = fx.GraphModule(model, Tracer().trace(model))
+    where = {"mul": 0, "a": 0, "tanh": 0, "sin": 1, "custom": 1, "b": 1, "relu": 1, "c": 2, "mul_1": 2}
+    nodes = {n.name: n for n in gm.graph.nodes}
+
+    def checkpointed(*keys):
+        parts = {k: sk.Part(k, call="checkpoint" if k in keys else "plain") for k in range(3)}
+        return sk.split(gm, Plan({nodes[n]: (k,) for n, k in where.items()}, parts))
+
+    assert_same(model, checkpointed(0, 2), torch.ones(3, 2, requires_grad=True))
+    with pytest.raises(sk.PlanError, match="SK207.*custom"):
+        checkpointed(1)
+    where |= {"tanh": 1, "custom": 2, "b": 2, "relu": 2}  # custom may write what it is given
+    with pytest.raises(sk.PlanError, match="SK207.*sin .*written by another node"):
+        checkpointed(1)
+
+
+@pytest.mark.parametrize("how", ["export", "symbolic_trace"])
+def test_lazy_modules_were_not_captured(how):
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.ReLU())
+    x = torch.randn(4, 5)
+    assert_same(model, sk.capture(model, x, how=how), x)
