@@ -31,6 +31,8 @@ class SplitLike(Protocol):
 def check(graph: object, backward: object, user_outputs: object, sizes: Mapping[str, object], block: object) -> None:
     """Refuse what is no graph, and options that make no sense."""
     is_split = not isinstance(graph, fx.GraphModule) and isinstance(graph, SplitLike)
+    if graph is None:
+        require_graph(graph, "a torch.fx.GraphModule or a Split")
     for given in (graph.module if isinstance(graph, SplitLike) and is_split else graph, backward):
         if given is not None:
             require_graph(given, "a torch.fx.GraphModule or a Split")
