@@ -42,6 +42,11 @@ class StepResult:
     gradients: Mapping[str, Tensor]
     updates: Mapping[str, Tensor]
 
+    __repr__ = brief
+
+    def __str__(self) -> str:
+        return f"loss {self.loss.item():.6g}, {len(self.gradients)} gradients, {len(self.updates)} updates"
+
 
 @dataclass(frozen=True)
 class Joint:
@@ -136,10 +141,10 @@ def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwar
 
     Dynamo captures the model whole, or else `splitkit.capture` does (then checkpoint tags are lost); AOTAutograd traces
     forward and backward of that. Nodes have ``meta["val"]``, and the path of the module that they belong to:
-    ``meta["nn_module_stack"]`` in forward, ``meta["fwd_nn_module_stack"]`` in backward, where a sum of gradients belongs
-    to the module of its first term. Checkpoint tags are kept. The loss is the only output that has a gradient; other
-    outputs of the model are computed only as far as the loss needs them. What forward would compute twice it computes
-    once, and so does backward (`splitkit.dedupe`).
+    ``meta["nn_module_stack"]`` in forward, ``meta["fwd_nn_module_stack"]`` in backward, where a sum of gradients is
+    that of the module of its first term. Checkpoint tags are kept. The loss is the only output that has a gradient;
+    other outputs of the model are computed only as far as the loss needs them. What forward would compute twice it
+    computes once, and so does backward (`splitkit.dedupe`).
 
     Sizes and Python values (``use_cache=False``) are fixed as in the example. What logs, prints or warns is left out.
     Checks (``linalg.solve`` of a singular matrix, ``one_hot`` of a class too high) stay, in forward. Buffers and random

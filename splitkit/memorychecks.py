@@ -105,7 +105,8 @@ def known_bytes(name: str, nbytes: int | torch.SymInt, sizes: Mapping[str, int])
         raise GraphError(
             "SK108",
             f"{name} has {nbytes} bytes, and only the data decides {', '.join(error.args)}",
-            f"Give an upper bound: sizes={{{symbol!r}: 1024}}, or torch._check({symbol} <= 1024) in the model.",
+            f"State an upper bound in the model, torch._check(n <= 1024) for the n that is {symbol}, and capture "
+            f"again; simulate_memory also takes sizes={{{symbol!r}: 1024}}.",
             [name],
         ) from error
 
