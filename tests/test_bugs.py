@@ -2878,7 +2878,7 @@ def test_other_objects_than_the_wanted_ones_failed_raw(wrong):
             *(() if wrong == "none" else (lambda: sk.stage_costs(flow, given, costs),)),
         ],
         "SK323": [lambda: sk.stage_costs(flow, plan, given)]
-        + ([] if wrong == "none" else [lambda: sk.split(gm, stages, given)]),
+        + ([] if wrong == "none" else [lambda: sk.split(gm, stages, costs=given)]),
         "SK330": [lambda: sk.simulate_schedule(given, "1f1b", 2)],
         "SK401": [] if wrong == "module" else [lambda: sk.apply(given, sk.policies.SaveAll(), x)],
     }
@@ -2911,7 +2911,7 @@ def test_the_remedy_for_unknown_sizes_went_with_no_budget():
             return y.square().sum()
 
     inputs = torch.randn(3, 4), torch.tensor([2, 0, 3])
-    with pytest.raises(GraphError, match=r"SK108[\s\S]*torch\._check.*in the model.*capture again"):
+    with pytest.raises(GraphError, match=r"SK108[\s\S]*torch\._check.*and capture again"):
         sk.capture_joint(Repeated(), *inputs).split(sk.policies.Budget("least"))
     pair = sk.capture_joint(Repeated(most=16), *inputs).split(sk.policies.Budget("least"))
     assert "at most" in str(sk.simulate_memory(pair.forward, pair.backward))
