@@ -106,14 +106,18 @@ def _what_helps(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         except Exception as error:
             return f"Called without capture, the model raises {first_line(error)}"
         if how != "export":
-            return 'Use how="export".' if _works(lambda: _exported(model, args, kwargs, False)) else ""
-        if dynamic and _works(lambda: _exported(model, args, kwargs, False)):
+            return 'Use how="export".' if works(lambda: _exported(model, args, kwargs, False)) else ""
+        if dynamic and works(lambda: _exported(model, args, kwargs, False)):
             return "Capture with dynamic=False."
-        if model.training and _works(lambda: _exported(model, args, kwargs, dynamic), in_eval_mode(model)):
-            return "Call model.eval() first: in eval mode the model is captured."
-        if _works(lambda: _from_exported(torch.export.export(model, args, kwargs, strict=False))):
+        if model.training and works(lambda: _exported(model, args, kwargs, dynamic), in_eval_mode(model)):
+            return IN_EVAL_MODE
+        if works(lambda: _from_exported(torch.export.export(model, args, kwargs, strict=False))):
             return "Take splitkit.capture(torch.export.export(model, args, kwargs))."
     return ""
+
+
+IN_EVAL_MODE = "Call model.eval() first: in eval mode the model is captured."
+"""The advice where that was tried and helps."""
 
 
 @contextmanager
@@ -129,9 +133,10 @@ def silence() -> Iterator[None]:
         logging.disable(before)
 
 
-def _works(capture: Callable[[], object], within: AbstractContextManager[None] | None = None) -> bool:
+def works(capture: Callable[[], object], within: AbstractContextManager[None] | None = None) -> bool:
+    """Whether a capture succeeds, tried in silence."""
     try:
-        with within or nullcontext():
+        with silence(), within or nullcontext():
             capture()
     except Exception:
         return False

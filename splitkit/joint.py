@@ -13,12 +13,12 @@ from torch import Tensor, fx, nn
 from splitkit import aot
 from splitkit._torch import pytree
 from splitkit.brief import brief
-from splitkit.capture import by_export, distinct, put_back, silence
+from splitkit.capture import IN_EVAL_MODE, by_export, distinct, put_back, silence, works
 from splitkit.capture import undisturbed as undisturbed
 from splitkit.capture_errors import came_from_torch, capture_error, require_module
 from splitkit.costs import Costs, default
 from splitkit.errors import CaptureError, SplitError
-from splitkit.firstcall import after_a_call
+from splitkit.firstcall import after_a_call, in_eval_mode
 from splitkit.halves import JointFlow
 from splitkit.jointchecks import check_graph, check_inputs, check_model, no_scalar
 from splitkit.jointsignature import JointSignature, like_example, signature_of
@@ -209,7 +209,10 @@ def _of_export(
             step = TrainingStep(by_export(model, args, kwargs), loss)
             return (step, *_traced(step, args, kwargs))
     except Exception:
-        raise error from error.__cause__
+        cause = error.__cause__
+        if model.training and works(lambda: _traced(TrainingStep(model, loss), args, kwargs), in_eval_mode(model)):
+            error = CaptureError(error.code, error.reason, IN_EVAL_MODE, error.nodes)
+        raise error from cause
 
 
 def _located(error: SplitError, cause: Exception) -> SplitError:

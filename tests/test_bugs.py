@@ -2922,3 +2922,22 @@ def test_facts_and_results_of_joint_graphs_printed_everything():
     joint = sk.capture_joint(model, x)
     assert all(len(repr(o)) < 1000 and len(str(o).splitlines()) < 5 for o in (joint.flow, joint.run(x)))
     assert str(joint.run(x)).startswith("loss ") and "24 gradients" in str(joint.run(x))
+
+
+def test_advice_for_joint_graphs_was_not_what_helped():
+    class Drops(nn.Module):  # layerdrop, as in M2M100
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                if not self.training or torch.rand([]) > 0.5:
+                    x = layer(x)
+            return x.sum()
+
+    model, x = Drops(), torch.randn(2, 4, requires_grad=True)
+    with pytest.raises(sk.CaptureError, match=r"SK401[\s\S]*at .*torch\.rand[\s\S]*Call model\.eval\(\) first"):
+        sk.capture_joint(model, x)
+    assert model.training and all(layer.training for layer in model.layers)
+    assert len(sk.capture_joint(model.eval(), x).signature.gradients) == 5
