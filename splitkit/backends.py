@@ -19,11 +19,12 @@ from splitkit._torch import pytree
 from splitkit.afterwards import Watch, Written, needed, refused
 from splitkit.aot import PartitionFn, divide_joint
 from splitkit.capture import put_back
+from splitkit.capture_errors import require_module
 from splitkit.costs import Costs, default
-from splitkit.errors import PolicyError, SplitError
+from splitkit.errors import CostError, PolicyError, SplitError
 from splitkit.pair import Pair
 from splitkit.policies.pricing import by_inductor
-from splitkit.policy import PolicyLike
+from splitkit.policy import PolicyLike, require_policy
 
 Inner = Literal["eager", "aot_eager", "inductor"]
 _INNER = ("eager", "aot_eager", "inductor")
@@ -116,11 +117,19 @@ def backend(
             on the device of the graph (`splitkit.costs.fused`).
 
     Raises:
-        PolicyError: SK302 for another ``inner``. What the policy refuses arrives as the ``inner_exception`` of
-            Dynamo's ``BackendCompilerFailed``.
+        PolicyError: SK301 for what is no policy, SK302 for another ``inner``. What the policy refuses arrives as the
+            ``inner_exception`` of Dynamo's ``BackendCompilerFailed``.
+        CostError: SK323 for costs that were made already.
     """
     if inner not in _INNER:
         raise PolicyError("SK302", f"there is no inner compiler {inner!r}", f"Choose one of {', '.join(_INNER)}.")
+    require_policy(policy)
+    if costs is not None and not callable(costs):
+        raise CostError(
+            "SK323",
+            f"costs is a {type(costs).__name__}; the graphs to price are made later",
+            "Give a function of a graph: costs=lambda gm: splitkit.costs.roofline(gm, 'h200').",
+        )
     return Backend(policy, inner, costs)
 
 
@@ -162,6 +171,7 @@ def apply(
         SplitError: what the policy or the engine refuses on the graph of the example inputs; SK215 where backward
             needs what a later graph writes to, as autograd would refuse in backward.
     """
+    require_module(model)
     divided = backend(policy, inner, costs=costs)
     applied = copy.copy(model)
     _compile(applied, divided, fullgraph)

@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 
 from splitkit._torch import pytree
 from splitkit.blocks import blocks_as_nodes, restore_callers_grad
-from splitkit.capture_errors import capture_error, first_line
+from splitkit.capture_errors import capture_error, first_line, require_module
 from splitkit.errors import CaptureError
 from splitkit.firstcall import after_a_call, are_real, as_found, call_once, in_eval_mode, owned_by
 from splitkit.functions import functions_as_nodes, refuse_lost_functions, refuse_module_hooks
@@ -80,10 +80,7 @@ def capture(
     }
     if how not in ways:
         raise CaptureError("SK401", f"there is no way of capture named {how!r}", f"Choose one of {', '.join(ways)}.")
-    if not isinstance(model, nn.Module):
-        raise CaptureError(
-            "SK401", f"a {type(model).__name__} is no module", "Give a torch.nn.Module; wrap a function in one."
-        )
+    require_module(model)
     given = args, kwargs
     args, kwargs = distinct(given)
     refuse_module_hooks(model)
@@ -103,24 +100,28 @@ def _what_helps(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     """What was tried and captures the model, or what it says when it just runs; nothing, if nothing was found."""
     if not are_real(model, (args, kwargs)):
         return "Call the model once on real inputs, before it is moved to meta or fake tensors."
-    with as_found(model), _silence():
+    with as_found(model), silence():
         try:
             call_once(copy.deepcopy(model), args, kwargs)
         except Exception as error:
             return f"Called without capture, the model raises {first_line(error)}"
         if how != "export":
-            return 'Use how="export".' if _works(lambda: _exported(model, args, kwargs, False)) else ""
-        if dynamic and _works(lambda: _exported(model, args, kwargs, False)):
+            return 'Use how="export".' if works(lambda: _exported(model, args, kwargs, False)) else ""
+        if dynamic and works(lambda: _exported(model, args, kwargs, False)):
             return "Capture with dynamic=False."
-        if model.training and _works(lambda: _exported(model, args, kwargs, dynamic), in_eval_mode(model)):
-            return "Call model.eval() first: in eval mode the model is captured."
-        if _works(lambda: _from_exported(torch.export.export(model, args, kwargs, strict=False))):
+        if model.training and works(lambda: _exported(model, args, kwargs, dynamic), in_eval_mode(model)):
+            return IN_EVAL_MODE
+        if works(lambda: _from_exported(torch.export.export(model, args, kwargs, strict=False))):
             return "Take splitkit.capture(torch.export.export(model, args, kwargs))."
     return ""
 
 
+IN_EVAL_MODE = "Call model.eval() first: in eval mode the model is captured."
+"""The advice where that was tried and helps."""
+
+
 @contextmanager
-def _silence() -> Iterator[None]:
+def silence() -> Iterator[None]:
     """What fails on trial writes no logs."""
     before = logging.root.manager.disable
     logging.disable()
@@ -132,13 +133,21 @@ def _silence() -> Iterator[None]:
         logging.disable(before)
 
 
-def _works(capture: Callable[[], object], within: AbstractContextManager[None] | None = None) -> bool:
+def works(capture: Callable[[], object], within: AbstractContextManager[None] | None = None) -> bool:
+    """Whether a capture succeeds, tried in silence."""
     try:
-        with within or nullcontext():
+        with silence(), within or nullcontext():
             capture()
     except Exception:
         return False
     return True
+
+
+def by_export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
+    """What `capture` gives, or whatever it failed with: nothing is tried to find out what would help."""
+    refuse_module_hooks(model)
+    with undisturbed():
+        return after_a_call(model, args, kwargs, lambda: _exported(model, args, kwargs, False))
 
 
 def distinct(inputs: Any) -> Any:

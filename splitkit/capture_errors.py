@@ -65,6 +65,19 @@ def capture_error(model: nn.Module, how: str, error: Exception, helps: str = "")
     return CaptureError("SK401", reason, " ".join(h for h in hints if h))
 
 
+def came_from_torch(error: SplitError) -> bool:
+    """Whether a capture failed for what torch does not take, not for what splitkit refuses."""
+    cause = error.__cause__
+    return isinstance(cause, Exception) and not isinstance(cause, SplitError)
+
+
+def require_module(model: object) -> None:
+    """Refuse (SK401) what is no module."""
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise CaptureError("SK401", f"{what} is no module", "Give a torch.nn.Module; wrap a function in one.")
+
+
 def _diagnose(text: str) -> tuple[str, str]:
     text = text.lower()
     for words, construct, remedy in _CONSTRUCTS:

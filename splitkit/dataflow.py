@@ -119,6 +119,16 @@ def analyze(gm: fx.GraphModule) -> Dataflow:
     return Dataflow(graph, gm, index, order.after, scope, final, order.once, order.written, followers, effects)
 
 
+def facts_of(given: object) -> Dataflow:
+    """The facts that were given; those of a graph, a `splitkit.Split` or a `splitkit.Joint` given in their place.
+
+    Raises:
+        GraphError: SK101 if it is none of these.
+    """
+    held = given if isinstance(given, Dataflow) else getattr(given, "flow", None)
+    return held if isinstance(held, Dataflow) else analyze(require_graph(given, "splitkit.analyze(gm) or a graph"))
+
+
 def require_order(graph: fx.Graph) -> None:
     """Every node reads nodes of this graph that come before it; edits that went wrong leave others.
 

@@ -10,6 +10,7 @@ from types import MappingProxyType
 import torch
 from torch.fx import Node
 
+from splitkit.brief import brief
 from splitkit.dataflow import Dataflow
 from splitkit.errors import PolicyError
 from splitkit.plan import Part, PartKey, Plan
@@ -40,6 +41,8 @@ class JointFlow(Dataflow):
     backward_inputs: tuple[Node, ...]
     forward_outputs: int
     updated: tuple[Node, ...]
+
+    __repr__ = brief
 
     @classmethod
     def of(

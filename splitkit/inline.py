@@ -11,6 +11,7 @@ from torch.fx import Node
 from splitkit import _torch
 from splitkit.assemble import carry_hooks
 from splitkit.dataflow import Dataflow, analyze
+from splitkit.errors import GraphError
 from splitkit.flatten import Flat, flatten
 from splitkit.frames import FREE, is_for_regions, modules_of
 from splitkit.mirror import Mirror
@@ -42,6 +43,10 @@ def inline(split: Split) -> fx.GraphModule:
         GraphError: SK106 when a part cannot be understood: it was replaced by a module that has no graph, say, or
             takes other inputs than it is given.
     """
+    if not isinstance(split, Split):
+        raise GraphError(
+            "SK101", f"inline takes a Split, not a {type(split).__name__}", "Give what splitkit.split gave."
+        )
     modules = modules_of(split)
     mirror = Mirror(split.flow.root, modules.values())
     flat = flatten(split, modules, mirror.name)

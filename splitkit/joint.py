@@ -13,12 +13,12 @@ from torch import Tensor, fx, nn
 from splitkit import aot
 from splitkit._torch import pytree
 from splitkit.brief import brief
-from splitkit.capture import distinct, put_back
+from splitkit.capture import IN_EVAL_MODE, by_export, distinct, put_back, silence, works
 from splitkit.capture import undisturbed as undisturbed
-from splitkit.capture_errors import capture_error
+from splitkit.capture_errors import came_from_torch, capture_error, require_module
 from splitkit.costs import Costs, default
 from splitkit.errors import CaptureError, SplitError
-from splitkit.firstcall import after_a_call
+from splitkit.firstcall import after_a_call, in_eval_mode
 from splitkit.halves import JointFlow
 from splitkit.jointchecks import check_graph, check_inputs, check_model, no_scalar
 from splitkit.jointsignature import JointSignature, like_example, signature_of
@@ -42,6 +42,11 @@ class StepResult:
     gradients: Mapping[str, Tensor]
     updates: Mapping[str, Tensor]
 
+    __repr__ = brief
+
+    def __str__(self) -> str:
+        return f"loss {self.loss.item():.6g}, {len(self.gradients)} gradients, {len(self.updates)} updates"
+
 
 @dataclass(frozen=True)
 class Joint:
@@ -51,7 +56,8 @@ class Joint:
         graph_module: takes parameters, buffers, inputs and the gradient of the loss; gives the loss, the new values of
             inputs and buffers that the model writes, and the gradients. Functional: it writes to nothing.
         signature: which is which.
-        model: the model, whose parameters `primals` takes.
+        model: the model, whose parameters `primals` takes; the graph that was captured of it, where that has constants
+            which the model does not hold as buffers.
     """
 
     graph_module: fx.GraphModule
@@ -133,11 +139,12 @@ class Joint:
 def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwargs: Any) -> Joint:
     """The joint graph of ``loss(model(*args, **kwargs))`` and its gradients, for analysis and planning.
 
-    Dynamo captures the model whole, AOTAutograd traces forward and backward of it. Nodes have ``meta["val"]``, and the
-    path of the module that they belong to: ``meta["nn_module_stack"]`` in forward, ``meta["fwd_nn_module_stack"]`` in
-    backward, where a sum of gradients belongs to the module of its first term. Checkpoint tags are kept. The loss is
-    the only output that has a gradient; other outputs of the model are computed only as far as the loss needs them.
-    What forward would compute twice it computes once, and so does backward (`splitkit.dedupe`).
+    Dynamo captures the model whole, or else `splitkit.capture` does (then checkpoint tags are lost); AOTAutograd traces
+    forward and backward of that. Nodes have ``meta["val"]``, and the path of the module that they belong to:
+    ``meta["nn_module_stack"]`` in forward, ``meta["fwd_nn_module_stack"]`` in backward, where a sum of gradients is
+    that of the module of its first term. Checkpoint tags are kept. The loss is the only output that has a gradient;
+    other outputs of the model are computed only as far as the loss needs them. What forward would compute twice it
+    computes once, and so does backward (`splitkit.dedupe`).
 
     Sizes and Python values (``use_cache=False``) are fixed as in the example. What logs, prints or warns is left out.
     Checks (``linalg.solve`` of a singular matrix, ``one_hot`` of a class too high) stay, in forward. Buffers and random
@@ -156,13 +163,15 @@ def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwar
             is no scalar, or depends on nothing that requires grad, for tensor subclasses, and for dropout within an
             ``LSTM`` and its like, which torch loses. SK410 for a custom op with an effect that its schema hides.
     """
-    if not isinstance(model, nn.Module):
-        raise CaptureError(
-            "SK401", f"a {type(model).__name__} is no module", "Give a torch.nn.Module; wrap a function in one."
-        )
+    require_module(model)
     check_model(model, loss)
     step, inputs = TrainingStep(model, loss), distinct((args, kwargs))
-    gm, signature = after_a_call(model, inputs[0], inputs[1], lambda: _traced(step, *inputs))
+    try:
+        gm, signature = after_a_call(model, inputs[0], inputs[1], lambda: _traced(step, *inputs))
+    except CaptureError as error:
+        if isinstance(model, fx.GraphModule) or not came_from_torch(error):
+            raise
+        step, gm, signature = _of_export(error, model, loss, *inputs)
     if signature.tangents and signature.loss not in signature.tangents.values():
         step.copies = True
         gm, signature = _traced(step, *inputs)
@@ -172,7 +181,8 @@ def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwar
     inputs = (n for n in gm.graph.find_nodes(op="placeholder") if n.name in signature.inputs)
     mark_repeated((n, given[signature.inputs[n.name]]) for n in inputs)
     name_modules(gm.graph)
-    return Joint(gm, signature, model)
+    has_all = {name for name, _ in model.named_buffers(remove_duplicate=False)}.issuperset(signature.buffers.values())
+    return Joint(gm, signature, model if has_all else step.model)
 
 
 def _traced(
@@ -188,6 +198,21 @@ def _traced(
             raise _located(capture_error(step.model, "dynamo", error), error) from error
     gm = aot.without_duplicates(gm, aot.count_forward_outputs(gm.graph))
     return gm, signature_of(gm.graph, step, args, kwargs)
+
+
+def _of_export(
+    error: CaptureError, model: nn.Module, loss: Loss | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[TrainingStep, fx.GraphModule, JointSignature]:
+    """The same of the graph that torch.export makes of a model that Dynamo does not take whole, or ``error``."""
+    try:
+        with silence():
+            step = TrainingStep(by_export(model, args, kwargs), loss)
+            return (step, *_traced(step, args, kwargs))
+    except Exception:
+        cause = error.__cause__
+        if model.training and works(lambda: _traced(TrainingStep(model, loss), args, kwargs), in_eval_mode(model)):
+            error = CaptureError(error.code, error.reason, IN_EVAL_MODE, error.nodes)
+        raise error from cause
 
 
 def _located(error: SplitError, cause: Exception) -> SplitError:

@@ -15,6 +15,7 @@ from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.brief import brief
 from splitkit.collector import collector_at_rest
+from splitkit.errors import GraphError
 from splitkit.livebytes import BEFORE, HELD, Life, Watch
 from splitkit.units import size
 
@@ -92,8 +93,12 @@ def measure_memory(fn: Callable[..., Any], /, *args: Any, allocator: bool = Fals
         kwargs: its keyword arguments.
 
     Raises:
-        GraphError: SK108 when a fake tensor has a size that only the data decides.
+        GraphError: SK101 for what cannot be called, SK108 when a fake tensor has a size that only the data decides.
     """
+    if not callable(fn):
+        raise GraphError(
+            "SK101", f"a {type(fn).__name__} cannot be run", "Give a module or a function, and its inputs."
+        )
     watch = Watch()
     for made, tensor in _held_by_the_caller(fn, args, kwargs):
         watch.see(tensor, made)

@@ -31,6 +31,8 @@ class SplitLike(Protocol):
 def check(graph: object, backward: object, user_outputs: object, sizes: Mapping[str, object], block: object) -> None:
     """Refuse what is no graph, and options that make no sense."""
     is_split = not isinstance(graph, fx.GraphModule) and isinstance(graph, SplitLike)
+    if graph is None:
+        require_graph(graph, "a torch.fx.GraphModule or a Split")
     for given in (graph.module if isinstance(graph, SplitLike) and is_split else graph, backward):
         if given is not None:
             require_graph(given, "a torch.fx.GraphModule or a Split")
@@ -103,7 +105,8 @@ def known_bytes(name: str, nbytes: int | torch.SymInt, sizes: Mapping[str, int])
         raise GraphError(
             "SK108",
             f"{name} has {nbytes} bytes, and only the data decides {', '.join(error.args)}",
-            f"Give an upper bound: sizes={{{symbol!r}: 1024}}, or torch._check({symbol} <= 1024) in the model.",
+            f"State an upper bound in the model, torch._check(n <= 1024) for the n that is {symbol}, and capture "
+            f"again; simulate_memory also takes sizes={{{symbol!r}: 1024}}.",
             [name],
         ) from error
 

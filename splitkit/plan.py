@@ -12,7 +12,7 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit.brief import brief, few
-from splitkit.errors import PlanError
+from splitkit.errors import PlanError, PolicyError
 
 PartKey = Hashable
 """What names a part: ``0``, ``"backward"``, ``("cuda:0", 3)``."""
@@ -25,6 +25,20 @@ ROUTINGS = ("direct", "relay")
 
 
 _NAMES = "Name parts with ints, strings, devices or tuples of these."
+
+
+def plan_of(given: object) -> Plan:
+    """The plan that was given, or that of a `splitkit.Split`; SK301 if it is neither."""
+    held = given if isinstance(given, Plan) else getattr(given, "plan", None)
+    if isinstance(held, Plan):
+        return held
+    raise PolicyError(
+        "SK301", f"a plan is wanted, not {_kind(given)}", "Make one first: plan = splitkit.plan(gm, policy)."
+    )
+
+
+def _kind(given: object) -> str:
+    return f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
 
 
 def _flaw(key: object) -> str:
@@ -215,6 +229,8 @@ class Plan(Mapping[Node, tuple[PartKey, ...]]):
     @classmethod
     def of(cls, labels: Mapping[Node, PartKey | list[PartKey]], note: str = "") -> Plan:
         """A plan from one label a node; a *list* of labels means copies, home first."""
+        if not isinstance(labels, Mapping):
+            raise PlanError("SK205", f"Plan.of was given {_kind(labels)}", "Give a mapping: Plan.of({node: part}).")
         places = {n: tuple(label) if isinstance(label, list) else (label,) for n, label in labels.items()}
         return cls(places, note=note)
 

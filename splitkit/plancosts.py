@@ -14,12 +14,13 @@ from splitkit.costs import Costs, unit_of
 from splitkit.costs.counting import name_of
 from splitkit.costs.gradients import Gradients
 from splitkit.costs.jointly import is_joint
+from splitkit.costs.protocol import require_costs
 from splitkit.costs.training import FromFormula, FromJoint, training
-from splitkit.dataflow import Dataflow
+from splitkit.dataflow import Dataflow, facts_of
 from splitkit.errors import CostError, PlanError, PolicyError
 from splitkit.linebuilder import Units
 from splitkit.order import part_order
-from splitkit.plan import HOST, PartKey, Plan
+from splitkit.plan import HOST, PartKey, Plan, plan_of
 from splitkit.stagecosts import StageCosts
 from splitkit.stageline import Line
 from splitkit.standins import target_of
@@ -65,7 +66,7 @@ def stage_costs(
     at their peak, what the part takes and gives included.
 
     Args:
-        flow: facts about a forward graph.
+        flow: facts about a forward graph, or the graph.
         plan: the plan, which must place every node; or sets of placeable nodes in the order in which they run. A node
             in several sets is computed in each of them; others read what the first of them yields.
         costs: prices of its nodes, with or without their backward (`splitkit.costs.training`).
@@ -79,7 +80,9 @@ def stage_costs(
         CostError: SK323 for costs of a joint graph.
         GraphError: SK102 when nodes have no ``meta["val"]``.
     """
-    return StagePrices(flow, costs, optimizer, activations).of(plan)
+    in_order = isinstance(plan, Sequence) and not isinstance(plan, str)
+    prices = StagePrices(facts_of(flow), require_costs(costs), optimizer, activations)
+    return prices.of(plan if in_order else plan_of(plan))
 
 
 @dataclass

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
+from torch import nn
+from torch.export import ExportedProgram
 from torch.fx import Node
 
 from splitkit.costs import Costs
+from splitkit.costs.protocol import require_costs
 from splitkit.dataflow import Dataflow
 from splitkit.errors import PlanError, PolicyError
 from splitkit.plan import PartKey, Plan
@@ -44,7 +47,7 @@ def as_plan(policy: PolicyLike, flow: Dataflow, costs: Costs) -> Plan:
     if isinstance(policy, Mapping):
         return _from_mapping(policy, flow)
     if isinstance(policy, Policy) and not isinstance(policy, type):
-        made: object = policy.assign(flow, costs)
+        made: object = policy.assign(flow, require_costs(costs))
         if not isinstance(made, Plan):
             raise PolicyError(
                 "SK301",
@@ -52,13 +55,31 @@ def as_plan(policy: PolicyLike, flow: Dataflow, costs: Costs) -> Plan:
                 "Return splitkit.Plan.of({node: part}).",
             )
         return made
-    if callable(policy) and not isinstance(policy, type):
+    if _is_callback(policy):
         fixed = ("placeholder", "get_attr", "output")
         answers = {n: policy(n) for n in flow.index if n.op not in fixed}
         return Plan.of({n: answers[n] for n in flow.nodes}, note="a callback")
-    raise PolicyError(
+    raise _no_policy(policy)
+
+
+def require_policy(policy: object) -> None:
+    """Refuse (SK301) what `as_plan` would refuse, before there is a graph."""
+    known = isinstance(policy, Plan | Mapping) or (isinstance(policy, Policy) and not isinstance(policy, type))
+    if not known and not _is_callback(policy):
+        raise _no_policy(policy)
+
+
+def _is_callback(policy: object) -> TypeGuard[Callable[[Node], PartKey]]:
+    """Whether it may be called with nodes; what runs a model is called with tensors."""
+    runs_a_model = isinstance(policy, nn.Module | ExportedProgram) or isinstance(getattr(policy, "plan", None), Plan)
+    return callable(policy) and not isinstance(policy, type) and not runs_a_model
+
+
+def _no_policy(policy: object) -> PolicyError:
+    held = ": its plan is one" if isinstance(getattr(policy, "plan", None), Plan) else ""
+    return PolicyError(
         "SK301",
-        f"{policy!r} is not a policy",
+        f"{policy!r:.200} is not a policy{held}",
         "Pass a policy such as splitkit.policies.Stages(4), a Plan, a mapping of node names to parts, "
         "or a function from a node to its part.",
     )

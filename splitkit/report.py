@@ -13,12 +13,14 @@ from torch.fx import Node
 from splitkit.brief import brief
 from splitkit.complete import complete
 from splitkit.costs import Costs, default
+from splitkit.costs.protocol import require_costs
 from splitkit.cut import Subgraph, cut
-from splitkit.dataflow import Dataflow, analyze, module_path
+from splitkit.dataflow import Dataflow, facts_of, module_path
 from splitkit.effects import attribute, storage_key
-from splitkit.plan import HOST, Claim, PartKey, Plan
+from splitkit.plan import HOST, Claim, PartKey, Plan, plan_of
 from splitkit.ranges import collapse
 from splitkit.regions import hidden_note
+from splitkit.split import Split
 from splitkit.units import quantity, size
 
 if TYPE_CHECKING:
@@ -95,19 +97,20 @@ class Report:
         return to_text(self.table())
 
 
-def report(gm: fx.GraphModule, plan: Plan, costs: Costs | None = None) -> Report:
+def report(gm: fx.GraphModule | Split, plan: Plan | None = None, costs: Costs | None = None) -> Report:
     """Describe what each part of a plan computes, holds, takes and gives.
 
     Args:
-        gm: the graph that the plan is for.
-        plan: the plan.
+        gm: the graph that the plan is for, or a split.
+        plan: the plan; that of the split by default.
         costs: prices; FLOPs by default, or one unit a node where the graph has no ``meta["val"]``.
 
     Raises:
         PlanError: when the plan's parts cannot be ordered.
     """
-    costs = costs or default(gm)
-    flow = analyze(gm)
+    flow = facts_of(gm)
+    costs = default(flow.root) if costs is None else require_costs(costs)
+    plan = plan_of(gm if plan is None else plan)
     whole = complete(flow, plan)
     subgraphs = [unit for unit in cut(flow, whole) if isinstance(unit, Subgraph)]
     host = tuple(n for n, keys in whole.items() if HOST in keys)
@@ -140,7 +143,7 @@ def report(gm: fx.GraphModule, plan: Plan, costs: Costs | None = None) -> Report
         rows.append(row("host", host, (), (), HOST))
     inputs = [n for n in flow.index if n.op == "placeholder"]
     outputs = [a for n in flow.index if n.op == "output" for a in n.all_input_nodes]
-    note = "; ".join(filter(None, (plan.note, getattr(costs, "note", ""), hidden_note(gm))))
+    note = "; ".join(filter(None, (plan.note, getattr(costs, "note", ""), hidden_note(flow.root))))
     return Report(tuple(rows), row("all", flow.index, inputs, outputs, HOST), note, _sizes_known(flow), plan.claim)
 
 

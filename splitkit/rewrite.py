@@ -9,10 +9,10 @@ from itertools import count
 
 from torch.fx import Node
 
-from splitkit.dataflow import Dataflow
+from splitkit.dataflow import Dataflow, facts_of
 from splitkit.errors import PlanError
 from splitkit.order import Unit, part_order, unit_needs, unit_of
-from splitkit.plan import HOST, Part, PartKey, Plan
+from splitkit.plan import HOST, Part, PartKey, Plan, plan_of
 
 Copy = tuple[Node, PartKey]  # a node as one part computes it
 
@@ -32,6 +32,7 @@ def rematerialize(flow: Dataflow, plan: Plan, into: PartKey, keep: Collection[No
         into: the part that receives the copies.
         keep: nodes that it goes on reading from their home.
     """
+    flow, plan = facts_of(flow), plan_of(plan)
     _require(plan, into)
     stop = {flow.producer(n) for n in keep}
     places = dict(plan.places)
@@ -52,6 +53,7 @@ def prune(flow: Dataflow, plan: Plan) -> Plan:
     A node that nobody needs at all, and that has no effect, is computed nowhere any more: its place is ``()``. So a
     part without use goes away.
     """
+    flow, plan = facts_of(flow), plan_of(plan)
     live: set[Copy] = set()
     stack = list(_roots(flow, plan))
     while stack:
@@ -87,6 +89,7 @@ def relay(flow: Dataflow, plan: Plan) -> Plan:
     Raises:
         PlanError: SK209 when the host computes something between the parts.
     """
+    flow, plan = facts_of(flow), plan_of(plan)
     require_parts(flow, plan)
     return replace(plan, routing="relay")
 
@@ -114,6 +117,7 @@ def refine(flow: Dataflow, plan: Plan) -> Plan:
 
     Works on plans with copies; nodes in the host stay there. Linear in nodes and edges (times a logarithm).
     """
+    flow, plan = facts_of(flow), plan_of(plan)
     visit: dict[Copy, PartKey] = {}
     for number, copy in _schedule(flow, plan):
         visit[copy] = HOST if copy[1] is HOST else (copy[1], number)
@@ -187,6 +191,7 @@ def condense(flow: Dataflow, plan: Plan) -> Plan:
     """
     from networkx import DiGraph, strongly_connected_components
 
+    flow, plan = facts_of(flow), plan_of(plan)
     graph = DiGraph((before, unit) for unit, needs in unit_needs(flow, plan).items() for before in needs)
     position = {key: i for i, key in enumerate(plan.parts)}
     joined: dict[Unit, PartKey] = {}
@@ -209,6 +214,7 @@ def merge(flow: Dataflow, plan: Plan, into: PartKey, other: PartKey) -> Plan:
         CycleError: SK203 when the joined part would depend on itself through a third one.
         PlanError: SK206 when a part of that name does not exist.
     """
+    flow, plan = facts_of(flow), plan_of(plan)
     _require(plan, into)
     _require(plan, other)
     if into == other:

@@ -74,8 +74,8 @@ def simulate_schedule(
 def _order(
     stages: Sequence[StageCosts], schedule: str | PipelineOrder, microbatches: int | None, ranks: int | None
 ) -> PipelineOrder:
-    if not stages or not all(isinstance(stage, StageCosts) for stage in stages):
-        raise ScheduleError("SK330", f"stages are {stages!r}", "Give a StageCosts for each stage, one at least.")
+    if not isinstance(stages, Sequence) or not stages or not all(isinstance(stage, StageCosts) for stage in stages):
+        raise ScheduleError("SK330", f"stages are {stages!r:.200}", "Give a StageCosts for each stage, one at least.")
     if not isinstance(schedule, PipelineOrder):
         from splitkit.torch_schedules import pipeline_order
 

@@ -11,7 +11,8 @@ from typing import Literal
 from torch import fx
 
 from splitkit.costs import Costs, Links
-from splitkit.dataflow import Dataflow, analyze
+from splitkit.costs.protocol import require_costs
+from splitkit.dataflow import Dataflow, analyze, require_graph
 from splitkit.errors import NoPlanError, PolicyError, ScheduleError
 from splitkit.plan import Plan
 from splitkit.plancosts import StagePrices, checked_optimizer
@@ -111,6 +112,8 @@ class Sweeper:
     _fitted: dict[object, Plan | str] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        require_graph(self.gm)
+        require_costs(self.costs)
         links_of(self.links)
         memory_of(self, self.memory, 1)
         checked_optimizer(self.optimizer)

@@ -34,6 +34,7 @@ from splitkit.activations import activations
 from splitkit.cli import main
 from splitkit.costs import unit
 from splitkit.costs.keys import is_lasting, key_of
+from splitkit.dataflow import module_path
 from splitkit.errors import CostError, GraphError, NoPlanError, PolicyError
 from splitkit.peaks import Peaks
 from splitkit.plan import Plan
@@ -3031,3 +3032,149 @@ def test_lazy_modules_were_not_captured(how):
     model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.ReLU())
     x = torch.randn(4, 5)
     assert_same(model, sk.capture(model, x, how=how), x)
+class _FlagsInside(nn.Module):
+    """Sets requires_grad by assignment, as the feature encoders of Wav2Vec2 do; and keeps a table as an attribute."""
+
+    def __init__(self, detached: bool = False) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.table, self.detached = torch.arange(4.0), detached
+
+    def forward(self, x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
+        x = self.first(x).detach() if self.detached else x * scale
+        x.requires_grad = True
+        return self.last(self.norm(self.first(x + self.table))).square().mean()
+
+
+def test_joint_graphs_of_models_that_flag_inputs_were_refused():
+    torch.manual_seed(0)
+    model, x = _FlagsInside(), torch.randn(3, 4)
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    joint = sk.capture_joint(model, x, scale=3.0)
+    assert all(torch.equal(b, before[name]) for name, b in model.named_buffers()) and model.training
+    result = joint.run(x, scale=3.0)
+    model(x, scale=3.0).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    assert result.gradients.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(result.gradients[name], gradient)
+    for name, value in result.updates.items():
+        torch.testing.assert_close(value, model.get_buffer(name))
+    assert {"first", "norm", "last"} <= {module_path(n) for n in joint.flow.nodes}
+    pair = joint.split(sk.policies.Budget("least"))
+    assert sk.simulate_memory(pair.forward, pair.backward).peak > 0
+    with pytest.raises(sk.CaptureError, match=r"SK401[\s\S]*requires_grad = True"):  # another gradient than the graph's
+        sk.capture_joint(_FlagsInside(detached=True), x)
+
+
+def test_facts_were_wanted_where_a_graph_was_given():
+    gm = sk.capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.randn(2, 4))
+    split = sk.split(gm, sk.policies.Stages(2))
+    costs, flow = sk.costs.flops(gm), sk.analyze(gm)
+    for given, plan in ((gm, split.plan), (split, split), (flow, split)):
+        assert sk.stage_costs(given, plan, costs) == sk.stage_costs(flow, split.plan, costs)
+        assert sk.refine(given, plan).places == sk.refine(flow, split.plan).places
+        assert sk.prune(given, plan).places == sk.prune(flow, split.plan).places
+        assert sk.merge(given, plan, 0, 1).parts.keys() == {0}
+        assert str(sk.report(given, plan)) == str(sk.report(gm, split.plan)) == str(sk.report(split))
+
+
+@pytest.mark.parametrize("wrong", ["module", "graph", "tensor", "none", "text", "class", "exported", "joint"])
+def test_other_objects_than_the_wanted_ones_failed_raw(wrong):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.randn(2, 4)
+    gm = sk.capture(model, x)
+    flow, costs, stages = sk.analyze(gm), sk.costs.flops(gm), sk.policies.Stages(2)
+    plan = sk.plan(gm, stages)
+    given = {
+        "module": model,
+        "graph": gm.graph,
+        "tensor": x,
+        "none": None,
+        "text": "gpt2",
+        "class": sk.policies.Stages,
+        "exported": torch.export.export(model, (x,)),
+        "joint": sk.capture_joint(model, x),
+    }[wrong]
+    calls = {
+        "SK101": [
+            lambda: sk.inline(given),
+            lambda: sk.simulate_memory(given),
+            lambda: sk.sweep(given, costs),
+            lambda: sk.costs.default(given),
+            *(() if wrong == "joint" else (lambda: sk.stage_costs(given, plan, costs), lambda: sk.report(given, plan))),
+            *(() if wrong == "joint" else (lambda: sk.refine(given, plan), lambda: sk.condense(given, plan))),
+            *(() if wrong in ("module", "class", "exported") else (lambda: sk.measure_memory(given, x),)),
+        ],
+        "SK205": [lambda: sk.Plan.of(given)],
+        "SK301": [
+            lambda: sk.split(gm, given),
+            lambda: sk.backend(given),
+            lambda: sk.apply(model, given, x),
+            lambda: sk.relay(flow, given),
+            *(() if wrong == "none" else (lambda: sk.report(gm, given),)),
+            *(() if wrong == "none" else (lambda: sk.stage_costs(flow, given, costs),)),
+        ],
+        "SK323": [lambda: sk.stage_costs(flow, plan, given)]
+        + ([] if wrong == "none" else [lambda: sk.split(gm, stages, costs=given)]),
+        "SK330": [lambda: sk.simulate_schedule(given, "1f1b", 2)],
+        "SK401": [] if wrong == "module" else [lambda: sk.apply(given, sk.policies.SaveAll(), x)],
+    }
+    for code, wanted in calls.items():
+        for call in wanted:
+            with pytest.raises(sk.SplitError) as caught:
+                call()
+            assert caught.value.code == code, caught.value
+
+
+def test_a_split_given_as_policy_names_its_plan():
+    gm = sk.capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4))
+    split = sk.split(gm, sk.policies.Stages(2))
+    with pytest.raises(PolicyError, match="SK301.*its plan is one"):
+        sk.split(gm, split)
+    with pytest.raises(sk.SplitError, match=r"SK323[\s\S]*roofline"):
+        sk.backend(sk.policies.SaveAll(), costs=sk.costs.flops(gm))
+
+
+def test_the_remedy_for_unknown_sizes_went_with_no_budget():
+    class Repeated(nn.Module):
+        def __init__(self, most: int = 0) -> None:
+            super().__init__()
+            self.linear, self.most = nn.Linear(4, 4), most
+
+        def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            y = torch.repeat_interleave(self.linear(x), counts, 0)
+            if self.most:
+                torch._check(y.shape[0] <= self.most)
+            return y.square().sum()
+
+    inputs = torch.randn(3, 4), torch.tensor([2, 0, 3])
+    with pytest.raises(GraphError, match=r"SK108[\s\S]*torch\._check.*and capture again"):
+        sk.capture_joint(Repeated(), *inputs).split(sk.policies.Budget("least"))
+    pair = sk.capture_joint(Repeated(most=16), *inputs).split(sk.policies.Budget("least"))
+    assert "at most" in str(sk.simulate_memory(pair.forward, pair.backward))
+
+
+def test_facts_and_results_of_joint_graphs_printed_everything():
+    model, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(12)]), torch.randn(2, 8)
+    joint = sk.capture_joint(model, x)
+    assert all(len(repr(o)) < 1000 and len(str(o).splitlines()) < 5 for o in (joint.flow, joint.run(x)))
+    assert str(joint.run(x)).startswith("loss ") and "24 gradients" in str(joint.run(x))
+
+
+def test_advice_for_joint_graphs_was_not_what_helped():
+    class Drops(nn.Module):  # layerdrop, as in M2M100
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                if not self.training or torch.rand([]) > 0.5:
+                    x = layer(x)
+            return x.sum()
+
+    model, x = Drops(), torch.randn(2, 4, requires_grad=True)
+    with pytest.raises(sk.CaptureError, match=r"SK401[\s\S]*at .*torch\.rand[\s\S]*Call model\.eval\(\) first"):
+        sk.capture_joint(model, x)
+    assert model.training and all(layer.training for layer in model.layers)
+    assert len(sk.capture_joint(model.eval(), x).signature.gradients) == 5

@@ -11,7 +11,7 @@ from splitkit.costs.links import Link, Links
 from splitkit.costs.measured import Measured, measured
 from splitkit.costs.protocol import Costs, unit_of
 from splitkit.costs.roofline import Roofline, roofline
-from splitkit.costs.sizes import missing
+from splitkit.costs.sizes import graph_of, missing
 from splitkit.costs.training import training
 from splitkit.costs.uniform import Unit, unit
 
@@ -40,4 +40,4 @@ __all__ = [
 
 def default(gm: fx.GraphModule) -> Costs:
     """FLOPs where the graph has the ``meta["val"]`` that they need, else one unit a node."""
-    return unit(gm) if missing(gm.graph) else flops(gm)
+    return unit(gm) if missing(graph_of(gm)) else flops(gm)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, cast
 
 from torch.fx import Node
+
+from splitkit.errors import CostError
 
 
 def unit_of(costs: object) -> str:
@@ -36,3 +38,21 @@ class Costs(Protocol):
         Each reader of a parameter counts it: callers that add up take each attribute once.
         """
         ...
+
+
+def require_costs(given: object) -> Costs:
+    """What was given, if it prices nodes.
+
+    Raises:
+        CostError: SK323 if it does not.
+    """
+    if not isinstance(given, type) and all(callable(getattr(given, name, None)) for name in _METHODS):
+        return cast(Costs, given)
+    raise CostError(
+        "SK323",
+        f"{given!r:.100} prices no nodes",
+        "Give what splitkit.costs makes of the graph, such as splitkit.costs.roofline(gm, 'h200').",
+    )
+
+
+_METHODS = ("seconds", "flops", "nbytes", "param_bytes")
