@@ -2906,6 +2906,8 @@ def test_a_function_whose_apply_was_bound_before_lost_its_backward(how):
     assert torch.equal(wanted, found)
     assert sk.compare(model, split(gm, RoundRobin(2)), x).same
     assert "apply" not in vars(torch.autograd.function._SingleLevelFunction)  # nothing is left behind
+
+
 def test_symbolic_trace_wrote_buffers_once_and_for_all():
     class Counts(nn.Module):
         def __init__(self):
@@ -3032,6 +3034,8 @@ def test_lazy_modules_were_not_captured(how):
     model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.ReLU())
     x = torch.randn(4, 5)
     assert_same(model, sk.capture(model, x, how=how), x)
+
+
 class _FlagsInside(nn.Module):
     """Sets requires_grad by assignment, as the feature encoders of Wav2Vec2 do; and keeps a table as an attribute."""
 
