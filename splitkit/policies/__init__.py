@@ -13,7 +13,7 @@ from splitkit.policies.devices import Devices
 from splitkit.policies.expert import Expert
 from splitkit.policies.memory_budget import MemoryBudget
 from splitkit.policies.min_cut import MinCut
-from splitkit.policies.pool import PlanPool
+from splitkit.policies.pool import PlanPool as PlanPool  # for policies, none itself
 from splitkit.policies.precompute import Precompute
 from splitkit.policies.random import Random
 from splitkit.policies.recompute_all import RecomputeAll
@@ -36,7 +36,6 @@ __all__ = [
     "Expert",
     "MemoryBudget",
     "MinCut",
-    "PlanPool",
     "Precompute",
     "Random",
     "RecomputeAll",
