@@ -13,7 +13,6 @@ from splitkit.cli.outcome import Outcome, facts, seconds, table
 from splitkit.cli.source import Source
 from splitkit.cli.work import TRAINING, Clock, check_costs, example_of, kind_of_costs, versions
 from splitkit.errors import UsageError
-from splitkit.savedvalues import SavedValue
 from splitkit.units import at_most, duration, size
 
 if TYPE_CHECKING:
@@ -125,6 +124,8 @@ def _value(saved: Buffer) -> dict[str, Any]:
     found = {"name": saved.name, "nbytes": saved.nbytes}
     if saved.node is None:
         return found
+    from splitkit.savedvalues import SavedValue
+
     value = SavedValue.of(saved.node, ())
     return found | {"module": value.module, "op": value.op, "label": value.label}
 
