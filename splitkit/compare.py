@@ -65,6 +65,7 @@ class Comparison:
         steps: where a `Split` differs from a model, the same comparison of each step on the way: ``"model"`` (the model
             beside itself, run again), ``"capture"`` (the model beside the graph that was split) and ``"split"`` (that
             graph beside the split).
+        no_backward: why gradients were not compared: backward from the weighted sum of the outputs does not run.
     """
 
     outputs: tuple[Difference, ...]
@@ -74,6 +75,7 @@ class Comparison:
     loss_is_models: bool = False
     tolerance: float = GRADIENT_TOLERANCE
     steps: Mapping[str, Comparison] = field(default_factory=dict)
+    no_backward: str = ""
 
     @property
     def same(self) -> bool:
@@ -116,7 +118,8 @@ class Comparison:
         counts = (f"{len(getattr(self, which))} {which}" for which in ("outputs", "gradients", "state"))
         worst = self.worst("gradients")
         rounding = f"; gradients to {worst.relative:.1g} of {worst.name}" if worst and not worst.bitwise else ""
-        return f"same: {', '.join(counts)}{rounding}"
+        without = f"; no gradients, as backward of all outputs does not run: {self.no_backward}"
+        return f"same: {', '.join(counts)}{rounding}{without if self.no_backward else ''}"
 
     __repr__ = __str__
 
@@ -195,7 +198,7 @@ def _beside(first: Trial, second: Trial, tolerance: float) -> Comparison:
     state = sorted(both | first.changed.keys() | second.changed.keys())
     return Comparison(
         (*_differences(first.outputs, second.outputs, "output{}"), *_other_shapes(first, second, both)),
-        _differences(first.gradients, second.gradients, "gradient of {}"),
+        _difference_of_gradients(first, second),
         (
             *_differences(_only(first.state, state), _only(second.state, state), "{}"),
             *_differences(first.ambient, second.ambient, "{} afterwards"),
@@ -203,7 +206,15 @@ def _beside(first: Trial, second: Trial, tolerance: float) -> Comparison:
         (first.loss, second.loss),
         first.loss_is_models,
         tolerance,
+        no_backward=first.no_backward,
     )
+
+
+def _difference_of_gradients(first: Trial, second: Trial) -> tuple[Difference, ...]:
+    if first.no_backward or second.no_backward:
+        runs = _difference("whether backward runs", not first.no_backward, not second.no_backward)
+        return () if runs.bitwise else (runs,)
+    return _differences(first.gradients, second.gradients, "gradient of {}")
 
 
 def _module(model: Any) -> nn.Module:

@@ -64,7 +64,7 @@ class OverlapCheck:
         """Raise SK212 if the split would not do what the whole does."""
         found: dict[Hashable, dict[int, str]] = {}
         for (name, number), given in zip(self.inputs, given_to(module.graph, args, kwargs), strict=False):
-            for tensor in filter(torch.is_tensor, pytree.tree_leaves(given)) if number is not None else ():
+            for tensor in filter(_has_memory, pytree.tree_leaves(given)) if number is not None else ():
                 found.setdefault(storage_key(tensor), {})[cast(int, number)] = name
         for name, number in self.attributes.items():
             tensor = attribute(module, name)
@@ -73,6 +73,10 @@ class OverlapCheck:
         for shared in found.values():
             if len(shared) > 1 and (pair := _out_of_order(use for number in shared for use in self.uses[number])):
                 _refuse(list(shared.values()), *pair)
+
+
+def _has_memory(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() > 0
 
 
 def given_to(graph: fx.Graph, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -36,6 +36,7 @@ class Trial:
         ambient: the random state, settings (grad mode ...) and autocast state that it left its caller.
         loss: what backward started from.
         loss_is_models: whether that is the model's own loss.
+        no_backward: why backward from the weighted sum of the outputs does not run, if so.
     """
 
     outputs: Mapping[str, Any]
@@ -47,6 +48,7 @@ class Trial:
     ambient: Mapping[str, Any]
     loss: float | None
     loss_is_models: bool
+    no_backward: str = ""
 
 
 def trial(
@@ -71,9 +73,8 @@ def trial(
         shared = _shared(leaves, {titles[n]: t for n, (t, _) in saved.items()} | inputs.passed)
         own = loss is None and isinstance(getattr(output, "loss", None), Tensor)
         value = output.loss if own else loss(output) if loss else _weighted_sum(leaves)
-        if isinstance(value, Tensor) and value.requires_grad:
-            value.backward()  # type: ignore[no-untyped-call]
-        gradients = _gradients(saved, inputs.asked, names)
+        no_backward = _backward(value, is_ours=not own and loss is None)
+        gradients = {} if no_backward else _gradients(saved, inputs.asked, names)
         now = dict(named_tensors(module))
         tensors = {titles[n]: now.get(n, t) for n, (t, _) in saved.items()} | inputs.passed
         before = {titles[n]: value for n, (_, value) in saved.items()} | inputs.values
@@ -81,7 +82,22 @@ def trial(
         # one that only the model makes require grad: it counts as it was given
         tensors |= {name: t.detach() for name, t in inputs.passed.items() if t.is_leaf}
     number = None if value is None else float(value.detach())
-    return Trial(outputs, structure, shared, gradients, changed, {**tensors, **changed}, left, number, own)
+    state = {**tensors, **changed}
+    return Trial(outputs, structure, shared, gradients, changed, state, left, number, own, no_backward)
+
+
+def _backward(value: object, is_ours: bool) -> str:
+    """Run backward. Returns why it does not run from a sum of ours: nobody need ask for the gradients of all outputs
+    of a model, and one in eval mode may write to its state what they would take.
+    """
+    try:
+        if isinstance(value, Tensor) and value.requires_grad:
+            value.backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if not is_ours:
+            raise
+        return str(error).splitlines()[0]
+    return ""
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

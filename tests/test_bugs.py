@@ -3182,3 +3182,54 @@ def test_advice_for_joint_graphs_was_not_what_helped():
         sk.capture_joint(model, x)
     assert model.training and all(layer.training for layer in model.layers)
     assert len(sk.capture_joint(model.eval(), x).signature.gradients) == 5
+
+
+class _Recurrent(nn.Module):
+    """Its state is an output, and is written after backward would need it, as RWKV does in eval mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, state):
+        state = state * 1
+        y = self.linear(x) * state
+        state += y.detach().sum()
+        return y, state
+
+
+def test_compare_failed_where_backward_of_all_outputs_does_not_run():
+    model, inputs = _Recurrent(), (torch.randn(2, 4), torch.ones(2, 4))
+    split = sk.split(sk.capture(model, *inputs), sk.policies.Stages(2))
+    found = sk.compare(model, split, *inputs)
+    assert found.same and not found.gradients and "modified by an inplace operation" in str(found)
+    other = sk.compare(model, nn.ModuleList([model, model])[0], *inputs, loss=lambda out: out[1].sum())
+    assert other.same and not other.no_backward
+
+
+def test_compare_tells_where_only_the_candidate_has_no_backward():
+    class Other(_Recurrent):
+        def forward(self, x, state):
+            state = state * 1
+            y = self.linear(x) * state
+            return y, state + y.detach().sum()
+
+    model, inputs = Other(), (torch.randn(2, 4), torch.ones(2, 4))
+    worse = _Recurrent()
+    worse.load_state_dict(model.state_dict())
+    found = sk.compare(model, worse, *inputs)
+    assert not found.same and [d.name for d in found.failures] == ["whether backward runs"]
+
+
+def test_an_empty_tensor_given_twice_was_refused():
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    a = graph.call_function(torch.mul, (y, 1))
+    b = graph.call_method("add_", (x, 10))
+    graph.output((graph.call_function(torch.sub, (a, y)), b))
+    gm = fx.GraphModule(nn.Module(), graph)
+    split = sk.split(gm, lambda n: "B" if n.target == "add_" else "A")
+    nothing = torch.zeros(0)
+    assert split(nothing, nothing)[0].shape == (0,)
+    with pytest.raises(sk.PlanError, match="SK212"):
+        split(both := torch.ones(2), both)
