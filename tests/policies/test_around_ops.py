@@ -28,11 +28,12 @@ class Allocating(nn.Module):
         y = x.sin()
         first = torch.empty_like(y)
         first.copy_(y)
-        second = x.new_empty(4)
-        second.copy_(y)
+        second = x.new_empty(4).copy_(y)
         third = torch.empty_like(second)
         third.copy_(second)
-        return (first + second + third).cos()
+        fourth = torch.empty_like(first)
+        fourth.copy_(third)
+        return (first + second + third + fourth).cos()
 
 
 def test_what_only_allocates_joins_the_part_before_or_the_listed_ops():
@@ -42,7 +43,8 @@ def test_what_only_allocates_joins_the_part_before_or_the_listed_ops():
     homes = {n.name: plan.home(n) for n in flow.nodes}
     assert homes["new_empty"] == 0, "ready before the listed ops: it keeps its address for the CUDA graph of part 0"
     assert homes["empty_like_1"] == 1, "needs what is made among the listed ops"
-    assert [homes[n] for n in ("copy_", "copy__1", "copy__2")] == [1, 1, 1], "nothing runs between them"
+    assert homes["empty_like_2"] == 0, "of the size of what is written there, which was made before"
+    assert [homes[n] for n in ("copy_", "copy__1", "copy__2", "copy__3")] == [1, 1, 1, 1], "nothing runs between them"
     assert set(homes.values()) == {0, 1, 2}
     made = sk.split(gm, plan)
     x = torch.randn(4)
