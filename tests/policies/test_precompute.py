@@ -263,8 +263,9 @@ def test_other_graphs_and_other_words_are_refused(chain):
     with pytest.raises(PolicyError, match="SK302"):
         sk.split(chain, Precompute())
     h = Hand().inputs(w=1).op("loss", 1, "w").gradients(t=1).back("g", 1, "t")
+    flow = h.flow("loss", "g")
     with pytest.raises(PolicyError, match="SK302"):
-        divide(h.flow("loss", "g"), Precompute(movable=[3]), None)
+        divide(flow, Precompute(movable=[3]), sk.costs.unit(flow.root))
 
 
 @pytest.mark.parametrize("base", [5, None, SaveAll, "SaveAll()"])
