@@ -34,12 +34,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from splitkit._torch import pytree
+from splitkit.applied import in_place_of_apply
 from splitkit.capture_errors import line_here, lost_hook
 from splitkit.effects import storage_key
 from splitkit.errors import CaptureError
 from splitkit.ops.facts import Described, Effects, unknown
 
-_BASE: Any = Function.__mro__[1]
 _mode_of = cast(Any, _get_dispatch_mode_pre_dispatch)
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # What a node holds as it is, and what else holds no tensor.
@@ -116,29 +116,8 @@ def functions_as_nodes() -> Iterator[Callable[[fx.GraphModule], None]]:
                 if isinstance(number := node.args[0], int):
                     node.target, node.args = calls[number], node.args[1:]
 
-    with _in_place_of_apply(apply), _no_saved_tensors_hooks():
+    with in_place_of_apply(apply, _refuse_bound), _no_saved_tensors_hooks():
         yield put_in
-
-
-@contextmanager
-def _in_place_of_apply(apply: Callable[..., Any]) -> Iterator[None]:
-    """Within, ``apply(function, run, ...)`` is called for each ``function.apply(...)``; ``run`` is what it was.
-
-    Also for one that was bound before (``relu = Relu.apply``), which goes on to the base class of Function.
-    """
-    original = Function.__dict__["apply"]
-
-    def of_function(function: type[Function], *args: Any, **kwargs: Any) -> Any:
-        return apply(function, original.__get__(None, function), *args, **kwargs)
-
-    def of_base(function: type[Function], *args: Any, **kwargs: Any) -> Any:
-        return apply(function, super(_BASE, function).apply, *args, **kwargs)
-
-    with (
-        patch.object(Function, "apply", classmethod(of_function)),
-        patch.object(_BASE, "apply", classmethod(of_base)),
-    ):
-        yield
 
 
 def _seen_through(function: type[Function], run: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -263,7 +242,7 @@ def functions_of_proxies() -> Iterator[None]:
         )
         return proxies[0].tracer.create_proxy("call_function", call, shown, keywords)
 
-    with _in_place_of_apply(apply), _no_saved_tensors_hooks():
+    with in_place_of_apply(apply, _refuse_bound), _no_saved_tensors_hooks():
         yield
 
 
@@ -291,6 +270,11 @@ def _no_saved_tensors_hooks() -> Iterator[None]:
 
     with patch.object(hooks, "__enter__", enter):
         yield
+
+
+def _refuse_bound(function: type[Function]) -> None:
+    why = "was bound before the capture (relu = Relu.apply: write Relu.apply(...) where it is called)"
+    raise _not_kept(function.__qualname__, why)
 
 
 def _not_kept(name: str, why: str) -> CaptureError:

@@ -1841,7 +1841,7 @@ def test_the_advice_of_sk401_is_what_helps():
     assert model.training and model.linear.training
     assert "symbolic_trace" not in caught.value.remedy and "strict" not in caught.value.remedy
     sk.capture(model.eval(), x)
-    with pytest.raises(sk.CaptureError, match="Called without capture, the model raises RuntimeError: mat1"):
+    with pytest.raises(sk.CaptureError, match="Called without capture, the model raises RuntimeError: .*mat1"):
         sk.capture(nn.Linear(4, 4), torch.randn(2, 3))
     with pytest.raises(sk.CaptureError, match="Call the model once on real inputs"), torch.device("meta"):
         sk.capture(Trains(), torch.randn(2, 4))
@@ -2831,7 +2831,9 @@ class _Calls(nn.Module):
         return self.function(self.layer(x)).sum()
 
 
-@pytest.mark.parametrize("function", [_Plain.apply, lambda x: _Plain.apply(x.t()), _Smooth.apply])
+@pytest.mark.parametrize(
+    "function", [lambda x: _Plain.apply(x), lambda x: _Plain.apply(x.t()), lambda x: _Smooth.apply(x)]
+)
 def test_what_a_function_allocates_inside_was_not_simulated(function):
     x = torch.randn(32, 64)
     gm = sk.capture(_Calls(function), x)
@@ -2846,7 +2848,7 @@ def test_what_a_function_allocates_inside_was_not_simulated(function):
 def test_what_a_function_keeps_in_its_context_was_not_counted():
     x = torch.randn(32, 64)
     rows = x.nbytes
-    plain, smooth = (activations(sk.capture(_Calls(f.apply), x)) for f in (_Plain, _Smooth))
+    plain, smooth = (activations(sk.capture(_Calls(lambda y, f=f: f.apply(y)), x)) for f in (_Plain, _Smooth))
     assert plain.saved_bytes == 2 * rows  # what linear and the Function read
     assert smooth.saved_bytes == 5 * rows
     (inside,) = (found for node, found in plain.inside.items() if type(node.target).__name__ == "FunctionCall")
@@ -2900,6 +2902,10 @@ _bound_before = _Plain.apply  # as PyTorch's own tutorials write it
 def test_a_function_whose_apply_was_bound_before_lost_its_backward(how):
     torch.manual_seed(0)
     model, x = _Calls(lambda y: _bound_before(y) + _bound_before(y * 2)), torch.randn(4, 64)
+    if not isinstance(vars(torch.autograd.Function)["apply"], classmethod):  # torch 2.15: nobody can step in
+        with pytest.raises(sk.CaptureError, match=r"SK404: the backward of _Plain would be lost: it was bound before"):
+            sk.capture(model, x, how=how)
+        return
     gm = sk.capture(model, x, how=how)
     assert sum(type(n.target).__name__ == "FunctionCall" for n in gm.graph.nodes) == 2
     wanted, found = (torch.autograd.grad(f(x), f.layer.weight)[0] for f in (model, gm))
@@ -3067,7 +3073,7 @@ def test_joint_graphs_of_models_that_flag_inputs_were_refused():
     assert {"first", "norm", "last"} <= {module_path(n) for n in joint.flow.nodes}
     pair = joint.split(sk.policies.Budget("least"))
     assert sk.simulate_memory(pair.forward, pair.backward).peak > 0
-    with pytest.raises(sk.CaptureError, match=r"SK401[\s\S]*requires_grad = True"):  # another gradient than the graph's
+    with pytest.raises(sk.CaptureError, match=r"SK401[\s\S]*requires_grad"):  # another gradient than the graph's
         sk.capture_joint(_FlagsInside(detached=True), x)
 
 
