@@ -15,6 +15,13 @@ _WORDS = ("debug", "info", "warn", "error", "exception", "critical", "fatal", "l
 _NAMES = ("ignore_logging_functions", "ignore_logger_methods")  # 2.13, 2.15; 2.11
 
 
+class _Unlisted(set[Any]):
+    """A set that lists no members: torch 2.11 sorts and writes them as JSON where it logs its settings, and cannot."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
 @contextmanager
 def without_logging() -> Iterator[None]:
     """Dynamo steps over what logs, warns or prints, where else it would stop, and leave the model in pieces.
@@ -23,7 +30,7 @@ def without_logging() -> Iterator[None]:
     """
     config: Any = torch._dynamo.config
     name = next(name for name in _NAMES if hasattr(config, name))
-    with config.patch({name: {*getattr(config, name), *_functions()}}):
+    with config.patch({name: _Unlisted({*getattr(config, name), *_functions()})}):
         yield
 
 

@@ -85,7 +85,7 @@ FUNCTIONS: dict[str, bool] = {
             "__rmod__ __rpow__ __rtruediv__ __rdiv__ __rfloordiv__ __rand__ __ror__ __rxor__ __rlshift__ "
             "__rrshift__ __bool__ __complex__ __contains__ __float__ __format__ __hash__ __index__ __int__ "
             "__len__ __long__ __nonzero__ __repr__ __str__ __sizeof__ __reversed__ __deepcopy__ "
-            "const_data_ptr data_ptr element_size is_shared nelement ndimension storage_type"
+            "const_data_ptr data_ptr dim element_size is_shared nelement ndimension numel storage_type"
         ),
         False,
     ),
