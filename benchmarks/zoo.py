@@ -344,7 +344,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument(
-        "--only", nargs="*", default=[], metavar="NAME", help="architectures whose names contain one of these"
+        "--only", nargs="*", default=[], metavar="NAME", help="architectures whose names begin with one of these"
     )
     parser.add_argument("--family", nargs="*", default=families, choices=families)
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
