@@ -183,7 +183,6 @@ def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         raise CaptureError("SK401", "the model makes parameters or buffers while it runs", "Make them in its __init__.")
     gm = _from_exported(program)
     put_functions_in(gm)
-    gm.recompile()
     flags.check(gm)
     return gm
 

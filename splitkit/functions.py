@@ -111,10 +111,13 @@ def functions_as_nodes() -> Iterator[Callable[[fx.GraphModule], None]]:
         return _as_node(mode.tracer, call, len(calls) - 1, args, kwargs)
 
     def put_in(gm: fx.GraphModule) -> None:
-        for graph in [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]:
-            for node in graph.find_nodes(op="call_function", target=_STAND_IN):
+        for module in [m for m in gm.modules() if calls and isinstance(m, fx.GraphModule)]:
+            stand_ins = module.graph.find_nodes(op="call_function", target=_STAND_IN)
+            for node in stand_ins:
                 if isinstance(number := node.args[0], int):
                     node.target, node.args = calls[number], node.args[1:]
+            if stand_ins:
+                module.recompile()
 
     with in_place_of_apply(apply, _refuse_bound), _no_saved_tensors_hooks():
         yield put_in
