@@ -11,7 +11,7 @@ read the new value, which autograd refuses in backward::
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +19,9 @@ from torch import Tensor, fx
 from torch.fx import Node
 
 from splitkit import aot
-from splitkit.costs.sizes import tensors
-from splitkit.effects import storage_key
 from splitkit.errors import PlanError
 from splitkit.pair import Pair
-from splitkit.symbols import value_of
+from splitkit.sharing import storages_shown
 
 
 @dataclass(frozen=True)
@@ -45,8 +43,8 @@ class Written:
             nodes |= {n for n in given if not aot.is_tangent(n)}
         if None in places:
             nodes |= {n for n in outputs[: aot.count_forward_outputs(joint)] if isinstance(n, Node)}
-        memory = set(_memory(nodes))
-        return [n for n in joint.nodes if n.op != "output" and not memory.isdisjoint(_memory([n]))]
+        memory = storages_shown(nodes)
+        return [n for n in joint.nodes if n.op != "output" and not memory.isdisjoint(storages_shown([n]))]
 
 
 @dataclass
@@ -80,8 +78,8 @@ class Watch:
 
 def needed(pair: Pair, written: Collection[Node], names: Sequence[str]) -> list[str]:
     """What a pair hands to backward of what lies in the memory of these nodes; inputs go by ``names``."""
-    nodes, memory = {n.name: n for n in pair.forward.graph.nodes}, set(_memory(written))
-    found = [nodes[name] for name in pair.saved if not memory.isdisjoint(_memory([nodes[name]]))]
+    nodes, memory = {n.name: n for n in pair.forward.graph.nodes}, storages_shown(written)
+    found = [nodes[name] for name in pair.saved if not memory.isdisjoint(storages_shown([nodes[name]]))]
     positions = {n.name: aot.input_position(n) for n in found if n.op == "placeholder"}
     return [n.name if (i := positions.get(n.name)) is None or i >= len(names) else names[i] for n in found]
 
@@ -103,7 +101,3 @@ def _versions(values: Iterable[Any]) -> list[int]:
 
 def _changed(values: Sequence[Any], before: list[int]) -> frozenset[int]:
     return frozenset(i for i, (now, then) in enumerate(zip(_versions(values), before, strict=True)) if now != then)
-
-
-def _memory(nodes: Iterable[Node]) -> Iterator[Hashable]:
-    return (storage_key(t) for n in nodes for t in tensors(value_of(n)))

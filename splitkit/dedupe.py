@@ -15,6 +15,7 @@ from splitkit._torch import FakeTensor, HigherOrderOperator, pytree
 from splitkit.costs.sizes import tensors
 from splitkit.effects import storage_key
 from splitkit.halves import JointFlow, homes
+from splitkit.sharing import storages_shown
 from splitkit.symbols import value_of
 
 # What sets two equal ops apart: checkpoint tags, streams, and where AOTAutograd wants them (2.11, 2.13, 2.15).
@@ -76,7 +77,7 @@ def _memory_apart(flow: JointFlow) -> set[Hashable]:
     for node in flow.scope:
         if isinstance(node.target, HigherOrderOperator):
             nodes += [node, *node.all_input_nodes]
-    return {storage_key(t) for n in nodes for t in tensors(value_of(n))}
+    return storages_shown(nodes)
 
 
 def _may_merge(flow: JointFlow, node: Node, apart: set[Hashable]) -> bool:

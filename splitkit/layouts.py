@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit.costs.sizes import tensors
-from splitkit.standins import StandIn, acts, hint, stand_in
+from splitkit.standins import StandIn, acts, hints, stand_in
 from splitkit.symbols import value_of
 
 Layouts = Mapping[Node, Any]
@@ -75,11 +75,7 @@ def _result(call: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _strides(value: Any, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
-    return [_plain(t.stride(), sizes) for t in tensors(value) if t.layout is torch.strided]
-
-
-def _plain(shape: Iterable[int | torch.SymInt], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(hint(size, sizes) for size in shape)
+    return [hints(t.stride(), sizes) for t in tensors(value) if t.layout is torch.strided]
 
 
 def _overloads(names: Iterable[str]) -> frozenset[Any]:

@@ -18,7 +18,8 @@ from splitkit.errors import CycleError, PlanError
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, is_size, nodes_in
 from splitkit.plan import PartKey, Plan
 from splitkit.policy import PolicyLike, as_plan
-from splitkit.savedvalues import SavedValue, held_by_caller
+from splitkit.savedvalues import SavedValue
+from splitkit.sharing import storages_shown
 from splitkit.symbols import value_of
 from splitkit.tags import honour
 
@@ -60,7 +61,8 @@ class Pair:
 
         Several values may be views of one storage, which takes its bytes once.
         """
-        nodes, held = {node.name: node for node in self.forward.graph.nodes}, held_by_caller(self.forward.graph)
+        nodes = {node.name: node for node in self.forward.graph.nodes}
+        held = storages_shown(self.forward.graph.find_nodes(op="placeholder"))
         return tuple(sorted((SavedValue.of(nodes[name], held) for name in self.saved), key=lambda value: -value.nbytes))
 
     def __str__(self) -> str:

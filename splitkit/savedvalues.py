@@ -6,7 +6,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
 from torch.fx import Node
 
 from splitkit.costs.sizes import storage_bytes, tensors
@@ -47,11 +46,6 @@ class SavedValue:
     def label(self) -> str:
         """Module and op: ``"transformer.h.0.attn: softmax"``."""
         return f"{self.module or 'the model'}: {self.op}"
-
-
-def held_by_caller(graph: fx.Graph) -> set[object]:
-    """The storages of the inputs of a graph."""
-    return {storage_key(t) for node in graph.find_nodes(op="placeholder") for t in tensors(value_of(node))}
 
 
 def op_of(node: Node) -> str:

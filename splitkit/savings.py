@@ -19,6 +19,7 @@ from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, is_pinned, is_s
 from splitkit.kernels import hinted_bytes
 from splitkit.plan import PartKey, Plan
 from splitkit.rewrite import prune
+from splitkit.sharing import storages_shown
 from splitkit.symbols import value_of
 from splitkit.tags import asked
 
@@ -262,7 +263,7 @@ def required_by_forward(flow: JointFlow) -> set[Node]:
 def _free_values(flow: JointFlow) -> set[Node]:
     """What backward has for nothing: what the caller holds, and views of it; constants; sizes."""
     held = [n for n in flow.scope if n.op in ("placeholder", "get_attr")]
-    static = {storage_key(t) for n in held for t in tensors(value_of(n))}
+    static = storages_shown(held)
     return {
         n for n in flow.scope
         if n.op in ("placeholder", "get_attr") or is_size(n)

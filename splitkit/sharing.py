@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from functools import cache
 
 import torch
@@ -20,10 +20,15 @@ def shares_memory(gm: fx.GraphModule) -> bool:
     for node in gm.graph.nodes:
         if node.op == "call_function" and must_share(node.target) and node.all_input_nodes:
             first = node.all_input_nodes[0]
-            mine, other = (set(map(storage_key, tensors(value_of(n)))) for n in (node, first))
+            mine, other = storages_shown([node]), storages_shown([first])
             if first.op != "get_attr" and mine.isdisjoint(other):
                 return False
     return True
+
+
+def storages_shown(nodes: Iterable[Node]) -> set[Hashable]:
+    """The storages that the values of nodes lie in."""
+    return {storage_key(t) for n in nodes for t in tensors(value_of(n))}
 
 
 _ONE = "splitkit.one_tensor"

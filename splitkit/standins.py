@@ -93,7 +93,7 @@ class StandIn:
         return type(leaf).__name__, str(leaf)  # 1, 1.0 and True are equal, but not the same argument
 
     def _plain(self, sizes: Iterable[int | torch.SymInt]) -> tuple[int, ...]:
-        return tuple(hint(size, self.sizes) for size in sizes)
+        return hints(sizes, self.sizes)
 
 
 NO_VALUES: Mapping[Node, Any] = MappingProxyType({})
@@ -153,6 +153,6 @@ def hint(size: int | torch.SymInt, sizes: Mapping[str, int] = NO_SIZES) -> int:
         return 1
 
 
-def hints(shape: Iterable[int | torch.SymInt]) -> tuple[int, ...]:
+def hints(shape: Iterable[int | torch.SymInt], sizes: Mapping[str, int] = NO_SIZES) -> tuple[int, ...]:
     """Plain ints for sizes."""
-    return tuple(map(hint, shape))
+    return tuple(hint(size, sizes) for size in shape)
