@@ -21,12 +21,11 @@ from torch import nn
 from torch.fx import Node
 
 from splitkit.costs import Costs, unit
-from splitkit.dataflow import Dataflow, module_path
+from splitkit.dataflow import Dataflow, module_path, readers_of, waits_for
 from splitkit.errors import NoPlanError
 from splitkit.plan import Plan
 from splitkit.policies import Expert
 from splitkit.policies.placing import Placing
-from splitkit.policies.readers import readers_of, waits_for
 
 Named = tuple[str, object]
 """A module, parameter or buffer, and its dotted name."""

@@ -7,11 +7,10 @@ from collections.abc import Collection, Hashable, Iterable, Iterator
 
 from torch.fx import Node
 
-from splitkit.costs.sizes import tensors
-from splitkit.effects import storage_key
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, nodes_in
 from splitkit.kernels import hinted_bytes
 from splitkit.plan import Plan
+from splitkit.sharing import storage_key, tensors
 from splitkit.symbols import value_of
 
 

@@ -17,9 +17,10 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit._torch import pytree
-from splitkit.costs.sizes import storage_bytes, tensor_bytes, tensors, value_bytes
+from splitkit.costs.sizes import storage_bytes, tensor_bytes, value_bytes
 from splitkit.measure import measure_memory
 from splitkit.scope import Scope, scopes
+from splitkit.sharing import tensors
 from splitkit.standins import NO_SIZES, acts, bodies, stand_in
 from splitkit.symbols import value_of
 

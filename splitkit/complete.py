@@ -10,12 +10,13 @@ import torch
 from torch.fx import Node
 
 from splitkit.dataflow import Dataflow
-from splitkit.effects import NO_MEMORY, Memory, attribute, memory_of, storage_key
+from splitkit.effects import NO_MEMORY, Memory, memory_of
 from splitkit.errors import PlanError
 from splitkit.local import recompute_locally
 from splitkit.ops import PURE
 from splitkit.plan import HOST, PartKey, Plan
 from splitkit.rewrite import require_parts
+from splitkit.sharing import attribute, storage_key
 
 
 def complete(flow: Dataflow, plan: Plan, parameters: Literal["own", "hoist"] = "own") -> Plan:

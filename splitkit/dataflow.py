@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import getitem
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import fx, nn
 from torch.fx import Node
 
 from splitkit.brief import brief
-from splitkit.effects import attribute, order_of
-from splitkit.errors import GraphError
+from splitkit.effects import order_of
+from splitkit.errors import GraphError, NoPlanError
 from splitkit.ops import Effects, effects_of, is_tuple
+from splitkit.prices import Costs
 from splitkit.scope import Scope, is_state_op, scopes
+from splitkit.sharing import attribute
 from splitkit.symbols import binders, is_symbolic, symbols_of, value_of
 
 
@@ -217,3 +221,49 @@ def module_path(node: Node) -> str:
     path = str(list(stack.values())[-1][0])
     path = path.removeprefix("L['self']").removeprefix("L__self__")
     return _CALL_SUFFIX.sub("", _ITEM.sub(r".\1", path)).lstrip(".")
+
+
+def enough_nodes(flow: Dataflow, parts: int) -> None:
+    """Raise SK303 if the graph has fewer placeable nodes than ``parts``."""
+    if len(flow.nodes) < parts:
+        raise NoPlanError(
+            "SK303",
+            f"{parts} parts were asked for, but the graph has only {len(flow.nodes)} nodes to place",
+            f"Ask for at most {len(flow.nodes)}." if flow.nodes else "Capture a model that computes something.",
+        )
+
+
+def readers_of(flow: Dataflow) -> dict[Node, list[Node]]:
+    """Placeable node -> the placeable nodes that read it or a member of its tuple, in graph order."""
+    readers: dict[Node, list[Node]] = {node: [] for node in flow.nodes}
+    for node in flow.nodes:
+        for read in flow.inputs(node):
+            readers[read].append(node)
+    return readers
+
+
+def given_back(flow: Dataflow) -> set[Node]:
+    """What the output reads."""
+    return {flow.producer(read) for n in flow.index if n.op == "output" for read in n.all_input_nodes}
+
+
+def waits_for(flow: Dataflow, node: Node) -> tuple[Node, ...]:
+    """The placeable nodes that must run before ``node``."""
+    return (*flow.inputs(node), *flow.after.get(node, ()))
+
+
+def crossing(flow: Dataflow, costs: Costs, nodes: Sequence[Node]) -> npt.NDArray[np.float64]:
+    """(2, n + 1): how many values cross a cut before each of ``nodes``, and after the last, and their bytes: those made
+    before it and read at or after it, each once.
+    """
+    position = {node: i for i, node in enumerate(nodes)}
+    change = np.zeros((2, len(position) + 1))
+    for value in flow.index:
+        if (made := position.get(flow.producer(value))) is None:
+            continue
+        readers = [position[u] for u in value.users if u in position]  # members of the tuple count for themselves
+        if readers and max(readers) > made:
+            size = (1, costs.nbytes(value))
+            change[:, made + 1] += size
+            change[:, max(readers) + 1] -= size
+    return change.cumsum(axis=1)

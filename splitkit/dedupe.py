@@ -12,10 +12,8 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from splitkit._torch import FakeTensor, HigherOrderOperator, pytree
-from splitkit.costs.sizes import tensors
-from splitkit.effects import storage_key
 from splitkit.halves import JointFlow, homes
-from splitkit.sharing import storages_shown
+from splitkit.sharing import storage_key, storages_shown, tensors
 from splitkit.symbols import value_of
 
 # What sets two equal ops apart: checkpoint tags, streams, and where AOTAutograd wants them (2.11, 2.13, 2.15).

@@ -27,12 +27,11 @@ from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from splitkit.classes import Classes, held_in, is_plain
-from splitkit.errors import GraphError
 from splitkit.ops import PURE, Effects, sizes_only
 from splitkit.scope import is_state_op
+from splitkit.sharing import attribute, storage_key
 from splitkit.symbols import value_of
 
 RANDOM = "random numbers"
@@ -58,34 +57,6 @@ class Order:
     after: Mapping[Node, tuple[Node, ...]]
     once: Mapping[Node, str]
     written: frozenset[Node]
-
-
-def attribute(root: torch.nn.Module, target: str) -> object:
-    """The object behind a dotted attribute name.
-
-    Raises:
-        GraphError: SK104 when there is none.
-    """
-    value: object = root
-    for atom in target.split("."):
-        if not hasattr(value, atom):
-            raise GraphError("SK104", f"the graph reads {target!r}, but its module has no such attribute", "", [target])
-        value = getattr(value, atom)
-    return value
-
-
-_REAL = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-
-
-def storage_key(tensor: torch.Tensor) -> Hashable:
-    """Equal for tensors that share memory; the tensor's identity where it has no storage (sparse, some subclasses)."""
-    try:
-        storage = tensor.untyped_storage()
-        if type(tensor) in _REAL and storage.device.type != "meta" and storage.nbytes():
-            return storage.device, storage.data_ptr()  # one memory may have several storages: torch.from_numpy
-        return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-    except (NotImplementedError, RuntimeError):
-        return id(tensor)
 
 
 class _Edges(dict[Node, tuple[Node, ...]]):

@@ -16,10 +16,9 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from splitkit.costs.sizes import tensors
-from splitkit.effects import storage_key
 from splitkit.errors import GraphError
 from splitkit.livebytes import plain_tensors
+from splitkit.sharing import storage_key, tensors
 from splitkit.symbols import concrete, value_of
 
 SizeOf = Callable[["int | torch.SymInt"], int]

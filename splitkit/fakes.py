@@ -15,8 +15,8 @@ from torch.fx import Node
 
 from splitkit._torch import pytree
 from splitkit.dataflow import require_graph
-from splitkit.effects import storage_key
 from splitkit.errors import GraphError
+from splitkit.sharing import storage_key
 
 
 def propagate(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> None:

@@ -14,10 +14,10 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit.effects import attribute
 from splitkit.errors import GraphError
 from splitkit.plan import HOST, PartKey
 from splitkit.scope import Scope, scopes
+from splitkit.sharing import attribute
 from splitkit.split import Split
 
 FREE = ("placeholder", "get_attr")

@@ -18,8 +18,8 @@ from torch import fx, nn
 from torch.fx import Node
 
 from splitkit.capture_errors import line_here
-from splitkit.effects import attribute
 from splitkit.errors import CaptureError
+from splitkit.sharing import attribute
 
 SETTERS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from splitkit import aot
-from splitkit.effects import storage_key
 from splitkit.errors import CaptureError
 from splitkit.jointsignature import JointSignature
+from splitkit.sharing import storage_key
 
 
 def check_model(model: nn.Module, loss: object) -> None:

@@ -25,10 +25,9 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit._torch import pytree
-from splitkit.costs.sizes import storage_bytes, storage_nbytes, tensors
-from splitkit.effects import storage_key
+from splitkit.costs.sizes import storage_bytes, storage_nbytes
 from splitkit.ops import effects_of
-from splitkit.sharing import must_share
+from splitkit.sharing import must_share, storage_key, tensors
 from splitkit.standins import value_in
 from splitkit.symbols import value_of
 

@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit.costs.sizes import tensors
+from splitkit.sharing import tensors
 from splitkit.standins import StandIn, acts, hints, stand_in
 from splitkit.symbols import value_of
 

@@ -14,9 +14,9 @@ from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.activations import Activations
 from splitkit.backwardprobe import NOTHING
-from splitkit.costs.sizes import storage_bytes, tensor_bytes, tensors
+from splitkit.costs.sizes import storage_bytes, tensor_bytes
 from splitkit.dataflow import Dataflow
-from splitkit.effects import attribute, storage_key
+from splitkit.sharing import attribute, storage_key, tensors
 from splitkit.stageline import BEFORE, Line, Touches
 from splitkit.symbols import value_of
 from splitkit.temporaries import Temporaries

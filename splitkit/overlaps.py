@@ -24,9 +24,10 @@ from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.cut import Subgraph
 from splitkit.dataflow import Dataflow
-from splitkit.effects import REACHED, SIZES, Memory, attribute, memory_of, storage_key
+from splitkit.effects import REACHED, SIZES, Memory, memory_of
 from splitkit.errors import PlanError
 from splitkit.ops import PURE
+from splitkit.sharing import attribute, storage_key
 
 
 @dataclass(frozen=True, order=True)

@@ -16,13 +16,12 @@ from torch import nn
 from torch.fx import Node
 
 from splitkit.backward_order import EmissionOrder
-from splitkit.costs.sizes import storage_nbytes, tensors
-from splitkit.effects import attribute, storage_key
+from splitkit.costs.sizes import storage_nbytes
 from splitkit.fakes import values_again
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes
 from splitkit.kernels import Bytes, storages_of
 from splitkit.plan import Plan
-from splitkit.sharing import one_tensor, shares_memory
+from splitkit.sharing import attribute, one_tensor, shares_memory, storage_key, tensors
 from splitkit.simulate import Run
 from splitkit.symbols import concrete, value_of
 from splitkit.tags import honour

@@ -6,24 +6,22 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torch import fx, nn
+from torch import nn
 from torch.fx import Node
 
 from splitkit.activations import Activations, activations
 from splitkit.costs import Costs, unit_of
-from splitkit.costs.counting import name_of
-from splitkit.costs.gradients import Gradients
 from splitkit.costs.jointly import is_joint
-from splitkit.costs.protocol import require_costs
 from splitkit.costs.training import FromFormula, FromJoint, training
 from splitkit.dataflow import Dataflow, facts_of
 from splitkit.errors import CostError, PlanError, PolicyError
 from splitkit.linebuilder import Units
 from splitkit.order import part_order
 from splitkit.plan import HOST, PartKey, Plan, plan_of
+from splitkit.prices import require_costs
 from splitkit.stagecosts import StageCosts
 from splitkit.stageline import Line
-from splitkit.standins import target_of
+from splitkit.standins import name_of, target_of
 
 Optimizer = Literal["adam", "momentum", "sgd"] | None
 STATE_OF: Mapping[str, int] = {"adam": 2, "momentum": 1, "sgd": 0}
@@ -105,7 +103,7 @@ class StagePrices:
 
     def __post_init__(self) -> None:
         checked_optimizer(self.optimizer)
-        self._times = _Times(_by_formula(self.costs, self.flow.root), self.optimizer is not None)
+        self._times = _Times(_by_formula(self.costs, self.flow), self.optimizer is not None)
         if self.activations is None:
             self.activations = activations(self.flow.root)
         self.units = Units(self.flow, self.activations, self.optimizer is not None)
@@ -215,15 +213,15 @@ def checked_optimizer(optimizer: object) -> None:
         )
 
 
-def _by_formula(costs: Costs, gm: fx.GraphModule) -> FromFormula:
+def _by_formula(costs: Costs, flow: Dataflow) -> FromFormula:
     """Costs that tell forward from backward."""
-    if isinstance(costs, FromJoint) or is_joint(gm.graph):
+    if isinstance(costs, FromJoint) or is_joint(flow.graph):
         raise CostError(
             "SK323",
             "the graph is of forward and backward together, which are not told apart",
             "Capture the forward graph: splitkit.capture(model, *inputs).",
         )
-    known = costs if isinstance(costs, FromFormula) else training(costs, gm)
+    known = costs if isinstance(costs, FromFormula) else training(costs, flow)
     assert isinstance(known, FromFormula)
     return known
 
@@ -233,7 +231,7 @@ class _Times:
 
     def __init__(self, costs: FromFormula, back: bool) -> None:
         self._costs = costs
-        self._gradients = Gradients(costs.gm) if back else None
+        self._gradients = costs.gradients if back else None
         self._known: dict[Node, tuple[float, float, float]] = {}
 
     def of(self, nodes: Iterable[Node]) -> tuple[float, float, float]:

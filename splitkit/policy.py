@@ -9,11 +9,10 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from splitkit.costs import Costs
-from splitkit.costs.protocol import require_costs
 from splitkit.dataflow import Dataflow
 from splitkit.errors import PlanError, PolicyError
 from splitkit.plan import PartKey, Plan
+from splitkit.prices import Costs, require_costs
 
 
 @runtime_checkable

@@ -13,13 +13,13 @@ from torch.fx import Node
 from splitkit.brief import brief
 from splitkit.complete import complete
 from splitkit.costs import Costs, default
-from splitkit.costs.protocol import require_costs
 from splitkit.cut import Subgraph, cut
 from splitkit.dataflow import Dataflow, facts_of, module_path
-from splitkit.effects import attribute, storage_key
 from splitkit.plan import HOST, Claim, PartKey, Plan, plan_of
+from splitkit.prices import require_costs
 from splitkit.ranges import collapse
 from splitkit.regions import hidden_note
+from splitkit.sharing import attribute, storage_key
 from splitkit.split import Split
 from splitkit.units import quantity, size
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.fx import Node
 
-from splitkit.costs.sizes import storage_bytes, tensors
+from splitkit.costs.sizes import storage_bytes
 from splitkit.dataflow import module_path
-from splitkit.effects import storage_key
+from splitkit.sharing import storage_key, tensors
 from splitkit.symbols import value_of
 from splitkit.units import size
 

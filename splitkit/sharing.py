@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from functools import cache
+from typing import Any
 
 import torch
 from torch import fx
 from torch.fx import Node
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from splitkit import _torch
-from splitkit.costs.sizes import tensors
-from splitkit.effects import storage_key
+from splitkit._torch import pytree
+from splitkit.errors import GraphError
 from splitkit.symbols import value_of
 
 
@@ -87,3 +89,38 @@ def must_share(target: object) -> bool:
         return True
     returned = target._schema.returns  # OpOverload._schema, .alias_info: 2.11, 2.13, 2.15
     return len(returned) == 1 and returned[0].alias_info is not None and returned[0].alias_info.is_write
+
+
+def attribute(root: torch.nn.Module, target: str) -> object:
+    """The object behind a dotted attribute name.
+
+    Raises:
+        GraphError: SK104 when there is none.
+    """
+    value: object = root
+    for atom in target.split("."):
+        if not hasattr(value, atom):
+            raise GraphError("SK104", f"the graph reads {target!r}, but its module has no such attribute", "", [target])
+        value = getattr(value, atom)
+    return value
+
+
+_REAL = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def storage_key(tensor: torch.Tensor) -> Hashable:
+    """Equal for tensors that share memory; the tensor's identity where it has no storage (sparse, some subclasses)."""
+    try:
+        storage = tensor.untyped_storage()
+        if type(tensor) in _REAL and storage.device.type != "meta" and storage.nbytes():
+            return storage.device, storage.data_ptr()  # one memory may have several storages: torch.from_numpy
+        return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in ``value``, a tensor or a tree of them."""
+    if isinstance(value, torch.Tensor):
+        return iter((value,))
+    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))

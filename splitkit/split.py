@@ -19,7 +19,6 @@ from splitkit.complete import check, complete
 from splitkit.costs import Costs, default, unit
 from splitkit.cut import Subgraph, cut
 from splitkit.dataflow import Dataflow, analyze
-from splitkit.effects import attribute
 from splitkit.emit import Emitted, emit
 from splitkit.errors import CycleError, PolicyError
 from splitkit.names import Style
@@ -28,6 +27,7 @@ from splitkit.overlaps import overlap_check
 from splitkit.plan import HOST, PartKey, Plan
 from splitkit.policy import Policy, PolicyLike, as_plan
 from splitkit.rewrite import condense, refine
+from splitkit.sharing import attribute
 from splitkit.verbatim import runs_of
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit._torch import pytree
-from splitkit.effects import attribute
 from splitkit.ops import effects_of
 from splitkit.ops.facts import Described
 from splitkit.scope import is_state_op
+from splitkit.sharing import attribute, tensors
 from splitkit.symbols import concrete
 
 NO_SIZES: Mapping[str, int] = MappingProxyType({})
@@ -156,3 +156,20 @@ def hint(size: int | torch.SymInt, sizes: Mapping[str, int] = NO_SIZES) -> int:
 def hints(shape: Iterable[int | torch.SymInt], sizes: Mapping[str, int] = NO_SIZES) -> tuple[int, ...]:
     """Plain ints for sizes."""
     return tuple(hint(size, sizes) for size in shape)
+
+
+def rounds(node: Node) -> int:
+    """How often a higher-order op calls its bodies: ``scan`` and ``map`` once a row, others (``while_loop``) once."""
+    if str(node.target) not in ("scan", "map_impl"):
+        return 1
+    rows = node.args[2] if str(node.target) == "scan" else node.args[1]
+    stacked = next((v for n in pytree.tree_leaves(rows) for v in tensors(n.meta.get("val"))), None)
+    return 1 if stacked is None else hint(stacked.shape[0])
+
+
+def name_of(target: Any) -> str:
+    """``"add_"`` for ``aten.add_.Tensor``, ``Tensor.add_`` and ``"add_"``."""
+    if isinstance(target, str):
+        return target
+    packet = getattr(target, "overloadpacket", target)
+    return str(getattr(packet, "__name__", ""))

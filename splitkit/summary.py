@@ -10,8 +10,8 @@ from torch.fx import Node
 from splitkit.costs.sizes import value_bytes
 from splitkit.cut import Subgraph
 from splitkit.dataflow import Dataflow
-from splitkit.effects import attribute
 from splitkit.plan import Plan
+from splitkit.sharing import attribute
 from splitkit.units import size
 
 NAMED = 2

@@ -10,14 +10,15 @@ from typing import Literal
 
 from torch import fx
 
+from splitkit.checks import memory_of
 from splitkit.costs import Costs, Links
-from splitkit.costs.protocol import require_costs
+from splitkit.costs.links import links_of
 from splitkit.dataflow import Dataflow, analyze, require_graph
 from splitkit.errors import NoPlanError, PolicyError, ScheduleError
 from splitkit.plan import Plan
 from splitkit.plancosts import StagePrices, checked_optimizer
 from splitkit.policies import Stages
-from splitkit.policies.amounts import links_of, memory_of
+from splitkit.prices import require_costs
 from splitkit.schedule import simulate_schedule
 from splitkit.schedulerun import ScheduleRun
 from splitkit.stagecosts import StageCosts

@@ -16,9 +16,9 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit.costs.sizes import storage_bytes, tensors
-from splitkit.effects import storage_key
+from splitkit.costs.sizes import storage_bytes
 from splitkit.measure import measure_memory
+from splitkit.sharing import storage_key, tensors
 from splitkit.standins import NO_VALUES, acts, stand_in
 from splitkit.symbols import value_of
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from splitkit._torch import pytree
-from splitkit.effects import storage_key
 from splitkit.outputs import inside, named_leaves
+from splitkit.sharing import storage_key
 from splitkit.states import SETTINGS
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")

@@ -9,11 +9,11 @@ from splitkit.costs.devices import Device, devices, load_devices
 from splitkit.costs.fused import Fused, fused
 from splitkit.costs.links import Link, Links
 from splitkit.costs.measured import Measured, measured
-from splitkit.costs.protocol import Costs, unit_of
 from splitkit.costs.roofline import Roofline, roofline
 from splitkit.costs.sizes import graph_of, missing
 from splitkit.costs.training import training
 from splitkit.costs.uniform import Unit, unit
+from splitkit.prices import Costs, unit_of
 
 __all__ = [
     "Costs",

@@ -18,12 +18,11 @@ from torch.fx import Node
 from torch.utils.flop_counter import FlopCounterMode
 
 from splitkit import standins
-from splitkit._torch import pytree
 from splitkit.brief import brief
 from splitkit.costs.formulas import FORMULAS, attention_backward_flops, attention_flops, formulas_for
-from splitkit.costs.sizes import elements, graph_of, read_bytes, require_values, tensors, value_bytes
-from splitkit.effects import storage_key
-from splitkit.standins import StandIn, acts, hint, hints, stand_in, value_in
+from splitkit.costs.sizes import elements, graph_of, read_bytes, require_values, value_bytes
+from splitkit.sharing import storage_key, tensors
+from splitkit.standins import StandIn, acts, hints, name_of, rounds, stand_in, value_in
 from splitkit.symbols import value_of
 
 __all__ = ["FORMULAS", "Count", "Flops", "bodies", "flops", "name_of", "rounds"]
@@ -155,15 +154,6 @@ def bodies(root: nn.Module, node: Node) -> list[fx.GraphModule]:
     return [] if str(node.target) in _WHOLE else standins.bodies(root, node)
 
 
-def rounds(node: Node) -> int:
-    """How often a higher-order op calls its bodies: ``scan`` and ``map`` once a row, others (``while_loop``) once."""
-    if str(node.target) not in ("scan", "map_impl"):
-        return 1
-    rows = node.args[2] if str(node.target) == "scan" else node.args[1]
-    stacked = next((v for n in pytree.tree_leaves(rows) for v in tensors(n.meta.get("val"))), None)
-    return 1 if stacked is None else hint(stacked.shape[0])
-
-
 def _run(call: StandIn, node: Node) -> Count:
     """Run the call of ``node`` under the counter."""
     counter = FlopCounterMode(display=False, custom_mapping=formulas_for(call.target))
@@ -218,11 +208,3 @@ def _writes(target: Any) -> bool:
         return bool(schema.is_mutable)
     name = name_of(target)
     return name.endswith("_") and not name.endswith("__")
-
-
-def name_of(target: Any) -> str:
-    """``"add_"`` for ``aten.add_.Tensor``, ``Tensor.add_`` and ``"add_"``."""
-    if isinstance(target, str):
-        return target
-    packet = getattr(target, "overloadpacket", target)
-    return str(getattr(packet, "__name__", ""))

@@ -22,8 +22,7 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit.costs.loops import Loop, is_random, loop_of, second_loop
-from splitkit.costs.sizes import tensors
-from splitkit.effects import storage_key
+from splitkit.sharing import storage_key, tensors
 from splitkit.symbols import value_of
 
 # Up to these, Inductor computes again what several kernels read: config.realize_reads_threshold and

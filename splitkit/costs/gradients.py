@@ -17,10 +17,9 @@ import torch
 from torch import fx, nn
 from torch.fx import Node
 
-from splitkit.costs.counting import name_of
-from splitkit.costs.sizes import tensors
-from splitkit.dataflow import Dataflow, analyze
-from splitkit.standins import target_of
+from splitkit.dataflow import Dataflow
+from splitkit.sharing import tensors
+from splitkit.standins import name_of, target_of
 from splitkit.symbols import value_of
 
 _CUTS = ("detach", "new_", "bernoulli", "lift_fresh")
@@ -35,30 +34,30 @@ class Gradients:
         needed: nodes that have a part in backward: a result requires grad, and an output depends on it.
     """
 
-    def __init__(self, gm: fx.GraphModule) -> None:
+    def __init__(self, flow: Dataflow) -> None:
         self.reads: dict[Node, frozenset[Node]] = {}
         self.needed: set[Node] = set()
-        self._flow: Dataflow = analyze(gm)
+        self._flow = flow
         self._memory: dict[Node, Hashable] = {}  # node -> the node whose memory its value lies in
         self._live: set[Hashable] = set()  # memory that has a history
-        for node in gm.graph.nodes:
-            self._visit(gm, node)
-        self.needed &= self._wanted(gm.graph)
+        for node in flow.index:
+            self._visit(flow.root, node)
+        self.needed &= self._wanted(flow.graph)
 
-    def _visit(self, gm: fx.GraphModule, node: Node) -> None:
+    def _visit(self, root: nn.Module, node: Node) -> None:
         effects = self._flow.effects.get(node)
         aliases = effects.aliases if effects is not None else ()
         cut = self._is_cut(node)
         self._memory[node] = self._memory[aliases[0]] if aliases and not cut else node
         if node.op in ("placeholder", "get_attr"):
-            if _leaf_requires_grad(gm, node):
+            if _leaf_requires_grad(root, node):
                 self._live.add(node)
                 self.needed.add(node)
             return
         reads = frozenset(n for n in node.all_input_nodes if self._memory[n] in self._live and _is_float(n))
         self.reads[node] = reads
         written = effects.writes if effects is not None else ()
-        if cut or not (written or _is_float(node)) or not (reads or _module_requires_grad(gm, node)):
+        if cut or not (written or _is_float(node)) or not (reads or _module_requires_grad(root, node)):
             return
         self.needed.add(node)
         self._live.update(self._memory[n] for n in (node, *written))
@@ -85,13 +84,13 @@ class Gradients:
         return name.startswith(_CUTS) or name.endswith("_like")
 
 
-def _leaf_requires_grad(gm: fx.GraphModule, node: Node) -> bool:
-    value = operator.attrgetter(str(node.target))(gm) if node.op == "get_attr" else value_of(node)
+def _leaf_requires_grad(root: nn.Module, node: Node) -> bool:
+    value = operator.attrgetter(str(node.target))(root) if node.op == "get_attr" else value_of(node)
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def _module_requires_grad(gm: fx.GraphModule, node: Node) -> bool:
-    module = target_of(gm, node) if node.op == "call_module" else None
+def _module_requires_grad(root: nn.Module, node: Node) -> bool:
+    module = target_of(root, node) if node.op == "call_module" else None
     return isinstance(module, nn.Module) and any(p.requires_grad for p in module.parameters())
 
 

@@ -285,3 +285,8 @@ def _wait(places: Sequence[torch.device]) -> None:
     for place in places:
         if place.type != "cpu":
             torch.get_device_module(place).synchronize(place)
+
+
+def links_of(links: str | Links | None) -> Links | None:
+    """Links, or the preset of that name (SK322 if there is none)."""
+    return Links.preset(links) if isinstance(links, str) else links

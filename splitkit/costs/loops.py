@@ -10,9 +10,9 @@ import torch
 from torch.fx import Node
 
 from splitkit._torch import OpOverload
-from splitkit.costs.counting import name_of
-from splitkit.costs.sizes import elements, tensors
-from splitkit.standins import hints
+from splitkit.costs.sizes import elements
+from splitkit.sharing import tensors
+from splitkit.standins import hints, name_of
 from splitkit.symbols import value_of
 
 

@@ -28,12 +28,11 @@ from splitkit.costs.cache import CostCache, default_path, environment
 from splitkit.costs.counting import Flops, flops
 from splitkit.costs.keys import is_lasting, key_of
 from splitkit.costs.private import Private, copied, find_device, unfit
-from splitkit.costs.sizes import tensors
 from splitkit.costs.timing import NOTHING, Record, Run, record
 from splitkit.dataflow import Dataflow, analyze
-from splitkit.effects import storage_key
 from splitkit.errors import CostError
 from splitkit.scope import is_state_op
+from splitkit.sharing import storage_key, tensors
 from splitkit.states import SETTINGS, closed_by, opened_by
 
 SAVE_EVERY = 5.0  # seconds

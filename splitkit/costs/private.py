@@ -16,8 +16,8 @@ from torch.fx import Node
 from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.dataflow import Dataflow
-from splitkit.effects import attribute
 from splitkit.errors import CostError
+from splitkit.sharing import attribute
 
 
 def copied(tree: Any) -> Any:

@@ -19,11 +19,13 @@ from torch._ops import HigherOrderOperator  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
 from splitkit.brief import brief
-from splitkit.costs.counting import Count, Flops, bodies, rounds
+from splitkit.costs.counting import Count, Flops, bodies
 from splitkit.costs.devices import Device, find_device
-from splitkit.costs.sizes import graph_of, require_values, tensors
+from splitkit.costs.sizes import graph_of, require_values
 from splitkit.costs.traffic import moved_bytes, operands, written_bytes
 from splitkit.scope import Scope, region_kind, scopes
+from splitkit.sharing import tensors
+from splitkit.standins import rounds
 from splitkit.symbols import value_of
 
 

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from math import prod
-from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit._torch import HigherOrderOperator, OpOverload, pytree
+from splitkit._torch import HigherOrderOperator, OpOverload
 from splitkit.dataflow import require_graph
 from splitkit.errors import GraphError
 from splitkit.scope import is_state_op
+from splitkit.sharing import tensors
 from splitkit.standins import hint
 from splitkit.symbols import value_of
-
-
-def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in ``value``, a tensor or a tree of them."""
-    if isinstance(value, torch.Tensor):
-        return iter((value,))
-    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def elements(tensor: torch.Tensor) -> int:

@@ -11,10 +11,10 @@ from torch import fx, nn
 from torch.fx import Node
 
 from splitkit._torch import pytree
-from splitkit.costs.counting import Count, changed, name_of
-from splitkit.costs.sizes import elements, storage_bytes, tensor_bytes, tensors
-from splitkit.effects import storage_key
-from splitkit.standins import hints, target_of, value_in
+from splitkit.costs.counting import Count, changed
+from splitkit.costs.sizes import elements, storage_bytes, tensor_bytes
+from splitkit.sharing import storage_key, tensors
+from splitkit.standins import hints, name_of, target_of, value_in
 from splitkit.symbols import value_of
 
 GATHERS = frozenset(("embedding", "index_select", "gather", "index", "_unsafe_index", "take", "take_along_dim"))

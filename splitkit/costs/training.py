@@ -16,13 +16,14 @@ from torch.fx import Node
 
 from splitkit._torch import pytree
 from splitkit.brief import brief
-from splitkit.costs.counting import Flops, name_of
+from splitkit.costs.counting import Flops
 from splitkit.costs.gradients import Gradients
 from splitkit.costs.jointly import is_joint, owners
-from splitkit.costs.protocol import Costs, unit_of
 from splitkit.costs.sizes import require_values
+from splitkit.dataflow import Dataflow, facts_of
 from splitkit.errors import CostError
-from splitkit.standins import target_of
+from splitkit.prices import Costs, unit_of
+from splitkit.standins import name_of, target_of
 from splitkit.symbols import value_of
 
 # Ops of which the first argument is added to the product of the next two.
@@ -37,7 +38,7 @@ _SDPA = "scaled_dot_product_attention"
 _ATTENTION = 2.5  # products in backward for one in forward, where the scores are computed again
 
 
-def training(costs: Costs, gm: fx.GraphModule | None = None) -> FromFormula | FromJoint:
+def training(costs: Costs, gm: fx.GraphModule | Dataflow | None = None) -> FromFormula | FromJoint:
     """Wrap costs of a graph so that the price of a forward node includes its backward.
 
     For a joint graph, each backward node's price is added to the forward node that it came from, and is 0 itself; for
@@ -45,26 +46,27 @@ def training(costs: Costs, gm: fx.GraphModule | None = None) -> FromFormula | Fr
 
     Args:
         costs: of the nodes of ``gm``: any with the four methods.
-        gm: the graph, if ``costs`` has no attribute ``gm`` that says it.
+        gm: the graph, or facts about it; not needed where ``costs`` has an attribute ``gm`` that says it.
 
     Raises:
         CostError: SK323 if the graph is not known.
         GraphError: SK102 when nodes have no ``meta["val"]``.
     """
     known = gm if gm is not None else getattr(costs, "gm", None)
-    if not isinstance(known, fx.GraphModule):
+    root = known.root if isinstance(known, Dataflow) else known
+    if not isinstance(root, fx.GraphModule):
         raise CostError(
             "SK323", f"{type(costs).__name__} does not say which graph it is of", "Pass it: training(costs, gm)."
         )
-    if is_joint(known.graph):
-        return FromJoint(costs, known)
-    require_values(known.graph)
-    return FromFormula(costs, known)
+    if is_joint(root.graph):
+        return FromJoint(costs, root)
+    require_values(root.graph)
+    return FromFormula(costs, facts_of(known))
 
 
-def with_backward(costs: Costs, gm: fx.GraphModule) -> Costs:
+def with_backward(costs: Costs, flow: Dataflow) -> Costs:
     """Costs that include the backward of a node: themselves if they do, else `training` of them."""
-    return costs if hasattr(costs, "backward") else training(costs, gm)
+    return costs if hasattr(costs, "backward") else training(costs, flow)
 
 
 @dataclass(frozen=True)
@@ -73,22 +75,28 @@ class FromFormula:
 
     Attributes:
         costs: what a node costs in forward.
-        gm: the forward graph.
+        flow: facts about the forward graph.
         source: for reports.
+        gradients: which nodes have a backward.
     """
 
     costs: Costs
-    gm: fx.GraphModule
+    flow: Dataflow
     source: str = field(default="by formula", init=False)
+    gradients: Gradients = field(init=False, repr=False, compare=False)
     _flops: Flops = field(init=False, repr=False, compare=False)
-    _gradients: Gradients = field(init=False, repr=False, compare=False)
 
     __repr__ = brief
 
     def __post_init__(self) -> None:
         known = isinstance(self.costs, Flops) and self.costs.gm is self.gm
         object.__setattr__(self, "_flops", self.costs if known else Flops(self.gm))
-        object.__setattr__(self, "_gradients", Gradients(self.gm))
+        object.__setattr__(self, "gradients", Gradients(self.flow))
+
+    @property
+    def gm(self) -> fx.GraphModule:
+        """The forward graph."""
+        return self.flow.root
 
     @property
     def note(self) -> str:
@@ -119,7 +127,7 @@ class FromFormula:
     def backward(self, node: Node) -> float:
         """How many times its forward the node costs in backward."""
         count = self._flops.count(node)
-        if node not in self._gradients.needed or not count.flops:
+        if node not in self.gradients.needed or not count.flops:
             return 0.0
         if not count.counted:
             return 1.0
@@ -131,7 +139,7 @@ class FromFormula:
 
     def _given(self, node: Node) -> list[bool]:
         """For each tensor that ``node`` takes whether it requires grad."""
-        reads = self._gradients.reads[node]
+        reads = self.gradients.reads[node]
         return [n in reads for n in pytree.tree_leaves((node.args, node.kwargs)) if _is_tensor(n)]
 
     def _factors(self, node: Node, given: list[bool]) -> float:

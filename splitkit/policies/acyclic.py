@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from splitkit.checks import Memory, memory_of, positive
 from splitkit.costs import Costs, Links
-from splitkit.dataflow import Dataflow
+from splitkit.costs.links import links_of
+from splitkit.dataflow import Dataflow, enough_nodes
 from splitkit.plan import Plan
-from splitkit.policies.amounts import Memory, links_of, memory_of
-from splitkit.policies.parameters import enough_nodes, positive
 from splitkit.policies.staging import Staging
 from splitkit.solvers.placement.contiguous import SECONDS
 from splitkit.solvers.placement.multilevel import multilevel

@@ -10,11 +10,10 @@ import torch
 from torch.fx import Node
 
 from splitkit.costs import Costs
-from splitkit.dataflow import Dataflow
+from splitkit.dataflow import Dataflow, waits_for
 from splitkit.local import ask_sizes_again
 from splitkit.plan import PartKey, Plan
 from splitkit.policies.matching import Ops, Rule, rule_of
-from splitkit.policies.readers import waits_for
 from splitkit.symbols import value_of
 
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch.fx import Node
 
+from splitkit.checks import modules_near
 from splitkit.costs import Costs
 from splitkit.dataflow import Dataflow, module_path, reads
 from splitkit.errors import PolicyError
 from splitkit.plan import HOST, PartKey, Plan
 from splitkit.policies.matching import Ops, rule_of
-from splitkit.policies.parameters import modules_near
 
 Marker = Ops | Mapping[str, Any]
 """Ops or a rule, or the ``split_spec`` of `torch.distributed.pipelining`: module path -> ``"beginning"`` or ``"end"``

@@ -6,13 +6,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 
+from splitkit.checks import Memory
 from splitkit.costs import Costs, Links
+from splitkit.costs.links import links_of
 from splitkit.dataflow import Dataflow
 from splitkit.errors import NoPlanError, PlanError, PolicyError, ScheduleError, SplitError
 from splitkit.plan import Claim, Plan
 from splitkit.plancosts import Optimizer, checked_optimizer
 from splitkit.policies.acyclic import Acyclic
-from splitkit.policies.amounts import Memory, links_of
 from splitkit.policies.expert import Expert
 from splitkit.policies.schedules import ranks_of, require_schedule
 from splitkit.policies.scoring import Score, Scoring

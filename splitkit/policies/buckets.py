@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from torch import nn
 from torch.fx import Node
 
+from splitkit.checks import positive
 from splitkit.costs import Costs
 from splitkit.costs.sizes import tensor_bytes
-from splitkit.dataflow import Dataflow
-from splitkit.effects import attribute
+from splitkit.dataflow import Dataflow, given_back, readers_of
 from splitkit.plan import Plan
-from splitkit.policies.parameters import positive
-from splitkit.policies.readers import given_back, readers_of
+from splitkit.sharing import attribute
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from splitkit.checks import modules_near
 from splitkit.costs import Costs
 from splitkit.dataflow import Dataflow, module_path
 from splitkit.errors import PolicyError
 from splitkit.plan import PartKey, Plan
-from splitkit.policies.parameters import modules_near
 
 
 @dataclass(frozen=True)

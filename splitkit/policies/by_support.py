@@ -10,13 +10,13 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from torch import nn
 from torch.fx import Node
 
+from splitkit.checks import positive
 from splitkit.costs import Costs
 from splitkit.dataflow import Dataflow
 from splitkit.errors import PolicyError
 from splitkit.plan import HOST, PartKey, Plan
 from splitkit.policies.levels import Kinds, lowest, sink
 from splitkit.policies.matching import Ops, Rule, rule_of
-from splitkit.policies.parameters import positive
 
 
 @runtime_checkable

@@ -11,14 +11,15 @@ import torch
 from torch.fx import Node
 
 from splitkit.activations import activations
+from splitkit.checks import memory_of
 from splitkit.costs import Costs, Device, Links, roofline
 from splitkit.costs.devices import find_device
+from splitkit.costs.links import links_of
 from splitkit.costs.training import with_backward
 from splitkit.dataflow import Dataflow
 from splitkit.errors import CycleError, NoPlanError
 from splitkit.plan import Claim, Part, PartKey, Plan
 from splitkit.plancosts import StagePrices, peaks_of_visits, run_order
-from splitkit.policies.amounts import links_of, memory_of
 from splitkit.policies.by_name import ByName
 from splitkit.policies.devices import Devices
 from splitkit.policies.fitting import Fitting, bad_problems
@@ -145,7 +146,7 @@ class DeviceSearch:
         return Placing(flow, prices[0], rows, repeat=repeat, keep=bound)
 
     def _trained(self, costs: Costs) -> Costs:
-        return costs if self.policy.optimizer is None else with_backward(costs, self.flow.root)
+        return costs if self.policy.optimizer is None else with_backward(costs, self.flow)
 
     @cached_property
     def _links(self) -> Links | None:

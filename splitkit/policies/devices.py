@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from splitkit.checks import Memory, memory_of, seconds_above_zero
 from splitkit.costs import Costs, Device, Links
 from splitkit.costs.devices import find_device
-from splitkit.dataflow import Dataflow
+from splitkit.costs.links import links_of
+from splitkit.dataflow import Dataflow, enough_nodes
 from splitkit.errors import PolicyError
 from splitkit.plan import PartKey, Plan
 from splitkit.plancosts import Optimizer, checked_optimizer
-from splitkit.policies.amounts import Memory, links_of, memory_of
-from splitkit.policies.parameters import enough_nodes, seconds_above_zero
 
 OBJECTIVES = ("throughput", "latency")
 

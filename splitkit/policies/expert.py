@@ -10,13 +10,12 @@ from itertools import accumulate
 
 from torch.fx import Node
 
+from splitkit.checks import modules_near, positive
 from splitkit.costs import Costs
-from splitkit.dataflow import Dataflow, module_path
+from splitkit.dataflow import Dataflow, enough_nodes, module_path, readers_of
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.plan import Plan
-from splitkit.policies.parameters import enough_nodes, modules_near, positive
 from splitkit.policies.placing import Placing
-from splitkit.policies.readers import readers_of
 
 Block = tuple[str, int]
 """The list that a block is in, and its number there: ``("transformer.h", 3)``."""

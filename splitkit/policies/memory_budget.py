@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from splitkit.checks import memory_of, positive
 from splitkit.costs import Costs
-from splitkit.dataflow import Dataflow, module_path
+from splitkit.dataflow import Dataflow, enough_nodes, module_path
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.plan import Claim, Plan
 from splitkit.plancosts import Optimizer, checked_optimizer
-from splitkit.policies.amounts import memory_of
 from splitkit.policies.memory_search import Found, MemorySearch
-from splitkit.policies.parameters import enough_nodes, positive
 from splitkit.units import size
 
 

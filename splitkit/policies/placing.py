@@ -11,9 +11,8 @@ from torch.fx import Node
 
 from splitkit.costs import Costs, Links
 from splitkit.costs.gradients import Gradients
-from splitkit.dataflow import Dataflow
+from splitkit.dataflow import Dataflow, crossing, waits_for
 from splitkit.plan import PartKey, Plan
-from splitkit.policies.readers import crossing, waits_for
 from splitkit.solvers.linked import Linked
 from splitkit.solvers.placement.problem import BadProblemError, Bools, Device, Floats, Ints, Problem
 
@@ -277,7 +276,7 @@ class Placing:
 
 def _shared(flow: Dataflow, keep: Collection[Node]) -> tuple[Node, ...]:
     """Nodes without gradient or effect that depend on inputs and constants alone, and that several units need."""
-    graded = Gradients(flow.root).needed
+    graded = Gradients(flow).needed
     bound = {n for ns in flow.after.values() for n in ns} | flow.after.keys() | graded | flow.once.keys() | set(keep)
     free: set[Node] = set()
     for node in flow.nodes:

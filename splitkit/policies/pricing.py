@@ -9,9 +9,10 @@ from torch import fx
 
 from splitkit.costs import Costs, Device, Fused, default, fused
 from splitkit.costs.devices import devices
-from splitkit.costs.sizes import missing, tensors
+from splitkit.costs.sizes import missing
 from splitkit.dataflow import Dataflow
 from splitkit.errors import PolicyError
+from splitkit.sharing import tensors
 from splitkit.symbols import value_of
 
 Price = Literal["fused"]

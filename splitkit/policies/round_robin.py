@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from splitkit.checks import positive
 from splitkit.costs import Costs
 from splitkit.dataflow import Dataflow
 from splitkit.plan import Plan
-from splitkit.policies.parameters import positive
 from splitkit.rewrite import refine
 
 

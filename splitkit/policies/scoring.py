@@ -8,13 +8,13 @@ from functools import cached_property
 
 from torch.fx import Node
 
+from splitkit.checks import Memory, memory_of
 from splitkit.costs import Costs, Links, unit_of
 from splitkit.costs.training import with_backward
 from splitkit.dataflow import Dataflow
 from splitkit.errors import NoPlanError
 from splitkit.plan import PartKey, Plan
 from splitkit.plancosts import Optimizer, StagePrices, peaks_of_visits, run_order
-from splitkit.policies.amounts import Memory, memory_of
 from splitkit.policies.placing import Placing, Travel
 from splitkit.policies.schedules import by_rank, microbatches_of, ranks_of
 from splitkit.rewrite import require_parts
@@ -153,7 +153,7 @@ class Scoring:
     @cached_property
     def prices(self) -> Costs:
         """The costs by which parts are measured."""
-        return self.costs if self.schedule is None else with_backward(self.costs, self.flow.root)
+        return self.costs if self.schedule is None else with_backward(self.costs, self.flow)
 
     @cached_property
     def _seconds(self) -> Mapping[Node, float]:

@@ -8,16 +8,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch.fx import Node
 
+from splitkit.checks import Memory, memory_of, positive, seconds_above_zero
 from splitkit.costs import Costs, Links
-from splitkit.dataflow import Dataflow
+from splitkit.costs.links import links_of
+from splitkit.dataflow import Dataflow, crossing, enough_nodes, given_back, readers_of, waits_for
 from splitkit.errors import PolicyError
 from splitkit.plan import Claim, Plan
 from splitkit.plancosts import Optimizer, checked_optimizer
-from splitkit.policies.amounts import Memory, links_of, memory_of
 from splitkit.policies.fitting import bad_problems
-from splitkit.policies.parameters import enough_nodes, positive, seconds_above_zero
 from splitkit.policies.placing import Placing
-from splitkit.policies.readers import crossing, given_back, readers_of, waits_for
 from splitkit.policies.schedules import ranks_of, require_schedule
 from splitkit.policies.staging import Staging
 from splitkit.solvers.contiguous import Floats, blocks_of

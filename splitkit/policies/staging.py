@@ -120,7 +120,7 @@ class Staging:
 
     @cached_property
     def _prices(self) -> Costs:
-        return self.costs if self.schedule is None else with_backward(self.costs, self.flow.root)
+        return self.costs if self.schedule is None else with_backward(self.costs, self.flow)
 
     @cached_property
     def _placing(self) -> Placing:

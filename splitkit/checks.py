@@ -1,13 +1,33 @@
-"""Amounts that users write: memory of devices, links, optimizers."""
+"""Checks of the parameters that policies share."""
 
 from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
+from difflib import get_close_matches
 
-from splitkit.costs import Links
 from splitkit.errors import PolicyError
 from splitkit.units import read_size
+
+
+def positive(policy: object, name: str, value: object) -> None:
+    """Raise SK302 unless ``value`` is an int above zero."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise PolicyError("SK302", f"{type(policy).__name__}({name}={value!r})", f"{name} must be a whole number >= 1.")
+
+
+def seconds_above_zero(policy: object, seconds: object) -> None:
+    """Raise SK302 unless ``seconds`` is a number above zero."""
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not is_number or not seconds > 0:  # type: ignore[operator]
+        raise PolicyError("SK302", f"{type(policy).__name__}(seconds={seconds!r})", "seconds must be a number above 0.")
+
+
+def modules_near(name: str, known: Sequence[str]) -> str:
+    """The remedy for the name of a module that is not there."""
+    near = get_close_matches(name, known, n=3, cutoff=0.3) or known[:3]
+    return f"Modules near it: {', '.join(near)}." if near else "The graph carries no module paths."
+
 
 Memory = int | str | Sequence[int | str] | None
 """Bytes of every device (``"80GiB"``), or of each; None for no limit."""
@@ -36,8 +56,3 @@ def _bytes(policy: object, memory: object) -> int | None:
             "SK302", f"{type(policy).__name__}: memory is {memory!r}", 'Give bytes as a whole number, or "80GiB".'
         )
     return int(known)
-
-
-def links_of(links: str | Links | None) -> Links | None:
-    """Links, or the preset of that name (SK322 if there is none)."""
-    return Links.preset(links) if isinstance(links, str) else links
