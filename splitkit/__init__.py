@@ -47,10 +47,10 @@ if TYPE_CHECKING:
     from splitkit.memory import MemoryProfile as MemoryProfile
     from splitkit.memory import simulate_memory as simulate_memory
     from splitkit.pair import Pair as Pair
+    from splitkit.parts import HOST as HOST
+    from splitkit.parts import Claim as Claim
+    from splitkit.parts import Part as Part
     from splitkit.pipelineorder import PipelineOrder as PipelineOrder
-    from splitkit.plan import HOST as HOST
-    from splitkit.plan import Claim as Claim
-    from splitkit.plan import Part as Part
     from splitkit.plan import Plan as Plan
     from splitkit.plancosts import stage_costs as stage_costs
     from splitkit.policy import Policy as Policy
@@ -75,8 +75,8 @@ __version__ = "0.1.0"
 
 _ERRORS = ("CaptureError", "CheckError", "CostError", "CycleError", "FileError", "GraphError", "NoPlanError")
 _HOME = {
-    "HOST": "plan",
-    "Claim": "plan",
+    "HOST": "parts",
+    "Claim": "parts",
     "Comparison": "compare",
     "Dataflow": "dataflow",
     "Frontier": "frontier",
@@ -86,7 +86,7 @@ _HOME = {
     "MemoryProfile": "memory",
     **dict.fromkeys((*_ERRORS, "PlanError", "PolicyError", "ScheduleError", "SplitError"), "errors"),
     "Pair": "pair",
-    "Part": "plan",
+    "Part": "parts",
     "PipelineOrder": "pipelineorder",
     "Plan": "plan",
     "Policy": "policy",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 from splitkit.errors import PolicyError
 from splitkit.units import read_size
@@ -21,12 +20,6 @@ def seconds_above_zero(policy: object, seconds: object) -> None:
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
     if not is_number or not seconds > 0:  # type: ignore[operator]
         raise PolicyError("SK302", f"{type(policy).__name__}(seconds={seconds!r})", "seconds must be a number above 0.")
-
-
-def modules_near(name: str, known: Sequence[str]) -> str:
-    """The remedy for the name of a module that is not there."""
-    near = get_close_matches(name, known, n=3, cutoff=0.3) or known[:3]
-    return f"Modules near it: {', '.join(near)}." if near else "The graph carries no module paths."
 
 
 Memory = int | str | Sequence[int | str] | None

@@ -14,7 +14,8 @@ from splitkit.effects import NO_MEMORY, Memory, memory_of
 from splitkit.errors import PlanError
 from splitkit.local import recompute_locally
 from splitkit.ops import PURE
-from splitkit.plan import HOST, PartKey, Plan
+from splitkit.parts import HOST, PartKey
+from splitkit.plan import Plan
 from splitkit.rewrite import require_parts
 from splitkit.sharing import attribute, storage_key
 

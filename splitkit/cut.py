@@ -11,7 +11,8 @@ from torch.fx import Node
 from splitkit.brief import brief
 from splitkit.dataflow import Dataflow
 from splitkit.order import Crossing, crossings, part_order
-from splitkit.plan import HOST, PartKey, Plan
+from splitkit.parts import HOST, PartKey
+from splitkit.plan import Plan
 
 
 @dataclass(frozen=True)

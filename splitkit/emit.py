@@ -16,7 +16,8 @@ from splitkit.assemble import add_parts, carry_hooks, keep_whole, module_of
 from splitkit.cut import Subgraph
 from splitkit.dataflow import Dataflow
 from splitkit.names import Style, flat_names, part_names
-from splitkit.plan import HOST, PartKey, Plan
+from splitkit.parts import HOST, PartKey
+from splitkit.plan import Plan
 from splitkit.scope import NEUTRAL, Scope, region_attributes
 from splitkit.scoped import ScopedGraph
 from splitkit.verbatim import Run, RunGraph, with_bare_runs

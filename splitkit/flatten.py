@@ -19,7 +19,7 @@ from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
 
 from splitkit.frames import FREE, Frame, Place, not_a_part
-from splitkit.plan import HOST, PartKey
+from splitkit.parts import HOST, PartKey
 from splitkit.scope import NEUTRAL, Scope
 from splitkit.split import Split
 from splitkit.writer import Writer

@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit.errors import GraphError
-from splitkit.plan import HOST, PartKey
+from splitkit.parts import HOST, PartKey
 from splitkit.scope import Scope, scopes
 from splitkit.sharing import attribute
 from splitkit.split import Split

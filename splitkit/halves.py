@@ -13,7 +13,8 @@ from torch.fx import Node
 from splitkit.brief import brief
 from splitkit.dataflow import Dataflow
 from splitkit.errors import PolicyError
-from splitkit.plan import Part, PartKey, Plan
+from splitkit.parts import Part, PartKey
+from splitkit.plan import Plan
 from splitkit.rewrite import prune, rematerialize
 from splitkit.symbols import value_of
 

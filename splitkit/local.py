@@ -17,7 +17,8 @@ import torch
 from torch.fx import Node
 
 from splitkit.dataflow import Dataflow, reads
-from splitkit.plan import HOST, PartKey, Plan
+from splitkit.parts import HOST, PartKey
+from splitkit.plan import Plan
 from splitkit.rewrite import prune
 from splitkit.symbols import value_of
 

@@ -10,7 +10,8 @@ from torch.fx import Node
 
 from splitkit.dataflow import Dataflow
 from splitkit.errors import CycleError
-from splitkit.plan import HOST, PartKey, Plan
+from splitkit.parts import HOST, PartKey
+from splitkit.plan import Plan
 
 Unit = tuple[PartKey, Node | None]
 """What the parent graph runs in one step: a part ``(key, None)``, or one of the host's own nodes ``(HOST, node)``."""

@@ -16,7 +16,8 @@ from splitkit.complete import check
 from splitkit.costs import Costs
 from splitkit.errors import CycleError, PlanError
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, is_size, nodes_in
-from splitkit.plan import PartKey, Plan
+from splitkit.parts import PartKey
+from splitkit.plan import Plan
 from splitkit.policy import PolicyLike, as_plan
 from splitkit.savedvalues import SavedValue
 from splitkit.sharing import storages_shown

@@ -11,7 +11,8 @@ from torch.fx import Node
 from splitkit.costs.sizes import value_bytes
 from splitkit.cut import Subgraph
 from splitkit.dataflow import Dataflow, reads
-from splitkit.plan import HOST, PartKey, Plan
+from splitkit.parts import HOST, PartKey
+from splitkit.plan import Plan
 
 if TYPE_CHECKING:
     from networkx import DiGraph

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -11,20 +11,12 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from splitkit import planfile
 from splitkit.brief import brief, few
 from splitkit.errors import PlanError, PolicyError
+from splitkit.parts import HOST, NAMING, Claim, Part, PartKey, flaw_of_key
 
-PartKey = Hashable
-"""What names a part: ``0``, ``"backward"``, ``("cuda:0", 3)``."""
-
-HOST: PartKey = None
-"""The part that stays behind: the parent graph itself."""
-
-CALLS = ("plain", "checkpoint")
 ROUTINGS = ("direct", "relay")
-
-
-_NAMES = "Name parts with ints, strings, devices or tuples of these."
 
 
 def plan_of(given: object) -> Plan:
@@ -39,17 +31,6 @@ def plan_of(given: object) -> Plan:
 
 def _kind(given: object) -> str:
     return f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
-
-
-def _flaw(key: object) -> str:
-    """Why a key cannot name a part; empty if it can."""
-    if isinstance(key, torch.Tensor):
-        return "equal tensors are different keys (take key.item())"
-    try:
-        hash(key)
-    except Exception:
-        return f"a {type(key).__name__} cannot be a key"
-    return next(filter(None, map(_flaw, key)), "") if isinstance(key, tuple) else ""
 
 
 def _is_confused(key: object, other: object) -> bool:
@@ -72,7 +53,7 @@ def _require_apart(keys: Iterable[PartKey]) -> None:
             raise PlanError(
                 "SK211",
                 f"part {key!r} has a key of type {type(key).__name__} that equals other things",
-                f"Its __eq__ must say True for itself alone. {_NAMES}",
+                f"Its __eq__ must say True for itself alone. {NAMING}",
             )
         other = key
 
@@ -81,75 +62,9 @@ _SOUND = (type(HOST), int, str, bool, float, bytes, torch.device)
 
 
 def _flaw_of_place(keys: object) -> bool:
-    if not isinstance(keys, tuple) or any(map(_flaw, keys)):
+    if not isinstance(keys, tuple) or any(map(flaw_of_key, keys)):
         return True
     return len(set(keys)) < len(keys)
-
-
-@dataclass(frozen=True)
-class Part:
-    """What is known of a part besides its nodes.
-
-    Attributes:
-        key: its name.
-        device: where it should run; the engine moves nothing, the runtime does.
-        call: ``"plain"``, or ``"checkpoint"`` to keep only its inputs for backward and run it again there
-            (`torch.utils.checkpoint`).
-    """
-
-    key: PartKey
-    device: torch.device | None = None
-    call: Literal["plain", "checkpoint"] = "plain"
-
-    def __post_init__(self) -> None:
-        call: object = self.call
-        device: object = self.device
-        if self.key is HOST:
-            raise PlanError("SK206", "None is the host, not a part", "Name the part.")
-        if flaw := _flaw(self.key):
-            raise PlanError("SK206", f"{self.key!r} cannot name a part: {flaw}", _NAMES)
-        if not isinstance(call, str) or call not in CALLS:
-            raise PlanError("SK206", f"part {self.key!r} has call={call!r}", "Use 'plain' or 'checkpoint'.")
-        if device is not None and not isinstance(device, torch.device):
-            raise PlanError(
-                "SK206", f"part {self.key!r} has device={device!r}, no torch.device", "Use torch.device('cuda:0')."
-            )
-
-
-@dataclass(frozen=True)
-class Claim:
-    """What a plan says of its own quality.
-
-    Attributes:
-        objective: what is least: ``"bottleneck"`` (seconds of the most loaded part), ``"makespan"`` (seconds of one
-            sample), ``"parts"`` (how many) or ``"traffic"`` (bytes).
-        value: of this plan.
-        bound: no plan within the same limits is below it.
-        solver: what found the plan, and what proved the bound if that was another.
-        limiting: the part that decides.
-        tolerance: relative; what rounding may have cost the proof.
-    """
-
-    objective: str
-    value: float
-    bound: float
-    solver: str
-    limiting: PartKey
-    tolerance: float = 1e-9
-
-    @property
-    def gap(self) -> float:
-        """How much lower a plan could be at most, as a fraction of the value."""
-        return max(0.0, 1 - self.bound / self.value) if self.value else 0.0
-
-    @property
-    def optimal(self) -> bool:
-        """Whether the plan is proven to be best."""
-        return self.gap <= self.tolerance
-
-    def __str__(self) -> str:
-        proof = "optimal" if self.optimal else f"with a gap of {self.gap:.2%} at most"
-        return f"{self.objective} {proof} ({self.solver}), limited by {self.limiting}"
 
 
 @dataclass(frozen=True)
@@ -201,13 +116,15 @@ class Plan(Mapping[Node, tuple[PartKey, ...]]):
             distinct = dict.fromkeys(self.places.values())
         except Exception:  # what hashes and compares keys is their own code
             distinct = {}
-            _require_apart(k for keys in self.places.values() if isinstance(keys, tuple) for k in keys if not _flaw(k))
+            _require_apart(
+                k for keys in self.places.values() if isinstance(keys, tuple) for k in keys if not flaw_of_key(k)
+            )
         if distinct and not any(map(_flaw_of_place, distinct)):
             return distinct
         for node, keys in self.places.items():
             for key in keys if isinstance(keys, tuple) else ():
-                if flaw := _flaw(key):
-                    raise PlanError("SK206", f"{node} is placed in {key!r}: {flaw}", _NAMES, [node])
+                if flaw := flaw_of_key(key):
+                    raise PlanError("SK206", f"{node} is placed in {key!r}: {flaw}", NAMING, [node])
             if _flaw_of_place(keys):
                 raise PlanError(
                     "SK205",
@@ -254,26 +171,18 @@ class Plan(Mapping[Node, tuple[PartKey, ...]]):
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON-ready data, by node name; see `splitkit.planfile`."""
-        from splitkit import planfile
-
-        return planfile.to_dict(self)
+        return planfile.encode(planfile.Fields(self.places, self.parts, self.note, self.routing, self.claim))
 
     @staticmethod
     def from_dict(graph: fx.Graph, data: Mapping[str, Any]) -> Plan:
         """The inverse of `to_dict` for the same graph (SK501, SK502, SK503 otherwise)."""
-        from splitkit import planfile
-
-        return planfile.from_dict(graph, data)
+        return Plan(*planfile.decode(graph, data))
 
     def save(self, path: str) -> None:
         """Write the plan as JSON, atomically."""
-        from splitkit import planfile
-
         planfile.write(path, self.to_dict())
 
     @staticmethod
     def load(path: str, graph: fx.Graph) -> Plan:
         """Read a plan that was made for ``graph``; runs no code from the file."""
-        from splitkit import planfile
-
-        return planfile.from_dict(graph, planfile.read(path))
+        return Plan.from_dict(graph, planfile.read(path))

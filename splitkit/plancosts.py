@@ -17,7 +17,8 @@ from splitkit.dataflow import Dataflow, facts_of
 from splitkit.errors import CostError, PlanError, PolicyError
 from splitkit.linebuilder import Units
 from splitkit.order import part_order
-from splitkit.plan import HOST, PartKey, Plan, plan_of
+from splitkit.parts import HOST, PartKey
+from splitkit.plan import Plan, plan_of
 from splitkit.prices import require_costs
 from splitkit.stagecosts import StageCosts
 from splitkit.stageline import Line

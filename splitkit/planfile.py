@@ -9,17 +9,16 @@ import reprlib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
+from torch.fx import Node
 
 from splitkit import files
 from splitkit._torch import target_name
 from splitkit.errors import FileError, PlanError
-
-if TYPE_CHECKING:
-    from splitkit.plan import Claim, Part, PartKey, Plan
+from splitkit.parts import CALLS, Claim, Part, PartKey
 
 SCHEMA = 1
 _MOST = 1e300  # of the numbers in a claim
@@ -34,9 +33,19 @@ def fingerprint(graph: fx.Graph) -> str:
     return digest.hexdigest()[:32]
 
 
-def to_dict(plan: Plan) -> dict[str, Any]:
+class Fields(NamedTuple):
+    """What a plan is made of; see `splitkit.Plan`."""
+
+    places: Mapping[Node, tuple[PartKey, ...]]
+    parts: Mapping[PartKey, Part]
+    note: str
+    routing: Literal["direct", "relay"]
+    claim: Claim | None
+
+
+def encode(plan: Fields) -> dict[str, Any]:
     """A plan as JSON-ready data. The same plan gives the same data in every process."""
-    graph = next(iter(plan)).graph if plan else None
+    graph = next(iter(plan.places)).graph if plan.places else None
     keys = list(plan.parts)
     written = [_key_to_json(k) for k in keys]
     if len({_key_from_json(k) for k in written}) < len(keys):
@@ -58,18 +67,16 @@ def to_dict(plan: Plan) -> dict[str, Any]:
             }
             for k, name in zip(keys, written, strict=True)
         ],
-        "places": {n.name: [number[k] for k in plan[n]] for n in nodes},
+        "places": {n.name: [number[k] for k in plan.places[n]] for n in nodes},
     }
 
 
-def from_dict(graph: fx.Graph, data: Mapping[str, Any]) -> Plan:
-    """The plan in ``data``, for the graph that it was made for.
+def decode(graph: fx.Graph, data: Mapping[str, Any]) -> Fields:
+    """What the plan in ``data`` is made of, for the graph that it was made for.
 
     Raises:
         FileError: SK501 when the data is no plan, SK502 when the graph is another one, SK503 for another schema.
     """
-    from splitkit.plan import Plan
-
     _check_header(data)
     parts = _parts(data["parts"])
     _check_places(data["places"], len(parts))
@@ -88,7 +95,7 @@ def from_dict(graph: fx.Graph, data: Mapping[str, Any]) -> Plan:
         for name, where in data["places"].items()
     }
     note, routing, claim = data.get("note", ""), data.get("routing", "direct"), data.get("claim")
-    return Plan(places, {p.key: p for p in parts}, str(note), _routing(routing), _claim(claim))
+    return Fields(places, {p.key: p for p in parts}, str(note), _routing(routing), _claim(claim))
 
 
 def _claim_to_json(claim: Claim | None) -> dict[str, Any] | None:
@@ -99,8 +106,6 @@ def _claim_to_json(claim: Claim | None) -> dict[str, Any] | None:
 
 def _claim(data: object) -> Claim | None:
     """What the plan says of its quality; files of before there were claims do not say."""
-    from splitkit.plan import Claim
-
     if data is None:
         return None
     wanted = "null or an object with the fields of a claim"
@@ -141,8 +146,6 @@ def _parts(data: object) -> list[Part]:
 
 
 def _part(place: str, entry: Mapping[str, Any]) -> Part:
-    from splitkit.plan import CALLS, Part
-
     key, device, call = entry["key"], entry["device"], entry["call"]
     if not isinstance(call, str) or call not in CALLS:
         raise _damaged(f"{place}.call", call, "'plain' or 'checkpoint'")

@@ -11,7 +11,8 @@ from torch.fx import Node
 
 from splitkit.dataflow import Dataflow
 from splitkit.errors import PlanError, PolicyError
-from splitkit.plan import PartKey, Plan
+from splitkit.parts import PartKey
+from splitkit.plan import Plan
 from splitkit.prices import Costs, require_costs
 
 

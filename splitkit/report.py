@@ -15,7 +15,8 @@ from splitkit.complete import complete
 from splitkit.costs import Costs, default
 from splitkit.cut import Subgraph, cut
 from splitkit.dataflow import Dataflow, facts_of, module_path
-from splitkit.plan import HOST, Claim, PartKey, Plan, plan_of
+from splitkit.parts import HOST, Claim, PartKey
+from splitkit.plan import Plan, plan_of
 from splitkit.prices import require_costs
 from splitkit.ranges import collapse
 from splitkit.regions import hidden_note

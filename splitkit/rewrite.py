@@ -12,7 +12,8 @@ from torch.fx import Node
 from splitkit.dataflow import Dataflow, facts_of
 from splitkit.errors import PlanError
 from splitkit.order import Unit, part_order, unit_needs, unit_of
-from splitkit.plan import HOST, Part, PartKey, Plan, plan_of
+from splitkit.parts import HOST, Part, PartKey
+from splitkit.plan import Plan, plan_of
 
 Copy = tuple[Node, PartKey]  # a node as one part computes it
 

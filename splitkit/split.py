@@ -24,7 +24,8 @@ from splitkit.errors import CycleError, PolicyError
 from splitkit.names import Style
 from splitkit.order import part_order
 from splitkit.overlaps import overlap_check
-from splitkit.plan import HOST, PartKey, Plan
+from splitkit.parts import HOST, PartKey
+from splitkit.plan import Plan
 from splitkit.policy import Policy, PolicyLike, as_plan
 from splitkit.rewrite import condense, refine
 from splitkit.sharing import attribute

@@ -70,3 +70,8 @@ def recomputed(flow: JointFlow, plan: Plan, nodes: Iterable[Node]) -> Plan:
     fixed = unrepeatable(flow)
     copies = {n: (FORWARD, BACKWARD) for n in nodes if n not in fixed and plan.get(n, (FORWARD,)) == (FORWARD,)}
     return prune(flow, plan.place(copies)) if copies else plan
+
+
+def as_eager(flow: JointFlow) -> Plan:
+    """Eager mode's plan: forward's values are saved but for those that a checkpoint is wrapped around."""
+    return recomputed(flow, homes(flow), asked(flow, CheckpointPolicy.PREFER_RECOMPUTE))

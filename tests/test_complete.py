@@ -6,7 +6,8 @@ from torch import fx, nn
 
 from splitkit.dataflow import analyze
 from splitkit.errors import PlanError
-from splitkit.plan import HOST, Part, Plan
+from splitkit.parts import HOST, Part
+from splitkit.plan import Plan
 from splitkit.rewrite import refine
 from splitkit.split import split
 from splitkit.testing import Specimen, assert_same, zoo

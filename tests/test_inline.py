@@ -19,7 +19,8 @@ from splitkit.costs import unit
 from splitkit.dataflow import analyze
 from splitkit.errors import GraphError, PlanError
 from splitkit.inline import inline
-from splitkit.plan import Part, Plan
+from splitkit.parts import Part
+from splitkit.plan import Plan
 from splitkit.policies import RoundRobin, Stages
 from splitkit.rewrite import prune, rematerialize
 from splitkit.scope import is_state_op

@@ -9,13 +9,13 @@ from itertools import pairwise
 import pytest
 from torch.fx import Node
 
-from splitkit import planfile
 from splitkit.costs import unit
 from splitkit.costs.sizes import missing
 from splitkit.dataflow import analyze, module_path
 from splitkit.errors import PlanError
 from splitkit.fakes import propagate
-from splitkit.plan import HOST, Plan
+from splitkit.parts import HOST
+from splitkit.plan import Plan
 from splitkit.policies import (
     Acyclic,
     AroundOps,
@@ -201,7 +201,7 @@ def test_the_same_graph_and_policy_give_the_same_plan(specimen, policy):
     made = PLACERS[policy].policy if policy in PLACERS else POLICIES[policy]
     first, second = made.assign(flow, costs), made.assign(again, costs)
     assert json.dumps(first.to_dict()) == json.dumps(second.to_dict())
-    assert planfile.from_dict(graph.graph, first.to_dict()) == first
+    assert Plan.from_dict(graph.graph, first.to_dict()) == first
 
 
 def test_by_name_on_module_paths():

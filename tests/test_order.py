@@ -8,7 +8,8 @@ from splitkit.complete import complete
 from splitkit.dataflow import analyze
 from splitkit.errors import CycleError
 from splitkit.order import part_order
-from splitkit.plan import HOST, Plan
+from splitkit.parts import HOST
+from splitkit.plan import Plan
 
 
 def ordered(gm, labels):

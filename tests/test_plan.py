@@ -7,7 +7,8 @@ import torch
 from splitkit.costs import unit
 from splitkit.dataflow import analyze
 from splitkit.errors import PlanError, PolicyError
-from splitkit.plan import HOST, Part, Plan
+from splitkit.parts import HOST, Part
+from splitkit.plan import Plan
 from splitkit.policies import RoundRobin
 from splitkit.policy import Policy, as_plan
 

@@ -11,7 +11,8 @@ from torch import fx, nn
 
 from splitkit import planfile
 from splitkit.errors import FileError, PlanError
-from splitkit.plan import Part, Plan
+from splitkit.parts import Part
+from splitkit.plan import Plan
 
 KEYS = st.recursive(
     st.integers() | st.text() | st.booleans() | st.just(torch.device("cuda:1")),

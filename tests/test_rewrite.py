@@ -6,7 +6,8 @@ from torch import fx, nn
 
 from splitkit.dataflow import analyze
 from splitkit.errors import CycleError, PlanError, PolicyError
-from splitkit.plan import HOST, Part, Plan
+from splitkit.parts import HOST, Part
+from splitkit.plan import Plan
 from splitkit.rewrite import condense, merge, prune, refine, relay, rematerialize
 from splitkit.split import split
 from splitkit.testing import assert_legal, assert_same

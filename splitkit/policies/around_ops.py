@@ -12,7 +12,8 @@ from torch.fx import Node
 from splitkit.costs import Costs
 from splitkit.dataflow import Dataflow, waits_for
 from splitkit.local import ask_sizes_again
-from splitkit.plan import PartKey, Plan
+from splitkit.parts import PartKey
+from splitkit.plan import Plan
 from splitkit.policies.matching import Ops, Rule, rule_of
 from splitkit.symbols import value_of
 

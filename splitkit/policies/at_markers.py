@@ -8,12 +8,12 @@ from typing import Any
 
 from torch.fx import Node
 
-from splitkit.checks import modules_near
 from splitkit.costs import Costs
 from splitkit.dataflow import Dataflow, module_path, reads
 from splitkit.errors import PolicyError
-from splitkit.plan import HOST, PartKey, Plan
-from splitkit.policies.matching import Ops, rule_of
+from splitkit.parts import HOST, PartKey
+from splitkit.plan import Plan
+from splitkit.policies.matching import Ops, no_module, rule_of
 
 Marker = Ops | Mapping[str, Any]
 """Ops or a rule, or the ``split_spec`` of `torch.distributed.pipelining`: module path -> ``"beginning"`` or ``"end"``
@@ -93,9 +93,4 @@ def _is_beginning(path: str, side: object) -> bool:
 
 def _no_module(path: str, paths: Any) -> PolicyError:
     known = list(dict.fromkeys(".".join(p.split(".")[:i]) for p in paths if p for i in range(1, p.count(".") + 2)))
-    return PolicyError(
-        "SK304",
-        f"the graph has no module {path!r}",
-        modules_near(path, known),
-        [path],
-    )
+    return no_module(f"the graph has no module {path!r}", path, known)

@@ -11,7 +11,8 @@ from splitkit.costs import Costs, Links
 from splitkit.costs.links import links_of
 from splitkit.dataflow import Dataflow
 from splitkit.errors import NoPlanError, PlanError, PolicyError, ScheduleError, SplitError
-from splitkit.plan import Claim, Plan
+from splitkit.parts import Claim
+from splitkit.plan import Plan
 from splitkit.plancosts import Optimizer, checked_optimizer
 from splitkit.policies.acyclic import Acyclic
 from splitkit.policies.expert import Expert

@@ -14,10 +14,10 @@ from splitkit.peaks import Peaks
 from splitkit.plan import Plan
 from splitkit.policies.pool import PlanPool, Pool, Seen
 from splitkit.policies.pricing import priced, require_price
-from splitkit.policies.save_all import SaveAll
 from splitkit.policies.search import Proof, Search
 from splitkit.policy import PolicyLike, as_plan
 from splitkit.savings import savings
+from splitkit.tags import as_eager
 from splitkit.units import read_size, size
 
 LEAST = "least"
@@ -110,7 +110,7 @@ class Budget:
         joint = as_joint(self, flow)
         costs = priced(joint, costs, self.price)
         pool = Pool(savings(joint, costs), Peaks(joint), self.pool)
-        whole = pool.see_plan(SaveAll().assign(joint, costs))
+        whole = pool.see_plan(as_eager(joint))
         for candidate in self.candidates:
             pool.see_plan(as_plan(candidate, joint, costs))
         search = Search(pool, inf if self.time_limit is None else self.time_limit)

@@ -11,7 +11,8 @@ from torch.fx import Node
 from splitkit.costs import Costs
 from splitkit.dataflow import Dataflow
 from splitkit.errors import PolicyError
-from splitkit.plan import HOST, Part, PartKey, Plan
+from splitkit.parts import HOST, Part, PartKey
+from splitkit.plan import Plan
 from splitkit.rewrite import refine
 
 

@@ -14,7 +14,8 @@ from splitkit.checks import positive
 from splitkit.costs import Costs
 from splitkit.dataflow import Dataflow
 from splitkit.errors import PolicyError
-from splitkit.plan import HOST, PartKey, Plan
+from splitkit.parts import HOST, PartKey
+from splitkit.plan import Plan
 from splitkit.policies.levels import Kinds, lowest, sink
 from splitkit.policies.matching import Ops, Rule, rule_of
 

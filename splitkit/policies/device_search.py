@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,12 +19,12 @@ from splitkit.costs.links import links_of
 from splitkit.costs.training import with_backward
 from splitkit.dataflow import Dataflow
 from splitkit.errors import CycleError, NoPlanError
-from splitkit.plan import Claim, Part, PartKey, Plan
+from splitkit.parts import Claim, Part, PartKey
+from splitkit.plan import Plan
 from splitkit.plancosts import StagePrices, peaks_of_visits, run_order
-from splitkit.policies.by_name import ByName
-from splitkit.policies.devices import Devices
 from splitkit.policies.fitting import Fitting, bad_problems
 from splitkit.policies.holding import Holding
+from splitkit.policies.matching import modules_matching
 from splitkit.policies.placing import Placing, Travel
 from splitkit.policies.staging import NEAR
 from splitkit.rewrite import refine
@@ -48,7 +49,7 @@ class DeviceSearch:
         sends: shared nodes are computed once and sent.
     """
 
-    policy: Devices
+    policy: Any
     flow: Dataflow
     costs: Costs
     keys: tuple[PartKey, ...]
@@ -159,19 +160,16 @@ class DeviceSearch:
         return Travel.over(self._links, self.keys, training=self.policy.optimizer is not None)
 
     @cached_property
-    def _groups(self) -> Mapping[Node, PartKey]:
+    def _groups(self) -> Mapping[Node, int]:
         """Node -> the number of the pattern that it goes together by."""
-        patterns = {pattern: number for number, pattern in enumerate(self.policy.together)}
-        return self._matched(patterns)
+        number = {pattern: i for i, pattern in enumerate(self.policy.together)}
+        return {node: number[pattern] for node, pattern in modules_matching(number, self.flow.nodes).items()}
 
     @cached_property
-    def _supported(self) -> Mapping[Node, PartKey]:
+    def _supported(self) -> Mapping[Node, tuple[PartKey, ...]]:
         """Node -> the keys of the devices that can run it, where not all can."""
-        return self._matched({pattern: tuple(keys) for pattern, keys in self.policy.only.items()})
-
-    def _matched(self, patterns: Mapping[str, PartKey]) -> dict[Node, PartKey]:
-        found = ByName(patterns).assign(self.flow, self.costs) if patterns else {}
-        return {node: key for node, (key,) in found.items()}
+        only = self.policy.only
+        return {node: tuple(only[pattern]) for node, pattern in modules_matching(only, self.flow.nodes).items()}
 
     @cached_property
     def _stage_prices(self) -> StagePrices:
@@ -187,7 +185,7 @@ class DeviceSearch:
         rows: list[Floats] = []
         specs: list[placement.Device] = []
         for place, key in enumerate(self.keys):
-            barred = frozenset(n for n, keys in self._supported.items() if key not in keys)  # type: ignore[operator]
+            barred = frozenset(n for n, keys in self._supported.items() if key not in keys)
             kind = (self._kinds[place], barred)
             if kind not in row_of:
                 row_of[kind] = len(rows)

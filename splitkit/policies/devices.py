@@ -11,8 +11,10 @@ from splitkit.costs.devices import find_device
 from splitkit.costs.links import links_of
 from splitkit.dataflow import Dataflow, enough_nodes
 from splitkit.errors import PolicyError
-from splitkit.plan import PartKey, Plan
+from splitkit.parts import PartKey
+from splitkit.plan import Plan
 from splitkit.plancosts import Optimizer, checked_optimizer
+from splitkit.policies.device_search import DeviceSearch
 
 OBJECTIVES = ("throughput", "latency")
 
@@ -94,6 +96,5 @@ class Devices:
             NoPlanError: SK303 when nothing fits; names what no device supports, or says how much memory would do.
         """
         enough_nodes(flow, 1)
-        from splitkit.policies.device_search import DeviceSearch
 
         return DeviceSearch(self, flow, costs, tuple(self.given)).plan()

@@ -10,11 +10,12 @@ from itertools import accumulate
 
 from torch.fx import Node
 
-from splitkit.checks import modules_near, positive
+from splitkit.checks import positive
 from splitkit.costs import Costs
 from splitkit.dataflow import Dataflow, enough_nodes, module_path, readers_of
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.plan import Plan
+from splitkit.policies.matching import no_module
 from splitkit.policies.placing import Placing
 
 Block = tuple[str, int]
@@ -135,13 +136,7 @@ def _starts_of(flow: Dataflow, names: Sequence[str], start: Node) -> list[Node]:
             first.setdefault(".".join(atoms[:end]), node)
     for name in names:
         if not name or name not in first:
-            known = [path for path in first if path]
-            raise PolicyError(
-                "SK304",
-                f"Expert: {name!r} is no module of the graph",
-                modules_near(name, known),
-                [name],
-            )
+            raise no_module(f"Expert: {name!r} is no module of the graph", name, first)
     owner: dict[Node, str] = {}
     for name in names:
         node = first[name]

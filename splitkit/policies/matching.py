@@ -1,4 +1,4 @@
-"""Which nodes do the users of a policy mean? Ops as objects, as text, or as a rule."""
+"""Which nodes do the users of a policy mean? Ops as objects, as text, or as a rule; modules by patterns."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import operator
 import sys
 from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from torch.fx import Node
 
 from splitkit._torch import HigherOrderOperator, OpOverload, OpOverloadPacket
-from splitkit.dataflow import Dataflow
+from splitkit.dataflow import Dataflow, module_path
 from splitkit.errors import PolicyError
 
 Op = str | Callable[..., Any]
@@ -43,6 +44,44 @@ def rule_of(policy: object, ops: Ops, flow: Dataflow) -> Rule:
     if callable(ops):
         return _asked(policy, ops)
     return _listed(policy, ops, flow)
+
+
+def modules_matching(patterns: Collection[str], nodes: Iterable[Node]) -> dict[Node, str]:
+    """Node -> the first of the patterns that matches its module path or that of a module around it.
+
+    Args:
+        patterns: shell-style (``*``, ``?``, ``[0-5]``), of dotted module paths.
+        nodes: among which to look.
+
+    Raises:
+        PolicyError: SK304 for a pattern that matches no module.
+    """
+    paths = {node: module_path(node) for node in nodes}
+    around = {path: _with_parents(path) for path in dict.fromkeys(paths.values())}
+    known = dict.fromkeys(name for names in around.values() for name in names)
+    matched = {pattern: {name for name in known if fnmatchcase(name, pattern)} for pattern in patterns}
+    for pattern, names in matched.items():
+        if not names:
+            raise no_module(f"the pattern {pattern!r} matches no module of the graph", pattern, known)
+    first = {
+        path: next((p for p, named in matched.items() if not named.isdisjoint(names)), None)
+        for path, names in around.items()
+    }
+    return {node: found for node, path in paths.items() if (found := first[path]) is not None}
+
+
+def no_module(reason: str, name: str, known: Iterable[str]) -> PolicyError:
+    """SK304 for the name of a module that is not there, with those of ``known`` that are near."""
+    paths = [path for path in known if path]
+    near = get_close_matches(name, paths, n=3, cutoff=0.3) or paths[:3]
+    remedy = f"Modules near it: {', '.join(near)}." if near else "The graph carries no module paths."
+    return PolicyError("SK304", reason, remedy, [name])
+
+
+def _with_parents(path: str) -> list[str]:
+    """``a.b.c`` -> itself, ``a.b``, ``a``."""
+    atoms = path.split(".")
+    return [".".join(atoms[:i]) for i in range(len(atoms), 0, -1)]
 
 
 def _asked(policy: object, rule: Callable[[Node], object]) -> Rule:

@@ -9,7 +9,8 @@ from splitkit.checks import memory_of, positive
 from splitkit.costs import Costs
 from splitkit.dataflow import Dataflow, enough_nodes, module_path
 from splitkit.errors import NoPlanError, PolicyError
-from splitkit.plan import Claim, Plan
+from splitkit.parts import Claim
+from splitkit.plan import Plan
 from splitkit.plancosts import Optimizer, checked_optimizer
 from splitkit.policies.memory_search import Found, MemorySearch
 from splitkit.units import size

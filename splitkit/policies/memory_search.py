@@ -16,7 +16,8 @@ from splitkit.costs import Costs
 from splitkit.dataflow import Dataflow
 from splitkit.errors import ScheduleError
 from splitkit.order import part_order
-from splitkit.plan import HOST, Plan
+from splitkit.parts import HOST
+from splitkit.plan import Plan
 from splitkit.plancosts import STATE_OF, Optimizer, StagePrices
 from splitkit.policies.chains import Chain, Limits
 from splitkit.policies.schedules import microbatches_of

@@ -9,9 +9,9 @@ from splitkit.costs import Costs
 from splitkit.halves import JointFlow
 from splitkit.peaks import Peaks
 from splitkit.policies.pool import Pool, Seen
-from splitkit.policies.save_all import SaveAll
 from splitkit.policies.search import Search
 from splitkit.savings import savings
+from splitkit.tags import as_eager
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +21,7 @@ class PeakFront:
     Attributes:
         flow: facts about the graph.
         costs: prices of running a node again.
-        budgets: how many are searched for, evenly between the lowest peak and that of `SaveAll`.
+        budgets: how many are searched for, evenly between the lowest peak and that of eager mode.
     """
 
     flow: JointFlow
@@ -36,7 +36,7 @@ class PeakFront:
     def plans(self) -> tuple[Seen, ...]:
         """By rising peak, and falling time."""
         search = self._search
-        whole = search.pool.see_plan(SaveAll().assign(self.flow, self.costs))
+        whole = search.pool.see_plan(as_eager(self.flow))
         lowest = search.lowest_peak()
         search.cheapest_at(lowest)
         for number in range(1, self.budgets):

@@ -12,7 +12,8 @@ from torch.fx import Node
 from splitkit.costs import Costs, Links
 from splitkit.costs.gradients import Gradients
 from splitkit.dataflow import Dataflow, crossing, waits_for
-from splitkit.plan import PartKey, Plan
+from splitkit.parts import PartKey
+from splitkit.plan import Plan
 from splitkit.solvers.linked import Linked
 from splitkit.solvers.placement.problem import BadProblemError, Bools, Device, Floats, Ints, Problem
 

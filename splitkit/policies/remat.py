@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 
 from torch.fx import Node
 
 from splitkit.costs import Costs
-from splitkit.dataflow import Dataflow, module_path
+from splitkit.dataflow import Dataflow
 from splitkit.errors import PolicyError
 from splitkit.halves import FORWARD, JointFlow, as_joint, homes, recompute
 from splitkit.plan import Plan
-from splitkit.policies.matching import Ops, rule_of
+from splitkit.policies.matching import Ops, modules_matching, rule_of
 from splitkit.tags import recomputed
 
 
@@ -63,21 +61,4 @@ class Remat:
     def _inside(self, flow: JointFlow, plan: Plan) -> list[Node]:
         """Forward's nodes that run in the modules which the patterns name."""
         patterns = (self.modules,) if isinstance(self.modules, str) else tuple(self.modules)
-        paths = {n: _with_parents(module_path(n)) for n in flow.nodes if plan[n] == (FORWARD,)}
-        known = dict.fromkeys(name for names in paths.values() for name in names if name)
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in known):
-                near = get_close_matches(pattern, known, n=3, cutoff=0.3) or list(known)[:3]
-                raise PolicyError(
-                    "SK304",
-                    f"the pattern {pattern!r} matches no module of the graph",
-                    f"Modules near it: {', '.join(near)}." if near else "The graph carries no module paths.",
-                    [pattern],
-                )
-        return [n for n, names in paths.items() if any(fnmatchcase(name, p) for name in names for p in patterns)]
-
-
-def _with_parents(path: str) -> list[str]:
-    """``a.b.c`` -> ``a``, ``a.b``, itself."""
-    atoms = path.split(".")
-    return [".".join(atoms[: i + 1]) for i in range(len(atoms))]
+        return list(modules_matching(patterns, [n for n in flow.nodes if plan[n] == (FORWARD,)]))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch.utils.checkpoint import CheckpointPolicy
-
 from splitkit.costs import Costs
 from splitkit.dataflow import Dataflow
-from splitkit.halves import as_joint, homes
+from splitkit.halves import as_joint
 from splitkit.plan import Plan
-from splitkit.tags import asked, recomputed
+from splitkit.tags import as_eager
 
 
 @dataclass(frozen=True)
@@ -22,5 +20,4 @@ class SaveAll:
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
         """Parts are ``"forward"`` and ``"backward"``; SK302 for a graph that is no joint graph."""
-        joint = as_joint(self, flow)
-        return recomputed(joint, homes(joint), asked(joint, CheckpointPolicy.PREFER_RECOMPUTE))
+        return as_eager(as_joint(self, flow))

@@ -13,7 +13,8 @@ from splitkit.costs import Costs, Links, unit_of
 from splitkit.costs.training import with_backward
 from splitkit.dataflow import Dataflow
 from splitkit.errors import NoPlanError
-from splitkit.plan import PartKey, Plan
+from splitkit.parts import PartKey
+from splitkit.plan import Plan
 from splitkit.plancosts import Optimizer, StagePrices, peaks_of_visits, run_order
 from splitkit.policies.placing import Placing, Travel
 from splitkit.policies.schedules import by_rank, microbatches_of, ranks_of

@@ -13,7 +13,8 @@ from splitkit.costs import Costs, Links
 from splitkit.costs.links import links_of
 from splitkit.dataflow import Dataflow, crossing, enough_nodes, given_back, readers_of, waits_for
 from splitkit.errors import PolicyError
-from splitkit.plan import Claim, Plan
+from splitkit.parts import Claim
+from splitkit.plan import Plan
 from splitkit.plancosts import Optimizer, checked_optimizer
 from splitkit.policies.fitting import bad_problems
 from splitkit.policies.placing import Placing

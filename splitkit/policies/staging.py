@@ -12,7 +12,8 @@ from splitkit.activations import activations
 from splitkit.costs import Costs, Links, unit_of
 from splitkit.costs.training import with_backward
 from splitkit.dataflow import Dataflow
-from splitkit.plan import Claim, PartKey, Plan
+from splitkit.parts import Claim, PartKey
+from splitkit.plan import Plan
 from splitkit.plancosts import Optimizer, StagePrices
 from splitkit.policies.fitting import Fitting, bad_problems
 from splitkit.policies.holding import Holding

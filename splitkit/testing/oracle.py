@@ -16,7 +16,8 @@ from splitkit.dataflow import Dataflow, reads
 from splitkit.errors import CheckError
 from splitkit.inline import inline
 from splitkit.order import part_order
-from splitkit.plan import HOST, PartKey, Plan
+from splitkit.parts import HOST, PartKey
+from splitkit.plan import Plan
 from splitkit.scope import is_state_op
 from splitkit.split import Split
 

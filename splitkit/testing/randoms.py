@@ -13,7 +13,8 @@ from torch.fx import Node
 
 from splitkit import _torch, states
 from splitkit.dataflow import Dataflow
-from splitkit.plan import HOST, PartKey, Plan
+from splitkit.parts import HOST, PartKey
+from splitkit.plan import Plan
 from splitkit.rewrite import prune, refine, rematerialize
 from splitkit.testing.probes import Divided, Hidden, enter_level, exit_level, observe
 

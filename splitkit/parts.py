@@ -1,0 +1,100 @@
+"""What a plan says besides where nodes go: the names of parts, what is known of each, and what a policy claims."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from splitkit.errors import PlanError
+
+PartKey = Hashable
+"""What names a part: ``0``, ``"backward"``, ``("cuda:0", 3)``."""
+
+HOST: PartKey = None
+"""The part that stays behind: the parent graph itself."""
+
+CALLS = ("plain", "checkpoint")
+"""How a part may be called."""
+
+NAMING = "Name parts with ints, strings, devices or tuples of these."
+"""What to do about a key that cannot name a part."""
+
+
+def flaw_of_key(key: object) -> str:
+    """Why a key cannot name a part; empty if it can."""
+    if isinstance(key, torch.Tensor):
+        return "equal tensors are different keys (take key.item())"
+    try:
+        hash(key)
+    except Exception:
+        return f"a {type(key).__name__} cannot be a key"
+    return next(filter(None, map(flaw_of_key, key)), "") if isinstance(key, tuple) else ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is known of a part besides its nodes.
+
+    Attributes:
+        key: its name.
+        device: where it should run; the engine moves nothing, the runtime does.
+        call: ``"plain"``, or ``"checkpoint"`` to keep only its inputs for backward and run it again there
+            (`torch.utils.checkpoint`).
+    """
+
+    key: PartKey
+    device: torch.device | None = None
+    call: Literal["plain", "checkpoint"] = "plain"
+
+    def __post_init__(self) -> None:
+        call: object = self.call
+        device: object = self.device
+        if self.key is HOST:
+            raise PlanError("SK206", "None is the host, not a part", "Name the part.")
+        if flaw := flaw_of_key(self.key):
+            raise PlanError("SK206", f"{self.key!r} cannot name a part: {flaw}", NAMING)
+        if not isinstance(call, str) or call not in CALLS:
+            raise PlanError("SK206", f"part {self.key!r} has call={call!r}", "Use 'plain' or 'checkpoint'.")
+        if device is not None and not isinstance(device, torch.device):
+            raise PlanError(
+                "SK206", f"part {self.key!r} has device={device!r}, no torch.device", "Use torch.device('cuda:0')."
+            )
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a plan says of its own quality.
+
+    Attributes:
+        objective: what is least: ``"bottleneck"`` (seconds of the most loaded part), ``"makespan"`` (seconds of one
+            sample), ``"parts"`` (how many) or ``"traffic"`` (bytes).
+        value: of this plan.
+        bound: no plan within the same limits is below it.
+        solver: what found the plan, and what proved the bound if that was another.
+        limiting: the part that decides.
+        tolerance: relative; what rounding may have cost the proof.
+    """
+
+    objective: str
+    value: float
+    bound: float
+    solver: str
+    limiting: PartKey
+    tolerance: float = 1e-9
+
+    @property
+    def gap(self) -> float:
+        """How much lower a plan could be at most, as a fraction of the value."""
+        return max(0.0, 1 - self.bound / self.value) if self.value else 0.0
+
+    @property
+    def optimal(self) -> bool:
+        """Whether the plan is proven to be best."""
+        return self.gap <= self.tolerance
+
+    def __str__(self) -> str:
+        proof = "optimal" if self.optimal else f"with a gap of {self.gap:.2%} at most"
+        return f"{self.objective} {proof} ({self.solver}), limited by {self.limiting}"
