@@ -31,7 +31,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 import splitkit as sk
 from splitkit import models
 from splitkit.costs import Costs
-from splitkit.dataflow import Dataflow
+from splitkit.graph.dataflow import Dataflow
 from splitkit.halves import as_joint
 from splitkit.models import Example
 from splitkit.plan import Plan

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from splitkit.capture import capture as capture
     from splitkit.compare import Comparison as Comparison
     from splitkit.compare import compare as compare
-    from splitkit.dataflow import Dataflow as Dataflow
-    from splitkit.dataflow import analyze as analyze
     from splitkit.errors import CaptureError as CaptureError
     from splitkit.errors import CheckError as CheckError
     from splitkit.errors import CostError as CostError
@@ -36,8 +34,11 @@ if TYPE_CHECKING:
     from splitkit.errors import PolicyError as PolicyError
     from splitkit.errors import ScheduleError as ScheduleError
     from splitkit.errors import SplitError as SplitError
-    from splitkit.fakes import propagate as propagate
     from splitkit.frontier import Frontier as Frontier
+    from splitkit.graph.ambient import register_region as register_region
+    from splitkit.graph.dataflow import Dataflow as Dataflow
+    from splitkit.graph.dataflow import analyze as analyze
+    from splitkit.graph.fakeruns import propagate as propagate
     from splitkit.inline import inline as inline
     from splitkit.joint import Joint as Joint
     from splitkit.joint import capture_joint as capture_joint
@@ -68,7 +69,6 @@ if TYPE_CHECKING:
     from splitkit.split import split as split
     from splitkit.split import split_module as split_module
     from splitkit.stagecosts import StageCosts as StageCosts
-    from splitkit.states import register_region as register_region
     from splitkit.sweep import sweep as sweep
 
 __version__ = "0.1.0"
@@ -78,7 +78,7 @@ _HOME = {
     "HOST": "parts",
     "Claim": "parts",
     "Comparison": "compare",
-    "Dataflow": "dataflow",
+    "Dataflow": "graph.dataflow",
     "Frontier": "frontier",
     "Joint": "joint",
     "JointSignature": "jointsignature",
@@ -93,7 +93,7 @@ _HOME = {
     "ScheduleRun": "schedulerun",
     "Split": "split",
     "StageCosts": "stagecosts",
-    "analyze": "dataflow",
+    "analyze": "graph.dataflow",
     "apply": "backends",
     "backend": "backends",
     "capture": "capture",
@@ -105,10 +105,10 @@ _HOME = {
     "merge": "rewrite",
     "partition_fn": "aot",
     "plan": "split",
-    "propagate": "fakes",
+    "propagate": "graph.fakeruns",
     "prune": "rewrite",
     "refine": "rewrite",
-    "register_region": "states",
+    "register_region": "graph.ambient",
     "relay": "rewrite",
     "rematerialize": "rewrite",
     "report": "report",

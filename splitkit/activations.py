@@ -27,14 +27,14 @@ from torch.fx import Node
 from splitkit._torch import pytree
 from splitkit.backwardprobe import Inside, Probes
 from splitkit.collector import collector_at_rest
-from splitkit.costs.sizes import require_values, value_bytes
-from splitkit.dataflow import require_graph
+from splitkit.graph.dataflow import require_graph
+from splitkit.graph.fakecalls import NO_SIZES, StandIn, bodies, hint, hints, rounds
+from splitkit.graph.scope import is_state_op
+from splitkit.graph.sizes import require_values, value_bytes
+from splitkit.graph.storages import one_tensor, storage_key, tensors
+from splitkit.graph.symbols import value_of
 from splitkit.kernels import hinted_bytes
 from splitkit.livebytes import plain_tensors
-from splitkit.scope import is_state_op
-from splitkit.sharing import one_tensor, storage_key, tensors
-from splitkit.standins import NO_SIZES, StandIn, bodies, hint, hints, rounds
-from splitkit.symbols import value_of
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from torch.fx import Node
 
 from splitkit import aot
 from splitkit.errors import PlanError
+from splitkit.graph.storages import storages_shown
 from splitkit.pair import Pair
-from splitkit.sharing import storages_shown
 
 
 @dataclass(frozen=True)

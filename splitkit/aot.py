@@ -20,10 +20,10 @@ from torch.fx.experimental._backward_state import BackwardState  # 2.11, 2.13, 2
 
 from splitkit._torch import pytree
 from splitkit.costs import Costs, default
-from splitkit.dataflow import analyze
 from splitkit.dedupe import deduplicated
 from splitkit.errors import CaptureError
-from splitkit.fakes import rebinds
+from splitkit.graph.dataflow import analyze
+from splitkit.graph.fakeruns import rebinds
 from splitkit.halves import JointFlow
 from splitkit.pair import Pair, divide
 from splitkit.policy import PolicyLike

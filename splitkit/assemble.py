@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import fx, nn
 
+from splitkit.graph.storages import attribute
 from splitkit.modules import Child, EagerParent, EagerPart, LazyParent, LazyPart, bare_part
 from splitkit.names import Style
-from splitkit.sharing import attribute
 
 
 def module_of(

@@ -7,11 +7,11 @@ from collections.abc import Collection, Hashable, Iterable, Iterator
 
 from torch.fx import Node
 
+from splitkit.graph.storages import storage_key, tensors
+from splitkit.graph.symbols import value_of
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, nodes_in
 from splitkit.kernels import hinted_bytes
 from splitkit.plan import Plan
-from splitkit.sharing import storage_key, tensors
-from splitkit.symbols import value_of
 
 
 def crossing(flow: JointFlow, plan: Plan) -> list[Node]:

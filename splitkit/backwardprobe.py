@@ -17,12 +17,12 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit._torch import pytree
-from splitkit.costs.sizes import storage_bytes, tensor_bytes, value_bytes
+from splitkit.graph.fakecalls import NO_SIZES, acts, bodies, stand_in
+from splitkit.graph.scope import Scope, scopes
+from splitkit.graph.sizes import storage_bytes, tensor_bytes, value_bytes
+from splitkit.graph.storages import tensors
+from splitkit.graph.symbols import value_of
 from splitkit.measure import measure_memory
-from splitkit.scope import Scope, scopes
-from splitkit.sharing import tensors
-from splitkit.standins import NO_SIZES, acts, bodies, stand_in
-from splitkit.symbols import value_of
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from splitkit.errors import CaptureError
 from splitkit.firstcall import after_a_call, are_real, as_found, call_once, in_eval_mode, owned_by
 from splitkit.functions import functions_as_nodes, refuse_lost_functions, refuse_module_hooks
 from splitkit.gradflags import GradFlags
+from splitkit.graph.storages import mark_repeated
 from splitkit.outputs import outputs_opened
 from splitkit.regions import inline_regions, inlined, restore_by_value
-from splitkit.sharing import mark_repeated
 from splitkit.tracing import trace
 
 # Checks that export writes into the graph. They hold by construction there, and would fail a part on another device.

@@ -9,15 +9,15 @@ from typing import Literal, NoReturn
 import torch
 from torch.fx import Node
 
-from splitkit.dataflow import Dataflow
-from splitkit.effects import NO_MEMORY, Memory, memory_of
 from splitkit.errors import PlanError
+from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.effects import NO_MEMORY, Memory, memory_of
+from splitkit.graph.ops import PURE
+from splitkit.graph.storages import attribute, storage_key
 from splitkit.local import recompute_locally
-from splitkit.ops import PURE
 from splitkit.parts import HOST, PartKey
 from splitkit.plan import Plan
 from splitkit.rewrite import require_parts
-from splitkit.sharing import attribute, storage_key
 
 
 def complete(flow: Dataflow, plan: Plan, parameters: Literal["own", "hoist"] = "own") -> Plan:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from splitkit.brief import brief
-from splitkit.dataflow import Dataflow
+from splitkit.graph.dataflow import Dataflow
 from splitkit.order import Crossing, crossings, part_order
 from splitkit.parts import HOST, PartKey
 from splitkit.plan import Plan

@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from splitkit import _torch
 from splitkit.assemble import add_parts, carry_hooks, keep_whole, module_of
 from splitkit.cut import Subgraph
-from splitkit.dataflow import Dataflow
+from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.scope import NEUTRAL, Scope, region_attributes
 from splitkit.names import Style, flat_names, part_names
 from splitkit.parts import HOST, PartKey
 from splitkit.plan import Plan
-from splitkit.scope import NEUTRAL, Scope, region_attributes
 from splitkit.scoped import ScopedGraph
 from splitkit.verbatim import Run, RunGraph, with_bare_runs
 from splitkit.writer import LeanGraph, Writer

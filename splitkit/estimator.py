@@ -17,9 +17,9 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit.errors import GraphError
+from splitkit.graph.storages import storage_key, tensors
+from splitkit.graph.symbols import concrete, value_of
 from splitkit.livebytes import plain_tensors
-from splitkit.sharing import storage_key, tensors
-from splitkit.symbols import concrete, value_of
 
 SizeOf = Callable[["int | torch.SymInt"], int]
 Storages = dict[Hashable, torch.Tensor]

@@ -19,8 +19,8 @@ from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
 
 from splitkit.frames import FREE, Frame, Place, not_a_part
+from splitkit.graph.scope import NEUTRAL, Scope
 from splitkit.parts import HOST, PartKey
-from splitkit.scope import NEUTRAL, Scope
 from splitkit.split import Split
 from splitkit.writer import Writer
 

@@ -15,9 +15,9 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit.errors import GraphError
+from splitkit.graph.scope import Scope, scopes
+from splitkit.graph.storages import attribute
 from splitkit.parts import HOST, PartKey
-from splitkit.scope import Scope, scopes
-from splitkit.sharing import attribute
 from splitkit.split import Split
 
 FREE = ("placeholder", "get_attr")

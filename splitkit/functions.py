@@ -37,8 +37,8 @@ from splitkit._torch import pytree
 from splitkit.applied import in_place_of_apply
 from splitkit.capture_errors import line_here, lost_hook
 from splitkit.errors import CaptureError
-from splitkit.ops.facts import Described, Effects, unknown
-from splitkit.sharing import storage_key
+from splitkit.graph.ops.facts import Described, Effects, unknown
+from splitkit.graph.storages import storage_key
 
 _mode_of = cast(Any, _get_dispatch_mode_pre_dispatch)
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)

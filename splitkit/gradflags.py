@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from splitkit.capture_errors import line_here
 from splitkit.errors import CaptureError
-from splitkit.sharing import attribute
+from splitkit.graph.storages import attribute
 
 SETTERS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)

@@ -11,12 +11,12 @@ import torch
 from torch.fx import Node
 
 from splitkit.brief import brief
-from splitkit.dataflow import Dataflow
 from splitkit.errors import PolicyError
+from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.symbols import value_of
 from splitkit.parts import Part, PartKey
 from splitkit.plan import Plan
 from splitkit.rewrite import prune, rematerialize
-from splitkit.symbols import value_of
 
 FORWARD = "forward"
 BACKWARD = "backward"

@@ -10,14 +10,14 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit.assemble import carry_hooks
-from splitkit.dataflow import Dataflow, analyze
 from splitkit.errors import GraphError
 from splitkit.flatten import Flat, flatten
 from splitkit.frames import FREE, is_for_regions, modules_of
+from splitkit.graph.dataflow import Dataflow, analyze
+from splitkit.graph.scope import NEUTRAL
 from splitkit.mirror import Mirror
 from splitkit.names import unique
 from splitkit.order import stable_order
-from splitkit.scope import NEUTRAL
 from splitkit.scoped import ScopedGraph
 from splitkit.split import Split
 from splitkit.writer import Writer

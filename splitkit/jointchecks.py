@@ -9,8 +9,8 @@ from torch import Tensor, fx, nn
 
 from splitkit import aot
 from splitkit.errors import CaptureError
+from splitkit.graph.storages import storage_key
 from splitkit.jointsignature import JointSignature
-from splitkit.sharing import storage_key
 
 
 def check_model(model: nn.Module, loss: object) -> None:

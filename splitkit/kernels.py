@@ -25,11 +25,11 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit._torch import pytree
-from splitkit.costs.sizes import storage_bytes, storage_nbytes
-from splitkit.ops import effects_of
-from splitkit.sharing import must_share, storage_key, tensors
-from splitkit.standins import value_in
-from splitkit.symbols import value_of
+from splitkit.graph.fakecalls import value_in
+from splitkit.graph.ops import effects_of
+from splitkit.graph.sizes import storage_bytes, storage_nbytes
+from splitkit.graph.storages import must_share, storage_key, tensors
+from splitkit.graph.symbols import value_of
 
 Bytes = int | torch.SymInt
 Lender = tuple[Node, Hashable]

@@ -17,9 +17,9 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit.sharing import tensors
-from splitkit.standins import StandIn, acts, hints, stand_in
-from splitkit.symbols import value_of
+from splitkit.graph.fakecalls import StandIn, acts, hints, stand_in
+from splitkit.graph.storages import tensors
+from splitkit.graph.symbols import value_of
 
 Layouts = Mapping[Node, Any]
 """Node -> a stand-in for its value, for those whose strides are not the ones of ``meta["val"]``."""

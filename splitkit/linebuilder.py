@@ -14,11 +14,11 @@ from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.activations import Activations
 from splitkit.backwardprobe import NOTHING
-from splitkit.costs.sizes import storage_bytes, tensor_bytes
-from splitkit.dataflow import Dataflow
-from splitkit.sharing import attribute, storage_key, tensors
+from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.sizes import storage_bytes, tensor_bytes
+from splitkit.graph.storages import attribute, storage_key, tensors
+from splitkit.graph.symbols import value_of
 from splitkit.stageline import BEFORE, Line, Touches
-from splitkit.symbols import value_of
 from splitkit.temporaries import Temporaries
 
 Copy = tuple[Node, int]

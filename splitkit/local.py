@@ -16,11 +16,11 @@ from functools import cached_property
 import torch
 from torch.fx import Node
 
-from splitkit.dataflow import Dataflow, reads
+from splitkit.graph.dataflow import Dataflow, reads
+from splitkit.graph.symbols import value_of
 from splitkit.parts import HOST, PartKey
 from splitkit.plan import Plan
 from splitkit.rewrite import prune
-from splitkit.symbols import value_of
 
 Places = dict[Node, tuple[PartKey, ...]]
 

@@ -15,7 +15,7 @@ from torch.fx import Node
 from splitkit.brief import brief
 from splitkit.buffers import BEFORE, HELD, Buffer
 from splitkit.collector import collector_at_rest
-from splitkit.dataflow import module_path
+from splitkit.graph.dataflow import module_path
 from splitkit.memorychecks import SplitLike, check, checked, leaves_returned, unfit
 from splitkit.simulate import Run, Value
 from splitkit.units import at_most, size

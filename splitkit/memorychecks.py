@@ -10,9 +10,9 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit._torch import MKLDNN, pytree
-from splitkit.dataflow import require_graph
 from splitkit.errors import GraphError
-from splitkit.symbols import concrete, symbols_of, value_of
+from splitkit.graph.dataflow import require_graph
+from splitkit.graph.symbols import concrete, symbols_of, value_of
 
 
 @runtime_checkable

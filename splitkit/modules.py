@@ -10,8 +10,8 @@ from torch import fx, nn
 
 from splitkit import _torch
 from splitkit.errors import GraphError
+from splitkit.graph.scope import is_state_op
 from splitkit.overlaps import OverlapCheck
-from splitkit.scope import is_state_op
 from splitkit.ties import Tied
 
 _MODULE_CALL = nn.Module.__call__

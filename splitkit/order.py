@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from torch.fx import Node
 
-from splitkit.dataflow import Dataflow
 from splitkit.errors import CycleError
+from splitkit.graph.dataflow import Dataflow
 from splitkit.parts import HOST, PartKey
 from splitkit.plan import Plan
 
@@ -152,7 +152,7 @@ def _circle(flow: Dataflow, left: Mapping[Unit, Mapping[Unit, tuple[Node, Node]]
         for (a, b), (producer, reader) in zip(pairs, edges, strict=True)
     ]
     opaque = next((n for edge in edges for n in edge if n in flow.effects and not flow.effects[n].known), None)
-    declare = f" It is not known what {opaque.name} does: say so with splitkit.ops.declare." if opaque else ""
+    declare = f" It is not known what {opaque.name} does: say so with splitkit.extend.declare." if opaque else ""
     return CycleError(
         "SK203",
         "parts depend on each other in a circle:\n" + "\n".join(lines),

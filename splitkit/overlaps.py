@@ -23,11 +23,11 @@ from torch.fx import Node
 from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.cut import Subgraph
-from splitkit.dataflow import Dataflow
-from splitkit.effects import REACHED, SIZES, Memory, memory_of
 from splitkit.errors import PlanError
-from splitkit.ops import PURE
-from splitkit.sharing import attribute, storage_key
+from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.effects import REACHED, SIZES, Memory, memory_of
+from splitkit.graph.ops import PURE
+from splitkit.graph.storages import attribute, storage_key
 
 
 @dataclass(frozen=True, order=True)

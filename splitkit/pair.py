@@ -15,13 +15,13 @@ from splitkit.brief import brief
 from splitkit.complete import check
 from splitkit.costs import Costs
 from splitkit.errors import CycleError, PlanError
+from splitkit.graph.storages import storages_shown
+from splitkit.graph.symbols import value_of
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, is_size, nodes_in
 from splitkit.parts import PartKey
 from splitkit.plan import Plan
 from splitkit.policy import PolicyLike, as_plan
 from splitkit.savedvalues import SavedValue
-from splitkit.sharing import storages_shown
-from splitkit.symbols import value_of
 from splitkit.tags import honour
 
 Places = dict[Node, tuple[PartKey, ...]]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
 
-from splitkit.costs.sizes import value_bytes
 from splitkit.cut import Subgraph
-from splitkit.dataflow import Dataflow, reads
+from splitkit.graph.dataflow import Dataflow, reads
+from splitkit.graph.sizes import value_bytes
 from splitkit.parts import HOST, PartKey
 from splitkit.plan import Plan
 

@@ -16,14 +16,14 @@ from torch import nn
 from torch.fx import Node
 
 from splitkit.backward_order import EmissionOrder
-from splitkit.costs.sizes import storage_nbytes
-from splitkit.fakes import values_again
+from splitkit.graph.fakeruns import values_again
+from splitkit.graph.sizes import storage_nbytes
+from splitkit.graph.storages import attribute, one_tensor, shares_memory, storage_key, tensors
+from splitkit.graph.symbols import concrete, value_of
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes
 from splitkit.kernels import Bytes, storages_of
 from splitkit.plan import Plan
-from splitkit.sharing import attribute, one_tensor, shares_memory, storage_key, tensors
 from splitkit.simulate import Run
-from splitkit.symbols import concrete, value_of
 from splitkit.tags import honour
 
 Ints = npt.NDArray[np.int64]

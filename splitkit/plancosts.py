@@ -11,10 +11,11 @@ from torch.fx import Node
 
 from splitkit.activations import Activations, activations
 from splitkit.costs import Costs, unit_of
-from splitkit.costs.jointly import is_joint
 from splitkit.costs.training import FromFormula, FromJoint, training
-from splitkit.dataflow import Dataflow, facts_of
 from splitkit.errors import CostError, PlanError, PolicyError
+from splitkit.graph.dataflow import Dataflow, facts_of
+from splitkit.graph.fakecalls import name_of, target_of
+from splitkit.graph.joint import is_joint
 from splitkit.linebuilder import Units
 from splitkit.order import part_order
 from splitkit.parts import HOST, PartKey
@@ -22,7 +23,6 @@ from splitkit.plan import Plan, plan_of
 from splitkit.prices import require_costs
 from splitkit.stagecosts import StageCosts
 from splitkit.stageline import Line
-from splitkit.standins import name_of, target_of
 
 Optimizer = Literal["adam", "momentum", "sgd"] | None
 STATE_OF: Mapping[str, int] = {"adam": 2, "momentum": 1, "sgd": 0}

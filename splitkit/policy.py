@@ -9,8 +9,8 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from splitkit.dataflow import Dataflow
 from splitkit.errors import PlanError, PolicyError
+from splitkit.graph.dataflow import Dataflow
 from splitkit.parts import PartKey
 from splitkit.plan import Plan
 from splitkit.prices import Costs, require_costs

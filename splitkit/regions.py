@@ -22,9 +22,9 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit.assemble import carry_hooks, module_of
-from splitkit.dataflow import require_order
+from splitkit.graph.dataflow import require_order
+from splitkit.graph.scope import is_state_op
 from splitkit.names import Style
-from splitkit.scope import is_state_op
 
 # torch.ops.higher_order has no stubs; 2.11, 2.13, 2.15.
 WRAP_GRAD: Any = torch.ops.higher_order.wrap_with_set_grad_enabled

@@ -9,8 +9,8 @@ from itertools import count
 
 from torch.fx import Node
 
-from splitkit.dataflow import Dataflow, facts_of
 from splitkit.errors import PlanError
+from splitkit.graph.dataflow import Dataflow, facts_of
 from splitkit.order import Unit, part_order, unit_needs, unit_of
 from splitkit.parts import HOST, Part, PartKey
 from splitkit.plan import Plan, plan_of

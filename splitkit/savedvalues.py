@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.fx import Node
 
-from splitkit.costs.sizes import storage_bytes
-from splitkit.dataflow import module_path
-from splitkit.sharing import storage_key, tensors
-from splitkit.symbols import value_of
+from splitkit.graph.dataflow import module_path
+from splitkit.graph.sizes import storage_bytes
+from splitkit.graph.storages import storage_key, tensors
+from splitkit.graph.symbols import value_of
 from splitkit.units import size
 
 

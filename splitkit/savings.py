@@ -13,13 +13,13 @@ from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from splitkit.costs import Costs, unit_of
+from splitkit.graph.storages import storage_key, storages_shown, tensors
+from splitkit.graph.symbols import value_of
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, is_pinned, is_size, nodes_in, unrepeatable, with_inputs
 from splitkit.kernels import hinted_bytes
 from splitkit.parts import PartKey
 from splitkit.plan import Plan
 from splitkit.rewrite import prune
-from splitkit.sharing import storage_key, storages_shown, tensors
-from splitkit.symbols import value_of
 from splitkit.tags import asked
 
 Bools = NDArray[np.bool_]

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.fx import Node
 
-from splitkit.scope import CALLERS, NEUTRAL, Scope, region_kind
-from splitkit.states import SETTINGS, Setting
+from splitkit.graph.ambient import SETTINGS, Setting
+from splitkit.graph.scope import CALLERS, NEUTRAL, Scope, region_kind
 from splitkit.writer import Writer
 
 

@@ -27,16 +27,16 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit.buffers import BEFORE, HELD, Buffer
-from splitkit.costs.sizes import require_values, storage_nbytes
-from splitkit.fakes import values_again
+from splitkit.graph.fakecalls import bodies
+from splitkit.graph.fakeruns import values_again
+from splitkit.graph.scope import Scope, is_state_op, scopes
+from splitkit.graph.sizes import require_values, storage_nbytes
+from splitkit.graph.storages import attribute, one_tensor, shares_memory, storage_key, tensors
+from splitkit.graph.symbols import bounds_in, value_of
 from splitkit.kernels import Bytes, Gives, storages_of
 from splitkit.layouts import layouts
 from splitkit.livebytes import plain_tensors
 from splitkit.memorychecks import known_bytes, refuse_sparse
-from splitkit.scope import Scope, is_state_op, scopes
-from splitkit.sharing import attribute, one_tensor, shares_memory, storage_key, tensors
-from splitkit.standins import bodies
-from splitkit.symbols import bounds_in, value_of
 from splitkit.temporaries import Temporaries
 
 Value = Mapping[Hashable, int]

@@ -18,9 +18,10 @@ from splitkit.collector import collector_at_rest
 from splitkit.complete import check, complete
 from splitkit.costs import Costs, default, unit
 from splitkit.cut import Subgraph, cut
-from splitkit.dataflow import Dataflow, analyze
 from splitkit.emit import Emitted, emit
 from splitkit.errors import CycleError, PolicyError
+from splitkit.graph.dataflow import Dataflow, analyze
+from splitkit.graph.storages import attribute
 from splitkit.names import Style
 from splitkit.order import part_order
 from splitkit.overlaps import overlap_check
@@ -28,7 +29,6 @@ from splitkit.parts import HOST, PartKey
 from splitkit.plan import Plan
 from splitkit.policy import Policy, PolicyLike, as_plan
 from splitkit.rewrite import condense, refine
-from splitkit.sharing import attribute
 from splitkit.verbatim import runs_of
 
 if TYPE_CHECKING:

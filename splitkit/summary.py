@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from torch import nn
 from torch.fx import Node
 
-from splitkit.costs.sizes import value_bytes
 from splitkit.cut import Subgraph
-from splitkit.dataflow import Dataflow
+from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.sizes import value_bytes
+from splitkit.graph.storages import attribute
 from splitkit.plan import Plan
-from splitkit.sharing import attribute
 from splitkit.units import size
 
 NAMED = 2

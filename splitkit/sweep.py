@@ -13,8 +13,8 @@ from torch import fx
 from splitkit.checks import memory_of
 from splitkit.costs import Costs, Links
 from splitkit.costs.links import links_of
-from splitkit.dataflow import Dataflow, analyze, require_graph
 from splitkit.errors import NoPlanError, PolicyError, ScheduleError
+from splitkit.graph.dataflow import Dataflow, analyze, require_graph
 from splitkit.plan import Plan
 from splitkit.plancosts import StagePrices, checked_optimizer
 from splitkit.policies import Stages

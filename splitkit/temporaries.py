@@ -16,11 +16,11 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit.costs.sizes import storage_bytes
+from splitkit.graph.fakecalls import NO_VALUES, acts, stand_in
+from splitkit.graph.sizes import storage_bytes
+from splitkit.graph.storages import storage_key, tensors
+from splitkit.graph.symbols import value_of
 from splitkit.measure import measure_memory
-from splitkit.sharing import storage_key, tensors
-from splitkit.standins import NO_VALUES, acts, stand_in
-from splitkit.symbols import value_of
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch._functorch._aot_autograd import descriptors  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
 from splitkit.errors import CaptureError
-from splitkit.ops import effects_of
+from splitkit.graph.ops import effects_of
 
 # What stands for the order of effects among the inputs and outputs of a joint graph (2.11, 2.13, 2.15).
 _TOKENS = (
@@ -66,7 +66,7 @@ def _call_plainly(gm: fx.GraphModule, node: Node) -> None:
         raise CaptureError(
             "SK410",
             f"{op} was registered to have an effect that its schema does not show",
-            "Train the model with splitkit.apply or splitkit.backend, or tell splitkit: splitkit.ops.declare.",
+            "Train the model with splitkit.apply or splitkit.backend, or tell splitkit: splitkit.extend.declare.",
             [node.name],
         )
     for user in list(node.users):

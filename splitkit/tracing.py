@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.13, 2.15
 from splitkit._torch import pytree
 from splitkit.capture_errors import line_here
 from splitkit.errors import CaptureError
-from splitkit.fakes import set_values
 from splitkit.functions import functions_of_proxies
-from splitkit.sharing import storage_key
+from splitkit.graph.fakeruns import set_values
+from splitkit.graph.storages import storage_key
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.GraphModule:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from splitkit._torch import pytree
+from splitkit.graph.ambient import SETTINGS
+from splitkit.graph.storages import storage_key
 from splitkit.outputs import inside, named_leaves
-from splitkit.sharing import storage_key
-from splitkit.states import SETTINGS
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 

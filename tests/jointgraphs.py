@@ -7,7 +7,7 @@ from operator import getitem
 import torch
 from torch import fx, nn
 
-from splitkit.dataflow import analyze
+from splitkit.graph.dataflow import analyze
 from splitkit.halves import JointFlow
 
 aten = torch.ops.aten

@@ -19,9 +19,9 @@ from splitkit.aot import joint_flow, partition_fn
 from splitkit.backends import apply, backend
 from splitkit.costs import unit
 from splitkit.errors import CycleError, PlanError, PolicyError
+from splitkit.graph.ops import effects_of
 from splitkit.halves import BACKWARD, FORWARD, homes
 from splitkit.joint import capture_joint
-from splitkit.ops import effects_of
 from splitkit.pair import divide
 from splitkit.plan import Plan
 from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, Remat, SaveAll

@@ -34,8 +34,8 @@ from splitkit.activations import activations
 from splitkit.cli import main
 from splitkit.costs import unit
 from splitkit.costs.keys import is_lasting, key_of
-from splitkit.dataflow import module_path
 from splitkit.errors import CostError, GraphError, NoPlanError, PolicyError
+from splitkit.graph.dataflow import module_path
 from splitkit.peaks import Peaks
 from splitkit.plan import Plan
 from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, RoundRobin, SaveAll, Stages

@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from splitkit.capture import capture
 from splitkit.errors import CaptureError
-from splitkit.scope import is_state_op
+from splitkit.graph.scope import is_state_op
 
 leaves = torch.utils._pytree.tree_leaves
 

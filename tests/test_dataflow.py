@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from splitkit.dataflow import analyze, module_path
 from splitkit.errors import GraphError
+from splitkit.graph.dataflow import analyze, module_path
 
 
 def build(write, root=None):

@@ -12,14 +12,14 @@ from torch.utils.checkpoint import checkpoint
 
 from splitkit.aot import joint_flow
 from splitkit.backends import apply, backend
-from splitkit.dataflow import analyze
 from splitkit.dedupe import deduplicated
-from splitkit.fakes import values_again
+from splitkit.graph.dataflow import analyze
+from splitkit.graph.fakeruns import values_again
+from splitkit.graph.storages import storage_key, tensors
 from splitkit.halves import JointFlow
 from splitkit.joint import _copied, capture_joint
 from splitkit.models import build
 from splitkit.policies import RecomputeAll, SaveAll
-from splitkit.sharing import storage_key, tensors
 
 TINY = {"layers": 3, "width": 32, "heads": 4, "vocab": 64, "batch": 2, "seq": 8}
 

@@ -66,8 +66,8 @@ class Bug:
                 monkeypatch.setattr(user, name, scope[name])
 
 
-ORDER, EFFECTS, EMIT = "splitkit.order", "splitkit.effects", "splitkit.emit"
-SCOPE, SCOPED = "splitkit.scope", "splitkit.scoped"
+ORDER, EFFECTS, EMIT = "splitkit.order", "splitkit.graph.effects", "splitkit.emit"
+SCOPE, SCOPED = "splitkit.graph.scope", "splitkit.scoped"
 BUGS = [
     Bug(
         "a read does not wait for the write before it",

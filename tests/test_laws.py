@@ -10,10 +10,10 @@ import pytest
 from torch.fx import Node
 
 from splitkit.costs import unit
-from splitkit.costs.sizes import missing
-from splitkit.dataflow import analyze, module_path
 from splitkit.errors import PlanError
-from splitkit.fakes import propagate
+from splitkit.graph.dataflow import analyze, module_path
+from splitkit.graph.fakeruns import propagate
+from splitkit.graph.sizes import missing
 from splitkit.parts import HOST
 from splitkit.plan import Plan
 from splitkit.policies import (

@@ -5,8 +5,8 @@ import torch
 from torch import fx, nn
 
 from splitkit.complete import complete
-from splitkit.dataflow import analyze
 from splitkit.errors import CycleError
+from splitkit.graph.dataflow import analyze
 from splitkit.order import part_order
 from splitkit.parts import HOST
 from splitkit.plan import Plan

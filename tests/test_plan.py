@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from splitkit.costs import unit
-from splitkit.dataflow import analyze
 from splitkit.errors import PlanError, PolicyError
+from splitkit.graph.dataflow import analyze
 from splitkit.parts import HOST, Part
 from splitkit.plan import Plan
 from splitkit.policies import RoundRobin

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import fx, nn
 
-from splitkit import models, scope
+from splitkit import models
 from splitkit.capture import capture
-from splitkit.dataflow import analyze
+from splitkit.graph import scope
+from splitkit.graph.dataflow import analyze
 from splitkit.plan import Plan
 from splitkit.policies import RoundRobin, Stages
 from splitkit.regions import WRAP_GRAD, inline_regions, is_wrapped

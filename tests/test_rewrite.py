@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from splitkit.dataflow import analyze
 from splitkit.errors import CycleError, PlanError, PolicyError
+from splitkit.graph.dataflow import analyze
 from splitkit.parts import HOST, Part
 from splitkit.plan import Plan
 from splitkit.rewrite import condense, merge, prune, refine, relay, rematerialize

@@ -6,8 +6,8 @@ from torch import fx
 
 from splitkit import _torch
 from splitkit.errors import GraphError
-from splitkit.scope import CALLERS, NEUTRAL, Scope, is_state_op, scopes
-from splitkit.states import SETTINGS as SETTINGS_BY_NAME
+from splitkit.graph.ambient import SETTINGS as SETTINGS_BY_NAME
+from splitkit.graph.scope import CALLERS, NEUTRAL, Scope, is_state_op, scopes
 
 
 def under(grad, *regions):

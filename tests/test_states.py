@@ -10,9 +10,10 @@ import torch
 from torch import fx, nn
 
 import splitkit as sk
-from splitkit import _torch, states
+from splitkit import _torch
 from splitkit.errors import GraphError
-from splitkit.scope import scopes
+from splitkit.graph import ambient as states
+from splitkit.graph.scope import scopes
 from splitkit.testing import assert_emitted_as_planned, assert_same
 from splitkit.testing.probes import Divided, observe
 
@@ -47,7 +48,7 @@ sk.register_region("pushed factor", push_factor, pop_factor, handle=False)
 
 @pytest.fixture(autouse=True)
 def _declared():
-    from splitkit import ops
+    from splitkit.graph import ops
 
     ops.declare(times_factor)
     yield

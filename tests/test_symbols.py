@@ -6,11 +6,11 @@ import torch
 from torch import fx, nn
 
 from splitkit.costs import unit
-from splitkit.costs.sizes import value_bytes
-from splitkit.dataflow import analyze
+from splitkit.graph.dataflow import analyze
+from splitkit.graph.sizes import value_bytes
+from splitkit.graph.symbols import binders, is_symbolic, symbols_of, value_of
 from splitkit.plan import Plan
 from splitkit.split import split
-from splitkit.symbols import binders, is_symbolic, symbols_of, value_of
 from splitkit.testing import assert_same
 
 

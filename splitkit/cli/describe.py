@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from splitkit._torch import target_name
-from splitkit.dataflow import module_path
+from splitkit.graph.dataflow import module_path
 
 
 def node_data(node: Node) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from splitkit.errors import PolicyError, SplitError, UsageError
 
 if TYPE_CHECKING:
     from splitkit.costs import Costs
-    from splitkit.dataflow import Dataflow
+    from splitkit.graph.dataflow import Dataflow
     from splitkit.plan import Plan
     from splitkit.policy import Policy
 

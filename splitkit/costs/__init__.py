@@ -10,9 +10,9 @@ from splitkit.costs.fused import Fused, fused
 from splitkit.costs.links import Link, Links
 from splitkit.costs.measured import Measured, measured
 from splitkit.costs.roofline import Roofline, roofline
-from splitkit.costs.sizes import graph_of, missing
 from splitkit.costs.training import training
 from splitkit.costs.uniform import Unit, unit
+from splitkit.graph.sizes import graph_of, missing
 from splitkit.prices import Costs, unit_of
 
 __all__ = [

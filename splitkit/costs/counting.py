@@ -17,13 +17,13 @@ from torch._ops import HigherOrderOperator  # 2.11, 2.13, 2.15
 from torch.fx import Node
 from torch.utils.flop_counter import FlopCounterMode
 
-from splitkit import standins
 from splitkit.brief import brief
 from splitkit.costs.formulas import FORMULAS, attention_backward_flops, attention_flops, formulas_for
-from splitkit.costs.sizes import elements, graph_of, read_bytes, require_values, value_bytes
-from splitkit.sharing import storage_key, tensors
-from splitkit.standins import StandIn, acts, hints, name_of, rounds, stand_in, value_in
-from splitkit.symbols import value_of
+from splitkit.graph import fakecalls as standins
+from splitkit.graph.fakecalls import StandIn, acts, hints, name_of, rounds, stand_in, value_in
+from splitkit.graph.sizes import elements, graph_of, read_bytes, require_values, value_bytes
+from splitkit.graph.storages import storage_key, tensors
+from splitkit.graph.symbols import value_of
 
 __all__ = ["FORMULAS", "Count", "Flops", "bodies", "flops", "name_of", "rounds"]
 

@@ -21,10 +21,10 @@ from torch.fx import Node
 from splitkit.brief import brief
 from splitkit.costs.devices import Device, find_device
 from splitkit.costs.fusion import Fusion, Kernel
-from splitkit.costs.jointly import backward_nodes, is_joint
 from splitkit.costs.loops import loop_of
 from splitkit.costs.roofline import Roofline
-from splitkit.costs.sizes import graph_of, require_values
+from splitkit.graph.joint import backward_nodes, is_joint
+from splitkit.graph.sizes import graph_of, require_values
 
 
 def fused(gm: fx.GraphModule, device: str | Device = "a100", *, tf32: bool = False) -> Fused:

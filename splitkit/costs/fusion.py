@@ -22,8 +22,8 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit.costs.loops import Loop, is_random, loop_of, second_loop
-from splitkit.sharing import storage_key, tensors
-from splitkit.symbols import value_of
+from splitkit.graph.storages import storage_key, tensors
+from splitkit.graph.symbols import value_of
 
 # Up to these, Inductor computes again what several kernels read: config.realize_reads_threshold and
 # realize_opcount_threshold (2.11, 2.13, 2.15).

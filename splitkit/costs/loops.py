@@ -10,10 +10,10 @@ import torch
 from torch.fx import Node
 
 from splitkit._torch import OpOverload
-from splitkit.costs.sizes import elements
-from splitkit.sharing import tensors
-from splitkit.standins import hints, name_of
-from splitkit.symbols import value_of
+from splitkit.graph.fakecalls import hints, name_of
+from splitkit.graph.sizes import elements
+from splitkit.graph.storages import tensors
+from splitkit.graph.symbols import value_of
 
 
 def _words(text: str) -> frozenset[str]:

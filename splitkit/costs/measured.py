@@ -29,11 +29,11 @@ from splitkit.costs.counting import Flops, flops
 from splitkit.costs.keys import is_lasting, key_of
 from splitkit.costs.private import Private, copied, find_device, unfit
 from splitkit.costs.timing import NOTHING, Record, Run, record
-from splitkit.dataflow import Dataflow, analyze
 from splitkit.errors import CostError
-from splitkit.scope import is_state_op
-from splitkit.sharing import storage_key, tensors
-from splitkit.states import SETTINGS, closed_by, opened_by
+from splitkit.graph.ambient import SETTINGS, closed_by, opened_by
+from splitkit.graph.dataflow import Dataflow, analyze
+from splitkit.graph.scope import is_state_op
+from splitkit.graph.storages import storage_key, tensors
 
 SAVE_EVERY = 5.0  # seconds
 
@@ -58,7 +58,7 @@ def measured(
     What the numbers leave out: a view (of any kind that yields the memory of an argument and writes nothing) takes 0;
     in a loop, arguments lie in the caches, where a real run may find them cold; what an op costs backward is not in
     the graph. An op that acts on the outside world, or of which nothing is known, runs once, as in the graph; declare
-    it with `splitkit.ops.declare` to have it measured. A shape or a branch that depends on data is that of ``inputs``.
+    it with `splitkit.extend.declare` to have it measured. A shape or a branch that depends on data is that of ``inputs``.
 
     Times are kept in a file by op, shapes, dtypes, modes, device, torch version and threads; a call that finds all of
     them there measures nothing. Ctrl-C keeps what is measured so far. A damaged file is ignored with a warning, and

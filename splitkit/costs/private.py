@@ -15,9 +15,9 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit._torch import pytree
-from splitkit.dataflow import Dataflow
 from splitkit.errors import CostError
-from splitkit.sharing import attribute
+from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.storages import attribute
 
 
 def copied(tree: Any) -> Any:

@@ -21,12 +21,12 @@ from torch.fx import Node
 from splitkit.brief import brief
 from splitkit.costs.counting import Count, Flops, bodies
 from splitkit.costs.devices import Device, find_device
-from splitkit.costs.sizes import graph_of, require_values
 from splitkit.costs.traffic import moved_bytes, operands, written_bytes
-from splitkit.scope import Scope, region_kind, scopes
-from splitkit.sharing import tensors
-from splitkit.standins import rounds
-from splitkit.symbols import value_of
+from splitkit.graph.fakecalls import rounds
+from splitkit.graph.scope import Scope, region_kind, scopes
+from splitkit.graph.sizes import graph_of, require_values
+from splitkit.graph.storages import tensors
+from splitkit.graph.symbols import value_of
 
 
 def roofline(gm: fx.GraphModule, device: str | Device = "a100", *, tf32: bool = False) -> Roofline:

@@ -12,10 +12,10 @@ from torch.fx import Node
 
 from splitkit._torch import pytree
 from splitkit.costs.counting import Count, changed
-from splitkit.costs.sizes import elements, storage_bytes, tensor_bytes
-from splitkit.sharing import storage_key, tensors
-from splitkit.standins import hints, name_of, target_of, value_in
-from splitkit.symbols import value_of
+from splitkit.graph.fakecalls import hints, name_of, target_of, value_in
+from splitkit.graph.sizes import elements, storage_bytes, tensor_bytes
+from splitkit.graph.storages import storage_key, tensors
+from splitkit.graph.symbols import value_of
 
 GATHERS = frozenset(("embedding", "index_select", "gather", "index", "_unsafe_index", "take", "take_along_dim"))
 """Ops that read as much of their table as they yield."""

@@ -17,14 +17,14 @@ from torch.fx import Node
 from splitkit._torch import pytree
 from splitkit.brief import brief
 from splitkit.costs.counting import Flops
-from splitkit.costs.gradients import Gradients
-from splitkit.costs.jointly import is_joint, owners
-from splitkit.costs.sizes import require_values
-from splitkit.dataflow import Dataflow, facts_of
 from splitkit.errors import CostError
+from splitkit.graph.dataflow import Dataflow, facts_of
+from splitkit.graph.fakecalls import name_of, target_of
+from splitkit.graph.gradients import Gradients
+from splitkit.graph.joint import is_joint, owners
+from splitkit.graph.sizes import require_values
+from splitkit.graph.symbols import value_of
 from splitkit.prices import Costs, unit_of
-from splitkit.standins import name_of, target_of
-from splitkit.symbols import value_of
 
 # Ops of which the first argument is added to the product of the next two.
 _ADDED = frozenset(("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation"))

@@ -10,8 +10,8 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit.brief import brief
-from splitkit.costs.sizes import graph_of, read_bytes, value_bytes
-from splitkit.scope import is_state_op
+from splitkit.graph.scope import is_state_op
+from splitkit.graph.sizes import graph_of, read_bytes, value_bytes
 
 
 def unit(gm: fx.GraphModule) -> Unit:

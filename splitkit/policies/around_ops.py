@@ -10,12 +10,12 @@ import torch
 from torch.fx import Node
 
 from splitkit.costs import Costs
-from splitkit.dataflow import Dataflow, waits_for
+from splitkit.graph.dataflow import Dataflow, waits_for
+from splitkit.graph.select import Ops, Rule, rule_of
+from splitkit.graph.symbols import value_of
 from splitkit.local import ask_sizes_again
 from splitkit.parts import PartKey
 from splitkit.plan import Plan
-from splitkit.policies.matching import Ops, Rule, rule_of
-from splitkit.symbols import value_of
 
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 
@@ -37,7 +37,7 @@ class AroundOps:
     The rule is vLLM's ``split_graph`` (vllm/compilation/backends.py) and TensorRT-LLM's piecewise optimizer.
 
     Attributes:
-        ops: ops, names of ops, or a rule ``node -> bool``; see `splitkit.policies.matching.Ops`. Ops that the graph
+        ops: ops, names of ops, or a rule ``node -> bool``; see `splitkit.graph.select.Ops`. Ops that the graph
             does not have are no error: such lists are written for many models.
     """
 

@@ -9,8 +9,8 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from splitkit.checks import Memory
 from splitkit.costs import Costs, Links
 from splitkit.costs.links import links_of
-from splitkit.dataflow import Dataflow
 from splitkit.errors import NoPlanError, PlanError, PolicyError, ScheduleError, SplitError
+from splitkit.graph.dataflow import Dataflow
 from splitkit.parts import Claim
 from splitkit.plan import Plan
 from splitkit.plancosts import Optimizer, checked_optimizer

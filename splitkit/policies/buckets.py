@@ -10,10 +10,10 @@ from torch.fx import Node
 
 from splitkit.checks import positive
 from splitkit.costs import Costs
-from splitkit.costs.sizes import tensor_bytes
-from splitkit.dataflow import Dataflow, given_back, readers_of
+from splitkit.graph.dataflow import Dataflow, given_back, readers_of
+from splitkit.graph.sizes import tensor_bytes
+from splitkit.graph.storages import attribute
 from splitkit.plan import Plan
-from splitkit.sharing import attribute
 
 
 @dataclass(frozen=True)

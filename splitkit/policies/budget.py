@@ -7,8 +7,8 @@ from math import inf, isfinite
 from typing import Literal
 
 from splitkit.costs import Costs
-from splitkit.dataflow import Dataflow
 from splitkit.errors import NoPlanError, PolicyError
+from splitkit.graph.dataflow import Dataflow
 from splitkit.halves import as_joint
 from splitkit.peaks import Peaks
 from splitkit.plan import Plan

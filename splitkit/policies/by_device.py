@@ -9,8 +9,8 @@ import torch
 from torch.fx import Node
 
 from splitkit.costs import Costs
-from splitkit.dataflow import Dataflow
 from splitkit.errors import PolicyError
+from splitkit.graph.dataflow import Dataflow
 from splitkit.parts import HOST, Part, PartKey
 from splitkit.plan import Plan
 from splitkit.rewrite import refine

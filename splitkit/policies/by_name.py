@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from splitkit.costs import Costs
-from splitkit.dataflow import Dataflow
+from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.select import modules_matching
 from splitkit.parts import PartKey
 from splitkit.plan import Plan
-from splitkit.policies.matching import modules_matching
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from torch.fx import Node
 
 from splitkit.checks import positive
 from splitkit.costs import Costs
-from splitkit.dataflow import Dataflow
 from splitkit.errors import PolicyError
+from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.select import Ops, Rule, rule_of
 from splitkit.parts import HOST, PartKey
 from splitkit.plan import Plan
 from splitkit.policies.levels import Kinds, lowest, sink
-from splitkit.policies.matching import Ops, Rule, rule_of
 
 
 @runtime_checkable

@@ -17,14 +17,14 @@ from splitkit.costs import Costs, Device, Links, roofline
 from splitkit.costs.devices import find_device
 from splitkit.costs.links import links_of
 from splitkit.costs.training import with_backward
-from splitkit.dataflow import Dataflow
 from splitkit.errors import CycleError, NoPlanError
+from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.select import modules_matching
 from splitkit.parts import Claim, Part, PartKey
 from splitkit.plan import Plan
 from splitkit.plancosts import StagePrices, peaks_of_visits, run_order
 from splitkit.policies.fitting import Fitting, bad_problems
 from splitkit.policies.holding import Holding
-from splitkit.policies.matching import modules_matching
 from splitkit.policies.placing import Placing, Travel
 from splitkit.policies.staging import NEAR
 from splitkit.rewrite import refine

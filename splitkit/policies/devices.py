@@ -9,8 +9,8 @@ from splitkit.checks import Memory, memory_of, seconds_above_zero
 from splitkit.costs import Costs, Device, Links
 from splitkit.costs.devices import find_device
 from splitkit.costs.links import links_of
-from splitkit.dataflow import Dataflow, enough_nodes
 from splitkit.errors import PolicyError
+from splitkit.graph.dataflow import Dataflow, enough_nodes
 from splitkit.parts import PartKey
 from splitkit.plan import Plan
 from splitkit.plancosts import Optimizer, checked_optimizer

@@ -12,10 +12,10 @@ from torch.fx import Node
 
 from splitkit.checks import positive
 from splitkit.costs import Costs
-from splitkit.dataflow import Dataflow, enough_nodes, module_path, readers_of
 from splitkit.errors import NoPlanError, PolicyError
+from splitkit.graph.dataflow import Dataflow, enough_nodes, module_path, readers_of
+from splitkit.graph.select import no_module
 from splitkit.plan import Plan
-from splitkit.policies.matching import no_module
 from splitkit.policies.placing import Placing
 
 Block = tuple[str, int]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch.fx import Node
 
-from splitkit.dataflow import module_path
 from splitkit.errors import CostError, NoPlanError
+from splitkit.graph.dataflow import module_path
 from splitkit.plan import Plan
 from splitkit.policies.placing import Placing
 from splitkit.solvers.placement.memory import Fit, fewest_devices, least_capacity

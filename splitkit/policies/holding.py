@@ -11,10 +11,10 @@ from torch import nn
 from torch.fx import Node
 
 from splitkit.activations import Activations
-from splitkit.costs.sizes import tensor_bytes
-from splitkit.dataflow import Dataflow
+from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.sizes import tensor_bytes
+from splitkit.graph.storages import attribute, storage_key
 from splitkit.plancosts import STATE_OF, Optimizer
-from splitkit.sharing import attribute, storage_key
 from splitkit.solvers.placement.problem import Ints
 
 if TYPE_CHECKING:

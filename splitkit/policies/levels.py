@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch.fx import Node
 
 from splitkit.costs import Costs
-from splitkit.dataflow import Dataflow, given_back, readers_of, waits_for
+from splitkit.graph.dataflow import Dataflow, given_back, readers_of, waits_for
 
 Kinds = Mapping[Node, bool]
 Levels = dict[Node, int]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from splitkit.checks import memory_of, positive
 from splitkit.costs import Costs
-from splitkit.dataflow import Dataflow, enough_nodes, module_path
 from splitkit.errors import NoPlanError, PolicyError
+from splitkit.graph.dataflow import Dataflow, enough_nodes, module_path
 from splitkit.parts import Claim
 from splitkit.plan import Plan
 from splitkit.plancosts import Optimizer, checked_optimizer

@@ -13,8 +13,8 @@ from scipy.sparse.csgraph import connected_components
 from torch.fx import Node
 
 from splitkit.costs import Costs
-from splitkit.dataflow import Dataflow
 from splitkit.errors import ScheduleError
+from splitkit.graph.dataflow import Dataflow
 from splitkit.order import part_order
 from splitkit.parts import HOST
 from splitkit.plan import Plan

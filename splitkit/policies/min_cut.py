@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch.fx import Node
 
 from splitkit.costs import Costs
-from splitkit.dataflow import Dataflow
 from splitkit.errors import PolicyError, SplitError
+from splitkit.graph.dataflow import Dataflow
 from splitkit.halves import as_joint
 from splitkit.plan import Plan
 from splitkit.policies.cutting import Cutting, cheapest

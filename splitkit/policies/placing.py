@@ -10,8 +10,8 @@ import numpy as np
 from torch.fx import Node
 
 from splitkit.costs import Costs, Links
-from splitkit.costs.gradients import Gradients
-from splitkit.dataflow import Dataflow, crossing, waits_for
+from splitkit.graph.dataflow import Dataflow, crossing, waits_for
+from splitkit.graph.gradients import Gradients
 from splitkit.parts import PartKey
 from splitkit.plan import Plan
 from splitkit.solvers.linked import Linked

@@ -9,12 +9,12 @@ from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from splitkit.costs import Costs, unit
-from splitkit.dataflow import Dataflow
 from splitkit.errors import PolicyError
+from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.select import Ops, Rule, rule_of
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, as_joint, homes, is_pinned, with_inputs
 from splitkit.plan import Plan
 from splitkit.policies.cutting import Cutting, cheapest
-from splitkit.policies.matching import Ops, Rule, rule_of
 from splitkit.policies.save_all import SaveAll
 from splitkit.policy import Policy, as_plan
 from splitkit.rewrite import prune

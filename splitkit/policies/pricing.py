@@ -9,11 +9,11 @@ from torch import fx
 
 from splitkit.costs import Costs, Device, Fused, default, fused
 from splitkit.costs.devices import devices
-from splitkit.costs.sizes import missing
-from splitkit.dataflow import Dataflow
 from splitkit.errors import PolicyError
-from splitkit.sharing import tensors
-from splitkit.symbols import value_of
+from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.sizes import missing
+from splitkit.graph.storages import tensors
+from splitkit.graph.symbols import value_of
 
 Price = Literal["fused"]
 """Prices by name. ``"fused"``: `splitkit.costs.fused`, for Inductor, under which a chain of pointwise ops costs one

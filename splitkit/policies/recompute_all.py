@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from splitkit.costs import Costs
-from splitkit.dataflow import Dataflow
+from splitkit.graph.dataflow import Dataflow
 from splitkit.halves import as_joint, homes, recompute
 from splitkit.plan import Plan
 

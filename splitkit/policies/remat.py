@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from splitkit.costs import Costs
-from splitkit.dataflow import Dataflow
 from splitkit.errors import PolicyError
+from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.select import Ops, modules_matching, rule_of
 from splitkit.halves import FORWARD, JointFlow, as_joint, homes, recompute
 from splitkit.plan import Plan
-from splitkit.policies.matching import Ops, modules_matching, rule_of
 from splitkit.tags import recomputed
 
 
@@ -29,7 +29,7 @@ class Remat:
 
     Attributes:
         keep: ops whose outputs are saved; ops, names of ops, or a rule ``node -> bool``
-            (`splitkit.policies.matching.Ops`).
+            (`splitkit.graph.select.Ops`).
         modules: shell-style patterns of module paths; only what runs in these modules, or below, is computed again.
             All by default.
     """

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from splitkit.checks import positive
 from splitkit.costs import Costs
-from splitkit.dataflow import Dataflow
+from splitkit.graph.dataflow import Dataflow
 from splitkit.plan import Plan
 from splitkit.rewrite import refine
 

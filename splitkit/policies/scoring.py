@@ -11,8 +11,8 @@ from torch.fx import Node
 from splitkit.checks import Memory, memory_of
 from splitkit.costs import Costs, Links, unit_of
 from splitkit.costs.training import with_backward
-from splitkit.dataflow import Dataflow
 from splitkit.errors import NoPlanError
+from splitkit.graph.dataflow import Dataflow
 from splitkit.parts import PartKey
 from splitkit.plan import Plan
 from splitkit.plancosts import Optimizer, StagePrices, peaks_of_visits, run_order

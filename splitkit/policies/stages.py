@@ -11,8 +11,8 @@ from torch.fx import Node
 from splitkit.checks import Memory, memory_of, positive, seconds_above_zero
 from splitkit.costs import Costs, Links
 from splitkit.costs.links import links_of
-from splitkit.dataflow import Dataflow, crossing, enough_nodes, given_back, readers_of, waits_for
 from splitkit.errors import PolicyError
+from splitkit.graph.dataflow import Dataflow, crossing, enough_nodes, given_back, readers_of, waits_for
 from splitkit.parts import Claim
 from splitkit.plan import Plan
 from splitkit.plancosts import Optimizer, checked_optimizer

@@ -11,7 +11,7 @@ import numpy as np
 from splitkit.activations import activations
 from splitkit.costs import Costs, Links, unit_of
 from splitkit.costs.training import with_backward
-from splitkit.dataflow import Dataflow
+from splitkit.graph.dataflow import Dataflow
 from splitkit.parts import Claim, PartKey
 from splitkit.plan import Plan
 from splitkit.plancosts import Optimizer, StagePrices

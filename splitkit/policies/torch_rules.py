@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch.fx import Node
 
 from splitkit._torch import OpOverload
-from splitkit.costs.sizes import value_bytes
+from splitkit.graph.sizes import value_bytes
 from splitkit.savings import Savings, required_by_forward
 
 Floats = NDArray[np.float64]

@@ -16,8 +16,8 @@ from torch import fx
 from splitkit import _torch
 from splitkit.compare import Comparison, compare
 from splitkit.costs import unit
-from splitkit.dataflow import analyze
 from splitkit.errors import CheckError, PlanError
+from splitkit.graph.dataflow import analyze
 from splitkit.split import Split, split
 from splitkit.testing.oracle import assert_emitted_as_planned, assert_inlines, assert_same
 from splitkit.testing.probes import close_all

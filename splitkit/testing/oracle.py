@@ -12,13 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 from splitkit.compare import GRADIENT_TOLERANCE, compare
 from splitkit.complete import check, complete
-from splitkit.dataflow import Dataflow, reads
 from splitkit.errors import CheckError
+from splitkit.graph.dataflow import Dataflow, reads
+from splitkit.graph.scope import is_state_op
 from splitkit.inline import inline
 from splitkit.order import part_order
 from splitkit.parts import HOST, PartKey
 from splitkit.plan import Plan
-from splitkit.scope import is_state_op
 from splitkit.split import Split
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from splitkit import _torch
-from splitkit.ops import declare
-from splitkit.states import SETTINGS, register_region
+from splitkit.graph.ambient import SETTINGS, register_region
+from splitkit.graph.ops import declare
 
 _level = 0
 

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.fx import Node
 
-from splitkit import _torch, states
-from splitkit.dataflow import Dataflow
+from splitkit import _torch
+from splitkit.graph import ambient as states
+from splitkit.graph.dataflow import Dataflow
 from splitkit.parts import HOST, PartKey
 from splitkit.plan import Plan
 from splitkit.rewrite import prune, refine, rematerialize

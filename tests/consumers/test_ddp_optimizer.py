@@ -8,8 +8,8 @@ from torch import nn
 from torch._dynamo.backends.distributed import DDPOptimizer
 
 import splitkit as sk
+from splitkit.graph.scope import is_state_op
 from splitkit.policies import Buckets
-from splitkit.scope import is_state_op
 
 CAP, FIRST = 60_000, 20_000
 

@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from splitkit import capture, costs, models
 from splitkit.costs import training
 from splitkit.costs.counting import FORMULAS
-from splitkit.costs.jointly import backward_nodes, is_joint, owners
 from splitkit.costs.training import FromFormula, FromJoint
 from splitkit.errors import CostError, GraphError
+from splitkit.graph.joint import backward_nodes, is_joint, owners
 
 aten = torch.ops.aten
 TINY = {"layers": 2, "width": 64, "heads": 4, "vocab": 100, "batch": 2, "seq": 16}

@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_map
 
-from splitkit.ops import effects_of
+from splitkit.graph.ops import effects_of
 
 ROOT = nn.Module()
 X, Y = "$x", "$y"

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from splitkit.ops import effects_of, is_tuple
+from splitkit.graph.ops import effects_of, is_tuple
 
 
 def storages(values: Any) -> dict[int, torch.Tensor]:

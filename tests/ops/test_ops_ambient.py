@@ -12,8 +12,8 @@ from opnodes import ROOT, X, Y, call, method, module
 from torch import fx, nn
 from torch.autograd import forward_ad
 
-from splitkit.ops import effects_of, tables
-from splitkit.ops.ambient import is_ambient
+from splitkit.graph.ops import effects_of, tables
+from splitkit.graph.ops.barriers import is_ambient
 
 SETTERS = [
     torch.set_grad_enabled,

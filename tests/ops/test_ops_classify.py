@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from opnodes import ROOT, X, Y, call, module, names, stranger
 from torch import fx, nn
 
-from splitkit.ops import effects_of, is_tuple
-from splitkit.ops.facts import PURE
+from splitkit.graph.ops import effects_of, is_tuple
+from splitkit.graph.ops.facts import PURE
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ import torch
 from opnodes import ROOT, X, Y, call, method, names
 from torch import fx
 
-from splitkit.ops import effects_of, is_tuple
+from splitkit.graph.ops import effects_of, is_tuple
 
 
 def after(*steps: Callable[[fx.Node], fx.Node]) -> fx.Node:

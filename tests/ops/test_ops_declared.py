@@ -7,7 +7,7 @@ import torch
 from opnodes import FRESH, Layer, X, Y, call, method, module, names, seen
 from torch import nn
 
-from splitkit.ops import declare, declared, effects_of
+from splitkit.graph.ops import declare, declared, effects_of
 
 aten = torch.ops.aten
 

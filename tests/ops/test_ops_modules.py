@@ -6,7 +6,7 @@ from opnodes import module, names
 from opwatch import Snapshot, storages
 from torch import nn
 
-from splitkit.ops import effects_of, is_tuple, tables
+from splitkit.graph.ops import effects_of, is_tuple, tables
 
 
 def act(m: nn.Module, train: bool = True) -> tuple[str, str, bool, int]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from opnodes import FRESH, ROOT, X, Y, call, method, seen
 
-from splitkit.ops import Effects, effects_of
+from splitkit.graph.ops import Effects, effects_of
 
 aten = torch.ops.aten
 

@@ -6,9 +6,9 @@ import torch
 from opnodes import ROOT, call
 from torch._ops import OpOverload, OpOverloadPacket
 
-from splitkit.ops import effects_of
-from splitkit.ops.facts import nodes_in
-from splitkit.ops.schema import registered, shared
+from splitkit.graph.ops import effects_of
+from splitkit.graph.ops.facts import nodes_in
+from splitkit.graph.ops.schema import registered, shared
 
 aten = torch.ops.aten
 

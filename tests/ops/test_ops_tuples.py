@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from opnodes import ROOT, Layer, X, Y, call, method, module, stranger
 from torch import fx, nn
 
-from splitkit.ops import is_tuple
+from splitkit.graph.ops import is_tuple
 
 aten = torch.ops.aten
 

@@ -70,7 +70,7 @@ def test_what_goes_together_and_what_only_some_can_run(deep):
     gm, costs = deep
     policy = Devices(["h100"] * 3, together=["layers.[0-8]"], only={"layers.15": [0], "layers.1[0-3]": [1, 2]})
     plan = sk.plan(gm, policy, costs)
-    from splitkit.dataflow import module_path
+    from splitkit.graph.dataflow import module_path
 
     path = {n: module_path(n) for n in plan}
     assert len({plan.home(n) for n in plan if path[n] in {f"layers.{i}" for i in range(9)}}) == 1

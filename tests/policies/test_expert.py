@@ -8,8 +8,8 @@ from torch import fx, nn
 
 import splitkit as sk
 from splitkit import models
-from splitkit.dataflow import module_path
 from splitkit.errors import NoPlanError, PolicyError
+from splitkit.graph.dataflow import module_path
 from splitkit.policies import Expert
 from splitkit.testing import assert_legal, assert_same
 

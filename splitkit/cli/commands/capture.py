@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from torch import fx
 
-    from splitkit.dataflow import Dataflow
+    from splitkit.graph.dataflow import Dataflow
 
 TOP = 10
 SHOWN = 3
@@ -63,7 +63,7 @@ def _flops(gm: fx.GraphModule, flow: Dataflow) -> float | None:
 
 def _regions(flow: Dataflow) -> dict[str, int]:
     """Kind of region -> how many nodes are in one."""
-    from splitkit.scope import region_kind
+    from splitkit.graph.scope import region_kind
 
     inside: Counter[str] = Counter()
     for node in flow.nodes:

@@ -8,10 +8,10 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
-from splitkit.ops import tables
-from splitkit.ops.facts import nodes_in
-from splitkit.ops.names import torch_name
-from splitkit.symbols import value_of
+from splitkit.graph.ops import tables
+from splitkit.graph.ops.facts import nodes_in
+from splitkit.graph.ops.names import torch_name
+from splitkit.graph.symbols import value_of
 
 _NAMES = (("self", "input", "tensor"), ("other", "the_template"))  # of the first argument and the second
 

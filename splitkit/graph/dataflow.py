@@ -15,13 +15,13 @@ from torch import fx, nn
 from torch.fx import Node
 
 from splitkit.brief import brief
-from splitkit.effects import order_of
 from splitkit.errors import GraphError, NoPlanError
-from splitkit.ops import Effects, effects_of, is_tuple
+from splitkit.graph.effects import order_of
+from splitkit.graph.ops import Effects, effects_of, is_tuple
+from splitkit.graph.scope import Scope, is_state_op, scopes
+from splitkit.graph.storages import attribute
+from splitkit.graph.symbols import binders, is_symbolic, symbols_of, value_of
 from splitkit.prices import Costs
-from splitkit.scope import Scope, is_state_op, scopes
-from splitkit.sharing import attribute
-from splitkit.symbols import binders, is_symbolic, symbols_of, value_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Dataflow:
             or acts on the outside world. Iterates and tests like a set.
         written: attributes (``get_attr`` nodes) whose memory the graph writes.
         followers: nodes that unpack a tuple -> the node that made the tuple. They live where it lives.
-        effects: what each node does, as classified by `splitkit.ops`.
+        effects: what each node does, as classified by `splitkit.graph.ops`.
     """
 
     graph: fx.Graph

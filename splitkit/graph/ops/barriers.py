@@ -8,9 +8,9 @@ from typing import Any
 from torch import fx
 
 from splitkit.errors import GraphError
-from splitkit.ops import tables
-from splitkit.ops.facts import remembered
-from splitkit.scope import NEUTRAL, scopes
+from splitkit.graph.ops import tables
+from splitkit.graph.ops.facts import remembered
+from splitkit.graph.scope import NEUTRAL, scopes
 
 _SAYS_SO = re.compile("(^|_)(set|enter|exit|push|pop|enable|disable|increment|decrement)(?=_|[A-Z]|$)|Disable|Guard")
 
@@ -27,7 +27,7 @@ def is_ambient(target: Any) -> bool:
 
 
 def is_restored(graph: fx.Graph) -> bool:
-    """Does a graph leave the regions and modes of `splitkit.scope` as it found them?"""
+    """Does a graph leave the regions and modes of `splitkit.graph.scope` as it found them?"""
     try:
         return scopes(graph)[1] == NEUTRAL
     except GraphError:

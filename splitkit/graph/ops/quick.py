@@ -10,13 +10,13 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
-from splitkit.ops import tables
-from splitkit.ops.ambient import is_ambient
-from splitkit.ops.declared import declared_facts, on_declare
-from splitkit.ops.facts import PURE, Effects, Facts, view_of
-from splitkit.ops.names import computes, signature_facts, torch_name
-from splitkit.ops.schema import named_facts, schema_facts
-from splitkit.symbols import value_of
+from splitkit.graph.ops import tables
+from splitkit.graph.ops.barriers import is_ambient
+from splitkit.graph.ops.declared import declared_facts, on_declare
+from splitkit.graph.ops.facts import PURE, Effects, Facts, view_of
+from splitkit.graph.ops.names import computes, signature_facts, torch_name
+from splitkit.graph.ops.schema import named_facts, schema_facts
+from splitkit.graph.symbols import value_of
 
 _Known = tuple[object, bool, bool]
 # id(target) -> (target, is it a view of its first argument, must that and the result be known as tensors?); by

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from splitkit.ops import tables
-from splitkit.ops.facts import Effects, distinct, union
-from splitkit.ops.names import torch_name
+from splitkit.graph.ops import tables
+from splitkit.graph.ops.facts import Effects, distinct, union
+from splitkit.graph.ops.names import torch_name
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.errors import GraphError
-from splitkit.symbols import value_of
+from splitkit.graph.symbols import value_of
 
 
 def shares_memory(gm: fx.GraphModule) -> bool:

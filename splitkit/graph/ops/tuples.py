@@ -12,12 +12,12 @@ from torch import fx, nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
-from splitkit.ops import tables
-from splitkit.ops.facts import Facts
-from splitkit.ops.modules import bodies, is_stock, lookup
-from splitkit.ops.names import is_python, torch_name
-from splitkit.ops.schema import fitting, named_facts, packet_facts, schema_facts
-from splitkit.symbols import value_of
+from splitkit.graph.ops import tables
+from splitkit.graph.ops.facts import Facts
+from splitkit.graph.ops.modules import bodies, is_stock, lookup
+from splitkit.graph.ops.names import is_python, torch_name
+from splitkit.graph.ops.schema import fitting, named_facts, packet_facts, schema_facts
+from splitkit.graph.symbols import value_of
 
 
 def is_tuple(node: Node, root: nn.Module | None = None) -> bool | None:

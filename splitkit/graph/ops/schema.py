@@ -10,9 +10,9 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
-from splitkit.ops import tables
-from splitkit.ops.facts import UNKNOWN, Facts, Slot
-from splitkit.ops.rules import rule_for
+from splitkit.graph.ops import tables
+from splitkit.graph.ops.facts import UNKNOWN, Facts, Slot
+from splitkit.graph.ops.rules import rule_for
 
 _BITS = frozenset(f"__{i}{op}__" for i in ("", "i") for op in ("and", "or", "xor", "lshift", "rshift"))
 _MAYBE_ALIASING = getattr(torch.Tag, "maybe_aliasing_or_mutating", None)

@@ -8,7 +8,7 @@ between them, and written again by the emitter wherever a part needs them::
     relu            │            part 1: enter, relu, exit
     exit_autocast ──┘
 
-What counts as a state op stands in the registry, `splitkit.states`.
+What counts as a state op stands in the registry, `splitkit.graph.ambient`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit.errors import GraphError
-from splitkit.states import GRAD, TARGETS, Region, closed_by, is_state_op, opened_by, read_by, written_by
+from splitkit.graph.ambient import GRAD, TARGETS, Region, closed_by, is_state_op, opened_by, read_by, written_by
 
 __all__ = ["CALLERS", "NEUTRAL", "Scope", "is_state_op", "region_attributes", "region_kind", "scopes", "states_before"]
 

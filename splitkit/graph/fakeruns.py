@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.
 from torch.fx import Node
 
 from splitkit._torch import pytree
-from splitkit.dataflow import require_graph
 from splitkit.errors import GraphError
-from splitkit.sharing import storage_key
+from splitkit.graph.dataflow import require_graph
+from splitkit.graph.storages import storage_key
 
 
 def propagate(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> None:

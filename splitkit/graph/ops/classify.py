@@ -11,17 +11,17 @@ from torch import fx, nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
-from splitkit.ops import tables
-from splitkit.ops.ambient import is_restored
-from splitkit.ops.containers import container_effects
-from splitkit.ops.declared import declared_effects, declared_facts
-from splitkit.ops.facts import PURE, Described, Effects, distinct, first_argument, union, unknown
-from splitkit.ops.foreign import foreign_effects
-from splitkit.ops.modules import Inside, bodies, is_changed, is_stock, lookup, state, stock_inside
-from splitkit.ops.names import is_python, named_effects, python_effects
-from splitkit.ops.quick import quick_effects
-from splitkit.ops.schema import members, packet_facts, schema_facts
-from splitkit.scope import is_state_op
+from splitkit.graph.ops import tables
+from splitkit.graph.ops.barriers import is_restored
+from splitkit.graph.ops.containers import container_effects
+from splitkit.graph.ops.declared import declared_effects, declared_facts
+from splitkit.graph.ops.facts import PURE, Described, Effects, distinct, first_argument, union, unknown
+from splitkit.graph.ops.foreign import foreign_effects
+from splitkit.graph.ops.modules import Inside, bodies, is_changed, is_stock, lookup, state, stock_inside
+from splitkit.graph.ops.names import is_python, named_effects, python_effects
+from splitkit.graph.ops.quick import quick_effects
+from splitkit.graph.ops.schema import members, packet_facts, schema_facts
+from splitkit.graph.scope import is_state_op
 
 Memo = dict[nn.Module, Inside | None]  # what is inside the modules that one question has led to
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from splitkit.ops import tables
-from splitkit.ops.facts import Call, Effects, Rule, first_argument
+from splitkit.graph.ops import tables
+from splitkit.graph.ops.facts import Call, Effects, Rule, first_argument
 
 
 def rule_for(name: str, parameters: Collection[str]) -> Rule | None:

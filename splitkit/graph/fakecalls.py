@@ -19,11 +19,11 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit._torch import pytree
-from splitkit.ops import effects_of
-from splitkit.ops.facts import Described
-from splitkit.scope import is_state_op
-from splitkit.sharing import attribute, tensors
-from splitkit.symbols import concrete
+from splitkit.graph.ops import effects_of
+from splitkit.graph.ops.facts import Described
+from splitkit.graph.scope import is_state_op
+from splitkit.graph.storages import attribute, tensors
+from splitkit.graph.symbols import concrete
 
 NO_SIZES: Mapping[str, int] = MappingProxyType({})
 

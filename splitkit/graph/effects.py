@@ -8,8 +8,8 @@ are one class). Along graph order, reads and writes of a class give *order edges
     w = x.mul_(3)      write                 write-after-write   w waits for y
 
 Random generators and the outside world (prints) are classes too, so that independent dropouts keep their order.
-So is ambient state that no `splitkit.scope.Scope` describes (a default dtype, a choice of attention kernels): what sets
-it writes, and every other node reads, so nothing moves across.
+So is ambient state that no `Scope` describes (a default dtype, a choice of attention kernels): what sets it writes, and
+every other node reads, so nothing moves across.
 Obtaining a reference (get_attr, placeholder, getitem of a tuple) reads nothing: only its users do. Asking for a size
 (``empty_like``) reads no memory; it keeps its place among ops that resize.
 
@@ -28,11 +28,11 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from splitkit.classes import Classes, held_in, is_plain
-from splitkit.ops import PURE, Effects, sizes_only
-from splitkit.scope import is_state_op
-from splitkit.sharing import attribute, storage_key
-from splitkit.symbols import value_of
+from splitkit.graph.classes import Classes, held_in, is_plain
+from splitkit.graph.ops import PURE, Effects, sizes_only
+from splitkit.graph.scope import is_state_op
+from splitkit.graph.storages import attribute, storage_key
+from splitkit.graph.symbols import value_of
 
 RANDOM = "random numbers"
 OUTSIDE = "the outside world"
@@ -255,7 +255,7 @@ def _touched(node: Node, effect: Effects, reads: Collection[Node], asked: Collec
 
 def _reason(effect: Effects, storage_is_written: bool) -> str:
     if not effect.known:
-        return "it is not known what it does (declare it with splitkit.ops.declare)"
+        return "it is not known what it does (declare it with splitkit.extend.declare)"
     if effect.writes or effect.writes_state:
         return "it writes memory"
     if effect.random:

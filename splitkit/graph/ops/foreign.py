@@ -9,11 +9,11 @@ from torch import fx, nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
-from splitkit.ops import tables
-from splitkit.ops.facts import Effects, unknown
-from splitkit.ops.modules import is_stock, lookup
-from splitkit.ops.names import is_python, torch_name
-from splitkit.symbols import value_of
+from splitkit.graph.ops import tables
+from splitkit.graph.ops.facts import Effects, unknown
+from splitkit.graph.ops.modules import is_stock, lookup
+from splitkit.graph.ops.names import is_python, torch_name
+from splitkit.graph.symbols import value_of
 
 _KNOWN = (
     *(torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, torch.UntypedStorage, torch.TypedStorage),

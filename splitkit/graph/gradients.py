@@ -17,10 +17,10 @@ import torch
 from torch import fx, nn
 from torch.fx import Node
 
-from splitkit.dataflow import Dataflow
-from splitkit.sharing import tensors
-from splitkit.standins import name_of, target_of
-from splitkit.symbols import value_of
+from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.fakecalls import name_of, target_of
+from splitkit.graph.storages import tensors
+from splitkit.graph.symbols import value_of
 
 _CUTS = ("detach", "new_", "bernoulli", "lift_fresh")
 """How ops begin of which results have no history, whatever the arguments require; others end in ``_like``."""

@@ -15,8 +15,8 @@ from torch import nn
 from torch.fx import Node
 
 from splitkit._torch import HigherOrderOperator, OpOverload, OpOverloadPacket
-from splitkit.dataflow import Dataflow, module_path
 from splitkit.errors import PolicyError
+from splitkit.graph.dataflow import Dataflow, module_path
 
 Op = str | Callable[..., Any]
 """One op: ``torch.ops.aten.mm.default``, ``torch.ops.aten.mm`` (any overload), ``torch.relu``, ``nn.Linear`` (a called

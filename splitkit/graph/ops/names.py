@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from splitkit.ops import tables
-from splitkit.ops.ambient import is_ambient
-from splitkit.ops.facts import PURE, Call, Effects, Facts, first_argument, remembered, union, unknown
-from splitkit.ops.rules import dropout, rule_for
-from splitkit.ops.schema import fitting, named_facts
+from splitkit.graph.ops import tables
+from splitkit.graph.ops.barriers import is_ambient
+from splitkit.graph.ops.facts import PURE, Call, Effects, Facts, first_argument, remembered, union, unknown
+from splitkit.graph.ops.rules import dropout, rule_for
+from splitkit.graph.ops.schema import fitting, named_facts
 
 # ---------------------------------------------------------------- Python
 

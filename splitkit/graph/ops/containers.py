@@ -9,12 +9,12 @@ from typing import Any
 from torch import nn
 from torch.fx import Node
 
-from splitkit.ops import tables
-from splitkit.ops.facts import Effects, first_argument, unknown
-from splitkit.ops.modules import lookup
-from splitkit.ops.names import is_python
-from splitkit.ops.tuples import is_tuple
-from splitkit.symbols import value_of
+from splitkit.graph.ops import tables
+from splitkit.graph.ops.facts import Effects, first_argument, unknown
+from splitkit.graph.ops.modules import lookup
+from splitkit.graph.ops.names import is_python
+from splitkit.graph.ops.tuples import is_tuple
+from splitkit.graph.symbols import value_of
 
 _ITERATORS: tuple[Any, ...] = (iter, reversed, enumerate, zip, map, filter)
 _JOINS = (operator.or_, operator.and_, operator.xor, operator.sub)  # of sets and dicts

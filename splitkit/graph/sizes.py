@@ -12,12 +12,12 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit._torch import HigherOrderOperator, OpOverload
-from splitkit.dataflow import require_graph
 from splitkit.errors import GraphError
-from splitkit.scope import is_state_op
-from splitkit.sharing import tensors
-from splitkit.standins import hint
-from splitkit.symbols import value_of
+from splitkit.graph.dataflow import require_graph
+from splitkit.graph.fakecalls import hint
+from splitkit.graph.scope import is_state_op
+from splitkit.graph.storages import tensors
+from splitkit.graph.symbols import value_of
 
 
 def elements(tensor: torch.Tensor) -> int:

@@ -8,7 +8,7 @@ Two kinds of state appear in graphs::
 
 Everything else that changes the state in which later nodes run (a default dtype, streams, the levels of ``vmap``,
 ``grad`` and dual numbers, whose tensors die with their level) has no entry here: it is an effect that no node moves
-across (`splitkit.effects.AMBIENT`).
+across (`splitkit.graph.effects.AMBIENT`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Setting:
     """A value that calls overwrite.
 
     Attributes:
-        name: of the value, in `splitkit.scope.Scope` and in messages.
+        name: of the value, in `splitkit.graph.scope.Scope` and in messages.
         get: target that yields the value in force; takes nothing.
         set: target that puts back what ``get`` yielded.
         writers: other targets that write a value -> which one, given their arguments.

@@ -11,9 +11,9 @@ from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
-from splitkit.ops.facts import Effects, Facts, Slot
-from splitkit.ops.modules import lookup, state
-from splitkit.ops.schema import members
+from splitkit.graph.ops.facts import Effects, Facts, Slot
+from splitkit.graph.ops.modules import lookup, state
+from splitkit.graph.ops.schema import members
 
 _DECLARED: dict[Any, Facts] = {}
 _WATCHERS: list[Callable[[], None]] = []
