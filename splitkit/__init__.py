@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from splitkit.split import Split as Split
     from splitkit.split import plan as plan
     from splitkit.split import split as split
-    from splitkit.split import split_module as split_module
+    from splitkit.split_module import split_module as split_module
     from splitkit.stagecosts import StageCosts as StageCosts
     from splitkit.sweep import sweep as sweep
 
@@ -115,7 +115,7 @@ _HOME = {
     "simulate_memory": "memory",
     "simulate_schedule": "schedule",
     "split": "split",
-    "split_module": "split",
+    "split_module": "split_module",
     "stage_costs": "plancosts",
     "sweep": "sweep",
 }

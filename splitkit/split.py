@@ -12,7 +12,6 @@ import torch
 from torch import fx, nn
 from torch.fx import Node
 
-from splitkit import _torch
 from splitkit.brief import brief, few
 from splitkit.collector import collector_at_rest
 from splitkit.complete import check, complete
@@ -29,7 +28,6 @@ from splitkit.parts import HOST, PartKey
 from splitkit.plan import Plan
 from splitkit.policy import Policy, PolicyLike, as_plan
 from splitkit.rewrite import condense, refine
-from splitkit.verbatim import runs_of
 
 if TYPE_CHECKING:
     from networkx import DiGraph
@@ -150,7 +148,7 @@ def plan(gm: fx.GraphModule, policy: PolicyLike, costs: Costs | None = None, *, 
         SplitError: see `splitkit.policies` for what policies refuse; PlanError when the plan cannot be right.
     """
     flow = analyze(gm)
-    decided = _decide(flow, policy, costs, on_cycle)
+    decided = decide(flow, policy, costs, on_cycle)
     whole = complete(flow, decided)
     check(flow, whole)
     part_order(flow, whole)
@@ -187,16 +185,16 @@ def split(
     _check_choice("parameters", parameters, ("own", "hoist"))
     with collector_at_rest():
         flow = analyze(gm)
-        whole = complete(flow, _decide(flow, policy, costs, on_cycle), parameters)
+        whole = complete(flow, decide(flow, policy, costs, on_cycle), parameters)
         check(flow, whole)
         units = cut(flow, whole)
         emitted = emit(flow, whole, units, Style(), lazy)
-        _watch_inputs(flow, units, emitted)
+        watch_inputs(flow, units, emitted)
     subgraphs = {u.key: u for u in units if isinstance(u, Subgraph)}
     return Split(emitted.module, whole, flow, subgraphs, emitted.parts, _qualified_names(emitted), emitted.copies)
 
 
-def _decide(flow: Dataflow, policy: PolicyLike, costs: Costs | None, on_cycle: OnCycle) -> Plan:
+def decide(flow: Dataflow, policy: PolicyLike, costs: Costs | None, on_cycle: OnCycle) -> Plan:
     _check_choice("on_cycle", on_cycle, ("error", *_WAYS_OUT))
     if costs is None:
         costs = default(flow.root) if isinstance(policy, Policy) else unit(flow.root)  # only policies look at prices
@@ -218,7 +216,7 @@ def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
         raise PolicyError("SK302", f"{name}={value!r} is not known", f"Use {', '.join(others)} or {last}.")
 
 
-def _watch_inputs(flow: Dataflow, units: tuple[Subgraph | Node, ...], emitted: Emitted) -> None:
+def watch_inputs(flow: Dataflow, units: tuple[Subgraph | Node, ...], emitted: Emitted) -> None:
     """Let the parent refuse inputs that share memory, if its parts would use it in another order than the graph."""
     if watcher := overlap_check(flow, units, lambda: _qualified_names(emitted)):
         watcher.watch(emitted.module)
@@ -239,68 +237,3 @@ def _qualified_names(emitted: Emitted) -> dict[str, str]:
             elif isinstance(value, torch.Tensor):
                 names[f"{prefix}{name}"] = original
     return names
-
-
-def split_module(
-    m: fx.GraphModule,
-    root_m: nn.Module | None,
-    split_callback: PolicyLike | Callable[[Node], PartKey],
-    qualname_map: dict[str, str] | None = None,
-    keep_original_order: bool = False,
-    keep_original_node_name: bool = False,
-    keep_original_input_name: bool = True,
-    *,
-    partition_affix: str | None = None,
-    tuple_return: bool = False,
-) -> fx.GraphModule:
-    """Split a graph with the signature of ``torch.fx.passes.split_module.split_module``.
-
-    Parameters and buffers stay in the parent and are passed in; called modules move into their part as ``a_b``. What
-    differs from torch: ``split_callback`` may be anything that `split` takes and is called once a node; parts run in
-    the order of their first node as far as data and effects allow, whatever ``keep_original_order`` says. All
-    differences: ``docs/split_module.md``.
-
-    Args:
-        m: the graph; it is left as it is.
-        root_m: ignored, as in torch; the attributes of ``m`` are used.
-        split_callback: node -> part id, any hashable; ``None`` leaves a node in the parent.
-        qualname_map: filled with names of moved modules -> their original names.
-        keep_original_order: the parent reads attributes where they are first needed; and where each part is one
-            consecutive run of the graph, grad-mode and autocast ops stay where they stand.
-        keep_original_node_name: nodes keep their names, else they get those that fx gives to new nodes.
-        keep_original_input_name: name the inputs of parts after their values, else ``arg_0`` ...
-        partition_affix: ``submod_<affix>_<id>``. With ``"pp"``, the affix of ``torch.distributed.pipelining``, the
-            parent takes and returns bare values as torch's does: no pytrees, an exported model gives a flat tuple.
-        tuple_return: parts with one output return a tuple.
-    """
-    style = Style(
-        partition_affix,
-        tuple_return,
-        keep_original_input_name,
-        keep_original_node_name,
-        late_attributes=keep_original_order,
-        like_torch=True,
-        flat=partition_affix == PIPELINING,
-    )
-    with collector_at_rest():
-        flow = analyze(m)
-        labels: dict[Node, PartKey] = {}
-        asked = _recorded(split_callback, labels) if keep_original_order else split_callback
-        whole = complete(flow, _decide(flow, asked, None, "error"), "hoist")
-        check(flow, whole)
-        units = cut(flow, whole, as_met=True)
-        emitted = emit(
-            flow, whole, units, style, _torch.wants_lazy_code(), runs_of(flow, whole, labels) if labels else {}
-        )
-        _watch_inputs(flow, units, emitted)
-    if qualname_map is not None:
-        for part, attributes in emitted.attributes.items():
-            qualname_map |= {f"{part}.{name}": original for name, original in attributes.items() if part}
-    return emitted.module
-
-
-def _recorded(policy: PolicyLike, labels: dict[Node, PartKey]) -> PolicyLike:
-    """A callback that notes its answers, also those for state ops, which a plan has no use for."""
-    if isinstance(policy, (Policy, Plan, Mapping, type)) or not callable(policy):
-        return policy
-    return lambda node: labels.setdefault(node, policy(node))

@@ -13,7 +13,8 @@ import splitkit as sk
 from splitkit.errors import GraphError, PolicyError
 from splitkit.plan import Plan
 from splitkit.policies import RoundRobin, Stages
-from splitkit.split import split, split_module
+from splitkit.split import split
+from splitkit.split_module import split_module
 from splitkit.testing import Specimen, assert_same, zoo
 
 ZOO: dict[str, Specimen] = {s.name: s for s in zoo()}

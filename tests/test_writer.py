@@ -11,7 +11,8 @@ from torch import fx, nn
 from splitkit import writer
 from splitkit.costs import unit
 from splitkit.policies import RoundRobin
-from splitkit.split import split, split_module
+from splitkit.split import split
+from splitkit.split_module import split_module
 from splitkit.testing import Specimen, assert_same, zoo
 from splitkit.writer import Writer, is_fast
 

@@ -14,8 +14,8 @@ from dataclasses import replace
 import numpy as np
 
 from splitkit.solvers.placement.anneal import Schedule
+from splitkit.solvers.placement.bounds import check
 from splitkit.solvers.placement.chained import chained
-from splitkit.solvers.placement.checks import check
 from splitkit.solvers.placement.contiguous import contiguous
 from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.evaluate import circles, faults

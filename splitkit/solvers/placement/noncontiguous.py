@@ -9,7 +9,7 @@ import numpy as np
 
 from splitkit.solvers.placement import bounds, cpsat
 from splitkit.solvers.placement.anneal import Places, Population, Schedule, rows_of
-from splitkit.solvers.placement.checks import check
+from splitkit.solvers.placement.bounds import check
 from splitkit.solvers.placement.contiguous import contiguous
 from splitkit.solvers.placement.contract import contracted, tightened
 from splitkit.solvers.placement.core import Core, core_of, exact_links

@@ -1,0 +1,86 @@
+"""Torch's ``split_module``, by this engine: same signature, same names, same code of parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import fx, nn
+from torch.fx import Node
+
+from splitkit import _torch
+from splitkit.collector import collector_at_rest
+from splitkit.complete import check, complete
+from splitkit.cut import cut
+from splitkit.emit import emit
+from splitkit.graph.dataflow import analyze
+from splitkit.names import Style
+from splitkit.parts import PartKey
+from splitkit.plan import Plan
+from splitkit.policy import Policy, PolicyLike
+from splitkit.split import PIPELINING, decide, watch_inputs
+from splitkit.verbatim import runs_of
+
+
+def split_module(
+    m: fx.GraphModule,
+    root_m: nn.Module | None,
+    split_callback: PolicyLike | Callable[[Node], PartKey],
+    qualname_map: dict[str, str] | None = None,
+    keep_original_order: bool = False,
+    keep_original_node_name: bool = False,
+    keep_original_input_name: bool = True,
+    *,
+    partition_affix: str | None = None,
+    tuple_return: bool = False,
+) -> fx.GraphModule:
+    """Split a graph with the signature of ``torch.fx.passes.split_module.split_module``.
+
+    Parameters and buffers stay in the parent and are passed in; called modules move into their part as ``a_b``. What
+    differs from torch: ``split_callback`` may be anything that `split` takes and is called once a node; parts run in
+    the order of their first node as far as data and effects allow, whatever ``keep_original_order`` says. All
+    differences: ``docs/split_module.md``.
+
+    Args:
+        m: the graph; it is left as it is.
+        root_m: ignored, as in torch; the attributes of ``m`` are used.
+        split_callback: node -> part id, any hashable; ``None`` leaves a node in the parent.
+        qualname_map: filled with names of moved modules -> their original names.
+        keep_original_order: the parent reads attributes where they are first needed; and where each part is one
+            consecutive run of the graph, grad-mode and autocast ops stay where they stand.
+        keep_original_node_name: nodes keep their names, else they get those that fx gives to new nodes.
+        keep_original_input_name: name the inputs of parts after their values, else ``arg_0`` ...
+        partition_affix: ``submod_<affix>_<id>``. With ``"pp"``, the affix of ``torch.distributed.pipelining``, the
+            parent takes and returns bare values as torch's does: no pytrees, an exported model gives a flat tuple.
+        tuple_return: parts with one output return a tuple.
+    """
+    style = Style(
+        partition_affix,
+        tuple_return,
+        keep_original_input_name,
+        keep_original_node_name,
+        late_attributes=keep_original_order,
+        like_torch=True,
+        flat=partition_affix == PIPELINING,
+    )
+    with collector_at_rest():
+        flow = analyze(m)
+        labels: dict[Node, PartKey] = {}
+        asked = _recorded(split_callback, labels) if keep_original_order else split_callback
+        whole = complete(flow, decide(flow, asked, None, "error"), "hoist")
+        check(flow, whole)
+        units = cut(flow, whole, as_met=True)
+        emitted = emit(
+            flow, whole, units, style, _torch.wants_lazy_code(), runs_of(flow, whole, labels) if labels else {}
+        )
+        watch_inputs(flow, units, emitted)
+    if qualname_map is not None:
+        for part, attributes in emitted.attributes.items():
+            qualname_map |= {f"{part}.{name}": original for name, original in attributes.items() if part}
+    return emitted.module
+
+
+def _recorded(policy: PolicyLike, labels: dict[Node, PartKey]) -> PolicyLike:
+    """A callback that notes its answers, also those for state ops, which a plan has no use for."""
+    if isinstance(policy, (Policy, Plan, Mapping, type)) or not callable(policy):
+        return policy
+    return lambda node: labels.setdefault(node, policy(node))
