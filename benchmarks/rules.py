@@ -23,7 +23,7 @@ from torch.fx import Node
 from splitkit.costs import Costs, unit
 from splitkit.errors import NoPlanError
 from splitkit.graph.dataflow import Dataflow, module_path, readers_of, waits_for
-from splitkit.plan import Plan
+from splitkit.plans.record import Plan
 from splitkit.policies import Expert
 from splitkit.policies.placing import Placing
 

@@ -43,8 +43,8 @@ from splitkit.activations import activations
 from splitkit.costs import Costs, Links
 from splitkit.errors import SplitError
 from splitkit.models import Example
-from splitkit.plan import Plan
 from splitkit.plancosts import StagePrices
+from splitkit.plans.record import Plan
 from splitkit.policies import Stages
 from splitkit.policies.placing import Placing, Travel
 from splitkit.testing.nets import UNet

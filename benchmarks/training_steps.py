@@ -34,7 +34,7 @@ from splitkit.costs import Costs
 from splitkit.graph.dataflow import Dataflow
 from splitkit.halves import as_joint
 from splitkit.models import Example
-from splitkit.plan import Plan
+from splitkit.plans.record import Plan
 from splitkit.policies import Remat
 from splitkit.policies.budget import Budget
 from splitkit.testing.nets import ResNet

@@ -48,20 +48,20 @@ if TYPE_CHECKING:
     from splitkit.memory import MemoryProfile as MemoryProfile
     from splitkit.memory import simulate_memory as simulate_memory
     from splitkit.pair import Pair as Pair
-    from splitkit.parts import HOST as HOST
-    from splitkit.parts import Claim as Claim
-    from splitkit.parts import Part as Part
     from splitkit.pipelineorder import PipelineOrder as PipelineOrder
-    from splitkit.plan import Plan as Plan
     from splitkit.plancosts import stage_costs as stage_costs
-    from splitkit.policy import Policy as Policy
+    from splitkit.plans.parts import HOST as HOST
+    from splitkit.plans.parts import Claim as Claim
+    from splitkit.plans.parts import Part as Part
+    from splitkit.plans.policy import Policy as Policy
+    from splitkit.plans.record import Plan as Plan
+    from splitkit.plans.rewrite import condense as condense
+    from splitkit.plans.rewrite import merge as merge
+    from splitkit.plans.rewrite import prune as prune
+    from splitkit.plans.rewrite import refine as refine
+    from splitkit.plans.rewrite import relay as relay
+    from splitkit.plans.rewrite import rematerialize as rematerialize
     from splitkit.report import report as report
-    from splitkit.rewrite import condense as condense
-    from splitkit.rewrite import merge as merge
-    from splitkit.rewrite import prune as prune
-    from splitkit.rewrite import refine as refine
-    from splitkit.rewrite import relay as relay
-    from splitkit.rewrite import rematerialize as rematerialize
     from splitkit.schedule import simulate_schedule as simulate_schedule
     from splitkit.schedulerun import ScheduleRun as ScheduleRun
     from splitkit.split import Split as Split
@@ -75,8 +75,8 @@ __version__ = "0.1.0"
 
 _ERRORS = ("CaptureError", "CheckError", "CostError", "CycleError", "FileError", "GraphError", "NoPlanError")
 _HOME = {
-    "HOST": "parts",
-    "Claim": "parts",
+    "HOST": "plans.parts",
+    "Claim": "plans.parts",
     "Comparison": "compare",
     "Dataflow": "graph.dataflow",
     "Frontier": "frontier",
@@ -86,10 +86,10 @@ _HOME = {
     "MemoryProfile": "memory",
     **dict.fromkeys((*_ERRORS, "PlanError", "PolicyError", "ScheduleError", "SplitError"), "errors"),
     "Pair": "pair",
-    "Part": "parts",
+    "Part": "plans.parts",
     "PipelineOrder": "pipelineorder",
-    "Plan": "plan",
-    "Policy": "policy",
+    "Plan": "plans.record",
+    "Policy": "plans.policy",
     "ScheduleRun": "schedulerun",
     "Split": "split",
     "StageCosts": "stagecosts",
@@ -99,18 +99,18 @@ _HOME = {
     "capture": "capture",
     "capture_joint": "joint",
     "compare": "compare",
-    "condense": "rewrite",
+    "condense": "plans.rewrite",
     "inline": "inline",
     "measure_memory": "measure",
-    "merge": "rewrite",
+    "merge": "plans.rewrite",
     "partition_fn": "aot",
     "plan": "split",
     "propagate": "graph.fakeruns",
-    "prune": "rewrite",
-    "refine": "rewrite",
+    "prune": "plans.rewrite",
+    "refine": "plans.rewrite",
     "register_region": "graph.ambient",
-    "relay": "rewrite",
-    "rematerialize": "rewrite",
+    "relay": "plans.rewrite",
+    "rematerialize": "plans.rewrite",
     "report": "report",
     "simulate_memory": "memory",
     "simulate_schedule": "schedule",
@@ -125,7 +125,7 @@ __all__ = [*_HOME, *_MODULES]
 
 
 class _FrontDoor(ModuleType):
-    """Loads names late, and keeps ``splitkit.plan`` the function when the module ``splitkit/plan.py`` is imported."""
+    """Loads names late, and keeps ``splitkit.plan`` the function when the module ``splitkit/plans/record.py`` is imported."""
 
     def __getattr__(self, name: str) -> Any:
         if name in _MODULES:

@@ -26,7 +26,7 @@ from splitkit.graph.dataflow import analyze
 from splitkit.graph.fakeruns import rebinds
 from splitkit.halves import JointFlow
 from splitkit.pair import Pair, divide
-from splitkit.policy import PolicyLike
+from splitkit.plans.policy import PolicyLike
 from splitkit.quietlogs import without_logging
 from splitkit.tokens import without_tokens
 

@@ -23,8 +23,8 @@ from splitkit.capture_errors import require_module
 from splitkit.costs import Costs, default
 from splitkit.errors import CostError, PolicyError, SplitError
 from splitkit.pair import Pair
+from splitkit.plans.policy import PolicyLike, require_policy
 from splitkit.policies.pricing import by_inductor
-from splitkit.policy import PolicyLike, require_policy
 
 Inner = Literal["eager", "aot_eager", "inductor"]
 _INNER = ("eager", "aot_eager", "inductor")

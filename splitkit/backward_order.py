@@ -11,7 +11,7 @@ from splitkit.graph.storages import storage_key, tensors
 from splitkit.graph.symbols import value_of
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, nodes_in
 from splitkit.kernels import hinted_bytes
-from splitkit.plan import Plan
+from splitkit.plans.record import Plan
 
 
 def crossing(flow: JointFlow, plan: Plan) -> list[Node]:

@@ -14,10 +14,10 @@ from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.effects import NO_MEMORY, Memory, memory_of
 from splitkit.graph.ops import PURE
 from splitkit.graph.storages import attribute, storage_key
-from splitkit.local import recompute_locally
-from splitkit.parts import HOST, PartKey
-from splitkit.plan import Plan
-from splitkit.rewrite import require_parts
+from splitkit.plans.localize import recompute_locally
+from splitkit.plans.parts import HOST, PartKey
+from splitkit.plans.record import Plan
+from splitkit.plans.rewrite import require_parts
 
 
 def complete(flow: Dataflow, plan: Plan, parameters: Literal["own", "hoist"] = "own") -> Plan:
@@ -80,7 +80,7 @@ def check(flow: Dataflow, plan: Plan) -> None:
     Raises:
         PlanError: SK202 for copies of nodes that may run only once, SK207 for effects inside a checkpointed part,
             SK208 for nodes that are needed and planned nowhere, SK209 for a relay around the host. Circles are found by
-            `splitkit.order.part_order` (SK203).
+            `splitkit.plans.order.part_order` (SK203).
     """
     if plan.routing == "relay":
         require_parts(flow, plan)

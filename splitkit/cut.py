@@ -10,9 +10,9 @@ from torch.fx import Node
 
 from splitkit.brief import brief
 from splitkit.graph.dataflow import Dataflow
-from splitkit.order import Crossing, crossings, part_order
-from splitkit.parts import HOST, PartKey
-from splitkit.plan import Plan
+from splitkit.plans.order import Crossing, crossings, part_order
+from splitkit.plans.parts import HOST, PartKey
+from splitkit.plans.record import Plan
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from splitkit.cut import Subgraph
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.scope import NEUTRAL, Scope, region_attributes
 from splitkit.names import Style, flat_names, part_names
-from splitkit.parts import HOST, PartKey
-from splitkit.plan import Plan
+from splitkit.plans.parts import HOST, PartKey
+from splitkit.plans.record import Plan
 from splitkit.scoped import ScopedGraph
 from splitkit.verbatim import Run, RunGraph, with_bare_runs
 from splitkit.writer import LeanGraph, Writer

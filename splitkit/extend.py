@@ -8,11 +8,11 @@ from splitkit.errors import CycleError, NoPlanError, PlanError, PolicyError, Spl
 from splitkit.graph.dataflow import Dataflow, analyze, enough_nodes, module_path
 from splitkit.graph.ops import declare
 from splitkit.graph.select import Ops, modules_matching, rule_of
-from splitkit.parts import HOST, Claim, Part, PartKey
-from splitkit.plan import Plan
-from splitkit.policy import Policy
+from splitkit.plans.parts import HOST, Claim, Part, PartKey
+from splitkit.plans.policy import Policy
+from splitkit.plans.record import Plan
+from splitkit.plans.rewrite import condense, merge, prune, refine, relay, rematerialize
 from splitkit.prices import Costs
-from splitkit.rewrite import condense, merge, prune, refine, relay, rematerialize
 
 __all__ = [
     "HOST",

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from splitkit.frames import FREE, Frame, Place, not_a_part
 from splitkit.graph.scope import NEUTRAL, Scope
-from splitkit.parts import HOST, PartKey
+from splitkit.plans.parts import HOST, PartKey
 from splitkit.split import Split
 from splitkit.writer import Writer
 

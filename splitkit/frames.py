@@ -17,7 +17,7 @@ from splitkit import _torch
 from splitkit.errors import GraphError
 from splitkit.graph.scope import Scope, scopes
 from splitkit.graph.storages import attribute
-from splitkit.parts import HOST, PartKey
+from splitkit.plans.parts import HOST, PartKey
 from splitkit.split import Split
 
 FREE = ("placeholder", "get_attr")

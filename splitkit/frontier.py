@@ -17,7 +17,7 @@ from splitkit.halves import JointFlow, as_joint
 from splitkit.joint import Joint
 from splitkit.memory import simulate_memory
 from splitkit.pair import Pair, divide
-from splitkit.plan import Plan
+from splitkit.plans.record import Plan
 from splitkit.policies.hull import Hull
 from splitkit.policies.peakfront import PeakFront
 from splitkit.policies.pool import Seen

@@ -14,9 +14,9 @@ from splitkit.brief import brief
 from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.symbols import value_of
-from splitkit.parts import Part, PartKey
-from splitkit.plan import Plan
-from splitkit.rewrite import prune, rematerialize
+from splitkit.plans.parts import Part, PartKey
+from splitkit.plans.record import Plan
+from splitkit.plans.rewrite import prune, rematerialize
 
 FORWARD = "forward"
 BACKWARD = "backward"

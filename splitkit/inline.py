@@ -17,7 +17,7 @@ from splitkit.graph.dataflow import Dataflow, analyze
 from splitkit.graph.scope import NEUTRAL
 from splitkit.mirror import Mirror
 from splitkit.names import unique
-from splitkit.order import stable_order
+from splitkit.plans.order import stable_order
 from splitkit.scoped import ScopedGraph
 from splitkit.split import Split
 from splitkit.writer import Writer

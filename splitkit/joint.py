@@ -24,7 +24,7 @@ from splitkit.halves import JointFlow
 from splitkit.jointchecks import check_graph, check_inputs, check_model, no_scalar
 from splitkit.jointsignature import JointSignature, like_example, signature_of
 from splitkit.pair import Pair, divide
-from splitkit.policy import PolicyLike
+from splitkit.plans.policy import PolicyLike
 from splitkit.trainstep import NO_TENSOR, Loss, TrainingStep, name_modules
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
-from splitkit.parts import PartKey
+from splitkit.plans.parts import PartKey
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from splitkit.errors import CycleError, PlanError
 from splitkit.graph.storages import storages_shown
 from splitkit.graph.symbols import value_of
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, is_size, nodes_in
-from splitkit.parts import PartKey
-from splitkit.plan import Plan
-from splitkit.policy import PolicyLike, as_plan
+from splitkit.plans.parts import PartKey
+from splitkit.plans.policy import PolicyLike, as_plan
+from splitkit.plans.record import Plan
 from splitkit.savedvalues import SavedValue
 from splitkit.tags import honour
 

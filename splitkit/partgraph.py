@@ -11,8 +11,8 @@ from torch.fx import Node
 from splitkit.cut import Subgraph
 from splitkit.graph.dataflow import Dataflow, reads
 from splitkit.graph.sizes import value_bytes
-from splitkit.parts import HOST, PartKey
-from splitkit.plan import Plan
+from splitkit.plans.parts import HOST, PartKey
+from splitkit.plans.record import Plan
 
 if TYPE_CHECKING:
     from networkx import DiGraph

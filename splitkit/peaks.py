@@ -22,7 +22,7 @@ from splitkit.graph.storages import attribute, one_tensor, shares_memory, storag
 from splitkit.graph.symbols import concrete, value_of
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes
 from splitkit.kernels import Bytes, storages_of
-from splitkit.plan import Plan
+from splitkit.plans.record import Plan
 from splitkit.simulate import Run
 from splitkit.tags import honour
 

@@ -17,9 +17,9 @@ from splitkit.graph.dataflow import Dataflow, facts_of
 from splitkit.graph.fakecalls import name_of, target_of
 from splitkit.graph.joint import is_joint
 from splitkit.linebuilder import Units
-from splitkit.order import part_order
-from splitkit.parts import HOST, PartKey
-from splitkit.plan import Plan, plan_of
+from splitkit.plans.order import part_order
+from splitkit.plans.parts import HOST, PartKey
+from splitkit.plans.record import Plan, plan_of
 from splitkit.prices import require_costs
 from splitkit.stagecosts import StageCosts
 from splitkit.stageline import Line

@@ -16,8 +16,8 @@ from splitkit.costs import Costs, default
 from splitkit.cut import Subgraph, cut
 from splitkit.graph.dataflow import Dataflow, facts_of, module_path
 from splitkit.graph.storages import attribute, storage_key
-from splitkit.parts import HOST, Claim, PartKey
-from splitkit.plan import Plan, plan_of
+from splitkit.plans.parts import HOST, Claim, PartKey
+from splitkit.plans.record import Plan, plan_of
 from splitkit.prices import require_costs
 from splitkit.ranges import collapse
 from splitkit.regions import hidden_note

@@ -17,9 +17,9 @@ from splitkit.graph.storages import storage_key, storages_shown, tensors
 from splitkit.graph.symbols import value_of
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, is_pinned, is_size, nodes_in, unrepeatable, with_inputs
 from splitkit.kernels import hinted_bytes
-from splitkit.parts import PartKey
-from splitkit.plan import Plan
-from splitkit.rewrite import prune
+from splitkit.plans.parts import PartKey
+from splitkit.plans.record import Plan
+from splitkit.plans.rewrite import prune
 from splitkit.tags import asked
 
 Bools = NDArray[np.bool_]

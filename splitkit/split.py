@@ -22,12 +22,12 @@ from splitkit.errors import CycleError, PolicyError
 from splitkit.graph.dataflow import Dataflow, analyze
 from splitkit.graph.storages import attribute
 from splitkit.names import Style
-from splitkit.order import part_order
 from splitkit.overlaps import overlap_check
-from splitkit.parts import HOST, PartKey
-from splitkit.plan import Plan
-from splitkit.policy import Policy, PolicyLike, as_plan
-from splitkit.rewrite import condense, refine
+from splitkit.plans.order import part_order
+from splitkit.plans.parts import HOST, PartKey
+from splitkit.plans.policy import Policy, PolicyLike, as_plan
+from splitkit.plans.record import Plan
+from splitkit.plans.rewrite import condense, refine
 
 if TYPE_CHECKING:
     from networkx import DiGraph

@@ -14,9 +14,9 @@ from splitkit.cut import cut
 from splitkit.emit import emit
 from splitkit.graph.dataflow import analyze
 from splitkit.names import Style
-from splitkit.parts import PartKey
-from splitkit.plan import Plan
-from splitkit.policy import Policy, PolicyLike
+from splitkit.plans.parts import PartKey
+from splitkit.plans.policy import Policy, PolicyLike
+from splitkit.plans.record import Plan
 from splitkit.split import PIPELINING, decide, watch_inputs
 from splitkit.verbatim import runs_of
 

@@ -11,7 +11,7 @@ from splitkit.cut import Subgraph
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.sizes import value_bytes
 from splitkit.graph.storages import attribute
-from splitkit.plan import Plan
+from splitkit.plans.record import Plan
 from splitkit.units import size
 
 NAMED = 2

@@ -15,8 +15,8 @@ from splitkit.costs import Costs, Links
 from splitkit.costs.links import links_of
 from splitkit.errors import NoPlanError, PolicyError, ScheduleError
 from splitkit.graph.dataflow import Dataflow, analyze, require_graph
-from splitkit.plan import Plan
 from splitkit.plancosts import StagePrices, checked_optimizer
+from splitkit.plans.record import Plan
 from splitkit.policies import Stages
 from splitkit.prices import require_costs
 from splitkit.schedule import simulate_schedule

@@ -9,7 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from splitkit.brief import brief
-from splitkit.plan import Plan
+from splitkit.plans.record import Plan
 from splitkit.schedulerun import ScheduleRun
 from splitkit.units import duration, size
 

@@ -8,8 +8,8 @@ from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, unrepeatable, with_inputs
-from splitkit.plan import Plan
-from splitkit.rewrite import prune
+from splitkit.plans.record import Plan
+from splitkit.plans.rewrite import prune
 
 _RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 

@@ -25,8 +25,8 @@ from splitkit import _torch
 from splitkit.cut import Subgraph
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.scope import Scope, is_state_op, states_before
-from splitkit.parts import HOST, Part, PartKey
-from splitkit.plan import Plan
+from splitkit.plans.parts import HOST, Part, PartKey
+from splitkit.plans.record import Plan
 
 _HEADS = (_torch.ENTER_AUTOCAST, _torch.EXIT_AUTOCAST, _torch.SET_GRAD)  # what torch's split_module knows
 

@@ -23,7 +23,7 @@ from splitkit.graph.ops import effects_of
 from splitkit.halves import BACKWARD, FORWARD, homes
 from splitkit.joint import capture_joint
 from splitkit.pair import divide
-from splitkit.plan import Plan
+from splitkit.plans.record import Plan
 from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, Remat, SaveAll
 
 

@@ -37,11 +37,11 @@ from splitkit.costs.keys import is_lasting, key_of
 from splitkit.errors import CostError, GraphError, NoPlanError, PolicyError
 from splitkit.graph.dataflow import module_path
 from splitkit.peaks import Peaks
-from splitkit.plan import Plan
+from splitkit.plans.record import Plan
+from splitkit.plans.rewrite import refine
 from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, RoundRobin, SaveAll, Stages
 from splitkit.policies.pool import Pool as PlansSeen
 from splitkit.policies.search import Search
-from splitkit.rewrite import refine
 from splitkit.savings import savings
 from splitkit.solvers.recompute import Limit, Program
 from splitkit.split import split
@@ -118,7 +118,7 @@ def test_gradients_of_tied_weights_were_compared_under_two_names():
 
 
 def test_a_failed_write_left_a_temporary_file(tmp_path):
-    from splitkit import planfile
+    from splitkit.plans import file as planfile
 
     with pytest.raises(TypeError):
         planfile.write(tmp_path / "plan.json", {"not json": object()})
@@ -2542,7 +2542,7 @@ def test_an_output_overwrote_what_the_command_reads(mine, no_work, capsys, words
 
 
 def test_an_interrupted_write_left_its_draft(mine, monkeypatch):
-    from splitkit import planfile
+    from splitkit.plans import file as planfile
 
     def stop(self, target):
         raise KeyboardInterrupt

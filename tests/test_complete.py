@@ -6,9 +6,9 @@ from torch import fx, nn
 
 from splitkit.errors import PlanError
 from splitkit.graph.dataflow import analyze
-from splitkit.parts import HOST, Part
-from splitkit.plan import Plan
-from splitkit.rewrite import refine
+from splitkit.plans.parts import HOST, Part
+from splitkit.plans.record import Plan
+from splitkit.plans.rewrite import refine
 from splitkit.split import split
 from splitkit.testing import Specimen, assert_same, zoo
 

@@ -66,7 +66,7 @@ class Bug:
                 monkeypatch.setattr(user, name, scope[name])
 
 
-ORDER, EFFECTS, EMIT = "splitkit.order", "splitkit.graph.effects", "splitkit.emit"
+ORDER, EFFECTS, EMIT = "splitkit.plans.order", "splitkit.graph.effects", "splitkit.emit"
 SCOPE, SCOPED = "splitkit.graph.scope", "splitkit.scoped"
 BUGS = [
     Bug(

@@ -20,10 +20,10 @@ from splitkit.errors import GraphError, PlanError
 from splitkit.graph.dataflow import analyze
 from splitkit.graph.scope import is_state_op
 from splitkit.inline import inline
-from splitkit.parts import Part
-from splitkit.plan import Plan
+from splitkit.plans.parts import Part
+from splitkit.plans.record import Plan
+from splitkit.plans.rewrite import prune, rematerialize
 from splitkit.policies import RoundRobin, Stages
-from splitkit.rewrite import prune, rematerialize
 from splitkit.split import split
 from splitkit.testing import assert_same, random_graph, random_plan, zoo
 from splitkit.testing.fuzz import usable_inputs

@@ -14,8 +14,10 @@ from splitkit.errors import PlanError
 from splitkit.graph.dataflow import analyze, module_path
 from splitkit.graph.fakeruns import propagate
 from splitkit.graph.sizes import missing
-from splitkit.parts import HOST
-from splitkit.plan import Plan
+from splitkit.plans.parts import HOST
+from splitkit.plans.policy import Policy, as_plan
+from splitkit.plans.record import Plan
+from splitkit.plans.rewrite import condense, refine, relay
 from splitkit.policies import (
     Acyclic,
     AroundOps,
@@ -31,8 +33,6 @@ from splitkit.policies import (
     RoundRobin,
     Stages,
 )
-from splitkit.policy import Policy, as_plan
-from splitkit.rewrite import condense, refine, relay
 from splitkit.split import split
 from splitkit.testing import assert_legal, assert_same, zoo
 from splitkit.testing.oracle import assert_emitted_as_planned, assert_inlines

@@ -7,9 +7,9 @@ from torch import fx, nn
 from splitkit.complete import complete
 from splitkit.errors import CycleError
 from splitkit.graph.dataflow import analyze
-from splitkit.order import part_order
-from splitkit.parts import HOST
-from splitkit.plan import Plan
+from splitkit.plans.order import part_order
+from splitkit.plans.parts import HOST
+from splitkit.plans.record import Plan
 
 
 def ordered(gm, labels):

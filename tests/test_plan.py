@@ -7,10 +7,10 @@ import torch
 from splitkit.costs import unit
 from splitkit.errors import PlanError, PolicyError
 from splitkit.graph.dataflow import analyze
-from splitkit.parts import HOST, Part
-from splitkit.plan import Plan
+from splitkit.plans.parts import HOST, Part
+from splitkit.plans.policy import Policy, as_plan
+from splitkit.plans.record import Plan
 from splitkit.policies import RoundRobin
-from splitkit.policy import Policy, as_plan
 
 
 def test_a_plan_is_a_mapping_home_first(chain, nodes):

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
 
-from splitkit import planfile
 from splitkit.errors import FileError, PlanError
-from splitkit.parts import Part
-from splitkit.plan import Plan
+from splitkit.plans import file as planfile
+from splitkit.plans.parts import Part
+from splitkit.plans.record import Plan
 
 KEYS = st.recursive(
     st.integers() | st.text() | st.booleans() | st.just(torch.device("cuda:1")),

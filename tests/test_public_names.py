@@ -46,7 +46,7 @@ def test_functions_are_not_hidden_by_modules_of_their_name():
     import splitkit.capture
     import splitkit.compare
     import splitkit.inline
-    import splitkit.plan
+    import splitkit.plans.record
     import splitkit.report
     import splitkit.split
     import splitkit.sweep

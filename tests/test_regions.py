@@ -10,7 +10,7 @@ from splitkit import models
 from splitkit.capture import capture
 from splitkit.graph import scope
 from splitkit.graph.dataflow import analyze
-from splitkit.plan import Plan
+from splitkit.plans.record import Plan
 from splitkit.policies import RoundRobin, Stages
 from splitkit.regions import WRAP_GRAD, inline_regions, is_wrapped
 from splitkit.report import report

@@ -8,8 +8,8 @@ from torch import nn
 
 import splitkit as sk
 from splitkit.console import show, to_text
-from splitkit.parts import Part
-from splitkit.plan import Plan
+from splitkit.plans.parts import Part
+from splitkit.plans.record import Plan
 from splitkit.ranges import collapse
 from splitkit.units import quantity, size
 

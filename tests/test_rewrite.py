@@ -6,9 +6,9 @@ from torch import fx, nn
 
 from splitkit.errors import CycleError, PlanError, PolicyError
 from splitkit.graph.dataflow import analyze
-from splitkit.parts import HOST, Part
-from splitkit.plan import Plan
-from splitkit.rewrite import condense, merge, prune, refine, relay, rematerialize
+from splitkit.plans.parts import HOST, Part
+from splitkit.plans.record import Plan
+from splitkit.plans.rewrite import condense, merge, prune, refine, relay, rematerialize
 from splitkit.split import split
 from splitkit.testing import assert_legal, assert_same
 

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 import splitkit as sk
 from splitkit.errors import GraphError, PolicyError
-from splitkit.plan import Plan
+from splitkit.plans.record import Plan
 from splitkit.policies import RoundRobin, Stages
 from splitkit.split import split
 from splitkit.split_module import split_module

@@ -9,7 +9,7 @@ from splitkit.costs import unit
 from splitkit.graph.dataflow import analyze
 from splitkit.graph.sizes import value_bytes
 from splitkit.graph.symbols import binders, is_symbolic, symbols_of, value_of
-from splitkit.plan import Plan
+from splitkit.plans.record import Plan
 from splitkit.split import split
 from splitkit.testing import assert_same
 

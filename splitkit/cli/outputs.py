@@ -101,7 +101,7 @@ def write(wanted: Mapping[str, Mapping[str, Any]]) -> bool:
     """Write data as JSON, each file whole or not at all; whether one of them is standard output."""
     if not wanted:
         return False
-    from splitkit import planfile  # it waits for torch
+    from splitkit.plans import file as planfile  # it waits for torch
 
     for path, data in wanted.items():
         planfile.write(path, data)

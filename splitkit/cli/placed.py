@@ -14,9 +14,9 @@ from splitkit.cli.outcome import Outcome, facts, seconds, table
 from splitkit.cli.placement import Placement
 from splitkit.cli.work import Work, check_costs, prepare, prices, versions
 from splitkit.costs import Costs, Links, roofline
-from splitkit.parts import Claim
-from splitkit.plan import Plan
 from splitkit.plancosts import StagePrices, run_order
+from splitkit.plans.parts import Claim
+from splitkit.plans.record import Plan
 from splitkit.policies.schedules import microbatches_of
 from splitkit.schedule import simulate_schedule
 from splitkit.schedulerun import ScheduleRun

@@ -13,7 +13,7 @@ from splitkit.units import read_size, size
 
 if TYPE_CHECKING:
     from splitkit.plancosts import Optimizer
-    from splitkit.policy import Policy
+    from splitkit.plans.policy import Policy
 
 OPTIONS = ("devices", "schedule", "microbatches", "links", "optimizer", "objective", "trace")
 """Options that only a placement has; ``--memory`` has another meaning with ``--what fwd-bwd``."""

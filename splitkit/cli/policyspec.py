@@ -15,8 +15,8 @@ from splitkit.errors import PolicyError, SplitError, UsageError
 if TYPE_CHECKING:
     from splitkit.costs import Costs
     from splitkit.graph.dataflow import Dataflow
-    from splitkit.plan import Plan
-    from splitkit.policy import Policy
+    from splitkit.plans.policy import Policy
+    from splitkit.plans.record import Plan
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class _Spelled:
     policy: Any
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
-        from splitkit.policy import as_plan
+        from splitkit.plans.policy import as_plan
 
         try:
             return as_plan(self.policy, flow, costs)

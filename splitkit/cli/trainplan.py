@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from splitkit.memory import MemoryProfile
     from splitkit.models import Example
     from splitkit.pair import Pair
-    from splitkit.policy import Policy
+    from splitkit.plans.policy import Policy
 
 SHOWN = 10
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from splitkit.costs import Costs, Device
-    from splitkit.plan import Plan
+    from splitkit.plans.record import Plan
 
 
 PRICES = ("flops", "unit", "measured", "roofline", "fused")
@@ -208,7 +208,7 @@ def plan_file(args: Namespace) -> dict[str, Any] | None:
     if unfit:
         option = f"--{unfit[0].replace('_', '-')}"
         raise UsageError("SK601", f"{option} does not go with a plan file, which has decided", "Plan again with it.")
-    from splitkit import planfile
+    from splitkit.plans import file as planfile
 
     data = planfile.read(args.target)
     _require_plan(args.target, data)

@@ -8,7 +8,7 @@ from splitkit.checks import Memory, memory_of, positive
 from splitkit.costs import Costs, Links
 from splitkit.costs.links import links_of
 from splitkit.graph.dataflow import Dataflow, enough_nodes
-from splitkit.plan import Plan
+from splitkit.plans.record import Plan
 from splitkit.policies.staging import Staging
 from splitkit.solvers.placement.contiguous import SECONDS
 from splitkit.solvers.placement.multilevel import multilevel

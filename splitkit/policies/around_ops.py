@@ -13,9 +13,9 @@ from splitkit.costs import Costs
 from splitkit.graph.dataflow import Dataflow, waits_for
 from splitkit.graph.select import Ops, Rule, rule_of
 from splitkit.graph.symbols import value_of
-from splitkit.local import ask_sizes_again
-from splitkit.parts import PartKey
-from splitkit.plan import Plan
+from splitkit.plans.localize import ask_sizes_again
+from splitkit.plans.parts import PartKey
+from splitkit.plans.record import Plan
 
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 

@@ -12,8 +12,8 @@ from splitkit.costs import Costs
 from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import Dataflow, module_path, reads
 from splitkit.graph.select import Ops, no_module, rule_of
-from splitkit.parts import HOST, PartKey
-from splitkit.plan import Plan
+from splitkit.plans.parts import HOST, PartKey
+from splitkit.plans.record import Plan
 
 Marker = Ops | Mapping[str, Any]
 """Ops or a rule, or the ``split_spec`` of `torch.distributed.pipelining`: module path -> ``"beginning"`` or ``"end"``

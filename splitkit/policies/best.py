@@ -11,15 +11,15 @@ from splitkit.costs import Costs, Links
 from splitkit.costs.links import links_of
 from splitkit.errors import NoPlanError, PlanError, PolicyError, ScheduleError, SplitError
 from splitkit.graph.dataflow import Dataflow
-from splitkit.parts import Claim
-from splitkit.plan import Plan
 from splitkit.plancosts import Optimizer, checked_optimizer
+from splitkit.plans.parts import Claim
+from splitkit.plans.policy import PolicyLike, as_plan
+from splitkit.plans.record import Plan
 from splitkit.policies.acyclic import Acyclic
 from splitkit.policies.expert import Expert
 from splitkit.policies.schedules import ranks_of, require_schedule
 from splitkit.policies.scoring import Score, Scoring
 from splitkit.policies.stages import Stages
-from splitkit.policy import PolicyLike, as_plan
 from splitkit.units import size
 
 _NEAR = 1e-9  # relative: loads that are equal but for rounding

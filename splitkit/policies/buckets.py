@@ -13,7 +13,7 @@ from splitkit.costs import Costs
 from splitkit.graph.dataflow import Dataflow, given_back, readers_of
 from splitkit.graph.sizes import tensor_bytes
 from splitkit.graph.storages import attribute
-from splitkit.plan import Plan
+from splitkit.plans.record import Plan
 
 
 @dataclass(frozen=True)

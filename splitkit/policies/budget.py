@@ -11,11 +11,11 @@ from splitkit.errors import NoPlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.halves import as_joint
 from splitkit.peaks import Peaks
-from splitkit.plan import Plan
+from splitkit.plans.policy import PolicyLike, as_plan
+from splitkit.plans.record import Plan
 from splitkit.policies.pool import PlanPool, Pool, Seen
 from splitkit.policies.pricing import priced, require_price
 from splitkit.policies.search import Proof, Search
-from splitkit.policy import PolicyLike, as_plan
 from splitkit.savings import savings
 from splitkit.tags import as_eager
 from splitkit.units import read_size, size

@@ -11,9 +11,9 @@ from torch.fx import Node
 from splitkit.costs import Costs
 from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import Dataflow
-from splitkit.parts import HOST, Part, PartKey
-from splitkit.plan import Plan
-from splitkit.rewrite import refine
+from splitkit.plans.parts import HOST, Part, PartKey
+from splitkit.plans.record import Plan
+from splitkit.plans.rewrite import refine
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from splitkit.costs import Costs
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.select import modules_matching
-from splitkit.parts import PartKey
-from splitkit.plan import Plan
+from splitkit.plans.parts import PartKey
+from splitkit.plans.record import Plan
 
 
 @dataclass(frozen=True)

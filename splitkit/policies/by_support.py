@@ -15,8 +15,8 @@ from splitkit.costs import Costs
 from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.select import Ops, Rule, rule_of
-from splitkit.parts import HOST, PartKey
-from splitkit.plan import Plan
+from splitkit.plans.parts import HOST, PartKey
+from splitkit.plans.record import Plan
 from splitkit.policies.levels import Kinds, lowest, sink
 
 

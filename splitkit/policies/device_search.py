@@ -20,14 +20,14 @@ from splitkit.costs.training import with_backward
 from splitkit.errors import CycleError, NoPlanError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.select import modules_matching
-from splitkit.parts import Claim, Part, PartKey
-from splitkit.plan import Plan
 from splitkit.plancosts import StagePrices, peaks_of_visits, run_order
+from splitkit.plans.parts import Claim, Part, PartKey
+from splitkit.plans.record import Plan
+from splitkit.plans.rewrite import refine
 from splitkit.policies.fitting import Fitting, bad_problems
 from splitkit.policies.holding import Holding
 from splitkit.policies.placing import Placing, Travel
 from splitkit.policies.staging import NEAR
-from splitkit.rewrite import refine
 from splitkit.solvers.placement import problem as placement
 from splitkit.solvers.placement.contiguous import contiguous
 from splitkit.solvers.placement.latency import latency

@@ -11,9 +11,9 @@ from splitkit.costs.devices import find_device
 from splitkit.costs.links import links_of
 from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import Dataflow, enough_nodes
-from splitkit.parts import PartKey
-from splitkit.plan import Plan
 from splitkit.plancosts import Optimizer, checked_optimizer
+from splitkit.plans.parts import PartKey
+from splitkit.plans.record import Plan
 from splitkit.policies.device_search import DeviceSearch
 
 OBJECTIVES = ("throughput", "latency")

@@ -15,7 +15,7 @@ from splitkit.costs import Costs
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow, enough_nodes, module_path, readers_of
 from splitkit.graph.select import no_module
-from splitkit.plan import Plan
+from splitkit.plans.record import Plan
 from splitkit.policies.placing import Placing
 
 Block = tuple[str, int]

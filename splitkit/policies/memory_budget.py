@@ -9,9 +9,9 @@ from splitkit.checks import memory_of, positive
 from splitkit.costs import Costs
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow, enough_nodes, module_path
-from splitkit.parts import Claim
-from splitkit.plan import Plan
 from splitkit.plancosts import Optimizer, checked_optimizer
+from splitkit.plans.parts import Claim
+from splitkit.plans.record import Plan
 from splitkit.policies.memory_search import Found, MemorySearch
 from splitkit.units import size
 

@@ -15,10 +15,10 @@ from torch.fx import Node
 from splitkit.costs import Costs
 from splitkit.errors import ScheduleError
 from splitkit.graph.dataflow import Dataflow
-from splitkit.order import part_order
-from splitkit.parts import HOST
-from splitkit.plan import Plan
 from splitkit.plancosts import STATE_OF, Optimizer, StagePrices
+from splitkit.plans.order import part_order
+from splitkit.plans.parts import HOST
+from splitkit.plans.record import Plan
 from splitkit.policies.chains import Chain, Limits
 from splitkit.policies.schedules import microbatches_of
 from splitkit.schedule import simulate_schedule

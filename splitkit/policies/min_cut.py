@@ -14,7 +14,7 @@ from splitkit.costs import Costs
 from splitkit.errors import PolicyError, SplitError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.halves import as_joint
-from splitkit.plan import Plan
+from splitkit.plans.record import Plan
 from splitkit.policies.cutting import Cutting, cheapest
 from splitkit.policies.pricing import priced
 from splitkit.policies.torch_rules import functorch_rules, torch_rules

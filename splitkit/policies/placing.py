@@ -12,8 +12,8 @@ from torch.fx import Node
 from splitkit.costs import Costs, Links
 from splitkit.graph.dataflow import Dataflow, crossing, waits_for
 from splitkit.graph.gradients import Gradients
-from splitkit.parts import PartKey
-from splitkit.plan import Plan
+from splitkit.plans.parts import PartKey
+from splitkit.plans.record import Plan
 from splitkit.solvers.linked import Linked
 from splitkit.solvers.placement.problem import BadProblemError, Bools, Device, Floats, Ints, Problem
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from splitkit.halves import BACKWARD
 from splitkit.peaks import Peaks, Trace
-from splitkit.plan import Plan
-from splitkit.planfile import fingerprint
+from splitkit.plans.file import fingerprint
+from splitkit.plans.record import Plan
 from splitkit.policies.replay import Replay
 from splitkit.savings import Bools, Choice, Savings
 

@@ -13,11 +13,11 @@ from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.select import Ops, Rule, rule_of
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, as_joint, homes, is_pinned, with_inputs
-from splitkit.plan import Plan
+from splitkit.plans.policy import Policy, as_plan
+from splitkit.plans.record import Plan
+from splitkit.plans.rewrite import prune
 from splitkit.policies.cutting import Cutting, cheapest
 from splitkit.policies.save_all import SaveAll
-from splitkit.policy import Policy, as_plan
-from splitkit.rewrite import prune
 from splitkit.savings import savings
 from splitkit.tags import asked, honour
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from splitkit.checks import positive
 from splitkit.costs import Costs
 from splitkit.graph.dataflow import Dataflow
-from splitkit.parts import HOST
-from splitkit.plan import Plan
-from splitkit.rewrite import refine, rematerialize
+from splitkit.plans.parts import HOST
+from splitkit.plans.record import Plan
+from splitkit.plans.rewrite import refine, rematerialize
 
 
 @dataclass(frozen=True)

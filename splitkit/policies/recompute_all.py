@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from splitkit.costs import Costs
 from splitkit.graph.dataflow import Dataflow
 from splitkit.halves import as_joint, homes, recompute
-from splitkit.plan import Plan
+from splitkit.plans.record import Plan
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.select import Ops, modules_matching, rule_of
 from splitkit.halves import FORWARD, JointFlow, as_joint, homes, recompute
-from splitkit.plan import Plan
+from splitkit.plans.record import Plan
 from splitkit.tags import recomputed
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from splitkit.checks import positive
 from splitkit.costs import Costs
 from splitkit.graph.dataflow import Dataflow
-from splitkit.plan import Plan
-from splitkit.rewrite import refine
+from splitkit.plans.record import Plan
+from splitkit.plans.rewrite import refine
 
 
 @dataclass(frozen=True)

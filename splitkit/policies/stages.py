@@ -13,9 +13,9 @@ from splitkit.costs import Costs, Links
 from splitkit.costs.links import links_of
 from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import Dataflow, crossing, enough_nodes, given_back, readers_of, waits_for
-from splitkit.parts import Claim
-from splitkit.plan import Plan
 from splitkit.plancosts import Optimizer, checked_optimizer
+from splitkit.plans.parts import Claim
+from splitkit.plans.record import Plan
 from splitkit.policies.fitting import bad_problems
 from splitkit.policies.placing import Placing
 from splitkit.policies.schedules import ranks_of, require_schedule

@@ -12,9 +12,9 @@ from splitkit.activations import activations
 from splitkit.costs import Costs, Links, unit_of
 from splitkit.costs.training import with_backward
 from splitkit.graph.dataflow import Dataflow
-from splitkit.parts import Claim, PartKey
-from splitkit.plan import Plan
 from splitkit.plancosts import Optimizer, StagePrices
+from splitkit.plans.parts import Claim, PartKey
+from splitkit.plans.record import Plan
 from splitkit.policies.fitting import Fitting, bad_problems
 from splitkit.policies.holding import Holding
 from splitkit.policies.placing import Placing, Travel

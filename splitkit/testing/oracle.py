@@ -16,9 +16,9 @@ from splitkit.errors import CheckError
 from splitkit.graph.dataflow import Dataflow, reads
 from splitkit.graph.scope import is_state_op
 from splitkit.inline import inline
-from splitkit.order import part_order
-from splitkit.parts import HOST, PartKey
-from splitkit.plan import Plan
+from splitkit.plans.order import part_order
+from splitkit.plans.parts import HOST, PartKey
+from splitkit.plans.record import Plan
 from splitkit.split import Split
 
 

@@ -14,9 +14,9 @@ from torch.fx import Node
 from splitkit import _torch
 from splitkit.graph import ambient as states
 from splitkit.graph.dataflow import Dataflow
-from splitkit.parts import HOST, PartKey
-from splitkit.plan import Plan
-from splitkit.rewrite import prune, refine, rematerialize
+from splitkit.plans.parts import HOST, PartKey
+from splitkit.plans.record import Plan
+from splitkit.plans.rewrite import prune, refine, rematerialize
 from splitkit.testing.probes import Divided, Hidden, enter_level, exit_level, observe
 
 Choose = Callable[[int], int]

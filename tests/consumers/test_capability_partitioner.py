@@ -12,7 +12,7 @@ from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
 
 import splitkit as sk
-from splitkit.parts import HOST
+from splitkit.plans.parts import HOST
 from splitkit.policies import BySupport
 from splitkit.testing import assert_same, zoo
 

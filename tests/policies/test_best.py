@@ -14,8 +14,8 @@ from torch import fx, nn
 import splitkit as sk
 from splitkit.costs import Link, Links
 from splitkit.errors import NoPlanError, PolicyError, ScheduleError
-from splitkit.parts import Claim
-from splitkit.plan import Plan
+from splitkit.plans.parts import Claim
+from splitkit.plans.record import Plan
 from splitkit.policies import Best, Expert, RoundRobin, Stages
 from splitkit.policies import best as module
 from splitkit.policies.acyclic import Acyclic

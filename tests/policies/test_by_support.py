@@ -11,7 +11,7 @@ from torch import fx, nn
 
 import splitkit as sk
 from splitkit.errors import PolicyError
-from splitkit.parts import HOST
+from splitkit.plans.parts import HOST
 from splitkit.policies import BySupport
 from splitkit.testing import assert_same
 

@@ -11,7 +11,7 @@ from torch import fx, nn
 import splitkit as sk
 from splitkit import policies
 from splitkit.errors import NoPlanError, PolicyError
-from splitkit.parts import HOST
+from splitkit.plans.parts import HOST
 from splitkit.policies import ByDevice, ByName, Random, RoundRobin, Stages
 from splitkit.policies.stages import live_bytes
 

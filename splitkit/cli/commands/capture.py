@@ -90,8 +90,8 @@ def _dynamic(flow: Dataflow) -> dict[str, str]:
 
 def _nodes(work: Work) -> dict[str, Any]:
     """The nodes of the graph as data."""
-    from splitkit import planfile
     from splitkit.cli.describe import node_data
+    from splitkit.plans import file as planfile
 
     graph = work.gm.graph
     header = {"schema": 1, "kind": "splitkit graph", "graph": planfile.fingerprint(graph), **versions()}

@@ -70,7 +70,7 @@ def part_names(split: Split) -> dict[Any, str]:
 
 def _write(folder: Path, split: Split, data: dict[str, Any]) -> None:
     """All files are made in a folder beside the target first, then moved: whole or not at all."""
-    from splitkit import planfile
+    from splitkit.plans import file as planfile
 
     target = Path(os.path.realpath(folder))  # a link to a folder stays one
     try:

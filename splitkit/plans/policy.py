@@ -11,8 +11,8 @@ from torch.fx import Node
 
 from splitkit.errors import PlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow
-from splitkit.parts import PartKey
-from splitkit.plan import Plan
+from splitkit.plans.parts import PartKey
+from splitkit.plans.record import Plan
 from splitkit.prices import Costs, require_costs
 
 

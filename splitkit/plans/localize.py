@@ -18,9 +18,9 @@ from torch.fx import Node
 
 from splitkit.graph.dataflow import Dataflow, reads
 from splitkit.graph.symbols import value_of
-from splitkit.parts import HOST, PartKey
-from splitkit.plan import Plan
-from splitkit.rewrite import prune
+from splitkit.plans.parts import HOST, PartKey
+from splitkit.plans.record import Plan
+from splitkit.plans.rewrite import prune
 
 Places = dict[Node, tuple[PartKey, ...]]
 

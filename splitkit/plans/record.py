@@ -11,10 +11,10 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from splitkit import planfile
 from splitkit.brief import brief, few
 from splitkit.errors import PlanError, PolicyError
-from splitkit.parts import HOST, NAMING, Claim, Part, PartKey, flaw_of_key
+from splitkit.plans import file as planfile
+from splitkit.plans.parts import HOST, NAMING, Claim, Part, PartKey, flaw_of_key
 
 ROUTINGS = ("direct", "relay")
 
@@ -170,7 +170,7 @@ class Plan(Mapping[Node, tuple[PartKey, ...]]):
         return replace(self, places={**self.places, **changes}, claim=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as JSON-ready data, by node name; see `splitkit.planfile`."""
+        """The plan as JSON-ready data, by node name; see `splitkit.plans.file`."""
         return planfile.encode(planfile.Fields(self.places, self.parts, self.note, self.routing, self.claim))
 
     @staticmethod

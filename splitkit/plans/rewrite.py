@@ -11,9 +11,9 @@ from torch.fx import Node
 
 from splitkit.errors import PlanError
 from splitkit.graph.dataflow import Dataflow, facts_of
-from splitkit.order import Unit, part_order, unit_needs, unit_of
-from splitkit.parts import HOST, Part, PartKey
-from splitkit.plan import Plan, plan_of
+from splitkit.plans.order import Unit, part_order, unit_needs, unit_of
+from splitkit.plans.parts import HOST, Part, PartKey
+from splitkit.plans.record import Plan, plan_of
 
 Copy = tuple[Node, PartKey]  # a node as one part computes it
 

@@ -10,8 +10,8 @@ from torch.fx import Node
 
 from splitkit.errors import CycleError
 from splitkit.graph.dataflow import Dataflow
-from splitkit.parts import HOST, PartKey
-from splitkit.plan import Plan
+from splitkit.plans.parts import HOST, PartKey
+from splitkit.plans.record import Plan
 
 Unit = tuple[PartKey, Node | None]
 """What the parent graph runs in one step: a part ``(key, None)``, or one of the host's own nodes ``(HOST, node)``."""

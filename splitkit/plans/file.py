@@ -18,7 +18,7 @@ from torch.fx import Node
 from splitkit import files
 from splitkit._torch import target_name
 from splitkit.errors import FileError, PlanError
-from splitkit.parts import CALLS, Claim, Part, PartKey
+from splitkit.plans.parts import CALLS, Claim, Part, PartKey
 
 SCHEMA = 1
 _MOST = 1e300  # of the numbers in a claim

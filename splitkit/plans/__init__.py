@@ -1,0 +1,1 @@
+"""The record between deciding and doing: the plan, its order, its rewrites, its file; no prices, no surgery."""
