@@ -21,10 +21,10 @@ from splitkit.aot import PartitionFn, divide_joint
 from splitkit.capture import put_back
 from splitkit.capture_errors import require_module
 from splitkit.costs import Costs, default
+from splitkit.costs.named import by_inductor
 from splitkit.errors import CostError, PolicyError, SplitError
 from splitkit.pair import Pair
 from splitkit.plans.policy import PolicyLike, require_policy
-from splitkit.policies.pricing import by_inductor
 
 Inner = Literal["eager", "aot_eager", "inductor"]
 _INNER = ("eager", "aot_eager", "inductor")

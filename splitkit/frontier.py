@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from splitkit.brief import brief
 from splitkit.costs import Costs, default, unit_of
+from splitkit.costs.named import Price, priced, require_price
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.frontierplot import FrontierPlot, Spot
 from splitkit.halves import JointFlow, as_joint
@@ -21,7 +22,6 @@ from splitkit.plans.record import Plan
 from splitkit.policies.hull import Hull
 from splitkit.policies.peakfront import PeakFront
 from splitkit.policies.pool import Seen
-from splitkit.policies.pricing import Price, priced, require_price
 from splitkit.savings import Choice, savings
 from splitkit.units import duration, read_size, size
 
@@ -99,7 +99,7 @@ class Frontier:
     Attributes:
         joint: a joint graph, or the facts about one.
         costs: prices of nodes; by default FLOPs at 1e12 a second, so that only ratios mean something.
-        price: ``"fused"`` for seconds under Inductor, on the device of the costs (`splitkit.policies.pricing`).
+        price: ``"fused"`` for seconds under Inductor, on the device of the costs (`splitkit.costs.named`).
         of: ``"saved"`` or ``"peak"``: the memory that is bounded.
         budgets: of the peak, how many are searched for.
     """

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from splitkit.cli.rehearsal import as_it_was, own_inputs
-from splitkit.costs.private import copied
+from splitkit.costs.copies import copied
 from splitkit.joint import Joint, capture_joint
 from splitkit.measure import MeasuredMemory, measure_memory
 from splitkit.memory import MemoryProfile, simulate_memory

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from splitkit._torch import pytree
-from splitkit.costs.private import copied
+from splitkit.costs.copies import copied
 from splitkit.trial import untouched
 
 if TYPE_CHECKING:

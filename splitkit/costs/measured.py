@@ -25,9 +25,9 @@ from torch.fx import Node
 from splitkit import _torch
 from splitkit.brief import brief
 from splitkit.costs.cache import CostCache, default_path, environment
+from splitkit.costs.copies import Private, copied, find_device, unfit
 from splitkit.costs.counting import Flops, flops
 from splitkit.costs.keys import is_lasting, key_of
-from splitkit.costs.private import Private, copied, find_device, unfit
 from splitkit.costs.timing import NOTHING, Record, Run, record
 from splitkit.errors import CostError
 from splitkit.graph.ambient import SETTINGS, closed_by, opened_by

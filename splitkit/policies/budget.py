@@ -7,6 +7,7 @@ from math import inf, isfinite
 from typing import Literal
 
 from splitkit.costs import Costs
+from splitkit.costs.named import priced, require_price
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.halves import as_joint
@@ -14,7 +15,6 @@ from splitkit.peaks import Peaks
 from splitkit.plans.policy import PolicyLike, as_plan
 from splitkit.plans.record import Plan
 from splitkit.policies.pool import PlanPool, Pool, Seen
-from splitkit.policies.pricing import priced, require_price
 from splitkit.policies.search import Proof, Search
 from splitkit.savings import savings
 from splitkit.tags import as_eager
@@ -59,7 +59,7 @@ class Budget:
             is no such limit.
         candidates: policies or plans of one's own; the result is no worse than any of them that fits. What torch's
             partitioner saves is ``Remat(lambda node: node.name in pair.saved)``.
-        price: ``"fused"`` for seconds under Inductor, on the device of the costs (`splitkit.policies.pricing`); by
+        price: ``"fused"`` for seconds under Inductor, on the device of the costs (`splitkit.costs.named`); by
             default the costs as they are.
         pool: what searches before this one have seen, and where it puts what it sees; by default it knows nothing.
     """

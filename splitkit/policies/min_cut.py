@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from torch.fx import Node
 
 from splitkit.costs import Costs
+from splitkit.costs.named import priced
 from splitkit.errors import PolicyError, SplitError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.halves import as_joint
 from splitkit.plans.record import Plan
 from splitkit.policies.cutting import Cutting, cheapest
-from splitkit.policies.pricing import priced
 from splitkit.policies.torch_rules import functorch_rules, torch_rules
 from splitkit.savings import Savings, savings
 from splitkit.units import size as in_bytes
@@ -48,7 +48,7 @@ class MinCut:
     Attributes:
         price: bytes that a second of recompute is worth. The default, a tenth of the memory bandwidth of a GPU of 2020,
             is far above what a matrix product saves a second, and far below what a pointwise op does. 0 saves the
-            fewest bytes. ``"fused"`` is the default for seconds under Inductor (`splitkit.policies.pricing`), on the
+            fewest bytes. ``"fused"`` is the default for seconds under Inductor (`splitkit.costs.named`), on the
             device of the costs; for another number of bytes a second of those, plan with `splitkit.costs.fused`.
         size: what saving a value costs, a number a node; by default the bytes of its storage. Infinite: never saved.
         rules: bans and weights of one's own; see `functorch` and `like_torch`. Views are free all the same.

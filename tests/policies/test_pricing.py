@@ -9,11 +9,11 @@ from torch import nn
 import splitkit
 from splitkit import costs, models
 from splitkit.costs import Device, Flops, Fused
+from splitkit.costs.named import by_inductor, device_of, priced
 from splitkit.errors import GraphError, PolicyError
 from splitkit.frontier import Frontier
 from splitkit.joint import capture_joint
 from splitkit.policies import Budget, MinCut, SaveAll
-from splitkit.policies.pricing import by_inductor, device_of, priced
 from splitkit.savings import savings
 
 MINE = Device("mine", {"float32": 1e12}, 1e11, 1, launch=1e-6)
