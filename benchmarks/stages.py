@@ -39,9 +39,9 @@ from torch.utils import _pytree as pytree
 
 import splitkit as sk
 from splitkit import models
-from splitkit.activations import activations
 from splitkit.costs import Costs, Links
 from splitkit.errors import SplitError
+from splitkit.memory.autograd import activations
 from splitkit.models import Example
 from splitkit.plancosts import StagePrices
 from splitkit.plans.record import Plan

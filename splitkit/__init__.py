@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from splitkit.joint import Joint as Joint
     from splitkit.joint import capture_joint as capture_joint
     from splitkit.jointsignature import JointSignature as JointSignature
-    from splitkit.measure import MeasuredMemory as MeasuredMemory
-    from splitkit.measure import measure_memory as measure_memory
-    from splitkit.memory import MemoryProfile as MemoryProfile
-    from splitkit.memory import simulate_memory as simulate_memory
+    from splitkit.memory.measure import MeasuredMemory as MeasuredMemory
+    from splitkit.memory.measure import measure_memory as measure_memory
+    from splitkit.memory.profile import MemoryProfile as MemoryProfile
+    from splitkit.memory.profile import simulate_memory as simulate_memory
     from splitkit.pair import Pair as Pair
     from splitkit.pipelineorder import PipelineOrder as PipelineOrder
     from splitkit.plancosts import stage_costs as stage_costs
@@ -82,8 +82,8 @@ _HOME = {
     "Frontier": "frontier",
     "Joint": "joint",
     "JointSignature": "jointsignature",
-    "MeasuredMemory": "measure",
-    "MemoryProfile": "memory",
+    "MeasuredMemory": "memory.measure",
+    "MemoryProfile": "memory.profile",
     **dict.fromkeys((*_ERRORS, "PlanError", "PolicyError", "ScheduleError", "SplitError"), "errors"),
     "Pair": "pair",
     "Part": "plans.parts",
@@ -101,7 +101,7 @@ _HOME = {
     "compare": "compare",
     "condense": "plans.rewrite",
     "inline": "inline",
-    "measure_memory": "measure",
+    "measure_memory": "memory.measure",
     "merge": "plans.rewrite",
     "partition_fn": "aot",
     "plan": "split",
@@ -112,7 +112,7 @@ _HOME = {
     "relay": "plans.rewrite",
     "rematerialize": "plans.rewrite",
     "report": "report",
-    "simulate_memory": "memory",
+    "simulate_memory": "memory.profile",
     "simulate_schedule": "schedule",
     "split": "split",
     "split_module": "split_module",

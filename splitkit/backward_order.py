@@ -10,7 +10,7 @@ from torch.fx import Node
 from splitkit.graph.storages import storage_key, tensors
 from splitkit.graph.symbols import value_of
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, nodes_in
-from splitkit.kernels import hinted_bytes
+from splitkit.memory.kernels import hinted_bytes
 from splitkit.plans.record import Plan
 
 

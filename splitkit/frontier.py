@@ -16,7 +16,7 @@ from splitkit.errors import NoPlanError, PolicyError
 from splitkit.frontierplot import FrontierPlot, Spot
 from splitkit.halves import JointFlow, as_joint
 from splitkit.joint import Joint
-from splitkit.memory import simulate_memory
+from splitkit.memory.profile import simulate_memory
 from splitkit.pair import Pair, divide
 from splitkit.plans.record import Plan
 from splitkit.policies.hull import Hull

@@ -1,6 +1,6 @@
 """The peak of a plan for a joint graph, to the byte, before any module is made of it.
 
-`splitkit.simulate` runs the graphs of a pair. Here the same run is done for a plan, fast enough to be asked often: who
+`splitkit.memory.run` runs the graphs of a pair. Here the same run is done for a plan, fast enough to be asked often: who
 shares whose storage does not depend on the plan, and is found once for the joint graph.
 """
 
@@ -21,9 +21,9 @@ from splitkit.graph.sizes import storage_nbytes
 from splitkit.graph.storages import attribute, one_tensor, shares_memory, storage_key, tensors
 from splitkit.graph.symbols import concrete, value_of
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes
-from splitkit.kernels import Bytes, storages_of
+from splitkit.memory.kernels import Bytes, storages_of
+from splitkit.memory.run import Run
 from splitkit.plans.record import Plan
-from splitkit.simulate import Run
 from splitkit.tags import honour
 
 Ints = npt.NDArray[np.int64]

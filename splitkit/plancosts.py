@@ -9,20 +9,20 @@ from typing import Literal
 from torch import nn
 from torch.fx import Node
 
-from splitkit.activations import Activations, activations
 from splitkit.costs import Costs, unit_of
 from splitkit.costs.training import FromFormula, FromJoint, training
 from splitkit.errors import CostError, PlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow, facts_of
 from splitkit.graph.fakecalls import name_of, target_of
 from splitkit.graph.joint import is_joint
-from splitkit.linebuilder import Units
+from splitkit.memory.autograd import Activations, activations
+from splitkit.memory.lines import Units
+from splitkit.memory.stretch import Line
 from splitkit.plans.order import part_order
 from splitkit.plans.parts import HOST, PartKey
 from splitkit.plans.record import Plan, plan_of
 from splitkit.prices import require_costs
 from splitkit.stagecosts import StageCosts
-from splitkit.stageline import Line
 
 Optimizer = Literal["adam", "momentum", "sgd"] | None
 STATE_OF: Mapping[str, int] = {"adam": 2, "momentum": 1, "sgd": 0}
@@ -70,7 +70,7 @@ def stage_costs(
             in several sets is computed in each of them; others read what the first of them yields.
         costs: prices of its nodes, with or without their backward (`splitkit.costs.training`).
         optimizer: ``"adam"``, ``"momentum"`` or ``"sgd"``: 2, 1 or 0 times the bytes of the gradients; ``None``: none.
-        activations: what `splitkit.activations.activations` says of the graph, if it is known.
+        activations: what `splitkit.memory.autograd.activations` says of the graph, if it is known.
 
     Raises:
         PolicyError: SK302 for an optimizer that is not known.

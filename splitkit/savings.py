@@ -16,7 +16,7 @@ from splitkit.costs import Costs, unit_of
 from splitkit.graph.storages import storage_key, storages_shown, tensors
 from splitkit.graph.symbols import value_of
 from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, is_pinned, is_size, nodes_in, unrepeatable, with_inputs
-from splitkit.kernels import hinted_bytes
+from splitkit.memory.kernels import hinted_bytes
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune

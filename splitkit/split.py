@@ -195,6 +195,7 @@ def split(
 
 
 def decide(flow: Dataflow, policy: PolicyLike, costs: Costs | None, on_cycle: OnCycle) -> Plan:
+    """The plan of whatever says which part computes which node, cycles dealt with as asked."""
     _check_choice("on_cycle", on_cycle, ("error", *_WAYS_OUT))
     if costs is None:
         costs = default(flow.root) if isinstance(policy, Policy) else unit(flow.root)  # only policies look at prices

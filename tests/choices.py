@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from splitkit.errors import SplitError
 from splitkit.halves import BACKWARD, FORWARD, homes, unrepeatable
-from splitkit.memory import simulate_memory
+from splitkit.memory.profile import simulate_memory
 from splitkit.pair import divide
 
 aten = torch.ops.aten

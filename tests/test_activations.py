@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import splitkit as sk
-from splitkit.activations import activations
+from splitkit.memory.autograd import activations
 from splitkit.models import build
 
 SMALL = {"layers": 1, "width": 32, "heads": 2, "batch": 2}

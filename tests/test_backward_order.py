@@ -12,7 +12,7 @@ from splitkit.backward_order import EmissionOrder, _Half
 from splitkit.costs import unit
 from splitkit.halves import BACKWARD, FORWARD, homes, recompute, unrepeatable
 from splitkit.joint import capture_joint
-from splitkit.memory import simulate_memory
+from splitkit.memory.profile import simulate_memory
 from splitkit.pair import divide
 from splitkit.policies import RecomputeAll, Remat, SaveAll
 from splitkit.testing.nets import NETS

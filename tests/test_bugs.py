@@ -30,12 +30,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import splitkit as sk
 from splitkit import _torch, costs
-from splitkit.activations import activations
 from splitkit.cli import main
 from splitkit.costs import unit
 from splitkit.costs.keys import is_lasting, key_of
 from splitkit.errors import CostError, GraphError, NoPlanError, PolicyError
 from splitkit.graph.dataflow import module_path
+from splitkit.memory.autograd import activations
 from splitkit.peaks import Peaks
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import refine

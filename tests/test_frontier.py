@@ -22,7 +22,7 @@ from splitkit.errors import NoPlanError, PolicyError
 from splitkit.frontier import Frontier
 from splitkit.graph.dataflow import analyze
 from splitkit.joint import capture_joint
-from splitkit.memory import simulate_memory
+from splitkit.memory.profile import simulate_memory
 from splitkit.models import build
 from splitkit.pair import divide
 from splitkit.policies import MinCut

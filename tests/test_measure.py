@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from splitkit import GraphError, _torch, measure_memory, models
-from splitkit.livebytes import Watch
+from splitkit.memory.watch import Watch
 
 N = 1024
 

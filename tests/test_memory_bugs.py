@@ -9,8 +9,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 
 import splitkit as sk
-from splitkit import estimator
 from splitkit.errors import GraphError, SplitError
+from splitkit.memory import estimator
 
 X = torch.randn(8, 16)
 

@@ -14,7 +14,7 @@ import splitkit as sk
 from splitkit import models
 from splitkit.errors import NoPlanError
 from splitkit.joint import capture_joint
-from splitkit.memory import simulate_memory
+from splitkit.memory.profile import simulate_memory
 from splitkit.peaks import Peaks
 from splitkit.policies import Budget, RecomputeAll, Remat, SaveAll
 from splitkit.testing.nets import NETS

@@ -14,7 +14,7 @@ from splitkit import models
 from splitkit.costs import roofline
 from splitkit.errors import GraphError
 from splitkit.joint import capture_joint
-from splitkit.memory import simulate_memory
+from splitkit.memory.profile import simulate_memory
 from splitkit.peaks import Peaks
 from splitkit.policies import RecomputeAll, Remat, SaveAll
 from splitkit.savings import savings

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import splitkit as sk
-from splitkit.activations import activations
+from splitkit.memory.autograd import activations
 from splitkit.models import build
 from splitkit.plancosts import StagePrices, stage_costs
 from splitkit.policies import RoundRobin, Stages

@@ -12,8 +12,8 @@ from torch import nn
 from splitkit.cli.rehearsal import as_it_was, own_inputs
 from splitkit.costs.copies import copied
 from splitkit.joint import Joint, capture_joint
-from splitkit.measure import MeasuredMemory, measure_memory
-from splitkit.memory import MemoryProfile, simulate_memory
+from splitkit.memory.measure import MeasuredMemory, measure_memory
+from splitkit.memory.profile import MemoryProfile, simulate_memory
 from splitkit.pair import Pair
 from splitkit.policies import SaveAll
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
-from splitkit.activations import activations
 from splitkit.cli import source
 from splitkit.cli.outcome import Outcome, facts, seconds, table
 from splitkit.cli.placement import Placement
 from splitkit.cli.work import Work, check_costs, prepare, prices, versions
 from splitkit.costs import Costs, Links, roofline
+from splitkit.memory.autograd import activations
 from splitkit.plancosts import StagePrices, run_order
 from splitkit.plans.parts import Claim
 from splitkit.plans.record import Plan

@@ -18,10 +18,10 @@ from splitkit.units import at_most, duration, size
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from splitkit.buffers import Buffer
     from splitkit.costs import Costs
     from splitkit.joint import Joint
-    from splitkit.memory import MemoryProfile
+    from splitkit.memory.profile import MemoryProfile
+    from splitkit.memory.stored import Buffer
     from splitkit.models import Example
     from splitkit.pair import Pair
     from splitkit.plans.policy import Policy

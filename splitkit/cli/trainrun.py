@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from splitkit.cli.stepmodule import DividedStep
     from splitkit.compare import Comparison, Difference
-    from splitkit.measure import MeasuredMemory
-    from splitkit.memory import MemoryProfile
+    from splitkit.memory.measure import MeasuredMemory
+    from splitkit.memory.profile import MemoryProfile
 
 
 def run(args: Namespace, file: dict[str, Any]) -> Outcome:

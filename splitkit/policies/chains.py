@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from splitkit.stageline import Line, Stretch
+from splitkit.memory.stretch import Line, Stretch
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch.fx import Node
 
-from splitkit.activations import activations
 from splitkit.checks import memory_of
 from splitkit.costs import Costs, Device, Links, roofline
 from splitkit.costs.devices import find_device
@@ -20,6 +19,7 @@ from splitkit.costs.training import with_backward
 from splitkit.errors import CycleError, NoPlanError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.select import modules_matching
+from splitkit.memory.autograd import activations
 from splitkit.plancosts import StagePrices, peaks_of_visits, run_order
 from splitkit.plans.parts import Claim, Part, PartKey
 from splitkit.plans.record import Plan

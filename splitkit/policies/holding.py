@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from splitkit.activations import Activations
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.sizes import tensor_bytes
 from splitkit.graph.storages import attribute, storage_key
+from splitkit.memory.autograd import Activations
 from splitkit.plancosts import STATE_OF, Optimizer
 from splitkit.solvers.placement.problem import Ints
 

@@ -8,10 +8,10 @@ from functools import cached_property
 
 import numpy as np
 
-from splitkit.activations import activations
 from splitkit.costs import Costs, Links, unit_of
 from splitkit.costs.training import with_backward
 from splitkit.graph.dataflow import Dataflow
+from splitkit.memory.autograd import activations
 from splitkit.plancosts import Optimizer, StagePrices
 from splitkit.plans.parts import Claim, PartKey
 from splitkit.plans.record import Plan

@@ -18,7 +18,7 @@ from splitkit import models
 from splitkit.costs import roofline
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.joint import capture_joint
-from splitkit.memory import simulate_memory
+from splitkit.memory.profile import simulate_memory
 from splitkit.peaks import Peaks
 from splitkit.policies import PlanPool, RecomputeAll, Remat, SaveAll, pool
 from splitkit.policies.budget import Budget

@@ -17,7 +17,7 @@ from splitkit.costs import roofline, unit
 from splitkit.errors import PolicyError
 from splitkit.halves import BACKWARD, FORWARD, homes
 from splitkit.joint import capture_joint
-from splitkit.memory import simulate_memory
+from splitkit.memory.profile import simulate_memory
 from splitkit.pair import divide
 from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, Remat, SaveAll
 from splitkit.testing.nets import NETS

@@ -10,7 +10,7 @@ from placedgraphs import Deep, Prices, dags, every_chain, load_of
 from torch import fx, nn
 
 import splitkit as sk
-from splitkit.activations import activations
+from splitkit.memory.autograd import activations
 from splitkit.plancosts import StagePrices
 from splitkit.policies import Stages
 from splitkit.testing import assert_legal, assert_same

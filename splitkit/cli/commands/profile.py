@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from splitkit.cli.memoryruns import Training
-    from splitkit.measure import MeasuredMemory
-    from splitkit.memory import MemoryProfile
+    from splitkit.memory.measure import MeasuredMemory
+    from splitkit.memory.profile import MemoryProfile
 
 
 def run(args: Namespace) -> Outcome:

@@ -16,7 +16,7 @@ from splitkit._torch import pytree
 from splitkit.brief import brief
 from splitkit.collector import collector_at_rest
 from splitkit.errors import GraphError
-from splitkit.livebytes import BEFORE, HELD, Life, Watch
+from splitkit.memory.watch import BEFORE, HELD, Life, Watch
 from splitkit.units import size
 
 

@@ -26,18 +26,18 @@ from torch._ops import HigherOrderOperator  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit.buffers import BEFORE, HELD, Buffer
 from splitkit.graph.fakecalls import bodies
 from splitkit.graph.fakeruns import values_again
 from splitkit.graph.scope import Scope, is_state_op, scopes
 from splitkit.graph.sizes import require_values, storage_nbytes
 from splitkit.graph.storages import attribute, one_tensor, shares_memory, storage_key, tensors
 from splitkit.graph.symbols import bounds_in, value_of
-from splitkit.kernels import Bytes, Gives, storages_of
-from splitkit.layouts import layouts
-from splitkit.livebytes import plain_tensors
-from splitkit.memorychecks import known_bytes, refuse_sparse
-from splitkit.temporaries import Temporaries
+from splitkit.memory.kernels import Bytes, Gives, storages_of
+from splitkit.memory.layouts import layouts
+from splitkit.memory.options import known_bytes, refuse_sparse
+from splitkit.memory.stored import BEFORE, HELD, Buffer
+from splitkit.memory.temporaries import Temporaries
+from splitkit.memory.watch import plain_tensors
 
 Value = Mapping[Hashable, int]
 """What a node yields: identity of a storage -> number of its buffer in this run."""

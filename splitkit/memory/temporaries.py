@@ -20,7 +20,7 @@ from splitkit.graph.fakecalls import NO_VALUES, acts, stand_in
 from splitkit.graph.sizes import storage_bytes
 from splitkit.graph.storages import storage_key, tensors
 from splitkit.graph.symbols import value_of
-from splitkit.measure import measure_memory
+from splitkit.memory.measure import measure_memory
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Inside:
         casts: of weights that autocast has cast, and keeps until its region ends.
         gives: for each tensor of the result, which of the tensors among the arguments it shares memory with; ``None``
             where that is not known.
-        beyond: of the memory of results, beyond what their values show (`splitkit.kernels`).
+        beyond: of the memory of results, beyond what their values show (`splitkit.memory.kernels`).
     """
 
     transient: int

@@ -25,7 +25,6 @@ from torch import fx, nn
 from torch.fx import Node
 
 from splitkit._torch import pytree
-from splitkit.backwardprobe import Inside, Probes
 from splitkit.collector import collector_at_rest
 from splitkit.graph.dataflow import require_graph
 from splitkit.graph.fakecalls import NO_SIZES, StandIn, bodies, hint, hints, rounds
@@ -33,8 +32,9 @@ from splitkit.graph.scope import is_state_op
 from splitkit.graph.sizes import require_values, value_bytes
 from splitkit.graph.storages import one_tensor, storage_key, tensors
 from splitkit.graph.symbols import value_of
-from splitkit.kernels import hinted_bytes
-from splitkit.livebytes import plain_tensors
+from splitkit.memory.kernels import hinted_bytes
+from splitkit.memory.probes import Inside, Probes
+from splitkit.memory.watch import plain_tensors
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.13, 2.15
 from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.errors import GraphError
-from splitkit.kernels import bytes_made_by
+from splitkit.memory.kernels import bytes_made_by
 
 BEFORE = -1
 """The op that made what was there before the run."""

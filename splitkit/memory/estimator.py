@@ -19,7 +19,7 @@ from torch.fx import Node
 from splitkit.errors import GraphError
 from splitkit.graph.storages import storage_key, tensors
 from splitkit.graph.symbols import concrete, value_of
-from splitkit.livebytes import plain_tensors
+from splitkit.memory.watch import plain_tensors
 
 SizeOf = Callable[["int | torch.SymInt"], int]
 Storages = dict[Hashable, torch.Tensor]

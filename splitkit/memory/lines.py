@@ -12,14 +12,14 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit._torch import pytree
-from splitkit.activations import Activations
-from splitkit.backwardprobe import NOTHING
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.sizes import storage_bytes, tensor_bytes
 from splitkit.graph.storages import attribute, storage_key, tensors
 from splitkit.graph.symbols import value_of
-from splitkit.stageline import BEFORE, Line, Touches
-from splitkit.temporaries import Temporaries
+from splitkit.memory.autograd import Activations
+from splitkit.memory.probes import NOTHING
+from splitkit.memory.stretch import BEFORE, Line, Touches
+from splitkit.memory.temporaries import Temporaries
 
 Copy = tuple[Node, int]
 """A node, and the part that computes it; the part is -1 for inputs of the graph."""

@@ -13,11 +13,11 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit.brief import brief
-from splitkit.buffers import BEFORE, HELD, Buffer
 from splitkit.collector import collector_at_rest
 from splitkit.graph.dataflow import module_path
-from splitkit.memorychecks import SplitLike, check, checked, leaves_returned, unfit
-from splitkit.simulate import Run, Value
+from splitkit.memory.options import SplitLike, check, checked, leaves_returned, unfit
+from splitkit.memory.run import Run, Value
+from splitkit.memory.stored import BEFORE, HELD, Buffer
 from splitkit.units import at_most, size
 
 CUDA_BLOCK = 512
@@ -137,7 +137,7 @@ class MemoryProfile:
         return f"{text}; for {bounds}, which only the data decides" if bounds else text
 
     def _repr_svg_(self) -> str:
-        from splitkit.memoryplot import Plot
+        from splitkit.memory.plot import Plot
 
         label = "" if self.at is None else f"{self.at.name} {module_path(self.at)}".rstrip()
         return Plot(self.timeline, self.calls, self.baseline, self.peak, self.index, label).to_svg()

@@ -1,7 +1,7 @@
 """What forward and backward of a single node take for a while, when autograd runs it: found on fake tensors.
 
 Each distinct call (op, shapes, constants, which arguments require grad) runs once, forward and then backward, and its
-live bytes are measured like those of a real run. So do `splitkit.temporaries` for runs without autograd.
+live bytes are measured like those of a real run. So do `splitkit.memory.temporaries` for runs without autograd.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from splitkit.graph.scope import Scope, scopes
 from splitkit.graph.sizes import storage_bytes, tensor_bytes, value_bytes
 from splitkit.graph.storages import tensors
 from splitkit.graph.symbols import value_of
-from splitkit.measure import measure_memory
+from splitkit.memory.measure import measure_memory
 
 
 @dataclass(frozen=True)
