@@ -23,7 +23,7 @@ from splitkit import models
 from splitkit.policies.cutting import Cutting
 from splitkit.policies.hull import Hull
 from splitkit.savings import Savings, savings
-from splitkit.solvers.min_cut import INFINITE, Network, min_cut
+from splitkit.solvers.cuts.min_cut import INFINITE, Network, min_cut
 
 PRICE = 1e11
 ROUNDS = 5

@@ -21,11 +21,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from splitkit.solvers.placement.contiguous import contiguous
-from splitkit.solvers.placement.latency import latency
-from splitkit.solvers.placement.noncontiguous import noncontiguous
+from splitkit.solvers.placement.latency.latency import latency
 from splitkit.solvers.placement.problem import Device, Problem
+from splitkit.solvers.placement.sets.sets import noncontiguous
 from splitkit.solvers.placement.solution import InfeasibleError, Solution
+from splitkit.solvers.placement.stages.contiguous import contiguous
 
 WORKLOADS = Path(__file__).parent / "workloads"
 FOLDERS = {"contiguous": "throughput", "noncontiguous": "throughput", "latency": "latency"}

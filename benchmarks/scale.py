@@ -21,11 +21,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from splitkit.solvers.placement.contiguous import contiguous
 from splitkit.solvers.placement.evaluate import faults, loads
-from splitkit.solvers.placement.multilevel import multilevel
+from splitkit.solvers.placement.multilevel.multilevel import multilevel
 from splitkit.solvers.placement.problem import Floats, Ints, Problem
 from splitkit.solvers.placement.solution import Solution
+from splitkit.solvers.placement.stages.contiguous import contiguous
 
 MOST_CONTIGUOUS = 10_000
 """Nodes up to which `contiguous` runs beside `multilevel`."""

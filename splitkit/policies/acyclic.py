@@ -10,8 +10,8 @@ from splitkit.costs.links import links_of
 from splitkit.graph.dataflow import Dataflow, enough_nodes
 from splitkit.plans.record import Plan
 from splitkit.policies.staging import Staging
-from splitkit.solvers.placement.contiguous import SECONDS
-from splitkit.solvers.placement.multilevel import multilevel
+from splitkit.solvers.placement.multilevel.multilevel import multilevel
+from splitkit.solvers.placement.stages.contiguous import SECONDS
 
 
 @dataclass(frozen=True)

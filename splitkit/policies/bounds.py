@@ -10,7 +10,7 @@ from splitkit.halves import nodes_in
 from splitkit.peaks import STATIC, Trace
 from splitkit.policies.moments import Moments
 from splitkit.savings import required_by_forward
-from splitkit.solvers.min_cut import INFINITE, Network, min_cut
+from splitkit.solvers.cuts.min_cut import INFINITE, Network, min_cut
 
 _CUTS = 64  # nodes that are looked at
 

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from splitkit.errors import NoPlanError
 from splitkit.savings import Choice, Savings
-from splitkit.solvers.min_cut import INFINITE, ROOM, Network, NoCutError, min_cut
+from splitkit.solvers.cuts.min_cut import INFINITE, ROOM, Network, NoCutError, min_cut
 
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]

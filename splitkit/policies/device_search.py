@@ -29,12 +29,12 @@ from splitkit.policies.holding import Holding
 from splitkit.policies.placing import Placing, Travel
 from splitkit.policies.staging import NEAR
 from splitkit.solvers.placement import problem as placement
-from splitkit.solvers.placement.contiguous import contiguous
-from splitkit.solvers.placement.latency import latency
+from splitkit.solvers.placement.latency.latency import latency
 from splitkit.solvers.placement.memory import sets_fit, stages_fit
-from splitkit.solvers.placement.noncontiguous import noncontiguous
 from splitkit.solvers.placement.problem import Floats, Ints, Problem
+from splitkit.solvers.placement.sets.sets import noncontiguous
 from splitkit.solvers.placement.solution import Solution
+from splitkit.solvers.placement.stages.contiguous import contiguous
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from splitkit.policies.cutting import Cutting, explained
 from splitkit.savings import Choice, Savings
-from splitkit.solvers.hull import Chain, Corner, TwoCosts
-from splitkit.solvers.min_cut import INFINITE, ROOM
+from splitkit.solvers.cuts.min_cut import INFINITE, ROOM
+from splitkit.solvers.cuts.parametric import Chain, Corner, TwoCosts
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -14,8 +14,8 @@ from splitkit.graph.dataflow import Dataflow, crossing, waits_for
 from splitkit.graph.gradients import Gradients
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
-from splitkit.solvers.linked import Linked
 from splitkit.solvers.placement.problem import BadProblemError, Bools, Device, Floats, Ints, Problem
+from splitkit.solvers.placement.stages.linked import Linked
 
 _NOTHING = 1e-250  # seconds that are as good as none: their sums would lose all digits
 

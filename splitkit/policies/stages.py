@@ -20,11 +20,11 @@ from splitkit.policies.fitting import bad_problems
 from splitkit.policies.placing import Placing
 from splitkit.policies.schedules import ranks_of, require_schedule
 from splitkit.policies.staging import Staging
-from splitkit.solvers.contiguous import Floats, blocks_of
-from splitkit.solvers.contiguous import contiguous as along
-from splitkit.solvers.placement.contiguous import contiguous
+from splitkit.solvers.line.blocks import Floats, blocks_of
+from splitkit.solvers.line.blocks import contiguous as along
 from splitkit.solvers.placement.problem import Device
 from splitkit.solvers.placement.solution import stages_of
+from splitkit.solvers.placement.stages.contiguous import contiguous
 
 
 @dataclass(frozen=True)

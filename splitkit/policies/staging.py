@@ -21,12 +21,12 @@ from splitkit.policies.placing import Placing, Travel
 from splitkit.policies.schedules import by_rank, microbatches_of, ranks_of
 from splitkit.schedule import simulate_schedule
 from splitkit.schedulerun import ScheduleRun
-from splitkit.solvers.contiguous import blocks_of
-from splitkit.solvers.hops import best_cuts
-from splitkit.solvers.placement.contiguous import contiguous
+from splitkit.solvers.line.blocks import blocks_of
+from splitkit.solvers.line.priced_cuts import best_cuts
 from splitkit.solvers.placement.memory import stages_fit
 from splitkit.solvers.placement.problem import Device, Floats, Ints, Problem
 from splitkit.solvers.placement.solution import Solution, stages_of
+from splitkit.solvers.placement.stages.contiguous import contiguous
 from splitkit.stagecosts import StageCosts
 from splitkit.units import duration, size
 

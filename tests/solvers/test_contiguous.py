@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitkit.solvers.contiguous import bottleneck, contiguous, scaled
+from splitkit.solvers.line.blocks import bottleneck, contiguous, scaled
 
 
 def brute_force(weights, blocks, costs):
@@ -57,7 +57,7 @@ def test_a_long_sequence(blocks):
 
 
 def test_many_ties_are_weighed_up_to_a_limit(monkeypatch):
-    monkeypatch.setattr("splitkit.solvers.contiguous._PAIRS", 4)
+    monkeypatch.setattr("splitkit.solvers.line.blocks._PAIRS", 4)
     starts = contiguous(np.array([9.0, *[1.0] * 20]), 4)
     assert len(starts) == 4 and max(np.add.reduceat(np.array([9.0, *[1.0] * 20]), starts)) == 9
 

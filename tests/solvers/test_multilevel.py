@@ -11,19 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitkit.solvers.placement import anneal, contiguous, multilevel, search
-from splitkit.solvers.placement.coarsen import coarsened
+from splitkit.solvers.placement import anneal
 from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.evaluate import faults
 from splitkit.solvers.placement.groups import fused, strong
-from splitkit.solvers.placement.ladder import ladder
-from splitkit.solvers.placement.multilevel import MOST_EXACT
+from splitkit.solvers.placement.multilevel import multilevel
+from splitkit.solvers.placement.multilevel.coarsen import coarsened
+from splitkit.solvers.placement.multilevel.multilevel import MOST_EXACT
+from splitkit.solvers.placement.multilevel.refine import refined
+from splitkit.solvers.placement.multilevel.vcycle import VCycle
 from splitkit.solvers.placement.problem import Device, Problem
-from splitkit.solvers.placement.refine import refined
-from splitkit.solvers.placement.search import Search
 from splitkit.solvers.placement.solution import InfeasibleError
-from splitkit.solvers.placement.stages import Stages, stage_loads
-from splitkit.solvers.placement.vcycle import VCycle
+from splitkit.solvers.placement.stages import contiguous, search
+from splitkit.solvers.placement.stages.ladder import ladder
+from splitkit.solvers.placement.stages.search import Search
+from splitkit.solvers.placement.stages.stages import Stages, stage_loads
 
 
 def layered(count, devices, *, width=20, seed=0, **options):

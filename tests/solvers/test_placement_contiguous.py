@@ -12,21 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitkit.solvers.placement import anneal
-from splitkit.solvers.placement import ideals as ideals_module
-from splitkit.solvers.placement import search as search_module
-from splitkit.solvers.placement.contiguous import contiguous
 from splitkit.solvers.placement.contract import contracted
 from splitkit.solvers.placement.core import BIG, core_of
 from splitkit.solvers.placement.evaluate import faults, memory
 from splitkit.solvers.placement.groups import fused
-from splitkit.solvers.placement.idealpath import _Search, best_stages
-from splitkit.solvers.placement.ideals import Effort, TooManyError, ideals, weights
-from splitkit.solvers.placement.ladder import ladder
 from splitkit.solvers.placement.orders import orders
 from splitkit.solvers.placement.problem import Device, Problem
-from splitkit.solvers.placement.search import Search
 from splitkit.solvers.placement.solution import InfeasibleError
-from splitkit.solvers.placement.stages import stage_loads
+from splitkit.solvers.placement.stages import ideals as ideals_module
+from splitkit.solvers.placement.stages import search as search_module
+from splitkit.solvers.placement.stages.contiguous import contiguous
+from splitkit.solvers.placement.stages.idealpath import _Search, best_stages
+from splitkit.solvers.placement.stages.ideals import Effort, TooManyError, ideals, weights
+from splitkit.solvers.placement.stages.ladder import ladder
+from splitkit.solvers.placement.stages.search import Search
+from splitkit.solvers.placement.stages.stages import stage_loads
 
 
 def value_of(problem):

@@ -9,10 +9,10 @@ from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.cpsat import sets_by_cpsat, stages_by_cpsat
 from splitkit.solvers.placement.evaluate import faults, loads
 from splitkit.solvers.placement.groups import coloured, fused
-from splitkit.solvers.placement.ladder import ladder
-from splitkit.solvers.placement.packing import packed
-from splitkit.solvers.placement.search import Search
-from splitkit.solvers.placement.stages import Stages, stage_loads
+from splitkit.solvers.placement.sets.packing import packed
+from splitkit.solvers.placement.stages.ladder import ladder
+from splitkit.solvers.placement.stages.search import Search
+from splitkit.solvers.placement.stages.stages import Stages, stage_loads
 
 pytest.importorskip("ortools")
 

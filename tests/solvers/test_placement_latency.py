@@ -7,8 +7,8 @@ import placementcases as cases
 import pytest
 from hypothesis import given, settings
 
-from splitkit.solvers.placement import latencymoves
-from splitkit.solvers.placement.latency import latency
+from splitkit.solvers.placement.latency import moves as latencymoves
+from splitkit.solvers.placement.latency.latency import latency
 from splitkit.solvers.placement.problem import BadProblemError, Device, Problem
 from splitkit.solvers.placement.solution import InfeasibleError
 

@@ -13,9 +13,9 @@ from splitkit.solvers.placement.contract import contracted
 from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.evaluate import faults, loads
 from splitkit.solvers.placement.groups import coloured
-from splitkit.solvers.placement.noncontiguous import noncontiguous
-from splitkit.solvers.placement.packing import packed
 from splitkit.solvers.placement.problem import Device, Problem
+from splitkit.solvers.placement.sets.packing import packed
+from splitkit.solvers.placement.sets.sets import noncontiguous
 from splitkit.solvers.placement.solution import InfeasibleError
 
 

@@ -13,16 +13,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from splitkit.solvers.placement import anneal, rows
+from splitkit.solvers.placement import anneal
+from splitkit.solvers.placement import mip as rows
 from splitkit.solvers.placement.anneal import Places
-from splitkit.solvers.placement.contiguous import contiguous
 from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.groups import coloured
-from splitkit.solvers.placement.latency import latency
-from splitkit.solvers.placement.noncontiguous import noncontiguous
-from splitkit.solvers.placement.rows import Rows
-from splitkit.solvers.placement.setprogram import SetProgram
+from splitkit.solvers.placement.latency.latency import latency
+from splitkit.solvers.placement.mip import Rows
+from splitkit.solvers.placement.sets.program import SetProgram
+from splitkit.solvers.placement.sets.sets import noncontiguous
 from splitkit.solvers.placement.solution import InfeasibleError
+from splitkit.solvers.placement.stages.contiguous import contiguous
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from splitkit.solvers.placement.core import BIG, Core
-from splitkit.solvers.placement.ladder import Ladder
 from splitkit.solvers.placement.problem import Ints
-from splitkit.solvers.placement.stages import Stages, fits, stage_loads
+from splitkit.solvers.placement.stages.ladder import Ladder
+from splitkit.solvers.placement.stages.stages import Stages, fits, stage_loads
 
 _WHOLE = 10**7  # the limit, as a whole number of the model
 

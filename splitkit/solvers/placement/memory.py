@@ -13,11 +13,11 @@ import numpy as np
 from splitkit.solvers.placement.anneal import Places
 from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.groups import coloured, fused
-from splitkit.solvers.placement.ladder import MOST_LEVELS, ladder, level_count
-from splitkit.solvers.placement.packing import packed, some_sets
 from splitkit.solvers.placement.problem import Device, Problem
-from splitkit.solvers.placement.search import Search
+from splitkit.solvers.placement.sets.packing import packed, some_sets
 from splitkit.solvers.placement.solution import InfeasibleError
+from splitkit.solvers.placement.stages.ladder import MOST_LEVELS, ladder, level_count
+from splitkit.solvers.placement.stages.search import Search
 
 _EACH = 2.0  # seconds to find out whether one capacity or one number of devices would do
 _ALL = 10.0  # seconds after which what is known is given

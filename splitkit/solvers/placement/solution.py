@@ -10,7 +10,7 @@ import numpy as np
 from splitkit.solvers.placement.core import Core
 from splitkit.solvers.placement.evaluate import loads
 from splitkit.solvers.placement.problem import Floats, Ints, Problem
-from splitkit.solvers.placement.stages import Stages
+from splitkit.solvers.placement.stages.stages import Stages
 
 Key = Callable[[Ints, tuple[int, ...]], tuple[float, ...]]
 """What ties are broken by, the least first: (device of each unit, used devices from first stage to last) -> key."""

@@ -7,11 +7,11 @@ from itertools import product
 import numpy as np
 
 from splitkit.solvers.placement.core import BIG, Core
-from splitkit.solvers.placement.ladder import Step
-from splitkit.solvers.placement.linear import Line
-from splitkit.solvers.placement.makespan import HOST
+from splitkit.solvers.placement.latency.makespan import HOST
 from splitkit.solvers.placement.orders import orders
 from splitkit.solvers.placement.problem import Ints
+from splitkit.solvers.placement.stages.along import Line
+from splitkit.solvers.placement.stages.ladder import Step
 
 _MOST_LEVELS = 512
 

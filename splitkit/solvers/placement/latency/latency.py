@@ -15,18 +15,18 @@ import numpy as np
 
 from splitkit.solvers.placement.anneal import Schedule
 from splitkit.solvers.placement.bounds import check
-from splitkit.solvers.placement.chained import chained
-from splitkit.solvers.placement.contiguous import contiguous
 from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.evaluate import circles, faults
 from splitkit.solvers.placement.groups import coloured, fused
-from splitkit.solvers.placement.latencybound import critical_path, path_bound
-from splitkit.solvers.placement.latencymoves import Moves
-from splitkit.solvers.placement.listed import listed
-from splitkit.solvers.placement.makespan import HOST, Timing, busy, makespan
+from splitkit.solvers.placement.latency.bound import critical_path, path_bound
+from splitkit.solvers.placement.latency.chained import chained
+from splitkit.solvers.placement.latency.listed import listed
+from splitkit.solvers.placement.latency.makespan import HOST, Timing, busy, makespan
+from splitkit.solvers.placement.latency.moves import Moves
 from splitkit.solvers.placement.orders import by_key
 from splitkit.solvers.placement.problem import GRACE, BadProblemError, Ints, Problem
 from splitkit.solvers.placement.solution import InfeasibleError, Solution
+from splitkit.solvers.placement.stages.contiguous import contiguous
 
 SECONDS = 60.0
 _MOVES, _BOUND = 0.4, 0.5  # of the time

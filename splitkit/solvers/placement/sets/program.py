@@ -10,8 +10,8 @@ import numpy as np
 
 from splitkit.solvers.placement.anneal import Places
 from splitkit.solvers.placement.core import Core
+from splitkit.solvers.placement.mip import Rows
 from splitkit.solvers.placement.problem import Floats, Ints
-from splitkit.solvers.placement.rows import Rows
 
 _MARGIN = 1e-6  # relative: what HiGHS may be off
 

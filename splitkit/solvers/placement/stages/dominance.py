@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitkit.solvers.placement.core import Core
-from splitkit.solvers.placement.ideals import Ideals
-from splitkit.solvers.placement.ladder import Ladder
 from splitkit.solvers.placement.problem import Bools, Ints
+from splitkit.solvers.placement.stages.ideals import Ideals
+from splitkit.solvers.placement.stages.ladder import Ladder
 
 
 def applies(core: Core, ladder: Ladder) -> bool:

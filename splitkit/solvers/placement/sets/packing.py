@@ -7,7 +7,7 @@ import numpy as np
 from splitkit.solvers.placement.anneal import Places
 from splitkit.solvers.placement.core import Core
 from splitkit.solvers.placement.problem import Ints
-from splitkit.solvers.placement.setprogram import SetProgram
+from splitkit.solvers.placement.sets.program import SetProgram
 
 
 def packed(core: Core, places: Places) -> Ints | None:

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from splitkit.solvers.placement.core import BIG, Core
-from splitkit.solvers.placement.ladder import Ladder, Step
 from splitkit.solvers.placement.problem import Ints
-from splitkit.solvers.placement.stages import Stages
+from splitkit.solvers.placement.stages.ladder import Ladder, Step
+from splitkit.solvers.placement.stages.stages import Stages
 
 PLACES = 2048
 """Where an order can be cut, at most; of a longer one the cheapest places are taken, then those near the best cuts."""

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitkit.solvers.placement.core import BIG, Core
-from splitkit.solvers.placement.ladder import Ladder
 from splitkit.solvers.placement.problem import Bools, Ints
+from splitkit.solvers.placement.stages.ladder import Ladder
 
 Words = NDArray[np.uint64]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from splitkit.solvers.placement.makespan import Timing
+from splitkit.solvers.placement.latency.makespan import Timing
+from splitkit.solvers.placement.mip import Rows
 from splitkit.solvers.placement.problem import Floats, Ints, Problem
-from splitkit.solvers.placement.rows import Rows
 
 _MARGIN = 1e-6  # relative: what HiGHS may be off
 _MOST_COLUMNS = 12_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from splitkit.solvers.placement.makespan import HOST, Timing
+from splitkit.solvers.placement.latency.makespan import HOST, Timing
 from splitkit.solvers.placement.problem import Ints, Problem
 
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 import numpy as np
 
 from splitkit.solvers.placement.core import BIG, Core
-from splitkit.solvers.placement.ladder import Ladder
+from splitkit.solvers.placement.mip import Rows
 from splitkit.solvers.placement.problem import Floats, Ints
-from splitkit.solvers.placement.rows import Rows
-from splitkit.solvers.placement.stages import Stages, fits, stage_loads
+from splitkit.solvers.placement.stages.ladder import Ladder
+from splitkit.solvers.placement.stages.stages import Stages, fits, stage_loads
 
 _MARGIN = 1e-6  # relative: what HiGHS may be off
 _MOST_COLUMNS = 4_000  # of more it finds little, and overruns its time

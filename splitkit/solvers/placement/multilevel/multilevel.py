@@ -7,17 +7,17 @@ from dataclasses import replace
 
 from splitkit.solvers.placement import bounds
 from splitkit.solvers.placement.bounds import check
-from splitkit.solvers.placement.contiguous import SECONDS, contiguous
 from splitkit.solvers.placement.contract import contracted
 from splitkit.solvers.placement.core import Core, core_of, exact_links
 from splitkit.solvers.placement.evaluate import faults, loads
 from splitkit.solvers.placement.groups import fused
-from splitkit.solvers.placement.ladder import MOST_LEVELS, Ladder, ladder, level_count
+from splitkit.solvers.placement.multilevel.vcycle import VCycle
 from splitkit.solvers.placement.problem import Problem
-from splitkit.solvers.placement.search import MOST_UNITS, Search
 from splitkit.solvers.placement.solution import Key, Solution, preferred
-from splitkit.solvers.placement.stages import Stages
-from splitkit.solvers.placement.vcycle import VCycle
+from splitkit.solvers.placement.stages.contiguous import SECONDS, contiguous
+from splitkit.solvers.placement.stages.ladder import MOST_LEVELS, Ladder, ladder, level_count
+from splitkit.solvers.placement.stages.search import MOST_UNITS, Search
+from splitkit.solvers.placement.stages.stages import Stages
 
 MOST_EXACT = 2000
 """Units up to which `contiguous` is tried first."""

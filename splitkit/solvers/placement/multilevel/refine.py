@@ -12,7 +12,7 @@ import numpy as np
 
 from splitkit.solvers.placement.core import Core
 from splitkit.solvers.placement.problem import Ints
-from splitkit.solvers.placement.stages import Stages, stage_loads
+from splitkit.solvers.placement.stages.stages import Stages, stage_loads
 
 _PATIENCE = 20  # moves of a pass after the best
 _LOOKED = 24  # heap entries that are passed over for a move that is possible

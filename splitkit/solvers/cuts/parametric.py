@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
-from splitkit.solvers.min_cut import INFINITE, Cut, Network, min_cut
+from splitkit.solvers.cuts.min_cut import INFINITE, Cut, Network, min_cut
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

@@ -11,11 +11,11 @@ from splitkit.solvers.placement.contract import contracted
 from splitkit.solvers.placement.core import Core, core_of, exact_links
 from splitkit.solvers.placement.evaluate import faults, loads
 from splitkit.solvers.placement.groups import fused
-from splitkit.solvers.placement.ladder import MOST_LEVELS, ladder, level_count
 from splitkit.solvers.placement.memory import lacking, stages_fit
 from splitkit.solvers.placement.problem import Problem
-from splitkit.solvers.placement.search import Search
 from splitkit.solvers.placement.solution import Key, Solution, preferred
+from splitkit.solvers.placement.stages.ladder import MOST_LEVELS, ladder, level_count
+from splitkit.solvers.placement.stages.search import Search
 
 SECONDS = 9.0
 _PROGRAMS, _CLOSE = ("highs", "cpsat"), 2e-6  # solvers over floats or rounded numbers; relative: what they may be off

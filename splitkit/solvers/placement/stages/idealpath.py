@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitkit.solvers.placement.core import BIG, Core
-from splitkit.solvers.placement.dominance import Dominance, applies
-from splitkit.solvers.placement.ideals import Effort, Ideals, TooManyError, Words, weights
-from splitkit.solvers.placement.ladder import Ladder
 from splitkit.solvers.placement.problem import Ints
-from splitkit.solvers.placement.stages import Stages, stage_loads
+from splitkit.solvers.placement.stages.dominance import Dominance, applies
+from splitkit.solvers.placement.stages.ideals import Effort, Ideals, TooManyError, Words, weights
+from splitkit.solvers.placement.stages.ladder import Ladder
+from splitkit.solvers.placement.stages.stages import Stages, stage_loads
 
 _MOST_CELLS = 3 * 10**8  # ideals times nets that are kept in memory
 _CLOSE = 256  # the least value is looked for by halving until so small a part of it is left, then directly

@@ -10,16 +10,16 @@ import numpy as np
 from splitkit.solvers.placement import bounds, cpsat
 from splitkit.solvers.placement.anneal import Places, Population, Schedule, rows_of
 from splitkit.solvers.placement.bounds import check
-from splitkit.solvers.placement.contiguous import contiguous
 from splitkit.solvers.placement.contract import contracted, tightened
 from splitkit.solvers.placement.core import Core, core_of, exact_links
 from splitkit.solvers.placement.evaluate import faults, loads
 from splitkit.solvers.placement.groups import coloured
 from splitkit.solvers.placement.memory import lacking, sets_fit
-from splitkit.solvers.placement.packing import placeable, some_sets
 from splitkit.solvers.placement.problem import GRACE, Ints, Problem
-from splitkit.solvers.placement.setprogram import SetProgram
+from splitkit.solvers.placement.sets.packing import placeable, some_sets
+from splitkit.solvers.placement.sets.program import SetProgram
 from splitkit.solvers.placement.solution import InfeasibleError, Solution
+from splitkit.solvers.placement.stages.contiguous import contiguous
 
 SECONDS = 50.0
 _SMALL = 500  # columns of an integer program that comes before annealing

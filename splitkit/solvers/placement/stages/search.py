@@ -11,14 +11,14 @@ from splitkit.solvers.placement import bounds, cpsat
 from splitkit.solvers.placement.anneal import Places, Population, Schedule, rows_of
 from splitkit.solvers.placement.contract import relaxed, tightened
 from splitkit.solvers.placement.core import BIG, Core
-from splitkit.solvers.placement.idealpath import best_stages
-from splitkit.solvers.placement.ideals import Effort, TooManyError, ideals
-from splitkit.solvers.placement.ladder import Ladder
-from splitkit.solvers.placement.linear import PLACES, Line
 from splitkit.solvers.placement.orders import by_key, orders, within
 from splitkit.solvers.placement.problem import GRACE, Ints
-from splitkit.solvers.placement.program import stage_program
-from splitkit.solvers.placement.stages import Stages, fits, stage_loads
+from splitkit.solvers.placement.stages.along import PLACES, Line
+from splitkit.solvers.placement.stages.idealpath import best_stages
+from splitkit.solvers.placement.stages.ideals import Effort, TooManyError, ideals
+from splitkit.solvers.placement.stages.ladder import Ladder
+from splitkit.solvers.placement.stages.program import stage_program
+from splitkit.solvers.placement.stages.stages import Stages, fits, stage_loads
 
 MOST_UNITS = 6000
 """Beyond so many units only orders are tried."""

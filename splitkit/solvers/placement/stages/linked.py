@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from splitkit.solvers.hops import Floats, Ints
+from splitkit.solvers.line.priced_cuts import Floats, Ints
 
 _STEPS = 4_000
 _HOT, _COLD = 0.5, 0.0005  # temperatures, of the logarithm of the greatest load

@@ -8,7 +8,7 @@ from math import inf, log
 import numpy as np
 
 from splitkit.solvers.placement.anneal import Schedule
-from splitkit.solvers.placement.makespan import HOST, Timing, makespan
+from splitkit.solvers.placement.latency.makespan import HOST, Timing, makespan
 from splitkit.solvers.placement.problem import Ints, Problem
 
 _HOT, _COLD = 3e-3, 3e-5  # temperatures, as fractions of the makespan

@@ -11,14 +11,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from splitkit.solvers.placement.coarsen import Coarse, coarsened
 from splitkit.solvers.placement.core import Core
-from splitkit.solvers.placement.ladder import Ladder
-from splitkit.solvers.placement.linear import Line
+from splitkit.solvers.placement.multilevel.coarsen import Coarse, coarsened
+from splitkit.solvers.placement.multilevel.refine import refined
 from splitkit.solvers.placement.orders import within
 from splitkit.solvers.placement.problem import Ints
-from splitkit.solvers.placement.refine import refined
-from splitkit.solvers.placement.stages import Stages
+from splitkit.solvers.placement.stages.along import Line
+from splitkit.solvers.placement.stages.ladder import Ladder
+from splitkit.solvers.placement.stages.stages import Stages
 
 _COARSEST, _SHARE, _EACH = 1000, 4, 20  # the coarsest core has so many units or a fourth of all, at least 20 a device
 _ROUNDS = 6  # over all pairs of stages, for each core

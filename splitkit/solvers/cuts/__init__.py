@@ -1,0 +1,1 @@
+"""Minimum cuts of one network, and of one for every price."""

@@ -1,0 +1,1 @@
+"""Cuts along one given order."""

@@ -1,0 +1,1 @@
+"""One sample as soon as possible."""

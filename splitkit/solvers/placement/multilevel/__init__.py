@@ -1,0 +1,1 @@
+"""Large graphs: contract, solve, refine level by level."""

@@ -1,0 +1,1 @@
+"""Any set of units on any device: no convexity asked."""
