@@ -30,12 +30,12 @@ from smallblocks import BLOCKS
 
 import splitkit as sk
 from splitkit.costs import Costs
-from splitkit.peaks import STATIC, Peaks
 from splitkit.policies import SaveAll
 from splitkit.policies.moments import Moments
 from splitkit.policies.pool import Pool, Seen
 from splitkit.policies.search import Search
-from splitkit.savings import Savings, savings
+from splitkit.training.choices import Savings, savings
+from splitkit.training.peaks import STATIC, Peaks
 
 Bools = NDArray[np.bool_]
 SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)

@@ -22,8 +22,8 @@ import splitkit as sk
 from splitkit import models
 from splitkit.policies.cutting import Cutting
 from splitkit.policies.hull import Hull
-from splitkit.savings import Savings, savings
 from splitkit.solvers.cuts.min_cut import INFINITE, Network, min_cut
+from splitkit.training.choices import Savings, savings
 
 PRICE = 1e11
 ROUNDS = 5

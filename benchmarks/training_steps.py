@@ -32,12 +32,12 @@ import splitkit as sk
 from splitkit import models
 from splitkit.costs import Costs
 from splitkit.graph.dataflow import Dataflow
-from splitkit.halves import as_joint
 from splitkit.models import Example
 from splitkit.plans.record import Plan
 from splitkit.policies import Remat
 from splitkit.policies.budget import Budget
 from splitkit.testing.nets import ResNet
+from splitkit.training.flow import as_joint
 
 Step = Callable[[], object]
 TRIES = 4

@@ -24,11 +24,11 @@ from splitkit.dedupe import deduplicated
 from splitkit.errors import CaptureError
 from splitkit.graph.dataflow import analyze
 from splitkit.graph.fakeruns import rebinds
-from splitkit.halves import JointFlow
 from splitkit.pair import Pair, divide
 from splitkit.plans.policy import PolicyLike
 from splitkit.quietlogs import without_logging
 from splitkit.tokens import without_tokens
+from splitkit.training.flow import JointFlow
 
 _HERE = Path(__file__).parent
 

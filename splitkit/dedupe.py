@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from splitkit._torch import FakeTensor, HigherOrderOperator, pytree
 from splitkit.graph.storages import storage_key, storages_shown, tensors
 from splitkit.graph.symbols import value_of
-from splitkit.halves import JointFlow, homes
+from splitkit.training.flow import JointFlow, homes
 
 # What sets two equal ops apart: checkpoint tags, streams, and where AOTAutograd wants them (2.11, 2.13, 2.15).
 _MARKS = ("recompute", "ac_graph_id", "has_backward_hook", "saved_tensor_with_no_vc_check", "custom", "partitioner_tag")

@@ -14,7 +14,6 @@ from splitkit.costs import Costs, default, unit_of
 from splitkit.costs.named import Price, priced, require_price
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.frontierplot import FrontierPlot, Spot
-from splitkit.halves import JointFlow, as_joint
 from splitkit.joint import Joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.pair import Pair, divide
@@ -22,7 +21,8 @@ from splitkit.plans.record import Plan
 from splitkit.policies.hull import Hull
 from splitkit.policies.peakfront import PeakFront
 from splitkit.policies.pool import Seen
-from splitkit.savings import Choice, savings
+from splitkit.training.choices import Choice, savings
+from splitkit.training.flow import JointFlow, as_joint
 from splitkit.units import duration, read_size, size
 
 if TYPE_CHECKING:

@@ -20,11 +20,11 @@ from splitkit.costs import Costs, default
 from splitkit.errors import CaptureError, SplitError
 from splitkit.firstcall import after_a_call, in_eval_mode
 from splitkit.graph.storages import mark_repeated
-from splitkit.halves import JointFlow
 from splitkit.jointchecks import check_graph, check_inputs, check_model, no_scalar
 from splitkit.jointsignature import JointSignature, like_example, signature_of
 from splitkit.pair import Pair, divide
 from splitkit.plans.policy import PolicyLike
+from splitkit.training.flow import JointFlow
 from splitkit.trainstep import NO_TENSOR, Loss, TrainingStep, name_modules
 
 

@@ -10,19 +10,19 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from splitkit.backward_order import EmissionOrder, crossing
 from splitkit.brief import brief
 from splitkit.complete import check
 from splitkit.costs import Costs
 from splitkit.errors import CycleError, PlanError
 from splitkit.graph.storages import storages_shown
 from splitkit.graph.symbols import value_of
-from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, is_size, nodes_in
 from splitkit.plans.parts import PartKey
 from splitkit.plans.policy import PolicyLike, as_plan
 from splitkit.plans.record import Plan
-from splitkit.savedvalues import SavedValue
-from splitkit.tags import honour
+from splitkit.training.checkpoints import honour
+from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, homes, is_size, nodes_in
+from splitkit.training.order import EmissionOrder, crossing
+from splitkit.training.savedvalues import SavedValue
 
 Places = dict[Node, tuple[PartKey, ...]]
 _SHOWN = 5  # saved values that a pair prints
@@ -175,7 +175,7 @@ def _check_effects(flow: JointFlow, plan: Plan) -> None:
             raise PlanError(
                 "SK210",
                 f"{producer.name} is planned in {here!r}, but it belongs to {home!r}: {reason}",
-                "Leave it where splitkit.halves.homes has it; splitkit.halves.unrepeatable lists such nodes.",
+                "Leave it where splitkit.training.flow.homes has it; splitkit.training.flow.unrepeatable lists such nodes.",
                 [producer],
             )
 

@@ -11,9 +11,9 @@ from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from splitkit.errors import SplitError
-from splitkit.halves import BACKWARD, FORWARD, homes, unrepeatable
 from splitkit.memory.profile import simulate_memory
 from splitkit.pair import divide
+from splitkit.training.flow import BACKWARD, FORWARD, homes, unrepeatable
 
 aten = torch.ops.aten
 

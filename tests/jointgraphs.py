@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from splitkit.graph.dataflow import analyze
-from splitkit.halves import JointFlow
+from splitkit.training.flow import JointFlow
 
 aten = torch.ops.aten
 

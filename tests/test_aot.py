@@ -20,11 +20,11 @@ from splitkit.backends import apply, backend
 from splitkit.costs import unit
 from splitkit.errors import CycleError, PlanError, PolicyError
 from splitkit.graph.ops import effects_of
-from splitkit.halves import BACKWARD, FORWARD, homes
 from splitkit.joint import capture_joint
 from splitkit.pair import divide
 from splitkit.plans.record import Plan
 from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, Remat, SaveAll
+from splitkit.training.flow import BACKWARD, FORWARD, homes
 
 
 class Early:

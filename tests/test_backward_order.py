@@ -8,14 +8,14 @@ import pytest
 from jointgraphs import Hand
 
 from splitkit import models
-from splitkit.backward_order import EmissionOrder, _Half
 from splitkit.costs import unit
-from splitkit.halves import BACKWARD, FORWARD, homes, recompute, unrepeatable
 from splitkit.joint import capture_joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.pair import divide
 from splitkit.policies import RecomputeAll, Remat, SaveAll
 from splitkit.testing.nets import NETS
+from splitkit.training.flow import BACKWARD, FORWARD, homes, recompute, unrepeatable
+from splitkit.training.order import EmissionOrder, _Half
 
 SMALL = {"layers": 2, "width": 64, "heads": 2, "batch": 2}
 PRODUCTS = ["aten.mm", "aten.addmm", "aten.bmm", "aten.convolution"]

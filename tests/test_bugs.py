@@ -36,16 +36,16 @@ from splitkit.costs.keys import is_lasting, key_of
 from splitkit.errors import CostError, GraphError, NoPlanError, PolicyError
 from splitkit.graph.dataflow import module_path
 from splitkit.memory.autograd import activations
-from splitkit.peaks import Peaks
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import refine
 from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, RoundRobin, SaveAll, Stages
 from splitkit.policies.pool import Pool as PlansSeen
 from splitkit.policies.search import Search
-from splitkit.savings import savings
 from splitkit.solvers.recompute import Limit, Program
 from splitkit.split import split
 from splitkit.testing import assert_emitted_as_planned, assert_legal, assert_same
+from splitkit.training.choices import savings
+from splitkit.training.peaks import Peaks
 
 
 def test_one_tensor_given_twice_was_captured_as_one_input():

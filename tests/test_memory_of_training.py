@@ -15,9 +15,9 @@ from splitkit import models
 from splitkit.errors import NoPlanError
 from splitkit.joint import capture_joint
 from splitkit.memory.profile import simulate_memory
-from splitkit.peaks import Peaks
 from splitkit.policies import Budget, RecomputeAll, Remat, SaveAll
 from splitkit.testing.nets import NETS
+from splitkit.training.peaks import Peaks
 
 SMALL = {"layers": 2, "width": 64, "heads": 2, "batch": 2}
 WAYS = {

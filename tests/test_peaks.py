@@ -15,10 +15,10 @@ from splitkit.costs import roofline
 from splitkit.errors import GraphError
 from splitkit.joint import capture_joint
 from splitkit.memory.profile import simulate_memory
-from splitkit.peaks import Peaks
 from splitkit.policies import RecomputeAll, Remat, SaveAll
-from splitkit.savings import savings
 from splitkit.testing.nets import NETS
+from splitkit.training.choices import savings
+from splitkit.training.peaks import Peaks
 
 SMALL = {"layers": 2, "width": 64, "heads": 2, "batch": 2}
 PRODUCTS = ["aten.mm", "aten.addmm", "aten.bmm", "aten.convolution"]

@@ -11,11 +11,11 @@ from test_joint import MODELS, assert_steps_alike, eager, example, ran
 from torch.utils.checkpoint import CheckpointPolicy
 
 from splitkit import costs
-from splitkit.halves import BACKWARD, FORWARD
 from splitkit.joint import capture_joint
 from splitkit.pair import divide
-from splitkit.savings import savings
 from splitkit.testing.nets import NETS
+from splitkit.training.choices import savings
+from splitkit.training.flow import BACKWARD, FORWARD
 
 aten = torch.ops.aten
 KIB = 1024

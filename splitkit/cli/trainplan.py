@@ -124,7 +124,7 @@ def _value(saved: Buffer) -> dict[str, Any]:
     found = {"name": saved.name, "nbytes": saved.nbytes}
     if saved.node is None:
         return found
-    from splitkit.savedvalues import SavedValue
+    from splitkit.training.savedvalues import SavedValue
 
     value = SavedValue.of(saved.node, ())
     return found | {"module": value.module, "op": value.op, "label": value.label}

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from splitkit.halves import nodes_in
-from splitkit.peaks import STATIC, Trace
 from splitkit.policies.moments import Moments
-from splitkit.savings import required_by_forward
 from splitkit.solvers.cuts.min_cut import INFINITE, Network, min_cut
+from splitkit.training.choices import required_by_forward
+from splitkit.training.flow import nodes_in
+from splitkit.training.peaks import STATIC, Trace
 
 _CUTS = 64  # nodes that are looked at
 

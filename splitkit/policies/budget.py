@@ -10,14 +10,14 @@ from splitkit.costs import Costs
 from splitkit.costs.named import priced, require_price
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow
-from splitkit.halves import as_joint
-from splitkit.peaks import Peaks
 from splitkit.plans.policy import PolicyLike, as_plan
 from splitkit.plans.record import Plan
 from splitkit.policies.pool import PlanPool, Pool, Seen
 from splitkit.policies.search import Proof, Search
-from splitkit.savings import savings
-from splitkit.tags import as_eager
+from splitkit.training.checkpoints import as_eager
+from splitkit.training.choices import savings
+from splitkit.training.flow import as_joint
+from splitkit.training.peaks import Peaks
 from splitkit.units import read_size, size
 
 LEAST = "least"

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch.fx import Node
 
 from splitkit.errors import NoPlanError
-from splitkit.savings import Choice, Savings
 from splitkit.solvers.cuts.min_cut import INFINITE, ROOM, Network, NoCutError, min_cut
+from splitkit.training.choices import Choice, Savings
 
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]

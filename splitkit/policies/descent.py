@@ -8,9 +8,9 @@ from time import monotonic
 
 import numpy as np
 
-from splitkit.peaks import Trace
 from splitkit.policies.pool import Pool, Seen
-from splitkit.savings import Bools, Ints, Savings
+from splitkit.training.choices import Bools, Ints, Savings
+from splitkit.training.peaks import Trace
 
 _STEPS = 180_000  # nodes that one search simulates at most, all its tries together
 _MOST = 600  # tries of one search

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitkit.policies.cutting import Cutting, explained
-from splitkit.savings import Choice, Savings
 from splitkit.solvers.cuts.min_cut import INFINITE, ROOM
 from splitkit.solvers.cuts.parametric import Chain, Corner, TwoCosts
+from splitkit.training.choices import Choice, Savings
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -14,11 +14,11 @@ from splitkit.costs import Costs
 from splitkit.costs.named import priced
 from splitkit.errors import PolicyError, SplitError
 from splitkit.graph.dataflow import Dataflow
-from splitkit.halves import as_joint
 from splitkit.plans.record import Plan
 from splitkit.policies.cutting import Cutting, cheapest
 from splitkit.policies.torch_rules import functorch_rules, torch_rules
-from splitkit.savings import Savings, savings
+from splitkit.training.choices import Savings, savings
+from splitkit.training.flow import as_joint
 from splitkit.units import size as in_bytes
 
 Rules = Callable[[Savings], tuple[Mapping[Node, str], NDArray[np.float64]]]
@@ -27,7 +27,9 @@ saving each storage weighs, shape (k,)."""
 
 _RATE = 1e11  # the default of MinCut.price
 _SIZE = "It takes a node, and returns bytes, not negative; infinite for what may not be saved."
-_RULES = "Rules take splitkit.savings.Savings, and return ({op: reason}, an array of what each storage weighs)."
+_RULES = (
+    "Rules take splitkit.training.choices.Savings, and return ({op: reason}, an array of what each storage weighs)."
+)
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import numpy as np
 from torch.fx import Node
 
-from splitkit.halves import BACKWARD, homes
-from splitkit.peaks import STATIC, Ints, Peaks, Trace
-from splitkit.savings import Bools, Choice, Floats, Savings
 from splitkit.solvers.recompute import Limit
+from splitkit.training.choices import Bools, Choice, Floats, Savings
+from splitkit.training.flow import BACKWARD, homes
+from splitkit.training.peaks import STATIC, Ints, Peaks, Trace
 
 _AT_ONCE = 6  # limits that one simulation adds
 _APART = 50  # of as many parts of the run, each adds one limit at most

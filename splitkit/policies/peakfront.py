@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from splitkit.costs import Costs
-from splitkit.halves import JointFlow
-from splitkit.peaks import Peaks
 from splitkit.policies.pool import Pool, Seen
 from splitkit.policies.search import Search
-from splitkit.savings import savings
-from splitkit.tags import as_eager
+from splitkit.training.checkpoints import as_eager
+from splitkit.training.choices import savings
+from splitkit.training.flow import JointFlow
+from splitkit.training.peaks import Peaks
 
 
 @dataclass(frozen=True, eq=False)

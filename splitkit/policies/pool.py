@@ -9,12 +9,12 @@ from functools import cached_property
 
 import numpy as np
 
-from splitkit.halves import BACKWARD
-from splitkit.peaks import Peaks, Trace
 from splitkit.plans.file import fingerprint
 from splitkit.plans.record import Plan
-from splitkit.policies.replay import Replay
-from splitkit.savings import Bools, Choice, Savings
+from splitkit.training.choices import Bools, Choice, Savings
+from splitkit.training.flow import BACKWARD
+from splitkit.training.peaks import Peaks, Trace
+from splitkit.training.replay import Replay
 
 
 @dataclass(frozen=True)

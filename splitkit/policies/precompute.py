@@ -12,14 +12,14 @@ from splitkit.costs import Costs, unit
 from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.select import Ops, Rule, rule_of
-from splitkit.halves import BACKWARD, FORWARD, JointFlow, as_joint, homes, is_pinned, with_inputs
 from splitkit.plans.policy import Policy, as_plan
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune
 from splitkit.policies.cutting import Cutting, cheapest
 from splitkit.policies.save_all import SaveAll
-from splitkit.savings import savings
-from splitkit.tags import asked, honour
+from splitkit.training.checkpoints import asked, honour
+from splitkit.training.choices import savings
+from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, as_joint, homes, is_pinned, with_inputs
 
 
 @dataclass(frozen=True)

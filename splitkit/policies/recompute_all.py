@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from splitkit.costs import Costs
 from splitkit.graph.dataflow import Dataflow
-from splitkit.halves import as_joint, homes, recompute
 from splitkit.plans.record import Plan
+from splitkit.training.flow import as_joint, homes, recompute
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from splitkit.costs import Costs
 from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.select import Ops, modules_matching, rule_of
-from splitkit.halves import FORWARD, JointFlow, as_joint, homes, recompute
 from splitkit.plans.record import Plan
-from splitkit.tags import recomputed
+from splitkit.training.checkpoints import recomputed
+from splitkit.training.flow import FORWARD, JointFlow, as_joint, homes, recompute
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from splitkit.costs import Costs
 from splitkit.graph.dataflow import Dataflow
-from splitkit.halves import as_joint
 from splitkit.plans.record import Plan
-from splitkit.tags import as_eager
+from splitkit.training.checkpoints import as_eager
+from splitkit.training.flow import as_joint
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from splitkit._torch import OpOverload
 from splitkit.graph.sizes import value_bytes
-from splitkit.savings import Savings, required_by_forward
+from splitkit.training.choices import Savings, required_by_forward
 
 Floats = NDArray[np.float64]
 Bans = dict[Node, str]

@@ -13,9 +13,9 @@ from splitkit.costs import Device
 from splitkit.costs.fusion import Fusion
 from splitkit.costs.loops import Loop
 from splitkit.errors import CostError, GraphError
-from splitkit.halves import FORWARD, homes
 from splitkit.joint import capture_joint
 from splitkit.policies import MinCut, SaveAll
+from splitkit.training.flow import FORWARD, homes
 
 aten = torch.ops.aten
 SLOW_MEMORY = Device("slow memory", {"float32": 1e30}, 1.0, 1)  # seconds are bytes

@@ -12,12 +12,12 @@ from jointgraphs import Hand
 from splitkit import models
 from splitkit.costs import roofline, unit
 from splitkit.joint import capture_joint
-from splitkit.peaks import Peaks
 from splitkit.policies import pool
 from splitkit.policies.bounds import Bounds
 from splitkit.policies.moments import Moments
 from splitkit.policies.search import Search
-from splitkit.savings import savings
+from splitkit.training.choices import savings
+from splitkit.training.peaks import Peaks
 
 
 @settings(max_examples=150, deadline=None)

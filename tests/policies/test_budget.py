@@ -19,12 +19,12 @@ from splitkit.costs import roofline
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.joint import capture_joint
 from splitkit.memory.profile import simulate_memory
-from splitkit.peaks import Peaks
 from splitkit.policies import PlanPool, RecomputeAll, Remat, SaveAll, pool
 from splitkit.policies.budget import Budget
 from splitkit.policies.moments import Floors, Moments
 from splitkit.policies.search import Search
-from splitkit.savings import savings
+from splitkit.training.choices import savings
+from splitkit.training.peaks import Peaks
 
 SMALL = {"layers": 2, "width": 64, "heads": 2, "batch": 2, "seq": 16, "vocab": 101}
 

@@ -8,11 +8,11 @@ import pytest
 from splitkit import models
 from splitkit.costs import roofline
 from splitkit.joint import capture_joint
-from splitkit.peaks import Peaks
 from splitkit.policies import pool
 from splitkit.policies.descent import Descent
-from splitkit.savings import savings
 from splitkit.testing.nets import NETS
+from splitkit.training.choices import savings
+from splitkit.training.peaks import Peaks
 
 SMALL = {"layers": 3, "width": 64, "heads": 2, "batch": 2, "seq": 32, "vocab": 101}
 

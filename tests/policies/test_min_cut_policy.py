@@ -15,11 +15,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from splitkit import costs
 from splitkit.errors import NoPlanError, PolicyError, SplitError
-from splitkit.halves import BACKWARD, FORWARD
 from splitkit.joint import capture_joint
 from splitkit.models import build
 from splitkit.pair import divide
 from splitkit.policies import MinCut, RecomputeAll, Remat, SaveAll
+from splitkit.training.flow import BACKWARD, FORWARD
 
 aten = torch.ops.aten
 KIB = 1024

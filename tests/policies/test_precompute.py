@@ -15,12 +15,12 @@ import splitkit as sk
 from splitkit import models
 from splitkit.costs import roofline, unit
 from splitkit.errors import PolicyError
-from splitkit.halves import BACKWARD, FORWARD, homes
 from splitkit.joint import capture_joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.pair import divide
 from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, Remat, SaveAll
 from splitkit.testing.nets import NETS
+from splitkit.training.flow import BACKWARD, FORWARD, homes
 
 
 def listed(node):

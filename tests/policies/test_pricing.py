@@ -14,7 +14,7 @@ from splitkit.errors import GraphError, PolicyError
 from splitkit.frontier import Frontier
 from splitkit.joint import capture_joint
 from splitkit.policies import Budget, MinCut, SaveAll
-from splitkit.savings import savings
+from splitkit.training.choices import savings
 
 MINE = Device("mine", {"float32": 1e12}, 1e11, 1, launch=1e-6)
 

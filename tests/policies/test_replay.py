@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from splitkit import models
 from splitkit.costs import unit
 from splitkit.joint import capture_joint
-from splitkit.peaks import Peaks
-from splitkit.policies.replay import Replay
-from splitkit.savings import savings
 from splitkit.testing.nets import NETS
+from splitkit.training.choices import savings
+from splitkit.training.peaks import Peaks
+from splitkit.training.replay import Replay
 
 SMALL = {"layers": 2, "width": 64, "heads": 2, "batch": 2}
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, unrepeatable, with_inputs
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune
+from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, homes, unrepeatable, with_inputs
 
 _RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 

@@ -9,9 +9,9 @@ from torch.fx import Node
 
 from splitkit.graph.storages import storage_key, tensors
 from splitkit.graph.symbols import value_of
-from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, nodes_in
 from splitkit.memory.kernels import hinted_bytes
 from splitkit.plans.record import Plan
+from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, homes, nodes_in
 
 
 def crossing(flow: JointFlow, plan: Plan) -> list[Node]:

@@ -8,10 +8,10 @@ from itertools import chain
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from splitkit.halves import BACKWARD, FORWARD, homes, nodes_in
-from splitkit.peaks import Peaks, Trace
-from splitkit.savings import Choice, Savings
-from splitkit.tags import asked
+from splitkit.training.checkpoints import asked
+from splitkit.training.choices import Choice, Savings
+from splitkit.training.flow import BACKWARD, FORWARD, homes, nodes_in
+from splitkit.training.peaks import Peaks, Trace
 
 
 class Replay:

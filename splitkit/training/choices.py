@@ -15,12 +15,22 @@ from torch.utils.checkpoint import CheckpointPolicy
 from splitkit.costs import Costs, unit_of
 from splitkit.graph.storages import storage_key, storages_shown, tensors
 from splitkit.graph.symbols import value_of
-from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes, is_pinned, is_size, nodes_in, unrepeatable, with_inputs
 from splitkit.memory.kernels import hinted_bytes
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune
-from splitkit.tags import asked
+from splitkit.training.checkpoints import asked
+from splitkit.training.flow import (
+    BACKWARD,
+    FORWARD,
+    JointFlow,
+    homes,
+    is_pinned,
+    is_size,
+    nodes_in,
+    unrepeatable,
+    with_inputs,
+)
 
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]

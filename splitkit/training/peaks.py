@@ -15,16 +15,16 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from splitkit.backward_order import EmissionOrder
 from splitkit.graph.fakeruns import values_again
 from splitkit.graph.sizes import storage_nbytes
 from splitkit.graph.storages import attribute, one_tensor, shares_memory, storage_key, tensors
 from splitkit.graph.symbols import concrete, value_of
-from splitkit.halves import BACKWARD, FORWARD, JointFlow, homes
 from splitkit.memory.kernels import Bytes, storages_of
 from splitkit.memory.run import Run
 from splitkit.plans.record import Plan
-from splitkit.tags import honour
+from splitkit.training.checkpoints import honour
+from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, homes
+from splitkit.training.order import EmissionOrder
 
 Ints = npt.NDArray[np.int64]
 STATIC = -1
