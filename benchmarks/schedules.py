@@ -26,8 +26,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.torch_version import TorchVersion
 
-from splitkit.schedule import ScheduleRun, StageCosts, simulate_schedule
-from splitkit.torch_schedules import SCHEDULES
+from splitkit.pipeline.simulate import ScheduleRun, StageCosts, simulate_schedule
+from splitkit.pipeline.torch_orders import SCHEDULES
 
 SINGLE = ("GPipe", "1F1B")
 SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")

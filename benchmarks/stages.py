@@ -43,7 +43,7 @@ from splitkit.costs import Costs, Links
 from splitkit.errors import SplitError
 from splitkit.memory.autograd import activations
 from splitkit.models import Example
-from splitkit.plancosts import StagePrices
+from splitkit.pipeline.stageprices import StagePrices
 from splitkit.plans.record import Plan
 from splitkit.policies import Stages
 from splitkit.policies.placing import Placing, Travel

@@ -48,8 +48,11 @@ if TYPE_CHECKING:
     from splitkit.memory.profile import MemoryProfile as MemoryProfile
     from splitkit.memory.profile import simulate_memory as simulate_memory
     from splitkit.pair import Pair as Pair
-    from splitkit.pipelineorder import PipelineOrder as PipelineOrder
-    from splitkit.plancosts import stage_costs as stage_costs
+    from splitkit.pipeline.order import PipelineOrder as PipelineOrder
+    from splitkit.pipeline.run import ScheduleRun as ScheduleRun
+    from splitkit.pipeline.simulate import simulate_schedule as simulate_schedule
+    from splitkit.pipeline.stagecosts import StageCosts as StageCosts
+    from splitkit.pipeline.stageprices import stage_costs as stage_costs
     from splitkit.plans.parts import HOST as HOST
     from splitkit.plans.parts import Claim as Claim
     from splitkit.plans.parts import Part as Part
@@ -62,13 +65,10 @@ if TYPE_CHECKING:
     from splitkit.plans.rewrite import relay as relay
     from splitkit.plans.rewrite import rematerialize as rematerialize
     from splitkit.report import report as report
-    from splitkit.schedule import simulate_schedule as simulate_schedule
-    from splitkit.schedulerun import ScheduleRun as ScheduleRun
     from splitkit.split import Split as Split
     from splitkit.split import plan as plan
     from splitkit.split import split as split
     from splitkit.split_module import split_module as split_module
-    from splitkit.stagecosts import StageCosts as StageCosts
     from splitkit.sweep import sweep as sweep
 
 __version__ = "0.1.0"
@@ -87,12 +87,12 @@ _HOME = {
     **dict.fromkeys((*_ERRORS, "PlanError", "PolicyError", "ScheduleError", "SplitError"), "errors"),
     "Pair": "pair",
     "Part": "plans.parts",
-    "PipelineOrder": "pipelineorder",
+    "PipelineOrder": "pipeline.order",
     "Plan": "plans.record",
     "Policy": "plans.policy",
-    "ScheduleRun": "schedulerun",
+    "ScheduleRun": "pipeline.run",
     "Split": "split",
-    "StageCosts": "stagecosts",
+    "StageCosts": "pipeline.stagecosts",
     "analyze": "graph.dataflow",
     "apply": "backends",
     "backend": "backends",
@@ -113,10 +113,10 @@ _HOME = {
     "rematerialize": "plans.rewrite",
     "report": "report",
     "simulate_memory": "memory.profile",
-    "simulate_schedule": "schedule",
+    "simulate_schedule": "pipeline.simulate",
     "split": "split",
     "split_module": "split_module",
-    "stage_costs": "plancosts",
+    "stage_costs": "pipeline.stageprices",
     "sweep": "sweep",
 }
 _MODULES = ("costs", "policies", "testing")

@@ -15,15 +15,15 @@ from splitkit.costs import Costs, Links
 from splitkit.costs.links import links_of
 from splitkit.errors import NoPlanError, PolicyError, ScheduleError
 from splitkit.graph.dataflow import Dataflow, analyze, require_graph
-from splitkit.plancosts import StagePrices, checked_optimizer
+from splitkit.pipeline.run import ScheduleRun
+from splitkit.pipeline.simulate import simulate_schedule
+from splitkit.pipeline.stagecosts import StageCosts
+from splitkit.pipeline.stageprices import StagePrices, checked_optimizer
+from splitkit.pipeline.torch_orders import pipeline_order
 from splitkit.plans.record import Plan
 from splitkit.policies import Stages
 from splitkit.prices import require_costs
-from splitkit.schedule import simulate_schedule
-from splitkit.schedulerun import ScheduleRun
-from splitkit.stagecosts import StageCosts
 from splitkit.sweeprows import Sweep, SweepRow
-from splitkit.torch_schedules import pipeline_order
 from splitkit.units import size
 
 __all__ = ["MICROBATCHES", "SCHEDULES", "STAGES", "Sweep", "SweepRow", "Sweeper", "combinations", "sweep"]

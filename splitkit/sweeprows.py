@@ -9,8 +9,8 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from splitkit.brief import brief
+from splitkit.pipeline.run import ScheduleRun
 from splitkit.plans.record import Plan
-from splitkit.schedulerun import ScheduleRun
 from splitkit.units import duration, size
 
 if TYPE_CHECKING:

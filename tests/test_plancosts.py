@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 import splitkit as sk
 from splitkit.memory.autograd import activations
 from splitkit.models import build
-from splitkit.plancosts import StagePrices, stage_costs
+from splitkit.pipeline.stageprices import StagePrices, stage_costs
 from splitkit.policies import RoundRobin, Stages
 
 

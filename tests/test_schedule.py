@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from splitkit.costs import Link, Links
 from splitkit.errors import CostError, ScheduleError
-from splitkit.schedule import PipelineOrder, StageCosts, simulate_schedule
-from splitkit.torch_schedules import SCHEDULES
+from splitkit.pipeline.simulate import PipelineOrder, StageCosts, simulate_schedule
+from splitkit.pipeline.torch_orders import SCHEDULES
 
 SINGLE = ("GPipe", "1F1B")
 EQUAL = StageCosts(1, 1, 1)

@@ -11,9 +11,9 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from splitkit.errors import ScheduleError
-from splitkit.pipelineorder import Action, PipelineOrder
-from splitkit.schedule import StageCosts, simulate_schedule
-from splitkit.torch_schedules import SCHEDULES, pipeline_order
+from splitkit.pipeline.order import Action, PipelineOrder
+from splitkit.pipeline.simulate import StageCosts, simulate_schedule
+from splitkit.pipeline.torch_orders import SCHEDULES, pipeline_order
 
 MANY = [name for name in SCHEDULES.values() if name not in ("GPipe", "1F1B")]
 

@@ -12,9 +12,9 @@ from torch import nn
 import splitkit as sk
 from splitkit import models
 from splitkit.errors import CostError, PolicyError, ScheduleError
-from splitkit.plancosts import StagePrices
+from splitkit.pipeline.simulate import simulate_schedule
+from splitkit.pipeline.stageprices import StagePrices
 from splitkit.policies import Stages
-from splitkit.schedule import simulate_schedule
 from splitkit.sweep import SCHEDULES, Sweep, SweepRow, combinations, sweep
 
 

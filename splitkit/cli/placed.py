@@ -14,13 +14,13 @@ from splitkit.cli.placement import Placement
 from splitkit.cli.work import Work, check_costs, prepare, prices, versions
 from splitkit.costs import Costs, Links, roofline
 from splitkit.memory.autograd import activations
-from splitkit.plancosts import StagePrices, run_order
+from splitkit.pipeline.defaults import microbatches_of
+from splitkit.pipeline.run import ScheduleRun
+from splitkit.pipeline.simulate import simulate_schedule
+from splitkit.pipeline.stagecosts import StageCosts
+from splitkit.pipeline.stageprices import StagePrices, run_order
 from splitkit.plans.parts import Claim
 from splitkit.plans.record import Plan
-from splitkit.policies.schedules import microbatches_of
-from splitkit.schedule import simulate_schedule
-from splitkit.schedulerun import ScheduleRun
-from splitkit.stagecosts import StageCosts
 from splitkit.units import duration, size
 
 if TYPE_CHECKING:

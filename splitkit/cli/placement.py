@@ -12,7 +12,7 @@ from splitkit.errors import UsageError
 from splitkit.units import read_size, size
 
 if TYPE_CHECKING:
-    from splitkit.plancosts import Optimizer
+    from splitkit.pipeline.stageprices import Optimizer
     from splitkit.plans.policy import Policy
 
 OPTIONS = ("devices", "schedule", "microbatches", "links", "optimizer", "objective", "trace")
@@ -215,6 +215,6 @@ def _stages_a_rank(schedule: str | None) -> int:
     """How many stages torch's schedule puts on each rank."""
     if schedule is None:
         return 1
-    from splitkit.torch_schedules import pipeline_order
+    from splitkit.pipeline.torch_orders import pipeline_order
 
     return 2 // len(pipeline_order(schedule, 2, 2).ranks)

@@ -11,13 +11,13 @@ from splitkit.costs import Costs, Links
 from splitkit.costs.links import links_of
 from splitkit.errors import NoPlanError, PlanError, PolicyError, ScheduleError, SplitError
 from splitkit.graph.dataflow import Dataflow
-from splitkit.plancosts import Optimizer, checked_optimizer
+from splitkit.pipeline.defaults import ranks_of, require_schedule
+from splitkit.pipeline.stageprices import Optimizer, checked_optimizer
 from splitkit.plans.parts import Claim
 from splitkit.plans.policy import PolicyLike, as_plan
 from splitkit.plans.record import Plan
 from splitkit.policies.acyclic import Acyclic
 from splitkit.policies.expert import Expert
-from splitkit.policies.schedules import ranks_of, require_schedule
 from splitkit.policies.scoring import Score, Scoring
 from splitkit.policies.stages import Stages
 from splitkit.units import size

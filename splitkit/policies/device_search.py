@@ -20,7 +20,7 @@ from splitkit.errors import CycleError, NoPlanError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.select import modules_matching
 from splitkit.memory.autograd import activations
-from splitkit.plancosts import StagePrices, peaks_of_visits, run_order
+from splitkit.pipeline.stageprices import StagePrices, peaks_of_visits, run_order
 from splitkit.plans.parts import Claim, Part, PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import refine

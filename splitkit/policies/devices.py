@@ -11,7 +11,7 @@ from splitkit.costs.devices import find_device
 from splitkit.costs.links import links_of
 from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import Dataflow, enough_nodes
-from splitkit.plancosts import Optimizer, checked_optimizer
+from splitkit.pipeline.stageprices import Optimizer, checked_optimizer
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
 from splitkit.policies.device_search import DeviceSearch

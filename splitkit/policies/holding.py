@@ -14,7 +14,7 @@ from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.sizes import tensor_bytes
 from splitkit.graph.storages import attribute, storage_key
 from splitkit.memory.autograd import Activations
-from splitkit.plancosts import STATE_OF, Optimizer
+from splitkit.pipeline.stageprices import STATE_OF, Optimizer
 from splitkit.solvers.placement.problem import Ints
 
 if TYPE_CHECKING:

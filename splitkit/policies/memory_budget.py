@@ -9,7 +9,7 @@ from splitkit.checks import memory_of, positive
 from splitkit.costs import Costs
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow, enough_nodes, module_path
-from splitkit.plancosts import Optimizer, checked_optimizer
+from splitkit.pipeline.stageprices import Optimizer, checked_optimizer
 from splitkit.plans.parts import Claim
 from splitkit.plans.record import Plan
 from splitkit.policies.memory_search import Found, MemorySearch
@@ -20,7 +20,7 @@ from splitkit.units import size
 class MemoryBudget:
     """The fewest consecutive parts whose peaks fit, each the memory of its device.
 
-    The peak of a part is what `splitkit.plancosts.stage_costs` finds: parameters, their gradients and the state of the
+    The peak of a part is what `splitkit.pipeline.stageprices.stage_costs` finds: parameters, their gradients and the state of the
     optimizer, what is saved for backward, times the microbatches in flight there, and the most that forward or backward
     hold besides. In the 1F1B schedule of n stages the first holds n microbatches, the last one. Without an optimizer:
     parameters, and activations at their peak.
@@ -73,7 +73,7 @@ class MemoryBudget:
         return tuple(nbytes for nbytes in known if nbytes is not None)[:count]
 
     def _require_schedule(self, schedule: str) -> None:
-        from splitkit.torch_schedules import pipeline_order
+        from splitkit.pipeline.torch_orders import pipeline_order
 
         if len(pipeline_order(schedule, 2, max(2, self.microbatches or 2)).ranks) != 2:
             raise PolicyError(

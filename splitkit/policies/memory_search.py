@@ -15,17 +15,17 @@ from torch.fx import Node
 from splitkit.costs import Costs
 from splitkit.errors import ScheduleError
 from splitkit.graph.dataflow import Dataflow
-from splitkit.plancosts import STATE_OF, Optimizer, StagePrices
+from splitkit.pipeline.defaults import microbatches_of
+from splitkit.pipeline.simulate import simulate_schedule
+from splitkit.pipeline.stagecosts import StageCosts
+from splitkit.pipeline.stageprices import STATE_OF, Optimizer, StagePrices
 from splitkit.plans.order import part_order
 from splitkit.plans.parts import HOST
 from splitkit.plans.record import Plan
 from splitkit.policies.chains import Chain, Limits
-from splitkit.policies.schedules import microbatches_of
-from splitkit.schedule import simulate_schedule
 from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.orders import orders
 from splitkit.solvers.placement.problem import Device, Problem
-from splitkit.stagecosts import StageCosts
 
 _WORK = 18_000  # nodes times orders
 _MORE = 8

@@ -13,13 +13,13 @@ from splitkit.costs import Costs, Links, unit_of
 from splitkit.costs.training import with_backward
 from splitkit.errors import NoPlanError
 from splitkit.graph.dataflow import Dataflow
-from splitkit.plancosts import Optimizer, StagePrices, peaks_of_visits, run_order
+from splitkit.pipeline.defaults import by_rank, microbatches_of, ranks_of
+from splitkit.pipeline.simulate import simulate_schedule
+from splitkit.pipeline.stageprices import Optimizer, StagePrices, peaks_of_visits, run_order
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import require_parts
 from splitkit.policies.placing import Placing, Travel
-from splitkit.policies.schedules import by_rank, microbatches_of, ranks_of
-from splitkit.schedule import simulate_schedule
 from splitkit.solvers.placement.problem import Floats
 from splitkit.units import duration, size
 

@@ -13,12 +13,12 @@ from splitkit.costs import Costs, Links
 from splitkit.costs.links import links_of
 from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import Dataflow, crossing, enough_nodes, given_back, readers_of, waits_for
-from splitkit.plancosts import Optimizer, checked_optimizer
+from splitkit.pipeline.defaults import ranks_of, require_schedule
+from splitkit.pipeline.stageprices import Optimizer, checked_optimizer
 from splitkit.plans.parts import Claim
 from splitkit.plans.record import Plan
 from splitkit.policies.fitting import bad_problems
 from splitkit.policies.placing import Placing
-from splitkit.policies.schedules import ranks_of, require_schedule
 from splitkit.policies.staging import Staging
 from splitkit.solvers.line.blocks import Floats, blocks_of
 from splitkit.solvers.line.blocks import contiguous as along

@@ -12,22 +12,22 @@ from splitkit.costs import Costs, Links, unit_of
 from splitkit.costs.training import with_backward
 from splitkit.graph.dataflow import Dataflow
 from splitkit.memory.autograd import activations
-from splitkit.plancosts import Optimizer, StagePrices
+from splitkit.pipeline.defaults import by_rank, microbatches_of, ranks_of
+from splitkit.pipeline.run import ScheduleRun
+from splitkit.pipeline.simulate import simulate_schedule
+from splitkit.pipeline.stagecosts import StageCosts
+from splitkit.pipeline.stageprices import Optimizer, StagePrices
 from splitkit.plans.parts import Claim, PartKey
 from splitkit.plans.record import Plan
 from splitkit.policies.fitting import Fitting, bad_problems
 from splitkit.policies.holding import Holding
 from splitkit.policies.placing import Placing, Travel
-from splitkit.policies.schedules import by_rank, microbatches_of, ranks_of
-from splitkit.schedule import simulate_schedule
-from splitkit.schedulerun import ScheduleRun
 from splitkit.solvers.line.blocks import blocks_of
 from splitkit.solvers.line.priced_cuts import best_cuts
 from splitkit.solvers.placement.memory import stages_fit
 from splitkit.solvers.placement.problem import Device, Floats, Ints, Problem
 from splitkit.solvers.placement.solution import Solution, stages_of
 from splitkit.solvers.placement.stages.contiguous import contiguous
-from splitkit.stagecosts import StageCosts
 from splitkit.units import duration, size
 
 NEAR = 1e-3

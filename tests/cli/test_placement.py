@@ -183,8 +183,8 @@ def test_the_simulated_step_is_that_of_the_library(written, graph):
     folder, found = written
     plan = sk.Plan.load(str(folder / "plan.json"), graph.graph)
     from splitkit.costs import Links
-    from splitkit.plancosts import stage_costs
-    from splitkit.schedule import simulate_schedule
+    from splitkit.pipeline.simulate import simulate_schedule
+    from splitkit.pipeline.stageprices import stage_costs
 
     stages = stage_costs(sk.analyze(graph), plan, sk.costs.roofline(graph, "h200"))
     run = simulate_schedule(stages, "1f1b", 8, links=Links.preset("nvlink4"))

@@ -12,9 +12,9 @@ from torch import nn
 
 import splitkit as sk
 from splitkit.models import build
-from splitkit.plancosts import StagePrices, stage_costs
+from splitkit.pipeline.simulate import StageCosts, simulate_schedule
+from splitkit.pipeline.stageprices import StagePrices, stage_costs
 from splitkit.policies import MemoryBudget
-from splitkit.schedule import StageCosts, simulate_schedule
 
 
 class Net(nn.Module):

@@ -14,8 +14,8 @@ from torch import fx, nn
 
 import splitkit as sk
 from splitkit.cli import main
+from splitkit.pipeline.defaults import ranks_of
 from splitkit.policies import Best, Devices, Stages
-from splitkit.policies.schedules import ranks_of
 
 
 def chain(*seconds):

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 import splitkit as sk
 from splitkit.memory.autograd import activations
-from splitkit.plancosts import StagePrices
+from splitkit.pipeline.stageprices import StagePrices
 from splitkit.policies import Stages
 from splitkit.testing import assert_legal, assert_same
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed.pipelining import schedules
 
 from splitkit.errors import ScheduleError
-from splitkit.pipelineorder import KINDS, Action, PipelineOrder
+from splitkit.pipeline.order import KINDS, Action, PipelineOrder
 
 SCHEDULES = {
     "gpipe": "GPipe",

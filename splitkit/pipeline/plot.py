@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from splitkit.pipelineorder import KINDS
-from splitkit.scheduletrace import Event
+from splitkit.pipeline.order import KINDS
+from splitkit.pipeline.trace import Event
 from splitkit.svg import BOTTOM, COLOURS, LEFT, TOP, WIDTH, label, picture
 from splitkit.units import duration, size
 

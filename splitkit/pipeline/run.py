@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from splitkit.brief import brief
-from splitkit.pipelineorder import BACKWARD_INPUT, FORWARD, KINDS
-from splitkit.schedulememory import RankMemory, memory_of
-from splitkit.scheduletrace import Trace
+from splitkit.pipeline.memory import RankMemory, memory_of
+from splitkit.pipeline.order import BACKWARD_INPUT, FORWARD, KINDS
+from splitkit.pipeline.trace import Trace
 from splitkit.units import duration, size
 
 
@@ -147,7 +147,7 @@ class ScheduleRun(Trace):
         return "\n".join([head, *lines])
 
     def _repr_svg_(self) -> str:
-        from splitkit.scheduleplot import SchedulePlot
+        from splitkit.pipeline.plot import SchedulePlot
 
         return SchedulePlot(self.timeline, self.seconds, self.peaks, self.unit).to_svg()
 

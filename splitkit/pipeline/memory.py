@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from splitkit.pipelineorder import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Ints
-from splitkit.scheduletrace import Floats, Trace
-from splitkit.stagecosts import bytes_back, bytes_on
+from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Ints
+from splitkit.pipeline.stagecosts import bytes_back, bytes_on
+from splitkit.pipeline.trace import Floats, Trace
 
 _SOONEST, _LATEST = -1, np.iinfo(np.int64).max
 

@@ -18,7 +18,7 @@ def require_schedule(policy: object, schedule: str | None, microbatches: int | N
         PolicyError: SK302 for microbatches without a schedule.
     """
     if schedule is not None:
-        from splitkit.torch_schedules import pipeline_order
+        from splitkit.pipeline.torch_orders import pipeline_order
 
         pipeline_order(schedule, stages, microbatches_of(microbatches, stages))
     elif microbatches is not None:
@@ -30,7 +30,7 @@ def ranks_of(schedule: str | None, microbatches: int | None, stages: int) -> tup
     """The rank of each stage; each has its own without a schedule."""
     if schedule is None:
         return tuple(range(stages))
-    from splitkit.torch_schedules import pipeline_order
+    from splitkit.pipeline.torch_orders import pipeline_order
 
     return tuple(pipeline_order(schedule, stages, microbatches_of(microbatches, stages)).rank_of)
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from splitkit.pipelineorder import LETTERS, PipelineOrder
-from splitkit.stagecosts import StageCosts, bytes_back, bytes_on
+from splitkit.pipeline.order import LETTERS, PipelineOrder
+from splitkit.pipeline.stagecosts import StageCosts, bytes_back, bytes_on
 
 Floats = npt.NDArray[np.float64]
 

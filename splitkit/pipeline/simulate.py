@@ -9,10 +9,10 @@ from typing import Protocol
 import numpy as np
 
 from splitkit.errors import ScheduleError
-from splitkit.pipelineorder import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, LETTERS, PipelineOrder
-from splitkit.schedulerun import ScheduleRun
-from splitkit.scheduletrace import Floats
-from splitkit.stagecosts import StageCosts, bytes_back, bytes_on
+from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, LETTERS, PipelineOrder
+from splitkit.pipeline.run import ScheduleRun
+from splitkit.pipeline.stagecosts import StageCosts, bytes_back, bytes_on
+from splitkit.pipeline.trace import Floats
 
 __all__ = ["LinkTimes", "PipelineOrder", "ScheduleRun", "StageCosts", "simulate_schedule"]
 
@@ -77,7 +77,7 @@ def _order(
     if not isinstance(stages, Sequence) or not stages or not all(isinstance(stage, StageCosts) for stage in stages):
         raise ScheduleError("SK330", f"stages are {stages!r:.200}", "Give a StageCosts for each stage, one at least.")
     if not isinstance(schedule, PipelineOrder):
-        from splitkit.torch_schedules import pipeline_order
+        from splitkit.pipeline.torch_orders import pipeline_order
 
         if microbatches is None:
             raise ScheduleError("SK330", "the number of microbatches is not given", "Give microbatches=8, for example.")

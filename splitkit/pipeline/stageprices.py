@@ -18,11 +18,11 @@ from splitkit.graph.joint import is_joint
 from splitkit.memory.autograd import Activations, activations
 from splitkit.memory.lines import Units
 from splitkit.memory.stretch import Line
+from splitkit.pipeline.stagecosts import StageCosts
 from splitkit.plans.order import part_order
 from splitkit.plans.parts import HOST, PartKey
 from splitkit.plans.record import Plan, plan_of
 from splitkit.prices import require_costs
-from splitkit.stagecosts import StageCosts
 
 Optimizer = Literal["adam", "momentum", "sgd"] | None
 STATE_OF: Mapping[str, int] = {"adam": 2, "momentum": 1, "sgd": 0}
