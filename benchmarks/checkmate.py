@@ -31,9 +31,9 @@ from smallblocks import BLOCKS
 import splitkit as sk
 from splitkit.costs import Costs
 from splitkit.policies import SaveAll
-from splitkit.policies.moments import Moments
-from splitkit.policies.pool import Pool, Seen
-from splitkit.policies.search import Search
+from splitkit.search.recompute.moments import Moments
+from splitkit.search.recompute.pool import Pool, Seen
+from splitkit.search.recompute.search import Search
 from splitkit.training.choices import Savings, savings
 from splitkit.training.peaks import STATIC, Peaks
 

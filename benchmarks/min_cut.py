@@ -20,8 +20,8 @@ from rich.table import Table
 
 import splitkit as sk
 from splitkit import models
-from splitkit.policies.cutting import Cutting
-from splitkit.policies.hull import Hull
+from splitkit.search.recompute.hull import Hull
+from splitkit.search.recompute.network import Cutting
 from splitkit.solvers.cuts.min_cut import INFINITE, Network, min_cut
 from splitkit.training.choices import Savings, savings
 

@@ -25,7 +25,7 @@ from splitkit.errors import NoPlanError
 from splitkit.graph.dataflow import Dataflow, module_path, readers_of, waits_for
 from splitkit.plans.record import Plan
 from splitkit.policies import Expert
-from splitkit.policies.placing import Placing
+from splitkit.search.placing import Placing
 
 Named = tuple[str, object]
 """A module, parameter or buffer, and its dotted name."""

@@ -46,7 +46,7 @@ from splitkit.models import Example
 from splitkit.pipeline.stageprices import StagePrices
 from splitkit.plans.record import Plan
 from splitkit.policies import Stages
-from splitkit.policies.placing import Placing, Travel
+from splitkit.search.placing import Placing, Travel
 from splitkit.testing.nets import UNet
 
 MICROBATCHES = 16

@@ -18,9 +18,9 @@ from splitkit.joint import Joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.pair import Pair, divide
 from splitkit.plans.record import Plan
-from splitkit.policies.hull import Hull
-from splitkit.policies.peakfront import PeakFront
-from splitkit.policies.pool import Seen
+from splitkit.search.recompute.hull import Hull
+from splitkit.search.recompute.peakfront import PeakFront
+from splitkit.search.recompute.pool import Seen
 from splitkit.training.choices import Choice, savings
 from splitkit.training.flow import JointFlow, as_joint
 from splitkit.units import duration, read_size, size

@@ -39,8 +39,8 @@ from splitkit.memory.autograd import activations
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import refine
 from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, RoundRobin, SaveAll, Stages
-from splitkit.policies.pool import Pool as PlansSeen
-from splitkit.policies.search import Search
+from splitkit.search.recompute.pool import Pool as PlansSeen
+from splitkit.search.recompute.search import Search
 from splitkit.solvers.recompute import Limit, Program
 from splitkit.split import split
 from splitkit.testing import assert_emitted_as_planned, assert_legal, assert_same

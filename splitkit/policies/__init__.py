@@ -13,7 +13,6 @@ from splitkit.policies.devices import Devices
 from splitkit.policies.expert import Expert
 from splitkit.policies.memory_budget import MemoryBudget
 from splitkit.policies.min_cut import MinCut
-from splitkit.policies.pool import PlanPool as PlanPool  # for policies, none itself
 from splitkit.policies.precompute import Precompute
 from splitkit.policies.random import Random
 from splitkit.policies.recompute_all import RecomputeAll
@@ -21,6 +20,7 @@ from splitkit.policies.remat import Remat
 from splitkit.policies.round_robin import RoundRobin
 from splitkit.policies.save_all import SaveAll
 from splitkit.policies.stages import Stages
+from splitkit.search.recompute.pool import PlanPool as PlanPool  # for policies, none itself
 
 __all__ = [
     "Acyclic",

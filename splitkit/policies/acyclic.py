@@ -9,7 +9,7 @@ from splitkit.costs import Costs, Links
 from splitkit.costs.links import links_of
 from splitkit.graph.dataflow import Dataflow, enough_nodes
 from splitkit.plans.record import Plan
-from splitkit.policies.staging import Staging
+from splitkit.search.stages import Staging
 from splitkit.solvers.placement.multilevel.multilevel import multilevel
 from splitkit.solvers.placement.stages.contiguous import SECONDS
 

@@ -18,8 +18,8 @@ from splitkit.plans.policy import PolicyLike, as_plan
 from splitkit.plans.record import Plan
 from splitkit.policies.acyclic import Acyclic
 from splitkit.policies.expert import Expert
-from splitkit.policies.scoring import Score, Scoring
 from splitkit.policies.stages import Stages
+from splitkit.search.scoring import Score, Scoring
 from splitkit.units import size
 
 _NEAR = 1e-9  # relative: loads that are equal but for rounding

@@ -12,8 +12,8 @@ from splitkit.errors import NoPlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.plans.policy import PolicyLike, as_plan
 from splitkit.plans.record import Plan
-from splitkit.policies.pool import PlanPool, Pool, Seen
-from splitkit.policies.search import Proof, Search
+from splitkit.search.recompute.pool import PlanPool, Pool, Seen
+from splitkit.search.recompute.search import Proof, Search
 from splitkit.training.checkpoints import as_eager
 from splitkit.training.choices import savings
 from splitkit.training.flow import as_joint

@@ -17,7 +17,7 @@ from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.select import Ops, Rule, rule_of
 from splitkit.plans.parts import HOST, PartKey
 from splitkit.plans.record import Plan
-from splitkit.policies.levels import Kinds, lowest, sink
+from splitkit.search.levels import Kinds, lowest, sink
 
 
 @runtime_checkable

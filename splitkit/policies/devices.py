@@ -14,7 +14,7 @@ from splitkit.graph.dataflow import Dataflow, enough_nodes
 from splitkit.pipeline.stageprices import Optimizer, checked_optimizer
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
-from splitkit.policies.device_search import DeviceSearch
+from splitkit.search.devices import DeviceSearch
 
 OBJECTIVES = ("throughput", "latency")
 

@@ -16,7 +16,7 @@ from splitkit.errors import NoPlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow, enough_nodes, module_path, readers_of
 from splitkit.graph.select import no_module
 from splitkit.plans.record import Plan
-from splitkit.policies.placing import Placing
+from splitkit.search.placing import Placing
 
 Block = tuple[str, int]
 """The list that a block is in, and its number there: ``("transformer.h", 3)``."""

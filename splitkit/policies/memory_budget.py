@@ -12,7 +12,7 @@ from splitkit.graph.dataflow import Dataflow, enough_nodes, module_path
 from splitkit.pipeline.stageprices import Optimizer, checked_optimizer
 from splitkit.plans.parts import Claim
 from splitkit.plans.record import Plan
-from splitkit.policies.memory_search import Found, MemorySearch
+from splitkit.search.memory import Found, MemorySearch
 from splitkit.units import size
 
 

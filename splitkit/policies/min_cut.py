@@ -15,8 +15,8 @@ from splitkit.costs.named import priced
 from splitkit.errors import PolicyError, SplitError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.plans.record import Plan
-from splitkit.policies.cutting import Cutting, cheapest
-from splitkit.policies.torch_rules import functorch_rules, torch_rules
+from splitkit.search.recompute.network import Cutting, cheapest
+from splitkit.search.recompute.torch_rules import functorch_rules, torch_rules
 from splitkit.training.choices import Savings, savings
 from splitkit.training.flow import as_joint
 from splitkit.units import size as in_bytes

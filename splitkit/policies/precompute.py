@@ -15,8 +15,8 @@ from splitkit.graph.select import Ops, Rule, rule_of
 from splitkit.plans.policy import Policy, as_plan
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune
-from splitkit.policies.cutting import Cutting, cheapest
 from splitkit.policies.save_all import SaveAll
+from splitkit.search.recompute.network import Cutting, cheapest
 from splitkit.training.checkpoints import asked, honour
 from splitkit.training.choices import savings
 from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, as_joint, homes, is_pinned, with_inputs

@@ -17,9 +17,9 @@ from splitkit.pipeline.defaults import ranks_of, require_schedule
 from splitkit.pipeline.stageprices import Optimizer, checked_optimizer
 from splitkit.plans.parts import Claim
 from splitkit.plans.record import Plan
-from splitkit.policies.fitting import bad_problems
-from splitkit.policies.placing import Placing
-from splitkit.policies.staging import Staging
+from splitkit.search.fitting import bad_problems
+from splitkit.search.placing import Placing
+from splitkit.search.stages import Staging
 from splitkit.solvers.line.blocks import Floats, blocks_of
 from splitkit.solvers.line.blocks import contiguous as along
 from splitkit.solvers.placement.problem import Device

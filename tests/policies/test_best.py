@@ -19,7 +19,7 @@ from splitkit.plans.record import Plan
 from splitkit.policies import Best, Expert, RoundRobin, Stages
 from splitkit.policies import best as module
 from splitkit.policies.acyclic import Acyclic
-from splitkit.policies.scoring import Scoring
+from splitkit.search.scoring import Scoring
 from splitkit.testing import assert_legal
 
 

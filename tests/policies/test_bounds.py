@@ -12,10 +12,10 @@ from jointgraphs import Hand
 from splitkit import models
 from splitkit.costs import roofline, unit
 from splitkit.joint import capture_joint
-from splitkit.policies import pool
-from splitkit.policies.bounds import Bounds
-from splitkit.policies.moments import Moments
-from splitkit.policies.search import Search
+from splitkit.search.recompute import pool
+from splitkit.search.recompute.bounds import Bounds
+from splitkit.search.recompute.moments import Moments
+from splitkit.search.recompute.search import Search
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks
 

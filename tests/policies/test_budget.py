@@ -19,10 +19,11 @@ from splitkit.costs import roofline
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.joint import capture_joint
 from splitkit.memory.profile import simulate_memory
-from splitkit.policies import PlanPool, RecomputeAll, Remat, SaveAll, pool
+from splitkit.policies import PlanPool, RecomputeAll, Remat, SaveAll
 from splitkit.policies.budget import Budget
-from splitkit.policies.moments import Floors, Moments
-from splitkit.policies.search import Search
+from splitkit.search.recompute import pool
+from splitkit.search.recompute.moments import Floors, Moments
+from splitkit.search.recompute.search import Search
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from splitkit.policies.pool import Pool
+from splitkit.search.recompute.pool import Pool
 
 PATH = Path(__file__).parents[2] / "benchmarks" / "checkmate.py"
 BLOCKS = ["mlp", "attention", "resnet block", "unet block"]

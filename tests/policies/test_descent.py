@@ -8,8 +8,8 @@ import pytest
 from splitkit import models
 from splitkit.costs import roofline
 from splitkit.joint import capture_joint
-from splitkit.policies import pool
-from splitkit.policies.descent import Descent
+from splitkit.search.recompute import pool
+from splitkit.search.recompute.descent import Descent
 from splitkit.testing.nets import NETS
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks

@@ -12,7 +12,7 @@ from torch import nn
 
 import splitkit as sk
 from splitkit.policies import Devices
-from splitkit.policies.placing import Placing, Travel
+from splitkit.search.placing import Placing, Travel
 from splitkit.testing import assert_legal, assert_same
 
 LINK = sk.costs.Link(1e9, 0.25)

@@ -8,7 +8,7 @@ from time import monotonic
 
 import numpy as np
 
-from splitkit.policies.pool import Pool, Seen
+from splitkit.search.recompute.pool import Pool, Seen
 from splitkit.training.choices import Bools, Ints, Savings
 from splitkit.training.peaks import Trace
 

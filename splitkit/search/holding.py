@@ -18,7 +18,7 @@ from splitkit.pipeline.stageprices import STATE_OF, Optimizer
 from splitkit.solvers.placement.problem import Ints
 
 if TYPE_CHECKING:
-    from splitkit.policies.placing import Placing
+    from splitkit.search.placing import Placing
 
 
 @dataclass(frozen=True, eq=False)

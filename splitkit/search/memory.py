@@ -22,7 +22,7 @@ from splitkit.pipeline.stageprices import STATE_OF, Optimizer, StagePrices
 from splitkit.plans.order import part_order
 from splitkit.plans.parts import HOST
 from splitkit.plans.record import Plan
-from splitkit.policies.chains import Chain, Limits
+from splitkit.search.memorycuts import Chain, Limits
 from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.orders import orders
 from splitkit.solvers.placement.problem import Device, Problem

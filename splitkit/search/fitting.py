@@ -12,7 +12,7 @@ from torch.fx import Node
 from splitkit.errors import CostError, NoPlanError
 from splitkit.graph.dataflow import module_path
 from splitkit.plans.record import Plan
-from splitkit.policies.placing import Placing
+from splitkit.search.placing import Placing
 from splitkit.solvers.placement.memory import Fit, fewest_devices, least_capacity
 from splitkit.solvers.placement.problem import BadProblemError, Ints, Problem
 from splitkit.solvers.placement.solution import InfeasibleError, Solution

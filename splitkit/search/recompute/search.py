@@ -9,12 +9,12 @@ from time import monotonic
 
 import numpy as np
 
-from splitkit.policies.bounds import Bounds
-from splitkit.policies.cutting import Cutting, cheapest
-from splitkit.policies.descent import Descent
-from splitkit.policies.hull import Hull
-from splitkit.policies.moments import Floors, Moments
-from splitkit.policies.pool import Pool, Seen
+from splitkit.search.recompute.bounds import Bounds
+from splitkit.search.recompute.descent import Descent
+from splitkit.search.recompute.hull import Hull
+from splitkit.search.recompute.moments import Floors, Moments
+from splitkit.search.recompute.network import Cutting, cheapest
+from splitkit.search.recompute.pool import Pool, Seen
 from splitkit.solvers.recompute import GAP, Found, Limit, Problem, Program
 
 _WINDOW = 1200  # ops that a program for saved bytes decides; about 24 layers of a transformer

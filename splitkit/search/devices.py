@@ -24,10 +24,10 @@ from splitkit.pipeline.stageprices import StagePrices, peaks_of_visits, run_orde
 from splitkit.plans.parts import Claim, Part, PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import refine
-from splitkit.policies.fitting import Fitting, bad_problems
-from splitkit.policies.holding import Holding
-from splitkit.policies.placing import Placing, Travel
-from splitkit.policies.staging import NEAR
+from splitkit.search.fitting import Fitting, bad_problems
+from splitkit.search.holding import Holding
+from splitkit.search.placing import Placing, Travel
+from splitkit.search.stages import NEAR
 from splitkit.solvers.placement import problem as placement
 from splitkit.solvers.placement.latency.latency import latency
 from splitkit.solvers.placement.memory import sets_fit, stages_fit

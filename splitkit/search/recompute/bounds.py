@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from splitkit.policies.moments import Moments
+from splitkit.search.recompute.moments import Moments
 from splitkit.solvers.cuts.min_cut import INFINITE, Network, min_cut
 from splitkit.training.choices import required_by_forward
 from splitkit.training.flow import nodes_in

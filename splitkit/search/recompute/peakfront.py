@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from splitkit.costs import Costs
-from splitkit.policies.pool import Pool, Seen
-from splitkit.policies.search import Search
+from splitkit.search.recompute.pool import Pool, Seen
+from splitkit.search.recompute.search import Search
 from splitkit.training.checkpoints import as_eager
 from splitkit.training.choices import savings
 from splitkit.training.flow import JointFlow

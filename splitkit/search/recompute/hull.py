@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from splitkit.policies.cutting import Cutting, explained
+from splitkit.search.recompute.network import Cutting, explained
 from splitkit.solvers.cuts.min_cut import INFINITE, ROOM
 from splitkit.solvers.cuts.parametric import Chain, Corner, TwoCosts
 from splitkit.training.choices import Choice, Savings

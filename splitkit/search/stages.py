@@ -19,9 +19,9 @@ from splitkit.pipeline.stagecosts import StageCosts
 from splitkit.pipeline.stageprices import Optimizer, StagePrices
 from splitkit.plans.parts import Claim, PartKey
 from splitkit.plans.record import Plan
-from splitkit.policies.fitting import Fitting, bad_problems
-from splitkit.policies.holding import Holding
-from splitkit.policies.placing import Placing, Travel
+from splitkit.search.fitting import Fitting, bad_problems
+from splitkit.search.holding import Holding
+from splitkit.search.placing import Placing, Travel
 from splitkit.solvers.line.blocks import blocks_of
 from splitkit.solvers.line.priced_cuts import best_cuts
 from splitkit.solvers.placement.memory import stages_fit

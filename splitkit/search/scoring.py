@@ -19,7 +19,7 @@ from splitkit.pipeline.stageprices import Optimizer, StagePrices, peaks_of_visit
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import require_parts
-from splitkit.policies.placing import Placing, Travel
+from splitkit.search.placing import Placing, Travel
 from splitkit.solvers.placement.problem import Floats
 from splitkit.units import duration, size
 
