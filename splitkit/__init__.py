@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from splitkit.capture import capture as capture
     from splitkit.compare import Comparison as Comparison
     from splitkit.compare import compare as compare
+    from splitkit.engine.inlining.inline import inline as inline
+    from splitkit.engine.pair import Pair as Pair
+    from splitkit.engine.split import Split as Split
+    from splitkit.engine.split import plan as plan
+    from splitkit.engine.split import split as split
+    from splitkit.engine.split_module import split_module as split_module
     from splitkit.errors import CaptureError as CaptureError
     from splitkit.errors import CheckError as CheckError
     from splitkit.errors import CostError as CostError
@@ -39,7 +45,6 @@ if TYPE_CHECKING:
     from splitkit.graph.dataflow import Dataflow as Dataflow
     from splitkit.graph.dataflow import analyze as analyze
     from splitkit.graph.fakeruns import propagate as propagate
-    from splitkit.inline import inline as inline
     from splitkit.joint import Joint as Joint
     from splitkit.joint import capture_joint as capture_joint
     from splitkit.jointsignature import JointSignature as JointSignature
@@ -47,7 +52,6 @@ if TYPE_CHECKING:
     from splitkit.memory.measure import measure_memory as measure_memory
     from splitkit.memory.profile import MemoryProfile as MemoryProfile
     from splitkit.memory.profile import simulate_memory as simulate_memory
-    from splitkit.pair import Pair as Pair
     from splitkit.pipeline.order import PipelineOrder as PipelineOrder
     from splitkit.pipeline.run import ScheduleRun as ScheduleRun
     from splitkit.pipeline.simulate import simulate_schedule as simulate_schedule
@@ -65,10 +69,6 @@ if TYPE_CHECKING:
     from splitkit.plans.rewrite import relay as relay
     from splitkit.plans.rewrite import rematerialize as rematerialize
     from splitkit.report import report as report
-    from splitkit.split import Split as Split
-    from splitkit.split import plan as plan
-    from splitkit.split import split as split
-    from splitkit.split_module import split_module as split_module
     from splitkit.sweep import sweep as sweep
 
 __version__ = "0.1.0"
@@ -85,13 +85,13 @@ _HOME = {
     "MeasuredMemory": "memory.measure",
     "MemoryProfile": "memory.profile",
     **dict.fromkeys((*_ERRORS, "PlanError", "PolicyError", "ScheduleError", "SplitError"), "errors"),
-    "Pair": "pair",
+    "Pair": "engine.pair",
     "Part": "plans.parts",
     "PipelineOrder": "pipeline.order",
     "Plan": "plans.record",
     "Policy": "plans.policy",
     "ScheduleRun": "pipeline.run",
-    "Split": "split",
+    "Split": "engine.split",
     "StageCosts": "pipeline.stagecosts",
     "analyze": "graph.dataflow",
     "apply": "backends",
@@ -100,11 +100,11 @@ _HOME = {
     "capture_joint": "joint",
     "compare": "compare",
     "condense": "plans.rewrite",
-    "inline": "inline",
+    "inline": "engine.inlining.inline",
     "measure_memory": "memory.measure",
     "merge": "plans.rewrite",
     "partition_fn": "aot",
-    "plan": "split",
+    "plan": "engine.split",
     "propagate": "graph.fakeruns",
     "prune": "plans.rewrite",
     "refine": "plans.rewrite",
@@ -114,8 +114,8 @@ _HOME = {
     "report": "report",
     "simulate_memory": "memory.profile",
     "simulate_schedule": "pipeline.simulate",
-    "split": "split",
-    "split_module": "split_module",
+    "split": "engine.split",
+    "split_module": "engine.split_module",
     "stage_costs": "pipeline.stageprices",
     "sweep": "sweep",
 }

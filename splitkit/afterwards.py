@@ -19,9 +19,9 @@ from torch import Tensor, fx
 from torch.fx import Node
 
 from splitkit import aot
+from splitkit.engine.pair import Pair
 from splitkit.errors import PlanError
 from splitkit.graph.storages import storages_shown
-from splitkit.pair import Pair
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from torch.fx.experimental._backward_state import BackwardState  # 2.11, 2.13, 2
 
 from splitkit._torch import pytree
 from splitkit.costs import Costs, default
-from splitkit.dedupe import deduplicated
+from splitkit.engine.dedupe import deduplicated
+from splitkit.engine.pair import Pair, divide
 from splitkit.errors import CaptureError
 from splitkit.graph.dataflow import analyze
 from splitkit.graph.fakeruns import rebinds
-from splitkit.pair import Pair, divide
 from splitkit.plans.policy import PolicyLike
 from splitkit.quietlogs import without_logging
 from splitkit.tokens import without_tokens
@@ -279,7 +279,7 @@ def partition_fn(policy: PolicyLike, costs: Callable[[fx.GraphModule], Costs] = 
         costs: makes prices for a joint graph.
 
     Raises:
-        SplitError: when it is called; see `splitkit.pair.divide`.
+        SplitError: when it is called; see `splitkit.engine.pair.divide`.
     """
 
     def partition(

@@ -22,8 +22,8 @@ from splitkit.capture import put_back
 from splitkit.capture_errors import require_module
 from splitkit.costs import Costs, default
 from splitkit.costs.named import by_inductor
+from splitkit.engine.pair import Pair
 from splitkit.errors import CostError, PolicyError, SplitError
-from splitkit.pair import Pair
 from splitkit.plans.policy import PolicyLike, require_policy
 
 Inner = Literal["eager", "aot_eager", "inductor"]

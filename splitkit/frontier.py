@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from splitkit.brief import brief
 from splitkit.costs import Costs, default, unit_of
 from splitkit.costs.named import Price, priced, require_price
+from splitkit.engine.pair import Pair, divide
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.frontierplot import FrontierPlot, Spot
 from splitkit.joint import Joint
 from splitkit.memory.profile import simulate_memory
-from splitkit.pair import Pair, divide
 from splitkit.plans.record import Plan
 from splitkit.search.recompute.hull import Hull
 from splitkit.search.recompute.peakfront import PeakFront

@@ -17,12 +17,12 @@ from splitkit.capture import IN_EVAL_MODE, by_export, distinct, put_back, silenc
 from splitkit.capture import undisturbed as undisturbed
 from splitkit.capture_errors import came_from_torch, capture_error, require_module
 from splitkit.costs import Costs, default
+from splitkit.engine.pair import Pair, divide
 from splitkit.errors import CaptureError, SplitError
 from splitkit.firstcall import after_a_call, in_eval_mode
 from splitkit.graph.storages import mark_repeated
 from splitkit.jointchecks import check_graph, check_inputs, check_model, no_scalar
 from splitkit.jointsignature import JointSignature, like_example, signature_of
-from splitkit.pair import Pair, divide
 from splitkit.plans.policy import PolicyLike
 from splitkit.training.flow import JointFlow
 from splitkit.trainstep import NO_TENSOR, Loss, TrainingStep, name_modules
@@ -144,7 +144,7 @@ def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwar
     ``meta["nn_module_stack"]`` in forward, ``meta["fwd_nn_module_stack"]`` in backward, where a sum of gradients is
     that of the module of its first term. Checkpoint tags are kept. The loss is the only output that has a gradient;
     other outputs of the model are computed only as far as the loss needs them. What forward would compute twice it
-    computes once, and so does backward (`splitkit.dedupe`).
+    computes once, and so does backward (`splitkit.engine.dedupe`).
 
     Sizes and Python values (``use_cache=False``) are fixed as in the example. What logs, prints or warns is left out.
     Checks (``linalg.solve`` of a singular matrix, ``one_hot`` of a class too high) stay, in forward. Buffers and random

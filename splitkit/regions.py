@@ -21,10 +21,10 @@ from torch import fx, nn
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit.assemble import carry_hooks, module_of
+from splitkit.engine.assemble import carry_hooks, module_of
+from splitkit.engine.names import Style
 from splitkit.graph.dataflow import require_order
 from splitkit.graph.scope import is_state_op
-from splitkit.names import Style
 
 # torch.ops.higher_order has no stubs; 2.11, 2.13, 2.15.
 WRAP_GRAD: Any = torch.ops.higher_order.wrap_with_set_grad_enabled

@@ -11,9 +11,10 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit.brief import brief
-from splitkit.complete import complete
 from splitkit.costs import Costs, default
-from splitkit.cut import Subgraph, cut
+from splitkit.engine.complete import complete
+from splitkit.engine.cut import Subgraph, cut
+from splitkit.engine.split import Split
 from splitkit.graph.dataflow import Dataflow, facts_of, module_path
 from splitkit.graph.storages import attribute, storage_key
 from splitkit.plans.parts import HOST, Claim, PartKey
@@ -21,7 +22,6 @@ from splitkit.plans.record import Plan, plan_of
 from splitkit.prices import require_costs
 from splitkit.ranges import collapse
 from splitkit.regions import hidden_note
-from splitkit.split import Split
 from splitkit.units import quantity, size
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from jointgraphs import Hand
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from splitkit.engine.pair import divide
 from splitkit.errors import SplitError
 from splitkit.memory.profile import simulate_memory
-from splitkit.pair import divide
 from splitkit.training.flow import BACKWARD, FORWARD, homes, unrepeatable
 
 aten = torch.ops.aten

@@ -18,10 +18,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from splitkit.aot import joint_flow, partition_fn
 from splitkit.backends import apply, backend
 from splitkit.costs import unit
+from splitkit.engine.pair import divide
 from splitkit.errors import CycleError, PlanError, PolicyError
 from splitkit.graph.ops import effects_of
 from splitkit.joint import capture_joint
-from splitkit.pair import divide
 from splitkit.plans.record import Plan
 from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, Remat, SaveAll
 from splitkit.training.flow import BACKWARD, FORWARD, homes

@@ -33,6 +33,7 @@ from splitkit import _torch, costs
 from splitkit.cli import main
 from splitkit.costs import unit
 from splitkit.costs.keys import is_lasting, key_of
+from splitkit.engine.split import split
 from splitkit.errors import CostError, GraphError, NoPlanError, PolicyError
 from splitkit.graph.dataflow import module_path
 from splitkit.memory.autograd import activations
@@ -42,7 +43,6 @@ from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, RoundRob
 from splitkit.search.recompute.pool import Pool as PlansSeen
 from splitkit.search.recompute.search import Search
 from splitkit.solvers.recompute import Limit, Program
-from splitkit.split import split
 from splitkit.testing import assert_emitted_as_planned, assert_legal, assert_same
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks

@@ -12,7 +12,7 @@ from torch import nn
 
 import splitkit as sk
 from splitkit.compare import compare
-from splitkit.split import split
+from splitkit.engine.split import split
 from splitkit.testing import assert_same
 
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import fx, nn
 
+from splitkit.engine.split import split
 from splitkit.errors import PlanError
 from splitkit.graph.dataflow import analyze
 from splitkit.plans.parts import HOST, Part
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import refine
-from splitkit.split import split
 from splitkit.testing import Specimen, assert_same, zoo
 
 ZOO: dict[str, Specimen] = {s.name: s for s in zoo()}

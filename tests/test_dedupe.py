@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from splitkit.aot import joint_flow
 from splitkit.backends import apply, backend
-from splitkit.dedupe import deduplicated
+from splitkit.engine.dedupe import deduplicated
 from splitkit.graph.dataflow import analyze
 from splitkit.graph.fakeruns import values_again
 from splitkit.graph.storages import storage_key, tensors

@@ -66,8 +66,8 @@ class Bug:
                 monkeypatch.setattr(user, name, scope[name])
 
 
-ORDER, EFFECTS, EMIT = "splitkit.plans.order", "splitkit.graph.effects", "splitkit.emit"
-SCOPE, SCOPED = "splitkit.graph.scope", "splitkit.scoped"
+ORDER, EFFECTS, EMIT = "splitkit.plans.order", "splitkit.graph.effects", "splitkit.engine.emit"
+SCOPE, SCOPED = "splitkit.graph.scope", "splitkit.engine.scopedgraph"
 BUGS = [
     Bug(
         "a read does not wait for the write before it",
@@ -87,7 +87,7 @@ BUGS = [
     Bug("opaque code reaches nothing", EFFECTS, "Memory.use", "if self.reached or not effect.known:", "if False:"),
     Bug("opaque code only reads", EFFECTS, "Memory._reach", "writes[REACHED] = None", "pass"),
     Bug("effects are no edges", ORDER, "_needs", "in after[node]:", "in ():"),
-    Bug("what may run once is copied", "splitkit.complete", "check", "if len(keys) > 1:", "if len(keys) > 9:"),
+    Bug("what may run once is copied", "splitkit.engine.complete", "check", "if len(keys) > 1:", "if len(keys) > 9:"),
     Bug("parts run in the host's region", EMIT, "_Parent._call", "self._scoped.move_to(NEUTRAL)", "pass"),
     Bug("a part leaves its region open", EMIT, "_write_scoped", "scoped.finish(NEUTRAL)", "pass"),
     Bug(

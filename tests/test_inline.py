@@ -16,15 +16,15 @@ from torch import fx, nn
 import splitkit as sk
 from splitkit import _torch
 from splitkit.costs import unit
+from splitkit.engine.inlining.inline import inline
+from splitkit.engine.split import split
 from splitkit.errors import GraphError, PlanError
 from splitkit.graph.dataflow import analyze
 from splitkit.graph.scope import is_state_op
-from splitkit.inline import inline
 from splitkit.plans.parts import Part
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune, rematerialize
 from splitkit.policies import RoundRobin, Stages
-from splitkit.split import split
 from splitkit.testing import assert_same, random_graph, random_plan, zoo
 from splitkit.testing.fuzz import usable_inputs
 from splitkit.testing.oracle import assert_inlines

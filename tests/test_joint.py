@@ -371,7 +371,7 @@ def test_plans_that_cannot_be_right_are_refused(captured):
 
 
 def test_policies_of_a_training_step_refuse_other_graphs(chain):
-    from splitkit.split import split
+    from splitkit.engine.split import split
 
     for policy in (SaveAll(), RecomputeAll(), Remat()):
         with pytest.raises(PolicyError, match="SK302"):

@@ -10,6 +10,7 @@ import pytest
 from torch.fx import Node
 
 from splitkit.costs import unit
+from splitkit.engine.split import split
 from splitkit.errors import PlanError
 from splitkit.graph.dataflow import analyze, module_path
 from splitkit.graph.fakeruns import propagate
@@ -33,7 +34,6 @@ from splitkit.policies import (
     RoundRobin,
     Stages,
 )
-from splitkit.split import split
 from splitkit.testing import assert_legal, assert_same, zoo
 from splitkit.testing.oracle import assert_emitted_as_planned, assert_inlines
 

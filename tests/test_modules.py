@@ -12,9 +12,9 @@ from torch import fx, nn
 from torch.nn.modules import module as hooks_of_all
 
 from splitkit.costs import unit
+from splitkit.engine.split import split
+from splitkit.engine.writer import is_fast
 from splitkit.policies import Stages
-from splitkit.split import split
-from splitkit.writer import is_fast
 
 
 class Model(nn.Module):

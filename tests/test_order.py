@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from splitkit.complete import complete
+from splitkit.engine.complete import complete
 from splitkit.errors import CycleError
 from splitkit.graph.dataflow import analyze
 from splitkit.plans.order import part_order

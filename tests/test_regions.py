@@ -8,13 +8,13 @@ from torch import fx, nn
 
 from splitkit import models
 from splitkit.capture import capture
+from splitkit.engine.split import split
 from splitkit.graph import scope
 from splitkit.graph.dataflow import analyze
 from splitkit.plans.record import Plan
 from splitkit.policies import RoundRobin, Stages
 from splitkit.regions import WRAP_GRAD, inline_regions, is_wrapped
 from splitkit.report import report
-from splitkit.split import split
 from splitkit.testing import assert_same
 
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import fx, nn
 
+from splitkit.engine.split import split
 from splitkit.errors import CycleError, PlanError, PolicyError
 from splitkit.graph.dataflow import analyze
 from splitkit.plans.parts import HOST, Part
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import condense, merge, prune, refine, relay, rematerialize
-from splitkit.split import split
 from splitkit.testing import assert_legal, assert_same
 
 

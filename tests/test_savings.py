@@ -11,8 +11,8 @@ from test_joint import MODELS, assert_steps_alike, eager, example, ran
 from torch.utils.checkpoint import CheckpointPolicy
 
 from splitkit import costs
+from splitkit.engine.pair import divide
 from splitkit.joint import capture_joint
-from splitkit.pair import divide
 from splitkit.testing.nets import NETS
 from splitkit.training.choices import savings
 from splitkit.training.flow import BACKWARD, FORWARD

@@ -10,11 +10,11 @@ import torch
 from torch import fx, nn
 
 import splitkit as sk
+from splitkit.engine.split import split
+from splitkit.engine.split_module import split_module
 from splitkit.errors import GraphError, PolicyError
 from splitkit.plans.record import Plan
 from splitkit.policies import RoundRobin, Stages
-from splitkit.split import split
-from splitkit.split_module import split_module
 from splitkit.testing import Specimen, assert_same, zoo
 
 ZOO: dict[str, Specimen] = {s.name: s for s in zoo()}
@@ -226,7 +226,7 @@ def test_the_remedies_of_wrong_calls():
 
 
 def test_plan_checks_without_building_anything(monkeypatch, chain):
-    monkeypatch.setattr("splitkit.emit.emit", None)
+    monkeypatch.setattr("splitkit.engine.emit.emit", None)
     assert len(sk.plan(chain, RoundRobin(2)).parts) == 3
     with pytest.raises(sk.CycleError):
         sk.plan(chain, {"add": 0, "mul": 1, "sub": 0})

@@ -6,11 +6,11 @@ import torch
 from torch import fx, nn
 
 from splitkit.costs import unit
+from splitkit.engine.split import split
 from splitkit.graph.dataflow import analyze
 from splitkit.graph.sizes import value_bytes
 from splitkit.graph.symbols import binders, is_symbolic, symbols_of, value_of
 from splitkit.plans.record import Plan
-from splitkit.split import split
 from splitkit.testing import assert_same
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import fx, nn
 
-from splitkit import writer
 from splitkit.costs import unit
+from splitkit.engine import writer
+from splitkit.engine.split import split
+from splitkit.engine.split_module import split_module
+from splitkit.engine.writer import Writer, is_fast
 from splitkit.policies import RoundRobin
-from splitkit.split import split
-from splitkit.split_module import split_module
 from splitkit.testing import Specimen, assert_same, zoo
-from splitkit.writer import Writer, is_fast
 
 ZOO: dict[str, Specimen] = {s.name: s for s in zoo()}
 

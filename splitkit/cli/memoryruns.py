@@ -11,15 +11,15 @@ from torch import nn
 
 from splitkit.cli.rehearsal import as_it_was, own_inputs
 from splitkit.costs.copies import copied
+from splitkit.engine.pair import Pair
 from splitkit.joint import Joint, capture_joint
 from splitkit.memory.measure import MeasuredMemory, measure_memory
 from splitkit.memory.profile import MemoryProfile, simulate_memory
-from splitkit.pair import Pair
 from splitkit.policies import SaveAll
 
 if TYPE_CHECKING:
+    from splitkit.engine.split import Split
     from splitkit.models import Example
-    from splitkit.split import Split
 
 
 def forward(module: nn.Module, example: Example, seed: int) -> MeasuredMemory:

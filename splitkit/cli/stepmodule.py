@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from splitkit.engine.pair import Pair
 from splitkit.joint import Joint
-from splitkit.pair import Pair
 
 
 class DividedStep(nn.Module):

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from splitkit.costs import Costs
+    from splitkit.engine.pair import Pair
     from splitkit.joint import Joint
     from splitkit.memory.profile import MemoryProfile
     from splitkit.memory.stored import Buffer
     from splitkit.models import Example
-    from splitkit.pair import Pair
     from splitkit.plans.policy import Policy
 
 SHOWN = 10

@@ -17,7 +17,7 @@ Code that splitkit does not know may reach more than its arguments: any attribut
 given before and whatever it has made. It counts as reader and writer of all that (`Memory`).
 
 Assumed: two inputs of the graph do not share memory with each other or with an attribute, unless their ``meta["val"]``
-do (`splitkit.overlaps` looks at each call); and opaque code holds no input of this call that it was not given.
+do (`splitkit.engine.overlaps` looks at each call); and opaque code holds no input of this call that it was not given.
 """
 
 from __future__ import annotations

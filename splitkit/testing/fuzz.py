@@ -16,9 +16,9 @@ from torch import fx
 from splitkit import _torch
 from splitkit.compare import Comparison, compare
 from splitkit.costs import unit
+from splitkit.engine.split import Split, split
 from splitkit.errors import CheckError, PlanError
 from splitkit.graph.dataflow import analyze
-from splitkit.split import Split, split
 from splitkit.testing.oracle import assert_emitted_as_planned, assert_inlines, assert_same
 from splitkit.testing.probes import close_all
 from splitkit.testing.randoms import Choose, random_graph, random_inputs, random_plan

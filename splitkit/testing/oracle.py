@@ -11,15 +11,15 @@ from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
 
 from splitkit.compare import GRADIENT_TOLERANCE, compare
-from splitkit.complete import check, complete
+from splitkit.engine.complete import check, complete
+from splitkit.engine.inlining.inline import inline
+from splitkit.engine.split import Split
 from splitkit.errors import CheckError
 from splitkit.graph.dataflow import Dataflow, reads
 from splitkit.graph.scope import is_state_op
-from splitkit.inline import inline
 from splitkit.plans.order import part_order
 from splitkit.plans.parts import HOST, PartKey
 from splitkit.plans.record import Plan
-from splitkit.split import Split
 
 
 def assert_same(

@@ -168,7 +168,7 @@ class Peaks:
         return np.array([taken.get(node, 0) for node in self.nodes], dtype=np.int64)
 
     def trace(self, plan: Plan) -> Trace:
-        """The run of a plan as `splitkit.pair.divide` completes it: homes where it is silent, checkpoint tags honoured.
+        """The run of a plan as `splitkit.engine.pair.divide` completes it: homes where it is silent, checkpoint tags honoured.
 
         The plan must be sound: what a half reads, it computes, or forward does and backward takes it.
         """

@@ -168,7 +168,7 @@ def test_stages_are_found_by_the_affix_that_makes_the_parent_flat():
     """`split_module` knows torch's pipelining by it."""
     from torch.distributed.pipelining import _IR
 
-    from splitkit.split import PIPELINING
+    from splitkit.engine.split import PIPELINING
 
     assert f"submod_{PIPELINING}" == _IR.PP_SUBMOD_PREFIX
 

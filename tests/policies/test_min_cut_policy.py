@@ -14,10 +14,10 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
 from splitkit import costs
+from splitkit.engine.pair import divide
 from splitkit.errors import NoPlanError, PolicyError, SplitError
 from splitkit.joint import capture_joint
 from splitkit.models import build
-from splitkit.pair import divide
 from splitkit.policies import MinCut, RecomputeAll, Remat, SaveAll
 from splitkit.training.flow import BACKWARD, FORWARD
 

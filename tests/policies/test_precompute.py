@@ -14,10 +14,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 import splitkit as sk
 from splitkit import models
 from splitkit.costs import roofline, unit
+from splitkit.engine.pair import divide
 from splitkit.errors import PolicyError
 from splitkit.joint import capture_joint
 from splitkit.memory.profile import simulate_memory
-from splitkit.pair import divide
 from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, Remat, SaveAll
 from splitkit.testing.nets import NETS
 from splitkit.training.flow import BACKWARD, FORWARD, homes

@@ -14,7 +14,7 @@ from splitkit.cli.work import TRAINING, plan_file, planned_by
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from splitkit.split import Split
+    from splitkit.engine.split import Split
 
 SHOWN = 8
 

@@ -18,7 +18,7 @@ from splitkit.errors import FileError, UsageError
 if TYPE_CHECKING:
     from torch import fx
 
-    from splitkit.split import Split
+    from splitkit.engine.split import Split
 
 KIND = "splitkit split"
 

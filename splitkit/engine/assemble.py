@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import fx, nn
 
+from splitkit.engine.names import Style
+from splitkit.engine.partmodules import Child, EagerParent, EagerPart, LazyParent, LazyPart, bare_part
 from splitkit.graph.storages import attribute
-from splitkit.modules import Child, EagerParent, EagerPart, LazyParent, LazyPart, bare_part
-from splitkit.names import Style
 
 
 def module_of(

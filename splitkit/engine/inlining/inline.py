@@ -9,18 +9,18 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit.assemble import carry_hooks
+from splitkit.engine.assemble import carry_hooks
+from splitkit.engine.inlining.attributes import Mirror
+from splitkit.engine.inlining.flatten import Flat, flatten
+from splitkit.engine.inlining.modules_now import FREE, is_for_regions, modules_of
+from splitkit.engine.names import unique
+from splitkit.engine.scopedgraph import ScopedGraph
+from splitkit.engine.split import Split
+from splitkit.engine.writer import Writer
 from splitkit.errors import GraphError
-from splitkit.flatten import Flat, flatten
-from splitkit.frames import FREE, is_for_regions, modules_of
 from splitkit.graph.dataflow import Dataflow, analyze
 from splitkit.graph.scope import NEUTRAL
-from splitkit.mirror import Mirror
-from splitkit.names import unique
 from splitkit.plans.order import stable_order
-from splitkit.scoped import ScopedGraph
-from splitkit.split import Split
-from splitkit.writer import Writer
 
 
 def inline(split: Split) -> fx.GraphModule:

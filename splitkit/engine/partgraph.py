@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
 
-from splitkit.cut import Subgraph
+from splitkit.engine.cut import Subgraph
 from splitkit.graph.dataflow import Dataflow, reads
 from splitkit.graph.sizes import value_bytes
 from splitkit.plans.parts import HOST, PartKey

@@ -18,11 +18,11 @@ from torch import fx
 from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
 
-from splitkit.frames import FREE, Frame, Place, not_a_part
+from splitkit.engine.inlining.modules_now import FREE, Frame, Place, not_a_part
+from splitkit.engine.split import Split
+from splitkit.engine.writer import Writer
 from splitkit.graph.scope import NEUTRAL, Scope
 from splitkit.plans.parts import HOST, PartKey
-from splitkit.split import Split
-from splitkit.writer import Writer
 
 Names = Callable[[fx.GraphModule, str], str]
 """(module, target) -> what that attribute is called in the flat graph."""

@@ -11,8 +11,8 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit.brief import brief
-from splitkit.complete import check
 from splitkit.costs import Costs
+from splitkit.engine.complete import check
 from splitkit.errors import CycleError, PlanError
 from splitkit.graph.storages import storages_shown
 from splitkit.graph.symbols import value_of

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.fx import Node
 
-from splitkit.cut import Subgraph
+from splitkit.engine.cut import Subgraph
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.sizes import value_bytes
 from splitkit.graph.storages import attribute

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch.fx import Node
 
+from splitkit.engine.writer import Writer
 from splitkit.graph.ambient import SETTINGS, Setting
 from splitkit.graph.scope import CALLERS, NEUTRAL, Scope, region_kind
-from splitkit.writer import Writer
 
 
 class ScopedGraph:

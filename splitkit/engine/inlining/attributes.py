@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from torch import fx, nn
 
+from splitkit.engine.names import unique
 from splitkit.graph.storages import attribute
-from splitkit.names import unique
 
 
 class Mirror:

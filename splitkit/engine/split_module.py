@@ -9,16 +9,16 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit.collector import collector_at_rest
-from splitkit.complete import check, complete
-from splitkit.cut import cut
-from splitkit.emit import emit
+from splitkit.engine.complete import check, complete
+from splitkit.engine.cut import cut
+from splitkit.engine.emit import emit
+from splitkit.engine.kept_state import runs_of
+from splitkit.engine.names import Style
+from splitkit.engine.split import PIPELINING, decide, watch_inputs
 from splitkit.graph.dataflow import analyze
-from splitkit.names import Style
 from splitkit.plans.parts import PartKey
 from splitkit.plans.policy import Policy, PolicyLike
 from splitkit.plans.record import Plan
-from splitkit.split import PIPELINING, decide, watch_inputs
-from splitkit.verbatim import runs_of
 
 
 def split_module(

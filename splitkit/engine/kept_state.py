@@ -22,7 +22,7 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit.cut import Subgraph
+from splitkit.engine.cut import Subgraph
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.scope import Scope, is_state_op, states_before
 from splitkit.plans.parts import HOST, Part, PartKey
@@ -109,7 +109,7 @@ def with_bare_runs(
 
 
 class RunGraph:
-    """A graph under construction that keeps the state ops of a run; what `splitkit.scoped.ScopedGraph` is elsewhere."""
+    """A graph under construction that keeps the state ops of a run; what `splitkit.engine.scopedgraph.ScopedGraph` is elsewhere."""
 
     def __init__(self, run: Run, graph: fx.Graph) -> None:
         self.graph = graph

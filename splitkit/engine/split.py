@@ -14,15 +14,15 @@ from torch.fx import Node
 
 from splitkit.brief import brief, few
 from splitkit.collector import collector_at_rest
-from splitkit.complete import check, complete
 from splitkit.costs import Costs, default, unit
-from splitkit.cut import Subgraph, cut
-from splitkit.emit import Emitted, emit
+from splitkit.engine.complete import check, complete
+from splitkit.engine.cut import Subgraph, cut
+from splitkit.engine.emit import Emitted, emit
+from splitkit.engine.names import Style
+from splitkit.engine.overlaps import overlap_check
 from splitkit.errors import CycleError, PolicyError
 from splitkit.graph.dataflow import Dataflow, analyze
 from splitkit.graph.storages import attribute
-from splitkit.names import Style
-from splitkit.overlaps import overlap_check
 from splitkit.plans.order import part_order
 from splitkit.plans.parts import HOST, PartKey
 from splitkit.plans.policy import Policy, PolicyLike, as_plan
@@ -67,7 +67,7 @@ class Split:
 
     def __str__(self) -> str:
         """A line, and one for each of the first parts: what it computes, holds, takes and gives."""
-        from splitkit.summary import line_of
+        from splitkit.engine.summary import line_of
 
         own = sum(self.flow.is_placeable(n) for n in self.copies[HOST])
         note = f": {self.plan.note}" if self.plan.note else ""
@@ -120,7 +120,7 @@ class Split:
         from the inputs and attributes of the parent and gives to the output: ``inputs``, ``input_bytes``, ``outputs``
         and ``output_bytes``.
         """
-        from splitkit.partgraph import part_graph
+        from splitkit.engine.partgraph import part_graph
 
         return part_graph(self.flow, self.plan, self.subgraphs, self.names, self.copies[HOST])
 

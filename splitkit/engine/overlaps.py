@@ -22,7 +22,7 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit._torch import pytree
-from splitkit.cut import Subgraph
+from splitkit.engine.cut import Subgraph
 from splitkit.errors import PlanError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.effects import REACHED, SIZES, Memory, memory_of

@@ -14,11 +14,11 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit import _torch
+from splitkit.engine.split import Split
 from splitkit.errors import GraphError
 from splitkit.graph.scope import Scope, scopes
 from splitkit.graph.storages import attribute
 from splitkit.plans.parts import HOST, PartKey
-from splitkit.split import Split
 
 FREE = ("placeholder", "get_attr")
 """Nodes that are the same under any ambient state, and at any time."""

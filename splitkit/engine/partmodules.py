@@ -9,10 +9,10 @@ from typing import Any, cast
 from torch import fx, nn
 
 from splitkit import _torch
+from splitkit.engine.overlaps import OverlapCheck
+from splitkit.engine.ties import Tied
 from splitkit.errors import GraphError
 from splitkit.graph.scope import is_state_op
-from splitkit.overlaps import OverlapCheck
-from splitkit.ties import Tied
 
 _MODULE_CALL = nn.Module.__call__
 _MAKING_CODE = RLock()

@@ -12,16 +12,16 @@ from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
 
 from splitkit import _torch
-from splitkit.assemble import add_parts, carry_hooks, keep_whole, module_of
-from splitkit.cut import Subgraph
+from splitkit.engine.assemble import add_parts, carry_hooks, keep_whole, module_of
+from splitkit.engine.cut import Subgraph
+from splitkit.engine.kept_state import Run, RunGraph, with_bare_runs
+from splitkit.engine.names import Style, flat_names, part_names
+from splitkit.engine.scopedgraph import ScopedGraph
+from splitkit.engine.writer import LeanGraph, Writer
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.scope import NEUTRAL, Scope, region_attributes
-from splitkit.names import Style, flat_names, part_names
 from splitkit.plans.parts import HOST, PartKey
 from splitkit.plans.record import Plan
-from splitkit.scoped import ScopedGraph
-from splitkit.verbatim import Run, RunGraph, with_bare_runs
-from splitkit.writer import LeanGraph, Writer
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def emit(
     Args:
         flow: facts about the graph.
         plan: a complete plan.
-        units: what `splitkit.cut.cut` made of it.
+        units: what `splitkit.engine.cut.cut` made of it.
         style: names and returns.
         lazy: leave the code of each module to be made when it is first called.
         runs: parts that keep their state ops as they stand; all of them or none.
