@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import splitkit as sk
 from splitkit import models
-from splitkit.joint import capture_joint
+from splitkit.frontends.joint import capture_joint
 from splitkit.memory import estimator
 from splitkit.testing.nets import NETS
 

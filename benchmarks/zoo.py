@@ -43,8 +43,8 @@ from torch.utils._pytree import tree_leaves
 from zoo_models import Row, rows
 
 import splitkit as sk
-from splitkit.cli.stepmodule import DividedStep
-from splitkit.trainstep import TrainingStep, sum_of_outputs
+from splitkit.frontends.step import DividedStep
+from splitkit.frontends.trainstep import TrainingStep, sum_of_outputs
 
 SECONDS, BYTES = 600, 8 << 30  # of one architecture, until its process is ended
 BUDGETS = (0.7, 0.9, 1.0)

@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from splitkit import costs as costs
     from splitkit import policies as policies
     from splitkit import testing as testing
-    from splitkit.aot import partition_fn as partition_fn
-    from splitkit.backends import apply as apply
-    from splitkit.backends import backend as backend
-    from splitkit.capture import capture as capture
     from splitkit.compare import Comparison as Comparison
     from splitkit.compare import compare as compare
     from splitkit.engine.inlining.inline import inline as inline
@@ -40,14 +36,18 @@ if TYPE_CHECKING:
     from splitkit.errors import PolicyError as PolicyError
     from splitkit.errors import ScheduleError as ScheduleError
     from splitkit.errors import SplitError as SplitError
+    from splitkit.frontends.aot import partition_fn as partition_fn
+    from splitkit.frontends.capture import capture as capture
+    from splitkit.frontends.compile import apply as apply
+    from splitkit.frontends.compile import backend as backend
+    from splitkit.frontends.joint import Joint as Joint
+    from splitkit.frontends.joint import capture_joint as capture_joint
+    from splitkit.frontends.jointsignature import JointSignature as JointSignature
     from splitkit.frontier import Frontier as Frontier
     from splitkit.graph.ambient import register_region as register_region
     from splitkit.graph.dataflow import Dataflow as Dataflow
     from splitkit.graph.dataflow import analyze as analyze
     from splitkit.graph.fakeruns import propagate as propagate
-    from splitkit.joint import Joint as Joint
-    from splitkit.joint import capture_joint as capture_joint
-    from splitkit.jointsignature import JointSignature as JointSignature
     from splitkit.memory.measure import MeasuredMemory as MeasuredMemory
     from splitkit.memory.measure import measure_memory as measure_memory
     from splitkit.memory.profile import MemoryProfile as MemoryProfile
@@ -80,8 +80,8 @@ _HOME = {
     "Comparison": "compare",
     "Dataflow": "graph.dataflow",
     "Frontier": "frontier",
-    "Joint": "joint",
-    "JointSignature": "jointsignature",
+    "Joint": "frontends.joint",
+    "JointSignature": "frontends.jointsignature",
     "MeasuredMemory": "memory.measure",
     "MemoryProfile": "memory.profile",
     **dict.fromkeys((*_ERRORS, "PlanError", "PolicyError", "ScheduleError", "SplitError"), "errors"),
@@ -94,16 +94,16 @@ _HOME = {
     "Split": "engine.split",
     "StageCosts": "pipeline.stagecosts",
     "analyze": "graph.dataflow",
-    "apply": "backends",
-    "backend": "backends",
-    "capture": "capture",
-    "capture_joint": "joint",
+    "apply": "frontends.compile",
+    "backend": "frontends.compile",
+    "capture": "frontends.capture",
+    "capture_joint": "frontends.joint",
     "compare": "compare",
     "condense": "plans.rewrite",
     "inline": "engine.inlining.inline",
     "measure_memory": "memory.measure",
     "merge": "plans.rewrite",
-    "partition_fn": "aot",
+    "partition_fn": "frontends.aot",
     "plan": "engine.split",
     "propagate": "graph.fakeruns",
     "prune": "plans.rewrite",

@@ -14,8 +14,8 @@ from splitkit.costs import Costs, default, unit_of
 from splitkit.costs.named import Price, priced, require_price
 from splitkit.engine.pair import Pair, divide
 from splitkit.errors import NoPlanError, PolicyError
+from splitkit.frontends.joint import Joint
 from splitkit.frontierplot import FrontierPlot, Spot
-from splitkit.joint import Joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.plans.record import Plan
 from splitkit.search.recompute.hull import Hull

@@ -15,13 +15,13 @@ from splitkit.costs import Costs, default
 from splitkit.engine.complete import complete
 from splitkit.engine.cut import Subgraph, cut
 from splitkit.engine.split import Split
+from splitkit.frontends.unfold_regions import hidden_note
 from splitkit.graph.dataflow import Dataflow, facts_of, module_path
 from splitkit.graph.storages import attribute, storage_key
 from splitkit.plans.parts import HOST, Claim, PartKey
 from splitkit.plans.record import Plan, plan_of
 from splitkit.prices import require_costs
 from splitkit.ranges import collapse
-from splitkit.regions import hidden_note
 from splitkit.units import quantity, size
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from splitkit._torch import pytree
+from splitkit.frontends.outputs import inside, named_leaves
 from splitkit.graph.ambient import SETTINGS
 from splitkit.graph.storages import storage_key
-from splitkit.outputs import inside, named_leaves
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 

@@ -15,13 +15,13 @@ from torch import nn
 from torch._functorch.partitioners import default_partition
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from splitkit.aot import joint_flow, partition_fn
-from splitkit.backends import apply, backend
 from splitkit.costs import unit
 from splitkit.engine.pair import divide
 from splitkit.errors import CycleError, PlanError, PolicyError
+from splitkit.frontends.aot import joint_flow, partition_fn
+from splitkit.frontends.compile import apply, backend
+from splitkit.frontends.joint import capture_joint
 from splitkit.graph.ops import effects_of
-from splitkit.joint import capture_joint
 from splitkit.plans.record import Plan
 from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, Remat, SaveAll
 from splitkit.training.flow import BACKWARD, FORWARD, homes

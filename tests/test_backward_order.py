@@ -10,7 +10,7 @@ from jointgraphs import Hand
 from splitkit import models
 from splitkit.costs import unit
 from splitkit.engine.pair import divide
-from splitkit.joint import capture_joint
+from splitkit.frontends.joint import capture_joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.policies import RecomputeAll, Remat, SaveAll
 from splitkit.testing.nets import NETS

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from splitkit.capture import capture
 from splitkit.errors import CaptureError
+from splitkit.frontends.capture import capture
 from splitkit.graph.scope import is_state_op
 
 leaves = torch.utils._pytree.tree_leaves

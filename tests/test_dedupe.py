@@ -10,13 +10,13 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-from splitkit.aot import joint_flow
-from splitkit.backends import apply, backend
 from splitkit.engine.dedupe import deduplicated
+from splitkit.frontends.aot import joint_flow
+from splitkit.frontends.compile import apply, backend
+from splitkit.frontends.joint import _copied, capture_joint
 from splitkit.graph.dataflow import analyze
 from splitkit.graph.fakeruns import values_again
 from splitkit.graph.storages import storage_key, tensors
-from splitkit.joint import _copied, capture_joint
 from splitkit.models import build
 from splitkit.policies import RecomputeAll, SaveAll
 from splitkit.training.flow import JointFlow
@@ -156,7 +156,7 @@ def _same_memory(gm: fx.GraphModule):
 def test_models_compute_their_masks_once(name, monkeypatch):
     made = build(name, **TINY)
     short = capture_joint(made.model, *made.args, **made.kwargs)
-    monkeypatch.setattr("splitkit.aot.deduplicated", lambda flow: _copied(flow.root))
+    monkeypatch.setattr("splitkit.frontends.aot.deduplicated", lambda flow: _copied(flow.root))
     whole = capture_joint(made.model, *made.args, **made.kwargs)
     assert count(short.graph_module, "aten.where.self") < count(whole.graph_module, "aten.where.self")
     _same_memory(short.graph_module)

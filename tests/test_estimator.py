@@ -13,7 +13,7 @@ from torch._inductor.fx_passes import memory_estimator as inductors
 import splitkit as sk
 from splitkit import models
 from splitkit.errors import GraphError
-from splitkit.joint import capture_joint
+from splitkit.frontends.joint import capture_joint
 from splitkit.memory import estimator
 from splitkit.testing.nets import NETS
 

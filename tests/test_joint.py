@@ -14,7 +14,7 @@ from torch._functorch.partitioners import default_partition, min_cut_remateriali
 from torch.utils.checkpoint import checkpoint
 
 from splitkit.errors import CaptureError, CycleError, GraphError, NoPlanError, PlanError, PolicyError
-from splitkit.joint import capture_joint
+from splitkit.frontends.joint import capture_joint
 from splitkit.models import build
 from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, Remat, RoundRobin, SaveAll
 from splitkit.training.flow import BACKWARD, FORWARD, homes, unrepeatable

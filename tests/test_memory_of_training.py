@@ -13,7 +13,7 @@ from torch._functorch.partitioners import default_partition, min_cut_remateriali
 import splitkit as sk
 from splitkit import models
 from splitkit.errors import NoPlanError
-from splitkit.joint import capture_joint
+from splitkit.frontends.joint import capture_joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.policies import Budget, RecomputeAll, Remat, SaveAll
 from splitkit.testing.nets import NETS

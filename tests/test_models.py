@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from splitkit import models
-from splitkit.capture import capture
 from splitkit.errors import CaptureError
+from splitkit.frontends.capture import capture
 
 leaves = torch.utils._pytree.tree_leaves
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from splitkit import models
 from splitkit.costs import roofline
 from splitkit.errors import GraphError
-from splitkit.joint import capture_joint
+from splitkit.frontends.joint import capture_joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.policies import RecomputeAll, Remat, SaveAll
 from splitkit.testing.nets import NETS

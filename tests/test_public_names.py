@@ -43,10 +43,10 @@ def test_what_a_public_module_lists_it_has(module):
 
 
 def test_functions_are_not_hidden_by_modules_of_their_name():
-    import splitkit.capture
     import splitkit.compare
     import splitkit.engine.inlining.inline
     import splitkit.engine.split
+    import splitkit.frontends.capture
     import splitkit.plans.record
     import splitkit.report
     import splitkit.sweep

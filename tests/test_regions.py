@@ -7,13 +7,13 @@ import torch
 from torch import fx, nn
 
 from splitkit import models
-from splitkit.capture import capture
 from splitkit.engine.split import split
+from splitkit.frontends.capture import capture
+from splitkit.frontends.unfold_regions import WRAP_GRAD, inline_regions, is_wrapped
 from splitkit.graph import scope
 from splitkit.graph.dataflow import analyze
 from splitkit.plans.record import Plan
 from splitkit.policies import RoundRobin, Stages
-from splitkit.regions import WRAP_GRAD, inline_regions, is_wrapped
 from splitkit.report import report
 from splitkit.testing import assert_same
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from splitkit import costs
 from splitkit.engine.pair import divide
-from splitkit.joint import capture_joint
+from splitkit.frontends.joint import capture_joint
 from splitkit.testing.nets import NETS
 from splitkit.training.choices import savings
 from splitkit.training.flow import BACKWARD, FORWARD

@@ -149,7 +149,7 @@ def test_allocations_of_a_call_in_order():
 
 
 def test_descriptors_say_what_inputs_and_outputs_of_a_joint_graph_are():
-    from splitkit import aot
+    from splitkit.frontends import aot
 
     class Step(nn.Module):
         def __init__(self):
@@ -174,7 +174,7 @@ def test_descriptors_say_what_inputs_and_outputs_of_a_joint_graph_are():
 
 
 def test_dynamo_says_at_which_line_it_gave_up():
-    from splitkit import aot
+    from splitkit.frontends import aot
 
     class Step(nn.Module):
         def forward(self, x):
@@ -188,7 +188,7 @@ def test_dynamo_says_at_which_line_it_gave_up():
 def test_inductor_takes_a_partitioner():
     from torch._inductor import config
 
-    from splitkit.inductor import Partitioner
+    from splitkit.frontends.inductor import Partitioner
 
     partitioner = Partitioner(lambda *args, **kwargs: None)
     with config.patch({"custom_partitioner_fn": partitioner}):

@@ -12,7 +12,7 @@ from torch import nn
 from splitkit.cli.rehearsal import as_it_was, own_inputs
 from splitkit.costs.copies import copied
 from splitkit.engine.pair import Pair
-from splitkit.joint import Joint, capture_joint
+from splitkit.frontends.joint import Joint, capture_joint
 from splitkit.memory.measure import MeasuredMemory, measure_memory
 from splitkit.memory.profile import MemoryProfile, simulate_memory
 from splitkit.policies import SaveAll

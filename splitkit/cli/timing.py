@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from splitkit.cli.rehearsal import as_it_was, own_inputs
-from splitkit.trainstep import sum_of_outputs
+from splitkit.frontends.trainstep import sum_of_outputs
 
 if TYPE_CHECKING:
     from splitkit.models import Example

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from splitkit.costs import Costs
     from splitkit.engine.pair import Pair
-    from splitkit.joint import Joint
+    from splitkit.frontends.joint import Joint
     from splitkit.memory.profile import MemoryProfile
     from splitkit.memory.stored import Buffer
     from splitkit.models import Example

@@ -17,8 +17,8 @@ from splitkit.units import at_most, size
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from splitkit.cli.stepmodule import DividedStep
     from splitkit.compare import Comparison, Difference
+    from splitkit.frontends.step import DividedStep
     from splitkit.memory.measure import MeasuredMemory
     from splitkit.memory.profile import MemoryProfile
 
@@ -27,7 +27,7 @@ def run(args: Namespace, file: dict[str, Any]) -> Outcome:
     """Run the plan in the data of a plan file; see the module."""
     work = trainplan.prepare(source.from_plan(args.target, file, args))
     from splitkit.cli import memoryruns, timing
-    from splitkit.cli.stepmodule import DividedStep
+    from splitkit.frontends.step import DividedStep
 
     with work.clock.step("plan", "reading the plan"):
         plan = decoded(work.joint.graph_module.graph, args.target, file)
@@ -80,7 +80,7 @@ def _measured(found: MeasuredMemory, predicted: int) -> dict[str, Any]:
 
 def _check(work: TrainWork, step: DividedStep) -> dict[str, Any]:
     """Loss, gradients and what is written beside those of the model in eager mode."""
-    from splitkit.trainstep import TrainingStep
+    from splitkit.frontends.trainstep import TrainingStep
 
     example = work.example
     whole = TrainingStep(example.model, None)

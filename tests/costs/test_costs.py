@@ -6,9 +6,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from splitkit import costs, models
-from splitkit.capture import capture
 from splitkit.costs.counting import FORMULAS
 from splitkit.errors import GraphError
+from splitkit.frontends.capture import capture
 
 TINY = {"layers": 2, "width": 64, "heads": 4, "vocab": 100, "batch": 2, "seq": 16}
 IMAGE = {"layers": 2, "width": 64, "heads": 4, "image": 32, "patch": 8, "classes": 10, "batch": 2}

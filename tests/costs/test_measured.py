@@ -10,11 +10,11 @@ from torch import fx, nn
 
 import splitkit as sk
 from splitkit import models
-from splitkit.capture import capture
 from splitkit.costs import timing
 from splitkit.costs.cache import read
 from splitkit.costs.measured import measured
 from splitkit.errors import CostError, GraphError
+from splitkit.frontends.capture import capture
 from splitkit.testing.oracle import assert_same
 from splitkit.trial import bitwise, named_tensors
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from splitkit import capture, costs, models
+from splitkit import costs, models
 from splitkit.costs import Device
 from splitkit.errors import CostError, GraphError
+from splitkit.frontends import capture
 
 aten = torch.ops.aten
 # 1 FLOP/s and 1 byte/s: seconds are FLOPs or bytes, whichever is more

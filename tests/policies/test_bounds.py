@@ -11,7 +11,7 @@ from jointgraphs import Hand
 
 from splitkit import models
 from splitkit.costs import roofline, unit
-from splitkit.joint import capture_joint
+from splitkit.frontends.joint import capture_joint
 from splitkit.search.recompute import pool
 from splitkit.search.recompute.bounds import Bounds
 from splitkit.search.recompute.moments import Moments

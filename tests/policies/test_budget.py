@@ -17,7 +17,7 @@ import splitkit as sk
 from splitkit import models
 from splitkit.costs import roofline
 from splitkit.errors import NoPlanError, PolicyError
-from splitkit.joint import capture_joint
+from splitkit.frontends.joint import capture_joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.policies import PlanPool, RecomputeAll, Remat, SaveAll
 from splitkit.policies.budget import Budget

@@ -7,7 +7,7 @@ import pytest
 
 from splitkit import models
 from splitkit.costs import roofline
-from splitkit.joint import capture_joint
+from splitkit.frontends.joint import capture_joint
 from splitkit.search.recompute import pool
 from splitkit.search.recompute.descent import Descent
 from splitkit.testing.nets import NETS

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from splitkit import costs
 from splitkit.engine.pair import divide
 from splitkit.errors import NoPlanError, PolicyError, SplitError
-from splitkit.joint import capture_joint
+from splitkit.frontends.joint import capture_joint
 from splitkit.models import build
 from splitkit.policies import MinCut, RecomputeAll, Remat, SaveAll
 from splitkit.training.flow import BACKWARD, FORWARD
@@ -160,7 +160,7 @@ def test_rules_may_weigh_in_lists_and_whole_numbers():
 
 
 def test_another_graph_is_refused():
-    from splitkit import capture
+    from splitkit.frontends import capture
     from splitkit.plans import record as plan
 
     gm = capture(torch.nn.Linear(2, 2), torch.zeros(1, 2))

@@ -16,7 +16,7 @@ from splitkit import models
 from splitkit.costs import roofline, unit
 from splitkit.engine.pair import divide
 from splitkit.errors import PolicyError
-from splitkit.joint import capture_joint
+from splitkit.frontends.joint import capture_joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, Remat, SaveAll
 from splitkit.testing.nets import NETS

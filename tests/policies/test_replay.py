@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from splitkit import models
 from splitkit.costs import unit
-from splitkit.joint import capture_joint
+from splitkit.frontends.joint import capture_joint
 from splitkit.testing.nets import NETS
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks

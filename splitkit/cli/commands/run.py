@@ -58,7 +58,7 @@ def run(args: Namespace) -> Outcome:
 
 def _outputs(output: Any) -> list[dict[str, str]]:
     from splitkit.cli.describe import value_text
-    from splitkit.outputs import named_leaves
+    from splitkit.frontends.outputs import named_leaves
 
     return [{"name": f"output{path}", "value": value_text(leaf)} for path, leaf in named_leaves(output)[0]]
 

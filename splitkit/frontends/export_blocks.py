@@ -25,8 +25,8 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 
 from splitkit import _torch
-from splitkit.capture_errors import lost_hook
-from splitkit.gradflags import HOOKS, GradFlags
+from splitkit.frontends.capture_errors import lost_hook
+from splitkit.frontends.gradflags import HOOKS, GradFlags
 
 _MARK = "splitkit_block"
 _LOCK = threading.RLock()  # export itself cannot run twice at a time either

@@ -17,8 +17,8 @@ import torch
 from torch import fx, nn
 from torch.fx import Node
 
-from splitkit.capture_errors import line_here
 from splitkit.errors import CaptureError
+from splitkit.frontends.capture_errors import line_here
 from splitkit.graph.storages import attribute
 
 SETTERS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]

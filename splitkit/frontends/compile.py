@@ -16,14 +16,14 @@ from torch._dynamo.backends.debugging import boxed_nop  # 2.11, 2.13, 2.15
 from torch._dynamo.exc import BackendCompilerFailed  # 2.11, 2.13, 2.15
 
 from splitkit._torch import pytree
-from splitkit.afterwards import Watch, Written, needed, refused
-from splitkit.aot import PartitionFn, divide_joint
-from splitkit.capture import put_back
-from splitkit.capture_errors import require_module
 from splitkit.costs import Costs, default
 from splitkit.costs.named import by_inductor
 from splitkit.engine.pair import Pair
 from splitkit.errors import CostError, PolicyError, SplitError
+from splitkit.frontends.afterwards import Watch, Written, needed, refused
+from splitkit.frontends.aot import PartitionFn, divide_joint
+from splitkit.frontends.capture import put_back
+from splitkit.frontends.capture_errors import require_module
 from splitkit.plans.policy import PolicyLike, require_policy
 
 Inner = Literal["eager", "aot_eager", "inductor"]
@@ -37,7 +37,7 @@ class Backend:
     Attributes:
         pairs: what it made so far: one a graph that takes gradients. More than one a model means graph breaks, or
             inputs for which the model was compiled again.
-        written: number of a graph -> what of it is known to be written to after it has run (`splitkit.afterwards`).
+        written: number of a graph -> what of it is known to be written to after it has run (`splitkit.frontends.afterwards`).
         watch: what learns that; ``None`` if nobody asks.
     """
 
@@ -73,7 +73,7 @@ class Backend:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], partition: PartitionFn
     ) -> Callable[..., Any]:
         if self.inner == "inductor":
-            from splitkit.inductor import compile_with
+            from splitkit.frontends.inductor import compile_with
 
             return compile_with(gm, example_inputs, partition)
         # keep_inference_input_mutations: as torch's own aot_eager has it (2.11, 2.13, 2.15)

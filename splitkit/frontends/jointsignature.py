@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from splitkit import aot
 from splitkit._torch import pytree
 from splitkit.brief import brief
 from splitkit.errors import GraphError
-from splitkit.trainstep import TrainingStep
+from splitkit.frontends import aot
+from splitkit.frontends.trainstep import TrainingStep
 
 _FIXED = (bool, int, float, str, Enum)
 """What a graph is made for, besides ``None``."""

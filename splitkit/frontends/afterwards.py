@@ -18,9 +18,9 @@ from typing import Any
 from torch import Tensor, fx
 from torch.fx import Node
 
-from splitkit import aot
 from splitkit.engine.pair import Pair
 from splitkit.errors import PlanError
+from splitkit.frontends import aot
 from splitkit.graph.storages import storages_shown
 
 

@@ -10,22 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from splitkit import aot
 from splitkit._torch import pytree
 from splitkit.brief import brief
-from splitkit.capture import IN_EVAL_MODE, by_export, distinct, put_back, silence, works
-from splitkit.capture import undisturbed as undisturbed
-from splitkit.capture_errors import came_from_torch, capture_error, require_module
 from splitkit.costs import Costs, default
 from splitkit.engine.pair import Pair, divide
 from splitkit.errors import CaptureError, SplitError
-from splitkit.firstcall import after_a_call, in_eval_mode
+from splitkit.frontends import aot
+from splitkit.frontends.capture import IN_EVAL_MODE, by_export, distinct, put_back, silence, works
+from splitkit.frontends.capture import undisturbed as undisturbed
+from splitkit.frontends.capture_errors import came_from_torch, capture_error, require_module
+from splitkit.frontends.firstcall import after_a_call, in_eval_mode
+from splitkit.frontends.jointchecks import check_graph, check_inputs, check_model, no_scalar
+from splitkit.frontends.jointsignature import JointSignature, like_example, signature_of
+from splitkit.frontends.trainstep import NO_TENSOR, Loss, TrainingStep, name_modules
 from splitkit.graph.storages import mark_repeated
-from splitkit.jointchecks import check_graph, check_inputs, check_model, no_scalar
-from splitkit.jointsignature import JointSignature, like_example, signature_of
 from splitkit.plans.policy import PolicyLike
 from splitkit.training.flow import JointFlow
-from splitkit.trainstep import NO_TENSOR, Loss, TrainingStep, name_modules
 
 
 @dataclass(frozen=True)

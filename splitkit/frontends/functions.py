@@ -34,9 +34,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from splitkit._torch import pytree
-from splitkit.applied import in_place_of_apply
-from splitkit.capture_errors import line_here, lost_hook
 from splitkit.errors import CaptureError
+from splitkit.frontends.applied import in_place_of_apply
+from splitkit.frontends.capture_errors import line_here, lost_hook
 from splitkit.graph.ops.facts import Described, Effects, unknown
 from splitkit.graph.storages import storage_key
 

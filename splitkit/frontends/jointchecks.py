@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from splitkit import aot
 from splitkit.errors import CaptureError
+from splitkit.frontends import aot
+from splitkit.frontends.jointsignature import JointSignature
 from splitkit.graph.storages import storage_key
-from splitkit.jointsignature import JointSignature
 
 
 def check_model(model: nn.Module, loss: object) -> None:

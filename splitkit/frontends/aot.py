@@ -23,11 +23,11 @@ from splitkit.costs import Costs, default
 from splitkit.engine.dedupe import deduplicated
 from splitkit.engine.pair import Pair, divide
 from splitkit.errors import CaptureError
+from splitkit.frontends.quietlogs import without_logging
+from splitkit.frontends.tokens import without_tokens
 from splitkit.graph.dataflow import analyze
 from splitkit.graph.fakeruns import rebinds
 from splitkit.plans.policy import PolicyLike
-from splitkit.quietlogs import without_logging
-from splitkit.tokens import without_tokens
 from splitkit.training.flow import JointFlow
 
 _HERE = Path(__file__).parent

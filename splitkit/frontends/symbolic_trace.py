@@ -15,9 +15,9 @@ from torch.fx import Node
 from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.13, 2.15
 
 from splitkit._torch import pytree
-from splitkit.capture_errors import line_here
 from splitkit.errors import CaptureError
-from splitkit.functions import functions_of_proxies
+from splitkit.frontends.capture_errors import line_here
+from splitkit.frontends.functions import functions_of_proxies
 from splitkit.graph.fakeruns import set_values
 from splitkit.graph.storages import storage_key
 

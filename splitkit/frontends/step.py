@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from splitkit.engine.pair import Pair
-from splitkit.joint import Joint
+from splitkit.frontends.joint import Joint
 
 
 class DividedStep(nn.Module):

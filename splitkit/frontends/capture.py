@@ -17,16 +17,16 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from splitkit._torch import pytree
-from splitkit.blocks import blocks_as_nodes, restore_callers_grad
-from splitkit.capture_errors import capture_error, first_line, require_module
 from splitkit.errors import CaptureError
-from splitkit.firstcall import after_a_call, are_real, as_found, call_once, in_eval_mode, owned_by
-from splitkit.functions import functions_as_nodes, refuse_lost_functions, refuse_module_hooks
-from splitkit.gradflags import GradFlags
+from splitkit.frontends.capture_errors import capture_error, first_line, require_module
+from splitkit.frontends.export_blocks import blocks_as_nodes, restore_callers_grad
+from splitkit.frontends.firstcall import after_a_call, are_real, as_found, call_once, in_eval_mode, owned_by
+from splitkit.frontends.functions import functions_as_nodes, refuse_lost_functions, refuse_module_hooks
+from splitkit.frontends.gradflags import GradFlags
+from splitkit.frontends.outputs import outputs_opened
+from splitkit.frontends.symbolic_trace import trace
+from splitkit.frontends.unfold_regions import inline_regions, inlined, restore_by_value
 from splitkit.graph.storages import mark_repeated
-from splitkit.outputs import outputs_opened
-from splitkit.regions import inline_regions, inlined, restore_by_value
-from splitkit.tracing import trace
 
 # Checks that export writes into the graph. They hold by construction there, and would fail a part on another device.
 _EXPORT_CHECKS: frozenset[Any] = frozenset({torch.ops.aten._assert_tensor_metadata.default})
