@@ -68,8 +68,8 @@ if TYPE_CHECKING:
     from splitkit.plans.rewrite import refine as refine
     from splitkit.plans.rewrite import relay as relay
     from splitkit.plans.rewrite import rematerialize as rematerialize
-    from splitkit.report import report as report
     from splitkit.sweep import sweep as sweep
+    from splitkit.view.report import report as report
 
 __version__ = "0.1.0"
 
@@ -111,7 +111,7 @@ _HOME = {
     "register_region": "graph.ambient",
     "relay": "plans.rewrite",
     "rematerialize": "plans.rewrite",
-    "report": "report",
+    "report": "view.report",
     "simulate_memory": "memory.profile",
     "simulate_schedule": "pipeline.simulate",
     "split": "engine.split",

@@ -137,7 +137,7 @@ class Sweep:
             yield (head[0], str(ranks), *head[2:], *times, fits, "best" if row in best else "")
 
     def __str__(self) -> str:
-        from splitkit.console import to_text
+        from splitkit.view.console import to_text
 
         return "\n".join([to_text(self.table()), *self.refused])
 

@@ -48,8 +48,8 @@ def test_functions_are_not_hidden_by_modules_of_their_name():
     import splitkit.engine.split
     import splitkit.frontends.capture
     import splitkit.plans.record
-    import splitkit.report
     import splitkit.sweep
+    import splitkit.view.report
 
     for name in ("capture", "compare", "inline", "plan", "report", "split", "sweep"):
         assert callable(getattr(splitkit, name)) and not isinstance(getattr(splitkit, name), ModuleType)

@@ -14,8 +14,8 @@ from splitkit.graph import scope
 from splitkit.graph.dataflow import analyze
 from splitkit.plans.record import Plan
 from splitkit.policies import RoundRobin, Stages
-from splitkit.report import report
 from splitkit.testing import assert_same
+from splitkit.view.report import report
 
 
 class NoGrad(nn.Module):

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import splitkit as sk
-from splitkit.console import show, to_text
 from splitkit.plans.parts import Part
 from splitkit.plans.record import Plan
-from splitkit.ranges import collapse
 from splitkit.units import quantity, size
+from splitkit.view.console import show, to_text
+from splitkit.view.paths import collapse
 
 
 class Two(nn.Module):

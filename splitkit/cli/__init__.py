@@ -68,7 +68,7 @@ def _parse_and_run(words: list[str]) -> int:
     if args.json:
         print(json.dumps(jsonable(outcome.data), indent=1, allow_nan=False))
     else:
-        from splitkit.console import show
+        from splitkit.view.console import show
 
         with redirect_stdout(sys.stderr) if aside else nullcontext():  # a reader of the file gets nothing else
             show(*outcome.text)

@@ -16,9 +16,9 @@ import splitkit as sk
 from splitkit import models
 from splitkit.cli import factories, policyspec, source
 from splitkit.cli.source import Source
-from splitkit.console import busy
 from splitkit.errors import CaptureError, FileError, SplitError, UsageError
 from splitkit.models import Example
+from splitkit.view.console import busy
 
 if TYPE_CHECKING:
     from torch import fx

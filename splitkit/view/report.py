@@ -21,8 +21,8 @@ from splitkit.graph.storages import attribute, storage_key
 from splitkit.plans.parts import HOST, Claim, PartKey
 from splitkit.plans.record import Plan, plan_of
 from splitkit.prices import require_costs
-from splitkit.ranges import collapse
 from splitkit.units import quantity, size
+from splitkit.view.paths import collapse
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -93,7 +93,7 @@ class Report:
         return _table(self)
 
     def __str__(self) -> str:
-        from splitkit.console import to_text
+        from splitkit.view.console import to_text
 
         return to_text(self.table())
 

@@ -1,0 +1,1 @@
+"""Shows a plan: a row a part, tables; changes nothing."""
