@@ -25,8 +25,9 @@ from torch import fx, nn
 from torch.utils.benchmark import Timer
 
 import splitkit as sk
-from splitkit import costs, models
+from splitkit import costs
 from splitkit.costs.measured import Measured, measured
+from splitkit.testing import models
 
 ROUNDS = 7
 

@@ -29,9 +29,9 @@ from torch._inductor.fx_passes import memory_estimator as inductors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import splitkit as sk
-from splitkit import models
 from splitkit.frontends.joint import capture_joint
 from splitkit.memory import estimator
+from splitkit.testing import models
 from splitkit.testing.nets import NETS
 
 ATEN = torch.ops.aten

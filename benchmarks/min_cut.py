@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.table import Table
 
 import splitkit as sk
-from splitkit import models
 from splitkit.search.recompute.hull import Hull
 from splitkit.search.recompute.network import Cutting
 from splitkit.solvers.cuts.min_cut import INFINITE, Network, min_cut
+from splitkit.testing import models
 from splitkit.training.choices import Savings, savings
 
 PRICE = 1e11

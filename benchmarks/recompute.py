@@ -26,11 +26,11 @@ from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import splitkit as sk
-from splitkit import models
 from splitkit.costs import Costs
-from splitkit.models import Example
 from splitkit.policies import Remat
 from splitkit.policies.budget import Budget
+from splitkit.testing import models
+from splitkit.testing.models import Example
 from splitkit.testing.nets import ResNet, UNet
 
 BUDGETS = (1.0, 0.8, 0.5, 0.3, 0.2, 0.1, 0.0)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from splitkit import models
+from splitkit.testing import models
 
 SMALL = {"layers": 1, "width": 64, "heads": 4, "batch": 4, "seq": 32, "vocab": 101}
 

@@ -38,15 +38,15 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 import splitkit as sk
-from splitkit import models
 from splitkit.costs import Costs, Links
 from splitkit.errors import SplitError
 from splitkit.memory.autograd import activations
-from splitkit.models import Example
 from splitkit.pipeline.stageprices import StagePrices
 from splitkit.plans.record import Plan
 from splitkit.policies import Stages
 from splitkit.search.placing import Placing, Travel
+from splitkit.testing import models
+from splitkit.testing.models import Example
 from splitkit.testing.nets import UNet
 
 MICROBATCHES = 16

@@ -29,13 +29,13 @@ from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import splitkit as sk
-from splitkit import models
 from splitkit.costs import Costs
 from splitkit.graph.dataflow import Dataflow
-from splitkit.models import Example
 from splitkit.plans.record import Plan
 from splitkit.policies import Remat
 from splitkit.policies.budget import Budget
+from splitkit.testing import models
+from splitkit.testing.models import Example
 from splitkit.testing.nets import ResNet
 from splitkit.training.flow import as_joint
 

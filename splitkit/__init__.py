@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from splitkit import costs as costs
     from splitkit import policies as policies
     from splitkit import testing as testing
-    from splitkit.compare import Comparison as Comparison
-    from splitkit.compare import compare as compare
     from splitkit.engine.inlining.inline import inline as inline
     from splitkit.engine.pair import Pair as Pair
     from splitkit.engine.split import Split as Split
@@ -69,6 +67,8 @@ if TYPE_CHECKING:
     from splitkit.plans.rewrite import relay as relay
     from splitkit.plans.rewrite import rematerialize as rematerialize
     from splitkit.sweep import sweep as sweep
+    from splitkit.testing.compare import Comparison as Comparison
+    from splitkit.testing.compare import compare as compare
     from splitkit.view.report import report as report
 
 __version__ = "0.1.0"
@@ -77,7 +77,7 @@ _ERRORS = ("CaptureError", "CheckError", "CostError", "CycleError", "FileError",
 _HOME = {
     "HOST": "plans.parts",
     "Claim": "plans.parts",
-    "Comparison": "compare",
+    "Comparison": "testing.compare",
     "Dataflow": "graph.dataflow",
     "Frontier": "frontier",
     "Joint": "frontends.joint",
@@ -98,7 +98,7 @@ _HOME = {
     "backend": "frontends.compile",
     "capture": "frontends.capture",
     "capture_joint": "frontends.joint",
-    "compare": "compare",
+    "compare": "testing.compare",
     "condense": "plans.rewrite",
     "inline": "engine.inlining.inline",
     "measure_memory": "memory.measure",

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import splitkit as sk
 from splitkit.memory.autograd import activations
-from splitkit.models import build
+from splitkit.testing.models import build
 
 SMALL = {"layers": 1, "width": 32, "heads": 2, "batch": 2}
 LANGUAGE = {**SMALL, "vocab": 100, "seq": 16}

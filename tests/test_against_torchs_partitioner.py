@@ -9,8 +9,8 @@ from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import splitkit as sk
-from splitkit import models
 from splitkit.policies import Budget, MinCut, RecomputeAll
+from splitkit.testing import models
 
 RANDOM = torch.Tag.nondeterministic_seeded
 

@@ -1011,7 +1011,7 @@ def test_apply_warns_of_several_graphs():
 
 
 def test_apply_to_a_transformer():
-    from splitkit.models import build
+    from splitkit.testing.models import build
 
     made = build("gpt2", layers=2, width=32, heads=4, vocab=64, batch=2, seq=8)
     theirs = copy.deepcopy(made.model)

@@ -7,12 +7,12 @@ import random
 import pytest
 from jointgraphs import Hand
 
-from splitkit import models
 from splitkit.costs import unit
 from splitkit.engine.pair import divide
 from splitkit.frontends.joint import capture_joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.policies import RecomputeAll, Remat, SaveAll
+from splitkit.testing import models
 from splitkit.testing.nets import NETS
 from splitkit.training.flow import BACKWARD, FORWARD, homes, recompute, unrepeatable
 from splitkit.training.order import EmissionOrder, _Half

@@ -2421,7 +2421,7 @@ def mine(tmp_path, monkeypatch):
 @pytest.fixture
 def no_work(monkeypatch):
     """Fails the test where a model is made or captured."""
-    from splitkit import models
+    from splitkit.testing import models
 
     for module, name in ((models, "build"), (models, "load")):
         monkeypatch.setattr(module, name, lambda *a, **k: pytest.fail("the model was made"))

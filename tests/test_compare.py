@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from splitkit.compare import compare
 from splitkit.errors import CheckError
 from splitkit.testing import assert_same
+from splitkit.testing.compare import compare
 
 
 class Counting(nn.Module):

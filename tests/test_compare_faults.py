@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import splitkit as sk
-from splitkit.compare import compare
 from splitkit.engine.split import split
 from splitkit.testing import assert_same
+from splitkit.testing.compare import compare
 
 
 class Gives(nn.Module):

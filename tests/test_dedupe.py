@@ -17,8 +17,8 @@ from splitkit.frontends.joint import _copied, capture_joint
 from splitkit.graph.dataflow import analyze
 from splitkit.graph.fakeruns import values_again
 from splitkit.graph.storages import storage_key, tensors
-from splitkit.models import build
 from splitkit.policies import RecomputeAll, SaveAll
+from splitkit.testing.models import build
 from splitkit.training.flow import JointFlow
 
 TINY = {"layers": 3, "width": 32, "heads": 4, "vocab": 64, "batch": 2, "seq": 8}

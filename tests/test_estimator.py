@@ -11,10 +11,10 @@ from torch._functorch.partitioners import default_partition, min_cut_remateriali
 from torch._inductor.fx_passes import memory_estimator as inductors
 
 import splitkit as sk
-from splitkit import models
 from splitkit.errors import GraphError
 from splitkit.frontends.joint import capture_joint
 from splitkit.memory import estimator
+from splitkit.testing import models
 from splitkit.testing.nets import NETS
 
 SMALL = {"layers": 1, "width": 32, "heads": 2, "batch": 2, "seq": 8, "vocab": 64}

@@ -7,8 +7,8 @@ from functools import cache
 import pytest
 
 import splitkit as sk
-from splitkit.models import NAMES, build
 from splitkit.policies import Random, RoundRobin, Stages
+from splitkit.testing.models import NAMES, build
 
 SMALL = {"layers": 2, "width": 32, "heads": 2, "batch": 2}
 SIZES = {

@@ -25,8 +25,8 @@ from splitkit.frontends.joint import capture_joint
 from splitkit.frontier import Frontier
 from splitkit.graph.dataflow import analyze
 from splitkit.memory.profile import simulate_memory
-from splitkit.models import build
 from splitkit.policies import MinCut
+from splitkit.testing.models import build
 
 
 @settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

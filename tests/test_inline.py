@@ -28,7 +28,7 @@ from splitkit.policies import RoundRobin, Stages
 from splitkit.testing import assert_same, random_graph, random_plan, zoo
 from splitkit.testing.fuzz import usable_inputs
 from splitkit.testing.oracle import assert_inlines
-from splitkit.testing.probes import close_all, observe
+from splitkit.testing.visible import close_all, observe
 
 ZOO = {s.name: s for s in zoo()}
 

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from splitkit.errors import CaptureError, CycleError, GraphError, NoPlanError, PlanError, PolicyError
 from splitkit.frontends.joint import capture_joint
-from splitkit.models import build
 from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, Remat, RoundRobin, SaveAll
+from splitkit.testing.models import build
 from splitkit.training.flow import BACKWARD, FORWARD, homes, unrepeatable
 
 

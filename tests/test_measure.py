@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from splitkit import GraphError, _torch, measure_memory, models
+from splitkit import GraphError, _torch, measure_memory
 from splitkit.memory.watch import Watch
+from splitkit.testing import models
 
 N = 1024
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import splitkit as sk
-from splitkit import models
 from splitkit._torch import ENTER_AUTOCAST
 from splitkit.errors import GraphError
 from splitkit.memory.profile import CUDA_BLOCK, simulate_memory
+from splitkit.testing import models
 from splitkit.testing.fuzz import usable_inputs
 from splitkit.testing.nets import NETS
 from splitkit.testing.randoms import random_graph

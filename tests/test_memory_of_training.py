@@ -11,11 +11,11 @@ from torch import nn
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
 import splitkit as sk
-from splitkit import models
 from splitkit.errors import NoPlanError
 from splitkit.frontends.joint import capture_joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.policies import Budget, RecomputeAll, Remat, SaveAll
+from splitkit.testing import models
 from splitkit.testing.nets import NETS
 from splitkit.training.peaks import Peaks
 

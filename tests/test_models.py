@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from splitkit import models
 from splitkit.errors import CaptureError
 from splitkit.frontends.capture import capture
+from splitkit.testing import models
 
 leaves = torch.utils._pytree.tree_leaves
 
@@ -137,7 +137,7 @@ def test_factories_that_do_not_take_the_sizes_and_places_that_do_not_exist(file)
 def test_import_is_cheap():
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
-        "import splitkit.models as m; assert m.NAMES[0] == 'gpt2'"
+        "import splitkit.testing.models as m; assert m.NAMES[0] == 'gpt2'"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

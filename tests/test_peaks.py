@@ -10,12 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
-from splitkit import models
 from splitkit.costs import roofline
 from splitkit.errors import GraphError
 from splitkit.frontends.joint import capture_joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.policies import RecomputeAll, Remat, SaveAll
+from splitkit.testing import models
 from splitkit.testing.nets import NETS
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks

@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 
 import splitkit as sk
 from splitkit.memory.autograd import activations
-from splitkit.models import build
 from splitkit.pipeline.stageprices import StagePrices, stage_costs
 from splitkit.policies import RoundRobin, Stages
+from splitkit.testing.models import build
 
 
 class Parts(torch.fx.Interpreter):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from splitkit.cli.parser import make_parser
-from splitkit.models import build
+from splitkit.testing.models import build
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import fx, nn
 
-from splitkit import models
 from splitkit.engine.split import split
 from splitkit.frontends.capture import capture
 from splitkit.frontends.unfold_regions import WRAP_GRAD, inline_regions, is_wrapped
@@ -14,7 +13,7 @@ from splitkit.graph import scope
 from splitkit.graph.dataflow import analyze
 from splitkit.plans.record import Plan
 from splitkit.policies import RoundRobin, Stages
-from splitkit.testing import assert_same
+from splitkit.testing import assert_same, models
 from splitkit.view.report import report
 
 

@@ -15,7 +15,7 @@ from splitkit.errors import GraphError
 from splitkit.graph import ambient as states
 from splitkit.graph.scope import scopes
 from splitkit.testing import assert_emitted_as_planned, assert_same
-from splitkit.testing.probes import Divided, observe
+from splitkit.testing.visible import Divided, observe
 
 FACTOR = [1.0]
 

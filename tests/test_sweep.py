@@ -10,12 +10,12 @@ from rich.console import Console
 from torch import nn
 
 import splitkit as sk
-from splitkit import models
 from splitkit.errors import CostError, PolicyError, ScheduleError
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stageprices import StagePrices
 from splitkit.policies import Stages
 from splitkit.sweep import SCHEDULES, Sweep, SweepRow, combinations, sweep
+from splitkit.testing import models
 
 
 @pytest.fixture(scope="module")

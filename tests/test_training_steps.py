@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import splitkit as sk
-from splitkit import models
 from splitkit.policies import Budget, MinCut, RecomputeAll
+from splitkit.testing import models
 
 STEPS = 50
 

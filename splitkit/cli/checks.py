@@ -9,7 +9,7 @@ from splitkit.cli.outcome import facts
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from splitkit.compare import Comparison, Difference
+    from splitkit.testing.compare import Comparison, Difference
 
 DIFFERENT = 4
 """The exit code when the two are not the same."""

@@ -6,8 +6,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from splitkit.errors import CaptureError, UsageError
-from splitkit.factory import functions_in, listed
-from splitkit.models import NAMES
+from splitkit.testing.factory import functions_in, listed
+from splitkit.testing.models import NAMES
 
 EXAMPLE = "my_model.py:make"
 

@@ -6,7 +6,7 @@ import argparse
 
 from splitkit import __version__
 from splitkit.cli.arguments import Parser, natural, numbers, positive, sizes, words
-from splitkit.models import NAMES
+from splitkit.testing.models import NAMES
 
 MODEL_HELP = f"an example ({', '.join(NAMES)}), package.module:factory, or path.py:factory"
 EPILOG = """exit codes:

@@ -10,10 +10,10 @@ from typing import Any
 
 from splitkit.cli import factories
 from splitkit.errors import FileError, UsageError
-from splitkit.models import NAMES, SIZES
+from splitkit.testing.models import NAMES, SIZES
 
 RESERVED = ("name", "seed", "spec")
-"""Words that `splitkit.models` takes itself."""
+"""Words that `splitkit.testing.models` takes itself."""
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from splitkit.frontends.joint import Joint
     from splitkit.memory.profile import MemoryProfile
     from splitkit.memory.stored import Buffer
-    from splitkit.models import Example
     from splitkit.plans.policy import Policy
+    from splitkit.testing.models import Example
 
 SHOWN = 10
 

@@ -17,17 +17,17 @@ from splitkit.units import at_most, size
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from splitkit.compare import Comparison, Difference
     from splitkit.frontends.step import DividedStep
     from splitkit.memory.measure import MeasuredMemory
     from splitkit.memory.profile import MemoryProfile
+    from splitkit.testing.compare import Comparison, Difference
 
 
 def run(args: Namespace, file: dict[str, Any]) -> Outcome:
     """Run the plan in the data of a plan file; see the module."""
     work = trainplan.prepare(source.from_plan(args.target, file, args))
-    from splitkit.cli import memoryruns, timing
     from splitkit.frontends.step import DividedStep
+    from splitkit.testing import memoryruns, timing
 
     with work.clock.step("plan", "reading the plan"):
         plan = decoded(work.joint.graph_module.graph, args.target, file)

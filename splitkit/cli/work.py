@@ -13,11 +13,11 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
-from splitkit import models
 from splitkit.cli import factories, policyspec, source
 from splitkit.cli.source import Source
 from splitkit.errors import CaptureError, FileError, SplitError, UsageError
-from splitkit.models import Example
+from splitkit.testing import models
+from splitkit.testing.models import Example
 from splitkit.view.console import busy
 
 if TYPE_CHECKING:

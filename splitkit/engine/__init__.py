@@ -1,1 +1,1 @@
-"""Carries out a plan and decides nothing: complete, check, cut, emit, put together again; only this room builds graphs."""
+"""Carries out a plan and decides nothing: complete, check, cut, emit, join again; only this room builds graphs."""

@@ -1,1 +1,1 @@
-"""The way in from torch and out to it: export, symbolic trace, joint capture, ``torch.compile``; private torch API lives here."""
+"""The way in from torch and out to it: export, symbolic trace, joint capture, ``torch.compile``; its private API."""

@@ -14,15 +14,15 @@ import torch
 from torch import fx
 
 from splitkit import _torch
-from splitkit.compare import Comparison, compare
 from splitkit.costs import unit
 from splitkit.engine.split import Split, split
 from splitkit.errors import CheckError, PlanError
 from splitkit.graph.dataflow import analyze
+from splitkit.testing.compare import Comparison, compare
 from splitkit.testing.oracle import assert_emitted_as_planned, assert_inlines, assert_same
-from splitkit.testing.probes import close_all
 from splitkit.testing.randoms import Choose, random_graph, random_inputs, random_plan
-from splitkit.trial import untouched
+from splitkit.testing.trial import untouched
+from splitkit.testing.visible import close_all
 
 
 @dataclass

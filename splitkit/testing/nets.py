@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from splitkit.models import Example
+from splitkit.testing.models import Example
 
 
 class Bottleneck(nn.Module):

@@ -10,7 +10,6 @@ from torch import fx
 from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
 
-from splitkit.compare import GRADIENT_TOLERANCE, compare
 from splitkit.engine.complete import check, complete
 from splitkit.engine.inlining.inline import inline
 from splitkit.engine.split import Split
@@ -20,6 +19,7 @@ from splitkit.graph.scope import is_state_op
 from splitkit.plans.order import part_order
 from splitkit.plans.parts import HOST, PartKey
 from splitkit.plans.record import Plan
+from splitkit.testing.compare import GRADIENT_TOLERANCE, compare
 
 
 def assert_same(

@@ -17,7 +17,7 @@ from splitkit.graph.dataflow import Dataflow
 from splitkit.plans.parts import HOST, PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune, refine, rematerialize
-from splitkit.testing.probes import Divided, Hidden, enter_level, exit_level, observe
+from splitkit.testing.visible import Divided, Hidden, enter_level, exit_level, observe
 
 Choose = Callable[[int], int]
 """``choose(n)`` gives a number from 0 to n - 1; small numbers are the simple cases."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from splitkit import _torch
-from splitkit.testing.probes import Divided, enter_level, exit_level, observe
 from splitkit.testing.specimens import (
     Cache,
     Dropouts,
@@ -22,6 +21,7 @@ from splitkit.testing.specimens import (
     Skips,
     TiedLanguageModel,
 )
+from splitkit.testing.visible import Divided, enter_level, exit_level, observe
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 import splitkit as sk
-from splitkit import cli, models
+from splitkit import cli
+from splitkit.testing import models
 
 SIZE = ["--size", "layers=2,width=64,heads=2", "--size", "vocab=512,seq=16"]
 SWEEP = ["sweep", "gpt2", *SIZE]

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 import splitkit as sk
-from splitkit import cli, models
+from splitkit import cli
 from splitkit.cli import devicelist
 from splitkit.errors import CostError, FileError, UsageError
+from splitkit.testing import models
 
 ROOT = Path(sk.__file__).parent.parent
 SIZE = ["--size", "layers=2,width=64,heads=2", "--size", "vocab=512,seq=16"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from splitkit.cli.rehearsal import as_it_was, own_inputs
-from splitkit.models import Example
+from splitkit.testing.models import Example
+from splitkit.testing.rehearsal import as_it_was, own_inputs
 
 
 def test_inputs_are_copies_that_share_memory_with_each_other_as_before():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import splitkit as sk
-from splitkit import models
+from splitkit.testing import models
 
 TINY = ["--size", "layers=2,width=32,heads=2", "--size", "vocab=64,seq=8"]
 STEP = ["--what", "fwd-bwd", "--policy"]
@@ -271,7 +271,7 @@ def test_the_numbers_of_a_model_that_writes_do_not_depend_on_the_repeats(data, s
 
 
 def test_profile_writes_nothing_that_the_next_run_reads(factory):
-    from splitkit.cli import memoryruns
+    from splitkit.testing import memoryruns
 
     made = models.load(f"{factory}:writing")
     before = [made.args[0].clone(), made.model.mean.clone()]

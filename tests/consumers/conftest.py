@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import splitkit as sk
-from splitkit import models
+from splitkit.testing import models
 
 TORCH = importlib.import_module("torch.fx.passes.split_module").split_module
 ENGINES = {"torch": TORCH, "splitkit": sk.split_module}

@@ -5,10 +5,11 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from splitkit import costs, models
+from splitkit import costs
 from splitkit.costs.counting import FORMULAS
 from splitkit.errors import GraphError
 from splitkit.frontends.capture import capture
+from splitkit.testing import models
 
 TINY = {"layers": 2, "width": 64, "heads": 4, "vocab": 100, "batch": 2, "seq": 16}
 IMAGE = {"layers": 2, "width": 64, "heads": 4, "image": 32, "patch": 8, "classes": 10, "batch": 2}

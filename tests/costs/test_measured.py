@@ -9,14 +9,14 @@ import torch
 from torch import fx, nn
 
 import splitkit as sk
-from splitkit import models
 from splitkit.costs import timing
 from splitkit.costs.cache import read
 from splitkit.costs.measured import measured
 from splitkit.errors import CostError, GraphError
 from splitkit.frontends.capture import capture
+from splitkit.testing import models
 from splitkit.testing.oracle import assert_same
-from splitkit.trial import bitwise, named_tensors
+from splitkit.testing.trial import bitwise, named_tensors
 
 door = sys.modules[measured.__module__]  # splitkit.costs.measured is the function
 QUICK = {"min_run_time": 1e-4}

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from splitkit import costs, models
+from splitkit import costs
 from splitkit.costs import Device
 from splitkit.errors import CostError, GraphError
 from splitkit.frontends import capture
+from splitkit.testing import models
 
 aten = torch.ops.aten
 # 1 FLOP/s and 1 byte/s: seconds are FLOPs or bytes, whichever is more

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jointgraphs import Hand
 
-from splitkit import models
 from splitkit.costs import roofline, unit
 from splitkit.frontends.joint import capture_joint
 from splitkit.search.recompute import pool
 from splitkit.search.recompute.bounds import Bounds
 from splitkit.search.recompute.moments import Moments
 from splitkit.search.recompute.search import Search
+from splitkit.testing import models
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks
 

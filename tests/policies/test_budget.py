@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import splitkit as sk
-from splitkit import models
 from splitkit.costs import roofline
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.frontends.joint import capture_joint
@@ -24,6 +23,7 @@ from splitkit.policies.budget import Budget
 from splitkit.search.recompute import pool
 from splitkit.search.recompute.moments import Floors, Moments
 from splitkit.search.recompute.search import Search
+from splitkit.testing import models
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from splitkit import models
 from splitkit.costs import roofline
 from splitkit.frontends.joint import capture_joint
 from splitkit.search.recompute import pool
 from splitkit.search.recompute.descent import Descent
+from splitkit.testing import models
 from splitkit.testing.nets import NETS
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks

@@ -7,11 +7,10 @@ import torch
 from torch import fx, nn
 
 import splitkit as sk
-from splitkit import models
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.graph.dataflow import module_path
 from splitkit.policies import Expert
-from splitkit.testing import assert_legal, assert_same
+from splitkit.testing import assert_legal, assert_same, models
 
 
 class Block(nn.Module):

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import splitkit as sk
-from splitkit.models import build
 from splitkit.pipeline.simulate import StageCosts, simulate_schedule
 from splitkit.pipeline.stageprices import StagePrices, stage_costs
 from splitkit.policies import MemoryBudget
+from splitkit.testing.models import build
 
 
 class Net(nn.Module):

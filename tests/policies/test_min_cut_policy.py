@@ -17,8 +17,8 @@ from splitkit import costs
 from splitkit.engine.pair import divide
 from splitkit.errors import NoPlanError, PolicyError, SplitError
 from splitkit.frontends.joint import capture_joint
-from splitkit.models import build
 from splitkit.policies import MinCut, RecomputeAll, Remat, SaveAll
+from splitkit.testing.models import build
 from splitkit.training.flow import BACKWARD, FORWARD
 
 aten = torch.ops.aten

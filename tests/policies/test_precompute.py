@@ -12,13 +12,13 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import splitkit as sk
-from splitkit import models
 from splitkit.costs import roofline, unit
 from splitkit.engine.pair import divide
 from splitkit.errors import PolicyError
 from splitkit.frontends.joint import capture_joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, Remat, SaveAll
+from splitkit.testing import models
 from splitkit.testing.nets import NETS
 from splitkit.training.flow import BACKWARD, FORWARD, homes
 

@@ -7,13 +7,14 @@ import torch
 from torch import nn
 
 import splitkit
-from splitkit import costs, models
+from splitkit import costs
 from splitkit.costs import Device, Flops, Fused
 from splitkit.costs.named import by_inductor, device_of, priced
 from splitkit.errors import GraphError, PolicyError
 from splitkit.frontends.joint import capture_joint
 from splitkit.frontier import Frontier
 from splitkit.policies import Budget, MinCut, SaveAll
+from splitkit.testing import models
 from splitkit.training.choices import savings
 
 MINE = Device("mine", {"float32": 1e12}, 1e11, 1, launch=1e-6)

@@ -8,9 +8,9 @@ from choices import steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitkit import models
 from splitkit.costs import unit
 from splitkit.frontends.joint import capture_joint
+from splitkit.testing import models
 from splitkit.testing.nets import NETS
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks

@@ -16,9 +16,9 @@ from splitkit.units import at_most, size
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from splitkit.cli.memoryruns import Training
     from splitkit.memory.measure import MeasuredMemory
     from splitkit.memory.profile import MemoryProfile
+    from splitkit.testing.memoryruns import Training
 
 
 def run(args: Namespace) -> Outcome:
@@ -32,7 +32,7 @@ def run(args: Namespace) -> Outcome:
     training = step.profile if step else None
     rows += [_row("forward + backward", training)] if training else []
     if args.run:
-        from splitkit.cli import memoryruns
+        from splitkit.testing import memoryruns
 
         with work.clock.step("measure", "running the model"):
             measured = memoryruns.forward(split.module if split else work.gm, work.example, work.source.seed)
@@ -66,7 +66,7 @@ def _training(work: Work, forward_only: bool) -> tuple[Training | None, str]:
     """Forward and backward of the unsplit model as eager autograd saves, or why there is none."""
     if forward_only:
         return None, "--forward-only"
-    from splitkit.cli import memoryruns
+    from splitkit.testing import memoryruns
 
     with work.clock.step("joint", "capturing forward and backward"):
         try:

@@ -27,7 +27,7 @@ def run(args: Namespace) -> Outcome:
 
         return trainrun.run(args, file)
     work, plan, _ = planned_by(args, file)
-    from splitkit.cli.timing import best
+    from splitkit.testing.timing import best
 
     with work.clock.step("split", "splitting"):
         split = sk.split(work.gm, plan)

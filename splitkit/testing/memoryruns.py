@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from splitkit.cli.rehearsal import as_it_was, own_inputs
 from splitkit.costs.copies import copied
 from splitkit.engine.pair import Pair
 from splitkit.frontends.joint import Joint, capture_joint
 from splitkit.memory.measure import MeasuredMemory, measure_memory
 from splitkit.memory.profile import MemoryProfile, simulate_memory
 from splitkit.policies import SaveAll
+from splitkit.testing.rehearsal import as_it_was, own_inputs
 
 if TYPE_CHECKING:
     from splitkit.engine.split import Split
-    from splitkit.models import Example
+    from splitkit.testing.models import Example
 
 
 def forward(module: nn.Module, example: Example, seed: int) -> MeasuredMemory:

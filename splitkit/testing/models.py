@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from splitkit.errors import CaptureError
-from splitkit.factory import Example, made_by
+from splitkit.testing.factory import Example, made_by
 
 __all__ = ["NAMES", "SIZES", "Example", "build", "load"]
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from splitkit._torch import pytree
 from splitkit.costs.copies import copied
-from splitkit.trial import untouched
+from splitkit.testing.trial import untouched
 
 if TYPE_CHECKING:
-    from splitkit.models import Example
+    from splitkit.testing.models import Example
 
 
 @contextmanager

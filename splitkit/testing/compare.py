@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from splitkit.errors import CheckError
-from splitkit.trial import Trial, bitwise, named_tensors, pieces, trial
+from splitkit.testing.trial import Trial, bitwise, named_tensors, pieces, trial
 
 GRADIENT_TOLERANCE = 1e-4
 """Largest difference of a gradient, relative to its own largest entry, that counts as rounding: sums of the same terms

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 SHOWN = 8
-RETURN = "Return (module, args), (module, args, kwargs), (module, kwargs) or a splitkit.models.Example."
+RETURN = "Return (module, args), (module, args, kwargs), (module, kwargs) or a splitkit.testing.models.Example."
 
 
 @dataclass(frozen=True)

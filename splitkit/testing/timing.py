@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from splitkit.cli.rehearsal import as_it_was, own_inputs
 from splitkit.frontends.trainstep import sum_of_outputs
+from splitkit.testing.rehearsal import as_it_was, own_inputs
 
 if TYPE_CHECKING:
-    from splitkit.models import Example
+    from splitkit.testing.models import Example
 
 
 @dataclass(frozen=True)
