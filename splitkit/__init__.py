@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from splitkit.frontends.joint import Joint as Joint
     from splitkit.frontends.joint import capture_joint as capture_joint
     from splitkit.frontends.jointsignature import JointSignature as JointSignature
-    from splitkit.frontier import Frontier as Frontier
     from splitkit.graph.ambient import register_region as register_region
     from splitkit.graph.dataflow import Dataflow as Dataflow
     from splitkit.graph.dataflow import analyze as analyze
@@ -66,7 +65,8 @@ if TYPE_CHECKING:
     from splitkit.plans.rewrite import refine as refine
     from splitkit.plans.rewrite import relay as relay
     from splitkit.plans.rewrite import rematerialize as rematerialize
-    from splitkit.sweep import sweep as sweep
+    from splitkit.studies.frontier import Frontier as Frontier
+    from splitkit.studies.sweep import sweep as sweep
     from splitkit.testing.compare import Comparison as Comparison
     from splitkit.testing.compare import compare as compare
     from splitkit.view.report import report as report
@@ -79,7 +79,7 @@ _HOME = {
     "Claim": "plans.parts",
     "Comparison": "testing.compare",
     "Dataflow": "graph.dataflow",
-    "Frontier": "frontier",
+    "Frontier": "studies.frontier",
     "Joint": "frontends.joint",
     "JointSignature": "frontends.jointsignature",
     "MeasuredMemory": "memory.measure",
@@ -117,7 +117,7 @@ _HOME = {
     "split": "engine.split",
     "split_module": "engine.split_module",
     "stage_costs": "pipeline.stageprices",
-    "sweep": "sweep",
+    "sweep": "studies.sweep",
 }
 _MODULES = ("costs", "policies", "testing")
 

@@ -22,10 +22,10 @@ from splitkit.engine.pair import divide
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.frontends import capture
 from splitkit.frontends.joint import capture_joint
-from splitkit.frontier import Frontier
 from splitkit.graph.dataflow import analyze
 from splitkit.memory.profile import simulate_memory
 from splitkit.policies import MinCut
+from splitkit.studies.frontier import Frontier
 from splitkit.testing.models import build
 
 

@@ -47,7 +47,7 @@ def test_functions_are_not_hidden_by_modules_of_their_name():
     import splitkit.engine.split
     import splitkit.frontends.capture
     import splitkit.plans.record
-    import splitkit.sweep
+    import splitkit.studies.sweep
     import splitkit.testing.compare
     import splitkit.view.report
 

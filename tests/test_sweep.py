@@ -14,7 +14,7 @@ from splitkit.errors import CostError, PolicyError, ScheduleError
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stageprices import StagePrices
 from splitkit.policies import Stages
-from splitkit.sweep import SCHEDULES, Sweep, SweepRow, combinations, sweep
+from splitkit.studies.sweep import SCHEDULES, Sweep, SweepRow, combinations, sweep
 from splitkit.testing import models
 
 

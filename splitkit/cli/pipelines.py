@@ -11,7 +11,7 @@ from splitkit.cli import devicelist, placement, source
 from splitkit.cli.outcome import Outcome, facts, seconds
 from splitkit.cli.work import check_costs, prepare, prices
 from splitkit.errors import UsageError
-from splitkit.sweep import MICROBATCHES, SCHEDULES, Sweep, Sweeper, combinations
+from splitkit.studies.sweep import MICROBATCHES, SCHEDULES, Sweep, Sweeper, combinations
 from splitkit.units import duration, size
 
 if TYPE_CHECKING:

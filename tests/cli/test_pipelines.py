@@ -28,7 +28,7 @@ def test_the_rows_are_those_of_the_library(data):
     assert found["prices"] == "roofline of h200"
     example = models.build("gpt2", layers=2, width=64, heads=2, vocab=512, seq=16)
     gm = sk.capture(example.model, *example.args, **example.kwargs)
-    from splitkit.sweep import sweep
+    from splitkit.studies.sweep import sweep
 
     same = sweep(
         gm,

@@ -12,8 +12,8 @@ from splitkit.costs import Device, Flops, Fused
 from splitkit.costs.named import by_inductor, device_of, priced
 from splitkit.errors import GraphError, PolicyError
 from splitkit.frontends.joint import capture_joint
-from splitkit.frontier import Frontier
 from splitkit.policies import Budget, MinCut, SaveAll
+from splitkit.studies.frontier import Frontier
 from splitkit.testing import models
 from splitkit.training.choices import savings
 

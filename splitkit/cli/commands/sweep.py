@@ -10,7 +10,7 @@ import splitkit as sk
 from splitkit.cli import devicelist, placement, trainplan
 from splitkit.cli.outcome import Outcome, facts, seconds, table
 from splitkit.errors import UsageError
-from splitkit.frontier import Point
+from splitkit.studies.frontier import Point
 from splitkit.units import duration, size
 
 PIPELINES = ("microbatches", "schedules", "devices", "memory", "links", "optimizer")

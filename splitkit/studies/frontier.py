@@ -15,12 +15,12 @@ from splitkit.costs.named import Price, priced, require_price
 from splitkit.engine.pair import Pair, divide
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.frontends.joint import Joint
-from splitkit.frontierplot import FrontierPlot, Spot
 from splitkit.memory.profile import simulate_memory
 from splitkit.plans.record import Plan
 from splitkit.search.recompute.hull import Hull
 from splitkit.search.recompute.peakfront import PeakFront
 from splitkit.search.recompute.pool import Seen
+from splitkit.studies.frontierplot import FrontierPlot, Spot
 from splitkit.training.choices import Choice, savings
 from splitkit.training.flow import JointFlow, as_joint
 from splitkit.units import duration, read_size, size

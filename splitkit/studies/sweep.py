@@ -23,7 +23,7 @@ from splitkit.pipeline.torch_orders import pipeline_order
 from splitkit.plans.record import Plan
 from splitkit.policies import Stages
 from splitkit.prices import require_costs
-from splitkit.sweeprows import Sweep, SweepRow
+from splitkit.studies.sweeprows import Sweep, SweepRow
 from splitkit.units import size
 
 __all__ = ["MICROBATCHES", "SCHEDULES", "STAGES", "Sweep", "SweepRow", "Sweeper", "combinations", "sweep"]

@@ -1,0 +1,1 @@
+"""Questions over many plans: the frontier of a training step, a sweep over pipelines."""
