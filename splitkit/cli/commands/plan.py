@@ -14,13 +14,13 @@ from splitkit.errors import UsageError
 def run(args: Namespace) -> Outcome:
     """See the module."""
     if args.what == TRAINING:
-        from splitkit.cli import trainplan
+        from splitkit.cli.commands import plan_training as trainplan
 
         placement.refuse_with(args, f"--what {TRAINING}", "That divides the step of one device; leave one of them out.")
         return trainplan.plan(args)
     if placement.wanted(args):
         placement.check(args)
-        from splitkit.cli import placed
+        from splitkit.cli.commands import plan_devices as placed
 
         return placed.plan(args)
     factories.check(args.model, plans=False)

@@ -23,7 +23,7 @@ def run(args: Namespace) -> Outcome:
     """See the module."""
     file = plan_file(args)
     if file is not None and file.get("what") == TRAINING:
-        from splitkit.cli import trainrun
+        from splitkit.cli.commands import run_training as trainrun
 
         return trainrun.run(args, file)
     work, plan, _ = planned_by(args, file)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import splitkit as sk
-from splitkit.cli import devicelist, placement, trainplan
+from splitkit.cli import devicelist, placement
+from splitkit.cli.commands import plan_training as trainplan
 from splitkit.cli.outcome import Outcome, facts, seconds, table
 from splitkit.errors import UsageError
 from splitkit.studies.frontier import Point
@@ -22,7 +23,7 @@ def run(args: Namespace) -> Outcome:
     """See the module."""
     _check(args)
     if args.stages is not None:
-        from splitkit.cli import pipelines
+        from splitkit.cli.commands import sweep_pipelines as pipelines
 
         return pipelines.run(args)
     return _frontier(args)

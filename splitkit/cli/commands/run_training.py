@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
-from splitkit.cli import source, trainplan
+from splitkit.cli import source
 from splitkit.cli.checks import DIFFERENT, check_data, check_text
+from splitkit.cli.commands import plan_training as trainplan
+from splitkit.cli.commands.plan_training import TrainWork
 from splitkit.cli.outcome import Outcome, facts, seconds, table
-from splitkit.cli.trainplan import TrainWork
 from splitkit.cli.work import TRAINING, decoded
 from splitkit.units import at_most, size
 
