@@ -12,8 +12,8 @@ import torch
 from torch import fx, nn
 from torch.fx import Node
 
+from splitkit._gc import collector_at_rest
 from splitkit.brief import brief, few
-from splitkit.collector import collector_at_rest
 from splitkit.costs import Costs, default, unit
 from splitkit.engine.complete import check, complete
 from splitkit.engine.cut import Subgraph, cut

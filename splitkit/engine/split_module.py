@@ -8,7 +8,7 @@ from torch import fx, nn
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit.collector import collector_at_rest
+from splitkit._gc import collector_at_rest
 from splitkit.engine.complete import check, complete
 from splitkit.engine.cut import cut
 from splitkit.engine.emit import emit

@@ -24,8 +24,8 @@ import torch
 from torch import fx, nn
 from torch.fx import Node
 
+from splitkit._gc import collector_at_rest
 from splitkit._torch import pytree
-from splitkit.collector import collector_at_rest
 from splitkit.graph.dataflow import require_graph
 from splitkit.graph.fakecalls import NO_SIZES, StandIn, bodies, hint, hints, rounds
 from splitkit.graph.scope import is_state_op

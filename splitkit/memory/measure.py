@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from splitkit import _torch
+from splitkit._gc import collector_at_rest
 from splitkit._torch import pytree
 from splitkit.brief import brief
-from splitkit.collector import collector_at_rest
 from splitkit.errors import GraphError
 from splitkit.memory.watch import BEFORE, HELD, Life, Watch
 from splitkit.units import size

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from splitkit._gc import collector_at_rest
 from splitkit.brief import brief
-from splitkit.collector import collector_at_rest
 from splitkit.graph.dataflow import module_path
 from splitkit.memory.options import SplitLike, check, checked, leaves_returned, unfit
 from splitkit.memory.run import Run, Value
