@@ -8,9 +8,7 @@
 Names load on first use, so that ``import splitkit`` does not wait for torch.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -124,24 +122,15 @@ _MODULES = ("costs", "policies", "testing")
 __all__ = [*_HOME, *_MODULES]
 
 
-class _FrontDoor(ModuleType):
-    """Loads names late, and keeps ``splitkit.plan`` the function when the module ``splitkit/plans/record.py`` is imported."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _MODULES:
-            return import_module(f"{__name__}.{name}")
-        if name not in _HOME:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-        self.__dict__[name] = value
-        return value
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOME and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *__all__})
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
 
 
-sys.modules[__name__].__class__ = _FrontDoor
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

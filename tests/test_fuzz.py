@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from splitkit.errors import CheckError
-from splitkit.testing.fuzz import FuzzReport, fuzz, try_plan, usable_inputs
+from splitkit.testing.fuzzing import FuzzReport, fuzz, try_plan, usable_inputs
 from splitkit.testing.randoms import random_graph
 
 SEEN = FuzzReport()

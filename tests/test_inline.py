@@ -26,7 +26,7 @@ from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune, rematerialize
 from splitkit.policies import RoundRobin, Stages
 from splitkit.testing import assert_same, random_graph, random_plan, zoo
-from splitkit.testing.fuzz import usable_inputs
+from splitkit.testing.fuzzing import usable_inputs
 from splitkit.testing.oracle import assert_inlines
 from splitkit.testing.visible import close_all, observe
 

@@ -15,10 +15,10 @@ from splitkit._torch import ENTER_AUTOCAST
 from splitkit.errors import GraphError
 from splitkit.memory.profile import CUDA_BLOCK, simulate_memory
 from splitkit.testing import models
-from splitkit.testing.fuzz import usable_inputs
+from splitkit.testing.fuzzing import usable_inputs
+from splitkit.testing.graphzoo import zoo
 from splitkit.testing.nets import NETS
 from splitkit.testing.randoms import random_graph
-from splitkit.testing.zoo import zoo
 
 KIB = 1024
 SMALL = {"layers": 2, "width": 64, "heads": 2, "batch": 2}

@@ -58,7 +58,7 @@ def measured(
     What the numbers leave out: a view (of any kind that yields the memory of an argument and writes nothing) takes 0;
     in a loop, arguments lie in the caches, where a real run may find them cold; what an op costs backward is not in
     the graph. An op that acts on the outside world, or of which nothing is known, runs once, as in the graph; declare
-    it with `splitkit.extend.declare` to have it measured. A shape or a branch that depends on data is that of ``inputs``.
+    it with `splitkit.extend.declare` to have it measured. A shape or branch that depends on data is that of ``inputs``.
 
     Times are kept in a file by op, shapes, dtypes, modes, device, torch version and threads; a call that finds all of
     them there measures nothing. Ctrl-C keeps what is measured so far. A damaged file is ignored with a warning, and

@@ -109,7 +109,7 @@ def with_bare_runs(
 
 
 class RunGraph:
-    """A graph under construction that keeps the state ops of a run; what `splitkit.engine.scopedgraph.ScopedGraph` is elsewhere."""
+    """A graph under construction that keeps the state ops of a run; what `ScopedGraph` is elsewhere."""
 
     def __init__(self, run: Run, graph: fx.Graph) -> None:
         self.graph = graph

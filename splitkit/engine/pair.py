@@ -175,7 +175,7 @@ def _check_effects(flow: JointFlow, plan: Plan) -> None:
             raise PlanError(
                 "SK210",
                 f"{producer.name} is planned in {here!r}, but it belongs to {home!r}: {reason}",
-                "Leave it where splitkit.training.flow.homes has it; splitkit.training.flow.unrepeatable lists such nodes.",
+                "Leave it where `homes` of splitkit.training.flow has it; `unrepeatable` there lists such nodes.",
                 [producer],
             )
 

@@ -37,7 +37,7 @@ class Backend:
     Attributes:
         pairs: what it made so far: one a graph that takes gradients. More than one a model means graph breaks, or
             inputs for which the model was compiled again.
-        written: number of a graph -> what of it is known to be written to after it has run (`splitkit.frontends.afterwards`).
+        written: number of a graph -> what of it is written to after it has run (`splitkit.frontends.afterwards`).
         watch: what learns that; ``None`` if nobody asks.
     """
 

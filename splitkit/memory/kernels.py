@@ -7,9 +7,9 @@ The values of a captured graph come from decompositions in Python, which keep to
     channel_shuffle(x, 1)  a view of x               a copy
     mse_loss(x, y)         one number                one number, in the memory of all the differences
 
-A composite op is asked: its C++ code runs on fakes (`splitkit.memory.temporaries`). Of all others the schema says whether
-they return memory of their own, and the table below which of them take more than they show. It was found by running
-every op that torch has samples of, and compares by hand.
+A composite op is asked: its C++ code runs on fakes (`splitkit.memory.temporaries`). Of all others the schema says
+whether they return memory of their own, and the table below which of them take more than they show. It was found by
+running every op that torch has samples of, and compares by hand.
 """
 
 from __future__ import annotations

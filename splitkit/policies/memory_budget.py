@@ -20,9 +20,9 @@ from splitkit.units import size
 class MemoryBudget:
     """The fewest consecutive parts whose peaks fit, each the memory of its device.
 
-    The peak of a part is what `splitkit.pipeline.stageprices.stage_costs` finds: parameters, their gradients and the state of the
-    optimizer, what is saved for backward, times the microbatches in flight there, and the most that forward or backward
-    hold besides. In the 1F1B schedule of n stages the first holds n microbatches, the last one. Without an optimizer:
+    The peak of a part is what `splitkit.stage_costs` finds: parameters, their gradients and the state of the optimizer,
+    what is saved for backward, times the microbatches in flight there, and the most that forward or backward hold
+    besides. In the 1F1B schedule of n stages the first holds n microbatches, the last one. Without an optimizer:
     parameters, and activations at their peak.
 
     The fewest parts that can be cut from the graph's own order are found exactly, and of these parts those between

@@ -9,7 +9,7 @@ import time
 from rich.console import Console
 from rich.progress import Progress
 
-from splitkit.testing.fuzz import fuzz
+from splitkit.testing.fuzzing import fuzz
 
 
 def main() -> None:

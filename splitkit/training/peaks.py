@@ -1,7 +1,7 @@
 """The peak of a plan for a joint graph, to the byte, before any module is made of it.
 
-`splitkit.memory.run` runs the graphs of a pair. Here the same run is done for a plan, fast enough to be asked often: who
-shares whose storage does not depend on the plan, and is found once for the joint graph.
+`splitkit.memory.run` runs the graphs of a pair. Here the same run is done for a plan, fast enough to be asked often:
+who shares whose storage does not depend on the plan, and is found once for the joint graph.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Peaks:
         return np.array([taken.get(node, 0) for node in self.nodes], dtype=np.int64)
 
     def trace(self, plan: Plan) -> Trace:
-        """The run of a plan as `splitkit.engine.pair.divide` completes it: homes where it is silent, checkpoint tags honoured.
+        """The run of a plan as `divide` completes it: homes where it is silent, checkpoint tags honoured.
 
         The plan must be sound: what a half reads, it computes, or forward does and backward takes it.
         """
