@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx, nn
@@ -44,6 +44,40 @@ HOOKS_MESSAGE: Any = torch._C._autograd._saved_tensors_hooks_get_disabled_error_
 # The layout of torch.Tensor.to_mkldnn (2.11, 2.13, 2.15).
 MKLDNN: Any = torch._mkldnn  # type: ignore[attr-defined]
 SET_DETERMINISTIC: Any = torch._C._set_deterministic_algorithms
+
+
+# An empty kernel of so many cycles, and the view that is_neg() says (2.11, 2.13, 2.15).
+CUDA_SLEEP: Any = torch.cuda._sleep
+NEG_VIEW: Any = torch._neg_view
+
+
+class Attributes(NamedTuple):
+    """What a module itself holds, by name; changing a dictionary changes the module."""
+
+    parameters: dict[str, nn.Parameter | None]
+    buffers: dict[str, torch.Tensor | None]
+    modules: dict[str, nn.Module | None]
+    unsaved: set[str]
+
+
+def attributes_of(module: nn.Module) -> Attributes:
+    """The tables of `nn.Module`, also entries that are None and names that mean one thing (2.11, 2.13, 2.15)."""
+    return Attributes(module._parameters, module._buffers, module._modules, module._non_persistent_buffers_set)
+
+
+def schema_of(op: Any) -> Any:
+    """The schema of an overload: name, arguments, returns (2.11, 2.13, 2.15)."""
+    return op._schema
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd knows it as a view (2.11, 2.13, 2.15)."""
+    return tensor._is_view()
+
+
+def on_deepcopy(module: Any, hook: Callable[[Any], None]) -> None:
+    """Have a copy that GraphModule.__deepcopy__ makes given to ``hook`` (2.11, 2.13, 2.15)."""
+    module._register_deepcopy_hook(hook)
 
 
 def set_hooks_message(message: str | None) -> None:

@@ -1,252 +1,179 @@
-"""Imports go down only: the floors of the architecture."""
+"""The house: imports go down only, no cycles, no private names of torch but where they may be, files stay small."""
 
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from rooms import DOORS, FLOOR, FORBIDDEN, House, room_of, table
 
 import splitkit
 
-PACKAGE = Path(splitkit.__file__).parent
-
-FLOORS: list[set[str]] = [
-    {"errors", "units", "svg", "ranges", "collector", "files", "brief"},
-    {
-        "_torch",
-        "ops",
-        "states",
-        "scope",
-        "classes",
-        "effects",
-        "symbols",
-        "dataflow",
-        "standins",
-        "fakes",
-    },  # facts about a graph; torch.fx read-only
-    {
-        "costs",
-        "kernels",
-        "layouts",
-        "measure",
-        "livebytes",
-        "sharing",
-        "temporaries",
-        "buffers",
-        "simulate",
-        "memory",
-        "memoryplot",
-        "memorychecks",
-        "estimator",
-        "halves",
-        "frontierplot",
-        "peaks",
-        "savings",
-        "savedvalues",
-        "backward_order",
-        "tags",
-        "plan",
-        "planfile",
-        "policy",
-        "order",
-        "rewrite",
-        "local",
-        "pipelineorder",
-        "torch_schedules",
-        "stagecosts",
-        "schedule",
-        "schedulerun",
-        "scheduletrace",
-        "schedulememory",
-        "scheduleplot",
-        "activations",
-        "backwardprobe",
-        "stageline",
-        "linebuilder",
-        "plancosts",
-    },  # prices and plans; no fx surgery
-    {
-        "complete",
-        "cut",
-        "names",
-        "ties",
-        "overlaps",
-        "modules",
-        "assemble",
-        "scoped",
-        "verbatim",
-        "writer",
-        "emit",
-        "partgraph",
-        "summary",
-        "split",
-        "frames",
-        "flatten",
-        "mirror",
-        "inline",
-        "pair",
-        "dedupe",
-    },  # the engine
-    {"solvers"},  # pure: numpy and scipy, no torch
-    {"policies"},  # floors 0-2 and 4 only: never the engine
-    {
-        "capture",
-        "capture_errors",
-        "tracing",
-        "regions",
-        "blocks",
-        "functions",
-        "applied",
-        "gradflags",
-        "firstcall",
-        "outputs",
-        "joint",
-        "jointchecks",
-        "jointsignature",
-        "frontier",
-        "trainstep",
-        "tokens",
-        "quietlogs",
-        "aot",
-        "afterwards",
-        "backends",
-        "inductor",
-    },  # doors to torch.export, fx, Dynamo and AOTAutograd
-    set(),  # runtime
-    {
-        "trial",
-        "compare",
-        "report",
-        "console",
-        "factory",
-        "models",
-        "sweep",
-        "sweeprows",
-        "testing",
-        "cli",
-        "__main__",
-    },  # looking
-]
-FLOOR = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
-ENGINE = 3
-ONLY = {4: set(), 5: {0, 1, 2, 4, 5}}
-"""What a floor may import besides itself, where that is less than everything below."""
-
-FILES = sorted(PACKAGE.rglob("*.py"))
+HOUSE = House(Path(splitkit.__file__).parent)
+FILES = HOUSE.files
 
 
-def module_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).with_suffix("").parts[0]
-
-
-def imports(path: Path):
-    """(top-level module of splitkit that is imported, line)."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "splitkit":
-            names = [node.module.split(".")[1]] if "." in node.module else [a.name for a in node.names]
-            yield from ((name, node.lineno) for name in names)
-        elif isinstance(node, ast.Import):
-            yield from ((a.name.split(".")[1], node.lineno) for a in node.names if a.name.startswith("splitkit."))
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_go_down_only(path):
-    module = module_of(path)
-    if module == "__init__":  # the front door
-        return
-    own = FLOOR[module]
-    for name, line in imports(path):
-        if name == "__version__":
+@pytest.mark.parametrize("file", FILES)
+def test_imports_go_to_the_own_room_or_a_lower_floor(file):
+    own = room_of(file)
+    for other, line in HOUSE.imports(file):
+        if file in DOORS or (other == "__init__.py" and own == "cli"):  # the command line comes in as users do
             continue
-        floor = FLOOR[name]
-        allowed = {own} | ONLY.get(own, set(range(own)))
-        assert floor in allowed, f"{path.name}:{line}: {module} (floor {own}) imports {name} (floor {floor})"
+        room = room_of(other)
+        assert other not in DOORS, f"{file}:{line} imports a door"
+        assert room == own or FLOOR[room] < FLOOR[own], f"{file}:{line} ({own}) imports {other} ({room})"
+        assert room not in FORBIDDEN.get(own, ()), f"{file}:{line}: {own} must not know {room}"
 
 
-def test_every_module_has_a_floor():
-    assert {module_of(p) for p in FILES} - {"__init__"} == set(FLOOR)
+def test_every_room_has_a_floor_and_a_contract():
+    assert {room_of(file) for file in FILES} <= set(FLOOR)
+    for file in FILES:
+        if Path(file).name == "__init__.py" and file != "__init__.py":
+            assert len(ast.get_docstring(HOUSE.tree(file)) or "") > 40, f"{file} does not say what its room is for"
 
 
-def test_no_module_of_a_floor_imports_in_a_circle():
-    graph: dict[str, set[str]] = {}
-    for path in FILES:
-        module = module_of(path)
-        if module != "__init__":
-            graph.setdefault(module, set()).update(n for n, _ in imports(path) if n in FLOOR and n != module)
-    # planfile and plan know each other: a file is a plan's own format, loaded when one is written or read.
-    graph["plan"].discard("planfile")
-    done: set[str] = set()
-
-    def visit(module: str, path: tuple[str, ...]) -> None:
-        assert module not in path, f"circle: {' -> '.join([*path, module])}"
-        if module not in done:
-            for other in sorted(graph.get(module, ())):
-                visit(other, (*path, module))
-            done.add(module)
-
-    for module in sorted(graph):
-        visit(module, ())
+def test_no_files_import_in_a_cycle():
+    assert HOUSE.cycles() == []
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if module_of(p) == "solvers"], ids=lambda p: p.name)
-def test_solvers_are_pure(path):
-    tree = ast.parse(path.read_text())
+def test_cycles_and_bad_imports_would_be_seen(tmp_path):
+    """A cycle through a function and TYPE_CHECKING, and an import that goes up, in a house of three files."""
+    house = tmp_path / "house"
+    (house / "graph").mkdir(parents=True)
+    (house / "__init__.py").touch()
+    (house / "graph" / "a.py").write_text("def f():\n    from house.graph import b\n")
+    (house / "graph" / "b.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from house.graph.a import f\nimport house.cli.c\n"
+    )
+    (house / "cli").mkdir()
+    (house / "cli" / "c.py").touch()
+    found = House(house)
+    assert found.cycles() == [["graph/a.py", "graph/b.py"]]
+    assert dict(found.imports("graph/b.py")) == {"graph/a.py": 3, "cli/c.py": 4}
+    assert table(found)[-1] == "4 files, 6 lines, 1 arrows between rooms, 1 cycles"
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if room_of(file) == "solvers"])
+def test_solvers_are_pure(file):
+    tree = HOUSE.tree(file)
     names = {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     names |= {n.module.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
     plain = "__future__ collections dataclasses functools heapq importlib itertools math sys time types typing"
     assert names <= {*plain.split(), "numpy", "scipy", "splitkit"}
 
 
-PRIVATE_DOORS = {
-    "_torch",
-    "capture",
-    "capture_errors",
-    "tracing",
-    "regions",
-    "blocks",
-    "functions",
-    "applied",
-    "ops",
-    "costs",
-    "assemble",
-    "writer",
-    "trial",
-    "aot",
-    "tokens",
-    "quietlogs",
-    "afterwards",
-    "backends",
-    "inductor",
-    "standins",
-    "fakes",
-    "simulate",
-    "livebytes",
-    "torch_schedules",
-}
+PRIVATE_ROOMS = ("_torch.py", "frontends/", "graph/ops/", "memory/watch.py")
+PRIVATE_ENGINE = ("engine/writer.py", "engine/partmodules.py", "engine/assemble.py")
 """Where private torch names may stand; each use has the versions it was checked on beside it."""
 
-
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_private_torch_names_stand_in_few_modules(path):
-    tree = ast.parse(path.read_text())
-    private = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-            private += [f"{node.module}.{a.name}" for a in node.names if _private(f"{node.module}.{a.name}")]
-        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-            text = ast.unparse(node)
-            private += [text] if text.startswith("torch.") else []
-    assert not private or module_of(path) in PRIVATE_DOORS, f"{path.name} uses {private}"
+_OWN = ("self", "cls", "argparse")
+_NAMEDTUPLE = ("_replace", "_asdict", "_fields")
 
 
-def _private(name: str) -> bool:
-    return any(atom.startswith("_") for atom in name.split("."))
+@pytest.mark.parametrize("file", [f for f in FILES if not f.startswith((*PRIVATE_ROOMS, *PRIVATE_ENGINE))])
+def test_private_torch_names_stand_in_few_files(file):
+    tree = HOUSE.tree(file)
+    assert not [name for node in ast.walk(tree) for name in _private_imports(node)]
+    assert not _private_attributes(tree)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_each_module_opens_with_one_sentence_and_stays_small(path):
-    text = path.read_text()
-    doc = ast.get_docstring(ast.parse(text))
-    assert doc and doc.splitlines()[0].rstrip().endswith((".", "?", ":")), f"{path.name} does not say what it is"
-    assert text.count("\n") <= 330, f"{path.name} has {text.count(chr(10))} lines"
+def _private_imports(node: ast.AST) -> list[str]:
+    if not isinstance(node, ast.ImportFrom) or (node.module or "").split(".")[0] != "torch":
+        return []
+    names = [f"{node.module}.{alias.name}" for alias in node.names]
+    return [name for name in names if any(atom.startswith("_") for atom in name.split("."))]
+
+
+def _private_attributes(tree: ast.Module) -> list[str]:
+    """Attributes with a leading underscore, on whatever object, that the file does not define itself."""
+    attributes = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
+    own = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    own |= {n.attr for n in attributes if isinstance(n.value, ast.Name) and n.value.id in _OWN}
+    own |= {n.target.id for n in ast.walk(tree) if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    hidden = [n for n in attributes if n.attr.startswith("_") and not n.attr.startswith("__")]
+    return [ast.unparse(n) for n in hidden if n.attr not in own and n.attr not in _NAMEDTUPLE]
+
+
+def test_a_private_attribute_of_an_object_would_be_seen():
+    assert _private_attributes(ast.parse("def f(node):\n    return node._erased")) == ["node._erased"]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_each_file_opens_with_one_sentence_and_stays_small(file):
+    doc = ast.get_docstring(HOUSE.tree(file))
+    assert doc and doc.splitlines()[0].rstrip().endswith((".", "?", ":")), f"{file} does not say what it is"
+    assert HOUSE.lines(file) <= 330, f"{file} has {HOUSE.lines(file)} lines"
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f.startswith("policies/") and not f.endswith("__init__.py")])
+def test_a_file_of_policies_is_one_policy(file):
+    import splitkit.policies
+
+    classes = [n for n in HOUSE.tree(file).body if isinstance(n, ast.ClassDef) and not n.name.startswith("_")]
+    assert [n.name for n in classes if n.name in splitkit.policies.__all__] == [n.name for n in classes]
+    assert len(classes) == 1, f"{file} has the public classes {[n.name for n in classes]}"
+    assert any(isinstance(n, ast.FunctionDef) and n.name == "assign" for n in classes[0].body)
+
+
+def test_a_public_class_name_has_one_meaning():
+    names = Counter(
+        node.name
+        for file in FILES
+        for node in HOUSE.tree(file).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+REGISTRIES = {
+    "graph/ambient.py": "regions and settings, to which users add with register_region",
+    "graph/ops/quick.py": "verdicts about targets, which are the same for ever",
+    "graph/ops/declared.py": "what users declare of their ops",
+}
+"""Files whose module-level state may change, and what it is."""
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_no_state_outlives_a_call(file):
+    """No function changes a container or a name of its module, but in the registries."""
+    if file not in REGISTRIES:
+        assert _changed_globals(HOUSE.tree(file)) == []
+
+
+_CHANGES = {
+    "add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft", "remove",
+    "setdefault", "update",
+}  # fmt: skip
+
+
+def _changed_globals(tree: ast.Module) -> list[str]:
+    """What functions change of the names that the module binds at its top level."""
+    top = {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name)
+    }
+    found = []
+    for function in (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)):
+        local = {a.arg for a in ast.walk(function) if isinstance(a, ast.arg)}
+        local |= {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        for node in ast.walk(function):
+            if isinstance(node, ast.Global):
+                found += [f"global {name} in {function.name}" for name in node.names]
+            held = None
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
+                held = node.func.value
+            elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+                held = node.value
+            if isinstance(held, ast.Name) and held.id in top - local:
+                found.append(f"{held.id} in {function.name}")
+    return found
+
+
+def test_state_that_outlives_a_call_would_be_seen():
+    code = "SEEN = {}\ndef f(x):\n    SEEN[x] = 1\ndef g(SEEN):\n    SEEN.clear()\ndef h():\n    global N\n    N = 1\n"
+    assert _changed_globals(ast.parse(code)) == ["SEEN in f", "global N in h"]

@@ -14,6 +14,8 @@ import torch
 from torch._ops import OpOverload  # 2.11, 2.13, 2.15
 from torch.utils.flop_counter import sdpa_flop_count
 
+from splitkit import _torch
+
 Shape = tuple[int, ...]  # as FlopCounterMode gives them: torch.Size
 
 
@@ -178,5 +180,5 @@ _CUSTOM: dict[str, Callable[..., int]] = {
 
 def formulas_for(target: object) -> dict[Any, Callable[..., int]]:
     """`FORMULAS`, and that of ``target`` if it is a custom op, defined by a package that may be imported late."""
-    own = _CUSTOM.get(target._schema.name) if isinstance(target, OpOverload) else None  # 2.11, 2.13, 2.15
+    own = _CUSTOM.get(_torch.schema_of(target).name) if isinstance(target, OpOverload) else None
     return {**FORMULAS, target.overloadpacket: own} if own and isinstance(target, OpOverload) else FORMULAS

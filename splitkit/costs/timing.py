@@ -89,7 +89,7 @@ def _cuda_seconds(again: Callable[[], Run], min_run_time: float) -> float:
 
 def _cuda_batch(again: Callable[[], Run]) -> list[float]:
     event: Any = torch.cuda.Event
-    pause: Any = torch.cuda._sleep  # 2.11, 2.13, 2.15
+    pause: Any = _torch.CUDA_SLEEP
     pause(PAUSE)
     pairs: list[tuple[Any, Any]] = []
     for _ in range(BATCH):

@@ -58,8 +58,7 @@ class OverlapCheck:
     def watch(self, module: fx.GraphModule) -> None:
         """Be called before each run of ``module``, and of its copies."""
         module.register_forward_pre_hook(self, with_kwargs=True)
-        # Copies are made by GraphModule.__deepcopy__, which calls these: 2.11, 2.13, 2.15.
-        module._register_deepcopy_hook(self.watch)
+        _torch.on_deepcopy(module, self.watch)
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise SK212 if the split would not do what the whole does."""

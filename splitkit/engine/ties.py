@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from splitkit._torch import attributes_of
+
 Table = dict[str, Any]  # the parameters or the buffers of one module
 Tie = list[tuple[Table, str, str]]  # the places of one tensor: table, key, and name seen from the whole
 
@@ -23,7 +25,8 @@ def ties_of(module: nn.Module, recurse: bool = True, every_name: bool = False) -
     found: dict[int, Tie] = {}
     modules = module.named_modules(remove_duplicate=not every_name) if recurse else [("", module)]
     for path, owner in modules:
-        for table in (owner._parameters, owner._buffers):  # which torch replaces one by one: 2.11, 2.13, 2.15
+        held = attributes_of(owner)
+        for table in (held.parameters, held.buffers):  # which torch replaces one by one
             for key, tensor in table.items():
                 if tensor is not None:
                     found.setdefault(id(tensor), []).append((table, key, f"{path}.{key}".lstrip(".")))

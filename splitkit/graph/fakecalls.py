@@ -82,7 +82,7 @@ class StandIn:
         if isinstance(leaf, torch.Tensor):
             shape, strides = self._plain(leaf.shape), self._plain(leaf.stride())
             made = torch.empty_strided(shape, strides, dtype=leaf.dtype, device=leaf.device)
-            made = torch._neg_view(made) if leaf.is_neg() else made  # 2.11, 2.13, 2.15
+            made = _torch.NEG_VIEW(made) if leaf.is_neg() else made
             return (made.conj() if leaf.is_conj() else made).requires_grad_(leaf.requires_grad)
         return hint(leaf, self.sizes) if isinstance(leaf, torch.SymInt) else leaf
 

@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
-from splitkit._torch import pytree
+from splitkit._torch import attributes_of, pytree
 from splitkit.errors import GraphError
 from splitkit.graph.dataflow import require_graph
 from splitkit.graph.storages import storage_key
@@ -110,7 +110,7 @@ def rebinds(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         state = {id(t): mode.from_tensor(t) for t in (*module.parameters(), *module.buffers())}
         try:
             copied = copy.deepcopy(module, dict[int, Any](state))
-            owned = [(held, dict(held)) for m in copied.modules() for held in (m._parameters, m._buffers)]
+            owned = [(held, dict(held)) for m in copied.modules() for held in attributes_of(m)[:2]]
             inputs, named = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, dict(kwargs)))
             copied(*inputs, **named)
         except Exception:  # of any kind: the caller is to refuse

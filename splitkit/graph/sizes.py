@@ -105,7 +105,7 @@ def _yields_nothing(node: Node) -> bool:
     target = node.target
     if isinstance(target, HigherOrderOperator):
         return bool(target.name() == "print")  # type: ignore[no-untyped-call]
-    return isinstance(target, OpOverload) and not target._schema.returns  # 2.11, 2.13, 2.15
+    return isinstance(target, OpOverload) and not _torch.schema_of(target).returns
 
 
 def require_values(graph: fx.Graph, but: Callable[[Node], bool] = lambda node: False) -> None:

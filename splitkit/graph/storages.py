@@ -87,7 +87,7 @@ def must_share(target: object) -> bool:
     packet = target.overloadpacket
     if str(packet).removeprefix("aten.") in _VIEWS:
         return True
-    returned = target._schema.returns  # OpOverload._schema, .alias_info: 2.11, 2.13, 2.15
+    returned = _torch.schema_of(target).returns  # .alias_info: 2.11, 2.13, 2.15
     return len(returned) == 1 and returned[0].alias_info is not None and returned[0].alias_info.is_write
 
 

@@ -147,7 +147,7 @@ def hinted_bytes(node: Node, tensor: torch.Tensor) -> int:
 
 def _bound(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Name of a parameter -> what is given for it, or its default."""
-    arguments = op._schema.arguments  # 2.11, 2.13, 2.15
+    arguments = _torch.schema_of(op).arguments
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
     return {**defaults, **dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
 

@@ -1,6 +1,6 @@
 """The orders of torch's own pipeline schedules, read off its classes without a process group.
 
-Private torch API, checked on 2.11, 2.13 and 2.15; ``tests/test_schedule_torch.py`` fails when it goes away.
+Private torch API, checked on 2.11, 2.13 and 2.15; ``tests/pipeline/test_schedule_torch.py`` fails when it goes away.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.frontends.outputs import inside, named_leaves
 from splitkit.graph.ambient import SETTINGS
@@ -186,7 +187,7 @@ def untouched(module: nn.Module) -> Iterator[Saved]:
                 setattr(owner, last, tensor)
         with torch.no_grad():
             for tensor, value in values.items():
-                if tensor in gradients and tensor.grad_fn is not None and not tensor._is_view():
+                if tensor in gradients and tensor.grad_fn is not None and not _torch.is_view(tensor):
                     tensor.detach_()  # a buffer that the model wrote a differentiable value into
                 if not bitwise(tensor, value):
                     tensor.data.copy_(value)

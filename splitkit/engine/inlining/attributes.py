@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from torch import fx, nn
 
+from splitkit._torch import attributes_of
 from splitkit.engine.names import unique
 from splitkit.graph.storages import attribute
 
@@ -38,11 +39,12 @@ class Mirror:
     def _fill(self, module: nn.Module, original: nn.Module) -> None:
         self._own.add(module)
         module.training = original.training
-        for name, parameter in original._parameters.items():
+        held = attributes_of(original)
+        for name, parameter in held.parameters.items():
             module.register_parameter(name, parameter)
-        for name, buffer in original._buffers.items():
-            module.register_buffer(name, buffer, name not in original._non_persistent_buffers_set)
-        for name, child in original._modules.items():
+        for name, buffer in held.buffers.items():
+            module.register_buffer(name, buffer, name not in held.unsaved)
+        for name, child in held.modules.items():
             if type(child) is nn.Module:
                 module.add_module(name, nn.Module())
                 self._fill(module.get_submodule(name), child)
@@ -74,13 +76,14 @@ class Mirror:
         *path, last = target.split(".")
         owner: nn.Module = self.module
         for atom in path:
-            if atom not in owner._modules:
+            if atom not in attributes_of(owner).modules:
                 owner.add_module(atom, nn.Module())
                 self._own.add(owner.get_submodule(atom))
                 owner.get_submodule(atom).training = like.training
             owner = owner.get_submodule(atom)
-        if last in like._buffers:
-            owner.register_buffer(last, like._buffers[last], last not in like._non_persistent_buffers_set)
+        held = attributes_of(like)
+        if last in held.buffers:
+            owner.register_buffer(last, held.buffers[last], last not in held.unsaved)
         else:
             setattr(owner, last, value)
 

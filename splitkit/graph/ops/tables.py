@@ -1,6 +1,6 @@
 """What names alone say about torch's functions, methods and modules: found by running them.
 
-Every entry of `LIES` was found by `tests/ops` or by reading a kernel: the schema declares a fresh output (or no
+Every entry of `LIES` was found by `tests/graph/ops` or by reading a kernel: the schema declares a fresh output (or no
 write), yet the op returns its input, a view of it, or writes. Positions count arguments; ``ALL`` means every argument.
 """
 

@@ -18,7 +18,7 @@ import splitkit as sk
 @pytest.fixture(scope="module")
 def zoo():
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
         yield importlib.import_module("zoo")
     for name in [name for name in sys.modules if name == "zoo" or name.startswith("zoo_")]:
         sys.modules.pop(name)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PATH = Path(__file__).parent.parent / "benchmarks" / "schedules.py"
+PATH = Path(__file__).parents[2] / "benchmarks" / "schedules.py"
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 @pytest.fixture(scope="module")
 def scale():
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
         yield importlib.import_module("scale")
     for name in ("scale", "graphs"):
         sys.modules.pop(name, None)

@@ -18,7 +18,7 @@ import splitkit as sk
 @pytest.fixture(scope="module")
 def stages():
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
         yield importlib.import_module("stages")
     for name in ("stages", "rules", "recompute"):
         sys.modules.pop(name, None)
