@@ -33,7 +33,7 @@ from splitkit.costs import Costs
 from splitkit.policies import SaveAll
 from splitkit.search.recompute.moments import Moments
 from splitkit.search.recompute.pool import Pool, Seen
-from splitkit.search.recompute.search import Search
+from splitkit.search.recompute.search import RecomputeSearch
 from splitkit.training.choices import Savings, savings
 from splitkit.training.peaks import STATIC, Peaks
 
@@ -271,7 +271,7 @@ def budgets_of(block: Block) -> tuple[Seen, list[int]]:
     """The plan with the lowest peak, and budgets from there to the peak of saving everything."""
     seen = Pool(block.problem, block.peaks)
     whole = seen.see_plan(SaveAll().assign(block.joint.flow, block.costs))
-    low = Search(seen, 30.0).lowest_peak()
+    low = RecomputeSearch(seen, 30.0).lowest_peak()
     return low, [low.peak, *(int(low.peak + share * (whole.peak - low.peak)) for share in SHARES)]
 
 

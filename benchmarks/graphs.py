@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from splitkit.solvers.placement.problem import Device, Problem
+from splitkit.solvers.placement.problem import Problem, Slot
 
 Readings = list[tuple[int, ...]]
 """For each node the earlier nodes that it reads."""
@@ -137,4 +137,4 @@ def problem(kind: str, count: int, devices: int, seed: int = 0) -> Problem:
             readers[source].append(node)
     nets = [(float(cost[node]), (node, *those)) for node, those in enumerate(readers) if those]
     edges = [(source, node) for node, sources in enumerate(reads) for source in sources]
-    return Problem.of(seconds, nets, edges, [Device()] * devices)
+    return Problem.of(seconds, nets, edges, [Slot()] * devices)

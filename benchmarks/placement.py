@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from splitkit.solvers.placement.latency.latency import latency
-from splitkit.solvers.placement.problem import Device, Problem
+from splitkit.solvers.placement.problem import Problem, Slot
 from splitkit.solvers.placement.sets.sets import noncontiguous
 from splitkit.solvers.placement.solution import InfeasibleError, Solution
 from splitkit.solvers.placement.stages.contiguous import contiguous
@@ -75,7 +75,7 @@ def read(path: Path) -> Workload:
         np.array([accelerator, [node["cpuLatency"] for node in nodes]], np.float64),
         [(cost[maker], (maker, *those)) for maker, those in readers.items()],
         [(index[edge["sourceId"]], index[edge["destId"]]) for edge in data["edges"]],
-        [Device(0, data["maxSizePerFPGA"])] * accelerators + [Device(1, host=True)] * hosts,
+        [Slot(0, data["maxSizePerFPGA"])] * accelerators + [Slot(1, host=True)] * hosts,
         nbytes=np.array([int(np.ceil(node["size"])) for node in nodes]),
         colours=np.array([-1 if colour is None else number[colour] for colour in colours]),
         backward=np.array([bool(node["isBackwardNode"]) for node in nodes]),

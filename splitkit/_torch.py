@@ -13,14 +13,14 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import fx, nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # 2.11, 2.13, 2.15
-from torch._subclasses.fake_tensor import FakeTensor  # 2.11, 2.13, 2.15
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.13, 2.15
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.fx import _lazy_graph_module
 from torch.fx import graph_module as _graph_module
 from torch.nn.modules import module as _module
 from torch.utils import _pytree as pytree  # the public torch.utils.pytree lacks paths (2.11)
 
-__all__ = ["FakeTensor", "HigherOrderOperator", "OpOverload", "OpOverloadPacket", "pytree"]
+__all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "OpOverloadPacket", "pytree"]
 
 # Dynamo and pre-dispatch graphs write these targets for `with` blocks (2.11, 2.13, 2.15).
 ENTER_AUTOCAST: Any = torch.amp._enter_autocast  # type: ignore[attr-defined]

@@ -41,7 +41,7 @@ from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import refine
 from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, RoundRobin, SaveAll, Stages
 from splitkit.search.recompute.pool import Pool as PlansSeen
-from splitkit.search.recompute.search import Search
+from splitkit.search.recompute.search import RecomputeSearch
 from splitkit.solvers.recompute import Limit, Program
 from splitkit.testing import assert_emitted_as_planned, assert_legal, assert_same
 from splitkit.training.choices import savings
@@ -2720,7 +2720,7 @@ def test_a_program_for_saved_bytes_grew_with_every_layer(monkeypatch):
     """Of a large graph a window is decided, and the plan is as quick as that of the whole program."""
     joint, prices = _step_of(8)
     problem = savings(joint.flow, prices)
-    search = Search(PlansSeen(problem, Peaks(joint.flow)))
+    search = RecomputeSearch(PlansSeen(problem, Peaks(joint.flow)))
     most = problem.choose(np.zeros(len(problem.ops), bool)).nbytes
     for share in (0.6, 0.5, 0.3):
         limit = Limit(np.zeros(len(problem.ops), np.int64), problem.nbytes, int(share * most))

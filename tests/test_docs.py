@@ -151,6 +151,6 @@ def test_it_has_every_policy_for_joint_graphs_and_every_command_is_understood():
 
 
 def test_its_table_names_each_test_beside_torchs_partitioner_once():
-    source = (ROOT / "tests" / "test_against_torchs_partitioner.py").read_text()
+    source = (ROOT / "tests" / "frontends" / "test_against_torchs_partitioner.py").read_text()
     section = STEP.split("## What torch's partitioner gets wrong")[1].split("\n## ")[0]
     assert sorted(re.findall(r"`(test_\w+)`", section)) == sorted(re.findall(r"^def (test_\w+)", source, re.M))

@@ -131,6 +131,7 @@ REGISTRIES = {
     "graph/ambient.py": "regions and settings, to which users add with register_region",
     "graph/ops/quick.py": "verdicts about targets, which are the same for ever",
     "graph/ops/declared.py": "what users declare of their ops",
+    "testing/visible.py": "a level that ops of the tests set, as autocast sets its own",
 }
 """Files whose module-level state may change, and what it is."""
 

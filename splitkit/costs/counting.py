@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._ops import HigherOrderOperator  # 2.11, 2.13, 2.15
 from torch.fx import Node
 from torch.utils.flop_counter import FlopCounterMode
 
+from splitkit._torch import HigherOrderOperator
 from splitkit.brief import brief
 from splitkit.costs.formulas import FORMULAS, attention_backward_flops, attention_flops, formulas_for
 from splitkit.graph import fakecalls as standins

@@ -11,10 +11,10 @@ from math import prod
 from typing import Any
 
 import torch
-from torch._ops import OpOverload  # 2.11, 2.13, 2.15
 from torch.utils.flop_counter import sdpa_flop_count
 
 from splitkit import _torch
+from splitkit._torch import OpOverload
 
 Shape = tuple[int, ...]  # as FlopCounterMode gives them: torch.Size
 

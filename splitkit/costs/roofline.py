@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import HigherOrderOperator  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
+from splitkit._torch import HigherOrderOperator
 from splitkit.brief import brief
 from splitkit.costs.counting import Count, Flops, bodies
 from splitkit.costs.devices import Device, find_device

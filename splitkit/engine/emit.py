@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from splitkit import _torch
 from splitkit.engine.assemble import add_parts, carry_hooks, keep_whole, module_of
 from splitkit.engine.cut import Subgraph
-from splitkit.engine.kept_state import Run, RunGraph, with_bare_runs
+from splitkit.engine.kept_state import RunGraph, StateRun, with_bare_runs
 from splitkit.engine.names import Style, flat_names, part_names
 from splitkit.engine.scopedgraph import ScopedGraph
 from splitkit.engine.writer import LeanGraph, Writer
@@ -47,7 +47,7 @@ def emit(
     units: tuple[Subgraph | Node, ...],
     style: Style,
     lazy: bool = False,
-    runs: Mapping[PartKey, Run] = MappingProxyType({}),
+    runs: Mapping[PartKey, StateRun] = MappingProxyType({}),
 ) -> Emitted:
     """Build one module a part, and the parent that calls them.
 
@@ -105,7 +105,7 @@ class _Written:
     attributes: Mapping[str, str]
 
 
-def _write_part(sub: Subgraph, flow: Dataflow, style: Style, run: Run | None, bases: dict[int, str]) -> _Written:
+def _write_part(sub: Subgraph, flow: Dataflow, style: Style, run: StateRun | None, bases: dict[int, str]) -> _Written:
     """The graph of a part: its inputs, the attributes that it reads, its nodes in their scopes, its output."""
     writer = Writer(LeanGraph(), style.original_node_names, bases)
     env: dict[Node, Node] = {}

@@ -32,7 +32,7 @@ _HEADS = (_torch.ENTER_AUTOCAST, _torch.EXIT_AUTOCAST, _torch.SET_GRAD)  # what 
 
 
 @dataclass(frozen=True)
-class Run:
+class StateRun:
     """The state ops of a part that is a consecutive run of the graph.
 
     Attributes:
@@ -48,7 +48,7 @@ class Run:
     state_ops: tuple[Node, ...]
 
 
-def runs_of(flow: Dataflow, plan: Plan, labels: Mapping[Node, PartKey]) -> Mapping[PartKey, Run]:
+def runs_of(flow: Dataflow, plan: Plan, labels: Mapping[Node, PartKey]) -> Mapping[PartKey, StateRun]:
     """The runs that parts are, in graph order; none if they are no runs, or if there is nothing to keep.
 
     Args:
@@ -89,15 +89,15 @@ def _is_plain(state_op: Node) -> bool:
     return state_op.target is not _torch.SET_GRAD or type(state_op.args[0]) is bool
 
 
-def _run(nodes: list[Node], before: Mapping[Node, Scope]) -> Run:
+def _run(nodes: list[Node], before: Mapping[Node, Scope]) -> StateRun:
     leading = tuple(takewhile(is_state_op, nodes))
     rest = nodes[len(leading) :]
     start = before[rest[0]] if rest else None
-    return Run(before[nodes[0]], start, leading, tuple(n for n in rest if is_state_op(n)))
+    return StateRun(before[nodes[0]], start, leading, tuple(n for n in rest if is_state_op(n)))
 
 
 def with_bare_runs(
-    plan: Plan, units: tuple[Subgraph | Node, ...], runs: Mapping[PartKey, Run]
+    plan: Plan, units: tuple[Subgraph | Node, ...], runs: Mapping[PartKey, StateRun]
 ) -> tuple[Plan, tuple[Subgraph | Node, ...]]:
     """Add the parts that hold nothing but state ops, and put all in the order of the graph."""
     made = {u.key: u for u in units if isinstance(u, Subgraph)}
@@ -111,7 +111,7 @@ def with_bare_runs(
 class RunGraph:
     """A graph under construction that keeps the state ops of a run; what `ScopedGraph` is elsewhere."""
 
-    def __init__(self, run: Run, graph: fx.Graph) -> None:
+    def __init__(self, run: StateRun, graph: fx.Graph) -> None:
         self.graph = graph
         self.run = run
         self._handles: dict[Node, Node] = {}  # of the regions that are open

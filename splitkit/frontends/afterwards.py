@@ -48,7 +48,7 @@ class Written:
 
 
 @dataclass
-class Watch:
+class WriteWatch:
     """Watches the runs of compiled graphs, by their number, until `stop`."""
 
     _runs: list[tuple[int, Sequence[Any], Sequence[Any]]] = field(default_factory=list)

@@ -20,7 +20,7 @@ from splitkit.costs import Costs, default
 from splitkit.costs.named import by_inductor
 from splitkit.engine.pair import Pair
 from splitkit.errors import CostError, PolicyError, SplitError
-from splitkit.frontends.afterwards import Watch, Written, needed, refused
+from splitkit.frontends.afterwards import WriteWatch, Written, needed, refused
 from splitkit.frontends.aot import PartitionFn, divide_joint
 from splitkit.frontends.capture import put_back
 from splitkit.frontends.capture_errors import require_module
@@ -48,7 +48,7 @@ class Backend:
         self.costs = costs or (by_inductor if inner == "inductor" else default)
         self.pairs: list[Pair] = []
         self.written: Mapping[int, Written] = {}
-        self.watch: Watch | None = None
+        self.watch: WriteWatch | None = None
         self._names: list[list[str]] = []
         self._joints: dict[int, tuple[fx.Graph, Pair]] = {}
         self.__name__ = "splitkit"  # by which Dynamo names it in messages
@@ -212,7 +212,7 @@ def _own_code(self: nn.Module) -> Callable[..., Any]:
 
 def _try(applied: nn.Module, divided: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[int, Written]:
     """Run forward once and leave no trace; what was written to after a graph had run that had to do with it."""
-    divided.watch = watch = Watch()
+    divided.watch = watch = WriteWatch()
     held = [(buffer, buffer.detach().clone()) for buffer in applied.buffers()]
     args, kwargs = pytree.tree_map_only(Tensor, _fresh, (args, kwargs))
     try:

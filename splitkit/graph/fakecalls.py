@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit._torch import pytree
+from splitkit._torch import FakeTensorMode, pytree
 from splitkit.graph.ops import effects_of
 from splitkit.graph.ops.facts import Described
 from splitkit.graph.scope import is_state_op

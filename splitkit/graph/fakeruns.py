@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
-from splitkit._torch import attributes_of, pytree
+from splitkit._torch import FakeTensor, FakeTensorMode, attributes_of, pytree
 from splitkit.errors import GraphError
 from splitkit.graph.dataflow import require_graph
 from splitkit.graph.storages import storage_key

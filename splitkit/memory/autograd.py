@@ -33,7 +33,7 @@ from splitkit.graph.sizes import require_values, value_bytes
 from splitkit.graph.storages import one_tensor, storage_key, tensors
 from splitkit.graph.symbols import value_of
 from splitkit.memory.kernels import hinted_bytes
-from splitkit.memory.probes import Inside, Probes
+from splitkit.memory.probes import BackwardBytes, Probes
 from splitkit.memory.watch import plain_tensors
 
 
@@ -55,7 +55,7 @@ class Activations:
     values: Mapping[Node, tuple[int, ...]]
     saved: Mapping[Node, tuple[int, ...]]
     requires: frozenset[Node]
-    inside: Mapping[Node, Inside]
+    inside: Mapping[Node, BackwardBytes]
     estimated: Mapping[Node, str]
 
     @property
@@ -77,7 +77,7 @@ def activations(gm: fx.GraphModule) -> Activations:
     """
     require_values(require_graph(gm).graph)
     values = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
-    run = _Run(gm)
+    run = _AutogradRun(gm)
 
     def watched(call: Any, *fakes: Any) -> None:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(run.pack, _never):
@@ -107,7 +107,7 @@ def _never(kept: _Kept) -> torch.Tensor:
     raise NotImplementedError(f"{kept.node.name} reads in forward what it has saved for backward")
 
 
-class _Run(fx.Interpreter):
+class _AutogradRun(fx.Interpreter):
     """Runs a graph inside a fake mode, and notes what its nodes yield and save."""
 
     def __init__(self, gm: fx.GraphModule) -> None:

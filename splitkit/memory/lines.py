@@ -26,7 +26,7 @@ Copy = tuple[Node, int]
 
 
 @dataclass(frozen=True)
-class Unit:
+class LineNode:
     """What a placeable node does, whatever the order; the members of its tuple are with it.
 
     Attributes:
@@ -73,7 +73,7 @@ class Units:
     flow: Dataflow
     activations: Activations
     training: bool
-    units: dict[Node, Unit] = field(init=False)
+    units: dict[Node, LineNode] = field(init=False)
     _owned: dict[object, _Owned] = field(default_factory=dict)
     _sizes: list[int] = field(init=False)
     _casts: dict[object, int] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class Units:
         self.units = {n: self._unit(n, followers.get(n, []), temporaries) for n in self.flow.nodes}
         self._views = self._views_of() if self.training else {}
 
-    def _unit(self, node: Node, followers: Sequence[Node], temporaries: Temporaries) -> Unit:
+    def _unit(self, node: Node, followers: Sequence[Node], temporaries: Temporaries) -> LineNode:
         known = self.activations
         group = {node, *followers}
         read = dict.fromkeys(r for n in (node, *followers) for r in n.all_input_nodes if r not in group)
@@ -107,7 +107,7 @@ class Units:
             forward = max(without.transient, forward if self.training else 0)
             if without.casts and parameters:  # of weights: kept until the region ends
                 saves[self._cast(parameters, without.casts)] = None
-        return Unit(
+        return LineNode(
             makes=tuple(followers) if followers and len(followers) == len(node.users) else (node, *followers),
             storages=tuple(dict.fromkeys(s for n in (node, *followers) for s in known.values.get(n, ()))),
             reads=reads,

@@ -16,7 +16,7 @@ from splitkit._gc import collector_at_rest
 from splitkit._torch import pytree
 from splitkit.brief import brief
 from splitkit.errors import GraphError
-from splitkit.memory.watch import BEFORE, HELD, Life, Watch
+from splitkit.memory.watch import BEFORE, HELD, Life, StorageWatch
 from splitkit.units import size
 
 
@@ -99,7 +99,7 @@ def measure_memory(fn: Callable[..., Any], /, *args: Any, allocator: bool = Fals
         raise GraphError(
             "SK101", f"a {type(fn).__name__} cannot be run", "Give a module or a function, and its inputs."
         )
-    watch = Watch()
+    watch = StorageWatch()
     for made, tensor in _held_by_the_caller(fn, args, kwargs):
         watch.see(tensor, made)
 
@@ -129,7 +129,7 @@ def _held_by_the_caller(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, 
     yield from (("input", leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-def _measured(watch: Watch, allocator_peaks: Mapping[str, int]) -> MeasuredMemory:
+def _measured(watch: StorageWatch, allocator_peaks: Mapping[str, int]) -> MeasuredMemory:
     lives, steps = watch.lives, len(watch.ops)
     timeline = _timeline(lives, steps)
     baseline = _baseline(lives)

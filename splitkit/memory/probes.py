@@ -26,7 +26,7 @@ from splitkit.memory.measure import measure_memory
 
 
 @dataclass(frozen=True)
-class Inside:
+class BackwardBytes:
     """Bytes that are there for a while.
 
     Attributes:
@@ -45,7 +45,7 @@ class Inside:
         return bool(self.forward or self.backward or self.wide)
 
 
-NOTHING = Inside(0, 0)
+NOTHING = BackwardBytes(0, 0)
 
 
 @dataclass
@@ -60,12 +60,12 @@ class Probes:
     gm: fx.GraphModule
     requires: Collection[Node]
     _scope: Mapping[Node, Scope] = field(init=False)
-    _seen: dict[Hashable, Inside] = field(default_factory=dict)
+    _seen: dict[Hashable, BackwardBytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._scope, _ = scopes(self.gm.graph)
 
-    def __call__(self, node: Node) -> Inside:
+    def __call__(self, node: Node) -> BackwardBytes:
         """What ``node`` takes in its autocast regions.
 
         Where it cannot run on fakes, or calls graphs of its own: as much again as it yields, and as it takes.
@@ -82,7 +82,7 @@ class Probes:
         key = (call.key, flags, scope.grad)
         if key not in self._seen:
             try:
-                self._seen[key] = call.run(_Watch(flags, scope.grad is not False))
+                self._seen[key] = call.run(_SavedWatch(flags, scope.grad is not False))
             except Exception:  # whatever the op raises on fakes, or its backward
                 self._seen[key] = _guess(self.gm, node)
         return self._seen[key]
@@ -93,7 +93,7 @@ class Probes:
 
 
 @dataclass(frozen=True)
-class _Watch:
+class _SavedWatch:
     """Runs a call and its backward.
 
     Attributes:
@@ -104,7 +104,7 @@ class _Watch:
     flags: tuple[bool, ...]
     grad: bool
 
-    def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Inside:
+    def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> BackwardBytes:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         with torch.set_grad_enabled(self.grad):
             given = [self._given(leaf, flag) for leaf, flag in zip(leaves, self.flags, strict=True)]
@@ -114,13 +114,13 @@ class _Watch:
             outputs = [t for t in tensors(held) if t.requires_grad]
             inputs = [t for t in given if isinstance(t, torch.Tensor) and t.requires_grad]
             if not outputs or not inputs:
-                return Inside(forward.peak - forward.end, 0)
+                return BackwardBytes(forward.peak - forward.end, 0)
             found: list[torch.Tensor | None] = []
             backward = measure_memory(_backward, outputs, inputs, list(map(torch.empty_like, outputs)), found)
         where = [i for i, t in enumerate(given) if isinstance(t, torch.Tensor) and t.requires_grad]
         memory = [(i, g, storage_bytes(g)) for i, g in zip(where, found, strict=True) if g is not None]
         wide = tuple((i, nbytes) for i, g, nbytes in memory if nbytes > tensor_bytes(g))
-        return Inside(forward.peak - forward.end, backward.peak - backward.end, wide)
+        return BackwardBytes(forward.peak - forward.end, backward.peak - backward.end, wide)
 
     def _given(self, leaf: Any, flag: bool) -> Any:
         """An argument that requires grad if it should, and may be written to."""
@@ -134,7 +134,7 @@ def _backward(outputs: Any, inputs: Any, gradients: Any, found: list[torch.Tenso
     found += torch.autograd.grad(outputs, inputs, gradients, allow_unused=True, retain_graph=True)
 
 
-def _guess(gm: fx.GraphModule, node: Node) -> Inside:
+def _guess(gm: fx.GraphModule, node: Node) -> BackwardBytes:
     inner = sum(value_bytes(n) for body in bodies(gm, node) for n in body.graph.nodes if "call" in n.op)
     made, taken = value_bytes(node), sum(map(value_bytes, node.all_input_nodes))
-    return Inside(inner + made, inner + made + taken)
+    return BackwardBytes(inner + made, inner + made + taken)

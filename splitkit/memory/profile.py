@@ -16,7 +16,7 @@ from splitkit._gc import collector_at_rest
 from splitkit.brief import brief
 from splitkit.graph.dataflow import module_path
 from splitkit.memory.options import SplitLike, check, checked, leaves_returned, unfit
-from splitkit.memory.run import Run, Value
+from splitkit.memory.run import MemoryRun, Value
 from splitkit.memory.stored import BEFORE, HELD, Buffer
 from splitkit.units import at_most, size
 
@@ -186,7 +186,7 @@ def simulate_memory(
             sense.
     """
     check(graph, backward, user_outputs, sizes or {}, block)
-    run = Run(sizes or {}, block, checked(workspace))
+    run = MemoryRun(sizes or {}, block, checked(workspace))
     parts: dict[Hashable, MemoryProfile] = {}
     if not isinstance(graph, fx.GraphModule) and isinstance(graph, SplitLike):
         for key, part in graph.parts.items():
@@ -200,7 +200,9 @@ def simulate_memory(
         return _profile(run, 0, parts)
 
 
-def _pair(run: Run, forward: fx.GraphModule, backward: fx.GraphModule, user_outputs: int | None, keep: bool) -> int:
+def _pair(
+    run: MemoryRun, forward: fx.GraphModule, backward: fx.GraphModule, user_outputs: int | None, keep: bool
+) -> int:
     """Run both; return the bytes saved between them."""
     run.own(forward)
     run.own(backward)
@@ -235,7 +237,7 @@ def _sorted_out(
     return users, [(n, v) for n, v in outputs if n.name in taken]
 
 
-def _release(run: Run, outputs: Iterable[tuple[Node, Value]], kind: str) -> None:
+def _release(run: MemoryRun, outputs: Iterable[tuple[Node, Value]], kind: str) -> None:
     """Hand values to the caller, who holds them from now on."""
     for _, value in outputs:
         run.hold(value, HELD)
@@ -250,7 +252,7 @@ def _kind_of_primal(node: Node) -> str:
     return {"ParamAOTInput": "parameter", "BufferAOTInput": "buffer"}.get(described, "input")
 
 
-def _profile(run: Run, saved: int, parts: Mapping[Hashable, MemoryProfile]) -> MemoryProfile:
+def _profile(run: MemoryRun, saved: int, parts: Mapping[Hashable, MemoryProfile]) -> MemoryProfile:
     timeline = run.timeline()
     index = max(range(len(timeline)), key=timeline.__getitem__, default=0)
     peak = timeline[index] if timeline else sum(b.nbytes for b in run.buffers if b.born == BEFORE)

@@ -22,10 +22,10 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
-from torch._ops import HigherOrderOperator  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
 from splitkit import _torch
+from splitkit._torch import HigherOrderOperator
 from splitkit.graph.fakecalls import bodies
 from splitkit.graph.fakeruns import values_again
 from splitkit.graph.scope import Scope, is_state_op, scopes
@@ -53,7 +53,7 @@ class _Casts:
 
 
 @dataclass
-class Run:
+class MemoryRun:
     """What happens when graphs run one after the other.
 
     Attributes:
@@ -216,7 +216,7 @@ class Run:
 
     def _inside(self, body: fx.GraphModule, autocast: tuple[Node, ...]) -> int:
         """The most that a body of a higher-order op holds beyond what it takes and gives back."""
-        inner = Run(self.sizes, self.block, self.workspace)
+        inner = MemoryRun(self.sizes, self.block, self.workspace)
         for _, value in inner.graph(body, lambda n: inner.input(n, "input"), autocast):
             inner.hold(value, HELD)
         self.bounds |= inner.bounds

@@ -24,7 +24,7 @@ from splitkit.memory.measure import measure_memory
 
 
 @dataclass(frozen=True)
-class Inside:
+class CallBytes:
     """Bytes that a call takes beside its results.
 
     Attributes:
@@ -41,7 +41,7 @@ class Inside:
     beyond: int = 0
 
 
-NOTHING = Inside(0, 0)
+NOTHING = CallBytes(0, 0)
 
 
 @dataclass
@@ -53,11 +53,11 @@ class Temporaries:
     """
 
     sizes: Mapping[str, int]
-    _seen: dict[Hashable, Inside] = field(default_factory=dict)
+    _seen: dict[Hashable, CallBytes] = field(default_factory=dict)
 
     def __call__(
         self, gm: fx.GraphModule, node: Node, autocast: Sequence[Node], given: Mapping[Node, Any] = NO_VALUES
-    ) -> Inside:
+    ) -> CallBytes:
         """What ``node`` takes in the autocast regions that ``autocast`` opens; nothing where it cannot run on fakes.
 
         Some nodes may have been ``given`` other values than the graph's.
@@ -74,7 +74,7 @@ class Temporaries:
         return self._seen[key]
 
 
-def _inside(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Inside:
+def _inside(call: Callable[..., Any], *args: Any, **kwargs: Any) -> CallBytes:
     """The second call finds the weights cast already: what the first left beyond it are casts."""
     first = measure_memory(call, *args, **kwargs)
     second = measure_memory(call, *args, **kwargs)
@@ -84,7 +84,7 @@ def _inside(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Inside:
     gives = tuple(given.get(storage_key(t)) for t in yielded)
     made = {storage_key(t): storage_bytes(t) for t, of in zip(yielded, gives, strict=True) if of is None}
     beyond = max(0, results - sum(made.values()))
-    return Inside(first.peak - first.end, first.end - first.baseline - results, gives, beyond)
+    return CallBytes(first.peak - first.end, first.end - first.baseline - results, gives, beyond)
 
 
 def is_composite(target: object) -> bool:

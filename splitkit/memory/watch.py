@@ -64,7 +64,7 @@ class _Storage:
     nbytes: int
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every op, and lists the lives of the storages that ops read or make.
 
     Attributes:
@@ -173,7 +173,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @cache
 def _wake_dispatch() -> None:
     """Have done what the first op under any mode does: it imports ``torch._dynamo``; cycles then hold its arguments."""
-    with Watch():
+    with StorageWatch():
         torch.empty(0).detach()
 
 
@@ -185,7 +185,7 @@ _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default)
 
 
 @contextmanager
-def _resizes_seen_by(watch: Watch) -> Iterator[None]:
+def _resizes_seen_by(watch: StorageWatch) -> Iterator[None]:
     """``UntypedStorage.resize_`` counts as an op: it allocates and frees (FSDP) without one."""
     kind: Any = torch.UntypedStorage
     before = vars(kind).get("resize_")  # of a run around this one

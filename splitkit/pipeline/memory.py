@@ -9,7 +9,7 @@ import numpy as np
 
 from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Ints
 from splitkit.pipeline.stagecosts import bytes_back, bytes_on
-from splitkit.pipeline.trace import Floats, Trace
+from splitkit.pipeline.trace import Floats, StepTrace
 
 _SOONEST, _LATEST = -1, np.iinfo(np.int64).max
 
@@ -64,7 +64,7 @@ class _Changes:
 _SAVED, _MESSAGES, _TEMPORARIES = range(3)
 
 
-def memory_of(run: Trace) -> tuple[RankMemory, ...]:
+def memory_of(run: StepTrace) -> tuple[RankMemory, ...]:
     """Of each rank, at its peak; the first of equal peaks."""
     changes = [c for c in (*_of_actions(run), *_of_messages(run)) if c.nbytes.any()]
     fixed, static = _fixed(run), _static(run)
@@ -93,7 +93,7 @@ def _peak(fixed: tuple[int, int, int], static: int, live: Ints, seconds: Floats)
     return RankMemory(*fixed, saved, messages + static, temporaries, float(seconds[at]))
 
 
-def _fixed(run: Trace) -> list[tuple[int, int, int]]:
+def _fixed(run: StepTrace) -> list[tuple[int, int, int]]:
     """Parameters, gradients and optimizer of each rank."""
     names = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
     owned = [[s for s, r in zip(run.stages, run.order.rank_of, strict=True) if r == k] for k in range(run.ranks)]
@@ -101,7 +101,7 @@ def _fixed(run: Trace) -> list[tuple[int, int, int]]:
     return [(parameters, gradients, optimizer) for parameters, gradients, optimizer in sums]
 
 
-def _of_actions(run: Trace) -> Iterator[_Changes]:
+def _of_actions(run: StepTrace) -> Iterator[_Changes]:
     """What is saved, and what an action needs besides."""
     rank, stage, kind, _ = run.order.columns
     saved, later = np.array([_saved(run, s) for s in range(len(run.stages))]).T
@@ -115,7 +115,7 @@ def _of_actions(run: Trace) -> Iterator[_Changes]:
     yield _Changes(rank, run.ends, last, -temporary, _TEMPORARIES)
 
 
-def _saved(run: Trace, stage: int) -> tuple[int, int]:
+def _saved(run: StepTrace, stage: int) -> tuple[int, int]:
     """Bytes from forward to the end of backward, and those of them that wait for its weight part."""
     costs = run.stages[stage]
     later = costs.saved_bytes if costs.deferred_bytes is None else costs.deferred_bytes
@@ -124,7 +124,7 @@ def _saved(run: Trace, stage: int) -> tuple[int, int]:
     return max(0, costs.saved_bytes - apart), max(0, min(later, costs.saved_bytes - apart))
 
 
-def _of_messages(run: Trace) -> Iterator[_Changes]:
+def _of_messages(run: StepTrace) -> Iterator[_Changes]:
     """Buffers of messages.
 
     An activation that is sent is among what its stage has saved, and one that came is so from the start of its reader.
@@ -156,7 +156,7 @@ def _held(rank: Ints, nbytes: Ints, start: Floats, stop: Floats, first: Ints, la
     yield _Changes(rank, stop, last, -nbytes, _MESSAGES)
 
 
-def _static(run: Trace) -> Sequence[int]:
+def _static(run: StepTrace) -> Sequence[int]:
     """Bytes of the receive buffers that each rank holds all the time."""
     held = [0] * run.ranks
     if run.static_buffers:
@@ -168,7 +168,7 @@ def _static(run: Trace) -> Sequence[int]:
     return held
 
 
-def _remote(run: Trace, stage: int, other: int) -> bool:
+def _remote(run: StepTrace, stage: int, other: int) -> bool:
     """Whether the other stage exists, on another rank."""
     of = run.order.rank_of
     return 0 <= other < len(of) and of[stage] != of[other]

@@ -56,7 +56,7 @@ class Columns(NamedTuple):
     microbatch: Ints
 
 
-class Links(NamedTuple):
+class ActionGraph(NamedTuple):
     """How the actions of an order hang together, by their numbers in `Columns`.
 
     Attributes:
@@ -123,7 +123,7 @@ class PipelineOrder:
         return int(self.columns.microbatch.max(initial=-1)) + 1
 
     @cached_property
-    def links(self) -> Links:
+    def links(self) -> ActionGraph:
         """What waits for what."""
         return _linked(self)
 
@@ -167,7 +167,7 @@ def _check(order: PipelineOrder) -> None:
         raise ScheduleError("SK331", text, _REMEDY)
 
 
-def _linked(order: PipelineOrder) -> Links:
+def _linked(order: PipelineOrder) -> ActionGraph:
     """One pass: a rank goes on until it waits, and again when what it waits for is done. Linear in the actions."""
     needs, owns = _needs(order)
     data, own = needs.tolist(), owns.tolist()
@@ -193,7 +193,7 @@ def _linked(order: PipelineOrder) -> Links:
         following[rank] = i
     if len(sequence) < len(data):
         raise _deadlock(order, following, done)
-    return Links(tuple(sequence), needs)
+    return ActionGraph(tuple(sequence), needs)
 
 
 def _needs(order: PipelineOrder) -> tuple[Ints, Ints]:

@@ -12,13 +12,13 @@ import numpy.typing as npt
 from splitkit.brief import brief
 from splitkit.pipeline.memory import RankMemory, memory_of
 from splitkit.pipeline.order import BACKWARD_INPUT, FORWARD, KINDS
-from splitkit.pipeline.trace import Trace
+from splitkit.pipeline.trace import StepTrace
 from splitkit.units import duration, size
 
 
 @dataclass(frozen=True, eq=False)
-class ScheduleRun(Trace):
-    """One step of a pipeline, as simulated: what follows from the times of its actions, which a `Trace` holds."""
+class ScheduleRun(StepTrace):
+    """One step of a pipeline, as simulated: what follows from the times of its actions, which a `StepTrace` holds."""
 
     __repr__ = brief
 

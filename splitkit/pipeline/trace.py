@@ -43,7 +43,7 @@ class Transfer(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Trace:
+class StepTrace:
     """The times of all actions.
 
     Attributes:

@@ -13,7 +13,7 @@ from splitkit.graph.dataflow import Dataflow
 from splitkit.plans.policy import PolicyLike, as_plan
 from splitkit.plans.record import Plan
 from splitkit.search.recompute.pool import PlanPool, Pool, Seen
-from splitkit.search.recompute.search import Proof, Search
+from splitkit.search.recompute.search import Proof, RecomputeSearch
 from splitkit.training.checkpoints import as_eager
 from splitkit.training.choices import savings
 from splitkit.training.flow import as_joint
@@ -113,7 +113,7 @@ class Budget:
         whole = pool.see_plan(as_eager(joint))
         for candidate in self.candidates:
             pool.see_plan(as_plan(candidate, joint, costs))
-        search = Search(pool, inf if self.time_limit is None else self.time_limit)
+        search = RecomputeSearch(pool, inf if self.time_limit is None else self.time_limit)
         if self.budget == LEAST:
             return self._least(search)
         limit, proof = self._bytes(getattr(whole, self.of)), Proof(0.0, 0, 0)
@@ -133,7 +133,7 @@ class Budget:
     def _taken(self, seen: Seen) -> int:
         return seen.peak if self.of == "peak" else seen.saved
 
-    def _least(self, search: Search) -> Plan:
+    def _least(self, search: RecomputeSearch) -> Plan:
         """The plan that takes the least, and of those that were found the quickest."""
         if self.of == "saved":
             least, proven = search.fewest_saved(), "no plan saves less"
@@ -148,7 +148,7 @@ class Budget:
         )
         return least.choice.plan(note)
 
-    def _note(self, limit: int, best: Seen, proof: Proof, search: Search) -> str:
+    def _note(self, limit: int, best: Seen, proof: Proof, search: RecomputeSearch) -> str:
         bound = min(proof.bound, best.seconds) if isfinite(proof.bound) else 0.0  # infinite: a plan in another order
         gap = 1 - bound / best.seconds if best.seconds else 0.0
         unit = best.choice.savings.unit
@@ -159,7 +159,7 @@ class Budget:
             f"HiGHS, {proof.programs} programs, {proof.limits} limits; {len(search.pool)} candidates{search.ending}"
         )
 
-    def _infeasible(self, limit: int, lowest: Seen, search: Search) -> NoPlanError:
+    def _infeasible(self, limit: int, lowest: Seen, search: RecomputeSearch) -> NoPlanError:
         taken = self._taken(lowest)
         proven = f"; no plan is below {size(search.least_peak())}" if self.of == "peak" else ""
         what = "peak" if self.of == "peak" else "number of saved bytes"

@@ -21,7 +21,7 @@ from splitkit.search.levels import Kinds, lowest, sink
 
 
 @runtime_checkable
-class OperatorSupport(Protocol):
+class _OperatorSupport(Protocol):
     """What torch's partitioners ask: ``torch.fx.passes.operator_support.OperatorSupportBase``."""
 
     def is_node_supported(self, submodules: Mapping[str, nn.Module], node: Node) -> bool:
@@ -52,7 +52,7 @@ class BySupport:
         min_size: parts of fewer nodes are not worth a call of the backend: they count as unsupported.
     """
 
-    rule: Ops | OperatorSupport
+    rule: Ops | _OperatorSupport
     unsupported: Literal["host", "parts"] = "host"
     min_size: int = 1
 
@@ -85,7 +85,7 @@ class BySupport:
 
     def _rule(self, flow: Dataflow) -> Rule:
         rule: Any = self.rule
-        if not isinstance(rule, type) and isinstance(rule, OperatorSupport):
+        if not isinstance(rule, type) and isinstance(rule, _OperatorSupport):
             submodules = dict(flow.root.named_modules())
             return rule_of(self, lambda node: rule.is_node_supported(submodules, node), flow)
         return rule_of(self, rule, flow)

@@ -12,7 +12,7 @@ from splitkit.graph.dataflow import Dataflow, enough_nodes, module_path
 from splitkit.pipeline.stageprices import Optimizer, checked_optimizer
 from splitkit.plans.parts import Claim
 from splitkit.plans.record import Plan
-from splitkit.search.memory import Found, MemorySearch
+from splitkit.search.memory import MemoryParts, MemorySearch
 from splitkit.units import size
 
 
@@ -97,7 +97,7 @@ class MemoryBudget:
             raise self._no_plan(search, costs)
         return self._plan(search, found)
 
-    def _plan(self, search: MemorySearch, found: Found) -> Plan:
+    def _plan(self, search: MemorySearch, found: MemoryParts) -> Plan:
         full = [peak / memory if memory else 1.0 for peak, memory in zip(found.peaks, found.memory, strict=True)]
         limiting = full.index(max(full))
         labels = {node: part for part, nodes in enumerate(found.parts) for node in nodes}

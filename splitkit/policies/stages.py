@@ -22,7 +22,7 @@ from splitkit.search.placing import Placing
 from splitkit.search.stages import Staging
 from splitkit.solvers.line.blocks import Floats, blocks_of
 from splitkit.solvers.line.blocks import contiguous as along
-from splitkit.solvers.placement.problem import Device
+from splitkit.solvers.placement.problem import Slot
 from splitkit.solvers.placement.solution import stages_of
 from splitkit.solvers.placement.stages.contiguous import contiguous
 
@@ -103,7 +103,7 @@ class Stages:
         """The work alone counts."""
         placing = Placing(flow, costs, [{n: costs.seconds(n) for n in flow.nodes}])
         with bad_problems(self, placing):
-            problem = placing.problem([Device()] * self.n)
+            problem = placing.problem([Slot()] * self.n)
             found = contiguous(problem, seconds=self.seconds)
         stage = dict(zip(placing.units, stages_of(found.device, found.order).tolist(), strict=True))
         _sink(flow, costs, stage)

@@ -183,7 +183,7 @@ class DeviceSearch:
         placing = self._placing
         row_of: dict[tuple[int, frozenset[Node]], int] = {}
         rows: list[Floats] = []
-        specs: list[placement.Device] = []
+        specs: list[placement.Slot] = []
         for place, key in enumerate(self.keys):
             barred = frozenset(n for n, keys in self._supported.items() if key not in keys)
             kind = (self._kinds[place], barred)
@@ -193,7 +193,7 @@ class DeviceSearch:
                 rows.append(np.where(can, placing.seconds[kind[0]], np.inf))
             limit = self._limits[place]
             capacity = np.inf if limit is None else float(limit)
-            specs.append(placement.Device(row_of[kind], capacity, host=self._is_host(place)))
+            specs.append(placement.Slot(row_of[kind], capacity, host=self._is_host(place)))
         colours = np.array([self._groups.get(n, -1) for n in placing.units], np.int64)
         limited = any(limit is not None for limit in self._limits)
         return placing.problem(

@@ -22,10 +22,10 @@ from splitkit.pipeline.stageprices import STATE_OF, Optimizer, StagePrices
 from splitkit.plans.order import part_order
 from splitkit.plans.parts import HOST
 from splitkit.plans.record import Plan
-from splitkit.search.memorycuts import Chain, Limits
+from splitkit.search.memorycuts import Limits, MemoryCuts
 from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.orders import orders
-from splitkit.solvers.placement.problem import Device, Problem
+from splitkit.solvers.placement.problem import Problem, Slot
 
 _WORK = 18_000  # nodes times orders
 _MORE = 8
@@ -60,7 +60,7 @@ class Wanted(Protocol):
 
 
 @dataclass(frozen=True)
-class Found:
+class MemoryParts:
     """Parts that fit.
 
     Attributes:
@@ -94,15 +94,15 @@ class MemorySearch:
         self._prices = StagePrices(flow, costs, wanted.optimizer, known)
         self._state = STATE_OF[wanted.optimizer] if wanted.optimizer else 0
         self._size = len(flow.nodes)
-        self._chains: dict[int, Chain] = {}
+        self._chains: dict[int, MemoryCuts] = {}
         self._flights: dict[int, tuple[int, ...] | None] = {}
 
-    def like(self, other: Wanted, costs: Costs) -> Found | None:
+    def like(self, other: Wanted, costs: Costs) -> MemoryParts | None:
         """What another policy would find for the same graph."""
         search = MemorySearch(other, self.flow, costs, self._prices)
         return search.fewest() if other.parts is None else search.of(other.parts)
 
-    def fewest(self) -> Found | None:
+    def fewest(self) -> MemoryParts | None:
         """The fewest parts that fit, ``None`` if no number of them does.
 
         More parts have more borders, and may hold more microbatches: twice as many as could fit are tried, and a few.
@@ -120,12 +120,12 @@ class MemorySearch:
                 last = min(last, 2 * count + _MORE)
         return None
 
-    def of(self, count: int) -> Found | None:
+    def of(self, count: int) -> MemoryParts | None:
         """So many parts that fit, with the least traffic that was found."""
         if self._in_flight(count) is None:
             return None
         limits = self._limits(count)
-        best: Found | None = None
+        best: MemoryParts | None = None
         for order in range(len(self._orders)):
             chain = self._chain(order)
             ends = chain.cuts(limits)
@@ -201,7 +201,7 @@ class MemorySearch:
         assert flights is not None
         return Limits(self._wanted.sizes(count), flights)
 
-    def _found(self, order: int, ends: Sequence[int], limits: Limits, traffic: int) -> Found | None:
+    def _found(self, order: int, ends: Sequence[int], limits: Limits, traffic: int) -> MemoryParts | None:
         """The parts, if they fit as the engine runs them: one after the other, each in the graph's own order."""
         index, nodes = self.flow.index, self._orders[order] if order else self.flow.nodes
         starts = [0, *ends[:-1]]
@@ -219,7 +219,7 @@ class MemorySearch:
         if any(peak > room for peak, room in zip(peaks, limits.memory, strict=True)):
             return None
         solver = f"cuts of order {order + 1} of {len(self._orders)}" if order else "cuts of the graph's order"
-        return Found(parts, peaks, tuple(limits.memory), traffic, solver)
+        return MemoryParts(parts, peaks, tuple(limits.memory), traffic, solver)
 
     def _in_flight(self, count: int) -> tuple[int, ...] | None:
         """Microbatches whose activations each of so many parts holds; ``None`` if the schedule has not so many parts.
@@ -242,10 +242,10 @@ class MemorySearch:
                 self._flights[count] = None
         return self._flights[count]
 
-    def _chain(self, order: int) -> Chain:
+    def _chain(self, order: int) -> MemoryCuts:
         if order not in self._chains:
             nodes = self._orders[order] if order else self.flow.nodes
-            self._chains[order] = Chain(self._prices.units.line([nodes]), self._state)
+            self._chains[order] = MemoryCuts(self._prices.units.line([nodes]), self._state)
         return self._chains[order]
 
     @cached_property
@@ -273,7 +273,7 @@ class MemorySearch:
         prices = self._prices.units.activations
         sizes = [sum(prices.nbytes[s] for s in prices.values.get(node, ())) for node in position]
         crossing = [(float(sizes[i]), tuple(pins)) for i, pins in nets.items() if len(pins) > 1]
-        return Problem.of(np.zeros((1, self._size)), crossing, edges, [Device()])
+        return Problem.of(np.zeros((1, self._size)), crossing, edges, [Slot()])
 
 
 def peak_of(costs: StageCosts, flights: int) -> int:

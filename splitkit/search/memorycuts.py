@@ -25,7 +25,7 @@ class Limits:
     flights: Sequence[int]
 
 
-class Chain:
+class MemoryCuts:
     """The parts of one line.
 
     Attributes:

@@ -14,7 +14,7 @@ from splitkit.graph.dataflow import Dataflow, crossing, waits_for
 from splitkit.graph.gradients import Gradients
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
-from splitkit.solvers.placement.problem import BadProblemError, Bools, Device, Floats, Ints, Problem
+from splitkit.solvers.placement.problem import BadProblemError, Bools, Floats, Ints, Problem, Slot
 from splitkit.solvers.placement.stages.linked import Linked
 
 _NOTHING = 1e-250  # seconds that are as good as none: their sums would lose all digits
@@ -180,7 +180,7 @@ class Placing:
 
     def problem(
         self,
-        devices: Sequence[Device],
+        devices: Sequence[Slot],
         travel: Travel | None = None,
         *,
         seconds: Floats | None = None,

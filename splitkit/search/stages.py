@@ -25,7 +25,7 @@ from splitkit.search.placing import Placing, Travel
 from splitkit.solvers.line.blocks import blocks_of
 from splitkit.solvers.line.priced_cuts import best_cuts
 from splitkit.solvers.placement.memory import stages_fit
-from splitkit.solvers.placement.problem import Device, Floats, Ints, Problem
+from splitkit.solvers.placement.problem import Floats, Ints, Problem, Slot
 from splitkit.solvers.placement.solution import Solution, stages_of
 from splitkit.solvers.placement.stages.contiguous import contiguous
 from splitkit.units import duration, size
@@ -172,7 +172,7 @@ class Staging:
         held = self._holding if self._limited else None
         with bad_problems(self.policy, self._placing):
             return self._placing.problem(
-                [Device(capacity=np.inf if limit is None else float(limit)) for limit in limits],
+                [Slot(capacity=np.inf if limit is None else float(limit)) for limit in limits],
                 self._travel,
                 nbytes=None if held is None else held.fixed,
                 saved=None if held is None else held.saved,

@@ -35,7 +35,7 @@ _TIE = 1e-5  # the weight of saved bytes: among equal recompute times, little is
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class RecomputeProblem:
     """What may be saved and computed again, over *ops* (n), *values* (m) and *storages* (k).
 
     Attributes:
@@ -77,7 +77,7 @@ class Limit:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class RecomputeSolution:
     """What the search ended with.
 
     Attributes:
@@ -103,7 +103,7 @@ class Found:
 class Program:
     """The mixed-integer program of a problem; limits come with each search."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: RecomputeProblem) -> None:
         self.problem = problem
         self.ops, self.storages = len(problem.price), len(problem.nbytes)
         self._edges, self._least = self._rows()
@@ -133,7 +133,9 @@ class Program:
         matrix = coo_array((signs, (rows, columns)), shape=(len(values), self.ops + self.storages))
         return csr_array(matrix), np.repeat([0.0, 1.0], [len(problem.reads), len(needed)])
 
-    def search(self, limits: Sequence[Limit], seconds: float, gap: float = GAP, nodes: int = NODES) -> Found:
+    def search(
+        self, limits: Sequence[Limit], seconds: float, gap: float = GAP, nodes: int = NODES
+    ) -> RecomputeSolution:
         """The cheapest choice within the limits that is found in so many nodes of a tree, and what is proven.
 
         The nodes end it at the same place in every run; the ``seconds``, if they are not infinite, do not. HiGHS keeps
@@ -141,7 +143,7 @@ class Program:
         """
         return self._whole(limits, seconds, gap, self._any, nodes)
 
-    def beside(self, limits: Sequence[Limit], seconds: float, ops: int, gap: float = GAP) -> Found:
+    def beside(self, limits: Sequence[Limit], seconds: float, ops: int, gap: float = GAP) -> RecomputeSolution:
         """A choice near the best in a time that hardly grows with the problem: `search` where it has so few ops.
 
         Else as `near`, but besides the fractions so many ops next to them are open: with one limit, what it leaves
@@ -151,7 +153,7 @@ class Program:
             return self.search(limits, seconds, gap)
         result = self._solve(limits, np.zeros(len(limits)), seconds, gap, self._any, whole=False)
         if result.x is None:
-            return Found(None, np.zeros(self.storages, np.bool_), np.inf, self._bound(result))
+            return RecomputeSolution(None, np.zeros(self.storages, np.bool_), np.inf, self._bound(result))
         free = self._next_to((result.x > _WHOLE) & (result.x < 1 - _WHOLE), ops)
         found = self._whole(limits, seconds, gap, self._fixed(result.x, free))
         return replace(found, bound=min(self._bound(result), found.price))
@@ -173,7 +175,7 @@ class Program:
         """Bounds that leave what is not free where a relaxation has it."""
         return Bounds(np.where(free | (x < 0.5), 0.0, self._most), np.where(free | (x > 0.5), self._most, 0.0))
 
-    def near(self, limits: Sequence[Limit], seconds: float, gap: float = GAP) -> Found:
+    def near(self, limits: Sequence[Limit], seconds: float, gap: float = GAP) -> RecomputeSolution:
         """A choice near the best that takes fractions of ops and storages; the bound is of that one.
 
         What is whole in it stays, and of the others, a few for each limit, the best choice is searched. (Relaxation
@@ -183,14 +185,16 @@ class Program:
         result = self._solve(limits, np.zeros(len(limits)), seconds, gap, self._any, whole=False)
         bound = self._bound(result)
         if result.x is None:
-            return Found(None, np.zeros(self.storages, np.bool_), np.inf, bound)
+            return RecomputeSolution(None, np.zeros(self.storages, np.bool_), np.inf, bound)
         fractions = (result.x > _WHOLE) & (result.x < 1 - _WHOLE)
         found = self._whole(limits, seconds, gap, self._fixed(result.x, fractions))
         if found.runs is None:  # none is near: the best of all, then
             return self.search(limits, seconds, gap)
         return replace(found, bound=min(bound, found.price))
 
-    def _whole(self, limits: Sequence[Limit], seconds: float, gap: float, bounds: Bounds, nodes: int = NODES) -> Found:
+    def _whole(
+        self, limits: Sequence[Limit], seconds: float, gap: float, bounds: Bounds, nodes: int = NODES
+    ) -> RecomputeSolution:
         margins = np.zeros(len(limits))
         bound = 0.0
         for attempt in range(3):
@@ -203,9 +207,9 @@ class Program:
             over = np.array([not limit.holds(runs, saved) for limit in limits], np.bool_)
             if not over.any():
                 price = float(self.problem.price[runs].sum())
-                return Found(runs, saved, price, min(bound, price))
+                return RecomputeSolution(runs, saved, price, min(bound, price))
             margins[over] += 1e-5
-        return Found(None, np.zeros(self.storages, np.bool_), np.inf, bound)
+        return RecomputeSolution(None, np.zeros(self.storages, np.bool_), np.inf, bound)
 
     def relaxed(self, limits: Sequence[Limit], seconds: float) -> tuple[Floats, float]:
         """How much of each storage is saved, shape (k,), if a fraction may be; and the bound that this gives.

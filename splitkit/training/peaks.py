@@ -20,7 +20,7 @@ from splitkit.graph.sizes import storage_nbytes
 from splitkit.graph.storages import attribute, one_tensor, shares_memory, storage_key, tensors
 from splitkit.graph.symbols import concrete, value_of
 from splitkit.memory.kernels import Bytes, storages_of
-from splitkit.memory.run import Run
+from splitkit.memory.run import MemoryRun
 from splitkit.plans.record import Plan
 from splitkit.training.checkpoints import honour
 from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, homes
@@ -32,7 +32,7 @@ STATIC = -1
 
 
 @dataclass(frozen=True)
-class Trace:
+class PeakTrace:
     """A simulated run of forward and backward. Nodes go by their position in the joint graph.
 
     Attributes:
@@ -161,13 +161,13 @@ class Peaks:
 
     def _transients(self) -> Ints:
         """What each node takes only while it runs."""
-        run = Run({}, 1, lambda node: 0)
+        run = MemoryRun({}, 1, lambda node: 0)
         run.graph(self.flow.root, lambda node: run.input(node, "input"))
         self._gives = run.gives
         taken = dict(zip(run.steps, run.transient, strict=True))
         return np.array([taken.get(node, 0) for node in self.nodes], dtype=np.int64)
 
-    def trace(self, plan: Plan) -> Trace:
+    def trace(self, plan: Plan) -> PeakTrace:
         """The run of a plan as `divide` completes it: homes where it is silent, checkpoint tags honoured.
 
         The plan must be sound: what a half reads, it computes, or forward does and backward takes it.
@@ -182,7 +182,7 @@ class Peaks:
         return self.run([index[n] for n in early], [index[n] for n in late])
 
     def alone(self, nodes: Sequence[int]) -> tuple[Ints, Ints, Ints]:
-        """What these nodes of backward allocate if all else that they read is there: (slot, born, dies), as in `Trace`.
+        """What these nodes of backward allocate if all else that they read is there: (slot, born, dies) of `PeakTrace`.
 
         Args:
             nodes: by position, in the order in which they run.
@@ -198,7 +198,7 @@ class Peaks:
         producer, places = self.flow.producer, plan.places
         return [node for node in self.computed if half in places.get(producer(node), ())]
 
-    def run(self, forward: Sequence[int], backward: Sequence[int]) -> Trace:
+    def run(self, forward: Sequence[int], backward: Sequence[int]) -> PeakTrace:
         """The run of halves that compute these nodes, by position, in this order."""
         steps, early = np.array([*forward, *backward], dtype=np.int64), len(forward)
         run = self._forward(tuple(forward)).copy()
@@ -217,7 +217,7 @@ class Peaks:
         np.subtract.at(change, dies + 1, nbytes)
         baseline = self.baseline(steps.tolist())
         timeline = baseline + np.cumsum(change)[: len(steps)] + self.transient[steps]
-        return Trace(baseline, timeline, steps, early, slot, nbytes, born, left, dies, saved)
+        return PeakTrace(baseline, timeline, steps, early, slot, nbytes, born, left, dies, saved)
 
     def _forward(self, nodes: tuple[int, ...]) -> _Allocations:
         """What forward allocates; the last answer is remembered, for most plans leave forward as it is."""

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from splitkit.training.checkpoints import asked
 from splitkit.training.choices import Choice, Savings
 from splitkit.training.flow import BACKWARD, FORWARD, homes, nodes_in
-from splitkit.training.peaks import Peaks, Trace
+from splitkit.training.peaks import Peaks, PeakTrace
 
 
 class Replay:
@@ -40,7 +40,7 @@ class Replay:
         for unit in (*once, *given):
             self._roots[BACKWARD if self._late[unit] else FORWARD].append(unit)
 
-    def trace(self, choice: Choice) -> Trace:
+    def trace(self, choice: Choice) -> PeakTrace:
         """The run of a choice."""
         if self._tagged:  # what checkpoints want of views, the plan says
             return self.peaks.trace(choice.plan())

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from splitkit import GraphError, _torch, measure_memory
-from splitkit.memory.watch import Watch
+from splitkit.memory.watch import StorageWatch
 from splitkit.testing import models
 
 N = 1024
@@ -639,7 +639,7 @@ def test_the_record_can_be_written_and_printed(x):
 
 
 def test_a_watch_holds_no_storage(x):
-    watch = Watch()
+    watch = StorageWatch()
     with watch.watching():
         y = x * 2
         gone = weakref.ref(y.untyped_storage())

@@ -22,7 +22,7 @@ from splitkit.policies import PlanPool, RecomputeAll, Remat, SaveAll
 from splitkit.policies.budget import Budget
 from splitkit.search.recompute import pool
 from splitkit.search.recompute.moments import Floors, Moments
-from splitkit.search.recompute.search import Search
+from splitkit.search.recompute.search import RecomputeSearch
 from splitkit.testing import models
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks
@@ -145,7 +145,7 @@ def test_peaks_against_every_plan(make, width):
     equal = 0
     for limit in limits:
         best = min(seconds for seconds, _, peak, _ in plans if peak <= limit)
-        proof = Search(pool.Pool(problem, peaks), 10.0).peak(limit)
+        proof = RecomputeSearch(pool.Pool(problem, peaks), 10.0).peak(limit)
         assert proof.bound <= best * (1 + 1e-9)
         plan = Budget(limit).assign(joint.flow, costs)
         assert profile_of(joint, plan).peak <= limit

@@ -14,7 +14,7 @@ from splitkit.frontends.joint import capture_joint
 from splitkit.search.recompute import pool
 from splitkit.search.recompute.bounds import Bounds
 from splitkit.search.recompute.moments import Moments
-from splitkit.search.recompute.search import Search
+from splitkit.search.recompute.search import RecomputeSearch
 from splitkit.testing import models
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks
@@ -34,7 +34,7 @@ def test_no_plan_is_below_what_any_other_plan_proves(made, seed):
 def bound_of(flow):
     """In KiB, and the peak of the lowest plan."""
     problem = savings(flow, unit(flow.root))
-    search = Search(pool.Pool(problem, Peaks(flow)), 10.0)
+    search = RecomputeSearch(pool.Pool(problem, Peaks(flow)), 10.0)
     low = search.lowest_peak()
     return search.least_peak() >> 10, low.peak >> 10
 
@@ -62,6 +62,6 @@ def test_masks_and_logits_leave_no_room_below_what_is_found():
     made = models.build("gpt2", layers=2, width=64, heads=2, batch=4, seq=64, vocab=2003)
     joint = capture_joint(made.model, *made.args, **made.kwargs)
     problem = savings(joint.flow, roofline(joint.graph_module))
-    search = Search(pool.Pool(problem, Peaks(joint.flow)), 20.0)
+    search = RecomputeSearch(pool.Pool(problem, Peaks(joint.flow)), 20.0)
     low = search.lowest_peak()
     assert search.least_peak() <= low.peak <= 1.01 * search.least_peak()

@@ -8,7 +8,7 @@ from itertools import permutations, product
 import numpy as np
 from hypothesis import strategies as st
 
-from splitkit.solvers.placement.problem import Device, Problem
+from splitkit.solvers.placement.problem import Problem, Slot
 
 INF = float("inf")
 
@@ -40,7 +40,7 @@ def problems(draw, *, units=6, devices=3, plain=False):
     number = draw(st.integers(1, devices))
     limited = draw(st.booleans())
     specs = [
-        Device(
+        Slot(
             draw(st.integers(0, kinds - 1)),
             draw(st.integers(2, 12)) if limited else INF,
             not plain and draw(st.integers(0, 3)) == 0,

@@ -20,12 +20,12 @@ from splitkit.solvers.placement.multilevel.coarsen import coarsened
 from splitkit.solvers.placement.multilevel.multilevel import MOST_EXACT
 from splitkit.solvers.placement.multilevel.refine import refined
 from splitkit.solvers.placement.multilevel.vcycle import VCycle
-from splitkit.solvers.placement.problem import Device, Problem
+from splitkit.solvers.placement.problem import Problem, Slot
 from splitkit.solvers.placement.solution import InfeasibleError
 from splitkit.solvers.placement.stages import contiguous, search
 from splitkit.solvers.placement.stages.ladder import ladder
-from splitkit.solvers.placement.stages.search import Search
-from splitkit.solvers.placement.stages.stages import Stages, stage_loads
+from splitkit.solvers.placement.stages.search import StageSearch
+from splitkit.solvers.placement.stages.stages import StageRanks, stage_loads
 
 
 def layered(count, devices, *, width=20, seed=0, **options):
@@ -40,14 +40,14 @@ def layered(count, devices, *, width=20, seed=0, **options):
         readers.setdefault(a, []).append(b)
     nets = [(float(random.uniform(0, 0.5)), (a, *those)) for a, those in readers.items()]
     seconds = random.lognormal(0, 1, count)
-    specs = options.pop("specs", [Device()] * devices)
+    specs = options.pop("specs", [Slot()] * devices)
     return Problem.of(seconds, nets, sorted(edges), specs, **options)
 
 
 def searched(problem):
     core = core_of(problem, fused(problem))
     steps = ladder(core, problem.in_flight, ordered=problem.ordered, fill=problem.fill)
-    return Search(core.reversed(), steps, 1e9, joinable=False)
+    return StageSearch(core.reversed(), steps, 1e9, joinable=False)
 
 
 @given(cases.problems(units=6))
@@ -134,7 +134,7 @@ def test_refined_stages_are_no_worse_and_fit_and_go_one_way(seed, limited):
     held = np.bincount(rank, nbytes + flights[rank] * saved)
     if limited:
         core = replace(core, kinds=(replace(core.kinds[0], capacity=int(held.max())),))
-    start = Stages(int(stage_loads(core, rank, (0,) * 4).max()), rank, (0,) * 4)
+    start = StageRanks(int(stage_loads(core, rank, (0,) * 4).max()), rank, (0,) * 4)
     found = refined(core, start, flights, 6)
     assert found.value < start.value  # the last one has half of the units
     assert found.value == stage_loads(core, found.rank, found.kinds).max()
@@ -198,7 +198,7 @@ def test_memory_flights_kinds_hosts_and_links_are_kept_to(monkeypatch):
     seconds[0, random.random(count) < 0.02] = cases.INF
     seconds[1, 0] = cases.INF
     total = 5 * count
-    specs = [Device(0, total // 3), Device(0, total // 2), Device(1, total // 2), Device(1, host=True)]
+    specs = [Slot(0, total // 3), Slot(0, total // 2), Slot(1, total // 2), Slot(1, host=True)]
     options = {"nbytes": random.integers(0, 9, count), "saved": random.integers(0, 2, count), "in_flight": (1, 2)}
     colours = np.where(np.arange(count) < 20, np.arange(count) // 2, -1)
     problem = replace(plain, seconds=seconds, devices=tuple(specs), colours=colours, **options)
@@ -216,7 +216,7 @@ def test_of_equal_placements_the_preferred_one_is_taken():
     seconds = np.ones(count)
     seconds[count // 2] = count
     edges = [(i, i + 1) for i in range(count - 1)]
-    problem = Problem.of(seconds, [], edges, [Device()] * 4)
+    problem = Problem.of(seconds, [], edges, [Slot()] * 4)
     seen = []
 
     def key(device, order):
@@ -230,7 +230,7 @@ def test_of_equal_placements_the_preferred_one_is_taken():
 
 def test_a_large_problem_without_room_is_refused_with_what_would_do(monkeypatch):
     monkeypatch.setattr(multilevel, "MOST_EXACT", 50)
-    problem = layered(100, 2, width=1, nbytes=np.ones(100, np.int64), specs=[Device(capacity=45)] * 2)
+    problem = layered(100, 2, width=1, nbytes=np.ones(100, np.int64), specs=[Slot(capacity=45)] * 2)
     with pytest.raises(InfeasibleError) as caught:
         multilevel.multilevel(problem, seconds=1)
     assert caught.value.capacity == 50 and caught.value.devices == 3

@@ -17,7 +17,7 @@ from splitkit.solvers.placement.core import BIG, core_of
 from splitkit.solvers.placement.evaluate import faults, memory
 from splitkit.solvers.placement.groups import fused
 from splitkit.solvers.placement.orders import orders
-from splitkit.solvers.placement.problem import Device, Problem
+from splitkit.solvers.placement.problem import Problem, Slot
 from splitkit.solvers.placement.solution import InfeasibleError
 from splitkit.solvers.placement.stages import ideals as ideals_module
 from splitkit.solvers.placement.stages import search as search_module
@@ -25,7 +25,7 @@ from splitkit.solvers.placement.stages.contiguous import contiguous
 from splitkit.solvers.placement.stages.idealpath import _Search, best_stages
 from splitkit.solvers.placement.stages.ideals import Effort, TooManyError, ideals, weights
 from splitkit.solvers.placement.stages.ladder import ladder
-from splitkit.solvers.placement.stages.search import Search
+from splitkit.solvers.placement.stages.search import StageSearch
 from splitkit.solvers.placement.stages.stages import stage_loads
 
 
@@ -60,7 +60,7 @@ def test_each_solver_alone_equals_brute_force(problem):
     steps = ladder(core, problem.in_flight, ordered=problem.ordered, fill=problem.fill)
     best = cases.best_stages(problem)
     for method, more in (("over_ideals", ()), ("by_program", (60,))):
-        search = Search(core.reversed(), steps, 60, joinable=not problem.fill)
+        search = StageSearch(core.reversed(), steps, 60, joinable=not problem.fill)
         getattr(search, method)(*more)
         found = search.best.value / core.scale if search.best else cases.INF
         assert found == pytest.approx(best, rel=1e-5, abs=1e-9), method
@@ -105,9 +105,9 @@ def chain(weights, **more):
 
 
 def test_sums_of_floats_do_not_round():
-    assert contiguous(chain([0.1] * 10, devices=[Device()] * 5)).optimal
+    assert contiguous(chain([0.1] * 10, devices=[Slot()] * 5)).optimal
     weights = [2.0**40, 1.0, 2.0**40, 2.0**40, 1.0, 2.0**40]  # as float32 or scaled to 1e6 the ones are lost
-    found = contiguous(chain(weights, devices=[Device()] * 2))
+    found = contiguous(chain(weights, devices=[Slot()] * 2))
     assert found.value == 2.0**41 + 1 and found.bound == found.value
     assert found.device.tolist() == [0, 0, 0, 1, 1, 1]
 
@@ -118,7 +118,7 @@ def test_convex_sets_that_depend_on_each_other_are_refused():
         np.array([[4.0, 4.0, 4.0, 4.0]]),
         [(1.0, (0, 1)), (9.0, (0, 3)), (1.0, (2, 3)), (9.0, (1, 2))],
         [(0, 1), (2, 3)],
-        [Device()] * 2,
+        [Slot()] * 2,
     )
     assert "devices depend on each other in a circle" in faults(problem, np.array([0, 1, 1, 0]), (0, 1))
     assert value_of(problem) == cases.best_stages(problem)
@@ -126,14 +126,14 @@ def test_convex_sets_that_depend_on_each_other_are_refused():
 
 def test_early_stages_hold_more_in_flight():
     # Every unit keeps 1 byte a microbatch; the stage with two after it holds three of them.
-    flying = chain([1.0] * 5, devices=[Device(capacity=3)] * 3, saved=np.ones(5, np.int64), in_flight=(1, 2, 3))
+    flying = chain([1.0] * 5, devices=[Slot(capacity=3)] * 3, saved=np.ones(5, np.int64), in_flight=(1, 2, 3))
     found = contiguous(flying)
     assert found.device.tolist() == [found.order[0], found.order[1], *[found.order[2]] * 3]
     assert memory(flying, found.device, found.order).tolist() == [3, 2, 3]
 
 
 def test_ties_are_broken_by_the_key():
-    problem = chain([1.0, 1.0, 1.0, 5.0], devices=[Device()] * 3)
+    problem = chain([1.0, 1.0, 1.0, 5.0], devices=[Slot()] * 3)
 
     def units_of_the_first(device, order):
         return (-np.count_nonzero(device == order[0]),)
@@ -170,14 +170,14 @@ def test_the_smallest_memory_that_would_fit(problem):
 
 def test_units_that_cannot_be_together_are_named():
     seconds = np.array([[1.0, np.inf, 1.0], [np.inf, 1.0, 1.0]])
-    problem = Problem.of(seconds, [], [], [Device(0), Device(1)], colours=np.array([7, 7, -1]))
+    problem = Problem.of(seconds, [], [], [Slot(0), Slot(1)], colours=np.array([7, 7, -1]))
     with pytest.raises(InfeasibleError, match=r"units \[0, 1\]") as caught:
         contiguous(problem)
     assert caught.value.cause == "support" and caught.value.units == (0, 1)
 
 
 def test_more_devices_to_fill_than_groups():
-    problem = Problem.of(np.ones((1, 3)), [], [], [Device()] * 3, colours=np.array([1, 1, -1]), fill=True)
+    problem = Problem.of(np.ones((1, 3)), [], [], [Slot()] * 3, colours=np.array([1, 1, -1]), fill=True)
     with pytest.raises(InfeasibleError) as caught:
         contiguous(problem)
     assert caught.value.cause == "devices" and caught.value.devices == 2
@@ -196,14 +196,14 @@ def layered(layers, width, seed):
     nets = [
         (float(random.random()), (a, *sorted({b for c, b in edges if c == a}))) for a in sorted({a for a, _ in edges})
     ]
-    return Problem.of(random.random((1, units)), nets, edges, [Device()] * 4)
+    return Problem.of(random.random((1, units)), nets, edges, [Slot()] * 4)
 
 
 def test_a_graph_with_too_many_ideals_has_a_bound_and_annealing_helps():
     problem = layered(12, 8, 0)
     core = core_of(problem, fused(problem)).reversed()
     steps = ladder(core, (), ordered=False, fill=False)
-    search = Search(core, steps, 5, joinable=True)
+    search = StageSearch(core, steps, 5, joinable=True)
     search.along_orders()
     before = search.best.value
     search.by_annealing(0.5)
@@ -233,7 +233,7 @@ def cells(count, seed, branches=(1, 3, 6, 2)):
     work = random.integers(1, 20, units) / 16
     nbytes = random.integers(1, 100, units)
     room = int(nbytes.sum() * 1.1 / 5)
-    devices = [Device(0, room)] * 5 + [Device(1, host=True)]
+    devices = [Slot(0, room)] * 5 + [Slot(1, host=True)]
     return Problem.of(np.array([work, 10 * work]), nets, edges, devices, nbytes=nbytes)
 
 
@@ -301,5 +301,5 @@ def test_a_long_graph_is_cut_at_its_cheap_places():
     random = np.random.default_rng(0)
     edges = np.stack([np.arange(units - 1), np.arange(1, units)], axis=1)
     nets = [(float(cost), tuple(edge)) for cost, edge in zip(random.random(units - 1), edges.tolist(), strict=True)]
-    found = contiguous(Problem.of(random.random((1, units)), nets, edges, [Device()] * 16))
+    found = contiguous(Problem.of(random.random((1, units)), nets, edges, [Slot()] * 16))
     assert found.gap < 2e-3

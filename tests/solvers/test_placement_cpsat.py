@@ -11,8 +11,8 @@ from splitkit.solvers.placement.evaluate import faults, loads
 from splitkit.solvers.placement.groups import coloured, fused
 from splitkit.solvers.placement.sets.packing import packed
 from splitkit.solvers.placement.stages.ladder import ladder
-from splitkit.solvers.placement.stages.search import Search
-from splitkit.solvers.placement.stages.stages import Stages, stage_loads
+from splitkit.solvers.placement.stages.search import StageSearch
+from splitkit.solvers.placement.stages.stages import StageRanks, stage_loads
 
 pytest.importorskip("ortools")
 
@@ -22,11 +22,11 @@ pytest.importorskip("ortools")
 def test_stages_equal_brute_force(problem):
     core = core_of(problem, fused(problem)).reversed()
     steps = ladder(core, problem.in_flight, ordered=problem.ordered, fill=problem.fill)
-    search = Search(core, steps, 60, joinable=False)
+    search = StageSearch(core, steps, 60, joinable=False)
     search.along_orders()
     if not search.best:
         return
-    worse = Stages(search.best.value + 1, search.best.rank, search.best.kinds)  # so that the best is found again
+    worse = StageRanks(search.best.value + 1, search.best.rank, search.best.kinds)  # so that the best is found again
     found, bound = stages_by_cpsat(core, steps, worse, 20)
     best = cases.best_stages(problem) * core.scale
     assert found.value == pytest.approx(best, rel=1e-5)

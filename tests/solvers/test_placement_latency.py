@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from splitkit.solvers.placement.latency import moves as latencymoves
 from splitkit.solvers.placement.latency.latency import latency
-from splitkit.solvers.placement.problem import BadProblemError, Device, Problem
+from splitkit.solvers.placement.problem import BadProblemError, Problem, Slot
 from splitkit.solvers.placement.solution import InfeasibleError
 
 
@@ -66,14 +66,14 @@ def test_parallel_branches_run_at_once():
     seconds = np.array([[0.0, 4.0, 4.0, 0.0], [0.0, 9.0, 9.0, 0.0]])
     edges = [(0, 1), (0, 2), (1, 3), (2, 3)]
     nets = [(0.5, (0, 1, 2)), (0.5, (1, 3)), (0.5, (2, 3))]
-    found = found_for(Problem.of(seconds, nets, edges, [Device(), Device(), Device(1, host=True)]))
+    found = found_for(Problem.of(seconds, nets, edges, [Slot(), Slot(), Slot(1, host=True)]))
     assert found.value == 5 and len(set(found.device[[1, 2]].tolist())) == 2
 
 
 def test_two_pieces_let_a_device_wait():
     # 0 -> 1 -> 2, and only the host can do 1; 0 and 2 are dear there.
     seconds = np.array([[1.0, np.inf, 1.0], [9.0, 1.0, 9.0]])
-    problem = Problem.of(seconds, [], [(0, 1), (1, 2)], [Device(), Device(1, host=True)])
+    problem = Problem.of(seconds, [], [(0, 1), (1, 2)], [Slot(), Slot(1, host=True)])
     assert latency(problem, pieces=1).value == 11
     found = latency(problem, pieces=2)
     assert found.value == 3 and found.optimal
@@ -85,7 +85,7 @@ def test_a_chain_is_proven():
     edges = [(i, i + 1) for i in range(29)]
     nets = [(float(cost), edge) for cost, edge in zip(random.random(29), edges, strict=True)]
     seconds = random.random((1, 30))
-    problem = Problem.of(seconds, nets, edges, [Device(capacity=12)] * 3, nbytes=np.ones(30, np.int64))
+    problem = Problem.of(seconds, nets, edges, [Slot(capacity=12)] * 3, nbytes=np.ones(30, np.int64))
     found = found_for(problem, seconds=10)
     assert found.optimal
     cheapest = min(nets[a][0] + nets[b][0] for a in range(6, 12) for b in range(18 - 1, 24) if b - a <= 12)
@@ -97,11 +97,11 @@ def test_a_chain_is_proven():
     [
         ({"edges": np.array([[0, 1], [1, 0]])}, "edges"),
         ({"links": np.array([[0, 2.0], [2.0, 0]])}, "links"),
-        ({"devices": (Device(0, host=True), Device(1, host=True))}, "devices"),
+        ({"devices": (Slot(0, host=True), Slot(1, host=True))}, "devices"),
     ],
 )
 def test_what_latency_does_not_know_is_refused(change, field):
-    problem = Problem.of(np.ones((2, 2)), [], [(0, 1)], [Device()] * 2)
+    problem = Problem.of(np.ones((2, 2)), [], [(0, 1)], [Slot()] * 2)
     with pytest.raises(BadProblemError) as caught:
         latency(replace(problem, **change))
     assert caught.value.field == field

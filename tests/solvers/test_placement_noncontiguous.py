@@ -13,7 +13,7 @@ from splitkit.solvers.placement.contract import contracted
 from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.evaluate import faults, loads
 from splitkit.solvers.placement.groups import coloured
-from splitkit.solvers.placement.problem import Device, Problem
+from splitkit.solvers.placement.problem import Problem, Slot
 from splitkit.solvers.placement.sets.packing import packed
 from splitkit.solvers.placement.sets.sets import noncontiguous
 from splitkit.solvers.placement.solution import InfeasibleError
@@ -81,14 +81,14 @@ def test_annealing_finds_what_stages_cannot():
     units = 12
     edges = [(i, i + 1) for i in range(units - 1)]
     nets = [(5.0, (i, i + units // 2)) for i in range(units // 2)]
-    problem = Problem.of(np.ones((1, units)), nets, edges, [Device()] * 2)
+    problem = Problem.of(np.ones((1, units)), nets, edges, [Slot()] * 2)
     found = noncontiguous(problem)
     assert found.value == 6 and found.optimal
     assert loads(problem, found.device).tolist() == [6, 6]
 
 
 def test_too_little_memory_is_told_with_what_would_do():
-    problem = Problem.of(np.ones((1, 5)), [], [], [Device(capacity=5)] * 2, nbytes=np.array([3, 3, 3, 2, 1]))
+    problem = Problem.of(np.ones((1, 5)), [], [], [Slot(capacity=5)] * 2, nbytes=np.array([3, 3, 3, 2, 1]))
     with pytest.raises(InfeasibleError) as caught:
         noncontiguous(problem)
     assert caught.value.cause == "memory" and caught.value.exact

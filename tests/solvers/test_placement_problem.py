@@ -12,11 +12,11 @@ from splitkit.solvers.placement.contract import contracted, tightened
 from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.evaluate import circles, faults, loads, memory
 from splitkit.solvers.placement.groups import coloured, fused
-from splitkit.solvers.placement.problem import BadProblemError, Device, Problem
+from splitkit.solvers.placement.problem import BadProblemError, Problem, Slot
 
 
 def plain(**change):
-    return replace(Problem.of(np.ones((1, 3)), [(1.0, (0, 1))], [(0, 1)], [Device()] * 2), **change)
+    return replace(Problem.of(np.ones((1, 3)), [(1.0, (0, 1))], [(0, 1)], [Slot()] * 2), **change)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -73,10 +73,10 @@ def test_what_must_be_together_is_together_in_every_better_placement(problem):
         ({"pins": np.array([0, 3])}, "pins", (), ()),
         ({"edges": np.array([[0, -1]])}, "edges", (), ()),
         ({"devices": ()}, "devices", (), ()),
-        ({"devices": (Device(), Device(4))}, "kind", (), (1,)),
-        ({"devices": (Device(capacity=-1.0), Device())}, "capacity", (), (0,)),
+        ({"devices": (Slot(), Slot(4))}, "kind", (), (1,)),
+        ({"devices": (Slot(capacity=-1.0), Slot())}, "capacity", (), (0,)),
         ({"in_flight": (1, -1)}, "in_flight", (), ()),
-        ({"devices": (Device(),) * 4, "fill": True}, "fill", (), ()),
+        ({"devices": (Slot(),) * 4, "fill": True}, "fill", (), ()),
         ({"links": np.ones((3, 3))}, "links", (), ()),
         ({"links": np.array([[0.0, np.inf], [1.0, 0.0]])}, "links", (), (0,)),
     ],
@@ -93,7 +93,7 @@ def test_a_colour_without_forward_units_is_ordered_by_its_mirrored_backward_unit
         np.ones((1, 5)),
         [],
         [(0, 1), (3, 4), (4, 2)],
-        [Device()] * 3,
+        [Slot()] * 3,
         colours=np.array([0, 1, 0, 1, 2]),
         backward=np.array([False, False, True, True, True]),
     )
@@ -103,6 +103,6 @@ def test_a_colour_without_forward_units_is_ordered_by_its_mirrored_backward_unit
 
 
 def test_links_make_who_sends_to_several_pay_for_the_slowest():
-    problem = Problem.of(np.zeros((1, 3)), [(2.0, (0, 1, 2))], [(0, 1), (0, 2)], [Device()] * 3)
+    problem = Problem.of(np.zeros((1, 3)), [(2.0, (0, 1, 2))], [(0, 1), (0, 2)], [Slot()] * 3)
     problem = replace(problem, links=np.array([[0.0, 1.0, 3.0], [1.0, 0.0, 1.0], [5.0, 1.0, 0.0]]))
     assert loads(problem, np.array([0, 1, 2])).tolist() == [6.0, 2.0, 6.0]

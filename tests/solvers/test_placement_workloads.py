@@ -103,11 +103,11 @@ def test_nothing_but_the_answer_is_printed():
     code = f"""
 import os, runpy, sys
 from splitkit.solvers.placement import search
-run = search.Search.run
+run = search.StageSearch.run
 def loud(self, **options):
     os.write(1, b"a line of a library in C")
     run(self, **options)
-search.Search.run = loud
+search.StageSearch.run = loud
 sys.argv = ["placement.py", "--json", {str(BENCHMARKS / "workloads/throughput/LayerGraphs_bert24_inference.json")!r}]
 runpy.run_path({str(BENCHMARKS / "placement.py")!r}, run_name="__main__")
 """

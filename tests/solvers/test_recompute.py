@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from splitkit.solvers.recompute import Limit, Problem, Program
+from splitkit.solvers.recompute import Limit, Program, RecomputeProblem
 
 
 def problem_of(seed):
@@ -22,7 +22,7 @@ def problem_of(seed):
     reads = [(o, v) for o in range(n) for v in range(m) if maker[v] < o and random.random() < 0.3]
     savable = (random.random(m) < 0.8) | np.isinf(price[maker])
     needed = random.random(m) < 0.5
-    return Problem(price, maker, storage, savable, needed, nbytes, np.array(reads, np.int64).reshape(-1, 2))
+    return RecomputeProblem(price, maker, storage, savable, needed, nbytes, np.array(reads, np.int64).reshape(-1, 2))
 
 
 def is_sound(problem, runs, saved):
@@ -67,7 +67,7 @@ def test_no_choice_within_the_limits_is_cheaper(seed):
 def test_of_equal_prices_little_is_saved():
     """Two values that nobody needs, and one that is: only that one is saved."""
     nothing = np.zeros((0, 2), np.int64)
-    problem = Problem(
+    problem = RecomputeProblem(
         np.array([1.0, 0.0, 0.0]), np.arange(3), np.arange(3), np.ones(3, bool), np.array([True, False, False]),
         np.array([5, 1, 1]), nothing,
     )  # fmt: skip
@@ -78,7 +78,7 @@ def test_of_equal_prices_little_is_saved():
 def test_a_limit_is_exact_in_the_last_byte():
     """A byte less than what must be saved: no choice, though HiGHS would forgive a millionth."""
     big = 10**10
-    problem = Problem(
+    problem = RecomputeProblem(
         np.array([np.inf]), np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones(1, bool), np.ones(1, bool),
         np.array([big]), np.zeros((0, 2), np.int64),
     )  # fmt: skip
@@ -109,7 +109,7 @@ def test_near_the_best_fractions(seed):
 
 def test_nothing_to_choose():
     none, nothing = np.zeros(0, np.int64), np.zeros(0, np.bool_)
-    program = Program(Problem(np.zeros(0), none, none, nothing, nothing, none, none.reshape(-1, 2)))
+    program = Program(RecomputeProblem(np.zeros(0), none, none, nothing, nothing, none, none.reshape(-1, 2)))
     for find in (program.search, program.near):
         found, over = find([Limit(none, none, 0)], 1.0), find([Limit(none, none, -1)], 1.0)
         assert (found.runs is not None, found.price, found.bound) == (True, 0.0, 0.0)

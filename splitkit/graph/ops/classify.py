@@ -17,13 +17,13 @@ from splitkit.graph.ops.containers import container_effects
 from splitkit.graph.ops.declared import declared_effects, declared_facts
 from splitkit.graph.ops.facts import PURE, Described, Effects, distinct, first_argument, union, unknown
 from splitkit.graph.ops.foreign import foreign_effects
-from splitkit.graph.ops.modules import Inside, bodies, is_changed, is_stock, lookup, state, stock_inside
+from splitkit.graph.ops.modules import ModuleEffects, bodies, is_changed, is_stock, lookup, state, stock_inside
 from splitkit.graph.ops.names import is_python, named_effects, python_effects
 from splitkit.graph.ops.quick import quick_effects
 from splitkit.graph.ops.schema import members, packet_facts, schema_facts
 from splitkit.graph.scope import is_state_op
 
-Memo = dict[nn.Module, Inside | None]  # what is inside the modules that one question has led to
+Memo = dict[nn.Module, ModuleEffects | None]  # what is inside the modules that one question has led to
 
 
 def effects_of(node: Node, root: nn.Module) -> Effects:
@@ -106,23 +106,23 @@ def _higher_order(node: Node, root: nn.Module, memo: Memo) -> Effects:
     )
 
 
-def _inside(m: nn.Module, memo: Memo) -> Inside | None:
+def _inside(m: nn.Module, memo: Memo) -> ModuleEffects | None:
     """What calling a module does; ``None`` if it is not known."""
     if m not in memo:
         memo[m] = _look_inside(m, memo)
     return memo[m]
 
 
-def _look_inside(m: nn.Module, memo: Memo) -> Inside | None:
+def _look_inside(m: nn.Module, memo: Memo) -> ModuleEffects | None:
     if type(m).__module__ == "torch.export._unlift":  # what export puts in front of a graph to check its inputs
-        return Inside(Effects(check=True))
+        return ModuleEffects(Effects(check=True))
     if isinstance(m, fx.GraphModule):
         return None if is_changed(m) else _Walk(m, memo).run()
     children = _all_inside(m.children(), memo) if is_stock(m) else None
     return None if children is None else stock_inside(m, children)
 
 
-def _all_inside(modules: Iterable[nn.Module], memo: Memo) -> list[Inside] | None:
+def _all_inside(modules: Iterable[nn.Module], memo: Memo) -> list[ModuleEffects] | None:
     """What each of them does; ``None`` if one of them is not known."""
     found = []
     for m in modules:
@@ -143,7 +143,7 @@ class _Walk:
         self.found: list[Effects] = []
         self.writes = False
 
-    def run(self) -> Inside:
+    def run(self) -> ModuleEffects:
         outputs: tuple[Node, ...] = ()
         for node in self.gm.graph.nodes:
             if node.op == "placeholder":
@@ -159,7 +159,7 @@ class _Walk:
         total = union(self.found)
         if any(o in self.state for o in outputs):  # its state escapes under another name: nothing here can say so
             total = replace(total, impure=True, known=False, writes_state=total.reads_state)
-        return Inside(total, self.writes, any(o in self.inputs for o in outputs))
+        return ModuleEffects(total, self.writes, any(o in self.inputs for o in outputs))
 
     def attribute(self, node: Node) -> None:
         value = lookup(self.gm, node.target)

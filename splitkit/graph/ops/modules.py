@@ -16,7 +16,7 @@ from splitkit.graph.ops.names import torch_name
 
 
 @dataclass(frozen=True)
-class Inside:
+class ModuleEffects:
     """What a module does, seen from its caller: its own nodes are of no concern.
 
     Attributes:
@@ -69,27 +69,27 @@ def is_changed(module: nn.Module) -> bool:
     return "forward" in vars(module) or "parametrizations" in module._modules
 
 
-def stock_inside(m: nn.Module, children: Sequence[Inside]) -> Inside | None:
+def stock_inside(m: nn.Module, children: Sequence[ModuleEffects]) -> ModuleEffects | None:
     """What a module of torch.nn does in either mode, given what its children do; ``None`` if that is not known.
 
     ``training`` is not asked: parts may be put into the other mode later on.
     """
     name, inplace = type(m).__name__, bool(getattr(m, "inplace", False))
     if name in tables.DROPOUT_MODULES:
-        return Inside(Effects(random=cast(nn.Dropout, m).p != 0), inplace, True)
+        return ModuleEffects(Effects(random=cast(nn.Dropout, m).p != 0), inplace, True)
     effects = union((_own(m, name), *(c.effects for c in children)))
     if name == "Sequential":
-        return Inside(effects, *_in_turn(children))
+        return ModuleEffects(effects, *_in_turn(children))
     if name.startswith("Transformer") and name.endswith("Layer"):
         activation = getattr(m, "activation", None)
         if not isinstance(activation, nn.Module) and torch_name(activation) is None:
             return None
     if name in tables.FRESH_MODULES:
-        return Inside(effects, inplace, inplace)
-    return Inside(effects, any(c.writes for c in children), True) if name in tables.ALIAS_MODULES else None
+        return ModuleEffects(effects, inplace, inplace)
+    return ModuleEffects(effects, any(c.writes for c in children), True) if name in tables.ALIAS_MODULES else None
 
 
-def _in_turn(children: Sequence[Inside]) -> tuple[bool, bool]:
+def _in_turn(children: Sequence[ModuleEffects]) -> tuple[bool, bool]:
     """Does a chain of modules write its input, and does it return it?"""
     written, reached = False, True  # does what runs next get the input itself?
     for child in children:

@@ -10,7 +10,7 @@ from splitkit.search.recompute.moments import Moments
 from splitkit.solvers.cuts.min_cut import INFINITE, Network, min_cut
 from splitkit.training.choices import required_by_forward
 from splitkit.training.flow import nodes_in
-from splitkit.training.peaks import STATIC, Trace
+from splitkit.training.peaks import STATIC, PeakTrace
 
 _CUTS = 64  # nodes that are looked at
 
@@ -51,7 +51,7 @@ class Bounds:
             for values in (flow.outputs, flow.gradients)
         )
 
-    def peak(self, trace: Trace) -> int:
+    def peak(self, trace: PeakTrace) -> int:
         """No plan's peak is lower.
 
         Args:

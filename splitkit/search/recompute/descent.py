@@ -10,7 +10,7 @@ import numpy as np
 
 from splitkit.search.recompute.pool import Pool, Seen
 from splitkit.training.choices import Bools, Ints, Savings
-from splitkit.training.peaks import Trace
+from splitkit.training.peaks import PeakTrace
 
 _STEPS = 180_000  # nodes that one search simulates at most, all its tries together
 _MOST = 600  # tries of one search
@@ -72,7 +72,7 @@ class Descent:
         if others:
             wish = np.ones(len(best.runs), np.bool_)
             wish[self.savings.maker[best.choice.saved & self.savings.savable]] = False
-        _Walk(self, best, wish, effort * self._tries).go()
+        _Descent(self, best, wish, effort * self._tries).go()
 
     def under(self, budget: int) -> None:
         """Go down to the budget from plans over it that are quicker than the best within it, and stay so."""
@@ -81,7 +81,7 @@ class Descent:
         over = sorted((s for s in self.pool if s.peak > budget and s.seconds < most), key=lambda s: (s.peak, s.seconds))
         for start in over[:_STARTS]:
             if start.seconds < most:
-                end = _Walk(self, start, start.runs, self._tries // _STARTS, budget, most).go()
+                end = _Descent(self, start, start.runs, self._tries // _STARTS, budget, most).go()
                 most = min(most, end.seconds) if end.peak <= budget else most
 
     def cheaper(self, budget: int) -> None:
@@ -102,7 +102,7 @@ class Descent:
                     if seen.peak <= budget:
                         best, improved = seen, True
 
-    def moves(self, trace: Trace) -> Iterator[Ints]:
+    def moves(self, trace: PeakTrace) -> Iterator[Ints]:
         """Groups, then single ops: first those of whose results the most bytes are there at the peak."""
         at = int(trace.timeline.argmax())
         there = (trace.born <= at) & (trace.dies >= at)
@@ -113,7 +113,7 @@ class Descent:
         yield from self.free[np.argsort(-weight[self.free], kind="stable")][:, None]
 
 
-class _Walk:
+class _Descent:
     """One descent: to less height over the budget, or, without one, nearly at the peak.
 
     Attributes:
@@ -170,7 +170,7 @@ class _Walk:
         return True
 
 
-def _height(trace: Trace, high: int) -> int:
+def _height(trace: PeakTrace, high: int) -> int:
     """Bytes times steps above so many bytes."""
     return int(np.maximum(trace.timeline - high, 0).sum())
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from splitkit.search.recompute.network import Cutting, explained
 from splitkit.solvers.cuts.min_cut import INFINITE, ROOM
-from splitkit.solvers.cuts.parametric import Chain, Corner, TwoCosts
+from splitkit.solvers.cuts.parametric import Corner, NestedCuts, TwoCosts
 from splitkit.training.choices import Choice, Savings
 
 Ints = NDArray[np.int64]
@@ -59,7 +59,7 @@ class Hull:
         return tuple(self.cutting.choice(corner.side) for corner in self.corners)
 
     @cached_property
-    def _chains(self) -> dict[int, Chain]:
+    def _chains(self) -> dict[int, NestedCuts]:
         return {}
 
     def within(self, nbytes: int) -> Choice | None:

@@ -14,7 +14,7 @@ from torch.fx import Node
 from splitkit.solvers.recompute import Limit
 from splitkit.training.choices import Bools, Choice, Floats, Savings
 from splitkit.training.flow import BACKWARD, homes
-from splitkit.training.peaks import STATIC, Ints, Peaks, Trace
+from splitkit.training.peaks import STATIC, Ints, Peaks, PeakTrace
 
 _AT_ONCE = 6  # limits that one simulation adds
 _APART = 50  # of as many parts of the run, each adds one limit at most
@@ -59,7 +59,7 @@ class Moments:
             [index[user] for user in v.users if index[user] in self.own] + taken.get(v, []) for v in savings.values
         ]
 
-    def limits(self, choice: Choice, trace: Trace, budget: int) -> Iterator[Limit]:
+    def limits(self, choice: Choice, trace: PeakTrace, budget: int) -> Iterator[Limit]:
         """Limits that the choice exceeds, at the moments of its run that are furthest over the budget."""
         spans = _Spans(self, choice, trace)
         over = trace.timeline - budget
@@ -75,7 +75,7 @@ class Moments:
 class _Spans:
     """From when to when each value would be there, were it saved or computed again, in a run much like this one."""
 
-    def __init__(self, moments: Moments, choice: Choice, trace: Trace) -> None:
+    def __init__(self, moments: Moments, choice: Choice, trace: PeakTrace) -> None:
         self.moments, self.choice, self.trace = moments, choice, trace
         self.when = np.full(len(moments.peaks.nodes) + 1, len(trace.steps), dtype=np.int64)
         self.when[trace.steps[trace.forward :]] = np.arange(trace.forward, len(trace.steps))

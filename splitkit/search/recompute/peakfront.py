@@ -7,7 +7,7 @@ from functools import cached_property
 
 from splitkit.costs import Costs
 from splitkit.search.recompute.pool import Pool, Seen
-from splitkit.search.recompute.search import Search
+from splitkit.search.recompute.search import RecomputeSearch
 from splitkit.training.checkpoints import as_eager
 from splitkit.training.choices import savings
 from splitkit.training.flow import JointFlow
@@ -29,8 +29,8 @@ class PeakFront:
     budgets: int
 
     @cached_property
-    def _search(self) -> Search:
-        return Search(Pool(savings(self.flow, self.costs), Peaks(self.flow)))
+    def _search(self) -> RecomputeSearch:
+        return RecomputeSearch(Pool(savings(self.flow, self.costs), Peaks(self.flow)))
 
     @cached_property
     def plans(self) -> tuple[Seen, ...]:

@@ -13,7 +13,7 @@ from splitkit.plans.file import fingerprint
 from splitkit.plans.record import Plan
 from splitkit.training.choices import Bools, Choice, Savings
 from splitkit.training.flow import BACKWARD
-from splitkit.training.peaks import Peaks, Trace
+from splitkit.training.peaks import Peaks, PeakTrace
 from splitkit.training.replay import Replay
 
 
@@ -108,11 +108,11 @@ class Pool:
         choice = self.savings.choose(runs)
         return self._seen.get(choice.runs.tobytes()) or self._simulate(choice)[0]
 
-    def trace(self, runs: Bools) -> tuple[Seen, Trace]:
+    def trace(self, runs: Bools) -> tuple[Seen, PeakTrace]:
         """The same, and its run."""
         return self._simulate(self.savings.choose(runs))
 
-    def _simulate(self, choice: Choice) -> tuple[Seen, Trace]:
+    def _simulate(self, choice: Choice) -> tuple[Seen, PeakTrace]:
         trace, key = self._replay.trace(choice), choice.runs.tobytes()
         twice = (choice.runs & choice.forward).tobytes()
         self._known[key] = result = Result(twice, trace.peak, trace.saved_bytes)

@@ -15,7 +15,7 @@ from splitkit.search.recompute.hull import Hull
 from splitkit.search.recompute.moments import Floors, Moments
 from splitkit.search.recompute.network import Cutting, cheapest
 from splitkit.search.recompute.pool import Pool, Seen
-from splitkit.solvers.recompute import GAP, Found, Limit, Problem, Program
+from splitkit.solvers.recompute import GAP, Limit, Program, RecomputeProblem, RecomputeSolution
 
 _WINDOW = 1200  # ops that a program for saved bytes decides; about 24 layers of a transformer
 _ROUNDS = 12  # programs with limits of one budget
@@ -41,7 +41,7 @@ class Proof:
     limits: int
 
 
-class Search:
+class RecomputeSearch:
     """Searches for plans of one joint graph; all that it meets goes into the pool.
 
     Counts end every search: programs, nodes of their trees, tries. Seconds end it only where they are given.
@@ -57,15 +57,15 @@ class Search:
         problem, fixed = self.savings, self.savings.fixed
         savable = problem.savable | fixed[problem.maker]  # what is not computed again is saved, views and tuples too
         self._program = Program(
-            Problem(
+            RecomputeProblem(
                 problem.price, problem.maker, problem.storage, savable, problem.needed, problem.nbytes, problem.reads
             )
         )
         self._programs = 0
 
-    def anew(self) -> Search:
+    def anew(self) -> RecomputeSearch:
         """A search that ends when this one does, and knows nothing of what this one saw."""
-        other = Search(self.pool.fresh())
+        other = RecomputeSearch(self.pool.fresh())
         other.until, other._share = self.until, self._share
         return other
 
@@ -216,6 +216,6 @@ class Search:
         """Seconds that the next program may take."""
         return max(0.0, min(self._share, self.until - monotonic()))
 
-    def _solve(self, limits: list[Limit]) -> Found:
+    def _solve(self, limits: list[Limit]) -> RecomputeSolution:
         self._programs += 1
         return self._program.near(limits, self._left(), _GAP)

@@ -76,7 +76,7 @@ class TwoCosts:
         else:
             yield end
 
-    def between(self, start: Corner, end: Corner, rank: Ints) -> Chain:
+    def between(self, start: Corner, end: Corner, rank: Ints) -> NestedCuts:
         """Cuts on the edge of the hull between two corners, each with a larger side of the source than the last.
 
         Args:
@@ -85,7 +85,7 @@ class TwoCosts:
             rank: (size,); of vertices that may change sides next, those of the highest rank do.
         """
         cut = self._cut(start.side, ~end.side, *_rates(start, end))
-        return Chain(self, start, tuple(_steps(cut, end.side & ~start.side, rank)))
+        return NestedCuts(self, start, tuple(_steps(cut, end.side & ~start.side, rank)))
 
     def _cut(self, inside: Bools, outside: Bools, first: int, second: int) -> Cut:
         """The minimum cut of costs at these rates, with some vertices on known sides; sides are of all vertices."""
@@ -107,7 +107,7 @@ class TwoCosts:
 
 
 @dataclass(frozen=True, eq=False)
-class Chain:
+class NestedCuts:
     """See `TwoCosts.between`.
 
     Attributes:

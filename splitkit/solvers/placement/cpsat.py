@@ -18,7 +18,7 @@ import numpy as np
 from splitkit.solvers.placement.core import BIG, Core
 from splitkit.solvers.placement.problem import Ints
 from splitkit.solvers.placement.stages.ladder import Ladder
-from splitkit.solvers.placement.stages.stages import Stages, fits, stage_loads
+from splitkit.solvers.placement.stages.stages import StageRanks, fits, stage_loads
 
 _WHOLE = 10**7  # the limit, as a whole number of the model
 
@@ -28,7 +28,7 @@ def available() -> bool:
     return "highspy" not in sys.modules and find_spec("ortools") is not None
 
 
-def stages_by_cpsat(core: Core, ladder: Ladder, best: Stages, seconds: float) -> tuple[Stages | None, int]:
+def stages_by_cpsat(core: Core, ladder: Ladder, best: StageRanks, seconds: float) -> tuple[StageRanks | None, int]:
     """Better stages than the best, if there are any and the time is enough, and a bound on the greatest load."""
     slots = max(sum(used) for used in ladder.used)
     model = _Model(core, slots, best.value)
@@ -44,7 +44,7 @@ def stages_by_cpsat(core: Core, ladder: Ladder, best: Stages, seconds: float) ->
     if not fits(core, rank, of_stage, flights):
         return None, bound
     value = int(stage_loads(core, rank, of_stage).max())
-    return (Stages(value, rank, of_stage) if value < best.value else None), bound
+    return (StageRanks(value, rank, of_stage) if value < best.value else None), bound
 
 
 def sets_by_cpsat(core: Core, device: Ints, limit: int, fill: bool, seconds: float) -> tuple[Ints | None, int]:

@@ -13,11 +13,11 @@ import numpy as np
 from splitkit.solvers.placement.anneal import Places
 from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.groups import coloured, fused
-from splitkit.solvers.placement.problem import Device, Problem
+from splitkit.solvers.placement.problem import Problem, Slot
 from splitkit.solvers.placement.sets.packing import packed, some_sets
 from splitkit.solvers.placement.solution import InfeasibleError
 from splitkit.solvers.placement.stages.ladder import MOST_LEVELS, ladder, level_count
-from splitkit.solvers.placement.stages.search import Search
+from splitkit.solvers.placement.stages.search import StageSearch
 
 _EACH = 2.0  # seconds to find out whether one capacity or one number of devices would do
 _ALL = 10.0  # seconds after which what is known is given
@@ -36,7 +36,7 @@ def stages_fit(problem: Problem, *, quick: bool = False) -> bool | None:
     if core.barred.all(axis=0).any() or level_count(core, problem.ordered) > MOST_LEVELS:
         return False
     steps = ladder(core, problem.in_flight, ordered=problem.ordered, fill=problem.fill)
-    search = Search(core.reversed(), steps, _EACH, joinable=False)
+    search = StageSearch(core.reversed(), steps, _EACH, joinable=False)
     if quick:
         search.along_orders(any_will_do=True)
     else:
@@ -172,7 +172,7 @@ def _fewest(problem: Problem, fit: Callable[[Problem], bool | None], deadline: f
     largest = max(limited, key=lambda d: d.capacity)
 
     def enough(count: int) -> bool | None:
-        devices: list[Device] = [*others, *[largest] * count]
+        devices: list[Slot] = [*others, *[largest] * count]
         return fit(replace(problem, devices=tuple(devices), fill=False))
 
     most = len(limited)

@@ -20,7 +20,7 @@ class BadProblemError(ValueError):
     """A problem that makes no sense.
 
     Attributes:
-        field: of `Problem` or `Device`.
+        field: of `Problem` or `Slot`.
         units: those concerned.
         devices: those concerned.
     """
@@ -33,7 +33,7 @@ class BadProblemError(ValueError):
 
 
 @dataclass(frozen=True)
-class Device:
+class Slot:
     """Where units can go.
 
     Attributes:
@@ -79,7 +79,7 @@ class Problem:
     net_starts: Ints
     pins: Ints
     edges: Ints
-    devices: tuple[Device, ...]
+    devices: tuple[Slot, ...]
     colours: Ints
     backward: Bools
     saved: Ints
@@ -94,7 +94,7 @@ class Problem:
         seconds: Floats,
         nets: list[tuple[float, tuple[int, ...]]],
         edges: list[tuple[int, int]],
-        devices: list[Device],
+        devices: list[Slot],
         *,
         nbytes: Ints | None = None,
         colours: Ints | None = None,

@@ -10,7 +10,7 @@ import numpy as np
 from splitkit.solvers.placement.core import Core
 from splitkit.solvers.placement.evaluate import loads
 from splitkit.solvers.placement.problem import Floats, Ints, Problem
-from splitkit.solvers.placement.stages.stages import Stages
+from splitkit.solvers.placement.stages.stages import StageRanks
 
 Key = Callable[[Ints, tuple[int, ...]], tuple[float, ...]]
 """What ties are broken by, the least first: (device of each unit, used devices from first stage to last) -> key."""
@@ -95,7 +95,9 @@ class InfeasibleError(ValueError):
         self.exact = exact
 
 
-def preferred(problem: Problem, core: Core, plans: list[Stages], prefer: Key | None) -> tuple[Ints, tuple[int, ...]]:
+def preferred(
+    problem: Problem, core: Core, plans: list[StageRanks], prefer: Key | None
+) -> tuple[Ints, tuple[int, ...]]:
     """The best of several stages, placed: by their greatest load, then by the key, then the first.
 
     Args:
@@ -113,7 +115,7 @@ def preferred(problem: Problem, core: Core, plans: list[Stages], prefer: Key | N
     return min(best, key=lambda place: prefer(*place)) if prefer else best[0]
 
 
-def placed(core: Core, stages: Stages) -> tuple[Ints, tuple[int, ...]]:
+def placed(core: Core, stages: StageRanks) -> tuple[Ints, tuple[int, ...]]:
     """The device of each unit of the problem, and the used devices from the first stage to the last."""
     unused = {kind: list(spec.devices) for kind, spec in enumerate(core.kinds)}
     first_to_last = [unused[kind].pop(0) for kind in reversed(stages.kinds)]

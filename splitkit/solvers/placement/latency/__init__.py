@@ -1,1 +1,1 @@
-"""One sample as soon as possible."""
+"""The objective latency: one sample as soon as possible, by lists, moves and a bound."""

@@ -36,11 +36,11 @@ def path_bound(problem: Problem, timing: Timing, group: Ints, value: float, seco
         value: a makespan that is reached.
         seconds: for the search.
     """
-    program = _Program(problem, timing, group, value)
+    program = _LatencyProgram(problem, timing, group, value)
     return program.solve(seconds) if program.rows.columns <= _MOST_COLUMNS else 0.0
 
 
-class _Program:
+class _LatencyProgram:
     """One column for each group and device; the hosts together are the last device."""
 
     def __init__(self, problem: Problem, timing: Timing, group: Ints, value: float) -> None:

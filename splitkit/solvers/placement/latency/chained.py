@@ -10,7 +10,7 @@ from splitkit.solvers.placement.core import BIG, Core
 from splitkit.solvers.placement.latency.makespan import HOST
 from splitkit.solvers.placement.orders import orders
 from splitkit.solvers.placement.problem import Ints
-from splitkit.solvers.placement.stages.along import Line
+from splitkit.solvers.placement.stages.along import Along
 from splitkit.solvers.placement.stages.ladder import Step
 
 _MOST_LEVELS = 512
@@ -20,13 +20,13 @@ def chained(core: Core) -> list[Ints]:
     """(n,) an accelerator's number, or `HOST`, for each unit, for each of several orders; none if nothing fits."""
     found = []
     for order in orders(core):
-        device = _along(Line(core, order))
+        device = _along(Along(core, order))
         if device is not None:
             found.append(device)
     return found
 
 
-def _along(line: Line) -> Ints | None:
+def _along(line: Along) -> Ints | None:
     """The least sum of the times of pieces and host units along an order."""
     core = line.core
     kinds = [kind for kind, spec in enumerate(core.kinds) if not spec.host]
@@ -60,7 +60,7 @@ def _along(line: Line) -> Ints | None:
 
 
 def _device(
-    line: Line, kinds: list[int], came: dict[tuple[int, ...], list[tuple[int, int]]], level: tuple[int, ...]
+    line: Along, kinds: list[int], came: dict[tuple[int, ...], list[tuple[int, int]]], level: tuple[int, ...]
 ) -> Ints:
     device = np.full(line.core.size, HOST, np.int64)
     place = len(line.places) - 1
@@ -74,7 +74,7 @@ def _device(
     return device
 
 
-def _host_times(line: Line) -> Ints:
+def _host_times(line: Along) -> Ints:
     """The time that a host takes from each place to the next."""
     core = line.core
     hosts = [kind for kind, spec in enumerate(core.kinds) if spec.host]

@@ -16,8 +16,8 @@ from splitkit.solvers.placement.problem import Problem
 from splitkit.solvers.placement.solution import Key, Solution, preferred
 from splitkit.solvers.placement.stages.contiguous import SECONDS, contiguous
 from splitkit.solvers.placement.stages.ladder import MOST_LEVELS, Ladder, ladder, level_count
-from splitkit.solvers.placement.stages.search import MOST_UNITS, Search
-from splitkit.solvers.placement.stages.stages import Stages
+from splitkit.solvers.placement.stages.search import MOST_UNITS, StageSearch
+from splitkit.solvers.placement.stages.stages import StageRanks
 
 MOST_EXACT = 2000
 """Units up to which `contiguous` is tried first."""
@@ -101,7 +101,7 @@ def _found(problem: Problem, core: Core, seconds: float, prefer: Key | None, sta
     )
 
 
-def _plans(search: Search, cycles: VCycle, most: int) -> list[Stages]:
+def _plans(search: StageSearch, cycles: VCycle, most: int) -> list[StageRanks]:
     """What was found, each better than those before it."""
     found = list(search.plans)
     if search.closed:
@@ -118,8 +118,8 @@ def _plans(search: Search, cycles: VCycle, most: int) -> list[Stages]:
     return found
 
 
-def _along_orders(core: Core, steps: Ladder) -> Search:
+def _along_orders(core: Core, steps: Ladder) -> StageSearch:
     """The best along nine orders, and the bound that needs no search."""
-    search = Search(core, steps, _FAR, joinable=False)
+    search = StageSearch(core, steps, _FAR, joinable=False)
     search.along_orders()
     return search

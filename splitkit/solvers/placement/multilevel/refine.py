@@ -12,7 +12,7 @@ import numpy as np
 
 from splitkit.solvers.placement.core import Core
 from splitkit.solvers.placement.problem import Ints
-from splitkit.solvers.placement.stages.stages import Stages, stage_loads
+from splitkit.solvers.placement.stages.stages import StageRanks, stage_loads
 
 _PATIENCE = 20  # moves of a pass after the best
 _LOOKED = 24  # heap entries that are passed over for a move that is possible
@@ -20,7 +20,7 @@ _SMALL = 32  # pins up to which all pins of a net are weighed again when one of 
 _REACH = 2  # stages that a pair can be apart
 
 
-def refined(core: Core, stages: Stages, flights: Ints, rounds: int) -> Stages:
+def refined(core: Core, stages: StageRanks, flights: Ints, rounds: int) -> StageRanks:
     """Stages with no greater greatest load; the classes of their devices stay, and no stage becomes empty.
 
     Args:
@@ -35,13 +35,13 @@ def refined(core: Core, stages: Stages, flights: Ints, rounds: int) -> Stages:
         if not moves.round() or max(moves.loads) >= before:
             break
     rank = np.array(moves.rank, np.int64)
-    return Stages(int(stage_loads(core, rank, stages.kinds).max()), rank, stages.kinds)
+    return StageRanks(int(stage_loads(core, rank, stages.kinds).max()), rank, stages.kinds)
 
 
 class _Moves:
     """Stages that change by moves of units, as lists: single steps in Python are quicker so."""
 
-    def __init__(self, core: Core, stages: Stages, flights: Ints) -> None:
+    def __init__(self, core: Core, stages: StageRanks, flights: Ints) -> None:
         self.rank: list[int] = stages.rank.tolist()
         self.loads: list[int] = stage_loads(core, stages.rank, stages.kinds).tolist()
         self._count = len(stages.kinds)

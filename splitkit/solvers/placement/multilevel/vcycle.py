@@ -16,9 +16,9 @@ from splitkit.solvers.placement.multilevel.coarsen import Coarse, coarsened
 from splitkit.solvers.placement.multilevel.refine import refined
 from splitkit.solvers.placement.orders import within
 from splitkit.solvers.placement.problem import Ints
-from splitkit.solvers.placement.stages.along import Line
+from splitkit.solvers.placement.stages.along import Along
 from splitkit.solvers.placement.stages.ladder import Ladder
-from splitkit.solvers.placement.stages.stages import Stages
+from splitkit.solvers.placement.stages.stages import StageRanks
 
 _COARSEST, _SHARE, _EACH = 1000, 4, 20  # the coarsest core has so many units or a fourth of all, at least 20 a device
 _ROUNDS = 6  # over all pairs of stages, for each core
@@ -40,13 +40,13 @@ class VCycle:
         devices = sum(len(kind.devices) for kind in core.kinds)
         self._coarsest = max(min(_COARSEST, core.size // _SHARE), _EACH * devices)
 
-    def fresh(self, place: Callable[[Core], Stages | None]) -> Stages | None:
+    def fresh(self, place: Callable[[Core], StageRanks | None]) -> StageRanks | None:
         """Stages that are found for the coarsest core, refined; None if none are found."""
         levels = coarsened(self._core, self._coarsest)
         found = place(levels[-1].core if levels else self._core)
         return self._refined(levels, found, np.random.default_rng(0)) if found else None
 
-    def again(self, stages: Stages, seed: int) -> Stages:
+    def again(self, stages: StageRanks, seed: int) -> StageRanks:
         """Stages with no greater greatest load, through coarser cores in which every unit is of one stage."""
         levels = coarsened(self._core, self._coarsest, stages.rank, seed)
         rank = stages.rank
@@ -54,23 +54,23 @@ class VCycle:
             rank = rank[np.unique(level.label, return_index=True)[1]]
         return self._refined(levels, replace(stages, rank=rank), np.random.default_rng(seed))
 
-    def _refined(self, levels: list[Coarse], stages: Stages, random: np.random.Generator) -> Stages:
+    def _refined(self, levels: list[Coarse], stages: StageRanks, random: np.random.Generator) -> StageRanks:
         """Stages of the finest core from those of the coarsest, better at each level."""
         for level in reversed(levels):
             stages = self._better(level.core, stages, random)
             stages = replace(stages, rank=stages.rank[level.label])
         return self._better(self._core, stages, random)
 
-    def _better(self, core: Core, stages: Stages, random: np.random.Generator) -> Stages:
+    def _better(self, core: Core, stages: StageRanks, random: np.random.Generator) -> StageRanks:
         """Better stages by moves, then by other cuts along an order in which the stages follow each other."""
         stages = refined(core, stages, self._flights(stages.kinds), _ROUNDS)
         found = _along(core, stages, random).best(self._ladder, stages.value)
         return found[0] if found else stages
 
-    def ties(self, stages: Stages, count: int) -> list[Stages]:
+    def ties(self, stages: StageRanks, count: int) -> list[StageRanks]:
         """Some other stages that are as good, along orders in which the stages follow each other."""
         random = np.random.default_rng(0)
-        found: list[Stages] = []
+        found: list[StageRanks] = []
         while len(found) < count:
             drawn = list(_along(self._core, stages, random).ties(self._ladder, stages.value, _OF_AN_ORDER, random))
             if not drawn:
@@ -87,10 +87,10 @@ class VCycle:
         return np.array([self._ladder.flight(count) for count in after], np.int64)
 
 
-def _along(core: Core, stages: Stages, random: np.random.Generator) -> Line:
+def _along(core: Core, stages: StageRanks, random: np.random.Generator) -> Along:
     """A random order in which the stages follow each other, with the places near where they are cut."""
     cuts = np.cumsum(np.bincount(stages.rank))[:-1]
     reach = max(_NEAREST, _PLACES // (2 * max(1, len(cuts))))
     places = (cuts[:, None] + np.arange(-reach, reach + 1)[None]).ravel()
     places = np.unique(np.concatenate([[0, core.size], np.clip(places, 0, core.size)]))
-    return Line(core, within(core, stages.rank, random), places)
+    return Along(core, within(core, stages.rank, random), places)

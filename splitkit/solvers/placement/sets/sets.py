@@ -49,7 +49,7 @@ def noncontiguous(problem: Problem, *, seconds: float = SECONDS, advise: bool = 
     check(problem, core)
     joinable = exact_links(problem) and not problem.fill
     small = contracted(core, acyclic=False) if joinable else core
-    search = _Search(problem, small, seconds, joinable)
+    search = _SetSearch(problem, small, seconds, joinable)
     search.run()
     if search.best is None:
         raise lacking(problem, sets_fit, proven=search.excluded, advise=advise)
@@ -69,7 +69,7 @@ def noncontiguous(problem: Problem, *, seconds: float = SECONDS, advise: bool = 
     )
 
 
-class _Search:
+class _SetSearch:
     """The best sets so far, and what is proven, in seconds of the problem."""
 
     def __init__(self, problem: Problem, core: Core, seconds: float, joinable: bool) -> None:

@@ -14,13 +14,13 @@ import numpy as np
 from splitkit.solvers.placement.core import BIG, Core
 from splitkit.solvers.placement.problem import Ints
 from splitkit.solvers.placement.stages.ladder import Ladder, Step
-from splitkit.solvers.placement.stages.stages import Stages
+from splitkit.solvers.placement.stages.stages import StageRanks
 
 PLACES = 2048
 """Where an order can be cut, at most; of a longer one the cheapest places are taken, then those near the best cuts."""
 
 
-class Line:
+class Along:
     """One order of the units, its places, and the loads of its stretches."""
 
     def __init__(self, core: Core, order: Ints, places: Ints | None = None) -> None:
@@ -37,14 +37,14 @@ class Line:
         """Whether every place of the order is one."""
         return len(self.places) == self.core.size + 1
 
-    def near(self, cuts: Ints) -> Line:
+    def near(self, cuts: Ints) -> Along:
         """The same order with the places next to given ones."""
         reach = max(1, PLACES // (2 * max(1, len(cuts))))
         around = (cuts[:, None] + np.arange(-reach, reach + 1)[None]).ravel()
         size = self.core.size
-        return Line(self.core, self.order, np.unique(np.concatenate([[0, size], np.clip(around, 0, size)])))
+        return Along(self.core, self.order, np.unique(np.concatenate([[0, size], np.clip(around, 0, size)])))
 
-    def best(self, ladder: Ladder, limit: int) -> tuple[Stages, Ints] | None:
+    def best(self, ladder: Ladder, limit: int) -> tuple[StageRanks, Ints] | None:
         """The best stages with all loads below ``limit`` and where they are cut, or None."""
         values = self._values(ladder, limit)
         end = min(ladder.ends, key=lambda level: (values[level, -1], level))
@@ -144,7 +144,7 @@ class Line:
         first = np.unique(block[by_cost], return_index=True)[1]
         return np.concatenate([[0], 1 + by_cost[first], [size]]).astype(np.int64)
 
-    def ties(self, ladder: Ladder, value: int, count: int, random: np.random.Generator) -> Iterator[Stages]:
+    def ties(self, ladder: Ladder, value: int, count: int, random: np.random.Generator) -> Iterator[StageRanks]:
         """Some of the stages with all loads at most ``value``, drawn step by step; the same may come twice."""
         values = self._values(ladder, value + 1)
         ends = [level for level in ladder.ends if values[level, -1] <= value]
@@ -153,7 +153,7 @@ class Line:
 
     def _path(
         self, ladder: Ladder, values: Ints, end: int, value: int, random: np.random.Generator | None = None
-    ) -> tuple[Stages, Ints]:
+    ) -> tuple[StageRanks, Ints]:
         """Stages with loads up to a value, from the last step back: any, or drawn at random; and their cuts."""
         level, place = end, len(self.places) - 1
         cuts: list[tuple[int, int]] = []
@@ -166,7 +166,7 @@ class Line:
         rank = np.empty(self.core.size, np.int64)
         ends = np.array([cut for cut, _ in cuts], np.int64)
         rank[self.order] = np.searchsorted(ends, np.arange(self.core.size), side="right")
-        return Stages(value, rank, tuple(kind for _, kind in cuts)), ends[:-1]
+        return StageRanks(value, rank, tuple(kind for _, kind in cuts)), ends[:-1]
 
     def _came_from(
         self, ladder: Ladder, values: Ints, level: int, place: int, value: int, random: np.random.Generator | None

@@ -15,7 +15,7 @@ from splitkit.solvers.placement.memory import lacking, stages_fit
 from splitkit.solvers.placement.problem import Problem
 from splitkit.solvers.placement.solution import Key, Solution, preferred
 from splitkit.solvers.placement.stages.ladder import MOST_LEVELS, ladder, level_count
-from splitkit.solvers.placement.stages.search import Search
+from splitkit.solvers.placement.stages.search import StageSearch
 
 SECONDS = 9.0
 _PROGRAMS, _CLOSE = ("highs", "cpsat"), 2e-6  # solvers over floats or rounded numbers; relative: what they may be off
@@ -51,7 +51,7 @@ def contiguous(
     joinable = exact and not problem.fill
     small = contracted(core) if joinable and core.size <= _MOST_CONTRACTED else core
     steps = ladder(small, problem.in_flight, ordered=problem.ordered, fill=problem.fill)
-    search = Search(small.reversed(), steps, seconds, joinable=joinable)
+    search = StageSearch(small.reversed(), steps, seconds, joinable=joinable)
     search.run()
     if search.best is None:
         raise lacking(problem, stages_fit, proven=search.closed, advise=advise)

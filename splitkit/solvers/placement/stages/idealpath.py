@@ -15,7 +15,7 @@ from splitkit.solvers.placement.problem import Ints
 from splitkit.solvers.placement.stages.dominance import Dominance, applies
 from splitkit.solvers.placement.stages.ideals import Effort, Ideals, TooManyError, Words, weights
 from splitkit.solvers.placement.stages.ladder import Ladder
-from splitkit.solvers.placement.stages.stages import Stages, stage_loads
+from splitkit.solvers.placement.stages.stages import StageRanks, stage_loads
 
 _MOST_CELLS = 3 * 10**8  # ideals times nets that are kept in memory
 _CLOSE = 256  # the least value is looked for by halving until so small a part of it is left, then directly
@@ -23,7 +23,7 @@ _CLOSE = 256  # the least value is looked for by halving until so small a part o
 
 def best_stages(
     core: Core, ladder: Ladder, limit: int, found: Ideals, effort: Effort, floor: int = 0
-) -> tuple[Stages | None, int]:
+) -> tuple[StageRanks | None, int]:
     """Stages with a load below ``limit``, None if none were found, and a bound on their greatest load up to ``limit``.
 
     They are the best, and the bound is their value, unless the effort was not enough.
@@ -79,7 +79,7 @@ class _Search:
             self._from[step.low].append(index)
         self.dominance = Dominance(core, found, self._pins) if applies(core, ladder) else None
 
-    def run(self, floor: int, limit: int) -> Stages | None:
+    def run(self, floor: int, limit: int) -> StageRanks | None:
         """Stages below a limit: the best, or any that are not above the floor; None if there are none."""
         ladder, count = self._ladder, self._found.count
         self._limit = limit
@@ -127,7 +127,7 @@ class _Search:
                 self._values[step.high, better] = self._values[level, better]
                 self._parents[step.high, better, 0], self._parents[step.high, better, 1] = better, index
 
-    def _stages(self) -> Stages | None:
+    def _stages(self) -> StageRanks | None:
         """The best stages that end at everything."""
         last = self._found.count - 1
         end = min(self._ladder.ends, key=lambda level: (self._values[level, last], level))
@@ -145,7 +145,7 @@ class _Search:
         inside = replace(self._found, bits=self._found.bits[:, path]).members(self._core.size)
         rank: Ints = len(kinds) - inside.sum(axis=1, dtype=np.int64)
         of_stage = tuple(reversed(kinds))
-        return Stages(int(stage_loads(self._core, rank, of_stage).max()), rank, of_stage)
+        return StageRanks(int(stage_loads(self._core, rank, of_stage).max()), rank, of_stage)
 
     def _larger(self, ideal: int) -> Ints:
         """The targets that hold an ideal and not too much more."""

@@ -16,13 +16,13 @@ from splitkit.solvers.placement.core import BIG, Core
 from splitkit.solvers.placement.mip import Rows
 from splitkit.solvers.placement.problem import Floats, Ints
 from splitkit.solvers.placement.stages.ladder import Ladder
-from splitkit.solvers.placement.stages.stages import Stages, fits, stage_loads
+from splitkit.solvers.placement.stages.stages import StageRanks, fits, stage_loads
 
 _MARGIN = 1e-6  # relative: what HiGHS may be off
 _MOST_COLUMNS = 4_000  # of more it finds little, and overruns its time
 
 
-def stage_program(core: Core, ladder: Ladder, limit: int, seconds: float) -> tuple[Stages | None, int]:
+def stage_program(core: Core, ladder: Ladder, limit: int, seconds: float) -> tuple[StageRanks | None, int]:
     """The best stages below ``limit`` that are found in time, and a bound on their greatest load.
 
     Args:
@@ -60,7 +60,7 @@ class _Program:
                 self._load(slot, kind)
                 self._memory(slot, kind)
 
-    def solve(self, seconds: float) -> tuple[Stages | None, int]:
+    def solve(self, seconds: float) -> tuple[StageRanks | None, int]:
         """What HiGHS finds, checked and counted again in whole numbers, and what it proves."""
         columns = self._rows.columns
         price, low, high = np.zeros(columns), np.zeros(columns), np.ones(columns)
@@ -134,7 +134,7 @@ class _Program:
         parts = [columns.ravel(), self._on[slot, [kind]]]
         self._rows.add_sum(np.concatenate(parts), np.concatenate([factors.ravel(), [1.0]]), high=room + 1.0)
 
-    def _stages_of(self, x: Floats) -> Stages | None:
+    def _stages_of(self, x: Floats) -> StageRanks | None:
         """The stages of a solution; None if they are not below the limit, or do not fit, counted exactly."""
         slot = (x[self._by] < 0.5).sum(axis=1)
         on = x[self._on].argmax(axis=1)
@@ -146,4 +146,4 @@ class _Program:
         if not fits(self._core, rank, kinds, flights):
             return None
         value = int(stage_loads(self._core, rank, kinds).max())
-        return Stages(value, rank, kinds) if value < self._limit else None
+        return StageRanks(value, rank, kinds) if value < self._limit else None

@@ -13,12 +13,12 @@ from splitkit.solvers.placement.contract import relaxed, tightened
 from splitkit.solvers.placement.core import BIG, Core
 from splitkit.solvers.placement.orders import by_key, orders, within
 from splitkit.solvers.placement.problem import GRACE, Ints
-from splitkit.solvers.placement.stages.along import PLACES, Line
+from splitkit.solvers.placement.stages.along import PLACES, Along
 from splitkit.solvers.placement.stages.idealpath import best_stages
 from splitkit.solvers.placement.stages.ideals import Effort, TooManyError, ideals
 from splitkit.solvers.placement.stages.ladder import Ladder
 from splitkit.solvers.placement.stages.program import stage_program
-from splitkit.solvers.placement.stages.stages import Stages, fits, stage_loads
+from splitkit.solvers.placement.stages.stages import StageRanks, fits, stage_loads
 
 MOST_UNITS = 6000
 """Beyond so many units only orders are tried."""
@@ -32,7 +32,7 @@ _RELAXED = (1.0, 0.02, 0.001)  # work on a host that a relaxation leaves out, as
 _TIES = 16  # plans of equal value that are drawn, of each order
 
 
-class Search:
+class StageSearch:
     """The best stages so far, from the last to the first, and what is proven.
 
     Attributes:
@@ -46,10 +46,10 @@ class Search:
     def __init__(self, core: Core, ladder: Ladder, seconds: float, *, joinable: bool) -> None:
         self.core = core
         self.ladder = ladder
-        self.best: Stages | None = None
+        self.best: StageRanks | None = None
         self.bound = bounds.simple(core)
         self.found_by = self.proved_by = "bound"
-        self.plans: list[Stages] = []
+        self.plans: list[StageRanks] = []
         self._seconds = seconds
         self._deadline = time.monotonic() + _FAR * seconds + GRACE
         self._effort = Effort(int(_STEPS * seconds), self._deadline)
@@ -98,7 +98,7 @@ class Search:
     def along_orders(self, *, any_will_do: bool = False) -> None:
         """The best along each of a few orders."""
         for index, order in enumerate(orders(self.core)):
-            line = Line(self.core, order)
+            line = Along(self.core, order)
             if not index:
                 self._order = order
             found = line.best(self.ladder, self.limit)
@@ -111,15 +111,15 @@ class Search:
             if self.closed or (any_will_do and self.best):
                 return
 
-    def ties(self) -> list[Stages]:
+    def ties(self) -> list[StageRanks]:
         """Some of the stages that are as good as the best."""
         assert self.best
         random = np.random.default_rng(0)
-        found: list[Stages] = []
+        found: list[StageRanks] = []
         for order in orders(self.core):
             if self._time_left() <= 0:
                 break
-            found += Line(self.core, order).ties(self.ladder, self.best.value, _TIES, random)
+            found += Along(self.core, order).ties(self.ladder, self.best.value, _TIES, random)
         return found
 
     def over_ideals(self, share: float = 1.0, failures: int = _MOST_FAILURES) -> None:
@@ -162,13 +162,13 @@ class Search:
         most = min(self.limit, int((core.work.sum(axis=1) + core.costs.sum(axis=1)).max()) + 1)
         return min(self.limit, self.bound + 1 + int(max(0, most - self.bound) * reach))
 
-    def _try(self, found: Stages) -> bool:
+    def _try(self, found: StageRanks) -> bool:
         """Take the stages of a relaxation if they are better than the best; whether they are."""
         if not fits(self.core, found.rank, found.kinds, self._flights(found.kinds)):
             return False
         before = self.limit
         value = int(stage_loads(self.core, found.rank, found.kinds).max())
-        self._take(Stages(value, found.rank, found.kinds), "ideals")
+        self._take(StageRanks(value, found.rank, found.kinds), "ideals")
         return self.limit < before
 
     def by_reordering(self) -> None:
@@ -179,7 +179,7 @@ class Search:
         for _ in range(max(1, min(_REORDERINGS, int(_REORDERED * _STEPS * self._seconds / each)))):
             if self.best is None or self.closed or self._time_left() <= 0:
                 return
-            found = Line(self.core, within(self.core, self.best.rank, random)).best(self.ladder, self.limit)
+            found = Along(self.core, within(self.core, self.best.rank, random)).best(self.ladder, self.limit)
             if found:
                 self._take(found[0], "orders")
 
@@ -193,8 +193,8 @@ class Search:
         population = Population(self.core, places, start, rows_of(self.core, len(kinds)))
         population.run(Schedule(population.rounds(seconds), self._deadline), self.bound / self.core.scale)
         value = int(stage_loads(self.core, population.best, kinds).max())
-        self._take(Stages(value, population.best, kinds), "annealing")
-        line = Line(self.core, by_key(self.core, population.best.astype(np.float64)))
+        self._take(StageRanks(value, population.best, kinds), "annealing")
+        line = Along(self.core, by_key(self.core, population.best.astype(np.float64)))
         found = line.best(self.ladder, self.limit)
         if found:
             self._take(found[0], "annealing")
@@ -216,10 +216,10 @@ class Search:
         assert self.best
         core, label = self._joined(self.limit)
         first = np.unique(label, return_index=True)[1]
-        start = Stages(self.best.value, self.best.rank[first], self.best.kinds)
+        start = StageRanks(self.best.value, self.best.rank[first], self.best.kinds)
         found, bound = cpsat.stages_by_cpsat(core, self.ladder, start, seconds)
         if found:
-            self._take(Stages(found.value, found.rank[label], found.kinds), "cpsat")
+            self._take(StageRanks(found.value, found.rank[label], found.kinds), "cpsat")
         self._prove(min(bound, self.limit), "cpsat")
 
     def by_program(self, seconds: float) -> None:
@@ -227,15 +227,15 @@ class Search:
         core, label = self._joined(self.limit)
         found, bound = stage_program(core, self.ladder, self.limit, seconds)
         if found:
-            self._take(Stages(found.value, found.rank[label], found.kinds), "highs")
+            self._take(StageRanks(found.value, found.rank[label], found.kinds), "highs")
         self._prove(min(bound, self.limit), "highs")
 
-    def _over_ideals(self, limit: int, share: float, effort: Effort) -> tuple[Stages | None, int]:
+    def _over_ideals(self, limit: int, share: float, effort: Effort) -> tuple[StageRanks | None, int]:
         """Stages below a limit of the core relaxed with a share, and a bound on what they can be."""
         joined, label = self._joined(limit, share)
         found = ideals(joined, self.ladder, limit, self._order_of(joined, label), effort)
         stages, bound = best_stages(joined, self.ladder, limit, found, effort, self.bound)
-        return (Stages(stages.value, stages.rank[label], stages.kinds) if stages else None), bound
+        return (StageRanks(stages.value, stages.rank[label], stages.kinds) if stages else None), bound
 
     def _joined(self, limit: int, share: float = 0.0) -> tuple[Core, Ints]:
         """The core with all joined that must be together below a limit, and the unit there of each unit.
@@ -255,7 +255,7 @@ class Search:
         np.minimum.at(key, label, position)
         return by_key(joined, key)
 
-    def _take(self, found: Stages, solver: str) -> None:
+    def _take(self, found: StageRanks, solver: str) -> None:
         if found.value < self.limit:
             self.best, self.found_by = found, solver
             self.plans.append(found)

@@ -11,7 +11,7 @@ from splitkit.solvers.placement.problem import Ints
 
 
 @dataclass(frozen=True, eq=False)
-class Stages:
+class StageRanks:
     """Units in stages, from the last stage to the first.
 
     Attributes:
