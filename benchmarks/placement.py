@@ -1,6 +1,6 @@
 """Placement on the published workloads, beside published values: ``--json`` for machines.
 
-contiguous     stages: the most loaded device, each device's forward units a convex set, in an order without circles
+contiguous     stages: the most loaded device, each device's forward units a convex set, in an order without cycles
 noncontiguous  sets: the most loaded device
 latency        one sample: the makespan, each accelerator running one subgraph
 """

@@ -18,7 +18,7 @@ CODES: dict[str, str] = {
     "SK111": "a node reads what is not before it in its graph",
     "SK201": "the plan names nodes of another graph",
     "SK202": "a node that may run only once is planned several times",
-    "SK203": "parts depend on each other in a circle",
+    "SK203": "parts depend on each other in a cycle",
     "SK204": "a name in the mapping is no node of the graph",
     "SK205": "a node is planned nowhere, or twice in one part",
     "SK206": "a part cannot be named or written",
@@ -94,7 +94,7 @@ class PlanError(SplitError):
 
 
 class CycleError(PlanError):
-    """Parts depend on each other in a circle (SK203)."""
+    """Parts depend on each other in a cycle (SK203)."""
 
 
 class PolicyError(SplitError):

@@ -322,7 +322,7 @@ def test_a_value_called_self_hid_the_module():
     assert_same(gm, split(gm, {"self": 0, "cos": 1}), torch.ones(2))
 
 
-def test_refine_gave_a_circle_where_the_index_of_a_tuple_is_computed():
+def test_refine_gave_a_cycle_where_the_index_of_a_tuple_is_computed():
     def write(g):
         x = g.placeholder("x")
         parts = g.call_function(torch.chunk, (x, 2))
@@ -895,7 +895,7 @@ def test_einsum_by_keyword_was_a_value_error():
     assert_same(gm, sk.split(gm, RoundRobin(1)), torch.ones(2, 2))
 
 
-def test_a_circle_through_nodes_that_the_host_and_a_part_share_was_not_seen():
+def test_a_cycle_through_nodes_that_the_host_and_a_part_share_was_not_seen():
     """Nodes in (HOST, 1) were taken for one unit: in the host each runs by itself, and waits for the others."""
 
     def write(g):

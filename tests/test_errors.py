@@ -14,10 +14,10 @@ SOURCE = "\n".join(p.read_text() for p in Path(splitkit.__file__).parent.rglob("
 
 
 def test_one_family_with_reason_remedy_and_nodes():
-    error = CycleError("SK203", "a circle", "cut it", ["a", "b"])
+    error = CycleError("SK203", "a cycle", "cut it", ["a", "b"])
     assert isinstance(error, PlanError) and isinstance(error, SplitError) and isinstance(error, ValueError)
-    assert str(error) == "SK203: a circle\n  cut it"
-    assert (error.code, error.reason, error.remedy, error.nodes) == ("SK203", "a circle", "cut it", ("a", "b"))
+    assert str(error) == "SK203: a cycle\n  cut it"
+    assert (error.code, error.reason, error.remedy, error.nodes) == ("SK203", "a cycle", "cut it", ("a", "b"))
 
 
 def test_errors_survive_a_process_border():

@@ -165,7 +165,7 @@ def test_lazy_splits_keep_the_laws(specimen, policy):
 
 
 @pytest.mark.parametrize("labels", [2, 3, 5])
-def test_joined_circles_keep_the_laws(specimen, labels):
+def test_joined_cycles_keep_the_laws(specimen, labels):
     flow = analyze(specimen.graph)
     plan = condense(flow, Plan.of({n: i % labels for i, n in enumerate(flow.nodes)}))
     assert_legal(flow, plan)

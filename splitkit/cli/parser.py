@@ -227,7 +227,7 @@ def _add_policy_options(parser: Parser, title: str, costs: str = "flops") -> Non
     group.add_argument(
         "--on-cycle",
         choices=("error", "refine", "merge"),
-        help="parts that depend on each other in a circle: refuse (default), visit them several times, or join them",
+        help="parts that depend on each other in a cycle: refuse (default), visit them several times, or join them",
     )
 
 

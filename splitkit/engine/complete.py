@@ -79,7 +79,7 @@ def check(flow: Dataflow, plan: Plan) -> None:
 
     Raises:
         PlanError: SK202 for copies of nodes that may run only once, SK207 for effects inside a checkpointed part,
-            SK208 for nodes that are needed and planned nowhere, SK209 for a relay around the host. Circles are found by
+            SK208 for nodes that are needed and planned nowhere, SK209 for a relay around the host. Cycles are found by
             `splitkit.plans.order.part_order` (SK203).
     """
     if plan.routing == "relay":

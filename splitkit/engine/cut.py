@@ -48,7 +48,7 @@ def cut(flow: Dataflow, plan: Plan, as_met: bool = False) -> tuple[Subgraph | No
         as_met: order inputs by first use and outputs by first crossing, instead of both by the graph.
 
     Raises:
-        CycleError: SK203 when parts depend on each other in a circle.
+        CycleError: SK203 when parts depend on each other in a cycle.
     """
     crossing = crossings(plan.places)
     borders = _Borders(flow, plan, crossing)

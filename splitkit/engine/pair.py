@@ -188,10 +188,10 @@ def _check_order(flow: JointFlow, plan: Plan) -> None:
             continue
         for read in node.all_input_nodes:
             if FORWARD not in plan[read]:
-                raise _circle(node, "reads", read)
+                raise _cycle(node, "reads", read)
         for before in flow.after[node]:
             if home.home(before) == FORWARD and BACKWARD in plan[before]:
-                raise _circle(node, "must run after the effect or read of", before)
+                raise _cycle(node, "must run after the effect or read of", before)
     for output in nodes_in(flow.outputs):
         if FORWARD not in plan[output]:
             raise CycleError(
@@ -202,7 +202,7 @@ def _check_order(flow: JointFlow, plan: Plan) -> None:
             )
 
 
-def _circle(node: Node, verb: str, other: Node) -> CycleError:
+def _cycle(node: Node, verb: str, other: Node) -> CycleError:
     return CycleError(
         "SK203",
         f"forward waits for backward: {node.name} {verb} {other.name}, which is planned in backward",

@@ -109,7 +109,7 @@ class Split:
         return {key: names[id(part)] for key, part in self.parts.items()}
 
     def to_networkx(self) -> DiGraph[Any]:
-        """The parts as a graph without circles; nodes that the host computes itself are in it too, as ``fx.Node``::
+        """The parts as a graph without cycles; nodes that the host computes itself are in it too, as ``fx.Node``::
 
             part 0 ──(relu, 4096 bytes)──> part 1 ──> part 2
 
@@ -174,12 +174,12 @@ def split(
             buffer that is written and that several parts read stays in the parent, so that it remains one);
             ``"hoist"``: the parent holds all of them and passes them in.
         lazy: make the code of each module when it is first called, which most of the time of a split goes to.
-        on_cycle: what to do with parts that depend on each other in a circle: ``"error"``, ``"refine"`` to visit a
-            part several times, or ``"merge"`` to join the parts of a circle.
+        on_cycle: what to do with parts that depend on each other in a cycle: ``"error"``, ``"refine"`` to visit a
+            part several times, or ``"merge"`` to join the parts of a cycle.
 
     Raises:
         GraphError: the graph cannot be analysed (SK1xx).
-        PlanError: the plan cannot be right: copies of what may run once (SK202), a circle of parts (SK203) ...
+        PlanError: the plan cannot be right: copies of what may run once (SK202), a cycle of parts (SK203) ...
         PolicyError: the policy refuses (SK3xx).
     """
     _check_choice("parameters", parameters, ("own", "hoist"))

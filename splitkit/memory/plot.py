@@ -48,7 +48,7 @@ class Plot:
             yield label(LEFT - 6, y + 4, size(nbytes), colour, "end")
         if self.label:
             x, y = self._x(self.index + 0.5), self._y(self.peak)
-            yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="#c00"/>'
+            yield f'<cycle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="#c00"/>'
             yield label(x, y - 8, self.label, "#c00", "end" if x > WIDTH / 2 else "start")
 
     def _stairs(self, steps: range, colour: str) -> str:

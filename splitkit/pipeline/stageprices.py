@@ -75,7 +75,7 @@ def stage_costs(
     Raises:
         PolicyError: SK302 for an optimizer that is not known.
         PlanError: SK208 if nodes have no part: the host has no stage.
-        CycleError: SK203 if parts wait for each other in a circle.
+        CycleError: SK203 if parts wait for each other in a cycle.
         CostError: SK323 for costs of a joint graph.
         GraphError: SK102 when nodes have no ``meta["val"]``.
     """
@@ -177,7 +177,7 @@ def run_order(flow: Dataflow, plan: Plan) -> list[PartKey]:
     the ranks of a pipeline go by them; else that of `part_order`.
 
     Raises:
-        CycleError: SK203 if parts wait for each other in a circle.
+        CycleError: SK203 if parts wait for each other in a cycle.
     """
     keys = [key for key, _ in part_order(flow, plan) if key is not HOST]
     if not all(type(key) is int for key in keys):

@@ -123,7 +123,7 @@ class _Local:
 
     @cached_property
     def timed(self) -> set[Node]:
-        """Nodes that must run before or after an effect: a copy must as well, which may close a circle of parts."""
+        """Nodes that must run before or after an effect: a copy must as well, which may close a cycle of parts."""
         after = self.flow.after
         return {*after, *(n for before in after.values() for n in before)}
 

@@ -1,4 +1,4 @@
-"""The order of parts: a stable topological sort over data and effects, and an error that prints the circle."""
+"""The order of parts: a stable topological sort over data and effects, and an error that prints the cycle."""
 
 from __future__ import annotations
 
@@ -61,20 +61,20 @@ def part_order(flow: Dataflow, plan: Plan, crossing: Mapping[Node, list[Crossing
         crossing: its `crossings`, if they are known.
 
     Raises:
-        CycleError: SK203 when parts depend on each other in a circle.
+        CycleError: SK203 when parts depend on each other in a cycle.
     """
     needs, first = _needs(flow, plan, crossing)
     order = stable_order(needs, first)
     if len(order) < len(needs):
         done = {*order}
-        raise _circle(flow, {u: before for u, before in needs.items() if u not in done})
+        raise _cycle(flow, {u: before for u, before in needs.items() if u not in done})
     return order
 
 
 def stable_order(needs: Mapping[Item, Collection[Item]], rank: Mapping[Item, Any]) -> list[Item]:
     """Items after all that they need, the ready one of least rank first, then the one that ``needs`` lists first.
 
-    Kahn's algorithm with a heap. Items of a circle, and what needs them, are left out.
+    Kahn's algorithm with a heap. Items of a cycle, and what needs them, are left out.
     """
     waits = {item: len(before) for item, before in needs.items()}
     users: dict[Item, list[Item]] = {}
@@ -142,8 +142,8 @@ def _add(before: dict[Unit, tuple[Node, Node]], unit: Unit, other: Unit, edge: t
         before.setdefault(other, edge)
 
 
-def _circle(flow: Dataflow, left: Mapping[Unit, Mapping[Unit, tuple[Node, Node]]]) -> CycleError:
-    """The error that prints one shortest circle among the units that never became ready."""
+def _cycle(flow: Dataflow, left: Mapping[Unit, Mapping[Unit, tuple[Node, Node]]]) -> CycleError:
+    """The error that prints one shortest cycle among the units that never became ready."""
     loop = _shortest_loop({u: [b for b in before if b in left] for u, before in left.items()})
     pairs = list(zip(loop, [*loop[1:], loop[0]], strict=True))
     edges = [left[a][b] for a, b in pairs]
@@ -155,7 +155,7 @@ def _circle(flow: Dataflow, left: Mapping[Unit, Mapping[Unit, tuple[Node, Node]]
     declare = f" It is not known what {opaque.name} does: say so with splitkit.extend.declare." if opaque else ""
     return CycleError(
         "SK203",
-        "parts depend on each other in a circle:\n" + "\n".join(lines),
+        "parts depend on each other in a cycle:\n" + "\n".join(lines),
         "Give these nodes one part, or say on_cycle='refine' to visit a part several times, 'merge' to join the parts."
         + declare,
         dict.fromkeys(n for edge in edges for n in edge),
@@ -181,7 +181,7 @@ def _shortest_loop(graph: Mapping[Unit, list[Unit]]) -> list[Unit]:
             if before not in parent:
                 parent[before] = current
                 queue.append(before)
-    raise AssertionError("a unit that never became ready lies on no circle")
+    raise AssertionError("a unit that never became ready lies on no cycle")
 
 
 def _name(unit: Unit) -> str:

@@ -112,7 +112,7 @@ def refine(flow: Dataflow, plan: Plan) -> Plan:
 
     A list schedule: a visit takes every node of its label that is ready, and all that becomes ready by that; then
     the label of the earliest ready node gets the next visit. The number grows on every crossing, so the parts cannot
-    depend on each other in a circle::
+    depend on each other in a cycle::
 
         labels  a0 b0 a1 b1, a1 reads b0    ==>    (a,0): a0   (b,1): b0 b1   (a,2): a1
 
@@ -186,7 +186,7 @@ def _dependences(flow: Dataflow, plan: Plan) -> tuple[dict[Copy, int], dict[Copy
 
 
 def condense(flow: Dataflow, plan: Plan) -> Plan:
-    """Join parts that depend on each other in a circle into one, the first of them; nodes of the host on the way too.
+    """Join parts that depend on each other in a cycle into one, the first of them; nodes of the host on the way too.
 
     The strongly connected components of the graph of parts (Tarjan 1972), so that as little as possible is joined.
     """
@@ -196,10 +196,10 @@ def condense(flow: Dataflow, plan: Plan) -> Plan:
     graph = DiGraph((before, unit) for unit, needs in unit_needs(flow, plan).items() for before in needs)
     position = {key: i for i, key in enumerate(plan.parts)}
     joined: dict[Unit, PartKey] = {}
-    for circle in strongly_connected_components(graph):
-        if len(circle) > 1:
-            first = min((key for key, node in circle if node is None), key=position.__getitem__)
-            joined |= dict.fromkeys(circle, first)
+    for cycle in strongly_connected_components(graph):
+        if len(cycle) > 1:
+            first = min((key for key, node in cycle if node is None), key=position.__getitem__)
+            joined |= dict.fromkeys(cycle, first)
     places = {
         node: tuple(dict.fromkeys(joined.get(unit_of(node, key), key) for key in plan.places.get(node, (HOST,))))
         for node in flow.nodes

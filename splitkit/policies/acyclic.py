@@ -18,7 +18,7 @@ from splitkit.solvers.placement.stages.contiguous import SECONDS
 class Acyclic:
     """``n`` stages, each a convex set of nodes, for graphs of 10,000 nodes and many more.
 
-    The graph is made coarser and coarser without circles, the coarsest placed, and the stages refined on the way back
+    The graph is made coarser and coarser without cycles, the coarsest placed, and the stages refined on the way back
     (Herrmann et al., SIAM J. Sci. Comput. 2019). A stage's load is the work of its nodes and, with ``links``, each
     value that it sends or receives, once; the greatest load is made small. The plan's claim says how good it is. On a
     small graph it does what `Stages` does, or better where that finds no optimum.

@@ -34,7 +34,7 @@ class BySupport:
     """Supported nodes become parts, as few as there can be; the others stay in the host, or become parts as well.
 
     Every node gets the lowest level that its predecessors (by data or effect) allow; a level ends where support
-    changes. Levels never fall along an edge, so there is no circle; and a chain that changes support ``k`` times needs
+    changes. Levels never fall along an edge, so there is no cycle; and a chain that changes support ``k`` times needs
     ``k`` borders in any plan, so no plan has fewer parts. Then nodes move to the part that reads them, if that sends
     fewer bytes. Linear in nodes and edges::
 

@@ -94,7 +94,7 @@ class Scoring:
         """The score of a plan that gives every node a part.
 
         Raises:
-            PlanError: SK209 when it does not; SK203 when parts depend on each other in a circle.
+            PlanError: SK209 when it does not; SK203 when parts depend on each other in a cycle.
             ScheduleError: SK330 when the schedule does not go with so many parts.
             NoPlanError: SK303 when memory is given for another number of ranks, or parts that are visits of one device
                 are to run under a schedule.

@@ -62,7 +62,7 @@ class FrontierPlot:
         yield label(6, TOP - 14, "computed again", _GREY, "start")
 
     def _dot(self, spot: Spot, colour: str, radius: float) -> str:
-        return f'<circle cx="{self._x(spot[0]):.1f}" cy="{self._y(spot[1]):.1f}" r="{radius}" fill="{colour}"/>'
+        return f'<cycle cx="{self._x(spot[0]):.1f}" cy="{self._y(spot[1]):.1f}" r="{radius}" fill="{colour}"/>'
 
     @property
     def _most(self) -> Spot:

@@ -69,7 +69,7 @@ def test_the_result_is_another(case):
     assert_same(gm, ours, *inputs)
 
 
-def test_a_circle_through_a_write_is_not_seen():
+def test_a_cycle_through_a_write_is_not_seen():
     def forward(self, x):
         a = x + 1
         x.mul_(2)

@@ -22,7 +22,7 @@ def scale():
         sys.modules.pop(name, None)
 
 
-def test_graphs_have_the_size_asked_for_and_no_circles(scale):
+def test_graphs_have_the_size_asked_for_and_no_cycles(scale):
     for kind in scale.graphs.KINDS:
         for count in (50, 1000):
             problem = scale.graphs.problem(kind, count, 4)

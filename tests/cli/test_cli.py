@@ -172,16 +172,16 @@ def test_plan_output(call, data, factory):
     assert found["seconds"].keys() == {"load", "capture", "plan"}
 
 
-def test_parts_in_a_circle(call, data, tmp_path, factory):
+def test_parts_in_a_cycle(call, data, tmp_path, factory):
     model, plan = f"{factory}:make", tmp_path / "p.json"
-    circle = ["--policy", "ByName({'first': 0, 'norm': 1, 'second': 0})"]
-    code, found = data("plan", model, *circle)
+    cycle = ["--policy", "ByName({'first': 0, 'norm': 1, 'second': 0})"]
+    code, found = data("plan", model, *cycle)
     assert code == 1 and failing(found)["code"] == "SK203"
-    assert call("plan", model, *circle, "--on-cycle", "refine", "-o", plan)[0] == 0
+    assert call("plan", model, *cycle, "--on-cycle", "refine", "-o", plan)[0] == 0
     code, found = data("run", plan, "--model", model, "--check")
     assert code == 0 and found["check"]["same"]
     assert [p["module"] for p in found["parts"]] == ["submod_0_0", "submod_1_1", "submod_0_2"]
-    code, found = data("split", model, *circle, "--on-cycle", "merge")
+    code, found = data("split", model, *cycle, "--on-cycle", "merge")
     assert code == 0 and [p["module"] for p in found["parts"]] == ["submod_0"]
     code, _, err = call("run", plan, "--on-cycle", "merge")
     assert code == 2 and "--on-cycle does not go with a plan file" in err

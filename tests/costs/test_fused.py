@@ -234,7 +234,7 @@ def test_as_many_kernels_as_inductor_generates(name, monkeypatch):
         assert least <= ours / inductor_kernels(half, monkeypatch) <= 1.25
 
 
-def test_no_kernels_wait_for_each_other_in_a_circle():
+def test_no_kernels_wait_for_each_other_in_a_cycle():
     for name in ("gpt2", "mixtral"):
         made = models.build(name, layers=2, width=64, heads=2, batch=2, seq=16, vocab=101)
         joint = capture_joint(made.model, *made.args, **made.kwargs)

@@ -36,7 +36,7 @@ def test_a_later_part_runs_first_where_data_demands_it():
     assert [key for key, node in units if node is None] == [1, 0]
 
 
-def test_a_circle_is_printed_with_its_nodes_and_the_remedy(chain):
+def test_a_cycle_is_printed_with_its_nodes_and_the_remedy(chain):
     with pytest.raises(CycleError) as caught:
         ordered(chain, {"add": 0, "mul": 1, "sub": 0})
     error = caught.value
@@ -47,7 +47,7 @@ def test_a_circle_is_printed_with_its_nodes_and_the_remedy(chain):
     assert set(error.nodes) == {"add", "mul", "sub"}
 
 
-def test_a_circle_through_an_effect_says_so():
+def test_a_cycle_through_an_effect_says_so():
     class Model(nn.Module):
         def forward(self, x):
             a = x + 1
@@ -58,7 +58,7 @@ def test_a_circle_through_an_effect_says_so():
         ordered(fx.symbolic_trace(Model()), {"add": 0, "mul_": 1, "sub": 0})
 
 
-def test_the_shortest_circle_is_printed():
+def test_the_shortest_cycle_is_printed():
     graph = fx.Graph()
     node = graph.placeholder("x")
     for _ in range(40):

@@ -113,7 +113,7 @@ def test_refine_makes_any_labels_legal_also_with_copies():
     assert_legal(flow, refine(flow, plan))
 
 
-def test_merge_joins_and_refuses_a_circle():
+def test_merge_joins_and_refuses_a_cycle():
     flow, n = drawn(a="x", b="a", c="b", d="c")
     plan = Plan.of({n["a"]: 0, n["b"]: 1, n["c"]: 2, n["d"]: 3})
     joined = merge(flow, plan, 1, 2)
@@ -197,8 +197,8 @@ def test_routing_survives_every_rewrite():
     assert split(flow.root, plan, on_cycle="refine").plan.routing == "relay"
 
 
-def test_condense_joins_circles_and_nothing_else():
-    """Two circles, and a part before, between and behind them."""
+def test_condense_joins_cycles_and_nothing_else():
+    """Two cycles, and a part before, between and behind them."""
     flow, n = drawn(s="x", a0="s", b0="a0", a1="b0", m="a1", c0="m", d0="c0", c1="d0", t="c1", b1="x")
     plan = Plan.of({node: name[0] for name, node in n.items() if name[0] in "sabmcdt"})
     joined = condense(flow, plan)
@@ -224,7 +224,7 @@ def test_condense_makes_one_of_copies():
     assert places(condense(flow, plan)) == {"a": (0,), "b": (0,), "c": (0,), "d": (0,), "e": (0, 2)}
 
 
-def test_a_circle_through_an_effect_is_joined():
+def test_a_cycle_through_an_effect_is_joined():
     class Model(nn.Module):
         def forward(self, x):
             y = x.clone()
@@ -241,7 +241,7 @@ def test_a_circle_through_an_effect_is_joined():
     assert_same(gm, made, torch.ones(2))
 
 
-def test_circles_are_refined_or_joined_if_so_asked():
+def test_cycles_are_refined_or_joined_if_so_asked():
     flow, n = drawn(a0="x", b0="a0", a1="b0", b1="x", e="a1 b1")
     labels = {name: name[0] for name in n if name[0] in "ab"} | {"e": "e"}
     with pytest.raises(CycleError):
@@ -256,7 +256,7 @@ def test_circles_are_refined_or_joined_if_so_asked():
         split(flow.root, labels, on_cycle="wait")
 
 
-def test_plans_without_a_circle_are_left_alone():
+def test_plans_without_a_cycle_are_left_alone():
     flow, _ = drawn(a="x", b="a")
     for on_cycle in ("refine", "merge"):
         assert list(split(flow.root, {"a": 0, "b": 1}, on_cycle=on_cycle).parts) == [0, 1]

@@ -126,15 +126,15 @@ def test_equal_loads_are_told_apart_by_traffic_and_then_by_the_order():
 
 
 def test_who_refuses_is_passed_over():
-    def circle(node):
+    def cycle(node):
         return int(node.name == "cos")
 
     def host(node):
         return None if node.name == "cos" else 0
 
-    plan = best([Never("too tight"), circle, host, Given((0, 0, 0, 1))])
+    plan = best([Never("too tight"), cycle, host, Given((0, 0, 0, 1))])
     assert labels(plan) == [0, 0, 0, 1]
-    for text in ("Never(): SK303, too tight", "circle: SK203", "host: SK209"):
+    for text in ("Never(): SK303, too tight", "cycle: SK203", "host: SK209"):
         assert text.replace("Never()", "Never('too tight')") in plan.note
     with pytest.raises(NoPlanError, match="SK303.*none of 2.*one; .*two") as error:
         best([Never("one"), Never("two")])

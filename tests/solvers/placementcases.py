@@ -15,7 +15,7 @@ INF = float("inf")
 
 @st.composite
 def problems(draw, *, units=6, devices=3, plain=False):
-    """Problems with everything that there is: kinds, hosts, colours, backward units, memory, links, circles."""
+    """Problems with everything that there is: kinds, hosts, colours, backward units, memory, links, cycles."""
     count = draw(st.integers(1, units))
     kinds = draw(st.integers(1, 2))
     prices = st.integers(0, 9) if draw(st.booleans()) else st.sampled_from([0.1, 0.2, 0.3, 0.7, 1.1])
@@ -24,8 +24,8 @@ def problems(draw, *, units=6, devices=3, plain=False):
         seconds[draw(st.integers(0, kinds - 1)), draw(st.integers(0, count - 1))] = INF
     unit = st.integers(0, count - 1)
     pairs = draw(st.lists(st.tuples(unit, unit), max_size=2 * count))
-    circles = not plain and draw(st.integers(0, 4)) == 0
-    edges = [(a, b) if circles else (min(a, b), max(a, b)) for a, b in pairs if a != b]
+    cycles = not plain and draw(st.integers(0, 4)) == 0
+    edges = [(a, b) if cycles else (min(a, b), max(a, b)) for a, b in pairs if a != b]
     backward, colours = np.zeros(count, bool), np.full(count, -1)
     if not plain and draw(st.booleans()):
         backward = np.array([draw(st.booleans()) for _ in range(count)])

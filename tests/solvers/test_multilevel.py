@@ -102,7 +102,7 @@ def test_of_contiguous_and_this_the_lesser_value_is_taken_with_the_greater_bound
 
 @given(st.integers(0, 10**6), st.integers(2, 30), st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_coarser_cores_have_no_circles_and_all_the_work(seed, width, staged):
+def test_coarser_cores_have_no_cycles_and_all_the_work(seed, width, staged):
     problem = layered(400, 4, width=width, seed=seed, nbytes=np.random.default_rng(seed).integers(0, 9, 400))
     core = core_of(problem, fused(problem)).reversed()
     stage = np.arange(core.size) // 100 if staged else None

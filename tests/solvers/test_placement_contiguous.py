@@ -120,7 +120,7 @@ def test_convex_sets_that_depend_on_each_other_are_refused():
         [(0, 1), (2, 3)],
         [Slot()] * 2,
     )
-    assert "devices depend on each other in a circle" in faults(problem, np.array([0, 1, 1, 0]), (0, 1))
+    assert "devices depend on each other in a cycle" in faults(problem, np.array([0, 1, 1, 0]), (0, 1))
     assert value_of(problem) == cases.best_stages(problem)
 
 

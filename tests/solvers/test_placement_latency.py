@@ -14,7 +14,7 @@ from splitkit.solvers.placement.solution import InfeasibleError
 
 
 def simple(problem):
-    """The same problem as latency wants it: accelerators first, hosts of one kind, no circles, all units forward."""
+    """The same problem as latency wants it: accelerators first, hosts of one kind, no cycles, all units forward."""
     devices = sorted(problem.devices, key=lambda device: device.host)
     kind = next((device.kind for device in devices if device.host), 0)
     devices = [replace(device, kind=kind) if device.host else device for device in devices]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from splitkit.solvers.placement.contract import contracted, tightened
 from splitkit.solvers.placement.core import core_of
-from splitkit.solvers.placement.evaluate import circles, faults, loads, memory
+from splitkit.solvers.placement.evaluate import cycles, faults, loads, memory
 from splitkit.solvers.placement.groups import coloured, fused
 from splitkit.solvers.placement.problem import BadProblemError, Problem, Slot
 
@@ -55,7 +55,7 @@ def test_what_must_be_together_is_together_in_every_better_placement(problem):
         return
     joined = tightened(core, int(best * core.scale * (1 + 1e-9)) + 1)
     assert cases.best_stages(replace(problem, colours=joined.group)) == pytest.approx(best)
-    assert not circles(joined.edges, joined.size)
+    assert not cycles(joined.edges, joined.size)
     smaller = contracted(joined)
     assert cases.best_stages(replace(problem, colours=smaller.group)) == pytest.approx(best)
 

@@ -156,7 +156,7 @@ def test_data_and_table(gpt2):
 
 def test_the_picture_has_every_point_and_mark_and_escapes_names(gpt2):
     picture = ET.fromstring(gpt2.to_svg({"<torch> & 1.0": (gpt2.points[2].saved, gpt2.points[2].seconds)}))
-    dots = [e for e in picture.iter() if e.tag.endswith("circle")]
+    dots = [e for e in picture.iter() if e.tag.endswith("cycle")]
     assert len(dots) == len(gpt2.points) + 1
     assert "<torch> & 1.0" in [e.text for e in picture.iter()]
     for dot in dots:

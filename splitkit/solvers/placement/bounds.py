@@ -31,7 +31,7 @@ def by_joining(core: Core, low: int, high: int, *, acyclic: bool) -> int:
         core: whose units.
         low: a bound that is known.
         high: a value that is reached.
-        acyclic: units that depend on each other in a circle are joined too.
+        acyclic: units that depend on each other in a cycle are joined too.
     """
     for _ in range(_HALVINGS):
         middle = (low + high + 1) // 2

@@ -50,7 +50,7 @@ def tightened(core: Core, limit: int, *, acyclic: bool = True) -> Core:
         size = int(label.max(initial=-1)) + 1
         if size == core.size:
             return core
-        if acyclic:  # what depends on each other in a circle now
+        if acyclic:  # what depends on each other in a cycle now
             edges = label[core.edges]
             label = strong(edges[edges[:, 0] != edges[:, 1]], size)[label]
         core = core.merged(label)

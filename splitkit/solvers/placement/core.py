@@ -40,7 +40,7 @@ class Kind:
 
 @dataclass(frozen=True, eq=False)
 class Core:
-    """Units (n) that are groups of a problem's, nets (m) of at least two pins, order edges (e) without circles.
+    """Units (n) that are groups of a problem's, nets (m) of at least two pins, order edges (e) without cycles.
 
     Attributes:
         work: (classes, n) whole numbers; 0 where ``barred``.

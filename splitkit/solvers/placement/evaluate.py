@@ -78,7 +78,7 @@ def faults(problem: Problem, device: Ints, order: tuple[int, ...] | None = None)
 
 
 def _misplaced(problem: Problem, device: Ints, order: tuple[int, ...], used: set[int]) -> list[str]:
-    """What is wrong with the stages: an edge that goes back, a circle of devices, the order of devices."""
+    """What is wrong with the stages: an edge that goes back, a cycle of devices, the order of devices."""
     if sorted(order) != sorted(used):
         return ["the stages are not the used devices"]
     found = []
@@ -91,13 +91,13 @@ def _misplaced(problem: Problem, device: Ints, order: tuple[int, ...], used: set
     of_group[group] = device
     if (rank[of_group[edges[:, 0]]] > rank[of_group[edges[:, 1]]]).any():
         found.append("an edge goes back to an earlier stage")
-    if circles(of_group[edges], len(problem.devices)):
-        found.append("devices depend on each other in a circle")
+    if cycles(of_group[edges], len(problem.devices)):
+        found.append("devices depend on each other in a cycle")
     return found
 
 
-def circles(edges: Ints, size: int) -> bool:
-    """Whether a graph has a circle; an edge from a node to itself is none."""
+def cycles(edges: Ints, size: int) -> bool:
+    """Whether a graph has a cycle; an edge from a node to itself is none."""
     matrix = coo_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), shape=(size, size))
     return bool(connected_components(matrix, connection="strong")[0] < size)
 

@@ -1,4 +1,4 @@
-"""Units that must share a device, and the order between them: colours, artificial forward units, circles."""
+"""Units that must share a device, and the order between them: colours, artificial forward units, cycles."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def group_edges(problem: Problem, group: Ints) -> Ints:
 
 
 def fused(problem: Problem) -> Ints:
-    """(n,) the group of each unit when groups that depend on each other in a circle are one."""
+    """(n,) the group of each unit when groups that depend on each other in a cycle are one."""
     group, edges = ordering(problem)
     size = int(group.max(initial=-1)) + 1
     return _renumbered(strong(edges, size)[group])

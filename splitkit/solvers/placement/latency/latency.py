@@ -16,7 +16,7 @@ import numpy as np
 from splitkit.solvers.placement.anneal import Schedule
 from splitkit.solvers.placement.bounds import check
 from splitkit.solvers.placement.core import core_of
-from splitkit.solvers.placement.evaluate import circles, faults
+from splitkit.solvers.placement.evaluate import cycles, faults
 from splitkit.solvers.placement.groups import coloured, fused
 from splitkit.solvers.placement.latency.bound import critical_path, path_bound
 from splitkit.solvers.placement.latency.chained import chained
@@ -48,7 +48,7 @@ def latency(problem: Problem, *, seconds: float = SECONDS, pieces: int = 1) -> S
 
     Raises:
         InfeasibleError: no placement was found.
-        BadProblemError: the graph has a circle, there are hosts of several kinds, or links that differ.
+        BadProblemError: the graph has a cycle, there are hosts of several kinds, or links that differ.
     """
     start = time.monotonic()
     problem = replace(problem, in_flight=(), ordered=False, fill=False, backward=np.zeros(problem.units, np.bool_))
@@ -77,8 +77,8 @@ def _refuse(problem: Problem) -> None:
     if len({device.kind for device in problem.devices if device.host}) > 1:
         raise BadProblemError("hosts are of several kinds", "devices")
     edges = problem.edges[problem.edges[:, 0] != problem.edges[:, 1]]
-    if circles(edges, problem.units):
-        raise BadProblemError("units depend on each other in a circle", "edges")
+    if cycles(edges, problem.units):
+        raise BadProblemError("units depend on each other in a cycle", "edges")
 
 
 def _first(problem: Problem, timing: Timing, pieces: int, seconds: float) -> Ints:

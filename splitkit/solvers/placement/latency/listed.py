@@ -11,7 +11,7 @@ from splitkit.solvers.placement.problem import Ints, Problem
 def listed(problem: Problem, timing: Timing, pieces: int) -> list[Ints]:
     """Places of the units: each unit, by how long the rest takes from it, where it is done first (Topcuoglu et al.,
     HEFT, 2002). Pieces are levels: one more wherever the device changes. Where a device has more levels than pieces,
-    the last ones share a piece; pieces may then wait for each other in a circle, which the makespan tells.
+    the last ones share a piece; pieces may then wait for each other in a cycle, which the makespan tells.
 
     Args:
         problem: what is placed; colours are not looked at.

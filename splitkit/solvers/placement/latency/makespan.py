@@ -64,7 +64,7 @@ class Timing:
 
 
 def makespan(timing: Timing, place: list[int]) -> float:
-    """When the last unit or piece is done; infinite if pieces wait for each other in a circle.
+    """When the last unit or piece is done; infinite if pieces wait for each other in a cycle.
 
     Args:
         timing: of the problem.

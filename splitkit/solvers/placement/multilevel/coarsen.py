@@ -1,8 +1,8 @@
-"""Coarser and coarser cores: pairs of units become one, without circles, dear nets between light units first.
+"""Coarser and coarser cores: pairs of units become one, without cycles, dear nets between light units first.
 
 The pairs of a round are ends of edges from one level to the next (levels: longest ways from the first units, or to the
 last ones, in turn). No other way leads from one end of such an edge to the other. Pairs of one round together make a
-circle only with pairs of the same level, and what would close one is left apart (after the clustering of Herrmann,
+cycle only with pairs of the same level, and what would close one is left apart (after the clustering of Herrmann,
 Özkaya, Uçar, Kaya and Çatalyürek, "Multilevel algorithms for acyclic partitioning of directed acyclic graphs", SIAM
 J. Sci. Comput. 2019). Where few such pairs are left, neighbours in a topological order are joined: that is safe.
 """
@@ -42,7 +42,7 @@ def coarsened(core: Core, size: int, stage: Ints | None = None, seed: int = 0) -
     """Coarser cores, each made from the one before, down to about so many units or as far as it goes.
 
     Args:
-        core: the finest; it has no circles.
+        core: the finest; it has no cycles.
         size: units of the coarsest core that are aimed at.
         stage: (n,) of each unit; only units of one stage are joined.
         seed: of what decides between pairs that are equally good.
@@ -78,7 +78,7 @@ def _by_levels(core: Core, most: Floats, stage: Ints, random: np.random.Generato
     pairs = edges[level[edges[:, 1]] == level[edges[:, 0]] + 1]
     pairs = pairs[_may_join(core, pairs, most, stage)]
     mate = _matching(pairs, _ratings(core, pairs), core.size, random)
-    return _labels(_without_circles(mate, edges, level))
+    return _labels(_without_cycles(mate, edges, level))
 
 
 def _by_order(core: Core, most: Floats, stage: Ints, random: np.random.Generator, turn: int) -> Ints:
@@ -156,24 +156,24 @@ def _matching(pairs: Ints, rating: Floats, size: int, random: np.random.Generato
     return mate
 
 
-def _without_circles(mate: Ints, edges: Ints, level: Ints) -> Ints:
-    """The partners without pairs that would close a circle: pairs of one level that lead to each other."""
+def _without_cycles(mate: Ints, edges: Ints, level: Ints) -> Ints:
+    """The partners without pairs that would close a cycle: pairs of one level that lead to each other."""
     mate = mate.copy()
     units = np.arange(len(mate))
     while True:
         label = _labels(mate)
         between = label[edges]
-        circle = strong(between[between[:, 0] != between[:, 1]], int(label.max(initial=-1)) + 1)
-        crowded = (np.bincount(circle) > 1)[circle]
+        cycle = strong(between[between[:, 0] != between[:, 1]], int(label.max(initial=-1)) + 1)
+        crowded = (np.bincount(cycle) > 1)[cycle]
         if not crowded.any():
             return mate
         lower = units[(mate != units) & crowded[label] & (level < level[mate])]
-        # edges between pairs of one circle that go to a pair of a lower number: without their makers none is left
+        # edges between pairs of one cycle that go to a pair of a lower number: without their makers none is left
         number = np.full(len(mate), -1)
         number[lower], number[mate[lower]] = lower, lower
         ends = number[edges]
         closing = (ends >= 0).all(axis=1) & (ends[:, 0] > ends[:, 1])
-        closing &= circle[label[edges[:, 0]]] == circle[label[edges[:, 1]]]
+        closing &= cycle[label[edges[:, 0]]] == cycle[label[edges[:, 1]]]
         apart = np.unique(ends[closing, 0])
         mate[mate[apart]] = mate[apart]
         mate[apart] = apart

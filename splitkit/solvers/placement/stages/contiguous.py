@@ -1,4 +1,4 @@
-"""Stages with the least greatest load, each a convex set of units, in an order without circles."""
+"""Stages with the least greatest load, each a convex set of units, in an order without cycles."""
 
 from __future__ import annotations
 

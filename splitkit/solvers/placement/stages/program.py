@@ -1,7 +1,7 @@
 """The best stages as a mixed-integer program, for graphs with too many ideals; HiGHS solves it, through scipy.
 
 Ordered binaries ``s[v, p]``, "unit v is in stage p or one before", make any solution a sequence of stages without
-circles, and for each stage a binary says on which class of devices it is::
+cycles, and for each stage a binary says on which class of devices it is::
 
     s[v, p] <= s[v, p + 1]              s[v, p] <= s[u, p]                for each edge u -> v
     all[e, p] <= x[v, p] <= some[e, p]  x[v, p] = s[v, p] - s[v, p - 1]   for each pin v of net e
