@@ -33,7 +33,7 @@ class Builtin:
     """One of splitkit's own policies.
 
     Attributes:
-        name: of the class.
+        name: the name of the policy's class.
         fields: its parameters.
         doc: the first sentence of its docstring.
     """

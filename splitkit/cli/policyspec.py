@@ -25,7 +25,7 @@ class PolicySpec:
 
     Attributes:
         text: as it was written.
-        name: of the policy.
+        name: the name of the policy's class.
         args: its parameters by position.
         kwargs: and by name.
     """

@@ -25,7 +25,7 @@ class Source:
         sizes: what the example or the factory is called with.
         how: way of capture.
         dynamic: whether the sizes of inputs may vary.
-        seed: of weights and inputs.
+        seed: from which weights and inputs are drawn.
         mode: ``"eval"``, or ``"train"`` for a model left as it was made.
     """
 

@@ -43,7 +43,7 @@ class Device:
         peak: FLOP/s of dense products, by name of dtype: ``"float32"`` (needed), ``"tf32"``, ``"bfloat16"``,
             ``"float16"``, ``"float8"``, ``"int8"``, ``"float64"``, or a complex one. For one that is not there, that of
             the dtype in which the device would do it.
-        bandwidth: of its memory, bytes a second.
+        bandwidth: how fast its memory is, in bytes a second.
         memory: bytes.
         launch: seconds to start a kernel.
         source: where the figures come from.
@@ -148,7 +148,7 @@ def device_of(where: str, name: str, table: object) -> Device:
 
     Args:
         where: the file, for errors.
-        name: of the table.
+        name: the key of the device's table in the file.
         table: its fields.
 
     Raises:

@@ -34,7 +34,7 @@ class StepResult:
 
     Attributes:
         loss: the loss.
-        gradients: of parameters and inputs.
+        gradients: the gradients of parameters and inputs.
         updates: the new values of buffers and inputs that the model writes.
     """
 

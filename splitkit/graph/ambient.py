@@ -177,7 +177,7 @@ def register_region(
     them (``torch.export``) leave no trace of the region. Registering the same pair again changes nothing.
 
     Args:
-        name: of the kind of region, for messages.
+        name: what messages call this kind of region.
         enter: opens it. Its arguments must be constants or attributes of the graph.
         exit: takes what ``enter`` returned, and nothing else, and restores what ``enter`` saw.
         state: what the region changes, where that is not its own: kinds of one state restore each other's.

@@ -32,8 +32,8 @@ class Stretch:
     """The bytes of a part.
 
     Attributes:
-        parameters: of what it reads, each once, with buffers.
-        gradients: of those that require grad.
+        parameters: bytes of the parameters and buffers that it reads, each once.
+        gradients: bytes of the gradients of those that require grad.
         saved: held from forward to the end of backward: taken, given, or saved by autograd. 0 without training.
         temporary: held besides, at most. Without training: all activations, at most.
     """
@@ -49,7 +49,7 @@ class Touches:
     """Pairs of a position and what is touched there, by position; each pair once.
 
     Attributes:
-        position: of the pair.
+        position: where the first of the pair stands in the line.
         item: what is touched, by number.
         starts: the pairs of position p are ``starts[p]`` to ``starts[p + 1]``.
         before: the position before that touches the same item, -1 if there is none.
@@ -87,7 +87,7 @@ class Line:
         length: how many nodes.
         training: whether there is a backward.
         storages: what each node reads, makes or saves, and the bytes of each.
-        storage_bytes: of each.
+        storage_bytes: how large each storage is.
         saves: what autograd saves; of a run without it, what stays to the end of the part (weights cast by autocast).
         reads: the values that each node reads.
         made: where each value is made; -1 for an input of the graph.
@@ -97,11 +97,11 @@ class Line:
         value_bytes: of each, as a message; 0 for an input of the graph, which is there for every part.
         gradient_of: the gradient that is the value's own, -1 for none. A view has that of what it views.
         gradient_reads: the gradients to which each node's backward adds.
-        gradient_bytes: of each.
+        gradient_bytes: how large each gradient is.
         gradient_made: where what it is a gradient of is made; -1 for inputs and parameters.
         is_parameter: gradients that are of a parameter.
         parameters: what each node reads of parameters and buffers.
-        parameter_bytes: of each; and of those that require grad.
+        parameter_bytes: how large each parameter is; and each of those that require grad.
         forward: bytes that each node takes for a while in forward.
         backward: the same in its backward.
     """

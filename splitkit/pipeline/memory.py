@@ -19,12 +19,12 @@ class RankMemory:
     """The bytes of a rank at its peak.
 
     Attributes:
-        parameters: of its stages, with buffers.
-        gradients: of the parameters.
+        parameters: bytes of the parameters and buffers of its stages.
+        gradients: bytes of the gradients of the parameters.
         optimizer: the state of the optimizer.
         saved: for backward, of the microbatches in flight.
         messages: on their way, or not yet read.
-        temporaries: of the action that runs.
+        temporaries: bytes that the action which runs takes besides.
         seconds: when that is.
     """
 

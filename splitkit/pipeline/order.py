@@ -45,9 +45,9 @@ class Columns(NamedTuple):
 
     Attributes:
         rank: who runs it.
-        stage: of the model.
+        stage: the number of the stage of the model.
         kind: an index into `LETTERS`.
-        microbatch: of the step.
+        microbatch: the number of the microbatch in the step.
     """
 
     rank: Ints
@@ -76,7 +76,7 @@ class PipelineOrder:
     forward and for backward of the stage behind; the weight part ``W`` for its own input part.
 
     Attributes:
-        name: of the schedule.
+        name: what the schedule is called.
         ranks: the actions of each rank.
 
     Raises:

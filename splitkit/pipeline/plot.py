@@ -26,9 +26,9 @@ class SchedulePlot:
 
     Attributes:
         timeline: what ran when, rank after rank.
-        seconds: of the step.
+        seconds: how long the step takes.
         peaks: bytes of each rank.
-        unit: of ``seconds``.
+        unit: what ``seconds`` counts: ``"s"``, or that of nominal prices.
     """
 
     timeline: Sequence[Event]

@@ -52,7 +52,7 @@ def simulate_schedule(
         stages: in the order of the model.
         schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved-1f1b"``, ``"looped-bfs"``, ``"interleaved-zero-bubble"``,
             ``"zbv"``, ``"dualpipev"``, or an order of your own.
-        microbatches: of the step; an order of your own has them.
+        microbatches: how many the step has; an order of your own says so itself.
         ranks: how many share the stages. ``None``: one a stage for GPipe and 1F1B, one for two stages otherwise.
         links: how long messages take; ``None``: no time.
         devices: what the links call the ranks, ``0 .. ranks - 1`` if not given.
@@ -105,7 +105,7 @@ class _Messages:
 
     Attributes:
         wire: a number for each pair of ranks, -1 where nothing travels.
-        seconds: of the message.
+        seconds: how long the message takes.
     """
 
     wire: list[int]

@@ -25,13 +25,13 @@ class StageCosts:
         saved_bytes: held from the start of forward to the end of backward: the input, the output, and what autograd
             saved, parameters left out.
         deferred_bytes: of those, still held after the input part, up to the end of the weight part; ``None``: all.
-        activation_bytes: of the message to the next stage.
+        activation_bytes: how large the message to the next stage is.
         input_gradient_bytes: of the message to the stage before; ``None``: as many as the activation that came.
         temporary_bytes: held besides while the stage computes, at most.
-        parameter_bytes: of the parameters and buffers.
-        gradient_bytes: of their gradients.
-        optimizer_bytes: of the state of the optimizer.
-        unit: of the times.
+        parameter_bytes: what the parameters and buffers take.
+        gradient_bytes: what the gradients of the parameters take.
+        optimizer_bytes: what the state of the optimizer takes.
+        unit: what the times count: ``"s"``, or that of nominal prices.
 
     Raises:
         ScheduleError: SK332 if one is negative or no number; names the field.
@@ -71,11 +71,11 @@ class StageCosts:
 
 
 def bytes_on(stages: Sequence[StageCosts], stage: int) -> int:
-    """Of the message to the next stage."""
+    """How many bytes stage ``stage`` sends to the next one for a microbatch."""
     return stages[stage].activation_bytes
 
 
 def bytes_back(stages: Sequence[StageCosts], stage: int) -> int:
-    """Of the message to the stage before; the first stage has none."""
+    """How many bytes of gradients stage ``stage`` sends to the one before it; the first stage sends none."""
     own = stages[stage].input_gradient_bytes
     return own if own is not None else stages[stage - 1].activation_bytes if stage else 0

@@ -71,7 +71,7 @@ class Claim:
     Attributes:
         objective: what is least: ``"bottleneck"`` (seconds of the most loaded part), ``"makespan"`` (seconds of one
             sample), ``"parts"`` (how many) or ``"traffic"`` (bytes).
-        value: of this plan.
+        value: the objective of this plan.
         bound: no plan within the same limits is below it.
         solver: what found the plan, and what proved the bound if that was another.
         limiting: the part that decides.

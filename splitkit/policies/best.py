@@ -44,8 +44,8 @@ class Best:
         policies: to try, or anything else that `splitkit.plan` takes (functions, mappings, plans). A number ``n``
             stands for ``Stages(n)``, ``Acyclic(n)`` and ``Expert(n)`` with the same links, memory and schedule.
         seconds: after which no further policy is begun.
-        schedule: of the pipeline, as in `Stages`.
-        microbatches: of a step, two for each part by default.
+        schedule: the pipeline's schedule, as in `Stages`.
+        microbatches: how many a step has, two for each part by default.
         memory: bytes of each rank, as in `Stages`.
         links: between the ranks ``0, 1 ...``, as in `Stages`.
         optimizer: whose state is held, as in `Stages`.
@@ -155,7 +155,7 @@ class _Entry:
     Attributes:
         policy: as given.
         plan: what it made.
-        score: of the plan.
+        score: what the plan is worth by the common measure.
         error: why there is none.
     """
 

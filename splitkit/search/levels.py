@@ -40,7 +40,7 @@ def sink(flow: Dataflow, costs: Costs, kinds: Kinds, levels: Levels, least: int)
     Args:
         flow: facts about the graph.
         costs: bytes of values.
-        kinds: of all placeable nodes.
+        kinds: the kind of each placeable node.
         levels: the lowest ones.
         least: nodes that a level of kind ``True`` keeps.
     """

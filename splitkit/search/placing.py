@@ -22,7 +22,10 @@ _NOTHING = 1e-250  # seconds that are as good as none: their sums would lose all
 
 @dataclass(frozen=True, eq=False)
 class Travel:
-    """What values cost on their way, in seconds: the cheapest link's price, and how many times it each pair pays.
+    """How long values take from one device to another.
+
+    Solvers know one price a value, that of the cheapest link, and one factor a pair of devices: how many times the
+    cheapest price its own link takes, at least.
 
     Attributes:
         latency: (d, d) seconds.
@@ -40,7 +43,7 @@ class Travel:
         return cls(*links.to_arrays(devices), 2 if training else 1)
 
     def seconds(self, nbytes: Floats) -> Floats:
-        """(m,) of each message over the cheapest link: no link takes less."""
+        """(m,) seconds of each message over the cheapest link: no link takes less."""
         pairs = self._pairs()
         return np.array([self.again * min(wait + n / speed for wait, speed in pairs) for n in nbytes.tolist()])
 

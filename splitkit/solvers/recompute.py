@@ -83,7 +83,7 @@ class RecomputeSolution:
     Attributes:
         runs: (n,) bool, ``None`` if no choice was found.
         saved: (k,) bool; all zero with it.
-        price: of what runs; infinite if none was found.
+        price: the sum of the prices of what runs; infinite if no choice was found.
         bound: no choice within the limits costs less; infinite if there is none.
     """
 

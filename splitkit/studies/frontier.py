@@ -101,7 +101,7 @@ class Frontier:
         costs: prices of nodes; by default FLOPs at 1e12 a second, so that only ratios mean something.
         price: ``"fused"`` for seconds under Inductor, on the device of the costs (`splitkit.costs.named`).
         of: ``"saved"`` or ``"peak"``: the memory that is bounded.
-        budgets: of the peak, how many are searched for.
+        budgets: how many budgets of the peak are searched for.
     """
 
     joint: Joint | JointFlow

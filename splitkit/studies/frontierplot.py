@@ -21,10 +21,10 @@ class FrontierPlot:
     """What is drawn.
 
     Attributes:
-        points: of the frontier, by rising bytes.
+        points: the points of the frontier, by rising bytes.
         marks: what else is drawn: name -> where.
         title: what the bytes are.
-        unit: of what is computed again.
+        unit: what the prices of what is computed again count.
     """
 
     points: Sequence[Spot]

@@ -24,8 +24,8 @@ class SweepRow:
     """One combination.
 
     Attributes:
-        stages: of the model.
-        microbatches: of a step.
+        stages: how many stages the model is cut into.
+        microbatches: how many microbatches a step has.
         schedule: as it was asked for.
         plan: the stages; ``None`` where there is no such pipeline.
         run: the step, simulated; ``None`` likewise.

@@ -20,7 +20,7 @@ class SavedValue:
     """A value that forward hands to backward.
 
     Attributes:
-        name: of its node.
+        name: the name of the node that makes the value.
         module: the innermost module that computes it, ``""`` for the model itself.
         op: what computes it, such as ``"softmax"``; ``"input"`` for what the caller holds: inputs and parameters.
         nbytes: of its storage; 0 for what the caller holds, and views of it.

@@ -141,7 +141,7 @@ class Facts:
 
     Attributes:
         name: without namespace and overload.
-        names: of its parameters.
+        names: the names of its parameters, in order.
         types: of its parameters, in the words of a schema.
         positional: how many parameters may be given by position.
         defaults: parameter name -> value.

@@ -20,7 +20,7 @@ class BadProblemError(ValueError):
     """A problem that makes no sense.
 
     Attributes:
-        field: of `Problem` or `Slot`.
+        field: the field of `Problem` or `Slot` that is wrong.
         units: those concerned.
         devices: those concerned.
     """
@@ -180,7 +180,7 @@ class Problem:
         if bad:
             raise BadProblemError("a device has a negative capacity", "capacity", devices=tuple(bad))
         if any(count < 0 for count in self.in_flight):
-            raise BadProblemError("a stage has less than nothing in flight", "in_flight")
+            raise BadProblemError("the number of microbatches in flight is negative", "in_flight")
         if self.fill and len(devices) > self.units:
             raise BadProblemError(f"{len(devices)} devices are to be filled with {self.units} units", "fill")
         if self.links is None:

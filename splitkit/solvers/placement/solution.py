@@ -102,7 +102,7 @@ def preferred(
 
     Args:
         problem: what is placed.
-        core: of the problem.
+        core: the core of the problem.
         plans: at least one.
         prefer: the key.
     """

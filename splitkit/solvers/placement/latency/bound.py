@@ -31,7 +31,7 @@ def path_bound(problem: Problem, timing: Timing, group: Ints, value: float, seco
 
     Args:
         problem: what is placed.
-        timing: of it.
+        timing: how long units and messages of the problem take.
         group: (n,) units of the same group share a device.
         value: a makespan that is reached.
         seconds: for the search.

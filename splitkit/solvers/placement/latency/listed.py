@@ -15,7 +15,7 @@ def listed(problem: Problem, timing: Timing, pieces: int) -> list[Ints]:
 
     Args:
         problem: what is placed; colours are not looked at.
-        timing: of the same problem.
+        timing: how long units and messages of that problem take.
         pieces: on each accelerator.
 
     Returns:

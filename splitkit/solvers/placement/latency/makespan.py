@@ -67,7 +67,7 @@ def makespan(timing: Timing, place: list[int]) -> float:
     """When the last unit or piece is done; infinite if pieces wait for each other in a cycle.
 
     Args:
-        timing: of the problem.
+        timing: how long units and messages of the problem take.
         place: `HOST` or a piece, for each unit.
     """
     takes, members = busy(timing, place)

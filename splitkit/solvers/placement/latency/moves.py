@@ -23,7 +23,7 @@ class Moves:
 
     Args:
         problem: what is placed.
-        timing: of the same problem.
+        timing: how long units and messages of that problem take.
         group: (n,) units of the same group move together.
         place: where they are at first; it must fit.
     """

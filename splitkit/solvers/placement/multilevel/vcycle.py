@@ -31,7 +31,7 @@ class VCycle:
 
     Args:
         core: the finest; edges go from later units to those before them, as in `Search`.
-        ladder: of its devices.
+        ladder: how its devices are taken, one after the other.
     """
 
     def __init__(self, core: Core, ladder: Ladder) -> None:

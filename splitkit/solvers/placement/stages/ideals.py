@@ -33,7 +33,7 @@ class Effort:
     """What a search may still take: steps are counted, so that it comes out the same on a machine that is slow or busy.
 
     Args:
-        steps: of some nanoseconds each.
+        steps: how many steps, of some nanoseconds each.
         deadline: when it ends at the latest, as `time.monotonic` tells.
     """
 
