@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,9 +13,7 @@ from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from splitkit.costs import Costs, unit_of
-from splitkit.graph.storages import storage_key, storages_shown, tensors
 from splitkit.graph.symbols import value_of
-from splitkit.memory.kernels import hinted_bytes
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune
@@ -202,7 +200,7 @@ def _arrays(
 ) -> Savings:
     ops = tuple(dict.fromkeys(flow.producer(v) for v in values))
     number, place = ({n: i for i, n in enumerate(nodes)} for nodes in (ops, values))
-    owner = _storages(values)
+    owner = _storages(flow, values)
     storages = {key: i for i, key in enumerate(dict.fromkeys(owner.values()))}
     base = {key: v for v, key in reversed(owner.items())}
     views = {n for n in ops if n not in why} - {flow.producer(v) for v, key in owner.items() if base[key] is v}
@@ -231,7 +229,7 @@ def _arrays(
             for v, maker in zip(values, makers, strict=True)
         ),
         _mask(v in needed for v in values),
-        np.array([_nbytes(base[key]) for key in storages], np.int64),
+        np.array([sum(flow.storages.nbytes[s] for s in flow.storages.under(base[key])) for key in storages], np.int64),
         np.array(pairs, np.int64).reshape(-1, 2),
         {n: why[n] for n in ops if n in why},
         unit_of(costs),
@@ -271,13 +269,8 @@ def required_by_forward(flow: JointFlow) -> set[Node]:
 
 def _free_values(flow: JointFlow) -> set[Node]:
     """What backward has for nothing: what the caller holds, and views of it; constants; sizes."""
-    held = [n for n in flow.scope if n.op in ("placeholder", "get_attr")]
-    static = storages_shown(held)
-    return {
-        n for n in flow.scope
-        if n.op in ("placeholder", "get_attr") or is_size(n)
-        or all(storage_key(t) in static for t in tensors(value_of(n)))
-    }  # fmt: skip
+    own = ("placeholder", "get_attr")
+    return {n for n in flow.scope if n.op in own or is_size(n) or not flow.storages.under(n)}
 
 
 def _reads(flow: JointFlow, op: Node) -> Iterator[Node]:
@@ -285,22 +278,13 @@ def _reads(flow: JointFlow, op: Node) -> Iterator[Node]:
     return (read for read in op.all_input_nodes if flow.producer(read) is not op)
 
 
-def _storages(values: Iterable[Node]) -> dict[Node, Hashable]:
-    """Value -> what is equal for values that share a storage; a tuple that nobody unpacks is one of its own."""
-    found: dict[Node, Hashable] = {}
-    for value in values:
-        held = value_of(value)
-        found[value] = storage_key(held) if isinstance(held, torch.Tensor) else value
-    return found
-
-
-def _nbytes(value: Node) -> int:
-    """Bytes of the storages of a value, whole."""
-    return sum(hinted_bytes(value, t) for t in tensors(value_of(value)))
+def _storages(flow: JointFlow, values: Iterable[Node]) -> dict[Node, int | Node]:
+    """Value -> its storage; a tuple that nobody unpacks stands for all of its own."""
+    return {v: flow.storages.under(v)[0] if isinstance(value_of(v), torch.Tensor) else v for v in values}
 
 
 def _kept(
-    flow: JointFlow, values: Iterable[Node], owner: Mapping[Node, Hashable], base: Mapping[Hashable, Node]
+    flow: JointFlow, values: Iterable[Node], owner: Mapping[Node, int | Node], base: Mapping[int | Node, Node]
 ) -> set[Node]:
     """The ops whose results checkpoints save: of a view, what it is a view of."""
     wanted = set(asked(flow, CheckpointPolicy.MUST_SAVE))

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from torch.fx import Node
 
-from splitkit.graph.storages import storage_key, tensors
-from splitkit.graph.symbols import value_of
-from splitkit.memory.kernels import hinted_bytes
 from splitkit.plans.record import Plan
 from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, homes, nodes_in
 
@@ -53,8 +50,8 @@ class EmissionOrder:
         self.units = list(units.values())
         """A node, or the maker of a tuple and what unpacks it. All below is by number of unit or of storage."""
         self.number = {node: i for i, nodes in enumerate(self.units) for node in nodes}
-        self.nbytes: list[int] = []
-        self.lies = self._storages()
+        self.nbytes = flow.storages.nbytes
+        self.lies = {node: flow.storages.under(node) for node in self.number}
         self.needs: list[tuple[int, ...]] = []
         self.reads: list[tuple[Node, ...]] = []
         self.sources: list[tuple[int, ...]] = []
@@ -133,20 +130,6 @@ class EmissionOrder:
     def storages_of(self, values: Iterable[object]) -> set[int]:
         """The storages of some values, but those of inputs and attributes."""
         return {s for value in values if isinstance(value, Node) for s in self.lies.get(value, ())}
-
-    def _storages(self) -> dict[Node, tuple[int, ...]]:
-        """Number the storages; those of inputs and attributes are there all the time, and have none."""
-        numbers: dict[Hashable, int] = {}
-        owned = {s for n in self.flow.index if n.op in ("placeholder", "get_attr") for s in _storages(n)}
-        lies: dict[Node, tuple[int, ...]] = {}
-        for node in self.number:
-            own = {s: nbytes for s, nbytes in _storages(node).items() if s not in owned}
-            for storage, nbytes in own.items():
-                if storage not in numbers:
-                    numbers[storage] = len(self.nbytes)
-                    self.nbytes.append(nbytes)
-            lies[node] = tuple(numbers[s] for s in own)
-        return lies
 
 
 class _Half:
@@ -284,8 +267,3 @@ class _Ordering:
         """Bytes that a unit takes, less those that it is the last to hold."""
         taken = sum(self.nbytes[s] for s in self.made[unit] if s not in self.there)
         return taken - sum(self.nbytes[s] for s in self.held[unit] if self.left[s] == 1 and s not in self.half.kept)
-
-
-def _storages(node: Node) -> dict[Hashable, int]:
-    """The storages that a node's value lies in -> bytes; a symbolic size as seen at capture."""
-    return {storage_key(tensor): hinted_bytes(node, tensor) for tensor in tensors(value_of(node))}

@@ -14,7 +14,8 @@ from torch.fx import Node
 from splitkit.solvers.recompute import Limit
 from splitkit.training.choices import Bools, Choice, Floats, Savings
 from splitkit.training.flow import BACKWARD, homes
-from splitkit.training.peaks import STATIC, Ints, Peaks, PeakTrace
+from splitkit.training.peaks import Ints, Peaks, PeakTrace
+from splitkit.training.storages import STATIC
 
 _AT_ONCE = 6  # limits that one simulation adds
 _APART = 50  # of as many parts of the run, each adds one limit at most
@@ -26,8 +27,8 @@ class Moments:
     Attributes:
         savings: the choices.
         peaks: simulates them.
-        storage: storage as `Peaks` numbers it -> as `Savings` does, `STATIC` for what backward never reads.
-        base: storage -> the op that makes it.
+        storage: storage by its root -> as `Savings` numbers those that matter, `STATIC` for what backward never reads.
+        base: storage of `Savings` -> the op that makes it.
         own: what backward alone can run, by position in the graph.
     """
 
@@ -36,18 +37,16 @@ class Moments:
         index, flow = savings.flow.index, savings.flow
         self.at = np.array([index[n] for n in savings.ops], dtype=np.int64)
         self.base = np.full(len(savings.nbytes), -1, dtype=np.int64)
-        self.storage = np.full(len(peaks.source), STATIC, dtype=np.int64)
+        self.storage = np.full(len(flow.storages.source), STATIC, dtype=np.int64)
         self.values_of: list[list[int]] = [[] for _ in savings.ops]
         self.readers: list[list[int]] = [[] for _ in savings.values]
         for v, (op, k) in enumerate(zip(savings.maker.tolist(), savings.storage.tolist(), strict=True)):
             self.values_of[op].append(v)
-            for slot in peaks.slots[index[savings.values[v]]]:
-                root = peaks.root[slot]
-                self.storage[slot] = k
-                if root == STATIC:
-                    continue
-                self.storage[root] = k  # of a member of a tuple, the tuple has the root
-                if peaks.maker[root] == index[savings.ops[op]]:
+            for root in flow.storages.under(savings.values[v]):
+                self.storage[root] = k
+                if (
+                    flow.storages.maker[root] == index[savings.ops[op]]
+                ):  # of a member of a tuple, the tuple has the root
                     self.base[k] = op
         for op, v in savings.reads.tolist():
             self.readers[v].append(op)
