@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from splitkit.solvers.placement.core import BIG, Core
 from splitkit.solvers.placement.problem import Bools, Ints
-from splitkit.solvers.placement.stages.ladder import Ladder
+from splitkit.solvers.placement.stages.ladder import Ladder, ratios
 
 Words = NDArray[np.uint64]
 
@@ -113,7 +113,12 @@ class _Growing:
         self._ladder = ladder
         self._limit = limit - 1
         paying = [k for k, kind in enumerate(core.kinds) if not kind.host]
-        self._cost = core.costs[paying].min(axis=0) if paying else np.zeros(core.costs.shape[1], np.int64)
+        # A level takes `reach` least work for each unit of the load: a device of a slow class counts for less, so that
+        # what it pays for nets counts for less too. The least of that is certain, whoever pays.
+        paid = [
+            c if r >= 1 else np.floor(c * r).astype(np.int64) for c, r in zip(core.costs, ratios(core), strict=True)
+        ]
+        self._cost = np.min([paid[k] for k in paying], axis=0) if paying else np.zeros(core.costs.shape[1], np.int64)
         self.bits: Words = np.zeros(((core.size + 63) // 64, 1), np.uint64)
         self.inside = np.zeros(1, np.int64)  # least work of what is in
         self._out: Words = self.bits.copy()  # units that are out, and all after them, decided or not
@@ -211,7 +216,10 @@ def _room(core: Core, ladder: Ladder, limit: int) -> list[tuple[int, int]]:
 
 def _most_held(held: Ints, work: Ints, limit: int) -> int:
     """No device within the limit holds more bytes: those of the units with the most bytes for their work, and one."""
-    by_density = np.argsort(-held / np.maximum(work, 1), kind="stable")
+    # The best fractions of a knapsack are the densest items and a part of the next one (Dantzig 1957); that one counts
+    # whole here. What takes no work is always held, however little it is: it comes first.
+    density = np.where(work > 0, held / np.maximum(work, 1), np.inf)
+    by_density = np.argsort(-density, kind="stable")
     within = int(np.searchsorted(np.cumsum(work[by_density]), limit, side="right"))
     return int(held[by_density[: within + 1]].sum())
 
