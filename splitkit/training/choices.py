@@ -116,6 +116,8 @@ class Savings:
         Args:
             runs: (n,) bool.
         """
+        # From what backward needs down, so that nothing runs for nobody: a choice is a set of wishes, and two sets that
+        # differ in ops which backward never gets to are one plan, simulated once.
         used, saved = np.zeros(len(self.ops), np.bool_), np.zeros(len(self.values), np.bool_)
         stack, seen = np.flatnonzero(self.needed).tolist(), self.needed.copy()
         while stack:
@@ -154,6 +156,9 @@ class Choice:
     def forward(self) -> Bools:
         """(n,) bool; ops that forward computes: its own, and late ones for what is saved."""
         problem = self.savings
+        # From the last op to the first, for a reader comes after what it reads: of late ops forward runs those whose
+        # values it saves, and those that they need. Their readers that are not late do not count: what these need is
+        # not late.
         found = ~problem.late
         found[problem.maker[self.saved]] = True
         for op in np.flatnonzero(problem.late)[::-1].tolist():
@@ -182,6 +187,8 @@ def savings(flow: JointFlow, costs: Costs) -> Savings:
         flow: facts about the graph.
         costs: prices of running a node again. What they say of bytes is not asked: storages count.
     """
+    # Down from what backward reads, as far as it may compute: it never looks behind an op that it may not run again,
+    # nor at what the caller holds. So the problem is often much smaller than the graph.
     free, needed = _free_values(flow), _pinned_reads(flow)
     known = unrepeatable(flow)
     why = {n: known[n] for n in flow.nodes if n in known}
@@ -203,6 +210,8 @@ def _arrays(
     owner = _storages(flow, values)
     storages = {key: i for i, key in enumerate(dict.fromkeys(owner.values()))}
     base = {key: v for v, key in reversed(owner.items())}
+    # A storage is saved once for all of its values. Its first value in graph order is not made of another of them: it
+    # is the base. Were views savable too, to save one would seem to give the base as well, which cannot be made of it.
     views = {n for n in ops if n not in why} - {flow.producer(v) for v, key in owner.items() if base[key] is v}
     kept = _kept(flow, values, owner, base)
     why |= {n: "its checkpoint saves it" for n in ops if n in kept and n not in why}
@@ -242,6 +251,8 @@ def _mask(flags: Iterable[bool]) -> Bools:
 
 def _pinned_reads(flow: JointFlow) -> dict[Node, None]:
     """The values that those nodes of backward read that nothing but backward can run, and that it returns."""
+    # By induction along the graph: a node that reads a gradient, or what waits for one, cannot run in forward. What
+    # eager autograd merely has in backward can: it is a choice like any other (`Savings.late`).
     home, pinned = homes(flow), set(flow.backward_inputs)
     found = {n: None for n in nodes_in(flow.gradients) if n not in pinned}
     for node in flow.scope:

@@ -36,9 +36,11 @@ class EmissionOrder:
     Forward keeps the order of eager execution. What a plan has moved there from backward stands behind its inputs, if
     that frees memory, instead of at forward's end, where it was traced.
 
-    Of these orders and that of the graph the one with the lowest peak is taken, so the graph's is never better. Where
-    nothing is computed again, backward keeps the graph's. Data and effects (``flow.after``) are respected, and members
-    of a tuple follow it at once. Linear in nodes and edges, times a logarithm. One object serves many plans.
+    The order of a graph with the lowest peak is NP-hard to find (Sethi 1975, "Complete register allocation problems"),
+    so these are rules, and none of them always helps. Of these orders and that of the graph the one with the lowest
+    peak is taken, so the graph's is never better. Where nothing is computed again, backward keeps the graph's. Data and
+    effects (``flow.after``) are respected, and members of a tuple follow it at once. Linear in nodes and edges, times a
+    logarithm. One object serves many plans.
     """
 
     def __init__(self, flow: JointFlow) -> None:
@@ -196,7 +198,10 @@ class _Ordering:
         self.waits: dict[int, int] = {}
         self.users: dict[int, list[int]] = {unit: [] for unit in half.units}
         self.left = [0] * len(order.nbytes)
-        """For each storage, how many units still hold it; ``last`` is the sum of their numbers."""
+        """For each storage, how many units still hold it; ``last`` is the sum of their numbers.
+
+        So when one is left, the sum is its number, and no set of holders has to be kept for each storage.
+        """
         self.last = [0] * len(order.nbytes)
         for unit in half.units:
             waits = [need for need in self.needs[unit] if need in half.inside]
@@ -227,6 +232,8 @@ class _Ordering:
             if unit not in self.done:
                 yield unit
             return
+        # A stack of its own: chains of what is computed again are longer than Python's recursion goes. Units are given
+        # out one by one, and the caller may compute others in between; so what is done is asked each time.
         stack = [(unit, iter(self.needs[unit]))]
         while stack:
             current, needs = stack[-1]
@@ -260,6 +267,8 @@ class _Ordering:
         """Compute what may go at once."""
         while self.ready:
             unit = heapq.heappop(self.ready)
+            # What is not taken now comes back when it is the last to hold a storage, for that is when it frees more
+            # than before. So each unit is looked at about as often as it holds storages.
             if unit not in self.done and (self.at_once or self.growth(unit) <= 0):
                 self.compute(unit)
 

@@ -1,7 +1,8 @@
 """The peak of a plan for a joint graph, to the byte, before any module is made of it.
 
 `splitkit.memory.run` runs the graphs of a pair. Here the same run is done for a plan, fast enough to be asked often:
-who shares whose storage does not depend on the plan, and is found once for the joint graph.
+who shares whose storage does not depend on the plan, and is found once for the joint graph. A search asks for hundreds
+of plans, so a run is one pass over whole numbers: no node is looked at, and no value hashed.
 """
 
 from __future__ import annotations
@@ -143,7 +144,9 @@ class Peaks:
         Args:
             nodes: by position, in the order in which they run.
         """
-        run = _Allocations([0] * len(self.storages.source), [STATIC], [0], [0])  # the first stands for all else
+        # All slots lie in the first allocation until a node makes them: it stands for all else, and is left out of the
+        # answer.
+        run = _Allocations([0] * len(self.storages.source), [STATIC], [0], [0])
         run.pass_over(self, nodes)
         slot, born, dies = (np.array(values, dtype=np.int64) for values in (run.slot, run.born, run.dies))
         dies[[run.holder[s] for s in self._gradients]] = len(nodes)
@@ -158,16 +161,20 @@ class Peaks:
         """The run of halves that compute these nodes, by position, in this order."""
         steps, early = np.array([*forward, *backward], dtype=np.int64), len(forward)
         run = self._forward(tuple(forward)).copy()
+        # Where outputs lie is asked before backward runs: it may make them again, and what the caller holds is
+        # forward's.
         outputs, before = [run.holder[slot] for slot in self._outputs], list(run.dies)
         run.pass_over(self, backward)
         gradients = [run.holder[slot] for slot in self._gradients]
         slot, born, dies = (np.array(values, dtype=np.int64) for values in (run.slot, run.born, run.dies))
         left = np.array([*before, *run.dies[len(before) :]], dtype=np.int64)
         saved = (born < early) & (dies >= early)
-        saved[gradients] |= born[gradients] < early
+        saved[gradients] |= born[gradients] < early  # returned as it is: no step of backward need read it
         for ends, held in ((left, outputs), (dies, outputs), (dies, gradients)):
             ends[held] = len(steps)
         nbytes = np.array(self.nbytes, dtype=np.int64)[slot]
+        # Each allocation adds its bytes at one step and takes them off after another: summed up, these are the bytes
+        # there.
         change = np.zeros(len(steps) + 2, dtype=np.int64)
         np.add.at(change, born, nbytes)
         np.subtract.at(change, dies + 1, nbytes)

@@ -2,6 +2,13 @@
 
 When a value is freed depends on the plan, so a limit that is exact for one plan is an estimate for its neighbours
 (`Moments.limits`). Where it does not depend on it, a limit holds for every plan whose peak is low enough (`Floors`).
+
+Why an estimate: a limit says which storages are there at one step if they are saved or made again, and what they are
+read by decides until when. Compute a reader again, and its input lives longer; save it instead, and the input dies
+sooner. A program that knew that would need a variable for each storage and step, as that of Checkmate (Jain et al.,
+MLSys 2020), which grows with the square of the graph. Here the spans are those of the run at hand, and the next run
+corrects them: cuts that are added until a solution breaks none (Kelley 1960), but without its promise, as these may cut
+off good plans.
 """
 
 from __future__ import annotations
@@ -68,6 +75,7 @@ class Moments:
             if over[step] <= 0:
                 return
             yield spans.limit(step, budget)
+            # Much the same storages are there at the steps around, so that a limit of theirs would say the same.
             over[max(0, step - width) : step + width + 1] = 0
 
 
@@ -86,6 +94,8 @@ class _Spans:
 
         What is not read in this run would be read by the earliest of those that may.
         """
+        # Backward over the ops, as those that read a value come after its maker. An op runs as late as its first reader
+        # lets it (`EmissionOrder`), so it starts where that one does.
         moments, end = self.moments, len(self.trace.steps)
         start = [end] * len(runs)
         last, guess = [-1] * len(moments.base), [end] * len(moments.base)
@@ -122,6 +132,9 @@ class _Spans:
             there = self.last >= step
             again = there & (self.start[base] <= step) & (base >= 0)
             np.add.at(runs, base[again], savings.nbytes[again])
+        # What is there now and is neither saved nor made again, by these spans, is not up to the choice: it leaves less
+        # for the rest. So the limit is exact here, where all that these spans miss, and all that they see too much, is
+        # in it.
         saved = np.where(there, savings.nbytes, 0)
         chosen = saved_storages(self.choice)
         alive = int(saved[chosen].sum() + runs[self.choice.runs].sum())
@@ -141,6 +154,11 @@ class Floors:
     They hold for plans in which forward and backward run their own nodes in the order of the graph. Then, while a node
     of forward runs, what was saved before is there; and while one of backward runs, all is there that backward's own
     nodes read before and after it, and what is saved for those after it.
+
+    Why they hold for every plan: backward's own nodes run in all plans, and what one of them reads is there from before
+    the first to the last that reads it, saved or made again, as nothing is made again twice. What is saved is there
+    from forward's last own reader to backward's first. What a plan makes again besides, and for how long, is left out,
+    so the true sum is never less. The relaxed program with these limits is then a bound for the exact one.
 
     Attributes:
         least: moment -> bytes that are there in every plan. Moments are the steps of forward, then those of backward.
@@ -194,6 +212,8 @@ class Floors:
         """The limits that what is saved exceeds, the furthest first, a few; ``saved``: (k,), a fraction of each."""
         nothing = np.zeros(len(self.savings.ops), dtype=np.int64)
         change = np.zeros(len(self.least) + 2, dtype=np.int64)
+        # a little less than the fractions that HiGHS gives, which are right to 1e-6: else a limit that it keeps to, as
+        # far as it can tell, would be added again and again
         taken = np.floor(saved * (1 - 1e-6) * self.savings.nbytes).astype(np.int64)
         if self.between + int(taken[self.handed > 0].sum()) > budget:
             yield Limit(nothing, self.handed, budget - self.between)
