@@ -35,7 +35,8 @@ from splitkit.search.recompute.moments import Moments
 from splitkit.search.recompute.pool import Pool, Seen
 from splitkit.search.recompute.search import RecomputeSearch
 from splitkit.training.choices import Savings, savings
-from splitkit.training.peaks import STATIC, Peaks
+from splitkit.training.peaks import Peaks
+from splitkit.training.storages import STATIC
 
 Bools = NDArray[np.bool_]
 SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -202,7 +203,8 @@ class Schedule:
 
     def _storages(self, slots: tuple[int, ...]) -> list[int]:
         """The storages of `Savings` that slots lie in."""
-        known = (int(self.moments.storage[slot]) for slot in slots)
+        root = self.peaks.storages.root
+        known = (int(self.moments.storage[root[slot]]) for slot in slots if root[slot] != STATIC)
         return list(dict.fromkeys(k for k in known if k != STATIC))
 
     def _ops(self) -> tuple[list[list[int]], list[list[int]]]:
@@ -218,7 +220,8 @@ class Schedule:
         """Bytes that an op takes while it runs: transient ones, and results that backward never reads."""
         index, peaks = self.problem.flow.index, self.peaks
         node = index[self.problem.ops[op]]
-        unread = [s for s in peaks.made[node] if peaks.source[s] == s and self.moments.storage[s] == STATIC]
+        storages = peaks.storages
+        unread = [s for s in storages.made[node] if storages.source[s] == s and self.moments.storage[s] == STATIC]
         return float(peaks.transient[node] + sum(peaks.nbytes[s] for s in unread))
 
     def _last_use(self, touched: list[list[int]], makes: list[list[int]], reads: list[list[int]]) -> list[int]:

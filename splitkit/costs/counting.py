@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from splitkit._torch import HigherOrderOperator
 from splitkit.brief import brief
 from splitkit.costs.formulas import FORMULAS, attention_backward_flops, attention_flops, formulas_for
 from splitkit.graph import fakecalls as standins
-from splitkit.graph.fakecalls import StandIn, acts, hints, name_of, rounds, stand_in, value_in
+from splitkit.graph.fakecalls import CallMemo, acts, hints, name_of, rounds, stand_in, value_in
 from splitkit.graph.sizes import elements, graph_of, read_bytes, require_values, value_bytes
 from splitkit.graph.storages import storage_key, tensors
 from splitkit.graph.symbols import value_of
@@ -69,7 +70,7 @@ class Flops:
     """See `flops`."""
 
     gm: fx.GraphModule
-    _seen: dict[Any, Count] = field(default_factory=dict, repr=False, compare=False)
+    _calls: CallMemo[Count] = field(default_factory=CallMemo, repr=False, compare=False)
     _of: dict[Node, Count] = field(default_factory=dict, repr=False, compare=False)
 
     __repr__ = brief
@@ -107,11 +108,8 @@ class Flops:
             return NOTHING
         if isinstance(node.target, HigherOrderOperator):
             return self._of_higher_order(root, node)
-        call = stand_in(root, node)
-        key = call.key
-        if key not in self._seen:
-            self._seen[key] = _run(call, node)
-        return self._seen[key]
+        call, written = stand_in(root, node), partial(_elements, node)
+        return self._calls.ask(call, _Counting(call.target, written), lambda: Count(0, written()))
 
     def _of_higher_order(self, root: nn.Module, node: Node) -> Count:
         """The graphs that a higher-order op calls: as often as it does, of ``cond`` the dearer one."""
@@ -154,23 +152,28 @@ def bodies(root: nn.Module, node: Node) -> list[fx.GraphModule]:
     return [] if str(node.target) in _WHOLE else standins.bodies(root, node)
 
 
-def _run(call: StandIn, node: Node) -> Count:
-    """Run the call of ``node`` under the counter."""
-    counter = FlopCounterMode(display=False, custom_mapping=formulas_for(call.target))
+@dataclass(frozen=True)
+class _Counting:
+    """Runs a call of a target under the counter; ``written`` are the elements of its result where it raises."""
 
-    def counted(target: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        with counter:
-            return target(*args, **kwargs), (args, kwargs)
+    target: Any
+    written: Callable[[], int]
 
-    try:
-        result, inputs = call.run(counted)
-    except Exception:  # a custom op without a fake, or a size that only the data decides
-        return Count(counter.get_total_flops(), sum(map(elements, tensors(value_of(node)))))
-    made = list(tensors(result))
-    fresh = _fresh(call.target, made, inputs)
-    written = sum(elements(t) for t, own in zip(made, fresh, strict=True) if own)
-    written += sum(map(elements, tensors(changed(call.target, *inputs))))
-    return Count(counter.get_total_flops(), written, _fused(counter), fresh)
+    def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Count:
+        counter = FlopCounterMode(display=False, custom_mapping=formulas_for(self.target))
+        try:
+            with counter:
+                made = list(tensors(call(*args, **kwargs)))
+        except Exception:  # what it did up to there has been counted
+            return Count(counter.get_total_flops(), self.written())
+        fresh = _fresh(self.target, made, (args, kwargs))
+        written = sum(elements(t) for t, own in zip(made, fresh, strict=True) if own)
+        written += sum(map(elements, tensors(changed(self.target, args, kwargs))))
+        return Count(counter.get_total_flops(), written, _fused(counter), fresh)
+
+
+def _elements(node: Node) -> int:
+    return sum(map(elements, tensors(value_of(node))))
 
 
 def _fused(counter: FlopCounterMode) -> int:

@@ -132,6 +132,8 @@ def _append(
     """``graph.create_node`` without its search for symbols."""
     space: Any = graph._graph_namespace
     name = naming(space, name)
+    # The steps of `create_node`, in its order. The table that `find_nodes` reads tells nodes apart by target only if
+    # they call functions.
     node = Node(graph, name, op, target, args, kwargs, type_expr)
     space._obj_to_name[node] = name
     graph._root._prepend(node)
@@ -143,6 +145,7 @@ def _append(
 def _append_publicly(
     graph: fx.Graph, op: str, target: Any, args: Any, kwargs: Any, name: str, type_expr: Any, naming: Naming
 ) -> Node:
+    # `create_node` asks for a name again: one that was given by `_final` must be free for it, or it would get a number.
     if naming is _final:
         graph._graph_namespace._used_names.discard(name)
     return graph.create_node(op, target, args, kwargs, name, type_expr)
@@ -176,6 +179,8 @@ def _given(space: Any, name: str) -> str:
     used, counts = space._used_names, space._base_count
     if name in used or name == "self":
         return _another(space, name)
+    # fx remembers the last number of each base, and goes on from there: without the count, the next node of that base
+    # would have another name than fx gives it, and a split another code than torch's.
     base, _, number = name.rpartition("_")
     if base and number.isdigit():
         counts[base] = int(number)
@@ -187,6 +192,8 @@ def _given(space: Any, name: str) -> str:
 
 def _numbered(space: Any, base: str) -> str:
     """``space.create_name(base)`` of what a function or method is called."""
+    # fx takes a number off the end of a wish, replaces what no name may have, and avoids keywords and builtins, by
+    # regular expressions. A base that comes out of that as it went in needs them once a process, not once a node.
     if not _is_plain(base):
         return _created(space, base)
     number, name, used = space._base_count.get(base, 0), base, space._used_names
@@ -207,6 +214,8 @@ def _is_plain(name: str) -> bool:
 @cache
 def is_fast() -> bool:
     """Whether the private way writes the same graphs as the public one."""
+    # Nothing private is trusted for what it is called: a sample with all kinds of names, nested arguments, an erased
+    # node and a lookup by target has to come out the same, and any error counts as a difference.
     graphs = []
     for append in (_append, _append_publicly):
         graph = fx.Graph()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import fx, nn
@@ -23,6 +23,8 @@ from splitkit.graph.ops.facts import Described
 from splitkit.graph.scope import is_state_op
 from splitkit.graph.storages import attribute, tensors
 from splitkit.graph.symbols import concrete
+
+T = TypeVar("T")
 
 NO_SIZES: Mapping[str, int] = MappingProxyType({})
 
@@ -93,6 +95,30 @@ class StandIn:
 
     def _plain(self, sizes: Iterable[int | torch.SymInt]) -> tuple[int, ...]:
         return hints(sizes, self.sizes)
+
+
+class CallMemo(Generic[T]):
+    """What calls were found to do: each distinct one runs once. It belongs to whoever asks, and ends with it."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Hashable, T] = {}
+
+    def ask(self, call: StandIn, watch: Callable[..., T], otherwise: Callable[[], T], *facts: Hashable) -> T:
+        """What ``watch`` says of a call that it runs; ``otherwise``, where the call cannot run on fakes.
+
+        Args:
+            call: the call.
+            watch: see `StandIn.run`.
+            otherwise: for a custom op without a fake, a size that only the data decides, whatever else an op raises.
+            facts: what the answer depends on besides.
+        """
+        key = (call.key, *facts)
+        if key not in self._seen:
+            try:
+                self._seen[key] = call.run(watch)
+            except Exception:
+                self._seen[key] = otherwise()
+        return self._seen[key]
 
 
 NO_VALUES: Mapping[Node, Any] = MappingProxyType({})

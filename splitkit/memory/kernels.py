@@ -48,13 +48,13 @@ class Piece:
         key: what its value knows it by.
         held: the number of the storage of an input that it is; ``None`` if it is new.
         nbytes: its bytes if it is new, perhaps symbolic.
-        device: where it lies.
+        tensor: the first tensor of the result that lies in it.
     """
 
     key: Hashable
     held: int | None
     nbytes: Bytes
-    device: torch.device
+    tensor: torch.Tensor
 
 
 def storages_of(
@@ -87,7 +87,7 @@ def storages_of(
             held = read.get(origin[0], {}).get(origin[1], shown)
         copied = held is None and shown is not None  # its value shows the storage of what it is a copy of
         nbytes = tensor.numel() * tensor.element_size() if copied else bytes_made(node, tensor)
-        found.setdefault(key, Piece(key, held, nbytes, tensor.device))
+        found.setdefault(key, Piece(key, held, nbytes, tensor))
     return list(found.values())
 
 
@@ -138,9 +138,13 @@ def bytes_made_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tenso
 
 def hinted_bytes(node: Node, tensor: torch.Tensor) -> int:
     """`bytes_made`, as seen at capture."""
-    made = bytes_made(node, tensor)
+    return as_seen(bytes_made(node, tensor), tensor)
+
+
+def as_seen(nbytes: Bytes, tensor: torch.Tensor) -> int:
+    """Bytes of the storage of a tensor as a plain number: `storage_bytes` where only the data decides them."""
     try:
-        return _torch.size_hint(made)
+        return _torch.size_hint(nbytes)
     except TypeError:
         return storage_bytes(tensor)
 

@@ -106,6 +106,8 @@ class Units:
             without = temporaries(self.flow.root, node, regions)
             forward = max(without.transient, forward if self.training else 0)
             if without.casts and parameters:  # of weights: kept until the region ends
+                # Autocast casts a weight once: ops that read the same weights share the casts, which are one storage by
+                # these.
                 saves[self._cast(parameters, without.casts)] = None
         return LineNode(
             makes=tuple(followers) if followers and len(followers) == len(node.users) else (node, *followers),
@@ -144,6 +146,10 @@ class Units:
         """A value that is another one in another shape -> the other, if nobody else reads that.
 
         Its gradient is a view too.
+
+        Autograd hands the gradient of a view on as a view of itself: no memory is taken, and what holds either holds
+        both. If somebody else reads the other value, gradients are summed, in memory of their own; so they are where
+        sizes or dtypes differ, for a part of a value has a gradient that is filled up with zeros.
         """
         readers: dict[Node, int] = {}
         for unit in self.units.values():
@@ -249,7 +255,7 @@ class _Builder:
         self.values[copy] = number = len(self.made)
         self.value_nodes.append(node)
         self.made.append(made)
-        own = viewed
+        own = viewed  # a view has the gradient of what it is a view of, and none of its own
         if own == BEFORE and self.units.training and node in self.units.activations.requires:
             own = self._new_gradient(sum(map(tensor_bytes, tensors(value_of(node)))), made)
         self.gradient_of.append(own)
@@ -285,6 +291,8 @@ class _Builder:
         return self.values[node, self.homes[self.units.flow.producer(node)]]
 
     def _last(self, reads: Sequence[tuple[int, int]], length: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        # What nobody reads dies where it is made; what the graph gives back never does, and that is one step behind the
+        # last.
         last = np.array(self.made, np.int64)
         for position, value in reads:
             last[value] = max(last[value], position)

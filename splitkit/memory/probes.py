@@ -7,7 +7,7 @@ live bytes are measured like those of a real run. So do `splitkit.memory.tempora
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit._torch import pytree
-from splitkit.graph.fakecalls import NO_SIZES, acts, bodies, stand_in
+from splitkit.graph.fakecalls import NO_SIZES, CallMemo, acts, bodies, stand_in
 from splitkit.graph.scope import Scope, scopes
 from splitkit.graph.sizes import storage_bytes, tensor_bytes, value_bytes
 from splitkit.graph.storages import tensors
@@ -60,7 +60,7 @@ class Probes:
     gm: fx.GraphModule
     requires: Collection[Node]
     _scope: Mapping[Node, Scope] = field(init=False)
-    _seen: dict[Hashable, BackwardBytes] = field(default_factory=dict)
+    _calls: CallMemo[BackwardBytes] = field(default_factory=CallMemo)
 
     def __post_init__(self) -> None:
         self._scope, _ = scopes(self.gm.graph)
@@ -79,13 +79,8 @@ class Probes:
             return _guess(self.gm, node)
         call = stand_in(self.gm, node, NO_SIZES, [r for r in scope.regions if r.target is _torch.ENTER_AUTOCAST])
         flags = tuple(self._flags(node))
-        key = (call.key, flags, scope.grad)
-        if key not in self._seen:
-            try:
-                self._seen[key] = call.run(_SavedWatch(flags, scope.grad is not False))
-            except Exception:  # whatever the op raises on fakes, or its backward
-                self._seen[key] = _guess(self.gm, node)
-        return self._seen[key]
+        watch = _SavedWatch(flags, scope.grad is not False)
+        return self._calls.ask(call, watch, lambda: _guess(self.gm, node), watch)
 
     def _flags(self, node: Node) -> list[bool]:
         """For each leaf among the arguments whether it is the value of a node that requires grad."""

@@ -179,7 +179,7 @@ class MemoryRun:
         for piece in storages_of(gm, node, list(self._tensors(node)), read, self.gives.get(node)):
             held = piece.held
             if held is None:
-                held = self._add(node.name, node, piece.device, piece.nbytes + beyond, "activation", step, step)
+                held = self._add(node.name, node, piece.tensor.device, piece.nbytes + beyond, "activation", step, step)
                 beyond = 0
             value[piece.key] = held
         return value

@@ -7,7 +7,7 @@ run here on fake tensors, which take no memory, and its live bytes are measured 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -16,7 +16,7 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit.graph.fakecalls import NO_VALUES, acts, stand_in
+from splitkit.graph.fakecalls import NO_VALUES, CallMemo, acts, stand_in
 from splitkit.graph.sizes import storage_bytes
 from splitkit.graph.storages import storage_key, tensors
 from splitkit.graph.symbols import value_of
@@ -53,7 +53,7 @@ class Temporaries:
     """
 
     sizes: Mapping[str, int]
-    _seen: dict[Hashable, CallBytes] = field(default_factory=dict)
+    _calls: CallMemo[CallBytes] = field(default_factory=CallMemo)
 
     def __call__(
         self, gm: fx.GraphModule, node: Node, autocast: Sequence[Node], given: Mapping[Node, Any] = NO_VALUES
@@ -64,14 +64,7 @@ class Temporaries:
         """
         if not (autocast or is_composite(node.target) or _reads_lazily(node)) or acts(gm, node):
             return NOTHING
-        call = stand_in(gm, node, self.sizes, autocast, given)
-        key = call.key
-        if key not in self._seen:
-            try:
-                self._seen[key] = call.run(_inside)
-            except Exception:  # a custom op without a fake, or a size that only the data decides
-                self._seen[key] = NOTHING
-        return self._seen[key]
+        return self._calls.ask(stand_in(gm, node, self.sizes, autocast, given), _inside, lambda: NOTHING)
 
 
 def _inside(call: Callable[..., Any], *args: Any, **kwargs: Any) -> CallBytes:

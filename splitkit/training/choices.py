@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,9 +13,7 @@ from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from splitkit.costs import Costs, unit_of
-from splitkit.graph.storages import storage_key, storages_shown, tensors
 from splitkit.graph.symbols import value_of
-from splitkit.memory.kernels import hinted_bytes
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune
@@ -118,6 +116,8 @@ class Savings:
         Args:
             runs: (n,) bool.
         """
+        # From what backward needs down, so that nothing runs for nobody: a choice is a set of wishes, and two sets that
+        # differ in ops which backward never gets to are one plan, simulated once.
         used, saved = np.zeros(len(self.ops), np.bool_), np.zeros(len(self.values), np.bool_)
         stack, seen = np.flatnonzero(self.needed).tolist(), self.needed.copy()
         while stack:
@@ -156,6 +156,9 @@ class Choice:
     def forward(self) -> Bools:
         """(n,) bool; ops that forward computes: its own, and late ones for what is saved."""
         problem = self.savings
+        # From the last op to the first, for a reader comes after what it reads: of late ops forward runs those whose
+        # values it saves, and those that they need. Their readers that are not late do not count: what these need is
+        # not late.
         found = ~problem.late
         found[problem.maker[self.saved]] = True
         for op in np.flatnonzero(problem.late)[::-1].tolist():
@@ -184,6 +187,8 @@ def savings(flow: JointFlow, costs: Costs) -> Savings:
         flow: facts about the graph.
         costs: prices of running a node again. What they say of bytes is not asked: storages count.
     """
+    # Down from what backward reads, as far as it may compute: it never looks behind an op that it may not run again,
+    # nor at what the caller holds. So the problem is often much smaller than the graph.
     free, needed = _free_values(flow), _pinned_reads(flow)
     known = unrepeatable(flow)
     why = {n: known[n] for n in flow.nodes if n in known}
@@ -202,9 +207,11 @@ def _arrays(
 ) -> Savings:
     ops = tuple(dict.fromkeys(flow.producer(v) for v in values))
     number, place = ({n: i for i, n in enumerate(nodes)} for nodes in (ops, values))
-    owner = _storages(values)
+    owner = _storages(flow, values)
     storages = {key: i for i, key in enumerate(dict.fromkeys(owner.values()))}
     base = {key: v for v, key in reversed(owner.items())}
+    # A storage is saved once for all of its values. Its first value in graph order is not made of another of them: it
+    # is the base. Were views savable too, to save one would seem to give the base as well, which cannot be made of it.
     views = {n for n in ops if n not in why} - {flow.producer(v) for v, key in owner.items() if base[key] is v}
     kept = _kept(flow, values, owner, base)
     why |= {n: "its checkpoint saves it" for n in ops if n in kept and n not in why}
@@ -231,7 +238,7 @@ def _arrays(
             for v, maker in zip(values, makers, strict=True)
         ),
         _mask(v in needed for v in values),
-        np.array([_nbytes(base[key]) for key in storages], np.int64),
+        np.array([sum(flow.storages.nbytes[s] for s in flow.storages.under(base[key])) for key in storages], np.int64),
         np.array(pairs, np.int64).reshape(-1, 2),
         {n: why[n] for n in ops if n in why},
         unit_of(costs),
@@ -244,6 +251,8 @@ def _mask(flags: Iterable[bool]) -> Bools:
 
 def _pinned_reads(flow: JointFlow) -> dict[Node, None]:
     """The values that those nodes of backward read that nothing but backward can run, and that it returns."""
+    # By induction along the graph: a node that reads a gradient, or what waits for one, cannot run in forward. What
+    # eager autograd merely has in backward can: it is a choice like any other (`Savings.late`).
     home, pinned = homes(flow), set(flow.backward_inputs)
     found = {n: None for n in nodes_in(flow.gradients) if n not in pinned}
     for node in flow.scope:
@@ -271,13 +280,8 @@ def required_by_forward(flow: JointFlow) -> set[Node]:
 
 def _free_values(flow: JointFlow) -> set[Node]:
     """What backward has for nothing: what the caller holds, and views of it; constants; sizes."""
-    held = [n for n in flow.scope if n.op in ("placeholder", "get_attr")]
-    static = storages_shown(held)
-    return {
-        n for n in flow.scope
-        if n.op in ("placeholder", "get_attr") or is_size(n)
-        or all(storage_key(t) in static for t in tensors(value_of(n)))
-    }  # fmt: skip
+    own = ("placeholder", "get_attr")
+    return {n for n in flow.scope if n.op in own or is_size(n) or not flow.storages.under(n)}
 
 
 def _reads(flow: JointFlow, op: Node) -> Iterator[Node]:
@@ -285,22 +289,13 @@ def _reads(flow: JointFlow, op: Node) -> Iterator[Node]:
     return (read for read in op.all_input_nodes if flow.producer(read) is not op)
 
 
-def _storages(values: Iterable[Node]) -> dict[Node, Hashable]:
-    """Value -> what is equal for values that share a storage; a tuple that nobody unpacks is one of its own."""
-    found: dict[Node, Hashable] = {}
-    for value in values:
-        held = value_of(value)
-        found[value] = storage_key(held) if isinstance(held, torch.Tensor) else value
-    return found
-
-
-def _nbytes(value: Node) -> int:
-    """Bytes of the storages of a value, whole."""
-    return sum(hinted_bytes(value, t) for t in tensors(value_of(value)))
+def _storages(flow: JointFlow, values: Iterable[Node]) -> dict[Node, int | Node]:
+    """Value -> its storage; a tuple that nobody unpacks stands for all of its own."""
+    return {v: flow.storages.under(v)[0] if isinstance(value_of(v), torch.Tensor) else v for v in values}
 
 
 def _kept(
-    flow: JointFlow, values: Iterable[Node], owner: Mapping[Node, Hashable], base: Mapping[Hashable, Node]
+    flow: JointFlow, values: Iterable[Node], owner: Mapping[Node, int | Node], base: Mapping[int | Node, Node]
 ) -> set[Node]:
     """The ops whose results checkpoints save: of a view, what it is a view of."""
     wanted = set(asked(flow, CheckpointPolicy.MUST_SAVE))

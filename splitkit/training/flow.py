@@ -17,6 +17,7 @@ from splitkit.graph.symbols import value_of
 from splitkit.plans.parts import Part, PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune, rematerialize
+from splitkit.training.storages import JointStorages
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -70,6 +71,11 @@ class JointFlow(Dataflow):
     def homes(self) -> Plan:
         """See `homes`."""
         return _homes(self)
+
+    @cached_property
+    def storages(self) -> JointStorages:
+        """The storages that nodes make and share."""
+        return JointStorages.of(self)
 
 
 def _readers_of_memory(flow: Dataflow, inputs: Collection[Node]) -> dict[Node, str]:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from torch.fx import Node
 
-from splitkit.graph.storages import storage_key, tensors
-from splitkit.graph.symbols import value_of
-from splitkit.memory.kernels import hinted_bytes
 from splitkit.plans.record import Plan
 from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, homes, nodes_in
 
@@ -39,9 +36,11 @@ class EmissionOrder:
     Forward keeps the order of eager execution. What a plan has moved there from backward stands behind its inputs, if
     that frees memory, instead of at forward's end, where it was traced.
 
-    Of these orders and that of the graph the one with the lowest peak is taken, so the graph's is never better. Where
-    nothing is computed again, backward keeps the graph's. Data and effects (``flow.after``) are respected, and members
-    of a tuple follow it at once. Linear in nodes and edges, times a logarithm. One object serves many plans.
+    The order of a graph with the lowest peak is NP-hard to find (Sethi 1975, "Complete register allocation problems"),
+    so these are rules, and none of them always helps. Of these orders and that of the graph the one with the lowest
+    peak is taken, so the graph's is never better. Where nothing is computed again, backward keeps the graph's. Data and
+    effects (``flow.after``) are respected, and members of a tuple follow it at once. Linear in nodes and edges, times a
+    logarithm. One object serves many plans.
     """
 
     def __init__(self, flow: JointFlow) -> None:
@@ -53,8 +52,8 @@ class EmissionOrder:
         self.units = list(units.values())
         """A node, or the maker of a tuple and what unpacks it. All below is by number of unit or of storage."""
         self.number = {node: i for i, nodes in enumerate(self.units) for node in nodes}
-        self.nbytes: list[int] = []
-        self.lies = self._storages()
+        self.nbytes = flow.storages.nbytes
+        self.lies = {node: flow.storages.under(node) for node in self.number}
         self.needs: list[tuple[int, ...]] = []
         self.reads: list[tuple[Node, ...]] = []
         self.sources: list[tuple[int, ...]] = []
@@ -134,20 +133,6 @@ class EmissionOrder:
         """The storages of some values, but those of inputs and attributes."""
         return {s for value in values if isinstance(value, Node) for s in self.lies.get(value, ())}
 
-    def _storages(self) -> dict[Node, tuple[int, ...]]:
-        """Number the storages; those of inputs and attributes are there all the time, and have none."""
-        numbers: dict[Hashable, int] = {}
-        owned = {s for n in self.flow.index if n.op in ("placeholder", "get_attr") for s in _storages(n)}
-        lies: dict[Node, tuple[int, ...]] = {}
-        for node in self.number:
-            own = {s: nbytes for s, nbytes in _storages(node).items() if s not in owned}
-            for storage, nbytes in own.items():
-                if storage not in numbers:
-                    numbers[storage] = len(self.nbytes)
-                    self.nbytes.append(nbytes)
-            lies[node] = tuple(numbers[s] for s in own)
-        return lies
-
 
 class _Half:
     """What one half computes.
@@ -213,7 +198,10 @@ class _Ordering:
         self.waits: dict[int, int] = {}
         self.users: dict[int, list[int]] = {unit: [] for unit in half.units}
         self.left = [0] * len(order.nbytes)
-        """For each storage, how many units still hold it; ``last`` is the sum of their numbers."""
+        """For each storage, how many units still hold it; ``last`` is the sum of their numbers.
+
+        So when one is left, the sum is its number, and no set of holders has to be kept for each storage.
+        """
         self.last = [0] * len(order.nbytes)
         for unit in half.units:
             waits = [need for need in self.needs[unit] if need in half.inside]
@@ -244,6 +232,8 @@ class _Ordering:
             if unit not in self.done:
                 yield unit
             return
+        # A stack of its own: chains of what is computed again are longer than Python's recursion goes. Units are given
+        # out one by one, and the caller may compute others in between; so what is done is asked each time.
         stack = [(unit, iter(self.needs[unit]))]
         while stack:
             current, needs = stack[-1]
@@ -277,6 +267,8 @@ class _Ordering:
         """Compute what may go at once."""
         while self.ready:
             unit = heapq.heappop(self.ready)
+            # What is not taken now comes back when it is the last to hold a storage, for that is when it frees more
+            # than before. So each unit is looked at about as often as it holds storages.
             if unit not in self.done and (self.at_once or self.growth(unit) <= 0):
                 self.compute(unit)
 
@@ -284,8 +276,3 @@ class _Ordering:
         """Bytes that a unit takes, less those that it is the last to hold."""
         taken = sum(self.nbytes[s] for s in self.made[unit] if s not in self.there)
         return taken - sum(self.nbytes[s] for s in self.held[unit] if self.left[s] == 1 and s not in self.half.kept)
-
-
-def _storages(node: Node) -> dict[Hashable, int]:
-    """The storages that a node's value lies in -> bytes; a symbolic size as seen at capture."""
-    return {storage_key(tensor): hinted_bytes(node, tensor) for tensor in tensors(value_of(node))}

@@ -1,12 +1,13 @@
 """The peak of a plan for a joint graph, to the byte, before any module is made of it.
 
 `splitkit.memory.run` runs the graphs of a pair. Here the same run is done for a plan, fast enough to be asked often:
-who shares whose storage does not depend on the plan, and is found once for the joint graph.
+who shares whose storage does not depend on the plan, and is found once for the joint graph. A search asks for hundreds
+of plans, so a run is one pass over whole numbers: no node is looked at, and no value hashed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,20 +16,17 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from splitkit.graph.fakeruns import values_again
 from splitkit.graph.sizes import storage_nbytes
-from splitkit.graph.storages import attribute, one_tensor, shares_memory, storage_key, tensors
+from splitkit.graph.storages import attribute, one_tensor, storage_key, tensors
 from splitkit.graph.symbols import concrete, value_of
-from splitkit.memory.kernels import Bytes, storages_of
 from splitkit.memory.run import MemoryRun
 from splitkit.plans.record import Plan
 from splitkit.training.checkpoints import honour
 from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, homes
 from splitkit.training.order import EmissionOrder
+from splitkit.training.storages import STATIC
 
 Ints = npt.NDArray[np.int64]
-STATIC = -1
-"""The source of what the caller holds throughout: parameters, inputs, and views of them."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +74,9 @@ class Peaks:
     Attributes:
         flow: the facts about the graph.
         nodes: its nodes; all else goes by position in it.
-        slots: node -> the storages that it yields, numbered over all nodes.
-        source: storage as a node yields it -> the same storage as an input of that node yields it; `STATIC`, if it is
-            the caller's; itself, if the node makes it.
-        root: storage as a node yields it -> the same storage as its maker yields it, or `STATIC`.
-        nbytes: storage -> its bytes, for the node that makes it.
-        maker: storage -> the node that yields it.
-        made: node -> its storages but those that are `STATIC`.
-        touched: node -> the storages of its inputs but those that are `STATIC`.
+        storages: theirs, by slot; `JointStorages` says what that is.
+        nbytes: slot -> bytes of the storage, for the node that makes it.
+        touched: node -> the slots of its inputs but those that are `STATIC`.
         transient: node -> bytes that are there only while it runs.
         computed: what halves compute: all but inputs, attributes and the output.
         order: the order in which halves compute.
@@ -96,50 +89,15 @@ class Peaks:
         self.flow = flow
         self.nodes: tuple[Node, ...] = tuple(flow.graph.nodes)
         self.transient = self._transients()  # first: it says which size is unknown, if only the data decides one
-        self.slots: list[tuple[int, ...]] = []
-        self.source: list[int] = []
-        self.nbytes: list[int] = []
-        self._number()
-        self.root = self._roots()
-        self.maker = np.repeat(np.arange(len(self.nodes)), [len(slots) for slots in self.slots])
+        self.storages = flow.storages
+        self.nbytes = [concrete(nbytes, {}) for nbytes in self.storages.sizes]
         self._owned = self._storages_of_caller()
-        self.made = [tuple(s for s in slots if self.source[s] != STATIC) for slots in self.slots]
         reads = ([flow.index[r] for r in node.all_input_nodes] for node in self.nodes)
-        self.touched = [tuple({s: None for i in read for s in self.made[i]}) for read in reads]
+        self.touched = [tuple({s: None for i in read for s in self.storages.made[i]}) for read in reads]
         self.computed = [n for n in self.nodes if n in flow.scope and n.op not in ("placeholder", "get_attr", "output")]
         self.order = EmissionOrder(flow)
         self._last: tuple[tuple[int, ...], _Allocations] | None = None
         self._outputs, self._gradients = (self._slots_of(values) for values in (flow.outputs, flow.gradients))
-
-    def _number(self) -> None:
-        """Give every storage that a node yields a number, and find whose it is."""
-        root = self.flow.root
-        again = {} if shares_memory(root) else values_again(root)
-        keys: dict[Node, dict[Hashable, int]] = {}
-        for node in self.nodes:
-            value = None if node.op == "output" else again[node] if node in again else value_of(node)
-            if node.op == "get_attr" and value is None:
-                value = attribute(root, str(node.target))
-            read = {r: keys[r] for r in node.all_input_nodes}
-            pieces = storages_of(root, node, list(tensors(value)), read, self._gives.get(node))
-            keys[node] = {piece.key: self._slot(node, piece.nbytes, piece.held) for piece in pieces}
-            self.slots.append(tuple(keys[node].values()))
-
-    def _slot(self, node: Node, nbytes: Bytes, shared: int | None) -> int:
-        number = len(self.source)
-        makes = shared is None and node.op not in ("placeholder", "get_attr")
-        if makes:
-            self.source.append(number)
-        else:
-            self.source.append(STATIC if shared is None or self.source[shared] == STATIC else shared)
-        self.nbytes.append(concrete(nbytes, {}) if makes else 0)
-        return number
-
-    def _roots(self) -> list[int]:
-        roots: list[int] = []
-        for slot, source in enumerate(self.source):
-            roots.append(source if source in (slot, STATIC) else roots[source])
-        return roots
 
     def _storages_of_caller(self) -> dict[Node, dict[object, int]]:
         """Input or attribute -> the storages that it is, or owns, and their bytes."""
@@ -157,13 +115,12 @@ class Peaks:
         return found
 
     def _slots_of(self, values: Collection[object]) -> list[int]:
-        return [s for value in values if isinstance(value, Node) for s in self.made[self.flow.index[value]]]
+        return [s for value in values if isinstance(value, Node) for s in self.storages.made[self.flow.index[value]]]
 
     def _transients(self) -> Ints:
         """What each node takes only while it runs."""
         run = MemoryRun({}, 1, lambda node: 0)
         run.graph(self.flow.root, lambda node: run.input(node, "input"))
-        self._gives = run.gives
         taken = dict(zip(run.steps, run.transient, strict=True))
         return np.array([taken.get(node, 0) for node in self.nodes], dtype=np.int64)
 
@@ -187,7 +144,9 @@ class Peaks:
         Args:
             nodes: by position, in the order in which they run.
         """
-        run = _Allocations([0] * len(self.source), [STATIC], [0], [0])  # the first stands for all else
+        # All slots lie in the first allocation until a node makes them: it stands for all else, and is left out of the
+        # answer.
+        run = _Allocations([0] * len(self.storages.source), [STATIC], [0], [0])
         run.pass_over(self, nodes)
         slot, born, dies = (np.array(values, dtype=np.int64) for values in (run.slot, run.born, run.dies))
         dies[[run.holder[s] for s in self._gradients]] = len(nodes)
@@ -202,16 +161,20 @@ class Peaks:
         """The run of halves that compute these nodes, by position, in this order."""
         steps, early = np.array([*forward, *backward], dtype=np.int64), len(forward)
         run = self._forward(tuple(forward)).copy()
+        # Where outputs lie is asked before backward runs: it may make them again, and what the caller holds is
+        # forward's.
         outputs, before = [run.holder[slot] for slot in self._outputs], list(run.dies)
         run.pass_over(self, backward)
         gradients = [run.holder[slot] for slot in self._gradients]
         slot, born, dies = (np.array(values, dtype=np.int64) for values in (run.slot, run.born, run.dies))
         left = np.array([*before, *run.dies[len(before) :]], dtype=np.int64)
         saved = (born < early) & (dies >= early)
-        saved[gradients] |= born[gradients] < early
+        saved[gradients] |= born[gradients] < early  # returned as it is: no step of backward need read it
         for ends, held in ((left, outputs), (dies, outputs), (dies, gradients)):
             ends[held] = len(steps)
         nbytes = np.array(self.nbytes, dtype=np.int64)[slot]
+        # Each allocation adds its bytes at one step and takes them off after another: summed up, these are the bytes
+        # there.
         change = np.zeros(len(steps) + 2, dtype=np.int64)
         np.add.at(change, born, nbytes)
         np.subtract.at(change, dies + 1, nbytes)
@@ -222,7 +185,7 @@ class Peaks:
     def _forward(self, nodes: tuple[int, ...]) -> _Allocations:
         """What forward allocates; the last answer is remembered, for most plans leave forward as it is."""
         if self._last is None or self._last[0] != nodes:
-            run = _Allocations([0] * len(self.source))
+            run = _Allocations([0] * len(self.storages.source))
             run.pass_over(self, nodes)
             self._last = nodes, run
         return self._last[1]
@@ -261,8 +224,8 @@ class _Allocations:
 
     def pass_over(self, peaks: Peaks, nodes: Sequence[int]) -> None:
         """Run these nodes."""
-        holder, dies, source = self.holder, self.dies, peaks.source
-        made, touched = peaks.made, peaks.touched
+        holder, dies, touched = self.holder, self.dies, peaks.touched
+        made, source = peaks.storages.made, peaks.storages.source
         for step, i in enumerate(nodes, self.steps):
             for slot in touched[i]:
                 dies[holder[slot]] = step

@@ -102,7 +102,7 @@ def test_optima_in_tight_memory_are_proven_and_do_not_depend_on_numbers(benchmar
 def test_nothing_but_the_answer_is_printed():
     code = f"""
 import os, runpy, sys
-from splitkit.solvers.placement import search
+from splitkit.solvers.placement.stages import search
 run = search.StageSearch.run
 def loud(self, **options):
     os.write(1, b"a line of a library in C")

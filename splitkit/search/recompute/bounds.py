@@ -10,7 +10,8 @@ from splitkit.search.recompute.moments import Moments
 from splitkit.solvers.cuts.min_cut import INFINITE, Network, min_cut
 from splitkit.training.choices import required_by_forward
 from splitkit.training.flow import nodes_in
-from splitkit.training.peaks import STATIC, PeakTrace
+from splitkit.training.peaks import PeakTrace
+from splitkit.training.storages import STATIC
 
 _CUTS = 64  # nodes that are looked at
 
@@ -40,7 +41,7 @@ class Bounds:
         again = {flow.index[n] for n, fixed in zip(savings.ops, savings.fixed, strict=True) if not fixed}
         self._again = {i for i in computed if flow.index[flow.producer(peaks.nodes[i])] in again}
         self._once = computed - moments.own - self._again
-        self._touched, self._made = ([self._roots(s) for s in slots] for slots in (peaks.touched, peaks.made))
+        self._touched, self._made = ([self._roots(s) for s in slots] for slots in (peaks.touched, peaks.storages.made))
         self._reads = [[flow.index[r] for r in node.all_input_nodes] for node in peaks.nodes]
         self._users: list[list[int]] = [[] for _ in peaks.nodes]
         for i, reads in enumerate(self._reads):
@@ -82,7 +83,7 @@ class Bounds:
             there |= self._outputs
             more = self._cut(before | self._once, after - {node}, there)
         else:
-            made = {s for i in before for s in self._made[i] if int(self._peaks.maker[s]) in before}
+            made = {s for i in before for s in self._made[i] if int(self._peaks.storages.maker[s]) in before}
             there |= made & (self._outputs | {s for i in after for s in self._touched[i]})
             more = self._cut(before - self._again, set(), there)
         return self._bytes_with(there) + int(self._peaks.transient[node]) + more
@@ -91,14 +92,14 @@ class Bounds:
         """Bytes, besides those ``there``, from which all else can be computed that comes after."""
         peaks = self._peaks
         place = len(peaks.nodes) + 2
-        roots = [s for s, source in enumerate(peaks.source) if source == s]
+        roots = [s for s, source in enumerate(peaks.storages.source) if source == s]
         edges = [(0, 2 + i, INFINITE) for i in before]
         edges += [(2 + i, 1, INFINITE) for i in after]
-        edges += [(2 + int(peaks.maker[s]), place + s, 0 if s in there else peaks.nbytes[s]) for s in roots]
+        edges += [(2 + int(peaks.storages.maker[s]), place + s, 0 if s in there else peaks.nbytes[s]) for s in roots]
         edges += [(place + s, 2 + i, INFINITE) for i, slots in enumerate(self._touched) for s in slots]
         edges += [(place + s, 1, INFINITE) for s in self._gradients]
         tails, heads, capacities = np.array(edges, np.int64).T
-        return min_cut(Network(place + len(peaks.source), tails, heads, capacities)).value
+        return min_cut(Network(place + len(peaks.storages.source), tails, heads, capacities)).value
 
     def _bytes_with(self, storages: Iterable[int]) -> int:
         """Bytes of inputs, and of these storages."""
@@ -106,7 +107,7 @@ class Bounds:
 
     def _roots(self, slots: Iterable[int]) -> set[int]:
         """The storages that slots lie in, as their makers yield them, but the caller's."""
-        return {self._peaks.root[s] for s in slots} - {STATIC}
+        return {self._peaks.storages.root[s] for s in slots} - {STATIC}
 
 
 def _reached(start: int, leads_to: Callable[[int], Iterable[int]], inside: set[int]) -> set[int]:

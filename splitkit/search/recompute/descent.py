@@ -107,7 +107,7 @@ class Descent:
         at = int(trace.timeline.argmax())
         there = (trace.born <= at) & (trace.dies >= at)
         flow, peaks = self.savings.flow, self.pool.peaks
-        nbytes = np.bincount(peaks.maker[trace.slot[there]], trace.nbytes[there], minlength=len(peaks.nodes))
+        nbytes = np.bincount(peaks.storages.maker[trace.slot[there]], trace.nbytes[there], minlength=len(peaks.nodes))
         weight = nbytes[[flow.index[op] for op in self.savings.ops]]
         yield from sorted(_many(self.groups), key=lambda group: -float(weight[group].sum()))
         yield from self.free[np.argsort(-weight[self.free], kind="stable")][:, None]

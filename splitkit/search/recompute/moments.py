@@ -2,6 +2,13 @@
 
 When a value is freed depends on the plan, so a limit that is exact for one plan is an estimate for its neighbours
 (`Moments.limits`). Where it does not depend on it, a limit holds for every plan whose peak is low enough (`Floors`).
+
+Why an estimate: a limit says which storages are there at one step if they are saved or made again, and what they are
+read by decides until when. Compute a reader again, and its input lives longer; save it instead, and the input dies
+sooner. A program that knew that would need a variable for each storage and step, as that of Checkmate (Jain et al.,
+MLSys 2020), which grows with the square of the graph. Here the spans are those of the run at hand, and the next run
+corrects them: cuts that are added until a solution breaks none (Kelley 1960), but without its promise, as these may cut
+off good plans.
 """
 
 from __future__ import annotations
@@ -14,7 +21,8 @@ from torch.fx import Node
 from splitkit.solvers.recompute import Limit
 from splitkit.training.choices import Bools, Choice, Floats, Savings
 from splitkit.training.flow import BACKWARD, homes
-from splitkit.training.peaks import STATIC, Ints, Peaks, PeakTrace
+from splitkit.training.peaks import Ints, Peaks, PeakTrace
+from splitkit.training.storages import STATIC
 
 _AT_ONCE = 6  # limits that one simulation adds
 _APART = 50  # of as many parts of the run, each adds one limit at most
@@ -26,8 +34,8 @@ class Moments:
     Attributes:
         savings: the choices.
         peaks: simulates them.
-        storage: storage as `Peaks` numbers it -> as `Savings` does, `STATIC` for what backward never reads.
-        base: storage -> the op that makes it.
+        storage: storage by its root -> as `Savings` numbers those that matter, `STATIC` for what backward never reads.
+        base: storage of `Savings` -> the op that makes it.
         own: what backward alone can run, by position in the graph.
     """
 
@@ -36,18 +44,16 @@ class Moments:
         index, flow = savings.flow.index, savings.flow
         self.at = np.array([index[n] for n in savings.ops], dtype=np.int64)
         self.base = np.full(len(savings.nbytes), -1, dtype=np.int64)
-        self.storage = np.full(len(peaks.source), STATIC, dtype=np.int64)
+        self.storage = np.full(len(flow.storages.source), STATIC, dtype=np.int64)
         self.values_of: list[list[int]] = [[] for _ in savings.ops]
         self.readers: list[list[int]] = [[] for _ in savings.values]
         for v, (op, k) in enumerate(zip(savings.maker.tolist(), savings.storage.tolist(), strict=True)):
             self.values_of[op].append(v)
-            for slot in peaks.slots[index[savings.values[v]]]:
-                root = peaks.root[slot]
-                self.storage[slot] = k
-                if root == STATIC:
-                    continue
-                self.storage[root] = k  # of a member of a tuple, the tuple has the root
-                if peaks.maker[root] == index[savings.ops[op]]:
+            for root in flow.storages.under(savings.values[v]):
+                self.storage[root] = k
+                if (
+                    flow.storages.maker[root] == index[savings.ops[op]]
+                ):  # of a member of a tuple, the tuple has the root
                     self.base[k] = op
         for op, v in savings.reads.tolist():
             self.readers[v].append(op)
@@ -69,6 +75,7 @@ class Moments:
             if over[step] <= 0:
                 return
             yield spans.limit(step, budget)
+            # Much the same storages are there at the steps around, so that a limit of theirs would say the same.
             over[max(0, step - width) : step + width + 1] = 0
 
 
@@ -87,6 +94,8 @@ class _Spans:
 
         What is not read in this run would be read by the earliest of those that may.
         """
+        # Backward over the ops, as those that read a value come after its maker. An op runs as late as its first reader
+        # lets it (`EmissionOrder`), so it starts where that one does.
         moments, end = self.moments, len(self.trace.steps)
         start = [end] * len(runs)
         last, guess = [-1] * len(moments.base), [end] * len(moments.base)
@@ -123,6 +132,9 @@ class _Spans:
             there = self.last >= step
             again = there & (self.start[base] <= step) & (base >= 0)
             np.add.at(runs, base[again], savings.nbytes[again])
+        # What is there now and is neither saved nor made again, by these spans, is not up to the choice: it leaves less
+        # for the rest. So the limit is exact here, where all that these spans miss, and all that they see too much, is
+        # in it.
         saved = np.where(there, savings.nbytes, 0)
         chosen = saved_storages(self.choice)
         alive = int(saved[chosen].sum() + runs[self.choice.runs].sum())
@@ -142,6 +154,11 @@ class Floors:
     They hold for plans in which forward and backward run their own nodes in the order of the graph. Then, while a node
     of forward runs, what was saved before is there; and while one of backward runs, all is there that backward's own
     nodes read before and after it, and what is saved for those after it.
+
+    Why they hold for every plan: backward's own nodes run in all plans, and what one of them reads is there from before
+    the first to the last that reads it, saved or made again, as nothing is made again twice. What is saved is there
+    from forward's last own reader to backward's first. What a plan makes again besides, and for how long, is left out,
+    so the true sum is never less. The relaxed program with these limits is then a bound for the exact one.
 
     Attributes:
         least: moment -> bytes that are there in every plan. Moments are the steps of forward, then those of backward.
@@ -195,6 +212,8 @@ class Floors:
         """The limits that what is saved exceeds, the furthest first, a few; ``saved``: (k,), a fraction of each."""
         nothing = np.zeros(len(self.savings.ops), dtype=np.int64)
         change = np.zeros(len(self.least) + 2, dtype=np.int64)
+        # a little less than the fractions that HiGHS gives, which are right to 1e-6: else a limit that it keeps to, as
+        # far as it can tell, would be added again and again
         taken = np.floor(saved * (1 - 1e-6) * self.savings.nbytes).astype(np.int64)
         if self.between + int(taken[self.handed > 0].sum()) > budget:
             yield Limit(nothing, self.handed, budget - self.between)

@@ -20,6 +20,14 @@ def contracted(core: Core, *, acyclic: bool = True) -> Core:
     touch the neighbour: then no load grows when it follows the neighbour. It must be able to follow: all before it,
     or all after it, is the neighbour (if ``acyclic``), whatever supports the neighbour supports it, it has no work on
     a host (which would save nothing), and it needs no memory or memory cannot bind.
+
+    Why an optimum is kept: take a best placement in which unit *u* and neighbour *t* are apart, and move *u* to *t*.
+    The device of *t* takes the work of *u*, and pays at most for the nets of *u* that have no pin at *t*; nets with
+    both were cut already, and it no longer pays for those of the two alone. The device that *u* leaves has less work,
+    pays no longer for the nets of the two, and may pay anew for those without *t*. Both sums are no greater than before
+    if work and nets without *t* cost no more than the nets of the two. All other devices pay for the same nets as
+    before. If *t* is all that is before *u*, then *u* may run right behind *t*, earlier than it did, so the order of
+    stages holds; and the other way round.
     """
     joining = _Joining(core, acyclic, 0)
     joining.run()
@@ -29,7 +37,8 @@ def contracted(core: Core, *, acyclic: bool = True) -> Core:
 def relaxed(core: Core, most: int) -> Core:
     """The core with more joined: as in `contracted`, but what a unit that joins does on a host counts for nothing.
 
-    No greatest load of the core is less than the least one of this.
+    No greatest load of the core is less than the least one of this: each placement of the core, with units moved as in
+    `contracted`, is one of this with no higher loads, as what a host would have had to do for them counts for nothing.
 
     Args:
         core: whose units.
@@ -44,13 +53,16 @@ def relaxed(core: Core, most: int) -> Core:
 
 
 def tightened(core: Core, limit: int, *, acyclic: bool = True) -> Core:
-    """The core with units joined that every placement with all loads below ``limit`` holds together."""
+    """The core with units joined that every placement with all loads below ``limit`` holds together.
+
+    Again and again, for what is joined has more work and more nets, which may make other nets too dear to be cut.
+    """
     while True:
         label = _inseparable(core, limit)
         size = int(label.max(initial=-1)) + 1
         if size == core.size:
             return core
-        if acyclic:  # what depends on each other in a cycle now
+        if acyclic:  # what depends on each other in a cycle now: a stage in between would wait for itself
             edges = label[core.edges]
             label = strong(edges[edges[:, 0] != edges[:, 1]], size)[label]
         core = core.merged(label)
@@ -110,6 +122,8 @@ class _Joining:
         for other in sole:
             if any(own and not its for own, its in zip(self._barred[unit], self._barred[other], strict=True)):
                 continue
+            # To follow the neighbour must be better on every class of devices that pays: which one either is on is
+            # unknown.
             private = [net for net in self._nets[unit] if self._pins[net] == {unit, other}]
             loose = [net for net in self._nets[unit] if other not in self._pins[net]]
             if all(
@@ -172,6 +186,8 @@ def _inseparable(core: Core, limit: int) -> Ints:
                 on_host |= of_class[unit] < limit
             elif dear:
                 dear &= _too_dear(unit, nets[unit], pins, of_class, cost, limit)
+        # Whoever cuts the net has one of its pins without all others. If that is an accelerator, its load is too high;
+        # a host pays for nothing. But with one host, some of the pins are on an accelerator in any case.
         for net in dear:
             dear_pins[net] += 1
             if not on_host or (one_host and dear_pins[net] == len(pins[net])):
@@ -190,6 +206,8 @@ def _too_dear(
 
     It also pays, for each other net of the unit, the net or the work of all its other pins.
     """
+    # Each other net is cut, or the accelerator has all of its pins, and their work. A pin that two nets have counts for
+    # the first alone, so that no work counts twice: the sum is never more than the load.
     claimed = {unit}
     shares: list[int] = []
     for net in nets:

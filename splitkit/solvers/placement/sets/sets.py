@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from splitkit.solvers.placement import bounds, cpsat
+from splitkit.solvers.placement import bounds
 from splitkit.solvers.placement.anneal import Places, Population, Schedule, rows_of
 from splitkit.solvers.placement.bounds import check
 from splitkit.solvers.placement.contract import contracted, tightened
@@ -142,22 +142,10 @@ class _SetSearch:
         if self._columns(own) > _LARGE or time.monotonic() > self._deadline:
             return
         places = Places.of_problem(self._problem, own)
-        if cpsat.available():
-            self._by_cpsat(own, places, seconds)
-            return
         found, bound = SetProgram(own, places, self.value * (1 + _CLOSE)).solve(seconds)
         if found is not None and placeable(own, places, found):
             self._take(found[own.group], "highs")
         self._prove(min(bound, self.value), "highs")
-
-    def _by_cpsat(self, own: Core, places: Places, seconds: float) -> None:
-        assert self.best is not None
-        start = self.best[np.unique(own.group, return_index=True)[1]]
-        limit = int(self.value * own.scale * (1 + _CLOSE)) + 1
-        found, bound = cpsat.sets_by_cpsat(own, start, limit, places.fill, seconds)
-        if found is not None and placeable(own, places, found):
-            self._take(found[own.group], "cpsat")
-        self._prove(min((bound - own.slack) / own.scale, self.value), "cpsat")
 
     def _take(self, device: Ints, solver: str) -> None:
         value = float(loads(self._problem, device[self._core.group]).max())

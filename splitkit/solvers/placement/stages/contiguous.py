@@ -18,7 +18,7 @@ from splitkit.solvers.placement.stages.ladder import MOST_LEVELS, ladder, level_
 from splitkit.solvers.placement.stages.search import StageSearch
 
 SECONDS = 9.0
-_PROGRAMS, _CLOSE = ("highs", "cpsat"), 2e-6  # solvers over floats or rounded numbers; relative: what they may be off
+_CLOSE = 2e-6  # relative: what the integer program may be off
 _MOST_CONTRACTED = 50_000  # units up to which idle ones are joined
 
 
@@ -69,7 +69,7 @@ def contiguous(
         solver=search.found_by if search.found_by == search.proved_by else f"{search.found_by}, {search.proved_by}",
         seconds=time.monotonic() - start,
         loads=value,
-        tolerance=2 * small.slack / max(1, search.limit) + (_CLOSE if search.proved_by in _PROGRAMS else 1e-12),
+        tolerance=2 * small.slack / max(1, search.limit) + (_CLOSE if search.proved_by == "highs" else 1e-12),
     )
 
 

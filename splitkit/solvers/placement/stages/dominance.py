@@ -5,6 +5,9 @@ nets whose other pins are all in the ideal; it may have to pay anew, for its oth
 in the ideal. If that is no more than what it loses, whatever completes the ideal completes the larger one at no higher
 loads: where the larger one is reached as cheaply, the smaller one need not be gone on from. (Loads up to a bound that
 is known are as cheap as each other, which is what makes this strong.)
+
+No other stage changes: one that has a pin of a net of ``v``, but not ``v``, paid for the net before and pays for it
+after. Nor can ideals drop each other in turn, for the one that stays is always larger.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from splitkit.solvers.placement.stages.ladder import Ladder
 
 def applies(core: Core, ladder: Ladder) -> bool:
     """Whether a stage may lose a unit for certain: none must be kept, and stages before it hold no more in flight."""
+    # Without the unit its stage may be empty. Then it is left out (which `fill` forbids), and the stages before it have
+    # one stage less after them: they must not hold more for that. Where the order of devices is fixed, it stays, empty.
     flights = ladder.in_flight
     rising = all(low <= high for low, high in pairwise(flights))
     return not ladder.fill and (ladder.ordered or rising or not core.saved.any())
@@ -50,6 +55,9 @@ class Dominance:
             values: (ideals,) how cheaply each is reached.
             limit: above the values of those that matter.
         """
+        # From the largest down, `least` hands on the best value of all that can be reached by adding units one by one:
+        # what is as good as something that is as good as a third is as good as that. A larger ideal may be one that the
+        # level does not allow. Then nothing completes it below the limit, and so nothing completes the smaller one.
         least, kept = values.copy(), values < limit
         sizes = self._sizes[kept]
         for size in range(int(sizes.max(initial=0)) - 1, int(sizes.min(initial=0)) - 1, -1):
@@ -69,6 +77,8 @@ def _covers(core: Core, found: Ideals, pins: NDArray[np.uint16]) -> tuple[Ints, 
     nets: list[list[int]] = [[] for _ in range(core.size)]
     for net, pin in zip(core.pin_nets.tolist(), core.pins.tolist(), strict=True):
         nets[pin].append(net)
+    # Which ideal has one unit more is found by a hash, with a fixed seed. Ideals of one hash are told apart below: a
+    # pair may be missed, so that less is dropped, but no wrong one is found.
     factors = np.random.default_rng(0).integers(2**63, size=len(found.bits), dtype=np.uint64) * 2 + 1
     keys = (found.bits * factors[:, None]).sum(axis=0, dtype=np.uint64)
     order = np.argsort(keys)
@@ -93,6 +103,8 @@ def _covers(core: Core, found: Ideals, pins: NDArray[np.uint16]) -> tuple[Ints, 
 
 def _no_worse(core: Core, unit: int, nets: list[int], pins: NDArray[np.uint16], smaller: Ints) -> Bools:
     """Whether no class of devices has a higher load without the unit, in what completes each of some ideals."""
+    # A host pays for no net, so to lose work never hurts it; a class that does not support the unit did not have it. A
+    # net with some pins in the ideal, but not all others, costs the stage the same as before, or nothing any more.
     paying = [k for k, kind in enumerate(core.kinds) if not kind.host and not core.barred[k, unit]]
     gain = np.repeat(core.work[paying, unit][:, None], len(smaller), axis=1)
     for net in nets:

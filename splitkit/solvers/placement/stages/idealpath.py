@@ -1,6 +1,9 @@
 """The best stages over all convex sequences: a dynamic program over ideals, each value pushed on to larger ideals.
 
 It is exact: a stage is what lies between two ideals, and `ideals` leaves out none that stages below the bound need.
+The load of the next stage depends on the two ideals and the level alone, and the greatest load of all is the greater of
+what the ideal was reached with and that load: of two ways to one ideal at one level the cheaper one will do (Bellman's
+principle, for a maximum instead of a sum).
 """
 
 from __future__ import annotations
@@ -42,6 +45,9 @@ def best_stages(
         return None, limit
     effort.spend(found.count * (core.costs.shape[1] + core.size))
     search = _Search(core, ladder, found, effort)
+    # Whether there is a load below the middle is easier to say than which is the least: all values up to the middle are
+    # then equal, so that a larger ideal nearly always beats the smaller ones in it (`dominance`). So the range is
+    # halved by such questions, and only what is left of it is searched for the least. Every answer "none" is a bound.
     low, high, best = floor, limit, None
     while low < high:
         close = search.dominance is None or high - low <= max(1, high // _CLOSE)
@@ -86,6 +92,8 @@ class _Search:
         self._values = np.full((ladder.levels, count), BIG, np.int64)
         self._values[0, 0] = floor
         self._parents = np.full((ladder.levels, count, 2), -1, np.int32)  # ideal and step
+        # One stage takes no more least work than the device that its step uses up, below the limit: ideals with more
+        # than that beyond an ideal are no targets. Ideals are sorted by it, so targets are a range.
         gain = max((ladder.reach[step.high] - ladder.reach[step.low] for step in ladder.steps), default=0.0)
         self._gain = int(min(gain * limit * (1 + 1e-9) + 1, BIG))
         for level in range(ladder.levels):
@@ -149,10 +157,11 @@ class _Search:
 
     def _larger(self, ideal: int) -> Ints:
         """The targets that hold an ideal and not too much more."""
+        # sorted by work, and at equal work by size: what holds the ideal comes after it
         least, bits = self._found.least, self._found.bits[:, ideal]
         start = int(np.searchsorted(self._targets, ideal, side="right"))
         end = int(np.searchsorted(self._targets, np.searchsorted(least, least[ideal] + self._gain, side="right")))
-        held = np.flatnonzero(bits)
+        held = np.flatnonzero(bits)  # every ideal holds the bits of a word that has none
         self._effort.spend((end - start) * (1 + len(held)) // 4)
         if not len(held):
             return self._targets[start:end]
@@ -168,6 +177,8 @@ class _Search:
         A stage between two ideals pays the nets that cross the larger one, not those that it does not touch (-1),
         and those that it completes too (1).
         """
+        # Nets that do not cross the smaller ideal need no look. With all pins in it they concern no stage after it;
+        # with none they are paid for just if the stage has some pins and not all, which is to cross the larger ideal.
         nets = np.flatnonzero(self._crossing[:, ideal])
         pins = self._pins[nets[:, None], larger[None]]
         grown = (pins > self._pins[nets, ideal][:, None]).astype(np.int8)
@@ -179,7 +190,7 @@ class _Search:
         cost = self._core.costs[kind, nets]
         if self._core.costs[kind].any():
             loads += self._boundary[kind, larger] + cost @ change
-        barred = self._barred[kind]
+        barred = self._barred[kind]  # units of each ideal that the class does not support: one more is in the stage
         return np.where(barred[larger] > barred[ideal], BIG, loads)
 
     def _take(self, index: int, ideal: int, larger: Ints, loads: Ints) -> None:

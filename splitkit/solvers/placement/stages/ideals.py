@@ -3,6 +3,10 @@
 An ideal holds with each unit all units before it. An ideal is kept at a level only if the work in it, with the nets
 that cross it, fits the devices of the level, and the rest fits the devices that are left, each below the bound.
 (Ideals: Tarnawski et al., NeurIPS 2020. Everything is whole numbers: rounding would lose optima.)
+
+Why an ideal is all that a search has to remember: stages in a legal order are the differences of a chain of ideals. The
+work and the bytes of the stage between two of them are differences of sums, and it pays for a net just if the net has a
+pin in the difference and one outside it, which these two decide. How the smaller ideal was divided does not matter.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from numpy.typing import NDArray
 
 from splitkit.solvers.placement.core import BIG, Core
 from splitkit.solvers.placement.problem import Bools, Ints
-from splitkit.solvers.placement.stages.ladder import Ladder
+from splitkit.solvers.placement.stages.ladder import Ladder, ratios
 
 Words = NDArray[np.uint64]
 
@@ -111,9 +115,14 @@ class _Growing:
         self._core = core
         self._effort = effort
         self._ladder = ladder
-        self._limit = limit - 1
+        self._limit = limit - 1  # loads are whole numbers: below the limit is at most this
         paying = [k for k, kind in enumerate(core.kinds) if not kind.host]
-        self._cost = core.costs[paying].min(axis=0) if paying else np.zeros(core.costs.shape[1], np.int64)
+        # A level takes `reach` least work for each unit of the load: a device of a slow class counts for less, so that
+        # what it pays for nets counts for less too. The least of that is certain, whoever pays.
+        paid = [
+            c if r >= 1 else np.floor(c * r).astype(np.int64) for c, r in zip(core.costs, ratios(core), strict=True)
+        ]
+        self._cost = np.min([paid[k] for k in paying], axis=0) if paying else np.zeros(core.costs.shape[1], np.int64)
         self.bits: Words = np.zeros(((core.size + 63) // 64, 1), np.uint64)
         self.inside = np.zeros(1, np.int64)  # least work of what is in
         self._out: Words = self.bits.copy()  # units that are out, and all after them, decided or not
@@ -135,12 +144,16 @@ class _Growing:
     def decide(self, unit: int) -> None:
         """Each ideal without the unit, and with it where all before it is in."""
         self._effort.spend(len(self.bits) * self.count)
+        # Units are decided in a topological order, so what is before a unit is decided, and an ideal without one of
+        # these units is never asked for it again: each ideal of the decided units comes out once.
         ready = self._holds(self._before[unit])
         cut, closed = self._crossing.copy(), self._crossing.copy()
         for net in self._nets[unit]:
             cost = self._cost[net]
             if not cost:
                 continue
+            # The net begins to cross with the first pin that is decided otherwise than those before it, and counts
+            # once: for later pins neither all nor none of those before them are in.
             pins = self._pins[net] & self._decided
             none, full = self._none(pins), self._holds(pins)
             cut += np.where(full & ~none, cost, 0)  # the unit is out, all pins so far were in
@@ -166,6 +179,11 @@ class _Growing:
 
     def allowed(self) -> Bools:
         """(levels, ideals) whether what is certain fits: inside the devices of the level, outside those left."""
+        # A net with a pin in and a pin out is cut: of the stages inside, one that has a pin of it pays for it, for it
+        # has not all of them, and so does one outside. Hence the loads inside are together at least the work inside and
+        # the least cost of the nets that cross. A host pays for no net, so where one may be inside nothing is certain
+        # of nets. Units that are undecided, and not after one that is out, count on neither side: the sums only grow
+        # while units are decided, and what is dropped now could not be allowed later.
         ladder = self._ladder
         work_out, bytes_out = weights(self._held, self._out)
         bytes_in = weights(self._held[1:], self.bits)[0]
@@ -211,7 +229,10 @@ def _room(core: Core, ladder: Ladder, limit: int) -> list[tuple[int, int]]:
 
 def _most_held(held: Ints, work: Ints, limit: int) -> int:
     """No device within the limit holds more bytes: those of the units with the most bytes for their work, and one."""
-    by_density = np.argsort(-held / np.maximum(work, 1), kind="stable")
+    # The best fractions of a knapsack are the densest items and a part of the next one (Dantzig 1957); that one counts
+    # whole here. What takes no work is always held, however little it is: it comes first.
+    density = np.where(work > 0, held / np.maximum(work, 1), np.inf)
+    by_density = np.argsort(-density, kind="stable")
     within = int(np.searchsorted(np.cumsum(work[by_density]), limit, side="right"))
     return int(held[by_density[: within + 1]].sum())
 
@@ -243,6 +264,7 @@ def _mask(units: list[int], size: int) -> Words:
 
 def weights(rows: Ints, bits: Words) -> Ints:
     """(r, ideals) the sums of (r, n) whole numbers over the units in each ideal: exact, by tables of eight units."""
+    # A product of matrices would have to be of floats to be quick, and those round; a table of 256 sums does not.
     size = bits.shape[0] * 64
     padded = np.zeros((len(rows), size), np.int64)
     padded[:, : rows.shape[1]] = rows

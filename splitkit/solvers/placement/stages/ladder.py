@@ -120,8 +120,8 @@ def ladder(core: Core, in_flight: tuple[int, ...], *, ordered: bool, fill: bool)
                 if ordered and not fill:
                     steps.append(Step(number[level], number[above], -1, 0))
     steps.sort(key=lambda step: (step.high, step.low, step.kind))
-    ratios = _ratios(core)
-    reach = [sum(n * ratio for n, ratio in zip(level, ratios, strict=True)) for level in levels]
+    speeds = ratios(core)
+    reach = [sum(n * ratio for n, ratio in zip(level, speeds, strict=True)) for level in levels]
     full = tuple(counts)
     hosts = [kind for kind, spec in enumerate(core.kinds) if spec.host]
     return Ladder(
@@ -129,7 +129,7 @@ def ladder(core: Core, in_flight: tuple[int, ...], *, ordered: bool, fill: bool)
         steps=tuple(steps),
         ends=(number[full],) if fill or ordered else tuple(range(len(levels))),
         reach=tuple(reach),
-        left=tuple(sum((c - n) * r for c, n, r in zip(full, level, ratios, strict=True)) for level in levels),
+        left=tuple(sum((c - n) * r for c, n, r in zip(full, level, speeds, strict=True)) for level in levels),
         hosts=tuple(
             (any(level[kind] for kind in hosts), any(level[kind] < full[kind] for kind in hosts)) for level in levels
         ),
@@ -139,10 +139,10 @@ def ladder(core: Core, in_flight: tuple[int, ...], *, ordered: bool, fill: bool)
     )
 
 
-def _ratios(core: Core) -> list[float]:
-    """How much least work, at most, a class does in one unit of its own time."""
-    ratios = []
+def ratios(core: Core) -> list[float]:
+    """How much least work, at most, each class does in one unit of its own time."""
+    found = []
     for work, barred in zip(core.work, core.barred, strict=True):
         counted = ~barred & (core.least_work > 0)
-        ratios.append(float((core.least_work[counted] / np.maximum(work[counted], 1)).max(initial=0.0)))
-    return ratios
+        found.append(float((core.least_work[counted] / np.maximum(work[counted], 1)).max(initial=0.0)))
+    return found

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from splitkit.solvers.placement import bounds, cpsat
+from splitkit.solvers.placement import bounds
 from splitkit.solvers.placement.anneal import Places, Population, Schedule, rows_of
 from splitkit.solvers.placement.contract import relaxed, tightened
 from splitkit.solvers.placement.core import BIG, Core
@@ -90,10 +90,7 @@ class StageSearch:
         if not self.closed:
             self.over_ideals()
         if not self.closed and self._time_left() > 0:
-            if self.best and cpsat.available():
-                self.by_cpsat(_PROGRAM * self._seconds)
-            else:
-                self.by_program(_PROGRAM * self._seconds)
+            self.by_program(_PROGRAM * self._seconds)
 
     def along_orders(self, *, any_will_do: bool = False) -> None:
         """The best along each of a few orders."""
@@ -210,17 +207,6 @@ class StageSearch:
         """A bound from what would have to be joined."""
         if self._joinable:
             self._prove(bounds.by_joining(self.core, self.bound, self.limit, acyclic=True), "joining")
-
-    def by_cpsat(self, seconds: float) -> None:
-        """CP-SAT."""
-        assert self.best
-        core, label = self._joined(self.limit)
-        first = np.unique(label, return_index=True)[1]
-        start = StageRanks(self.best.value, self.best.rank[first], self.best.kinds)
-        found, bound = cpsat.stages_by_cpsat(core, self.ladder, start, seconds)
-        if found:
-            self._take(StageRanks(found.value, found.rank[label], found.kinds), "cpsat")
-        self._prove(min(bound, self.limit), "cpsat")
 
     def by_program(self, seconds: float) -> None:
         """A mixed-integer program."""
