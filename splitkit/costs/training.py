@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from splitkit._torch import pytree
 from splitkit.brief import brief
-from splitkit.costs.counting import Flops
+from splitkit.costs.counting import Flops, counter_of
 from splitkit.errors import CostError
 from splitkit.graph.dataflow import Dataflow, facts_of
 from splitkit.graph.fakecalls import name_of, target_of
@@ -78,20 +78,22 @@ class FromFormula:
         flow: facts about the forward graph.
         source: for reports.
         gradients: which nodes have a backward.
+        counter: what counts their FLOPs: that of ``costs``, if they have one.
     """
 
     costs: Costs
     flow: Dataflow
     source: str = field(default="by formula", init=False)
     gradients: Gradients = field(init=False, repr=False, compare=False)
-    _flops: Flops = field(init=False, repr=False, compare=False)
+    counter: Flops = field(init=False, repr=False, compare=False)
 
     __repr__ = brief
 
     def __post_init__(self) -> None:
-        known = isinstance(self.costs, Flops) and self.costs.gm is self.gm
-        object.__setattr__(self, "_flops", self.costs if known else Flops(self.gm))
-        object.__setattr__(self, "gradients", Gradients(self.flow))
+        counter = getattr(self.costs, "counter", None)
+        known = isinstance(counter, Flops) and counter.gm is self.gm
+        object.__setattr__(self, "counter", counter if known else counter_of(self.flow))
+        object.__setattr__(self, "gradients", self.flow.fact(Gradients))
 
     @property
     def gm(self) -> fx.GraphModule:
@@ -126,7 +128,7 @@ class FromFormula:
 
     def backward(self, node: Node) -> float:
         """How many times its forward the node costs in backward."""
-        count = self._flops.count(node)
+        count = self.counter.count(node)
         if node not in self.gradients.needed or not count.flops:
             return 0.0
         if not count.counted:

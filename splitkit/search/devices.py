@@ -19,7 +19,6 @@ from splitkit.costs.training import with_backward
 from splitkit.errors import CycleError, NoPlanError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.select import modules_matching
-from splitkit.memory.autograd import activations
 from splitkit.pipeline.stageprices import StagePrices, peaks_of_visits, run_order
 from splitkit.plans.parts import Claim, Part, PartKey
 from splitkit.plans.record import Plan
@@ -140,7 +139,7 @@ class DeviceSearch:
         if len(distinct) == 1:
             prices = [self._trained(self.costs)]
         else:
-            prices = [self._trained(roofline(flow.root, distinct[kind])) for kind in range(len(distinct))]
+            prices = [self._trained(roofline(flow, distinct[kind])) for kind in range(len(distinct))]
         rows = [{n: price.seconds(n) for n in flow.nodes} for price in prices]
         bound = {*self._groups, *self._supported}
         repeat = self._links is not None and self.policy.objective == "throughput" and not self.sends
@@ -173,7 +172,7 @@ class DeviceSearch:
 
     @cached_property
     def _stage_prices(self) -> StagePrices:
-        return StagePrices(self.flow, self.costs, self.policy.optimizer, activations(self.flow.root))
+        return StagePrices(self.flow, self.costs, self.policy.optimizer)
 
     @cached_property
     def _holding(self) -> Holding:

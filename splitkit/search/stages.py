@@ -11,7 +11,6 @@ import numpy as np
 from splitkit.costs import Costs, Links, unit_of
 from splitkit.costs.training import with_backward
 from splitkit.graph.dataflow import Dataflow
-from splitkit.memory.autograd import activations
 from splitkit.pipeline.defaults import by_rank, microbatches_of, ranks_of
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.simulate import simulate_schedule
@@ -144,7 +143,7 @@ class Staging:
 
     @cached_property
     def _stage_prices(self) -> StagePrices:
-        return StagePrices(self.flow, self._prices, self.optimizer, activations(self.flow.root))
+        return StagePrices(self.flow, self._prices, self.optimizer)
 
     @cached_property
     def _holding(self) -> Holding:
