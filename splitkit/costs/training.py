@@ -24,7 +24,7 @@ from splitkit.graph.gradients import Gradients
 from splitkit.graph.joint import is_joint, owners
 from splitkit.graph.sizes import require_values
 from splitkit.graph.symbols import value_of
-from splitkit.prices import Costs, unit_of
+from splitkit.prices import Costs, includes_backward, unit_of
 
 # Ops of which the first argument is added to the product of the next two.
 _ADDED = frozenset(("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation"))
@@ -66,7 +66,7 @@ def training(costs: Costs, gm: fx.GraphModule | Dataflow | None = None) -> FromF
 
 def with_backward(costs: Costs, flow: Dataflow) -> Costs:
     """Costs that include the backward of a node: themselves if they do, else `training` of them."""
-    return costs if hasattr(costs, "backward") else training(costs, flow)
+    return costs if includes_backward(costs) else training(costs, flow)
 
 
 @dataclass(frozen=True)
