@@ -14,13 +14,19 @@ def unit_of(costs: object) -> str:
     return str(getattr(costs, "unit", "s"))
 
 
+def includes_backward(costs: object) -> bool:
+    """Whether ``seconds`` of these costs include the backward of a node: they can say how much it is."""
+    return hasattr(costs, "backward")
+
+
 class Costs(Protocol):
     """Prices of the nodes of one graph."""
 
     def seconds(self, node: Node) -> float:
         """Time to run ``node``: comparable within one graph; real seconds only where the costs were measured.
 
-        Costs that count something else, as `splitkit.costs.unit` counts nodes, say so in an attribute ``unit``.
+        Costs that count something else, as `splitkit.costs.unit` counts nodes, say so in an attribute ``unit``. Costs
+        whose seconds include a node's backward have a method ``backward(node)``: how many times its forward that takes.
         """
         ...
 

@@ -12,7 +12,8 @@ from splitkit.costs.measured import Measured, measured
 from splitkit.costs.roofline import Roofline, roofline
 from splitkit.costs.training import training
 from splitkit.costs.uniform import Unit, unit
-from splitkit.graph.sizes import graph_of, missing
+from splitkit.graph.dataflow import Dataflow, root_of
+from splitkit.graph.sizes import missing
 from splitkit.prices import Costs, unit_of
 
 __all__ = [
@@ -38,6 +39,6 @@ __all__ = [
 ]
 
 
-def default(gm: fx.GraphModule) -> Costs:
-    """FLOPs where the graph has the ``meta["val"]`` that they need, else one unit a node."""
-    return unit(gm) if missing(graph_of(gm)) else flops(gm)
+def default(gm: fx.GraphModule | Dataflow) -> Costs:
+    """FLOPs where the graph, or that of facts, has the ``meta["val"]`` that they need, else one unit a node."""
+    return unit(gm) if missing(root_of(gm).graph) else flops(gm)

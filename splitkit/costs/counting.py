@@ -21,8 +21,9 @@ from splitkit._torch import HigherOrderOperator
 from splitkit.brief import brief
 from splitkit.costs.formulas import FORMULAS, attention_backward_flops, attention_flops, formulas_for
 from splitkit.graph import fakecalls as standins
+from splitkit.graph.dataflow import Dataflow, root_of
 from splitkit.graph.fakecalls import CallMemo, acts, hints, name_of, rounds, stand_in, value_in
-from splitkit.graph.sizes import elements, graph_of, read_bytes, require_values, value_bytes
+from splitkit.graph.sizes import elements, read_bytes, require_values, value_bytes
 from splitkit.graph.storages import storage_key, tensors
 from splitkit.graph.symbols import value_of
 
@@ -33,14 +34,26 @@ NOMINAL = 1e12  # FLOP/s: only ratios matter to a policy
 Shape = tuple[int, ...]
 
 
-def flops(gm: fx.GraphModule) -> Flops:
+def flops(gm: fx.GraphModule | Dataflow) -> Flops:
     """Costs by FLOPs, counted for each node when it is first asked for.
+
+    Args:
+        gm: the graph, or facts about it: what they are asked for is counted once for all costs of theirs.
 
     Raises:
         GraphError: SK101 when it is no graph, SK102 when nodes have no ``meta["val"]``.
     """
-    require_values(graph_of(gm))
-    return Flops(gm)
+    require_values(root_of(gm).graph)
+    return counter_of(gm)
+
+
+def counter_of(gm: fx.GraphModule | Dataflow) -> Flops:
+    """What counts FLOPs of a graph, also of nodes without ``meta["val"]``."""
+    return gm.fact(_counter) if isinstance(gm, Dataflow) else Flops(gm)
+
+
+def _counter(flow: Dataflow) -> Flops:
+    return Flops(flow.root)
 
 
 @dataclass(frozen=True)
@@ -74,6 +87,11 @@ class Flops:
     _of: dict[Node, Count] = field(default_factory=dict, repr=False, compare=False)
 
     __repr__ = brief
+
+    @property
+    def counter(self) -> Flops:
+        """What counts: these costs themselves. Other costs name theirs, so that nothing is counted twice."""
+        return self
 
     def seconds(self, node: Node) -> float:
         """FLOPs on a device that does 1e12 a second."""

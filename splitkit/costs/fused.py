@@ -12,22 +12,24 @@ a value is charged for that, and its members share the launch. What runs alone c
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import fx
 from torch.fx import Node
 
 from splitkit.brief import brief
+from splitkit.costs.counting import Flops, counter_of
 from splitkit.costs.devices import Device, find_device
 from splitkit.costs.fusion import Fusion, Kernel
 from splitkit.costs.loops import loop_of
 from splitkit.costs.roofline import Roofline
+from splitkit.graph.dataflow import Dataflow, root_of
 from splitkit.graph.joint import backward_nodes, is_joint
-from splitkit.graph.sizes import graph_of, require_values
+from splitkit.graph.sizes import require_values
 
 
-def fused(gm: fx.GraphModule, device: str | Device = "a100", *, tf32: bool = False) -> Fused:
+def fused(gm: fx.GraphModule | Dataflow, device: str | Device = "a100", *, tf32: bool = False) -> Fused:
     """Costs in estimated seconds on a device, of a graph that Inductor or another fusing compiler runs.
 
     In a joint graph a node of forward costs what it adds to the kernels of backward if it is computed again there:
@@ -40,7 +42,7 @@ def fused(gm: fx.GraphModule, device: str | Device = "a100", *, tf32: bool = Fal
     as many.
 
     Args:
-        gm: the graph.
+        gm: the graph, or facts about it.
         device: a name of `splitkit.costs.devices`, or a device of your own.
         tf32: whether products of float32 may be rounded, as by ``torch.set_float32_matmul_precision("high")``.
 
@@ -48,8 +50,9 @@ def fused(gm: fx.GraphModule, device: str | Device = "a100", *, tf32: bool = Fal
         GraphError: SK101 when it is no graph, SK102 when nodes have no ``meta["val"]``.
         CostError: SK321 when no device is called so.
     """
-    require_values(graph_of(gm))
-    return Fused(gm, find_device(device), tf32)
+    root = root_of(gm)
+    require_values(root.graph)
+    return Fused(root, find_device(device), tf32, counter=counter_of(gm))
 
 
 @dataclass(frozen=True)
@@ -60,11 +63,13 @@ class Fused:
         gm: the graph.
         device: where it runs.
         tf32: whether products may be rounded.
+        counter: what counts its FLOPs.
     """
 
     gm: fx.GraphModule
     device: Device
     tf32: bool = False
+    counter: Flops = field(kw_only=True, repr=False, compare=False)
 
     __repr__ = brief
 
@@ -75,7 +80,7 @@ class Fused:
 
     @cached_property
     def _alone(self) -> Roofline:
-        return Roofline(self.gm, self.device, self.tf32)
+        return Roofline(self.gm, self.device, self.tf32, counter=self.counter)
 
     @cached_property
     def _charged(self) -> dict[Node, tuple[int, float]]:

@@ -31,7 +31,7 @@ from splitkit.costs.keys import is_lasting, key_of
 from splitkit.costs.timing import NOTHING, Record, Run, record
 from splitkit.errors import CostError
 from splitkit.graph.ambient import SETTINGS, closed_by, opened_by
-from splitkit.graph.dataflow import Dataflow, analyze
+from splitkit.graph.dataflow import Dataflow, facts_of
 from splitkit.graph.scope import is_state_op
 from splitkit.graph.storages import storage_key, tensors
 
@@ -39,7 +39,7 @@ SAVE_EVERY = 5.0  # seconds
 
 
 def measured(
-    gm: fx.GraphModule,
+    gm: fx.GraphModule | Dataflow,
     inputs: Any,
     device: torch.device | str = "cpu",
     *,
@@ -65,7 +65,7 @@ def measured(
     rewritten. Functions without a name of their own (lambdas, local ones, those of a script) are not kept.
 
     Args:
-        gm: a graph with ``meta["val"]``.
+        gm: a graph with ``meta["val"]``, or facts about it.
         inputs: a tuple of positional inputs, a dict of keyword inputs, or one tensor.
         device: where to measure. Parameters and inputs that are elsewhere are copied there, and devices in the graph
             are replaced.
@@ -78,7 +78,8 @@ def measured(
             ``min_run_time`` is not positive.
         FileError: SK504 when the cache is there and cannot be read.
     """
-    flow, counted, where = analyze(gm), flops(gm), find_device(device)
+    flow = facts_of(gm)
+    counter, where = flops(flow), find_device(device)
     if not 0 < min_run_time < math.inf:
         raise CostError("SK324", f"min_run_time is {min_run_time} seconds", "Give a number above 0.")
     path = default_path() if cache is True else Path(cache).expanduser() if cache else None
@@ -89,17 +90,17 @@ def measured(
         run = _Run(flow, private, kept, min_run_time, advance)
         with run.safely():
             run.run(*values, enable_io_processing=False)
-    return Measured(gm, where, run.found, counted)
+    return Measured(flow.root, where, run.found, counter)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """See `measured`; ``device`` is where."""
+    """See `measured`; ``device`` is where, ``counter`` counts FLOPs."""
 
     gm: fx.GraphModule
     device: torch.device
     _records: Mapping[Node, Record] = field(repr=False, compare=False)
-    _counted: Flops = field(repr=False, compare=False)
+    counter: Flops = field(repr=False, compare=False)
 
     __repr__ = brief
 
@@ -126,15 +127,15 @@ class Measured:
 
     def flops(self, node: Node) -> float:
         """As `splitkit.costs.flops`."""
-        return self._counted.flops(node)
+        return self.counter.flops(node)
 
     def nbytes(self, node: Node) -> int:
         """Bytes of the node's value."""
-        return self._counted.nbytes(node)
+        return self.counter.nbytes(node)
 
     def param_bytes(self, node: Node) -> int:
         """Bytes of the parameters and buffers that the node reads."""
-        return self._counted.param_bytes(node)
+        return self.counter.param_bytes(node)
 
     def _record(self, node: Node) -> Record:
         if node not in self._records:

@@ -43,7 +43,7 @@ def priced(flow: Dataflow, costs: Costs, price: Price | None) -> Costs:
         return costs
     device, tf32 = getattr(costs, "device", None), getattr(costs, "tf32", None)
     on = device if isinstance(device, Device) else device_of(flow.root)
-    return fused(flow.root, on, tf32=_rounds() if tf32 is None else tf32)
+    return fused(flow, on, tf32=_rounds() if tf32 is None else tf32)
 
 
 def by_inductor(gm: fx.GraphModule) -> Costs:

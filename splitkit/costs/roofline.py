@@ -19,21 +19,22 @@ from torch.fx import Node
 
 from splitkit._torch import HigherOrderOperator
 from splitkit.brief import brief
-from splitkit.costs.counting import Count, Flops, bodies
+from splitkit.costs.counting import Count, Flops, bodies, counter_of
 from splitkit.costs.devices import Device, find_device
 from splitkit.costs.traffic import moved_bytes, operands, written_bytes
+from splitkit.graph.dataflow import Dataflow, root_of
 from splitkit.graph.fakecalls import rounds
 from splitkit.graph.scope import Scope, region_kind, scopes
-from splitkit.graph.sizes import graph_of, require_values
+from splitkit.graph.sizes import require_values
 from splitkit.graph.storages import tensors
 from splitkit.graph.symbols import value_of
 
 
-def roofline(gm: fx.GraphModule, device: str | Device = "a100", *, tf32: bool = False) -> Roofline:
+def roofline(gm: fx.GraphModule | Dataflow, device: str | Device = "a100", *, tf32: bool = False) -> Roofline:
     """Costs in estimated seconds on a device.
 
     Args:
-        gm: the graph.
+        gm: the graph, or facts about it.
         device: a name of `splitkit.costs.devices` (in any case, with or without hyphens), or a device of your own.
         tf32: whether products of float32 may be rounded, as by ``torch.set_float32_matmul_precision("high")``.
 
@@ -41,25 +42,26 @@ def roofline(gm: fx.GraphModule, device: str | Device = "a100", *, tf32: bool = 
         GraphError: SK101 when it is no graph, SK102 when nodes have no ``meta["val"]``.
         CostError: SK321 when no device is called so.
     """
-    require_values(graph_of(gm))
-    return Roofline(gm, find_device(device), tf32)
+    root = root_of(gm)
+    require_values(root.graph)
+    return Roofline(root, find_device(device), tf32, counter=counter_of(gm))
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """See `roofline`."""
+    """See `roofline`; ``counter`` counts its FLOPs."""
 
     gm: fx.GraphModule
     device: Device
     tf32: bool = False
-    _flops: Flops = field(init=False, repr=False, compare=False)
+    counter: Flops = field(kw_only=True, repr=False, compare=False)
     _scopes: dict[Node, Scope] = field(init=False, repr=False, compare=False)
+    _found: dict[Node, float] = field(default_factory=dict, init=False, repr=False, compare=False)
     _bodies: dict[fx.GraphModule, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     __repr__ = brief
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_flops", Flops(self.gm))
         object.__setattr__(self, "_scopes", dict(scopes(self.gm.graph)[0]))
 
     @property
@@ -69,7 +71,12 @@ class Roofline:
 
     def seconds(self, node: Node) -> float:
         """Seconds of the kernel; 0 for what starts none: views, allocations, inputs, attributes, state ops."""
-        count = self._flops.count(node)
+        if node not in self._found:
+            self._found[node] = self._of(node)
+        return self._found[node]
+
+    def _of(self, node: Node) -> float:
+        count = self.counter.count(node)
         if isinstance(node.target, HigherOrderOperator):
             inner = [self._of_body(body) for body in bodies(self.gm, node)]
             if inner:
@@ -81,23 +88,23 @@ class Roofline:
 
     def flops(self, node: Node) -> float:
         """As `splitkit.costs.flops`."""
-        return self._flops.flops(node)
+        return self.counter.flops(node)
 
     def moved(self, node: Node) -> int:
         """Bytes that the node's kernel reads and writes."""
-        return moved_bytes(self.gm, node, self._flops.count(node))
+        return moved_bytes(self.gm, node, self.counter.count(node))
 
     def nbytes(self, node: Node) -> int:
         """Bytes of the node's value."""
-        return self._flops.nbytes(node)
+        return self.counter.nbytes(node)
 
     def param_bytes(self, node: Node) -> int:
         """Bytes of the parameters and buffers that the node reads."""
-        return self._flops.param_bytes(node)
+        return self.counter.param_bytes(node)
 
     def _of_body(self, body: fx.GraphModule) -> float:
         if body not in self._bodies:
-            inner = Roofline(body, self.device, self.tf32)
+            inner = Roofline(body, self.device, self.tf32, counter=Flops(body))
             self._bodies[body] = sum(inner.seconds(node) for node in body.graph.nodes)
         return self._bodies[body]
 

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from splitkit._torch import pytree
 from splitkit.brief import brief
-from splitkit.costs.counting import Flops
+from splitkit.costs.counting import Flops, counter_of
 from splitkit.errors import CostError
 from splitkit.graph.dataflow import Dataflow, facts_of
 from splitkit.graph.fakecalls import name_of, target_of
@@ -24,7 +24,7 @@ from splitkit.graph.gradients import Gradients
 from splitkit.graph.joint import is_joint, owners
 from splitkit.graph.sizes import require_values
 from splitkit.graph.symbols import value_of
-from splitkit.prices import Costs, unit_of
+from splitkit.prices import Costs, includes_backward, unit_of
 
 # Ops of which the first argument is added to the product of the next two.
 _ADDED = frozenset(("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation"))
@@ -66,7 +66,7 @@ def training(costs: Costs, gm: fx.GraphModule | Dataflow | None = None) -> FromF
 
 def with_backward(costs: Costs, flow: Dataflow) -> Costs:
     """Costs that include the backward of a node: themselves if they do, else `training` of them."""
-    return costs if hasattr(costs, "backward") else training(costs, flow)
+    return costs if includes_backward(costs) else training(costs, flow)
 
 
 @dataclass(frozen=True)
@@ -78,20 +78,22 @@ class FromFormula:
         flow: facts about the forward graph.
         source: for reports.
         gradients: which nodes have a backward.
+        counter: what counts their FLOPs: that of ``costs``, if they have one.
     """
 
     costs: Costs
     flow: Dataflow
     source: str = field(default="by formula", init=False)
     gradients: Gradients = field(init=False, repr=False, compare=False)
-    _flops: Flops = field(init=False, repr=False, compare=False)
+    counter: Flops = field(init=False, repr=False, compare=False)
 
     __repr__ = brief
 
     def __post_init__(self) -> None:
-        known = isinstance(self.costs, Flops) and self.costs.gm is self.gm
-        object.__setattr__(self, "_flops", self.costs if known else Flops(self.gm))
-        object.__setattr__(self, "gradients", Gradients(self.flow))
+        counter = getattr(self.costs, "counter", None)
+        known = isinstance(counter, Flops) and counter.gm is self.gm
+        object.__setattr__(self, "counter", counter if known else counter_of(self.flow))
+        object.__setattr__(self, "gradients", self.flow.fact(Gradients))
 
     @property
     def gm(self) -> fx.GraphModule:
@@ -126,7 +128,7 @@ class FromFormula:
 
     def backward(self, node: Node) -> float:
         """How many times its forward the node costs in backward."""
-        count = self._flops.count(node)
+        count = self.counter.count(node)
         if node not in self.gradients.needed or not count.flops:
             return 0.0
         if not count.counted:

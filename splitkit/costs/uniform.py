@@ -10,18 +10,21 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit.brief import brief
+from splitkit.graph.dataflow import Dataflow, root_of
 from splitkit.graph.scope import is_state_op
-from splitkit.graph.sizes import graph_of, read_bytes, value_bytes
+from splitkit.graph.sizes import read_bytes, value_bytes
 
 
-def unit(gm: fx.GraphModule) -> Unit:
+def unit(gm: fx.GraphModule | Dataflow) -> Unit:
     """One FLOP, and one unit of time, for every node that a policy places: counts of nodes, printed as such.
+
+    Args:
+        gm: the graph, or facts about it.
 
     Raises:
         GraphError: SK101 when it is no graph.
     """
-    graph_of(gm)
-    return Unit(gm)
+    return Unit(root_of(gm))
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,7 @@ def decide(flow: Dataflow, policy: PolicyLike, costs: Costs | None, on_cycle: On
     """The plan of whatever says which part computes which node, cycles dealt with as asked."""
     _check_choice("on_cycle", on_cycle, ("error", *_WAYS_OUT))
     if costs is None:
-        costs = default(flow.root) if isinstance(policy, Policy) else unit(flow.root)  # only policies look at prices
+        costs = default(flow) if isinstance(policy, Policy) else unit(flow)  # only policies look at prices
     decided = as_plan(policy, flow, costs)
     if on_cycle == "error":
         return decided

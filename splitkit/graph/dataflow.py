@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import getitem
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,8 @@ from splitkit.graph.scope import Scope, is_state_op, scopes
 from splitkit.graph.storages import attribute
 from splitkit.graph.symbols import binders, is_symbolic, symbols_of, value_of
 from splitkit.prices import Costs
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,23 @@ class Dataflow:
     def is_placeable(self, node: Node) -> bool:
         """Whether a policy decides where ``node`` runs (no input, output, attribute, state op or follower)."""
         return node in self._placeable
+
+    def fact(self, find: Callable[..., T], *given: Hashable) -> T:
+        """What ``find(flow, *given)`` says, found once for all who ask: what autograd keeps of the graph, its FLOPs.
+
+        Found anew after modules have changed their mode, or tensors whether they require grad: no edit of the graph.
+        """
+        root = self.root
+        wants = tuple(t.requires_grad for owned in (root.parameters(), root.buffers()) for t in owned)
+        key = (find, given, wants, tuple(module.training for module in root.modules()))
+        if key not in self._facts:
+            self._facts[key] = find(self, *given)
+        found: T = self._facts[key]
+        return found
+
+    @cached_property
+    def _facts(self) -> dict[Hashable, Any]:
+        return {}
 
     @cached_property
     def _binders(self) -> Mapping[Any, Node]:
@@ -172,6 +191,15 @@ def require_graph(given: object, wanted: str = "a torch.fx.GraphModule") -> fx.G
         f"splitkit works on {wanted}, not on {type(given).__name__}",
         "Capture the model first: gm = splitkit.capture(model, *example_inputs).",
     )
+
+
+def root_of(given: fx.GraphModule | Dataflow) -> fx.GraphModule:
+    """The graph module that was given, or that the facts given in its place are about.
+
+    Raises:
+        GraphError: SK101 if it is neither.
+    """
+    return given.root if isinstance(given, Dataflow) else require_graph(given)
 
 
 def reads(node: Node) -> list[Node]:

@@ -13,7 +13,6 @@ from torch.fx import Node
 from splitkit import _torch
 from splitkit._torch import HigherOrderOperator, OpOverload
 from splitkit.errors import GraphError
-from splitkit.graph.dataflow import require_graph
 from splitkit.graph.fakecalls import hint
 from splitkit.graph.scope import is_state_op
 from splitkit.graph.storages import tensors
@@ -77,15 +76,6 @@ def _owned(value: object) -> Iterable[torch.Tensor]:
     if isinstance(value, nn.Module):
         return (*value.parameters(), *value.buffers())
     return ()
-
-
-def graph_of(gm: object) -> fx.Graph:
-    """The graph of a graph module.
-
-    Raises:
-        GraphError: SK101 if it is none.
-    """
-    return require_graph(gm).graph
 
 
 def missing(graph: fx.Graph) -> list[Node]:

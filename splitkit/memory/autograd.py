@@ -26,7 +26,7 @@ from torch.fx import Node
 
 from splitkit._gc import collector_at_rest
 from splitkit._torch import pytree
-from splitkit.graph.dataflow import require_graph
+from splitkit.graph.dataflow import Dataflow, root_of
 from splitkit.graph.fakecalls import NO_SIZES, StandIn, bodies, hint, hints, rounds
 from splitkit.graph.scope import is_state_op
 from splitkit.graph.sizes import require_values, value_bytes
@@ -64,20 +64,21 @@ class Activations:
         return sum(self.nbytes[s] for s in {s for storages in self.saved.values() for s in storages})
 
 
-def activations(gm: fx.GraphModule) -> Activations:
+def activations(gm: fx.GraphModule | Dataflow) -> Activations:
     """What eager autograd saves for backward, node by node, in one run of a forward graph on fake tensors.
 
     Regions of autocast and of no grad count as the graph opens them. Integers and masks that are saved count too.
 
     Args:
-        gm: a graph of forward alone, with ``meta["val"]``, as `splitkit.capture` makes it.
+        gm: a graph of forward alone, with ``meta["val"]``, as `splitkit.capture` makes it, or facts about it.
 
     Raises:
         GraphError: SK101 if it is no graph, SK102 if nodes have no ``meta["val"]``.
     """
-    require_values(require_graph(gm).graph)
-    values = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
-    run = _AutogradRun(gm)
+    root = root_of(gm)
+    require_values(root.graph)
+    values = [value_of(node) for node in root.graph.find_nodes(op="placeholder")]
+    run = _AutogradRun(root)
 
     def watched(call: Any, *fakes: Any) -> None:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(run.pack, _never):

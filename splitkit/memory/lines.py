@@ -16,7 +16,7 @@ from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.sizes import storage_bytes, tensor_bytes
 from splitkit.graph.storages import attribute, storage_key, tensors
 from splitkit.graph.symbols import value_of
-from splitkit.memory.autograd import Activations
+from splitkit.memory.autograd import Activations, activations
 from splitkit.memory.probes import NOTHING
 from splitkit.memory.stretch import BEFORE, Line, Touches
 from splitkit.memory.temporaries import Temporaries
@@ -78,6 +78,7 @@ class Units:
     _sizes: list[int] = field(init=False)
     _casts: dict[object, int] = field(default_factory=dict)
     _views: dict[Node, Node] = field(init=False)
+    _nbytes: dict[Node, int] = field(init=False)
 
     def __post_init__(self) -> None:
         self._sizes = list(self.activations.nbytes)
@@ -87,6 +88,7 @@ class Units:
         temporaries = Temporaries({})
         self.units = {n: self._unit(n, followers.get(n, []), temporaries) for n in self.flow.nodes}
         self._views = self._views_of() if self.training else {}
+        self._nbytes = {n: sum(map(tensor_bytes, tensors(value_of(n)))) for n in self.flow.index}
 
     def _unit(self, node: Node, followers: Sequence[Node], temporaries: Temporaries) -> LineNode:
         known = self.activations
@@ -176,6 +178,11 @@ class Units:
         return _Builder(self, parts, homes or {}).line()
 
 
+def units_of(flow: Dataflow, training: bool) -> Units:
+    """The units of a forward graph."""
+    return Units(flow, flow.fact(activations), training)
+
+
 def _sizes_of(node: Node) -> list[tuple[int, torch.dtype]]:
     return [(tensor_bytes(t), t.dtype) for t in tensors(value_of(node))]
 
@@ -236,8 +243,8 @@ class _Builder:
             made=np.array(self.made, np.int64),
             last=self._last(reads, length),
             lies=(np.array([v for v, _ in lies], np.int64), np.array([s for _, s in lies], np.int64)),
-            loose=np.array([0 if known.values.get(n) else _message(n) for n in self.value_nodes], np.int64),
-            value_bytes=np.array([_message(n) for n in self.value_nodes], np.int64),
+            loose=np.array([0 if known.values.get(n) else self._message(n) for n in self.value_nodes], np.int64),
+            value_bytes=np.array([self._message(n) for n in self.value_nodes], np.int64),
             gradient_of=np.array(self.gradient_of, np.int64),
             gradient_reads=Touches.of(adds, length),
             gradient_bytes=np.array(self.gradient_bytes, np.int64),
@@ -257,7 +264,7 @@ class _Builder:
         self.made.append(made)
         own = viewed  # a view has the gradient of what it is a view of, and none of its own
         if own == BEFORE and self.units.training and node in self.units.activations.requires:
-            own = self._new_gradient(sum(map(tensor_bytes, tensors(value_of(node)))), made)
+            own = self._new_gradient(self.units._nbytes[node], made)
         self.gradient_of.append(own)
         return number
 
@@ -301,6 +308,5 @@ class _Builder:
                 last[self._source(node, BEFORE)] = length
         return last
 
-
-def _message(node: Node) -> int:
-    return 0 if node.op == "placeholder" else sum(map(tensor_bytes, tensors(value_of(node))))
+    def _message(self, node: Node) -> int:
+        return 0 if node.op == "placeholder" else self.units._nbytes[node]

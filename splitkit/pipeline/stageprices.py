@@ -15,8 +15,8 @@ from splitkit.errors import CostError, PlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow, facts_of
 from splitkit.graph.fakecalls import name_of, target_of
 from splitkit.graph.joint import is_joint
-from splitkit.memory.autograd import Activations, activations
-from splitkit.memory.lines import Units
+from splitkit.memory.autograd import Activations
+from splitkit.memory.lines import Units, units_of
 from splitkit.memory.stretch import Line
 from splitkit.pipeline.stagecosts import StageCosts
 from splitkit.plans.order import part_order
@@ -105,9 +105,10 @@ class StagePrices:
     def __post_init__(self) -> None:
         checked_optimizer(self.optimizer)
         self._times = _Times(_by_formula(self.costs, self.flow), self.optimizer is not None)
-        if self.activations is None:
-            self.activations = activations(self.flow.root)
-        self.units = Units(self.flow, self.activations, self.optimizer is not None)
+        training = self.optimizer is not None
+        known = self.activations
+        self.units = self.flow.fact(units_of, training) if known is None else Units(self.flow, known, training)
+        self.activations = self.units.activations
 
     def of(self, plan: Plan | Sequence[Collection[Node]]) -> tuple[StageCosts, ...]:
         """The costs of the parts of a plan."""

@@ -9,6 +9,7 @@ from splitkit.costs import Costs, Links
 from splitkit.costs.links import links_of
 from splitkit.graph.dataflow import Dataflow, enough_nodes
 from splitkit.plans.record import Plan
+from splitkit.search.demand import Demand
 from splitkit.search.stages import Staging
 from splitkit.solvers.placement.multilevel.multilevel import multilevel
 from splitkit.solvers.placement.stages.contiguous import SECONDS
@@ -46,17 +47,5 @@ class Acyclic:
             NoPlanError: SK303 when the graph has fewer nodes, or no stages fit the memory; says what would fit.
         """
         enough_nodes(flow, self.n)
-        staging = Staging(
-            policy=self,
-            flow=flow,
-            costs=costs,
-            keys=tuple(range(self.n)),
-            links=links_of(self.links),
-            memory=memory_of(self, self.memory, self.n),
-            schedule=None,
-            microbatches=None,
-            optimizer=None,
-            seconds=SECONDS,
-            solver=multilevel,
-        )
-        return staging.plan()
+        demand = Demand(self, flow, costs, memory=self.memory, links=links_of(self.links), optimizer=None)
+        return Staging(demand, tuple(range(self.n)), SECONDS, multilevel).plan()

@@ -19,6 +19,7 @@ from splitkit.plans.record import Plan
 from splitkit.policies.acyclic import Acyclic
 from splitkit.policies.expert import Expert
 from splitkit.policies.stages import Stages
+from splitkit.search.demand import Demand
 from splitkit.search.scoring import Score, Scoring
 from splitkit.units import size
 
@@ -82,7 +83,9 @@ class Best:
             NoPlanError: SK303 when every policy refuses or exceeds the memory; lists the reasons.
         """
         links = links_of(self.links)
-        scoring = Scoring(self, flow, costs, self.schedule, self.microbatches, self.memory, links, self.optimizer)
+        scoring = Scoring(
+            Demand(self, flow, costs, self.schedule, self.microbatches, self.memory, links, self.optimizer)
+        )
         entries: list[_Entry] = []
         start = time.monotonic()
         for policy in self._portfolio():
@@ -206,7 +209,7 @@ class _Entry:
 
 def _tried(policy: PolicyLike, scoring: Scoring) -> _Entry:
     try:
-        plan = as_plan(policy, scoring.flow, scoring.prices)
+        plan = as_plan(policy, scoring.demand.flow, scoring.demand.prices)
         return _Entry(policy, plan, scoring.of(plan))
     except (NoPlanError, PlanError, ScheduleError) as error:
         return _Entry(policy, error=error)

@@ -14,6 +14,7 @@ from splitkit.graph.dataflow import Dataflow, enough_nodes
 from splitkit.pipeline.stageprices import Optimizer, checked_optimizer
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
+from splitkit.search.devicedemand import DeviceDemand
 from splitkit.search.devices import DeviceSearch
 
 OBJECTIVES = ("throughput", "latency")
@@ -96,5 +97,17 @@ class Devices:
             NoPlanError: SK303 when nothing fits; names what no device supports, or says how much memory would do.
         """
         enough_nodes(flow, 1)
-
-        return DeviceSearch(self, flow, costs, tuple(self.given)).plan()
+        demand = DeviceDemand(
+            policy=self,
+            flow=flow,
+            costs=costs,
+            memory=self.memory,
+            links=links_of(self.links),
+            optimizer=self.optimizer,
+            backward=self.optimizer is not None,
+            devices={key: find_device(device) for key, device in self.given.items()},
+            together=self.together,
+            only=self.only,
+        )
+        named = isinstance(self.devices, Mapping)
+        return DeviceSearch(demand, self.objective == "latency", self.pieces, self.seconds, named).plan()

@@ -12,6 +12,7 @@ from splitkit.graph.dataflow import Dataflow, enough_nodes, module_path
 from splitkit.pipeline.stageprices import Optimizer, checked_optimizer
 from splitkit.plans.parts import Claim
 from splitkit.plans.record import Plan
+from splitkit.search.demand import Demand
 from splitkit.search.memory import MemoryParts, MemorySearch
 from splitkit.units import size
 
@@ -91,11 +92,16 @@ class MemoryBudget:
             ScheduleError: SK330 if the schedule does not take so few microbatches.
         """
         enough_nodes(flow, self.parts or 1)
-        search = MemorySearch(self, flow, costs)
-        found = search.fewest() if self.parts is None else search.of(self.parts)
+        search = self._search(flow, costs)
+        found = search.best()
         if found is None:
             raise self._no_plan(search, costs)
         return self._plan(search, found)
+
+    def _search(self, flow: Dataflow, costs: Costs) -> MemorySearch:
+        schedule = self.schedule if self.optimizer else None
+        demand = Demand(self, flow, costs, schedule, self.microbatches, optimizer=self.optimizer)
+        return MemorySearch(demand, self.parts, self.sizes)
 
     def _plan(self, search: MemorySearch, found: MemoryParts) -> Plan:
         full = [peak / memory if memory else 1.0 for peak, memory in zip(found.peaks, found.memory, strict=True)]
@@ -139,16 +145,16 @@ class MemoryBudget:
         ways = []
         most = max(self.sizes(self.parts or len(search.flow.nodes)))
         if self.parts is not None or not isinstance(self.memory, int | str):
-            found = search.like(replace(self, memory=most, parts=None), costs)
+            found = replace(self, memory=most, parts=None)._search(search.flow, costs).best()
             if found is not None and len(found.parts) > len(self.sizes(self.parts or len(search.flow.nodes))):
                 ways.append(f"{parts_of(len(found.parts))} of {size(most)} would fit")
         if self.schedule is not None:
             other = replace(self, schedule=None, microbatches=None)
-            if (found := search.like(other, costs)) is not None:
+            if (found := other._search(search.flow, costs).best()) is not None:
                 ways.append(f"one microbatch at a time would fit in {parts_of(len(found.parts))}")
         if self.optimizer is not None:
             other = replace(self, optimizer=None, schedule=None, microbatches=None)
-            if (found := search.like(other, costs)) is not None:
+            if (found := other._search(search.flow, costs).best()) is not None:
                 ways.append(f"optimizer=None (no training) would fit in {parts_of(len(found.parts))}")
         return ways
 

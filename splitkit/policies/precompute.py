@@ -66,7 +66,7 @@ def precompute(flow: JointFlow, plan: Plan) -> Plan:
         plan: a plan for it.
     """
     plan = _tagged(flow, plan)
-    problem, tied = savings(flow, unit(flow.root)), _tied_to_checkpoints(flow, plan)
+    problem, tied = savings(flow, unit(flow)), _tied_to_checkpoints(flow, plan)
     savable = problem.savable & np.array([flow.producer(value) not in tied for value in problem.values], np.bool_)
     has_saved = np.bincount(problem.maker, problem.savable, len(problem.ops)) > 0
     elsewhere = np.array([BACKWARD not in plan[op] for op in problem.ops], np.bool_)

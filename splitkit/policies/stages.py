@@ -17,6 +17,7 @@ from splitkit.pipeline.defaults import ranks_of, require_schedule
 from splitkit.pipeline.stageprices import Optimizer, checked_optimizer
 from splitkit.plans.parts import Claim
 from splitkit.plans.record import Plan
+from splitkit.search.demand import Demand
 from splitkit.search.fitting import bad_problems
 from splitkit.search.placing import Placing
 from splitkit.search.stages import Staging
@@ -65,7 +66,7 @@ class Stages:
     def __post_init__(self) -> None:
         positive(self, "n", self.n)
         require_schedule(self, self.schedule, self.microbatches, self.n)
-        self._limits()
+        memory_of(self, self.memory, max(ranks_of(self.schedule, self.microbatches, self.n)) + 1)
         links_of(self.links)
         checked_optimizer(self.optimizer)
         if self.schedule is not None and self.optimizer is None:
@@ -81,23 +82,9 @@ class Stages:
         enough_nodes(flow, self.n)
         if self.schedule is None and self.memory is None and self.links is None:
             return self._by_work(flow, costs)
-        staging = Staging(
-            policy=self,
-            flow=flow,
-            costs=costs,
-            keys=tuple(range(self.n)),
-            links=links_of(self.links),
-            memory=self._limits(),
-            schedule=self.schedule,
-            microbatches=self.microbatches,
-            optimizer=self.optimizer,
-            seconds=self.seconds,
-        )
-        return staging.plan()
-
-    def _limits(self) -> tuple[int | None, ...]:
-        """Bytes of each rank; several stages may share one."""
-        return memory_of(self, self.memory, max(ranks_of(self.schedule, self.microbatches, self.n)) + 1)
+        links = links_of(self.links)
+        demand = Demand(self, flow, costs, self.schedule, self.microbatches, self.memory, links, self.optimizer)
+        return Staging(demand, tuple(range(self.n)), self.seconds).plan()
 
     def _by_work(self, flow: Dataflow, costs: Costs) -> Plan:
         """The work alone counts."""

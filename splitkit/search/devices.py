@@ -5,25 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
 from torch.fx import Node
 
-from splitkit.checks import memory_of
-from splitkit.costs import Costs, Device, Links, roofline
-from splitkit.costs.devices import find_device
-from splitkit.costs.links import links_of
-from splitkit.costs.training import with_backward
 from splitkit.errors import CycleError, NoPlanError
-from splitkit.graph.dataflow import Dataflow
-from splitkit.graph.select import modules_matching
-from splitkit.memory.autograd import activations
-from splitkit.pipeline.stageprices import StagePrices, peaks_of_visits, run_order
+from splitkit.pipeline.stageprices import peaks_of_visits, run_order
 from splitkit.plans.parts import Claim, Part, PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import refine
+from splitkit.search.devicedemand import DeviceDemand
 from splitkit.search.fitting import Fitting, bad_problems
 from splitkit.search.holding import Holding
 from splitkit.search.placing import Placing, Travel
@@ -42,17 +34,19 @@ class DeviceSearch:
     """One search.
 
     Attributes:
-        policy: what is wanted.
-        flow: facts about the graph.
-        costs: of its nodes.
-        keys: of the devices.
+        demand: what it is asked.
+        latency: the time of one sample is to be short, not that of the most loaded device.
+        pieces: how many convex pieces a device may run, ``None`` for any number.
+        seconds: about how long to search.
+        named: keys name torch devices.
         sends: shared nodes are computed once and sent.
     """
 
-    policy: Any
-    flow: Dataflow
-    costs: Costs
-    keys: tuple[PartKey, ...]
+    demand: DeviceDemand
+    latency: bool
+    pieces: int | None
+    seconds: float
+    named: bool = False
     sends: bool = False
 
     def plan(self) -> Plan:
@@ -68,7 +62,7 @@ class DeviceSearch:
 
     def _found(self) -> tuple[Solution, Plan]:
         """What a solver finds, or all nodes on one device, where that is better or alone fits."""
-        with bad_problems(self.policy, self._placing):
+        with bad_problems(self.demand.policy, self._placing):
             problem = self._problem()
             alone = [(found, self._plan_of(found)) for found in self._alone(problem)]
             choices = [(found, plan) for found, plan in alone if self._fitting.fits(plan)]
@@ -87,7 +81,7 @@ class DeviceSearch:
         for place, device in enumerate(problem.devices):
             total = float(problem.seconds[device.kind].sum())
             if np.isfinite(total):
-                loads = np.zeros(len(self.keys))
+                loads = np.zeros(len(self._keys))
                 loads[place] = total
                 yield Solution(
                     device=np.full(problem.units, place, np.int64),
@@ -101,101 +95,52 @@ class DeviceSearch:
                 )
 
     def _described(self, found: Solution, plan: Plan) -> Plan:
-        value, name = self._value(found), "makespan" if self.policy.objective == "latency" else "bottleneck"
-        busiest = self.keys[int(self._loads(found).argmax())]
-        limiting = next((key for key in plan.parts if _root(key, self.keys) == busiest), busiest)
+        value, name = self._value(found), "makespan" if self.latency else "bottleneck"
+        busiest = self._keys[int(self._loads(found).argmax())]
+        limiting = next((key for key in plan.parts if _root(key, self._keys) == busiest), busiest)
         claim = Claim(name, value, min(value, found.bound), found.solver, limiting, found.tolerance)
         used = len(set(found.device.tolist()))
-        return replace(plan, note=f"{used} of {len(self.keys)} devices: {claim}", claim=claim)
+        return replace(plan, note=f"{used} of {len(self._keys)} devices: {claim}", claim=claim)
 
     def _value(self, found: Solution) -> float:
-        return found.value if self.policy.objective == "latency" else float(self._loads(found).max())
+        return found.value if self.latency else float(self._loads(found).max())
 
-    @cached_property
-    def _specs(self) -> tuple[Device, ...]:
-        return tuple(find_device(self.policy.given[key]) for key in self.keys)
-
-    @cached_property
-    def _kinds(self) -> tuple[int, ...]:
-        """The row of prices of each device."""
-        distinct = list(dict.fromkeys(spec.name for spec in self._specs))
-        return tuple(distinct.index(spec.name) for spec in self._specs)
-
-    @cached_property
-    def _limits(self) -> tuple[int | None, ...]:
-        """Bytes of each device; None for hosts, and for no limit."""
-        given = memory_of(self.policy, self.policy.memory, len(self.keys))
-        if self.policy.memory is not None:
-            return given
-        return tuple(None if self._is_host(place) else spec.memory for place, spec in enumerate(self._specs))
-
-    def _is_host(self, place: int) -> bool:
-        """A CPU among accelerators."""
-        is_cpu = [spec.name == "cpu" for spec in self._specs]
-        return self.policy.memory is None and is_cpu[place] and not all(is_cpu)
+    @property
+    def _keys(self) -> tuple[PartKey, ...]:
+        return self.demand.keys
 
     @cached_property
     def _placing(self) -> Placing:
-        flow, distinct = self.flow, dict(zip(self._kinds, self._specs, strict=True))
-        if len(distinct) == 1:
-            prices = [self._trained(self.costs)]
-        else:
-            prices = [self._trained(roofline(flow.root, distinct[kind])) for kind in range(len(distinct))]
-        rows = [{n: price.seconds(n) for n in flow.nodes} for price in prices]
-        bound = {*self._groups, *self._supported}
-        repeat = self._links is not None and self.policy.objective == "throughput" and not self.sends
-        return Placing(flow, prices[0], rows, repeat=repeat, keep=bound)
-
-    def _trained(self, costs: Costs) -> Costs:
-        return costs if self.policy.optimizer is None else with_backward(costs, self.flow)
-
-    @cached_property
-    def _links(self) -> Links | None:
-        return links_of(self.policy.links)
+        demand = self.demand
+        bound = {*demand.groups, *demand.supported}
+        repeat = demand.links is not None and not self.latency and not self.sends
+        return Placing(demand.flow, demand.kind_prices[0], demand.kind_seconds, repeat=repeat, keep=bound)
 
     @cached_property
     def _travel(self) -> Travel | None:
-        if self._links is None:
-            return None
-        return Travel.over(self._links, self.keys, training=self.policy.optimizer is not None)
-
-    @cached_property
-    def _groups(self) -> Mapping[Node, int]:
-        """Node -> the number of the pattern that it goes together by."""
-        number = {pattern: i for i, pattern in enumerate(self.policy.together)}
-        return {node: number[pattern] for node, pattern in modules_matching(number, self.flow.nodes).items()}
-
-    @cached_property
-    def _supported(self) -> Mapping[Node, tuple[PartKey, ...]]:
-        """Node -> the keys of the devices that can run it, where not all can."""
-        only = self.policy.only
-        return {node: tuple(only[pattern]) for node, pattern in modules_matching(only, self.flow.nodes).items()}
-
-    @cached_property
-    def _stage_prices(self) -> StagePrices:
-        return StagePrices(self.flow, self.costs, self.policy.optimizer, activations(self.flow.root))
+        return self.demand.travel(self._keys)
 
     @cached_property
     def _holding(self) -> Holding:
-        return Holding.of(self._placing, self._stage_prices.activations, self.policy.optimizer)
+        return Holding.of(self._placing, self.demand.stage_prices.activations, self.demand.optimizer)
 
     def _problem(self) -> Problem:
-        placing = self._placing
+        demand, placing = self.demand, self._placing
         row_of: dict[tuple[int, frozenset[Node]], int] = {}
         rows: list[Floats] = []
         specs: list[placement.Slot] = []
-        for place, key in enumerate(self.keys):
-            barred = frozenset(n for n, keys in self._supported.items() if key not in keys)
-            kind = (self._kinds[place], barred)
+        for place, key in enumerate(demand.keys):
+            barred = frozenset(n for n, keys in demand.supported.items() if key not in keys)
+            kind = (demand.kinds[place], barred)
             if kind not in row_of:
                 row_of[kind] = len(rows)
                 can = np.array([n not in barred for n in placing.units])
                 rows.append(np.where(can, placing.seconds[kind[0]], np.inf))
-            limit = self._limits[place]
+            limit = demand.capacities[place]
             capacity = np.inf if limit is None else float(limit)
-            specs.append(placement.Slot(row_of[kind], capacity, host=self._is_host(place)))
-        colours = np.array([self._groups.get(n, -1) for n in placing.units], np.int64)
-        limited = any(limit is not None for limit in self._limits)
+            specs.append(placement.Slot(row_of[kind], capacity, host=place in demand.hosts))
+        colours = np.array([demand.groups.get(n, -1) for n in placing.units], np.int64)
+        limited = any(limit is not None for limit in demand.capacities)
         return placing.problem(
             specs,
             self._travel,
@@ -205,42 +150,42 @@ class DeviceSearch:
         )
 
     def _solved(self, problem: Problem) -> tuple[Solution, Plan]:
-        if self.policy.objective == "latency":
-            found = latency(problem, seconds=self.policy.seconds, pieces=self.policy.pieces or 1)
+        if self.latency:
+            found = latency(problem, seconds=self.seconds, pieces=self.pieces or 1)
         else:
-            solver = noncontiguous if self.policy.pieces is None else contiguous
-            found = solver(problem, seconds=self.policy.seconds, advise=False)
+            solver = noncontiguous if self.pieces is None else contiguous
+            found = solver(problem, seconds=self.seconds, advise=False)
         return found, self._plan_of(found)
 
     def _plan_of(self, found: Solution) -> Plan:
         """The plan; the visits of a device are numbered where one is visited several times."""
-        labels = self._placing.labels(found.device, self.keys)
-        plan = Plan.of({n: labels[n] for n in self.flow.nodes})
-        device_of: Mapping[PartKey, PartKey] = {key: key for key in self.keys}
+        labels = self._placing.labels(found.device, self._keys)
+        plan = Plan.of({n: labels[n] for n in self.demand.flow.nodes})
+        device_of: Mapping[PartKey, PartKey] = {key: key for key in self._keys}
         if not found.order:
-            pieces = refine(self.flow, plan) if found.turn is None else self._pieces(found, labels)
-            names = _numbered([(key, _root(key, self.keys)) for key in run_order(self.flow, pieces)])
+            pieces = refine(self.demand.flow, plan) if found.turn is None else self._pieces(found, labels)
+            names = _numbered([(key, _root(key, self._keys)) for key in run_order(self.demand.flow, pieces)])
             plan = Plan.of({n: [names[key] for key in keys] for n, keys in pieces.items()})
-            device_of = {name: _root(key, self.keys) for key, name in names.items()}
+            device_of = {name: _root(key, self._keys) for key, name in names.items()}
         return replace(plan, parts={key: Part(key, self._torch_device(device_of[key])) for key in plan.parts})
 
     def _pieces(self, found: Solution, labels: Mapping[Node, PartKey | list[PartKey]]) -> Plan:
         """Pieces as the makespan counts them; on a host each run of units is a part."""
         assert found.turn is not None
         turn = dict(zip(self._placing.units, found.turn.tolist(), strict=True))
-        hosts = {key for place, key in enumerate(self.keys) if self._is_host(place)}
+        hosts = {self._keys[place] for place in self.demand.hosts}
         whole = {n: (key, 0 if key in hosts else turn[n]) for n, key in labels.items()}
-        parted = refine(self.flow, Plan.of(whole))
+        parted = refine(self.demand.flow, Plan.of(whole))
         kept = Plan.of({n: parted.home(n) if labels[n] in hosts else key for n, key in whole.items()})
         try:
-            run_order(self.flow, kept)
+            run_order(self.demand.flow, kept)
         except CycleError:
             return parted
         return kept
 
     def _torch_device(self, key: PartKey) -> torch.device | None:
         """The device that the key of a mapping names."""
-        if not isinstance(self.policy.devices, Mapping) or not isinstance(key, str | torch.device):
+        if not self.named or not isinstance(key, str | torch.device):
             return None
         try:
             return torch.device(key)
@@ -250,31 +195,30 @@ class DeviceSearch:
     @cached_property
     def _fitting(self) -> Fitting:
         return Fitting(
-            policy=self.policy,
+            policy=self.demand.policy,
             units=self._placing.units,
             solve=self._solved,
             peaks=self._peaks,
             held=self._held,
-            memory_of=range(len(self.keys)),
-            limits=self._limits,
-            fit=sets_fit if self.policy.pieces is None or self.policy.objective == "latency" else stages_fit,
+            memory_of=range(len(self._keys)),
+            limits=self.demand.capacities,
+            fit=sets_fit if self.pieces is None or self.latency else stages_fit,
         )
 
     def _held(self, found: Solution) -> Ints:
         sums = self._holding.fixed + self._holding.saved
-        return np.bincount(found.device, sums, len(self.keys)).astype(np.int64)
+        return np.bincount(found.device, sums, len(self._keys)).astype(np.int64)
 
     def _peaks(self, plan: Plan) -> tuple[int, ...]:
         """Bytes of each device at its peak."""
-        devices = [_root(key, self.keys) for key in run_order(self.flow, plan)]
-        peaks = peaks_of_visits(self._stage_prices.of(plan), devices)
-        return tuple(peaks.get(key, 0) for key in self.keys)
+        devices = [_root(key, self._keys) for key in run_order(self.demand.flow, plan)]
+        peaks = peaks_of_visits(self.demand.stage_prices.of(plan), devices)
+        return tuple(peaks.get(key, 0) for key in self._keys)
 
     def _loads(self, found: Solution) -> Floats:
-        labels = self._placing.labels(found.device, self.keys)
-        plan = Plan.of({n: labels[n] for n in self.flow.nodes})
-        hosts = [place for place in range(len(self.keys)) if self._is_host(place)]
-        return self._placing.loads(plan, self.keys, self._kinds, self._travel, hosts)
+        labels = self._placing.labels(found.device, self._keys)
+        plan = Plan.of({n: labels[n] for n in self.demand.flow.nodes})
+        return self._placing.loads(plan, self._keys, self.demand.kinds, self._travel, self.demand.hosts)
 
 
 def _root(key: PartKey, devices: Collection[PartKey]) -> PartKey:

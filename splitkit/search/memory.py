@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch.fx import Node
 
-from splitkit.costs import Costs
 from splitkit.errors import ScheduleError
-from splitkit.graph.dataflow import Dataflow
-from splitkit.pipeline.defaults import microbatches_of
-from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stagecosts import StageCosts
-from splitkit.pipeline.stageprices import STATE_OF, Optimizer, StagePrices
+from splitkit.pipeline.stageprices import STATE_OF
 from splitkit.plans.order import part_order
 from splitkit.plans.parts import HOST
 from splitkit.plans.record import Plan
+from splitkit.search.demand import Demand
 from splitkit.search.memorycuts import Limits, MemoryCuts
 from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.orders import orders
@@ -29,34 +25,6 @@ from splitkit.solvers.placement.problem import Problem, Slot
 
 _WORK = 18_000  # nodes times orders
 _MORE = 8
-
-
-class Wanted(Protocol):
-    """What a plan is to keep to: `splitkit.policies.MemoryBudget`."""
-
-    @property
-    def parts(self) -> int | None:
-        """How many parts; as few as possible if that is not said."""
-        ...
-
-    @property
-    def schedule(self) -> str | None:
-        """In which the parts are stages."""
-        ...
-
-    @property
-    def microbatches(self) -> int | None:
-        """Of a step of the schedule."""
-        ...
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """Whose state is held."""
-        ...
-
-    def sizes(self, count: int) -> tuple[int, ...]:
-        """Bytes of as many devices, or of those that there are."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -81,34 +49,37 @@ class MemoryParts:
 class MemorySearch:
     """Looks for parts of one graph that fit.
 
+    Args:
+        demand: what it is asked, but for the memory.
+        parts: how many parts; as few as possible if that is not said.
+        sizes: gives the bytes of as many devices, or of those that there are.
+
     Attributes:
         flow: facts about the graph.
         tried: the most parts that were tried.
     """
 
-    def __init__(self, wanted: Wanted, flow: Dataflow, costs: Costs, prices: StagePrices | None = None) -> None:
-        self.flow = flow
+    def __init__(self, demand: Demand, parts: int | None, sizes: Callable[[int], tuple[int, ...]]) -> None:
+        self.flow = demand.flow
         self.tried = 0
-        self._wanted = wanted
-        known = None if prices is None else prices.activations
-        self._prices = StagePrices(flow, costs, wanted.optimizer, known)
-        self._state = STATE_OF[wanted.optimizer] if wanted.optimizer else 0
-        self._size = len(flow.nodes)
+        self._demand, self._parts, self._sizes = demand, parts, sizes
+        self._prices = demand.stage_prices
+        self._state = STATE_OF[demand.optimizer] if demand.optimizer else 0
+        self._size = len(self.flow.nodes)
         self._chains: dict[int, MemoryCuts] = {}
         self._flights: dict[int, tuple[int, ...] | None] = {}
 
-    def like(self, other: Wanted, costs: Costs) -> MemoryParts | None:
-        """What another policy would find for the same graph."""
-        search = MemorySearch(other, self.flow, costs, self._prices)
-        return search.fewest() if other.parts is None else search.of(other.parts)
+    def best(self) -> MemoryParts | None:
+        """As many parts as are asked for."""
+        return self.fewest() if self._parts is None else self.of(self._parts)
 
     def fewest(self) -> MemoryParts | None:
         """The fewest parts that fit, ``None`` if no number of them does.
 
         More parts have more borders, and may hold more microbatches: twice as many as could fit are tried, and a few.
         """
-        last = len(self._wanted.sizes(self._size))
-        if self.largest_unit()[1] > max(self._wanted.sizes(self._size)):
+        last = len(self._sizes(self._size))
+        if self.largest_unit()[1] > max(self._sizes(self._size)):
             return None
         for count in range(self.fewest_possible(), last + 1):
             self.tried = count
@@ -137,7 +108,7 @@ class MemorySearch:
 
     def fewest_possible(self) -> int:
         """No plan has fewer parts: what all must hold together needs so many devices."""
-        chain, memory = self._chain(0), self._wanted.sizes(self._size)
+        chain, memory = self._chain(0), self._sizes(self._size)
         if not self._size or chain.peak(0, self._size, 1) <= memory[0]:
             return 1
         least = chain.line.least(0, self._size)
@@ -167,8 +138,8 @@ class MemorySearch:
 
     def needs(self) -> list[tuple[int, int]]:
         """For some numbers of parts the smallest memory a device with which the graph's own order fits."""
-        wanted = self._wanted.parts
-        most = len(self._wanted.sizes(self._size))
+        wanted = self._parts
+        most = len(self._sizes(self._size))
         counts = [wanted] if wanted else [most] if most < self._size else [1, 2, 4, 8]
         found = [(count, self._need(count)) for count in counts if count <= self._size]
         return [(count, need) for count, need in found if need is not None]
@@ -192,14 +163,14 @@ class MemorySearch:
         """Whether more than so many parts, which do not fit, may."""
         if self._in_flight(count) is None:
             return False
-        uniform = len(set(self._wanted.sizes(self._size))) == 1
+        uniform = len(set(self._sizes(self._size))) == 1
         stuck = (self._chain(order).stuck(self._limits(count)) for order in range(len(self._orders)))
         return not (uniform and all(stuck))
 
     def _limits(self, count: int) -> Limits:
         flights = self._in_flight(count)
         assert flights is not None
-        return Limits(self._wanted.sizes(count), flights)
+        return Limits(self._sizes(count), flights)
 
     def _found(self, order: int, ends: Sequence[int], limits: Limits, traffic: int) -> MemoryParts | None:
         """The parts, if they fit as the engine runs them: one after the other, each in the graph's own order."""
@@ -213,9 +184,8 @@ class MemorySearch:
             return None  # parts that do not wait for each other would run in another order
         stages = self._prices.of(parts)
         peaks = tuple(peak_of(c, f) for c, f in zip(stages, limits.flights, strict=True))
-        if self._wanted.schedule is not None and self._wanted.optimizer is not None:  # with its message buffers
-            microbatches = microbatches_of(self._wanted.microbatches, len(parts))
-            peaks = simulate_schedule(stages, self._wanted.schedule, microbatches).peaks
+        if self._demand.schedule is not None:  # with its message buffers
+            peaks = self._demand.run(stages).peaks
         if any(peak > room for peak, room in zip(peaks, limits.memory, strict=True)):
             return None
         solver = f"cuts of order {order + 1} of {len(self._orders)}" if order else "cuts of the graph's order"
@@ -227,17 +197,11 @@ class MemorySearch:
         Raises:
             ScheduleError: SK330 if that is what was asked for.
         """
-        if self._wanted.schedule is None or self._wanted.optimizer is None:
-            return (1,) * count
         if count not in self._flights:
-            stages = [StageCosts(1.0, 1.0, 1.0)] * count
             try:
-                run = simulate_schedule(
-                    stages, self._wanted.schedule, microbatches_of(self._wanted.microbatches, count)
-                )
-                self._flights[count] = run.in_flight_of_stages
+                self._flights[count] = self._demand.in_flight(count)
             except ScheduleError:
-                if self._wanted.parts is not None:
+                if self._parts is not None:
                     raise
                 self._flights[count] = None
         return self._flights[count]

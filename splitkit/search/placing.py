@@ -253,24 +253,25 @@ class Placing:
                     total[number[key]] += self._rows[kinds[number[key]]][node]
         if travel is None:
             return total
-        for value in flow.index:
-            maker = flow.producer(value)
-            home = number.get(plan.home(maker)) if flow.is_placeable(maker) else None
+        for maker, users, nbytes in self._handed_on:
+            home = number.get(plan.home(maker))
             if home is not None:
-                paid = self._prices(travel, value, home, self._readers(plan, number, value))
-                for part, price in paid.items():
+                held = plan.places.get(maker, ())
+                parts = {key for user in users for key in plan.places.get(user, ())}
+                readers = {number[key] for key in parts if key not in held and key in number}
+                for part, price in self._prices(travel, nbytes, home, readers).items():
                     total[part] += 0.0 if part in hosts else price
         return total
 
-    def _readers(self, plan: Plan, number: Mapping[PartKey, int], value: Node) -> set[int]:
-        """The parts that take a value from its home."""
-        held = plan.places.get(self.flow.producer(value), ())
-        parts = {key for user in value.users if self.flow.is_placeable(user) for key in plan.places.get(user, ())}
-        return {number[key] for key in parts if key not in held and key in number}
+    @cached_property
+    def _handed_on(self) -> list[tuple[Node, list[Node], int]]:
+        """Who makes each value, who reads it, and its bytes."""
+        flow, nbytes = self.flow, self._costs.nbytes
+        made = ((value, maker) for value in flow.index if flow.is_placeable(maker := flow.producer(value)))
+        return [(maker, [u for u in value.users if flow.is_placeable(u)], nbytes(value)) for value, maker in made]
 
-    def _prices(self, travel: Travel, value: Node, home: int, readers: Iterable[int]) -> dict[int, float]:
-        """What each part pays for a value."""
-        nbytes = self._costs.nbytes(value)
+    def _prices(self, travel: Travel, nbytes: int, home: int, readers: Iterable[int]) -> dict[int, float]:
+        """What each part pays for a value of so many bytes."""
         paid = {
             reader: travel.again * float(travel.latency[home, reader] + nbytes / travel.bandwidth[home, reader])
             for reader in readers
@@ -280,7 +281,7 @@ class Placing:
 
 def _shared(flow: Dataflow, keep: Collection[Node]) -> tuple[Node, ...]:
     """Nodes without gradient or effect that depend on inputs and constants alone, and that several units need."""
-    graded = Gradients(flow).needed
+    graded = flow.fact(Gradients).needed
     bound = {n for ns in flow.after.values() for n in ns} | flow.after.keys() | graded | flow.once.keys() | set(keep)
     free: set[Node] = set()
     for node in flow.nodes:

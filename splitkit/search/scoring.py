@@ -6,21 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from torch.fx import Node
-
-from splitkit.checks import Memory, memory_of
-from splitkit.costs import Costs, Links, unit_of
-from splitkit.costs.training import with_backward
+from splitkit.costs import unit_of
 from splitkit.errors import NoPlanError
-from splitkit.graph.dataflow import Dataflow
-from splitkit.pipeline.defaults import by_rank, microbatches_of, ranks_of
-from splitkit.pipeline.simulate import simulate_schedule
-from splitkit.pipeline.stageprices import Optimizer, StagePrices, peaks_of_visits, run_order
+from splitkit.pipeline.defaults import by_rank
+from splitkit.pipeline.stageprices import peaks_of_visits, run_order
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import require_parts
-from splitkit.search.placing import Placing, Travel
-from splitkit.solvers.placement.problem import Floats
+from splitkit.search.demand import Demand
+from splitkit.search.placing import Placing
 from splitkit.units import duration, size
 
 
@@ -71,24 +65,10 @@ class Scoring:
     them is its load.
 
     Attributes:
-        policy: on whose behalf, for errors.
-        flow: facts about the graph.
-        costs: of its nodes; with a schedule their backward is added.
-        schedule: its name, or ``None``.
-        microbatches: of a step; ``None``: two for each part.
-        memory: bytes of each rank.
-        links: between the ranks; ``None``: values cross for nothing.
-        optimizer: whose state is held.
+        demand: what they are measured for; memory is of each rank, of which there are as many as a plan has.
     """
 
-    policy: object
-    flow: Dataflow
-    costs: Costs
-    schedule: str | None = None
-    microbatches: int | None = None
-    memory: Memory = None
-    links: Links | None = None
-    optimizer: Optimizer = "adam"
+    demand: Demand
 
     def of(self, plan: Plan) -> Score:
         """The score of a plan that gives every node a part.
@@ -99,19 +79,21 @@ class Scoring:
             NoPlanError: SK303 when memory is given for another number of ranks, or parts that are visits of one device
                 are to run under a schedule.
         """
-        require_parts(self.flow, plan)
-        parts = run_order(self.flow, plan)
+        demand = self.demand
+        require_parts(demand.flow, plan)
+        parts = run_order(demand.flow, plan)
         on = _devices(parts)
         devices = list(dict.fromkeys(on.values()))
         visits = len(devices) < len(parts)
-        if visits and self.schedule is not None:
+        if visits and demand.schedule is not None:
             twice = ", ".join(map(str, [part for part in parts if on[part] == devices[0]][:2]))
             raise NoPlanError(
                 "SK303", f"parts {twice} ... are visits of one device, which no schedule runs", "Use one part a device."
             )
         joined = Plan.of({node: list(dict.fromkeys(on[key] for key in keys)) for node, keys in plan.items()})
-        ranks = ranks_of(self.schedule, self.microbatches, len(devices))
-        of_rank, busiest = by_rank(self._loads(joined, devices, ranks), ranks)
+        ranks = demand.ranks(len(devices))
+        loads = self._placing.loads(joined, devices, [0] * len(devices), demand.travel(ranks))
+        of_rank, busiest = by_rank(loads, ranks)
         step, peaks = self._run(plan, parts, on)
         return Score(
             parts=len(devices),
@@ -122,70 +104,50 @@ class Scoring:
             peak=max(peaks, default=0),
             missing=self._missing(peaks),
             traffic=self._traffic(joined),
-            unit=unit_of(self.costs),
+            unit=unit_of(demand.costs),
         )
-
-    def _loads(self, plan: Plan, devices: Sequence[PartKey], ranks: Sequence[int]) -> Floats:
-        """(devices,) seconds."""
-        travel = None
-        if self.links is not None:
-            travel = Travel.over(self.links, ranks, training=self.schedule is not None)
-        return self._placing.loads(plan, devices, [0] * len(devices), travel)
 
     def _run(
         self, plan: Plan, parts: Sequence[PartKey], on: Mapping[PartKey, PartKey]
     ) -> tuple[float, tuple[int, ...]]:
         """Seconds of the step, and bytes of each rank at its peak; 0 and nothing where neither is asked for."""
-        if self.schedule is None and self.memory is None:
+        if self.demand.schedule is None and self.demand.memory is None:
             return 0.0, ()
-        stages = self._stage_prices.of(plan)
-        if self.schedule is not None:
-            several = microbatches_of(self.microbatches, len(stages))
-            run = simulate_schedule(stages, self.schedule, several, links=self.links)
+        stages = self.demand.stage_prices.of(plan)
+        if self.demand.schedule is not None:
+            run = self.demand.run(stages)
             return run.seconds, run.peaks
         return 0.0, tuple(peaks_of_visits(stages, [on[part] for part in parts]).values())
 
     def least(self, parts: int) -> float:
         """Seconds that the most loaded rank of so many parts has at least: its share of the work, or a whole node."""
-        seconds = self._seconds.values()
-        ranks = max(ranks_of(self.schedule, self.microbatches, parts)) + 1
+        seconds = self.demand.seconds.values()
+        ranks = max(self.demand.ranks(parts)) + 1
         return max(sum(seconds) / ranks * (1 - 1e-12), max(seconds, default=0.0))
 
     @cached_property
-    def prices(self) -> Costs:
-        """The costs by which parts are measured."""
-        return self.costs if self.schedule is None else with_backward(self.costs, self.flow)
-
-    @cached_property
-    def _seconds(self) -> Mapping[Node, float]:
-        return {node: self.prices.seconds(node) for node in self.flow.nodes}
-
-    @cached_property
     def _placing(self) -> Placing:
-        return Placing(self.flow, self.prices, [self._seconds])
-
-    @cached_property
-    def _stage_prices(self) -> StagePrices:
-        return StagePrices(self.flow, self.prices, self.optimizer)
+        return Placing(self.demand.flow, self.demand.prices, [self.demand.seconds])
 
     def _missing(self, peaks: Sequence[int]) -> int:
-        if self.memory is None:
+        memory = self.demand.memory
+        if memory is None:
             return 0
-        if isinstance(self.memory, Sequence) and not isinstance(self.memory, str) and len(self.memory) != len(peaks):
+        if isinstance(memory, Sequence) and not isinstance(memory, str) and len(memory) != len(peaks):
             raise NoPlanError(
-                "SK303", f"memory is given for {len(self.memory)} ranks, the plan has {len(peaks)}", "Give one size."
+                "SK303", f"memory is given for {len(memory)} ranks, the plan has {len(peaks)}", "Give one size."
             )
-        limits = memory_of(self.policy, self.memory, len(peaks))
+        limits = self.demand.limits(len(peaks))
         return max(0, *(0 if limit is None else peak - limit for peak, limit in zip(peaks, limits, strict=True)))
 
     def _traffic(self, plan: Plan) -> int:
         """Bytes that cross, each value once for each part that reads it from its home."""
-        flow, crossed = self.flow, 0
+        flow, crossed = self.demand.flow, 0
         for value in flow.index:
             maker = flow.producer(value)
             if flow.is_placeable(maker):
                 readers = {key for user in value.users for key in plan.places.get(user, ())}
-                crossed += self.costs.nbytes(value) * len(readers.difference(plan.places[maker]))
+                crossed += self.demand.costs.nbytes(value) * len(readers.difference(plan.places[maker]))
         return crossed
 
 

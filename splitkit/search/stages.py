@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from splitkit.costs import Costs, Links, unit_of
-from splitkit.costs.training import with_backward
-from splitkit.graph.dataflow import Dataflow
-from splitkit.memory.autograd import activations
-from splitkit.pipeline.defaults import by_rank, microbatches_of, ranks_of
+from splitkit.costs import unit_of
+from splitkit.pipeline.defaults import by_rank
 from splitkit.pipeline.run import ScheduleRun
-from splitkit.pipeline.simulate import simulate_schedule
-from splitkit.pipeline.stagecosts import StageCosts
-from splitkit.pipeline.stageprices import Optimizer, StagePrices
 from splitkit.plans.parts import Claim, PartKey
 from splitkit.plans.record import Plan
+from splitkit.search.demand import Demand
 from splitkit.search.fitting import Fitting, bad_problems
 from splitkit.search.holding import Holding
 from splitkit.search.placing import Placing, Travel
@@ -33,7 +28,6 @@ from splitkit.units import duration, size
 NEAR = 1e-3
 """Relative: where there is less to gain, what is near the best is not searched again."""
 _MOST_EVEN = 5_000  # units that are cut again along an order, in time that grows with their square
-_SAME = ("_prices", "_stage_prices")  # whether shared nodes are sent or not
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,29 +35,15 @@ class Staging:
     """One search for stages.
 
     Attributes:
-        policy: on whose behalf, for errors.
-        flow: facts about the graph.
-        costs: of its nodes; with a schedule their backward is added.
+        demand: what it is asked.
         keys: what the stages are called, from first to last.
-        links: between the ranks; ``None``: values cross for nothing.
-        memory: bytes of each rank, ``None`` for no limit.
-        schedule: its name, or ``None``.
-        microbatches: of a step.
-        optimizer: whose state is held.
         seconds: about how long to search.
         solver: what finds stages: `contiguous`, or another of the same form.
         sends: shared nodes are computed once and sent.
     """
 
-    policy: object
-    flow: Dataflow
-    costs: Costs
+    demand: Demand
     keys: tuple[PartKey, ...]
-    links: Links | None
-    memory: tuple[int | None, ...]
-    schedule: str | None
-    microbatches: int | None
-    optimizer: Optimizer
     seconds: float = 10.0
     solver: Callable[..., Solution] = contiguous
     sends: bool = False
@@ -81,7 +61,6 @@ class Staging:
         value = self._value(plan)
         if self._placing.shared_seconds > NEAR * value and value > found.bound * (1 + NEAR):
             sending = replace(self, sends=True)
-            vars(sending).update({name: vars(self)[name] for name in _SAME if name in vars(self)})
             other, sent = sending._found()
             if sending._value(sent) < value:
                 found, plan = replace(other, bound=max(found.bound, other.bound)), sent
@@ -90,13 +69,13 @@ class Staging:
     def _found(self) -> tuple[Solution, Plan]:
         """The best stages whose true peaks fit."""
         fitting = Fitting(
-            policy=self.policy,
+            policy=self.demand.policy,
             units=self._placing.units,
             solve=self._solved,
             peaks=self._peaks,
             held=self._held,
             memory_of=self._rank_of,
-            limits=self.memory,
+            limits=self._limits,
             fit=stages_fit,
         )
         return fitting.best(self._problem())
@@ -115,68 +94,53 @@ class Staging:
         """(stages, n) bytes of the units in each stage; 0 where no memory is limited."""
         if not self._limited:
             return np.zeros((len(self.keys), len(self._placing.units)), np.int64)
-        last = len(self._in_flight) - 1
-        behind = reversed(range(len(self.keys)))
-        return self._holding.in_stages(tuple(self._in_flight[min(after, last)] for after in behind))
-
-    @cached_property
-    def _prices(self) -> Costs:
-        return self.costs if self.schedule is None else with_backward(self.costs, self.flow)
+        return self._holding.in_stages(self.demand.in_flight(len(self.keys)))
 
     @cached_property
     def _placing(self) -> Placing:
-        seconds = {n: self._prices.seconds(n) for n in self.flow.nodes}
-        if self.links is not None and not self.sends:
-            made = Placing(self.flow, self._prices, [seconds], repeat=True)
+        demand = self.demand
+        if demand.links is not None and not self.sends:
+            made = Placing(demand.flow, demand.prices, [demand.seconds], repeat=True)
             if len(made.units) >= len(self.keys):
                 return made
-        return Placing(self.flow, self._prices, [seconds])
+        return Placing(demand.flow, demand.prices, [demand.seconds])
 
     @cached_property
     def _rank_of(self) -> tuple[int, ...]:
-        return ranks_of(self.schedule, self.microbatches, len(self.keys))
+        return self.demand.ranks(len(self.keys))
+
+    @cached_property
+    def _limits(self) -> tuple[int | None, ...]:
+        return self.demand.limits(max(self._rank_of) + 1)
 
     @cached_property
     def _travel(self) -> Travel | None:
-        if self.links is None:
-            return None
-        return Travel.over(self.links, self._rank_of, training=self.schedule is not None)
-
-    @cached_property
-    def _stage_prices(self) -> StagePrices:
-        return StagePrices(self.flow, self._prices, self.optimizer, activations(self.flow.root))
+        return self.demand.travel(self._rank_of)
 
     @cached_property
     def _holding(self) -> Holding:
-        return Holding.of(self._placing, self._stage_prices.activations, self.optimizer)
-
-    @cached_property
-    def _in_flight(self) -> tuple[int, ...]:
-        """Microbatches in flight, by the number of stages behind."""
-        if self.schedule is None:
-            return (1,)
-        stages = [StageCosts(1.0, 1.0, 1.0)] * len(self.keys)
-        return self._simulated(stages).in_flight_of_stages[::-1]
+        return Holding.of(self._placing, self.demand.stage_prices.activations, self.demand.optimizer)
 
     @property
     def _least_work(self) -> float:
         """Seconds that the most loaded rank has at least: all nodes are computed once or more."""
-        return sum(map(self._prices.seconds, self.flow.nodes)) / len(self.memory) * (1 - 1e-12)
+        return sum(self.demand.seconds.values()) / len(self._limits) * (1 - 1e-12)
 
     @property
     def _limited(self) -> bool:
-        return any(limit is not None for limit in self.memory)
+        return any(limit is not None for limit in self._limits)
 
     def _problem(self) -> Problem:
-        limits = [self.memory[rank] for rank in self._rank_of]
+        limits = [self._limits[rank] for rank in self._rank_of]
+        in_flight = self.demand.in_flight(len(self.keys))[::-1] if self.demand.schedule else (1,)
         held = self._holding if self._limited else None
-        with bad_problems(self.policy, self._placing):
+        with bad_problems(self.demand.policy, self._placing):
             return self._placing.problem(
                 [Slot(capacity=np.inf if limit is None else float(limit)) for limit in limits],
                 self._travel,
                 nbytes=None if held is None else held.fixed,
                 saved=None if held is None else held.saved,
-                in_flight=() if held is None else self._in_flight,
+                in_flight=() if held is None else in_flight,
                 ordered=held is not None or self._uneven,
             )
 
@@ -187,7 +151,7 @@ class Staging:
 
     def _solved(self, problem: Problem) -> tuple[Solution, Plan]:
         """As many stages as there are keys, the least greatest load first, then the key of `_weigh`."""
-        with bad_problems(self.policy, self._placing):
+        with bad_problems(self.demand.policy, self._placing):
             found = self.solver(problem, seconds=self.seconds, prefer=self._weigh, advise=False)
             if len(found.order) < len(self.keys):
                 full = replace(problem, fill=True)
@@ -198,6 +162,8 @@ class Staging:
         plans = [(choice, self._plan_of(choice.device, choice.order)) for choice in choices]
         values = [self._value(plan) for _, plan in plans]  # copies and links as they are, which solvers only bound
         best = [i for i, value in enumerate(values) if value <= min(values) * (1 + 1e-9)]
+        if len(best) == 1:
+            return plans[best[0]]
         return plans[min(best, key=lambda i: self._weigh(choices[i].device, choices[i].order))]
 
     def _again(self, problem: Problem, found: Solution) -> Iterator[Solution]:
@@ -238,9 +204,9 @@ class Staging:
         plan = self._plan_of(device, order)
         loads = self._loads(plan)
         worst = float(by_rank(loads, self._rank_of)[0].max())
-        if self.schedule is None:
+        if self.demand.schedule is None:
             return worst, float(loads.sum()), float(np.square(loads).sum())
-        run = self._simulated(self._stages(plan))
+        run = self._run(plan)
         return (
             worst,
             run.seconds,
@@ -251,24 +217,15 @@ class Staging:
     def _plan_of(self, device: Ints, order: tuple[int, ...]) -> Plan:
         return Plan.of(self._placing.labels(stages_of(device, order), self.keys))
 
-    def _stages(self, plan: Plan) -> tuple[StageCosts, ...]:
-        return self._stage_prices.of(plan)
-
-    def _simulated(self, stages: Sequence[StageCosts]) -> ScheduleRun:
-        count = len(self.keys)
-        return simulate_schedule(
-            stages,
-            self.schedule or "gpipe",
-            microbatches_of(self.microbatches, count) if self.schedule else 1,
-            links=self.links,
-        )
+    def _run(self, plan: Plan) -> ScheduleRun:
+        return self.demand.run(self.demand.stage_prices.of(plan))
 
     def _loads(self, plan: Plan) -> Floats:
         return self._placing.loads(plan, self.keys, [0] * len(self.keys), self._travel)
 
     def _peaks(self, plan: Plan) -> tuple[int, ...]:
         """Bytes of each rank at its peak."""
-        return self._simulated(self._stages(plan)).peaks
+        return self._run(plan).peaks
 
     def _described(self, plan: Plan, found: Solution) -> Plan:
         """The plan with its claim and a note."""
@@ -285,10 +242,10 @@ class Staging:
         )
         share = value / mean if mean else 1.0
         what = "slowest" if len(of_rank) == len(loads) else "most loaded rank"
-        load = duration(value, unit_of(self.costs))
+        load = duration(value, unit_of(self.demand.costs))
         words = [f"{len(self.keys)} stages, the {what} {load}, {share:.3f} of the mean: {claim}"]
-        if self.schedule is not None:
-            run = self._simulated(self._stages(plan))
+        if self.demand.schedule is not None:
+            run = self._run(plan)
             words.append(
                 f"{run.order.name} of {run.order.microbatches} microbatches: step {duration(run.seconds, run.unit)}, "
                 f"bubble {run.bubble:.1%}, peak {size(max(run.peaks))} on rank {run.limiting_rank}"

@@ -127,7 +127,7 @@ class Frontier:
 
     @cached_property
     def _costs(self) -> Costs:
-        return priced(self.flow, self.costs or default(self.flow.root), self.price)
+        return priced(self.flow, self.costs or default(self.flow), self.price)
 
     @cached_property
     def hull(self) -> Hull:

@@ -110,7 +110,7 @@ def report(gm: fx.GraphModule | Split, plan: Plan | None = None, costs: Costs | 
         PlanError: when the plan's parts cannot be ordered.
     """
     flow = facts_of(gm)
-    costs = default(flow.root) if costs is None else require_costs(costs)
+    costs = default(flow) if costs is None else require_costs(costs)
     plan = plan_of(gm if plan is None else plan)
     whole = complete(flow, plan)
     subgraphs = [unit for unit in cut(flow, whole) if isinstance(unit, Subgraph)]

@@ -19,6 +19,7 @@ from splitkit.plans.record import Plan
 from splitkit.policies import Best, Expert, RoundRobin, Stages
 from splitkit.policies import best as module
 from splitkit.policies.acyclic import Acyclic
+from splitkit.search.demand import Demand
 from splitkit.search.scoring import Scoring
 from splitkit.testing import assert_legal
 
@@ -94,14 +95,15 @@ def test_loads_are_work_and_each_value_once_for_each_part():
     made.output((b, c, d))
     gm = fx.GraphModule(nn.Module(), made)
     flow = sk.analyze(gm)
-    scoring = Scoring(None, flow, TIMES, links=WIRE)
+    scoring = Scoring(Demand(None, flow, TIMES, links=WIRE))
     score = scoring.of(Plan.of(dict(zip(flow.nodes, (0, 1, 1, 2), strict=True))))
     assert (score.load, score.limiting, score.parts) == (7.0, 1, 3), "5 of work, 2 to receive one value, twice read"
     assert score.traffic == 20
     copied = Plan.of(dict(zip(flow.nodes, ([0, 1], 1, 1, 2), strict=True)))
     assert scoring.of(copied).load == 6.0 and scoring.of(copied).traffic == 10, "a copy costs its work, and no link"
     slow = Links(pairs={(i, j): Link(10.0, 1.0 + 5 * (j == 2)) for i in range(3) for j in range(3) if i != j})
-    sending = Scoring(None, flow, TIMES, links=slow).of(Plan.of(dict(zip(flow.nodes, (0, 1, 1, 2), strict=True))))
+    given = Plan.of(dict(zip(flow.nodes, (0, 1, 1, 2), strict=True)))
+    sending = Scoring(Demand(None, flow, TIMES, links=slow)).of(given)
     assert (sending.load, sending.limiting) == (11.0, 2), "4 of work, 7 over its link; part 0: 1 and the slowest, 7"
 
 
@@ -228,7 +230,7 @@ def test_no_convex_parts_are_below_the_bound(seed):
     flow = sk.analyze(gm)
     costs = Table({node.name: float(torch.randint(1, 6, ())) for node in flow.nodes})
     plan = best([Given((0, 0, 0, 1, 1, 1)), Stages(2), Stages(2, links=WIRE)], costs, gm, links=WIRE)
-    scoring, least = Scoring(None, flow, costs, links=WIRE), float("inf")
+    scoring, least = Scoring(Demand(None, flow, costs, links=WIRE)), float("inf")
     for choice in itertools.product((0, 1), repeat=6):
         stage = dict(zip(flow.nodes, choice, strict=True))
         if len({*choice}) == 2 and all(stage[r] <= stage[n] for n in flow.nodes for r in flow.inputs(n)):
@@ -269,7 +271,7 @@ def test_a_number_stands_for_three_policies(net):
 def test_what_exceeds_the_memory_is_out(net):
     costs, flow = sk.costs.unit(net), sk.analyze(net)
     plans = {name: Expert(counts).assign(flow, costs) for name, counts in (("even", [3, 3]), ("late", [5, 1]))}
-    scoring = Scoring(None, flow, costs, memory=10**9)
+    scoring = Scoring(Demand(None, flow, costs, memory=10**9))
     peaks = {name: scoring.of(plan).peak for name, plan in plans.items()}
     loads = {name: scoring.of(plan).load for name, plan in plans.items()}
     assert peaks["late"] < peaks["even"] and loads["even"] < loads["late"]
@@ -289,13 +291,13 @@ def test_equal_loads_are_told_apart_by_the_simulated_step(net):
     costs = sk.costs.training(sk.costs.unit(net))
     flow = sk.analyze(net)
     early, late = Expert([4, 1, 1]).assign(flow, costs), Expert([1, 1, 4]).assign(flow, costs)
-    scoring = Scoring(None, flow, costs, schedule="1f1b", microbatches=6)
+    scoring = Scoring(Demand(None, flow, costs, schedule="1f1b", microbatches=6))
     steps = {name: scoring.of(plan).step for name, plan in (("early", early), ("late", late))}
     whole = Given(tuple(0 for _ in flow.nodes))
     plan = best([late, early, whole], costs, net, schedule="1f1b", microbatches=6)
     assert plan.claim.value == min(scoring.of(p).load for p in (early, late))
     assert steps["early"] != steps["late"] and "step" in plan.note
-    same = Scoring(None, flow, costs, schedule="gpipe").of(early)
+    same = Scoring(Demand(None, flow, costs, schedule="gpipe")).of(early)
     assert same.step > 0 and same.traffic > 0
 
 

@@ -12,15 +12,14 @@ from splitkit.cli import source
 from splitkit.cli.outcome import Outcome, facts, seconds, table
 from splitkit.cli.placement import Placement
 from splitkit.cli.work import Work, check_costs, prepare, prices, versions
-from splitkit.costs import Costs, Links, roofline
-from splitkit.memory.autograd import activations
-from splitkit.pipeline.defaults import microbatches_of
+from splitkit.costs import Costs, roofline
+from splitkit.costs.links import links_of
 from splitkit.pipeline.run import ScheduleRun
-from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stagecosts import StageCosts
 from splitkit.pipeline.stageprices import StagePrices, run_order
 from splitkit.plans.parts import Claim
 from splitkit.plans.record import Plan
+from splitkit.search.demand import Demand
 from splitkit.units import duration, size
 
 if TYPE_CHECKING:
@@ -127,22 +126,18 @@ def _ranks(work: Work, made: Plan, costs: Costs, wanted: Placement) -> tuple[lis
     """What each rank does, and the step if there is a schedule."""
     flow = sk.analyze(work.gm)
     keys = run_order(flow, made)
-    held = activations(work.gm)
     if wanted.stages is None:
         assert wanted.devices is not None
         kinds = {device.name: device for device in wanted.devices.devices}
         by_kind = {
-            name: StagePrices(flow, costs if len(kinds) == 1 else roofline(work.gm, kind), wanted.optimizer, held)
+            name: StagePrices(flow, costs if len(kinds) == 1 else roofline(flow, kind), wanted.optimizer)
             for name, kind in kinds.items()
         }
         stages = {name: dict(zip(keys, known.of(made), strict=True)) for name, known in by_kind.items()}
         return list(_unscheduled(wanted, keys, stages)), None
-    run = simulate_schedule(
-        StagePrices(flow, costs, wanted.optimizer, held).of(made),
-        wanted.schedule or "gpipe",
-        microbatches_of(wanted.microbatches, wanted.stages) if wanted.schedule else 1,
-        links=None if wanted.links is None else Links.preset(wanted.links),
-    )
+    links = links_of(wanted.links)
+    demand = Demand(None, flow, costs, wanted.schedule, wanted.microbatches, links=links, optimizer=wanted.optimizer)
+    run = demand.run(demand.stage_prices.of(made))
     return [_simulated(run, rank, wanted) for rank in range(run.ranks)], run if wanted.schedule else None
 
 

@@ -1,0 +1,94 @@
+"""What a search is asked of a graph, and what follows for everybody: prices, ranks, limits, links, a simulated step."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch.fx import Node
+
+from splitkit.checks import Memory, memory_of
+from splitkit.costs import Costs, Links
+from splitkit.costs.training import with_backward
+from splitkit.graph.dataflow import Dataflow
+from splitkit.pipeline.defaults import microbatches_of, ranks_of
+from splitkit.pipeline.run import ScheduleRun
+from splitkit.pipeline.simulate import simulate_schedule
+from splitkit.pipeline.stagecosts import StageCosts
+from splitkit.pipeline.stageprices import Optimizer, StagePrices
+from splitkit.search.placing import Travel
+
+
+@dataclass(frozen=True, eq=False)
+class Demand:
+    """What a search is asked.
+
+    Attributes:
+        policy: on whose behalf, for errors.
+        flow: facts about the graph.
+        costs: of its nodes; where it is trained their backward is added.
+        schedule: of a pipeline of which the parts are stages; ``None`` for no pipeline.
+        microbatches: of a step of the schedule; ``None``: two for each stage.
+        memory: bytes of each rank.
+        links: between the ranks; ``None``: values cross for nothing.
+        optimizer: whose state is held.
+        backward: whether times are of training without a schedule too; with one they are.
+    """
+
+    policy: object
+    flow: Dataflow
+    costs: Costs
+    schedule: str | None = None
+    microbatches: int | None = None
+    memory: Memory = None
+    links: Links | None = None
+    optimizer: Optimizer = "adam"
+    backward: bool = False
+
+    @property
+    def training(self) -> bool:
+        """Whether a load is forward and backward, and values come back as gradients."""
+        return self.backward or self.schedule is not None
+
+    def trained(self, costs: Costs) -> Costs:
+        """The costs, with their backward if that counts."""
+        return with_backward(costs, self.flow) if self.training else costs
+
+    @cached_property
+    def prices(self) -> Costs:
+        """The costs by which parts are measured."""
+        return self.trained(self.costs)
+
+    @cached_property
+    def seconds(self) -> Mapping[Node, float]:
+        """The prices of all nodes to place."""
+        return {node: self.prices.seconds(node) for node in self.flow.nodes}
+
+    @cached_property
+    def stage_prices(self) -> StagePrices:
+        """What parts cost as stages."""
+        return StagePrices(self.flow, self.prices, self.optimizer)
+
+    def ranks(self, stages: int) -> tuple[int, ...]:
+        """The rank of each of so many stages."""
+        return ranks_of(self.schedule, self.microbatches, stages)
+
+    def limits(self, ranks: int) -> tuple[int | None, ...]:
+        """Bytes of each of so many ranks, ``None`` for no limit."""
+        return memory_of(self.policy, self.memory, ranks)
+
+    def travel(self, places: Sequence[Hashable]) -> Travel | None:
+        """What values cost between these ends of the links; ``None`` if nothing."""
+        return None if self.links is None else Travel.over(self.links, places, training=self.training)
+
+    def run(self, stages: Sequence[StageCosts]) -> ScheduleRun:
+        """A step of the schedule, simulated; of one microbatch without a schedule."""
+        count = microbatches_of(self.microbatches, len(stages)) if self.schedule else 1
+        return simulate_schedule(stages, self.schedule or "gpipe", count, links=self.links)
+
+    def in_flight(self, stages: int) -> tuple[int, ...]:
+        """Microbatches whose activations each of so many stages holds, from first to last."""
+        if self.schedule is None:
+            return (1,) * stages
+        return self.run([StageCosts(1.0, 1.0, 1.0)] * stages).in_flight_of_stages
