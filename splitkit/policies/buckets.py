@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from torch import nn
@@ -12,7 +12,7 @@ from splitkit.checks import positive
 from splitkit.costs import Costs
 from splitkit.graph.dataflow import Dataflow, given_back, readers_of
 from splitkit.graph.sizes import tensor_bytes
-from splitkit.graph.storages import attribute
+from splitkit.graph.storages import start_of
 from splitkit.plans.record import Plan
 
 
@@ -64,29 +64,14 @@ class Buckets:
 
 def _parameter_bytes(flow: Dataflow) -> dict[Node, int]:
     """Bytes of the parameters that a node is the first to read."""
-    seen: set[int] = set()
+    seen: set[Hashable] = set()
     own: dict[Node, int] = {}
     for node in flow.nodes:
-        for parameter in _parameters(flow, node):
-            counts = parameter.requires_grad and not getattr(parameter, "_ddp_ignored", False)
-            if counts and id(parameter) not in seen:
-                seen.add(id(parameter))
-                own[node] = own.get(node, 0) + tensor_bytes(parameter)
+        made = (read.meta.get("example_value") for read in node.all_input_nodes if read.op == "placeholder")  # Dynamo's
+        for tensor in (*flow.owned(node), *made):
+            if not isinstance(tensor, nn.Parameter) or getattr(tensor, "_ddp_ignored", False):
+                continue
+            if tensor.requires_grad and (start := start_of(tensor)) not in seen:
+                seen.add(start)
+                own[node] = own.get(node, 0) + tensor_bytes(tensor)
     return own
-
-
-def _parameters(flow: Dataflow, node: Node) -> Iterator[nn.Parameter]:
-    """Attributes, parameters of called modules, and the inputs that Dynamo makes of parameters."""
-    sources = [flow.root.get_submodule(str(node.target))] if node.op == "call_module" else []
-    for read in node.all_input_nodes:
-        value: object = None
-        if read.op == "get_attr":
-            value = attribute(flow.root, str(read.target))
-        elif read.op == "placeholder":
-            value = read.meta.get("example_value")
-        if isinstance(value, nn.Parameter):
-            yield value
-        elif isinstance(value, nn.Module):
-            sources.append(value)
-    for module in sources:
-        yield from module.parameters()

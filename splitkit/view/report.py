@@ -17,7 +17,7 @@ from splitkit.engine.cut import Subgraph, cut
 from splitkit.engine.split import Split
 from splitkit.frontends.unfold_regions import hidden_note
 from splitkit.graph.dataflow import Dataflow, facts_of, module_path
-from splitkit.graph.storages import attribute, storage_key
+from splitkit.graph.sizes import tensor_bytes
 from splitkit.plans.parts import HOST, Claim, PartKey
 from splitkit.plans.record import Plan, plan_of
 from splitkit.prices import require_costs
@@ -124,7 +124,7 @@ def report(gm: fx.GraphModule | Split, plan: Plan | None = None, costs: Costs | 
     ) -> PartReport:
         nodes = tuple(nodes)
         own = [n for n in nodes if flow.is_placeable(n)]
-        tensors = _tensors(flow, nodes)
+        tensors = flow.owned(*nodes)
         device = plan.parts[key].device if key in plan.parts else None
         return PartReport(
             title,
@@ -132,7 +132,7 @@ def report(gm: fx.GraphModule | Split, plan: Plan | None = None, costs: Costs | 
             len(own),
             sum(costs.flops(n) for n in own),
             sum(t.numel() for t in tensors if isinstance(t, torch.nn.Parameter)),
-            sum(t.nbytes for t in tensors),
+            sum(map(tensor_bytes, tensors)),
             sum(costs.nbytes(n) for n in taken),
             sum(costs.nbytes(n) for n in given),
             sum(seconds[n] for n in own) / work if work else 0.0,
@@ -154,21 +154,6 @@ def _title(key: PartKey) -> str:
 
 def _sizes_known(flow: Dataflow) -> bool:
     return all("val" in n.meta for n in flow.nodes)
-
-
-def _tensors(flow: Dataflow, nodes: Iterable[Node]) -> list[torch.Tensor]:
-    """The parameters and buffers that nodes read, one for each storage."""
-    found: dict[object, torch.Tensor] = {}
-    for node in nodes:
-        if node.op == "call_module":
-            module = flow.root.get_submodule(str(node.target))
-            values: list[object] = [*module.parameters(), *module.buffers()]
-        else:
-            values = [attribute(flow.root, str(node.target))] if node.op == "get_attr" else []
-        for value in values:
-            if isinstance(value, torch.Tensor):
-                found.setdefault(storage_key(value), value)
-    return list(found.values())
 
 
 def _table(report: Report) -> Table:
