@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
+from splitkit.checks import is_whole
 from splitkit.cli import factories
 from splitkit.errors import FileError, UsageError
 from splitkit.testing.models import NAMES, SIZES
@@ -121,7 +122,7 @@ def _validated(path: str, record: Any) -> Source:
 
 
 def _natural(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**18
+    return is_whole(value) and value < 10**18
 
 
 def _damaged(path: str, field: str) -> FileError:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import difflib
 import math
-import numbers
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from splitkit.checks import is_number, is_whole
 from splitkit.errors import CostError, FileError
 
 # Where a device has no peak of its own for a dtype: the dtype that does its work, and how many operations of that one
@@ -87,18 +87,14 @@ def _check(device: Device) -> None:
             raise CostError("SK320", f"{where}: peak has an unknown dtype {dtype!r}", _nearest(str(dtype), _PEAKS))
         _positive(f"{where}: peak of {dtype}", peak, "FLOP/s")
     _positive(f"{where}: bandwidth", device.bandwidth, "bytes a second")
-    _positive(f"{where}: memory", device.memory, "bytes, a whole number", numbers.Integral)
-    if not _number(device.launch) or not 0 <= device.launch < math.inf:
+    _positive(f"{where}: memory", device.memory, "bytes, a whole number", is_whole)
+    if not is_number(device.launch) or device.launch == math.inf:
         raise CostError("SK320", f"{where}: launch is {device.launch!r}", "Give seconds, 0 or more.")
 
 
-def _positive(what: str, value: object, unit: str, kind: Any = numbers.Real) -> None:
-    if not _number(value, kind) or not 0 < value < math.inf:  # type: ignore[operator]
+def _positive(what: str, value: object, unit: str, fits: Callable[[object], bool] = is_number) -> None:
+    if not fits(value) or not 0 < value < math.inf:  # type: ignore[operator]
         raise CostError("SK320", f"{what} is {value!r}", f"Give a positive number of {unit}.")
-
-
-def _number(value: object, kind: Any = numbers.Real) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def devices() -> dict[str, Device]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules
 
+from splitkit.checks import is_whole
 from splitkit.errors import ScheduleError
 from splitkit.pipeline.order import KINDS, Action, PipelineOrder
 
@@ -48,7 +49,7 @@ def pipeline_order(schedule: str, stages: int, microbatches: int, ranks: int | N
     """
     name = _torchs_name(schedule)
     for what, number in (("stages", stages), ("microbatches", microbatches), ("ranks", ranks)):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+        if number is not None and not is_whole(number, 1):
             raise ScheduleError("SK330", f"{number!r} {what}", "Give a whole number, 1 or more.")
     if ranks is None:
         ranks = stages if name in _SINGLE else stages // 2

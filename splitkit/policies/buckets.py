@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.fx import Node
 
-from splitkit.checks import positive
+from splitkit.checks import nbytes
 from splitkit.costs import Costs
 from splitkit.graph.dataflow import Dataflow, given_back, readers_of
 from splitkit.graph.sizes import tensor_bytes
@@ -31,29 +31,32 @@ class Buckets:
     to add to the gradient, and only then can that be sent.
 
     Attributes:
-        bytes: when a bucket is full.
+        bytes: when a bucket is full, as a number or a text (``"25MiB"``).
         first: when the bucket that is ready first is full, as ``bytes`` if not given. DDP keeps it small (1 MiB), so
             that sending begins early.
     """
 
-    bytes: int
-    first: int | None = None
+    bytes: int | str
+    first: int | str | None = None
 
     def __post_init__(self) -> None:
-        positive(self, "bytes", self.bytes)
-        if self.first is not None:
-            positive(self, "first", self.first)
+        self._caps()
+
+    def _caps(self) -> tuple[int, int]:
+        """When the bucket that is ready first is full, and when any other is."""
+        cap = nbytes(self, "bytes", self.bytes, 1)
+        return (cap if self.first is None else nbytes(self, "first", self.first, 1)), cap
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
         """Parts are ints; parameters that need no gradient, or that DDP was told to ignore, do not count."""
-        cap = self.bytes if self.first is None else self.first
+        cap, usual = self._caps()
         own, readers, given = _parameter_bytes(flow), readers_of(flow), given_back(flow)
         bucket: dict[Node, int] = {}
         number = size = total = 0
         is_used = False
         for node in reversed(flow.nodes):
             if size >= cap and is_used:
-                number, size, cap, is_used = number + 1, 0, self.bytes, False
+                number, size, cap, is_used = number + 1, 0, usual, False
             bucket[node] = number
             size, total = size + own.get(node, 0), total + own.get(node, 0)
             is_used |= node in given or any(bucket[reader] != number for reader in readers[node])
