@@ -9,7 +9,7 @@ import pytest
 
 from splitkit import checks
 from splitkit.errors import PolicyError
-from splitkit.policies import Acyclic, Budget, Buckets, Random, RoundRobin, Stages
+from splitkit.policies import Acyclic, Buckets, Budget, Random, RoundRobin, Stages
 
 INF, NAN = float("inf"), float("nan")
 

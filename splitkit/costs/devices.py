@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import tomllib
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from splitkit.checks import is_number, is_whole
-from splitkit.errors import CostError, FileError
+from splitkit.errors import CostError, FileError, nearest
 
 # Where a device has no peak of its own for a dtype: the dtype that does its work, and how many operations of that one
 # make one. A product of complex numbers is four real ones with as many sums.
@@ -187,5 +186,4 @@ def _plain(name: str) -> str:
 
 
 def _nearest(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, sorted(known), 1)
-    return f"Did you mean {close[0]}?" if close else f"Known are {', '.join(sorted(known))}."
+    return nearest(name, sorted(known)) or f"Known are {', '.join(sorted(known))}."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -14,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from splitkit.checks import is_number, is_whole
-from splitkit.errors import CostError
+from splitkit.errors import CostError, nearest
 
 Array = npt.NDArray[np.float64]
 
@@ -73,8 +72,7 @@ def _link(link: str | Link) -> Link:
         names = {_plain(name): name for name in PRESETS}
         if _plain(link) in names:
             return PRESETS[names[_plain(link)]]
-        close = difflib.get_close_matches(_plain(link), names, 1)
-        hint = f"Did you mean {names[close[0]]}?" if close else f"Known are {', '.join(PRESETS)}; or give a Link."
+        hint = nearest(link, PRESETS) or f"Known are {', '.join(PRESETS)}; or give a Link."
         raise CostError("SK322", f"no link is called {link!r}", hint)
     raise CostError("SK322", f"{link!r} is no link", f"Give a Link, or one of {', '.join(PRESETS)}.")
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.fx import Node
 
 from splitkit.engine.cut import Subgraph
+from splitkit.errors import listed
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.sizes import tensor_bytes, value_bytes
 from splitkit.plans.record import Plan
@@ -29,6 +30,5 @@ def _values(nodes: Sequence[Node]) -> str:
     """The first names, how many more there are, and the bytes of all as far as they are known."""
     if not nodes:
         return "nothing"
-    more = f" and {len(nodes) - NAMED} more" if len(nodes) > NAMED else ""
     nbytes = sum(map(value_bytes, nodes))
-    return f"{', '.join(n.name for n in nodes[:NAMED])}{more}{f' ({size(nbytes)})' if nbytes else ''}"
+    return f"{listed(nodes, NAMED)}{f' ({size(nbytes)})' if nbytes else ''}"

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit._torch import HigherOrderOperator, OpOverload
-from splitkit.errors import GraphError
+from splitkit.errors import GraphError, listed
 from splitkit.graph.dataflow import require_graph
 from splitkit.graph.fakecalls import hint
 from splitkit.graph.scope import is_state_op
@@ -99,11 +99,9 @@ def require_values(graph: fx.Graph, but: Callable[[Node], bool] = lambda node: F
     nodes = [node for node in missing(graph) if not but(node)]
     if not nodes:
         return
-    shown = ", ".join(node.name for node in nodes[:5])
-    more = f" and {len(nodes) - 5} more" if len(nodes) > 5 else ""
     raise GraphError(
         "SK102",
-        f"{shown}{more} have no meta['val'], so that their sizes are unknown",
+        f"{listed(nodes, 5)} have no meta['val'], so that their sizes are unknown",
         "Capture the model with splitkit.capture(model, *inputs), or add them: splitkit.propagate(gm, *inputs).",
         nodes,
     )

@@ -10,6 +10,7 @@ import splitkit as sk
 from splitkit.cli import source
 from splitkit.cli.outcome import Outcome, facts, seconds, table
 from splitkit.cli.work import Work, prepare, versions
+from splitkit.errors import listed
 from splitkit.units import quantity, size
 
 if TYPE_CHECKING:
@@ -122,5 +123,4 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
 
 
 def _once(reason: str, names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{reason}: {', '.join(names[:SHOWN])}{more}"
+    return f"{reason}: {listed(names, SHOWN)}"
