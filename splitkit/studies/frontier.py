@@ -24,6 +24,7 @@ from splitkit.studies.frontierplot import FrontierPlot, Spot
 from splitkit.training.choices import Choice, savings
 from splitkit.training.flow import JointFlow, as_joint
 from splitkit.units import duration, size
+from splitkit.view.tables import table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -230,18 +231,14 @@ class Frontier:
 
     def table(self, peaks: bool = False) -> Table:
         """All points as a table for `rich`, which shows it whole."""
-        from rich.table import Table
-
-        table = Table(title=getattr(self._costs, "note", "") or None, title_justify="left")
         others = ["saved"] if self.of == "peak" else ["peak"] if peaks else []
-        for title in (self.of, "of most", "computed again", "of step", *others):
-            table.add_column(title, justify="right", no_wrap=True)
+        titles, rows = (self.of, "of most", "computed again", "of step", *others), []
         most, step = self.taken(self.points[-1]) or 1, self.step_seconds or 1.0
         for point in self.points:
             taken = self.taken(point)
             numbers = (size(taken), f"{taken / most:.1%}", duration(point.seconds, self.unit))
-            table.add_row(*numbers, f"{point.seconds / step:.1%}", *(size(getattr(point, other)) for other in others))
-        return table
+            rows.append((*numbers, f"{point.seconds / step:.1%}", *(size(getattr(point, other)) for other in others)))
+        return table(titles, rows, titles, getattr(self._costs, "note", ""))
 
     def to_svg(self, marks: Mapping[str, Spot] | None = None) -> str:
         """A picture that stands alone.

@@ -23,6 +23,7 @@ from splitkit.plans.record import Plan, plan_of
 from splitkit.prices import require_costs
 from splitkit.units import quantity, size
 from splitkit.view.paths import collapse
+from splitkit.view.tables import table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -157,27 +158,22 @@ def _sizes_known(flow: Dataflow) -> bool:
 
 
 def _table(report: Report) -> Table:
-    from rich.table import Table
+    numbers = ("ops", "FLOPs", "parameters", "bytes in", "bytes out", "share")
+    has_devices = any(row.device for row in report.parts)
+    titles = ("part", *(["device"] if has_devices else []), "modules", *numbers)
 
-    table = Table(title=report.note or None, title_justify="left")
-    table.add_column("part", no_wrap=True)
-    devices = any(row.device for row in report.parts)
-    if devices:
-        table.add_column("device", no_wrap=True)
-    table.add_column("modules", overflow="fold", min_width=24)
-    titles = ("ops", "FLOPs", "parameters", "bytes in", "bytes out", "share")
-    for title in titles:
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in (*report.parts, report.total):
-        if row is report.total:
-            table.add_section()
-        numbers = (
+    def cells(row: PartReport) -> list[str]:
+        return [
+            row.part,
+            *([row.device or ""] if has_devices else []),
+            row.modules,
             str(row.ops),
             quantity(row.flops) if report.sizes_known else "-",
             quantity(row.parameters),
             size(row.bytes_in) if report.sizes_known else "-",
             size(row.bytes_out) if report.sizes_known else "-",
             f"{row.share:.1%}",
-        )
-        table.add_row(row.part, *([row.device or ""] if devices else []), row.modules, *numbers)
-    return table
+        ]
+
+    rows = map(cells, report.parts)
+    return table(titles, rows, numbers, report.note, least={"modules": 24}, total=cells(report.total))

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit.cli import source
-from splitkit.cli.outcome import Outcome, facts, seconds, table
+from splitkit.cli.outcome import Outcome, seconds
 from splitkit.cli.work import Work, prepare, versions
 from splitkit.errors import listed
 from splitkit.units import quantity, size
+from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

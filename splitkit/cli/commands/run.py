@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit.cli.checks import DIFFERENT, check_data, check_text
-from splitkit.cli.outcome import Outcome, facts, seconds, table
+from splitkit.cli.outcome import Outcome, seconds
 from splitkit.cli.work import TRAINING, plan_file, planned_by
 from splitkit.errors import listed
+from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
