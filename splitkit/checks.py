@@ -1,25 +1,77 @@
-"""Checks of the parameters that policies share."""
+"""What users write: counts, seconds, bytes, fractions; read once, refused with one text."""
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
 
 from splitkit.errors import PolicyError
 from splitkit.units import read_size
 
 
-def positive(policy: object, name: str, value: object) -> None:
-    """Raise SK302 unless ``value`` is an int above zero."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise PolicyError("SK302", f"{type(policy).__name__}({name}={value!r})", f"{name} must be a whole number >= 1.")
+def is_whole(value: object, least: int = 0) -> TypeGuard[int]:
+    """Whether it is a whole number, ``least`` or more: an int, numpy's too, and no bool."""
+    return not isinstance(value, bool) and isinstance(value, numbers.Integral) and int(value) >= least
 
 
-def seconds_above_zero(policy: object, seconds: object) -> None:
-    """Raise SK302 unless ``seconds`` is a number above zero."""
-    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not is_number or not seconds > 0:  # type: ignore[operator]
-        raise PolicyError("SK302", f"{type(policy).__name__}(seconds={seconds!r})", "seconds must be a number above 0.")
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether it is a number, 0 or more, perhaps infinite: an int or float, numpy's too, no bool and not nan."""
+    known: Any = value  # types have no >= for numbers.Real
+    return not isinstance(value, bool) and isinstance(value, numbers.Real) and bool(known >= 0)
+
+
+def count(owner: object, name: str, value: object) -> int:
+    """A whole number, 1 or more.
+
+    Args:
+        owner: whose parameter it is: the policy, or the name of a function.
+        name: of the parameter.
+        value: as it was given.
+
+    Raises:
+        PolicyError: SK302 for anything else, as all functions here.
+    """
+    if not is_whole(value, 1):
+        raise _wrong(owner, name, value, "a whole number >= 1")
+    return int(value)
+
+
+def seconds(owner: object, name: str, value: object, zero: bool = False) -> float:
+    """A time above zero, perhaps infinite; or also none, where ``zero`` is told."""
+    if not is_number(value) or not (value or zero):
+        raise _wrong(owner, name, value, "seconds, 0 or more" if zero else "seconds, a number above 0")
+    return float(value)
+
+
+def fraction(owner: object, name: str, value: object) -> float:
+    """A number from 0 to 1."""
+    if not is_number(value) or value > 1:
+        raise _wrong(owner, name, value, "a number from 0 to 1, such as 0.1 for 10 %")
+    return float(value)
+
+
+def nbytes(owner: object, name: str, value: object, least: int = 0, besides: str = "") -> int:
+    """Bytes, a whole number or a text with a unit (``"80GiB"``, ``"1.5 kB"``); errors also tell ``besides``."""
+    known = read_size(value) if isinstance(value, str) else value
+    if not is_whole(known, least):
+        raise _wrong(owner, name, value, f'bytes, {least} or more: a whole number, or a text such as "80GiB"{besides}')
+    return int(known)
+
+
+def settle(owner: object, name: str, read: Callable[[object, str, object], object], optional: bool = False) -> None:
+    """Check a field of a frozen dataclass and hold it as plain Python: numpy's ints as ints; None if ``optional``."""
+    value = getattr(owner, name)
+    if value is not None or not optional:
+        object.__setattr__(owner, name, read(owner, name, value))
+
+
+def _wrong(owner: object, name: str, value: object, what: str) -> PolicyError:
+    return PolicyError("SK302", f"{_title(owner)}({name}={value!r:.200})", f"{name} must be {what}.")
+
+
+def _title(owner: object) -> str:
+    return owner if isinstance(owner, str) else type(owner).__name__
 
 
 Memory = int | str | Sequence[int | str] | None
@@ -32,20 +84,9 @@ def memory_of(policy: object, memory: Memory, devices: int) -> tuple[int | None,
     Raises:
         PolicyError: SK302 for what is no size, or another number of sizes than devices.
     """
-    if memory is None or isinstance(memory, numbers.Number | str) or not isinstance(memory, Sequence):
-        return (_bytes(policy, memory),) * devices
+    if isinstance(memory, str) or not isinstance(memory, Sequence):
+        return (None if memory is None else nbytes(policy, "memory", memory),) * devices
     if len(memory) != devices:
-        reason = f"{type(policy).__name__}: memory is {len(memory)} sizes for {devices} devices"
+        reason = f"{_title(policy)}: memory is {len(memory)} sizes for {devices} devices"
         raise PolicyError("SK302", reason, "Give one size, or one each.")
-    return tuple(_bytes(policy, one) for one in memory)
-
-
-def _bytes(policy: object, memory: object) -> int | None:
-    if memory is None:
-        return None
-    known = read_size(memory) if isinstance(memory, str) else memory
-    if isinstance(known, bool) or not isinstance(known, numbers.Integral) or known < 0:
-        raise PolicyError(
-            "SK302", f"{type(policy).__name__}: memory is {memory!r}", 'Give bytes as a whole number, or "80GiB".'
-        )
-    return int(known)
+    return tuple(None if one is None else nbytes(policy, "memory", one) for one in memory)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 
 CODES: dict[str, str] = {
     "SK101": "not a graph",
@@ -127,3 +128,21 @@ class UsageError(SplitError):
 
 class CheckError(SplitError, AssertionError):
     """A split does not give what the whole gives (SK70x)."""
+
+
+def near(name: str, known: Iterable[str], most: int = 1, cutoff: float = 0.6) -> list[str]:
+    """Those of ``known`` that are spelled nearly like ``name``, in whatever case, the nearest first."""
+    spelled = {other.lower(): other for other in known}
+    return [spelled[found] for found in get_close_matches(name.lower(), spelled, most, cutoff)]
+
+
+def nearest(name: str, known: Iterable[str], then: str = "", most: int = 1, cutoff: float = 0.6) -> str:
+    """``Did you mean gpt2?`` and what comes ``then``; that alone if nothing is near."""
+    found = near(name, known, most, cutoff)
+    return f"Did you mean {', '.join(found)}? {then}".rstrip() if found else then
+
+
+def listed(names: Sequence[object], most: int) -> str:
+    """``a, b, c and 4 more``."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(map(str, names[:most]))}{more}"

@@ -8,7 +8,7 @@ import pytest
 
 import splitkit
 from splitkit import errors
-from splitkit.errors import CODES, CheckError, CycleError, PlanError, SplitError
+from splitkit.errors import CODES, CheckError, CycleError, PlanError, SplitError, listed, near, nearest
 
 SOURCE = "\n".join(p.read_text() for p in Path(splitkit.__file__).parent.rglob("*.py") if p.name != "errors.py")
 
@@ -39,3 +39,16 @@ def test_the_page_of_the_docs_lists_each_once():
     assert re.findall(r"^\| (SK\d{3}) \|", page, re.M) == sorted(CODES)
     classes = {name for name in vars(errors) if name.endswith("Error")} - {"SplitError"}
     assert set(re.findall(r"^\| SK\d{3} \| `(\w+)`", page, re.M)) == classes | {"CycleError"}
+
+
+def test_names_that_are_near_whatever_their_case():
+    assert near("GTP2", ["bert", "gpt2"]) == ["gpt2"] and near("zzz", ["bert"]) == []
+    assert near("stage", ["Stages", "Store", "Acyclic"], most=3, cutoff=0.5)[0] == "Stages"
+    assert nearest("gtp2", ["bert", "gpt2"]) == "Did you mean gpt2?"
+    assert nearest("gtp2", ["bert", "gpt2"], "See --help.") == "Did you mean gpt2? See --help."
+    assert nearest("zzz", ["bert"], "See --help.") == "See --help." and nearest("zzz", ["bert"]) == ""
+
+
+def test_a_list_says_how_many_more_there_are():
+    assert listed(["a", "b"], 2) == "a, b" and listed([], 2) == ""
+    assert listed(["a", "b", 3], 2) == "a, b and 1 more"

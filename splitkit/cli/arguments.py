@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
-from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from splitkit.errors import UsageError
+from splitkit.errors import UsageError, nearest
 
 INSTEAD = "; write "
 """In the message of a type: what stands behind it is what the option takes."""
@@ -26,8 +25,7 @@ class Parser(argparse.ArgumentParser):
         elif reason.endswith("expected one argument") and option:
             help_text = f"Write {option[1]}={self._metavar(option[1])}. {help_text}"
         elif wrong := re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", message):
-            near = get_close_matches(wrong[1], [word.strip("' ") for word in wrong[2].split(",")], n=1)
-            help_text = f"Did you mean {near[0]}? {help_text}" if near else help_text
+            help_text = nearest(wrong[1], [word.strip("' ") for word in wrong[2].split(",")], help_text)
         raise UsageError("SK601", reason, help_text)
 
     def _metavar(self, option: str) -> str:
@@ -43,10 +41,9 @@ class Parser(argparse.ArgumentParser):
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             command: Parser = getattr(found, "parser", self)
-            near = get_close_matches(unknown[0].partition("=")[0], command._option_string_actions, n=1)
-            hint = f"Did you mean {near[0]}? " if near else ""
-            reason = f"unrecognized arguments: {' '.join(unknown)}"
-            raise UsageError("SK601", reason, f"{hint}See `{command.prog} --help`.")
+            option, reason = unknown[0].partition("=")[0], f"unrecognized arguments: {' '.join(unknown)}"
+            remedy = nearest(option, command._option_string_actions, f"See `{command.prog} --help`.")
+            raise UsageError("SK601", reason, remedy)
         return found
 
 

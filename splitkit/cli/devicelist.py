@@ -9,6 +9,7 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from splitkit.checks import is_whole
 from splitkit.errors import CostError, FileError, UsageError
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def _tables(path: str) -> dict[str, Any]:
 def _count(path: str, name: str, table: object) -> int:
     """How many of them there are; taken off the table."""
     count = table.pop("count", 1) if isinstance(table, dict) else 1
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+    if not is_whole(count, 1):
         raise CostError("SK320", f"{path}: count of {name} is {count!r}", "Give a whole number >= 1.")
     return count
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from pathlib import Path
 
-from splitkit.errors import CaptureError, UsageError
-from splitkit.testing.factory import functions_in, listed
+from splitkit.errors import CaptureError, UsageError, near, nearest
+from splitkit.testing.factory import functions_in, functions_listed
 from splitkit.testing.models import NAMES
 
 EXAMPLE = "my_model.py:make"
@@ -49,19 +48,17 @@ def _check_word(spec: str, plans: bool) -> None:
     if path.suffix == ".py" or (path.is_file() and path.suffix != ""):
         lack = ", and no function in it" if path.is_file() else " that does not exist, and no function in it"
         raise UsageError("SK602", f"{spec} names a file{lack}", _of_file(path, plans))
-    near = get_close_matches(spec.lower(), NAMES, n=1)
-    if not near and path.is_dir():
+    if not near(spec, NAMES) and path.is_dir():
         raise UsageError("SK602", f"{spec} is a folder", _of_folder(path))
-    remedy = f"Did you mean {near[0]}? " if near else ""
+    choices = f"Choose one of {', '.join(NAMES)}; or name {EXAMPLE}."
+    remedy = nearest(spec, NAMES, choices)
     if path.with_suffix(".py").is_file():
-        remedy = f"Did you mean {_such_as(path.with_suffix('.py'))}? "
+        remedy = f"Did you mean {_such_as(path.with_suffix('.py'))}? {choices}"
     elif plans and path.is_file():
-        remedy = f"A plan is known by its name: call it {spec}.json. "
+        remedy = f"A plan is known by its name: call it {spec}.json. {choices}"
     elif plans and path.with_name(f"{path.name}.json").is_file():
-        remedy = f"Did you mean {spec}.json? "
-    raise UsageError(
-        "SK402", f"there is no example model {spec!r}", f"{remedy}Choose one of {', '.join(NAMES)}; or name {EXAMPLE}."
-    )
+        remedy = f"Did you mean {spec}.json? {choices}"
+    raise UsageError("SK402", f"there is no example model {spec!r}", remedy)
 
 
 def _instead(place: str, name: str) -> str:
@@ -73,8 +70,10 @@ def _instead(place: str, name: str) -> str:
 def _of_file(path: Path, plans: bool) -> str:
     """What to write for a file without a function."""
     if not path.is_file():
-        near = get_close_matches(path.name, _python_files(path.parent), n=1)
-        return f"Did you mean {_such_as(path.with_name(near[0]))}?" if near else f"Name a file that exists: {EXAMPLE}."
+        found = near(path.name, _python_files(path.parent))
+        return (
+            f"Did you mean {_such_as(path.with_name(found[0]))}?" if found else f"Name a file that exists: {EXAMPLE}."
+        )
     if path.suffix != ".py":
         known = "; plans end in .json" if plans else ""
         return f"A model is a function in a file that ends in .py: {EXAMPLE}{known}."
@@ -84,7 +83,7 @@ def _of_file(path: Path, plans: bool) -> str:
         return f"Write {path}:FUNCTION; and mend the file: {error}."
     if not names:
         return f"Define a function in it that returns (module, inputs), such as make, and write {path}:make."
-    return f"Write {path}:FUNCTION, such as {path}:{names[0]}; {listed(names)}."
+    return f"Write {path}:FUNCTION, such as {path}:{names[0]}; {functions_listed(names)}."
 
 
 def _of_folder(path: Path) -> str:

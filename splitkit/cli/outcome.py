@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -36,30 +35,6 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(k): jsonable(v) for k, v in value.items()}
     return [jsonable(v) for v in value] if isinstance(value, list | tuple) else value
-
-
-def facts(rows: Mapping[str, object]) -> Table:
-    """Name and value side by side, without lines."""
-    from rich.table import Table
-
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, value in rows.items():
-        grid.add_row(name, str(value))
-    return grid
-
-
-def table(titles: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[str] = (), title: str = "") -> Table:
-    """A table; the columns named in ``right`` are aligned to the right."""
-    from rich.table import Table
-
-    made = Table(title=title or None, title_justify="left")
-    for name in titles:
-        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
-    for row in rows:
-        made.add_row(*map(str, row))
-    return made
 
 
 def seconds(value: float) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from splitkit.cli.policylist import PACKAGE, Builtin, builtins, installed
-from splitkit.errors import PolicyError, SplitError, UsageError
+from splitkit.errors import PolicyError, SplitError, UsageError, nearest
 
 if TYPE_CHECKING:
     from splitkit.costs import Costs
@@ -107,13 +106,8 @@ def _require_known(name: str) -> None:
         _require_writable(own[name])
     elif name not in others:
         known = [*own, *others]
-        near = get_close_matches(name.lower(), {n.lower(): n for n in known}, n=3, cutoff=0.5)
-        names = [n for n in known if n.lower() in near] or known
-        raise UsageError(
-            "SK601",
-            f"there is no policy {name!r}",
-            f"{'Did you mean' if near else 'Choose one of'} {', '.join(names)}{'?' if near else '.'}",
-        )
+        remedy = nearest(name, known, most=3, cutoff=0.5) or f"Choose one of {', '.join(known)}."
+        raise UsageError("SK601", f"there is no policy {name!r}", remedy)
 
 
 def _require_writable(policy: Builtin) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from difflib import get_close_matches
 from typing import Any
 
+from splitkit.checks import is_whole
 from splitkit.cli import factories
-from splitkit.errors import FileError, UsageError
+from splitkit.errors import FileError, UsageError, nearest
 from splitkit.testing.models import NAMES, SIZES
 
 RESERVED = ("name", "seed", "spec")
@@ -68,9 +68,8 @@ def _check(source: Source, plans: bool) -> None:
     known = SIZES.get(source.spec)
     for name in source.sizes:
         if known is not None and name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"Did you mean {near[0]}? " if near else ""
-            raise UsageError("SK601", f"{source.spec} has no size {name!r}", f"{hint}Its sizes are {', '.join(known)}.")
+            remedy = nearest(name, known, f"Its sizes are {', '.join(known)}.")
+            raise UsageError("SK601", f"{source.spec} has no size {name!r}", remedy)
         if name in RESERVED:
             raise UsageError("SK601", f"a size cannot be called {name!r}", "Give the factory another parameter.")
     if source.dynamic and source.how != "export":
@@ -121,7 +120,7 @@ def _validated(path: str, record: Any) -> Source:
 
 
 def _natural(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**18
+    return is_whole(value) and value < 10**18
 
 
 def _damaged(path: str, field: str) -> FileError:

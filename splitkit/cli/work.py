@@ -7,7 +7,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import splitkit as sk
 from splitkit.cli import factories, policyspec, source
 from splitkit.cli.source import Source
-from splitkit.errors import CaptureError, FileError, SplitError, UsageError
+from splitkit.errors import CaptureError, FileError, SplitError, UsageError, nearest
 from splitkit.testing import models
 from splitkit.testing.models import Example
 from splitkit.view.console import busy
@@ -145,10 +144,8 @@ def check_costs(kind: str | None) -> None:
         return
     name, colon, device = kind.partition(":")
     if name not in PRICES or (colon and name in ("flops", "unit")):
-        near = get_close_matches(name, PRICES, n=1)
-        hint = f"Did you mean {near[0]}? " if near else ""
         uses = "Use flops, unit, measured, roofline:DEVICE or fused:DEVICE."
-        raise UsageError("SK601", f"--costs {kind} is not known", f"{hint}{uses}")
+        raise UsageError("SK601", f"--costs {kind} is not known", nearest(name, PRICES, uses))
     if name in ("roofline", "fused"):
         _device(device or "cpu")
 

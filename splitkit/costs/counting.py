@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from splitkit._torch import HigherOrderOperator
 from splitkit.brief import brief
 from splitkit.costs.formulas import FORMULAS, attention_backward_flops, attention_flops, formulas_for
-from splitkit.graph import fakecalls as standins
+from splitkit.graph import fakecalls
 from splitkit.graph.dataflow import Dataflow, root_of
 from splitkit.graph.fakecalls import CallMemo, acts, hints, name_of, rounds, stand_in, value_in
 from splitkit.graph.sizes import elements, read_bytes, require_values, value_bytes
@@ -167,7 +167,7 @@ def _sum(counts: list[Count], times: int) -> Count:
 
 def bodies(root: nn.Module, node: Node) -> list[fx.GraphModule]:
     """The graphs that a higher-order op calls; none of one that is counted whole, such as attention."""
-    return [] if str(node.target) in _WHOLE else standins.bodies(root, node)
+    return [] if str(node.target) in _WHOLE else fakecalls.bodies(root, node)
 
 
 @dataclass(frozen=True)

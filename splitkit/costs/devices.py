@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-import numbers
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
@@ -16,7 +14,8 @@ from typing import Any
 
 import torch
 
-from splitkit.errors import CostError, FileError
+from splitkit.checks import is_number, is_whole
+from splitkit.errors import CostError, FileError, nearest
 
 # Where a device has no peak of its own for a dtype: the dtype that does its work, and how many operations of that one
 # make one. A product of complex numbers is four real ones with as many sums.
@@ -87,18 +86,14 @@ def _check(device: Device) -> None:
             raise CostError("SK320", f"{where}: peak has an unknown dtype {dtype!r}", _nearest(str(dtype), _PEAKS))
         _positive(f"{where}: peak of {dtype}", peak, "FLOP/s")
     _positive(f"{where}: bandwidth", device.bandwidth, "bytes a second")
-    _positive(f"{where}: memory", device.memory, "bytes, a whole number", numbers.Integral)
-    if not _number(device.launch) or not 0 <= device.launch < math.inf:
+    _positive(f"{where}: memory", device.memory, "bytes, a whole number", is_whole)
+    if not is_number(device.launch) or device.launch == math.inf:
         raise CostError("SK320", f"{where}: launch is {device.launch!r}", "Give seconds, 0 or more.")
 
 
-def _positive(what: str, value: object, unit: str, kind: Any = numbers.Real) -> None:
-    if not _number(value, kind) or not 0 < value < math.inf:  # type: ignore[operator]
+def _positive(what: str, value: object, unit: str, fits: Callable[[object], bool] = is_number) -> None:
+    if not fits(value) or not 0 < value < math.inf:  # type: ignore[operator]
         raise CostError("SK320", f"{what} is {value!r}", f"Give a positive number of {unit}.")
-
-
-def _number(value: object, kind: Any = numbers.Real) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def devices() -> dict[str, Device]:
@@ -191,5 +186,4 @@ def _plain(name: str) -> str:
 
 
 def _nearest(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, sorted(known), 1)
-    return f"Did you mean {close[0]}?" if close else f"Known are {', '.join(sorted(known))}."
+    return nearest(name, sorted(known)) or f"Known are {', '.join(sorted(known))}."

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-import numbers
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from splitkit.errors import CostError
+from splitkit.checks import is_number, is_whole
+from splitkit.errors import CostError, nearest
 
 Array = npt.NDArray[np.float64]
 
@@ -37,18 +36,14 @@ class Link:
     source: str = ""
 
     def __post_init__(self) -> None:
-        if not _number(self.bandwidth) or not self.bandwidth > 0:
+        if not is_number(self.bandwidth) or not self.bandwidth:
             raise CostError("SK322", f"bandwidth is {self.bandwidth!r}", "Give a positive number of bytes a second.")
-        if not _number(self.latency) or not 0 <= self.latency < math.inf:
+        if not is_number(self.latency) or self.latency == math.inf:
             raise CostError("SK322", f"latency is {self.latency!r}", "Give seconds, 0 or more.")
 
     def seconds(self, nbytes: float) -> float:
         """Seconds for one message."""
         return self.latency + nbytes / self.bandwidth
-
-
-def _number(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, numbers.Real) and not math.isnan(value)
 
 
 # Bandwidths are peaks of one direction: vendors add both up for NVLink. Latencies are in no data sheet: these are round
@@ -77,8 +72,7 @@ def _link(link: str | Link) -> Link:
         names = {_plain(name): name for name in PRESETS}
         if _plain(link) in names:
             return PRESETS[names[_plain(link)]]
-        close = difflib.get_close_matches(_plain(link), names, 1)
-        hint = f"Did you mean {names[close[0]]}?" if close else f"Known are {', '.join(PRESETS)}; or give a Link."
+        hint = nearest(link, PRESETS) or f"Known are {', '.join(PRESETS)}; or give a Link."
         raise CostError("SK322", f"no link is called {link!r}", hint)
     raise CostError("SK322", f"{link!r} is no link", f"Give a Link, or one of {', '.join(PRESETS)}.")
 
@@ -130,7 +124,7 @@ class Links:
         Raises:
             CostError: SK322 if ``size`` is no positive number or a link is not known.
         """
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if not is_whole(size, 1):
             raise CostError("SK322", f"a node of {size!r} devices", "Give a whole number, 1 or more.")
         return cls(_link(between), _link(inside), size)
 
@@ -216,7 +210,7 @@ class Links:
         Raises:
             CostError: SK322 if there is no such link, or ``nbytes`` is no number, or negative.
         """
-        if not _number(nbytes) or nbytes < 0:
+        if not is_number(nbytes):
             raise CostError("SK322", f"{nbytes} bytes from {source} to {target}", "Give 0 or more.")
         return 0.0 if _name(source) == _name(target) else self.link(source, target).seconds(nbytes)
 
@@ -245,7 +239,7 @@ def _rank(device: Hashable) -> int:
     number: Any = device.rpartition(":")[2] if isinstance(device, str) else device
     if isinstance(number, str) and number.isdecimal():
         return int(number)
-    if isinstance(number, int) and not isinstance(number, bool) and number >= 0:
+    if is_whole(number):
         return number
     raise CostError("SK322", f"{device!r} is on no node", 'Links.nodes numbers devices: 3, or "cuda:3".')
 

@@ -14,7 +14,7 @@ from splitkit._torch import pytree
 from splitkit.costs.counting import Count, changed
 from splitkit.graph.fakecalls import hints, name_of, target_of, value_in
 from splitkit.graph.sizes import elements, storage_bytes, tensor_bytes
-from splitkit.graph.storages import storage_key, tensors
+from splitkit.graph.storages import registered, storage_key, tensors
 from splitkit.graph.symbols import value_of
 
 GATHERS = frozenset(("embedding", "index_select", "gather", "index", "_unsafe_index", "take", "take_along_dim"))
@@ -35,9 +35,7 @@ def operands(root: fx.GraphModule, node: Node) -> list[torch.Tensor]:
     """The tensors that ``node`` takes: arguments in their order, then its module's parameters and buffers."""
     args = fx.map_arg((node.args, node.kwargs), lambda n: value_in(root, n))
     given = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-    module = target_of(root, node) if node.op == "call_module" else None
-    owned = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else []
-    return given + owned
+    return [*given, *(registered(target_of(root, node)) if node.op == "call_module" else ())]
 
 
 def written_bytes(root: fx.GraphModule, node: Node, count: Count) -> int:

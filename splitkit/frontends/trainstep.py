@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from splitkit._torch import pytree
+from splitkit.graph.joint import mark_of
 
 _WRAPPED = "model"
 _ROOT = "L['self']"  # what Dynamo calls the module that it captures
@@ -78,7 +79,7 @@ def name_modules(graph: fx.Graph) -> None:
         for key in _STACKS:
             if stack := node.meta.get(key):
                 node.meta[key] = dict(_inside_model(stack))
-        if node.op == "call_function" and node.meta.get("partitioner_tag") == "is_backward":
+        if node.op == "call_function" and mark_of(node) == "is_backward":
             stacks = (n.meta.get(key) for n in (node, *node.all_input_nodes) for key in reversed(_STACKS))
             node.meta[_STACKS[1]] = next(filter(None, stacks), {})
 

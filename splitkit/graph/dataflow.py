@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import fx, nn
 from torch.fx import Node
 
@@ -19,7 +20,7 @@ from splitkit.errors import GraphError, NoPlanError
 from splitkit.graph.effects import order_of
 from splitkit.graph.ops import Effects, effects_of, is_tuple
 from splitkit.graph.scope import Scope, is_state_op, scopes
-from splitkit.graph.storages import attribute
+from splitkit.graph.storages import attribute, owned
 from splitkit.graph.symbols import binders, is_symbolic, symbols_of, value_of
 from splitkit.prices import Costs
 
@@ -118,6 +119,16 @@ class Dataflow:
         """The placeable nodes whose values ``node`` reads, each once, in the order of its arguments."""
         producers = (self.producer(read) for read in reads(node))
         return {p: None for p in producers if p is not node and self.is_placeable(p)}
+
+    def owned(self, *nodes: Node) -> tuple[torch.Tensor, ...]:
+        """The parameters, buffers and constants that nodes read, also in modules that they call and in bodies of
+        higher-order operators.
+
+        Each memory once, whatever its names: of tensors that begin at the same place of a storage the parameter, then
+        the largest. Views that begin at several places of one storage are several, such as the weights of an LSTM on
+        CUDA; ask `splitkit.graph.storages.storage_key` which these are.
+        """
+        return owned(self.root, nodes)
 
 
 def analyze(gm: fx.GraphModule) -> Dataflow:

@@ -1,4 +1,4 @@
-"""Which forward node each backward node of a joint graph came from.
+"""What AOTAutograd notes on the nodes of a joint graph: the half they are of, and which forward node each came from.
 
 Autograd numbers its nodes as forward makes them. AOTAutograd writes that number on every node of the joint graph, as
 ``meta["seq_nr"]``: on a forward node the number that was last given, on a backward node that of the autograd node which
@@ -14,17 +14,32 @@ what it adds.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import fx
 from torch.fx import Node
 
 _COMPUTES = ("call_function", "call_method", "call_module")
-# meta["partitioner_tag"] and meta["seq_nr"] of AOTAutograd: 2.11, 2.13, 2.15
-_TAGS = ("is_backward", "must_be_in_backward")
+Mark = Literal["is_forward", "is_backward", "must_be_in_forward", "must_be_in_backward"]
+
+
+def mark_of(node: Node) -> Mark | None:
+    """The half in which AOTAutograd traced a node, or says that it must be, if it says so.
+
+    It is ``meta["partitioner_tag"]``, as `owners` reads ``meta["seq_nr"]``: 2.11, 2.13, 2.15.
+    """
+    mark: Mark | None = node.meta.get("partitioner_tag")
+    return mark
+
+
+def is_marked_backward(node: Node) -> bool:
+    """Whether AOTAutograd traced a node in backward."""
+    return mark_of(node) in ("is_backward", "must_be_in_backward")
 
 
 def is_joint(graph: fx.Graph) -> bool:
-    """Whether it is a joint graph: it takes tangents, as AOTAutograd names them, or has nodes tagged backward."""
-    return any(_is_tangent(node) or node.meta.get("partitioner_tag") in _TAGS for node in graph.nodes)
+    """Whether it is a joint graph: it takes tangents, as AOTAutograd names them, or has nodes marked backward."""
+    return any(_is_tangent(node) or is_marked_backward(node) for node in graph.nodes)
 
 
 def _is_tangent(node: Node) -> bool:
@@ -32,11 +47,11 @@ def _is_tangent(node: Node) -> bool:
 
 
 def backward_nodes(graph: fx.Graph) -> dict[Node, None]:
-    """The nodes that backward runs, in order: those tagged so, and whatever needs a tangent."""
+    """The nodes that backward runs, in order: those marked so, and whatever needs a tangent."""
     tainted: dict[Node, None] = {}
     for node in graph.nodes:
-        tagged = node.meta.get("partitioner_tag") in _TAGS
-        if node.op != "output" and (tagged or _is_tangent(node) or any(n in tainted for n in node.all_input_nodes)):
+        late = is_marked_backward(node) or _is_tangent(node)
+        if node.op != "output" and (late or any(n in tainted for n in node.all_input_nodes)):
             tainted[node] = None
     return {node: None for node in tainted if node.op in _COMPUTES}
 

@@ -6,7 +6,6 @@ import builtins
 import operator
 import sys
 from collections.abc import Callable, Collection, Iterable
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 from torch.fx import Node
 
 from splitkit._torch import HigherOrderOperator, OpOverload, OpOverloadPacket
-from splitkit.errors import PolicyError
+from splitkit.errors import PolicyError, near, nearest
 from splitkit.graph.dataflow import Dataflow, module_path
 
 Op = str | Callable[..., Any]
@@ -73,8 +72,8 @@ def modules_matching(patterns: Collection[str], nodes: Iterable[Node]) -> dict[N
 def no_module(reason: str, name: str, known: Iterable[str]) -> PolicyError:
     """SK304 for the name of a module that is not there, with those of ``known`` that are near."""
     paths = [path for path in known if path]
-    near = get_close_matches(name, paths, n=3, cutoff=0.3) or paths[:3]
-    remedy = f"Modules near it: {', '.join(near)}." if near else "The graph carries no module paths."
+    found = near(name, paths, most=3, cutoff=0.3) or paths[:3]
+    remedy = f"Modules near it: {', '.join(found)}." if found else "The graph carries no module paths."
     return PolicyError("SK304", reason, remedy, [name])
 
 
@@ -114,6 +113,12 @@ def _listed(policy: object, ops: Collection[Op], flow: Dataflow) -> Rule:
     return lambda node: (node.op, node.target) in listed
 
 
+_OTHER_OPS = (
+    "An op of a library that is not loaded is written library::op; a function of your own, or a class of modules, is "
+    "given as itself."
+)
+
+
 def _meanings(policy: object, text: str, known: Collection[str]) -> tuple[Any, ...]:
     """A name as graphs spell it, and the function or class that it is the name of.
 
@@ -128,13 +133,10 @@ def _meanings(policy: object, text: str, known: Collection[str]) -> tuple[Any, .
         return (name,)
     torchs = [f"aten.{op}" for op in torch.ops.aten] + [f"torch.{function}" for function in dir(torch)]
     names = {*known, *torchs, *dir(torch.Tensor)} - {name}
-    near = get_close_matches(name, sorted(names), n=3, cutoff=0.7)
-    guess = f"Did you mean {', '.join(near)}? " if near else ""
     raise PolicyError(
         "SK304",
         f"{type(policy).__name__} was given {text!r}, which is no op",
-        f"{guess}An op of a library that is not loaded is written library::op; a function of your own, or a class of "
-        "modules, is given as itself.",
+        nearest(name, sorted(names), _OTHER_OPS, most=3, cutoff=0.7),
         [text],
     )
 

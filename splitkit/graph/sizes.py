@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from math import prod
 
 import torch
@@ -12,10 +11,10 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit._torch import HigherOrderOperator, OpOverload
-from splitkit.errors import GraphError
+from splitkit.errors import GraphError, listed
 from splitkit.graph.fakecalls import hint
 from splitkit.graph.scope import is_state_op
-from splitkit.graph.storages import tensors
+from splitkit.graph.storages import owned, tensors
 from splitkit.graph.symbols import value_of
 
 
@@ -57,25 +56,8 @@ def value_bytes(node: Node) -> int:
 
 
 def read_bytes(root: nn.Module, node: Node) -> int:
-    """Bytes of the parameters and buffers that ``node`` reads: attributes in its arguments, or its module's own.
-
-    A tensor that is reached under two names is counted once.
-    """
-    read: dict[int, torch.Tensor] = {}
-    names = [str(source.target) for source in node.all_input_nodes if source.op == "get_attr"]
-    if node.op == "call_module":
-        names.append(str(node.target))
-    for name in names:
-        read.update((id(t), t) for t in _owned(operator.attrgetter(name)(root)))
-    return sum(tensor_bytes(t) for t in read.values())
-
-
-def _owned(value: object) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return (value,)
-    if isinstance(value, nn.Module):
-        return (*value.parameters(), *value.buffers())
-    return ()
+    """Bytes of the parameters and buffers that ``node`` reads: see `Dataflow.owned`."""
+    return sum(map(tensor_bytes, owned(root, [node])))
 
 
 def missing(graph: fx.Graph) -> list[Node]:
@@ -107,11 +89,9 @@ def require_values(graph: fx.Graph, but: Callable[[Node], bool] = lambda node: F
     nodes = [node for node in missing(graph) if not but(node)]
     if not nodes:
         return
-    shown = ", ".join(node.name for node in nodes[:5])
-    more = f" and {len(nodes) - 5} more" if len(nodes) > 5 else ""
     raise GraphError(
         "SK102",
-        f"{shown}{more} have no meta['val'], so that their sizes are unknown",
+        f"{listed(nodes, 5)} have no meta['val'], so that their sizes are unknown",
         "Capture the model with splitkit.capture(model, *inputs), or add them: splitkit.propagate(gm, *inputs).",
         nodes,
     )

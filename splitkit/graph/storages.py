@@ -119,6 +119,43 @@ def storage_key(tensor: torch.Tensor) -> Hashable:
         return id(tensor)
 
 
+def start_of(tensor: torch.Tensor) -> Hashable:
+    """Equal for tensors that begin at one place in memory; views of one storage may begin at several."""
+    try:
+        return storage_key(tensor), tensor.storage_offset()
+    except (NotImplementedError, RuntimeError):
+        return storage_key(tensor)
+
+
+def registered(value: object) -> tuple[torch.Tensor, ...]:
+    """The parameters and buffers of a module, or the tensor itself."""
+    if isinstance(value, torch.nn.Module):
+        return (*value.parameters(), *value.buffers())
+    return (value,) if isinstance(value, torch.Tensor) else ()
+
+
+def owned(root: torch.nn.Module, nodes: Iterable[Node]) -> tuple[torch.Tensor, ...]:
+    """The parameters, buffers and constants that nodes read; see `splitkit.graph.dataflow.Dataflow.owned`."""
+    found: dict[Hashable, torch.Tensor] = {}
+    for node in nodes:
+        for tensor in (t for value in _held(root, node) for t in registered(value)):
+            start = start_of(tensor)
+            found[start] = max(found.get(start, tensor), tensor, key=_weight)
+    return tuple(found.values())
+
+
+def _held(root: torch.nn.Module, node: Node) -> Iterator[object]:
+    """Attributes among a node and its arguments, the module that it calls, and bodies that it is given as they are."""
+    for read in (node, *node.all_input_nodes):
+        if read.op == "get_attr" or (read is node and node.op == "call_module"):
+            yield attribute(root, str(read.target))
+    yield from (a for a in node.args if isinstance(a, torch.nn.Module))
+
+
+def _weight(tensor: torch.Tensor) -> tuple[bool, bool, int]:
+    return isinstance(tensor, torch.nn.Parameter), tensor.requires_grad, tensor.numel()
+
+
 def tensors(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in ``value``, a tensor or a tree of them."""
     if isinstance(value, torch.Tensor):

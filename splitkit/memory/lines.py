@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import nn
 from torch.fx import Node
 
 from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.sizes import storage_bytes, tensor_bytes
-from splitkit.graph.storages import attribute, storage_key, tensors
+from splitkit.graph.storages import start_of, storage_key, tensors
 from splitkit.graph.symbols import value_of
 from splitkit.memory.autograd import Activations, activations
 from splitkit.memory.probes import NOTHING
@@ -54,10 +53,15 @@ class LineNode:
 
 @dataclass(frozen=True)
 class _Owned:
-    """A parameter, buffer or constant."""
+    """A storage of parameters, buffers or constants: its bytes, and those of the gradients by where they begin."""
 
     nbytes: int
-    trained: int
+    gradients: dict[object, int] = field(default_factory=dict)
+
+    @property
+    def trained(self) -> int:
+        """Bytes of all gradients."""
+        return sum(self.gradients.values())
 
 
 @dataclass
@@ -95,7 +99,7 @@ class Units:
         group = {node, *followers}
         read = dict.fromkeys(r for n in (node, *followers) for r in n.all_input_nodes if r not in group)
         reads = tuple(r for r in read if r in known.values and r.op != "get_attr")
-        parameters = self._parameters(node, [r for r in read if r.op == "get_attr"])
+        parameters = self._parameters((node, *followers))
         wants = self.training and not group.isdisjoint(known.requires)
         contributes: list[object] = [r for r in reads if r in known.requires] if wants else []
         contributes += [key for key in parameters if wants and self._owned[key].trained]
@@ -129,19 +133,15 @@ class Units:
             self._sizes.append(nbytes)
         return self._casts[parameters]
 
-    def _parameters(self, node: Node, attributes: Iterable[Node]) -> tuple[object, ...]:
-        values = [attribute(self.flow.root, str(a.target)) for a in attributes]
-        if node.op == "call_module":
-            values.append(attribute(self.flow.root, str(node.target)))
+    def _parameters(self, nodes: Iterable[Node]) -> tuple[object, ...]:
         found: dict[object, None] = {}
-        for value in values:
-            owned = [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else [value]
-            for tensor in (t for t in owned if isinstance(t, torch.Tensor)):
-                key = storage_key(tensor)
-                found[key] = None
-                trained = tensor_bytes(tensor) if tensor.requires_grad else 0
-                before = self._owned.get(key, _Owned(0, 0))
-                self._owned[key] = _Owned(storage_bytes(tensor), max(before.trained, trained))
+        for tensor in self.flow.owned(*nodes):
+            key = storage_key(tensor)
+            found[key] = None
+            owned = self._owned.setdefault(key, _Owned(storage_bytes(tensor)))
+            if tensor.requires_grad:
+                start = start_of(tensor)
+                owned.gradients[start] = max(owned.gradients.get(start, 0), tensor_bytes(tensor))
         return tuple(found)
 
     def _views_of(self) -> dict[Node, Node]:

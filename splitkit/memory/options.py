@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Protocol, TypeGuard, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import fx
 from torch.fx import Node
 
 from splitkit._torch import MKLDNN, pytree
+from splitkit.checks import is_whole
 from splitkit.errors import GraphError
 from splitkit.graph.dataflow import require_graph
 from splitkit.graph.symbols import concrete, symbols_of, value_of
@@ -38,20 +39,20 @@ def check(graph: object, backward: object, user_outputs: object, sizes: Mapping[
             require_graph(given, "a torch.fx.GraphModule or a Split")
     if is_split and backward is not None:
         raise unfit("a Split is no forward graph of a pair", "Take the graphs of splitkit.capture_joint(...).split.")
-    if not _is_whole(block) or block < 1:
+    if not is_whole(block, 1):
         raise unfit(f"block is {block!r}", "Give a whole number of bytes, 1 or more, such as CUDA_BLOCK.")
     gm = graph.module if is_split and isinstance(graph, SplitLike) else graph
     known_symbols = _symbols(gm, backward) if sizes else set()
     for name, bound in sizes.items():
         if name not in known_symbols:
             raise unfit(f"sizes names {name!r}, which the graph has not", f"It has {', '.join(sorted(known_symbols))}.")
-        if not _is_whole(bound) or bound < 0:
+        if not is_whole(bound):
             raise unfit(f"sizes[{name!r}] is {bound!r}", "Give a whole number, 0 or more.")
     if user_outputs is not None and backward is None:
         raise unfit("user_outputs goes with a backward graph", "Leave it out.")
     if isinstance(graph, fx.GraphModule) and user_outputs is not None:
         known = len(leaves_returned(graph))
-        if not _is_whole(user_outputs) or not 0 <= user_outputs <= known:
+        if not is_whole(user_outputs) or user_outputs > known:
             raise unfit(f"user_outputs is {user_outputs!r}", f"forward has {known} outputs.")
 
 
@@ -59,10 +60,6 @@ def _symbols(*graphs: object) -> set[str]:
     nodes = (node for gm in graphs if isinstance(gm, fx.GraphModule) for node in gm.graph.nodes)
     values = (leaf for node in nodes for leaf in pytree.tree_leaves(value_of(node)))
     return {str(symbol) for value in values for symbol in symbols_of(value)}
-
-
-def _is_whole(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def leaves_returned(gm: fx.GraphModule) -> list[object]:
@@ -85,7 +82,7 @@ def checked(workspace: Callable[[Node], int] | None) -> Callable[[Node], int]:
 
     def known(node: Node) -> int:
         nbytes = workspace(node)
-        if not _is_whole(nbytes) or nbytes < 0:
+        if not is_whole(nbytes):
             raise unfit(f"workspace gives {nbytes!r} for {node.name}", "Give bytes, 0 or more.")
         return nbytes
 

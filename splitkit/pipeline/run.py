@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,8 +13,11 @@ import numpy.typing as npt
 from splitkit.brief import brief
 from splitkit.pipeline.memory import RankMemory, memory_of
 from splitkit.pipeline.order import BACKWARD_INPUT, FORWARD, KINDS
+from splitkit.pipeline.rankrows import RankRow
 from splitkit.pipeline.trace import StepTrace
 from splitkit.units import duration, size
+
+_TITLES = ["rank", "stages", "busy", "bubble", "in flight", "peak", "fixed", "saved", "messages", "temporaries"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +83,27 @@ class ScheduleRun(StepTrace):
         """The rank that computes most, the first of equal ones."""
         return self.busy.index(max(self.busy))
 
+    def rows(self, devices: Sequence[str] = (), limits: Sequence[int | None] = ()) -> tuple[RankRow, ...]:
+        """What each rank does and holds: the rows that `splitkit.view.ranks.rank_table` makes a table of.
+
+        Args:
+            devices: what each rank is, if it is known.
+            limits: bytes that each has, if they are known.
+        """
+        return tuple(
+            RankRow(
+                device=devices[rank] if devices else "",
+                stages=tuple(stage for stage, where in enumerate(self.order.rank_of) if where == rank),
+                busy=self.busy[rank],
+                bubble=self.bubbles[rank],
+                in_flight=self.in_flight[rank],
+                nbytes=(m.parameters + m.gradients + m.optimizer, m.saved, m.messages, m.temporaries),
+                limit=limits[rank] if limits else None,
+                unit=self.unit,
+            )
+            for rank, m in enumerate(self.memory)
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """The run as plain data, without its timeline: what `to_chrome_trace` is for."""
         of = self.order.rank_of
@@ -135,13 +160,10 @@ class ScheduleRun(StepTrace):
             f"step {duration(self.seconds, self.unit)}, bubble {self.bubble:.1%}, "
             f"peak {size(most)} on rank {self.limiting_rank}"
         )
-        rows = [["rank", "stages", "busy", "bubble", "in flight", "peak", "fixed", "saved", "messages", "temporaries"]]
-        for rank in self.to_dict()["ranks"]:
-            m = self.memory[rank["rank"]]
-            parts = (m.peak, m.parameters + m.gradients + m.optimizer, m.saved, m.messages, m.temporaries)
-            names = [str(rank["rank"]), ",".join(map(str, rank["stages"]))]
-            times = [duration(rank["busy"], self.unit), f"{rank['bubble']:.1%}"]
-            rows.append([*names, *times, str(rank["in_flight"]), *map(size, parts)])
+        rows = [
+            _TITLES,
+            *([cells[t] for t in _TITLES] for cells in (row.cells(i) for i, row in enumerate(self.rows()))),
+        ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         return "\n".join([head, *lines])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from splitkit.checks import is_number, is_whole
 from splitkit.errors import ScheduleError
 
 
@@ -56,8 +56,7 @@ class StageCosts:
             if field.name == "unit" or (value is None and field.default is None):
                 continue
             whole = field.name.endswith("_bytes")
-            number = isinstance(value, numbers.Integral if whole else numbers.Real) and not isinstance(value, bool)
-            if not number or not 0 <= value < math.inf:
+            if not (is_whole(value) if whole else is_number(value) and value < math.inf):
                 what = "a whole number of bytes" if whole else "seconds"
                 raise ScheduleError("SK332", f"{field.name} is {value!r}", f"Give {what}, 0 or more.")
         if self.deferred_bytes is not None and self.deferred_bytes > self.saved_bytes:

@@ -5,7 +5,6 @@ Private torch API, checked on 2.11, 2.13 and 2.15; ``tests/pipeline/test_schedul
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from types import SimpleNamespace
@@ -13,7 +12,8 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules
 
-from splitkit.errors import ScheduleError
+from splitkit.checks import is_whole
+from splitkit.errors import ScheduleError, nearest
 from splitkit.pipeline.order import KINDS, Action, PipelineOrder
 
 SCHEDULES = {
@@ -48,7 +48,7 @@ def pipeline_order(schedule: str, stages: int, microbatches: int, ranks: int | N
     """
     name = _torchs_name(schedule)
     for what, number in (("stages", stages), ("microbatches", microbatches), ("ranks", ranks)):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+        if number is not None and not is_whole(number, 1):
             raise ScheduleError("SK330", f"{number!r} {what}", "Give a whole number, 1 or more.")
     if ranks is None:
         ranks = stages if name in _SINGLE else stages // 2
@@ -62,10 +62,9 @@ def _torchs_name(schedule: object) -> str:
     plain = "".join(c for c in schedule.lower() if c.isalnum()) if isinstance(schedule, str) else ""
     plain = {"zbv": "zbvzerobubble"}.get(plain, plain)
     if plain not in SCHEDULES:
-        close = difflib.get_close_matches(plain, SCHEDULES, 1)
-        hint = f"Did you mean {SCHEDULES[close[0]]}? " if close else ""
+        known = SCHEDULES.values()
         raise ScheduleError(
-            "SK330", f"no schedule is called {schedule!r}", f"{hint}Known: {', '.join(SCHEDULES.values())}."
+            "SK330", f"no schedule is called {schedule!r}", nearest(plain, known, f"Known: {', '.join(known)}.")
         )
     return SCHEDULES[plain]
 

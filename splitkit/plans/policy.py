@@ -9,7 +9,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from splitkit.errors import PlanError, PolicyError
+from splitkit.errors import PlanError, PolicyError, near
 from splitkit.graph.dataflow import Dataflow
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
@@ -102,7 +102,5 @@ def _from_mapping(labels: Mapping[Any, Any], flow: Dataflow) -> Plan:
 
 
 def _nearest(name: str, names: Mapping[str, Node]) -> str:
-    from difflib import get_close_matches
-
-    near = get_close_matches(name, names, n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    found = near(name, names)
+    return f" (did you mean {found[0]!r}?)" if found else ""

@@ -9,7 +9,7 @@ from itertools import count
 
 from torch.fx import Node
 
-from splitkit.errors import PlanError
+from splitkit.errors import PlanError, listed
 from splitkit.graph.dataflow import Dataflow, facts_of
 from splitkit.plans.order import Unit, part_order, unit_needs, unit_of
 from splitkit.plans.parts import HOST, Part, PartKey
@@ -101,7 +101,7 @@ def require_parts(flow: Dataflow, plan: Plan) -> None:
     if left:
         raise PlanError(
             "SK209",
-            f"the host computes {left[0].name}{f' and {len(left) - 1} more' if left[1:] else ''}, between the parts",
+            f"the host computes {listed(left, 1)}, between the parts",
             "Give every node a part, as Stages does.",
             left,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from splitkit.checks import Memory, memory_of, positive
+from splitkit.checks import Memory, count, memory_of, settle
 from splitkit.costs import Costs, Links
 from splitkit.costs.links import links_of
 from splitkit.graph.dataflow import Dataflow, enough_nodes
@@ -36,7 +36,7 @@ class Acyclic:
     links: str | Links | None = None
 
     def __post_init__(self) -> None:
-        positive(self, "n", self.n)
+        settle(self, "n", count)
         memory_of(self, self.memory, self.n)
         links_of(self.links)
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 
-from splitkit.checks import Memory
+from splitkit.checks import Memory, count, is_whole, seconds, settle
 from splitkit.costs import Costs, Links
 from splitkit.costs.links import links_of
 from splitkit.errors import NoPlanError, PlanError, PolicyError, ScheduleError, SplitError
@@ -61,14 +61,14 @@ class Best:
     optimizer: Optimizer = "adam"
 
     def __post_init__(self) -> None:
+        if is_whole(self.policies):
+            settle(self, "policies", count)
         policies: object = self.policies
-        seconds: object = self.seconds
         if isinstance(policies, str) or not isinstance(policies, int | Sequence) or policies in ((), []):
             raise PolicyError(
                 "SK302", f"Best: policies is {policies!r}", "List one at least, or give a number of stages."
             )
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
-            raise PolicyError("SK302", f"Best: seconds is {seconds!r}", "Give seconds, 0 or more.")
+        seconds(self, "seconds", self.seconds, zero=True)
         links_of(self.links)
         checked_optimizer(self.optimizer)
         if isinstance(policies, int):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from torch import nn
 from torch.fx import Node
 
-from splitkit.checks import positive
+from splitkit.checks import nbytes
 from splitkit.costs import Costs
 from splitkit.graph.dataflow import Dataflow, given_back, readers_of
 from splitkit.graph.sizes import tensor_bytes
-from splitkit.graph.storages import attribute
+from splitkit.graph.storages import start_of
 from splitkit.plans.record import Plan
 
 
@@ -31,29 +31,32 @@ class Buckets:
     to add to the gradient, and only then can that be sent.
 
     Attributes:
-        bytes: when a bucket is full.
+        bytes: when a bucket is full, as a number or a text (``"25MiB"``).
         first: when the bucket that is ready first is full, as ``bytes`` if not given. DDP keeps it small (1 MiB), so
             that sending begins early.
     """
 
-    bytes: int
-    first: int | None = None
+    bytes: int | str
+    first: int | str | None = None
 
     def __post_init__(self) -> None:
-        positive(self, "bytes", self.bytes)
-        if self.first is not None:
-            positive(self, "first", self.first)
+        self._caps()
+
+    def _caps(self) -> tuple[int, int]:
+        """When the bucket that is ready first is full, and when any other is."""
+        cap = nbytes(self, "bytes", self.bytes, 1)
+        return (cap if self.first is None else nbytes(self, "first", self.first, 1)), cap
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
         """Parts are ints; parameters that need no gradient, or that DDP was told to ignore, do not count."""
-        cap = self.bytes if self.first is None else self.first
+        cap, usual = self._caps()
         own, readers, given = _parameter_bytes(flow), readers_of(flow), given_back(flow)
         bucket: dict[Node, int] = {}
         number = size = total = 0
         is_used = False
         for node in reversed(flow.nodes):
             if size >= cap and is_used:
-                number, size, cap, is_used = number + 1, 0, self.bytes, False
+                number, size, cap, is_used = number + 1, 0, usual, False
             bucket[node] = number
             size, total = size + own.get(node, 0), total + own.get(node, 0)
             is_used |= node in given or any(bucket[reader] != number for reader in readers[node])
@@ -64,29 +67,14 @@ class Buckets:
 
 def _parameter_bytes(flow: Dataflow) -> dict[Node, int]:
     """Bytes of the parameters that a node is the first to read."""
-    seen: set[int] = set()
+    seen: set[Hashable] = set()
     own: dict[Node, int] = {}
     for node in flow.nodes:
-        for parameter in _parameters(flow, node):
-            counts = parameter.requires_grad and not getattr(parameter, "_ddp_ignored", False)
-            if counts and id(parameter) not in seen:
-                seen.add(id(parameter))
-                own[node] = own.get(node, 0) + tensor_bytes(parameter)
+        made = (read.meta.get("example_value") for read in node.all_input_nodes if read.op == "placeholder")  # Dynamo's
+        for tensor in (*flow.owned(node), *made):
+            if not isinstance(tensor, nn.Parameter) or getattr(tensor, "_ddp_ignored", False):
+                continue
+            if tensor.requires_grad and (start := start_of(tensor)) not in seen:
+                seen.add(start)
+                own[node] = own.get(node, 0) + tensor_bytes(tensor)
     return own
-
-
-def _parameters(flow: Dataflow, node: Node) -> Iterator[nn.Parameter]:
-    """Attributes, parameters of called modules, and the inputs that Dynamo makes of parameters."""
-    sources = [flow.root.get_submodule(str(node.target))] if node.op == "call_module" else []
-    for read in node.all_input_nodes:
-        value: object = None
-        if read.op == "get_attr":
-            value = attribute(flow.root, str(read.target))
-        elif read.op == "placeholder":
-            value = read.meta.get("example_value")
-        if isinstance(value, nn.Parameter):
-            yield value
-        elif isinstance(value, nn.Module):
-            sources.append(value)
-    for module in sources:
-        yield from module.parameters()

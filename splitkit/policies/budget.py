@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Literal
 
+from splitkit.checks import is_number, is_whole, nbytes, seconds
 from splitkit.costs import Costs
 from splitkit.costs.named import priced, require_price
 from splitkit.errors import NoPlanError, PolicyError
@@ -18,7 +19,7 @@ from splitkit.training.checkpoints import as_eager
 from splitkit.training.choices import savings
 from splitkit.training.flow import as_joint
 from splitkit.training.peaks import Peaks
-from splitkit.units import read_size, size
+from splitkit.units import size
 
 LEAST = "least"
 """The budget that is as low as one can go."""
@@ -75,9 +76,8 @@ class Budget:
         of: object = self.of
         if of not in ("peak", "saved"):
             raise PolicyError("SK302", f"Budget has of={of!r}", "Give 'peak' or 'saved'.")
-        limit: object = self.time_limit
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
-            raise PolicyError("SK302", f"Budget has time_limit={limit!r}", "Give seconds, more than 0; or None.")
+        if self.time_limit is not None:
+            seconds(self, "time_limit", self.time_limit)
         if self.pool is not None and not isinstance(self.pool, PlanPool):
             raise PolicyError("SK302", f"Budget has pool={self.pool!r:.200}", "Give a splitkit.policies.PlanPool().")
         require_price(self, self.price)
@@ -88,17 +88,9 @@ class Budget:
         budget: object = self.budget
         if budget == LEAST:
             return 0
-        if isinstance(budget, float) and 0 <= budget <= 1:
+        if is_number(budget) and not is_whole(budget) and budget <= 1:
             return int(budget * whole)
-        if isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0:
-            return budget
-        if isinstance(budget, str) and (nbytes := read_size(budget)) is not None:
-            return nbytes
-        raise PolicyError(
-            "SK302",
-            f"Budget has budget={budget!r}",
-            "Give bytes (an int, or '2GiB'), a fraction from 0.0 to 1.0, or 'least'.",
-        )
+        return nbytes(self, "budget", budget, besides=", a fraction from 0.0 to 1.0, or 'least'")
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
         """Parts are ``"forward"`` and ``"backward"``.

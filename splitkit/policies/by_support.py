@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from torch import nn
 from torch.fx import Node
 
-from splitkit.checks import positive
+from splitkit.checks import count, settle
 from splitkit.costs import Costs
 from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import Dataflow
@@ -57,7 +57,7 @@ class BySupport:
     min_size: int = 1
 
     def __post_init__(self) -> None:
-        positive(self, "min_size", self.min_size)
+        settle(self, "min_size", count)
         if self.unsupported not in ("host", "parts"):
             raise PolicyError("SK302", f"BySupport(unsupported={self.unsupported!r})", "Use 'host' or 'parts'.")
 

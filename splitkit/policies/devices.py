@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from splitkit.checks import Memory, memory_of, seconds_above_zero
+from splitkit.checks import Memory, is_whole, memory_of, seconds
 from splitkit.costs import Costs, Device, Links
 from splitkit.costs.devices import find_device
 from splitkit.costs.links import links_of
@@ -66,7 +66,7 @@ class Devices:
         memory_of(self, self.memory, len(self.given))
         links_of(self.links)
         checked_optimizer(self.optimizer)
-        seconds_above_zero(self, self.seconds)
+        seconds(self, "seconds", self.seconds)
         if self.objective not in OBJECTIVES:
             raise PolicyError("SK302", f"Devices: objective is {self.objective!r}", f"Use {' or '.join(OBJECTIVES)}.")
         self._check_pieces()
@@ -79,9 +79,9 @@ class Devices:
         pieces, remedy = self.pieces, "Use 1, or None for any number."
         if self.objective == "latency":
             remedy = "Use a whole number >= 1."
-            fine = isinstance(pieces, int) and not isinstance(pieces, bool) and pieces >= 1
+            fine = is_whole(pieces, 1)
         else:
-            fine = pieces is None or (pieces == 1 and not isinstance(pieces, bool))
+            fine = pieces is None or (is_whole(pieces) and pieces == 1)
         if not fine:
             raise PolicyError("SK302", f"Devices: pieces={pieces!r} with objective {self.objective!r}", remedy)
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from torch.fx import Node
 
-from splitkit.checks import positive
+from splitkit.checks import count, is_whole, settle
 from splitkit.costs import Costs
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow, enough_nodes, module_path, readers_of
@@ -47,8 +47,10 @@ class Expert:
     def __post_init__(self) -> None:
         layers: object = self.layers
         if isinstance(layers, str | bytes) or not isinstance(layers, Sequence):
-            positive(self, "layers", layers)
-        elif not layers or not (all(map(_is_count, layers)) or all(isinstance(item, str) for item in layers)):
+            settle(self, "layers", count)
+        elif not layers or not (
+            all(is_whole(item, 1) for item in layers) or all(isinstance(item, str) for item in layers)
+        ):
             raise PolicyError(
                 "SK302",
                 f"Expert: layers is {layers!r:.200}",
@@ -98,10 +100,6 @@ class Expert:
                 f"Blocks are {', '.join(dict.fromkeys(f'{name}.*' for name, _ in blocks)) or 'in no list'}.",
             )
         return counts
-
-
-def _is_count(item: object) -> bool:
-    return isinstance(item, int) and not isinstance(item, bool) and item >= 1
 
 
 def _plan(flow: Dataflow, starts: Sequence[Node], loose: Collection[Node], note: str) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from splitkit.checks import memory_of, positive
+from splitkit.checks import count, memory_of, settle
 from splitkit.costs import Costs
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow, enough_nodes, module_path
@@ -50,8 +50,7 @@ class MemoryBudget:
     def __post_init__(self) -> None:
         checked_optimizer(self.optimizer)
         for name in ("parts", "microbatches"):
-            if getattr(self, name) is not None:
-                positive(self, name, getattr(self, name))
+            settle(self, name, count, optional=True)
         if self.schedule is None and self.microbatches is not None:
             raise PolicyError(
                 "SK302", f"MemoryBudget: microbatches={self.microbatches} without a schedule", 'Add schedule="1f1b".'

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.fx import Node
 
+from splitkit.checks import is_number
 from splitkit.costs import Costs
 from splitkit.costs.named import priced
 from splitkit.errors import PolicyError, SplitError
@@ -62,8 +63,7 @@ class MinCut:
 
     def __post_init__(self) -> None:
         price: object = self.price
-        is_number = isinstance(price, int | float) and not isinstance(price, bool) and 0 <= price < float("inf")
-        if not is_number and price != "fused":
+        if not (is_number(price) and price < float("inf")) and price != "fused":
             remedy = "Give bytes a second, not negative: 1e11; or 'fused'."
             raise PolicyError("SK302", f"MinCut has price={price!r}", remedy)
         functions: dict[str, tuple[object, str]] = {"size": (self.size, _SIZE), "rules": (self.rules, _RULES)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from splitkit.checks import positive
+from splitkit.checks import count, settle
 from splitkit.costs import Costs
 from splitkit.graph.dataflow import Dataflow
 from splitkit.plans.parts import HOST
@@ -30,7 +30,7 @@ class Random:
     copies: float = 0.3
 
     def __post_init__(self) -> None:
-        positive(self, "n", self.n)
+        settle(self, "n", count)
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
         """Label, copy, refine."""

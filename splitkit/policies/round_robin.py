@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from splitkit.checks import positive
+from splitkit.checks import count, settle
 from splitkit.costs import Costs
 from splitkit.graph.dataflow import Dataflow
 from splitkit.plans.record import Plan
@@ -22,7 +22,7 @@ class RoundRobin:
     n: int
 
     def __post_init__(self) -> None:
-        positive(self, "n", self.n)
+        settle(self, "n", count)
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
         """Deal, then refine into visits ``(label, number)``."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch.fx import Node
 
-from splitkit.checks import Memory, memory_of, positive, seconds_above_zero
+from splitkit.checks import Memory, count, memory_of, seconds, settle
 from splitkit.costs import Costs, Links
 from splitkit.costs.links import links_of
 from splitkit.errors import PolicyError
@@ -64,14 +64,14 @@ class Stages:
     seconds: float = 10.0
 
     def __post_init__(self) -> None:
-        positive(self, "n", self.n)
+        settle(self, "n", count)
         require_schedule(self, self.schedule, self.microbatches, self.n)
         memory_of(self, self.memory, max(ranks_of(self.schedule, self.microbatches, self.n)) + 1)
         links_of(self.links)
         checked_optimizer(self.optimizer)
         if self.schedule is not None and self.optimizer is None:
             raise PolicyError("SK302", "Stages: a schedule trains, and optimizer is None", "Name one, or no schedule.")
-        seconds_above_zero(self, self.seconds)
+        seconds(self, "seconds", self.seconds)
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
         """Stages are ``0 .. n - 1``.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch.fx import Node
 
-from splitkit.errors import CostError, NoPlanError
+from splitkit.errors import CostError, NoPlanError, listed
 from splitkit.graph.dataflow import module_path
 from splitkit.plans.record import Plan
 from splitkit.search.placing import Placing
@@ -110,7 +110,7 @@ class Fitting:
         nodes = [self.units[unit] for unit in error.units]
         reason = "no device supports all that must be together" if error.cause == "support" else str(error)
         remedy = "Let more devices support these nodes, put fewer together, or ask for fewer parts."
-        return NoPlanError("SK303", f"{type(self.policy).__name__}: {reason}{listed(nodes)}", remedy, nodes)
+        return NoPlanError("SK303", f"{type(self.policy).__name__}: {reason}{nodes_listed(nodes)}", remedy, nodes)
 
     def _lacking(self, problem: Problem, enough: int) -> NoPlanError:
         """Too little memory: what would do, and what takes most."""
@@ -126,10 +126,9 @@ class Fitting:
         return NoPlanError("SK303", f"{type(self.policy).__name__}: {reason}", remedy, [node])
 
 
-def listed(nodes: Sequence[Node]) -> str:
+def nodes_listed(nodes: Sequence[Node]) -> str:
     """``: a (layers.0), b (layers.1) and 3 more``; nothing for none."""
-    more = f" and {len(nodes) - 3} more" if len(nodes) > 3 else ""
-    return f": {', '.join(map(named, nodes[:3]))}{more}" if nodes else ""
+    return f": {listed([*map(named, nodes)], 3)}" if nodes else ""
 
 
 def named(node: Node) -> str:
@@ -150,7 +149,7 @@ def bad_problems(policy: object, placing: Placing) -> Iterator[None]:
     except BadProblemError as error:
         nodes = [placing.units[unit] for unit in error.units]
         who = f" (devices {', '.join(map(str, error.devices))})" if error.devices else ""
-        reason = f"{type(policy).__name__}: {error}{listed(nodes) or who}"
+        reason = f"{type(policy).__name__}: {error}{nodes_listed(nodes) or who}"
         if error.field == "fill":
             raise NoPlanError("SK303", reason, "Ask for fewer parts.") from error
         code, remedy = _BAD.get(error.field, _BAD["seconds"])

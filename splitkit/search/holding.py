@@ -6,13 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import nn
-from torch.fx import Node
 
-from splitkit.graph.dataflow import Dataflow
-from splitkit.graph.sizes import tensor_bytes
-from splitkit.graph.storages import attribute, storage_key
+from splitkit.graph.sizes import storage_bytes, tensor_bytes
+from splitkit.graph.storages import start_of, storage_key
 from splitkit.memory.autograd import Activations
 from splitkit.pipeline.stageprices import STATE_OF, Optimizer
 from splitkit.solvers.placement.problem import Ints
@@ -40,10 +36,13 @@ class Holding:
         fixed, saved = np.zeros(len(placing.units), np.int64), np.zeros(len(placing.units), np.int64)
         seen: set[object] = set()
         for unit, node in enumerate(placing.units):
-            for tensor in _tensors(placing.flow, node):
+            for tensor in placing.flow.owned(node):
                 if (key := storage_key(tensor)) not in seen:
-                    seen.add(key)
-                    fixed[unit] += tensor_bytes(tensor) * _copies(tensor, optimizer)
+                    fixed[unit] += storage_bytes(tensor)
+                if optimizer is not None and tensor.requires_grad and (start := start_of(tensor)) not in seen:
+                    fixed[unit] += tensor_bytes(tensor) * (1 + STATE_OF[optimizer])
+                    seen.add(start)
+                seen.add(key)
         if kept is None or optimizer is None:
             return cls(fixed, saved)
         counted: set[int] = set()
@@ -57,18 +56,3 @@ class Holding:
         """(stages, n) bytes of the units in each stage, from first to last, with so many microbatches in flight."""
         held: Ints = self.fixed + np.array(in_flight, np.int64)[:, None] * self.saved
         return held
-
-
-def _copies(tensor: torch.Tensor, optimizer: Optimizer) -> int:
-    """The tensor, its gradient, and the optimizer's state."""
-    trained = optimizer is not None and isinstance(tensor, nn.Parameter) and tensor.requires_grad
-    return 2 + STATE_OF[optimizer] if trained and optimizer is not None else 1
-
-
-def _tensors(flow: Dataflow, node: Node) -> list[torch.Tensor]:
-    """Parameters and buffers that a node reads."""
-    read = [attribute(flow.root, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
-    if node.op == "call_module":
-        module = flow.root.get_submodule(str(node.target))
-        read += [*module.parameters(), *module.buffers()]
-    return [value for value in read if isinstance(value, torch.Tensor)]

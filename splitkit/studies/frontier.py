@@ -6,9 +6,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
+from splitkit import checks
 from splitkit.brief import brief
 from splitkit.costs import Costs, default, unit_of
 from splitkit.costs.named import Price, priced, require_price
@@ -23,7 +23,8 @@ from splitkit.search.recompute.pool import Seen
 from splitkit.studies.frontierplot import FrontierPlot, Spot
 from splitkit.training.choices import Choice, savings
 from splitkit.training.flow import JointFlow, as_joint
-from splitkit.units import duration, read_size, size
+from splitkit.units import duration, size
+from splitkit.view.tables import table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -117,8 +118,7 @@ class Frontier:
         of: object = self.of
         if of not in ("peak", "saved"):
             raise PolicyError("SK302", f"Frontier has of={of!r}", "Give 'peak' or 'saved'.")
-        if isinstance(self.budgets, bool) or not isinstance(self.budgets, int) or self.budgets < 1:
-            raise PolicyError("SK302", f"Frontier has budgets={self.budgets!r}", "Give a whole number >= 1.")
+        checks.settle(self, "budgets", checks.count)
 
     @cached_property
     def flow(self) -> JointFlow:
@@ -206,9 +206,8 @@ class Frontier:
             PolicyError: SK302 for a fraction that is not from 0 to 1.
             NoPlanError: SK303 when every plan takes more.
         """
-        if not _is_number(fraction) or not 0 <= fraction <= 1:
-            raise PolicyError("SK302", f"less({fraction!r}) is no share", "Give a number from 0 to 1: 0.1 for 10 %.")
-        return self.within(int(self.taken(self.points[-1]) * (1 - fraction)))
+        share = checks.fraction("Frontier.less", "fraction", fraction)
+        return self.within(int(self.taken(self.points[-1]) * (1 - share)))
 
     def bound(self, nbytes: float | str) -> float:
         """Seconds of recompute that no plan can do without which takes at most so many bytes.
@@ -232,18 +231,14 @@ class Frontier:
 
     def table(self, peaks: bool = False) -> Table:
         """All points as a table for `rich`, which shows it whole."""
-        from rich.table import Table
-
-        table = Table(title=getattr(self._costs, "note", "") or None, title_justify="left")
         others = ["saved"] if self.of == "peak" else ["peak"] if peaks else []
-        for title in (self.of, "of most", "computed again", "of step", *others):
-            table.add_column(title, justify="right", no_wrap=True)
+        titles, rows = (self.of, "of most", "computed again", "of step", *others), []
         most, step = self.taken(self.points[-1]) or 1, self.step_seconds or 1.0
         for point in self.points:
             taken = self.taken(point)
             numbers = (size(taken), f"{taken / most:.1%}", duration(point.seconds, self.unit))
-            table.add_row(*numbers, f"{point.seconds / step:.1%}", *(size(getattr(point, other)) for other in others))
-        return table
+            rows.append((*numbers, f"{point.seconds / step:.1%}", *(size(getattr(point, other)) for other in others)))
+        return table(titles, rows, titles, getattr(self._costs, "note", ""))
 
     def to_svg(self, marks: Mapping[str, Spot] | None = None) -> str:
         """A picture that stands alone.
@@ -265,15 +260,6 @@ class Frontier:
         return f"{len(self.points)} points: {ends} for {duration(last.seconds, self.unit)}"
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
 def _nbytes(method: str, value: float | str) -> float:
     """A number of bytes as it was given, perhaps infinite; SK302 for what is none."""
-    found = read_size(value) if isinstance(value, str) else value
-    if found is None or not _is_number(found) or not found >= 0:
-        raise PolicyError(
-            "SK302", f"{method}({value!r}) is no number of bytes", "Give bytes, not negative: 2**30, or '1GiB'."
-        )
-    return found
+    return value if checks.is_number(value) else checks.nbytes(f"Frontier.{method}", "nbytes", value)

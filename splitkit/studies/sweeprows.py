@@ -12,6 +12,7 @@ from splitkit.brief import brief
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.plans.record import Plan
 from splitkit.units import duration, size
+from splitkit.view.tables import table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -112,17 +113,9 @@ class Sweep:
 
     def table(self) -> Table:
         """All rows as a table for `rich`, which shows it whole; ``each`` is the time of a microbatch."""
-        from rich.table import Table
-
         limit = f"{size(self.memory)} a rank" if self.memory is not None else ""
-        table = Table(title="; ".join(filter(None, (self.note, limit))) or None, title_justify="left")
-        for title in _TITLES:
-            table.add_column(
-                title, justify="left" if title in ("schedule", "fits", "best") else "right", overflow="fold"
-            )
-        for cells in self._cells():
-            table.add_row(*cells)
-        return table
+        right = [title for title in _TITLES if title not in ("schedule", "fits", "best")]
+        return table(_TITLES, self._cells(), right, "; ".join(filter(None, (self.note, limit))))
 
     def _cells(self) -> Iterator[tuple[str, ...]]:
         best = set(self.pareto)

@@ -11,13 +11,12 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from splitkit.brief import brief
-from splitkit.errors import CaptureError
+from splitkit.errors import CaptureError, listed, near
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,10 +75,9 @@ def functions_in(path: Path) -> list[str]:
     return pairs or [name for name, values in returned.items() if values]
 
 
-def listed(names: Sequence[str]) -> str:
+def functions_listed(names: Sequence[str]) -> str:
     """``its functions: mlp, conv``."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"its functions: {', '.join(names[:SHOWN])}{more}" if names else "it has no function that returns something"
+    return f"its functions: {listed(names, SHOWN)}" if names else "it has no function that returns something"
 
 
 def _module(place: str) -> ModuleType:
@@ -127,10 +125,11 @@ def _factory(module: ModuleType, place: str, name: str) -> Callable[..., Any]:
         names = functions_in(Path(module.__file__ or ""))
     except (OSError, SyntaxError, ValueError):
         names = []
-    near = get_close_matches(name, names, n=1)
-    remedy = f"Did you mean {place}:{near[0]}? " if near else "Define a function of that name there; "
+    others = near(name, names)
+    remedy = f"Did you mean {place}:{others[0]}? " if others else "Define a function of that name there; "
     found = "does not exist" if factory is None else f"is a {type(factory).__name__}, no function"
-    raise CaptureError("SK403", f"the factory {name!r} in {place} {found}", f"{remedy}{_capital(listed(names), near)}.")
+    remedy += f"{_capital(functions_listed(names), others)}."
+    raise CaptureError("SK403", f"the factory {name!r} in {place} {found}", remedy)
 
 
 def _capital(text: str, after_a_sentence: object) -> str:

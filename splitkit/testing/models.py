@@ -6,11 +6,10 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
-from splitkit.errors import CaptureError
+from splitkit.errors import CaptureError, nearest
 from splitkit.testing.factory import Example, made_by
 
 __all__ = ["NAMES", "SIZES", "Example", "build", "load"]
@@ -46,9 +45,8 @@ def build(name: str, seed: int = 0, **sizes: int) -> Example:
             example does not have or cannot take.
     """
     if name not in SIZES:
-        near = get_close_matches(name.lower(), NAMES, n=1)
-        hint = f"Did you mean {near[0]}? " if near else ""
-        raise CaptureError("SK402", f"there is no example model {name!r}", f"{hint}Choose one of {', '.join(NAMES)}.")
+        remedy = nearest(name, NAMES, f"Choose one of {', '.join(NAMES)}.")
+        raise CaptureError("SK402", f"there is no example model {name!r}", remedy)
     unknown = [size for size in sizes if size not in SIZES[name]]
     if unknown:
         raise CaptureError(

@@ -13,6 +13,7 @@ from torch.fx import Node
 from splitkit.brief import brief
 from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.joint import is_marked_backward, mark_of
 from splitkit.graph.symbols import value_of
 from splitkit.plans.parts import Part, PartKey
 from splitkit.plans.record import Plan
@@ -22,10 +23,6 @@ from splitkit.training.storages import JointStorages
 FORWARD = "forward"
 BACKWARD = "backward"
 """The two parts of a plan for a joint graph."""
-
-# What AOTAutograd writes into meta["partitioner_tag"] (2.11, 2.13, 2.15).
-_TAG, _PINNED = "partitioner_tag", "must_be_in_backward"
-_TAGGED_BACKWARD = ("is_backward", _PINNED)
 
 
 @dataclass(frozen=True)
@@ -120,8 +117,8 @@ def _homes(flow: JointFlow) -> Plan:
         elif node in needed or is_size(node) or (FORWARD,) in readers:
             places[node] = (FORWARD,)
         else:
-            tag = node.meta.get(_TAG)
-            places[node] = (BACKWARD,) if tag in _TAGGED_BACKWARD or (tag is None and readers) else (FORWARD,)
+            left = is_marked_backward(node) or (mark_of(node) is None and readers)
+            places[node] = (BACKWARD,) if left else (FORWARD,)
     return Plan({n: places[n] for n in flow.nodes}, {FORWARD: Part(FORWARD), BACKWARD: Part(BACKWARD)})
 
 
@@ -139,7 +136,7 @@ def _after_tangents(flow: JointFlow) -> set[Node]:
     late = set(flow.backward_inputs)
     for node in flow.index:
         writes = node in flow.effects and bool(flow.effects[node].writes)
-        late_write = is_pinned(node) or (writes and node.meta.get(_TAG) == "is_backward")
+        late_write = is_pinned(node) or (writes and mark_of(node) == "is_backward")
         if node.op != "output" and (late_write or any(read in late for read in node.all_input_nodes)):
             late.add(node)
     return late
@@ -147,8 +144,8 @@ def _after_tangents(flow: JointFlow) -> set[Node]:
 
 def _needed_by_forward(flow: JointFlow) -> set[Node]:
     stack = [*nodes_in(flow.outputs)]
-    stack += [n for n in flow.once if n.meta.get(_TAG) == "is_forward"]
-    stack += [n for n in flow.nodes if n.meta.get(_TAG) == "must_be_in_forward"]
+    stack += [n for n in flow.once if mark_of(n) == "is_forward"]
+    stack += [n for n in flow.nodes if mark_of(n) == "must_be_in_forward"]
     needed: set[Node] = set()
     while stack:
         node = stack.pop()
@@ -194,7 +191,7 @@ def is_size(node: Node) -> bool:
 
 def is_pinned(node: Node) -> bool:
     """Whether AOTAutograd says that only backward may run the node."""
-    return node.meta.get(_TAG) == _PINNED
+    return mark_of(node) == "must_be_in_backward"
 
 
 def nodes_in(values: Iterable[object]) -> Iterator[Node]:

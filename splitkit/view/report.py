@@ -17,12 +17,13 @@ from splitkit.engine.cut import Subgraph, cut
 from splitkit.engine.split import Split
 from splitkit.frontends.unfold_regions import hidden_note
 from splitkit.graph.dataflow import Dataflow, facts_of, module_path
-from splitkit.graph.storages import attribute, storage_key
+from splitkit.graph.sizes import tensor_bytes
 from splitkit.plans.parts import HOST, Claim, PartKey
 from splitkit.plans.record import Plan, plan_of
 from splitkit.prices import require_costs
 from splitkit.units import quantity, size
 from splitkit.view.paths import collapse
+from splitkit.view.tables import table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -124,7 +125,7 @@ def report(gm: fx.GraphModule | Split, plan: Plan | None = None, costs: Costs | 
     ) -> PartReport:
         nodes = tuple(nodes)
         own = [n for n in nodes if flow.is_placeable(n)]
-        tensors = _tensors(flow, nodes)
+        tensors = flow.owned(*nodes)
         device = plan.parts[key].device if key in plan.parts else None
         return PartReport(
             title,
@@ -132,7 +133,7 @@ def report(gm: fx.GraphModule | Split, plan: Plan | None = None, costs: Costs | 
             len(own),
             sum(costs.flops(n) for n in own),
             sum(t.numel() for t in tensors if isinstance(t, torch.nn.Parameter)),
-            sum(t.nbytes for t in tensors),
+            sum(map(tensor_bytes, tensors)),
             sum(costs.nbytes(n) for n in taken),
             sum(costs.nbytes(n) for n in given),
             sum(seconds[n] for n in own) / work if work else 0.0,
@@ -156,43 +157,23 @@ def _sizes_known(flow: Dataflow) -> bool:
     return all("val" in n.meta for n in flow.nodes)
 
 
-def _tensors(flow: Dataflow, nodes: Iterable[Node]) -> list[torch.Tensor]:
-    """The parameters and buffers that nodes read, one for each storage."""
-    found: dict[object, torch.Tensor] = {}
-    for node in nodes:
-        if node.op == "call_module":
-            module = flow.root.get_submodule(str(node.target))
-            values: list[object] = [*module.parameters(), *module.buffers()]
-        else:
-            values = [attribute(flow.root, str(node.target))] if node.op == "get_attr" else []
-        for value in values:
-            if isinstance(value, torch.Tensor):
-                found.setdefault(storage_key(value), value)
-    return list(found.values())
-
-
 def _table(report: Report) -> Table:
-    from rich.table import Table
+    numbers = ("ops", "FLOPs", "parameters", "bytes in", "bytes out", "share")
+    has_devices = any(row.device for row in report.parts)
+    titles = ("part", *(["device"] if has_devices else []), "modules", *numbers)
 
-    table = Table(title=report.note or None, title_justify="left")
-    table.add_column("part", no_wrap=True)
-    devices = any(row.device for row in report.parts)
-    if devices:
-        table.add_column("device", no_wrap=True)
-    table.add_column("modules", overflow="fold", min_width=24)
-    titles = ("ops", "FLOPs", "parameters", "bytes in", "bytes out", "share")
-    for title in titles:
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in (*report.parts, report.total):
-        if row is report.total:
-            table.add_section()
-        numbers = (
+    def cells(row: PartReport) -> list[str]:
+        return [
+            row.part,
+            *([row.device or ""] if has_devices else []),
+            row.modules,
             str(row.ops),
             quantity(row.flops) if report.sizes_known else "-",
             quantity(row.parameters),
             size(row.bytes_in) if report.sizes_known else "-",
             size(row.bytes_out) if report.sizes_known else "-",
             f"{row.share:.1%}",
-        )
-        table.add_row(row.part, *([row.device or ""] if devices else []), row.modules, *numbers)
-    return table
+        ]
+
+    rows = map(cells, report.parts)
+    return table(titles, rows, numbers, report.note, least={"modules": 24}, total=cells(report.total))

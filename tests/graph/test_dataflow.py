@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from splitkit import costs
 from splitkit.errors import GraphError
 from splitkit.graph.dataflow import analyze, module_path
 
@@ -199,3 +200,34 @@ def test_time_is_linear_in_the_graph():
     graph.output(x)
     flow = analyze(fx.GraphModule(nn.Module(), graph))
     assert sum(map(len, flow.after.values())) <= 3 * len(flow.index)
+
+
+class Owner(nn.Module):
+    """Two weights that are halves of one memory, a scale under two names, a constant, and a body with a layer."""
+
+    def __init__(self):
+        super().__init__()
+        memory = torch.zeros(8)
+        self.low, self.high = nn.Parameter(memory[:4]), nn.Parameter(memory[4:])
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("again", self.scale.view(2, 2))
+        self.shift = torch.ones(3)
+        self.body, self.layer = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+
+def test_what_a_node_owns_is_each_memory_once():
+    root, graph = Owner(), fx.Graph()
+    x = graph.placeholder("x")
+    names = ("low", "high", "scale", "again", "shift", "low")
+    read = graph.call_function(torch.cat, ([graph.get_attr(name) for name in names],))
+    hidden = graph.call_function(torch.ops.higher_order.invoke_subgraph, (graph.get_attr("body"), "one", x))
+    called = graph.call_module("layer", (hidden,))
+    graph.output((read, called))
+    flow = analyze(fx.GraphModule(root, graph))
+    read, hidden, called = (n for n in flow.nodes)
+    assert list(map(id, flow.owned(read))) == list(map(id, (root.low, root.high, root.scale, root.shift)))
+    assert flow.owned(hidden) == (root.body.weight, root.body.bias)  # of the body that it is given
+    assert len(flow.owned(called)) == len([*root.layer.parameters(), *root.layer.buffers()]) == 5
+    assert flow.owned(read, hidden, read) == (*flow.owned(read), *flow.owned(hidden))
+    assert costs.unit(flow.root).param_bytes(read) == 4 * (4 + 4 + 4 + 3)
+    assert costs.unit(flow.root).param_bytes(hidden) == 4 * (16 + 4)

@@ -165,7 +165,7 @@ def test_of_equal_bottlenecks_the_shorter_step_is_taken():
         (lambda: Stages(2, microbatches=4), "SK302", "without a schedule"),
         (lambda: Stages(2, memory="lots"), "SK302", "80GiB"),
         (lambda: Stages(2, memory=[1, 2, 3]), "SK302", "3 sizes for 2 devices"),
-        (lambda: Stages(2, memory=-1), "SK302", "memory is -1"),
+        (lambda: Stages(2, memory=-1), "SK302", "memory=-1"),
         (lambda: Stages(2, links="nvlynk4"), "SK322", "nvlink4"),
         (lambda: Stages(2, optimizer="lion"), "SK302", "lion"),
         (lambda: Stages(2, seconds=0), "SK302", "above 0"),

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import splitkit as sk
 from splitkit.plans.parts import Part
@@ -114,3 +114,13 @@ def test_numbers_for_people():
         "0", "7", "999", "1.00 k", "12.35 k", "1.00 M", "1.50 G", "0.25",
     ]  # fmt: skip
     assert [size(v) for v in (0, 1000, 1536, 5 * 2**30)] == ["0 B", "1000 B", "1.50 KiB", "5.00 GiB"]
+
+
+def test_parameters_of_bodies_count():
+    root, graph = nn.Module(), fx.Graph()
+    root.body = nn.Linear(4, 4)
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(torch.ops.higher_order.invoke_subgraph, (graph.get_attr("body"), "one", x)))
+    gm = fx.GraphModule(root, graph)
+    (part,) = sk.report(gm, sk.plan(gm, lambda node: 0), sk.costs.unit(gm)).parts
+    assert (part.parameters, part.parameter_bytes) == (20, 80)

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit.cli import source
-from splitkit.cli.outcome import Outcome, facts, seconds, table
+from splitkit.cli.outcome import Outcome, seconds
 from splitkit.cli.work import Work, prepare, versions
+from splitkit.errors import listed
 from splitkit.units import quantity, size
+from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -122,5 +124,4 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
 
 
 def _once(reason: str, names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{reason}: {', '.join(names[:SHOWN])}{more}"
+    return f"{reason}: {listed(names, SHOWN)}"

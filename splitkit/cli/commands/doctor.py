@@ -11,8 +11,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import splitkit as sk
-from splitkit.cli.outcome import Outcome, table
+from splitkit.cli.outcome import Outcome
 from splitkit.units import size
+from splitkit.view.tables import table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -3,73 +3,29 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit.cli import source
-from splitkit.cli.outcome import Outcome, facts, seconds, table
+from splitkit.cli.outcome import Outcome, seconds
 from splitkit.cli.placement import Placement
 from splitkit.cli.work import Work, check_costs, prepare, prices, versions
 from splitkit.costs import Costs, roofline
 from splitkit.costs.links import links_of
+from splitkit.pipeline.rankrows import RankRow, number_of, rows_of_parts
 from splitkit.pipeline.run import ScheduleRun
-from splitkit.pipeline.stagecosts import StageCosts
 from splitkit.pipeline.stageprices import StagePrices, run_order
 from splitkit.plans.parts import Claim
 from splitkit.plans.record import Plan
 from splitkit.search.demand import Demand
 from splitkit.units import duration, size
+from splitkit.view.ranks import rank_table
+from splitkit.view.tables import facts
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-_KINDS = ("fixed", "saved", "messages", "temporaries")
-
-
-@dataclass(frozen=True)
-class Rank:
-    """What one device does and holds.
-
-    Attributes:
-        device: what it is; empty where only a number of stages is given.
-        stages: the parts that it runs.
-        busy: seconds of work; of a step with a schedule, else of one sample.
-        bubble: the part of the step in which it computes nothing; ``None`` without a schedule.
-        in_flight: the most microbatches that it holds; ``None`` without a schedule.
-        nbytes: at its peak: parameters with gradients and optimizer; saved for backward; messages; temporaries.
-        limit: bytes that it has.
-        unit: of ``busy``, where the prices are no time.
-    """
-
-    device: str
-    stages: tuple[object, ...]
-    busy: float
-    bubble: float | None
-    in_flight: int | None
-    nbytes: tuple[int, int, int, int]
-    limit: int | None
-    unit: str = "s"
-
-    @property
-    def used(self) -> float:
-        """The part of its memory that it uses; 0 without a limit."""
-        return sum(self.nbytes) / self.limit if self.limit else 0.0
-
-    def to_dict(self, number: int) -> dict[str, Any]:
-        """As plain data."""
-        memory = {"peak": sum(self.nbytes), **dict(zip(_KINDS, self.nbytes, strict=True)), "limit": self.limit}
-        return {
-            "rank": number,
-            "device": self.device or None,
-            "stages": list(self.stages),
-            "busy": self.busy,
-            "unit": self.unit,
-            "bubble": self.bubble,
-            "in_flight": self.in_flight,
-            "memory": memory,
-        }
 
 
 def plan(args: Namespace) -> Outcome:
@@ -98,7 +54,8 @@ def plan(args: Namespace) -> Outcome:
     }
     written = _files(args, work, made, run)
     told = [_wrote(path, args.trace) for path in written]
-    text = [report.table(), "", facts(_summary(wanted, made.claim, ranks, data)), "", _table(ranks), *told]
+    summary = facts(_summary(wanted, made.claim, ranks, data))
+    text: list[RenderableType] = [report.table(), "", summary, "", rank_table(ranks), *told]
     return Outcome(data, text, files=written)
 
 
@@ -122,7 +79,7 @@ def _files(args: Namespace, work: Work, made: Plan, run: ScheduleRun | None) -> 
     return wanted
 
 
-def _ranks(work: Work, made: Plan, costs: Costs, wanted: Placement) -> tuple[list[Rank], ScheduleRun | None]:
+def _ranks(work: Work, made: Plan, costs: Costs, wanted: Placement) -> tuple[Sequence[RankRow], ScheduleRun | None]:
     """What each rank does, and the step if there is a schedule."""
     flow = sk.analyze(work.gm)
     keys = run_order(flow, made)
@@ -134,46 +91,17 @@ def _ranks(work: Work, made: Plan, costs: Costs, wanted: Placement) -> tuple[lis
             for name, kind in kinds.items()
         }
         stages = {name: dict(zip(keys, known.of(made), strict=True)) for name, known in by_kind.items()}
-        return list(_unscheduled(wanted, keys, stages)), None
+        names = [device.name for device in wanted.devices.devices]
+        parts = {key: stages[names[number_of(key)]][key] for key in keys}
+        return list(rows_of_parts(names, [*map(wanted.limit, range(len(names)))], parts)), None
     links = links_of(wanted.links)
     demand = Demand(None, flow, costs, wanted.schedule, wanted.microbatches, links=links, optimizer=wanted.optimizer)
     run = demand.run(demand.stage_prices.of(made))
-    return [_simulated(run, rank, wanted) for rank in range(run.ranks)], run if wanted.schedule else None
-
-
-def _simulated(run: ScheduleRun, rank: int, wanted: Placement) -> Rank:
-    m = run.memory[rank]
-    return Rank(
-        device=wanted.devices.devices[rank].name if wanted.devices else "",
-        stages=tuple(stage for stage, where in enumerate(run.order.rank_of) if where == rank),
-        busy=run.busy[rank],
-        bubble=run.bubbles[rank] if wanted.schedule else None,
-        in_flight=run.in_flight[rank] if wanted.schedule else None,
-        nbytes=(m.parameters + m.gradients + m.optimizer, m.saved, m.messages, m.temporaries),
-        limit=wanted.limit(rank),
-        unit=run.unit,
-    )
-
-
-def _unscheduled(wanted: Placement, keys: Sequence[Any], costs: dict[str, dict[Any, StageCosts]]) -> Iterator[Rank]:
-    """Devices whose parts are numbered like them; a device may have several parts, or none."""
-    assert wanted.devices is not None
-    for number, device in enumerate(wanted.devices.devices):
-        own = [key for key in keys if (key[0] if isinstance(key, tuple) else key) == number]
-        parts = [costs[device.name][key] for key in own]
-        fixed = sum(p.parameter_bytes + p.gradient_bytes + p.optimizer_bytes for p in parts)
-        yield Rank(
-            device=device.name,
-            stages=tuple(" ".join(map(str, key)) if isinstance(key, tuple) else key for key in own),
-            busy=sum(p.forward + p.backward for p in parts),
-            bubble=None,
-            in_flight=None,
-            nbytes=(
-                fixed, sum(p.saved_bytes for p in parts), 0, max((p.temporary_bytes for p in parts), default=0),
-            ),
-            limit=wanted.limit(number),
-            unit=parts[0].unit if parts else "s",
-        )  # fmt: skip
+    names = [device.name for device in wanted.devices.devices] if wanted.devices else []
+    rows = run.rows(names, [*map(wanted.limit, range(run.ranks))])
+    if wanted.schedule:
+        return rows, run
+    return [replace(row, bubble=None, in_flight=None) for row in rows], None
 
 
 def _step(run: ScheduleRun) -> dict[str, Any]:
@@ -181,7 +109,7 @@ def _step(run: ScheduleRun) -> dict[str, Any]:
     return {name: value for name, value in run.to_dict().items() if name != "ranks"}
 
 
-def _summary(wanted: Placement, claim: Claim | None, ranks: Sequence[Rank], data: dict[str, Any]) -> dict[str, str]:
+def _summary(wanted: Placement, claim: Claim | None, ranks: Sequence[RankRow], data: dict[str, Any]) -> dict[str, str]:
     rows, unit = wanted.facts(), next((rank.unit for rank in ranks if rank.unit != "s"), "s")
     if claim is not None:
         rows |= {
@@ -206,28 +134,3 @@ def _proof(claim: Claim) -> str:
     if claim.optimal:
         return "proven optimal"
     return f"gap {claim.gap:.2%}, no plan is better by more" if claim.gap >= 5e-5 else "gap below 0.01%"
-
-
-def _table(ranks: Sequence[Rank]) -> RenderableType:
-    """One row a rank, without columns that are empty, or that say the same of all and so are in the summary."""
-    rows = [_cells(number, rank) for number, rank in enumerate(ranks)]
-    same = [title for title in ("device", "memory") if len({row[title] for row in rows}) == 1]
-    titles = [title for title in rows[0] if title not in same and any(row[title] for row in rows)]
-    return table(titles, ([row[title] for title in titles] for row in rows), [t for t in titles if t != "device"])
-
-
-def _cells(number: int, rank: Rank) -> dict[str, str]:
-    fixed, saved, messages, temporaries = rank.nbytes
-    return {
-        "rank": str(number),
-        "device": rank.device,
-        "stages": ",".join(map(str, rank.stages)) or "none",
-        "busy": duration(rank.busy, rank.unit) if rank.busy else "0",
-        "bubble": "" if rank.bubble is None else f"{rank.bubble:.1%}",
-        "in flight": "" if rank.in_flight is None else str(rank.in_flight),
-        "fixed": size(fixed),
-        "saved": size(saved),
-        "temporary": size(messages + temporaries),
-        "peak": size(sum(rank.nbytes)),
-        "memory": "no limit" if rank.limit is None else size(rank.limit),
-    }

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit.cli import policyspec, source
-from splitkit.cli.outcome import Outcome, facts, seconds, table
+from splitkit.cli.outcome import Outcome, seconds
 from splitkit.cli.source import Source
 from splitkit.cli.work import TRAINING, Clock, check_costs, example_of, kind_of_costs, versions
 from splitkit.errors import UsageError
 from splitkit.units import at_most, duration, size
+from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -5,8 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from splitkit.cli.outcome import Outcome, table
+from splitkit.cli.outcome import Outcome
 from splitkit.cli.policylist import Builtin, builtins, installed
+from splitkit.view.tables import table
 
 
 def run(args: Namespace) -> Outcome:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit.cli import source
-from splitkit.cli.outcome import Outcome, facts, table
+from splitkit.cli.outcome import Outcome
 from splitkit.cli.work import Work, planned, prepare
 from splitkit.errors import CaptureError
 from splitkit.units import at_most, size
+from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit.cli.checks import DIFFERENT, check_data, check_text
-from splitkit.cli.outcome import Outcome, facts, seconds, table
+from splitkit.cli.outcome import Outcome, seconds
 from splitkit.cli.work import TRAINING, plan_file, planned_by
+from splitkit.errors import listed
+from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -73,9 +75,8 @@ def _parts(split: Split, times: Sequence[float]) -> list[dict[str, Any]]:
 def _text(data: dict[str, Any]) -> list[RenderableType]:
     loss = "none" if data["loss"] is None else f"{data['loss']:.6g}"
     backward = "nothing takes a gradient" if data["backward"] is None else seconds(data["backward"])
-    shown = ", ".join(f"{o['name']}: {o['value']}" for o in data["outputs"][:SHOWN])
     rows = {
-        "outputs": shown + (f" and {len(data['outputs']) - SHOWN} more" if len(data["outputs"]) > SHOWN else ""),
+        "outputs": listed([f"{o['name']}: {o['value']}" for o in data["outputs"]], SHOWN),
         "loss": loss if data["loss_is_models"] or data["loss"] is None else f"{loss} (the sum of the outputs)",
         "forward": seconds(data["forward"]) + (f" (best of {data['repeat']})" if data["repeat"] > 1 else ""),
         "backward": backward,

@@ -11,9 +11,10 @@ from splitkit.cli import source
 from splitkit.cli.checks import DIFFERENT, check_data, check_text
 from splitkit.cli.commands import plan_training as trainplan
 from splitkit.cli.commands.plan_training import TrainWork
-from splitkit.cli.outcome import Outcome, facts, seconds, table
+from splitkit.cli.outcome import Outcome, seconds
 from splitkit.cli.work import TRAINING, decoded
 from splitkit.units import at_most, size
+from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

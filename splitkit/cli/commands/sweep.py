@@ -9,10 +9,11 @@ from typing import Any
 import splitkit as sk
 from splitkit.cli import devicelist, placement
 from splitkit.cli.commands import plan_training as trainplan
-from splitkit.cli.outcome import Outcome, facts, seconds, table
+from splitkit.cli.outcome import Outcome, seconds
 from splitkit.errors import UsageError
 from splitkit.studies.frontier import Point
 from splitkit.units import duration, size
+from splitkit.view.tables import facts, table
 
 PIPELINES = ("microbatches", "schedules", "devices", "memory", "links", "optimizer")
 """Options that go with ``--stages``."""

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from splitkit.cli import devicelist, placement, source
-from splitkit.cli.outcome import Outcome, facts, seconds
+from splitkit.cli.outcome import Outcome, seconds
 from splitkit.cli.work import check_costs, prepare, prices
 from splitkit.errors import UsageError
 from splitkit.studies.sweep import MICROBATCHES, SCHEDULES, Sweep, Sweeper, combinations
 from splitkit.units import duration, size
+from splitkit.view.tables import facts
 
 if TYPE_CHECKING:
     from splitkit.cli.devicelist import DeviceList

@@ -1,0 +1,104 @@
+"""What each rank or device does and holds, a row each: of a simulated step, or of parts without a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from splitkit.pipeline.stagecosts import StageCosts
+from splitkit.units import duration, size
+
+_KINDS = ("fixed", "saved", "messages", "temporaries")
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """What one device does and holds.
+
+    Attributes:
+        device: what it is; empty where only a number of stages is given.
+        stages: the parts that it runs.
+        busy: seconds of work; of a step with a schedule, else of one sample.
+        bubble: the part of the step in which it computes nothing; ``None`` without a schedule.
+        in_flight: the most microbatches that it holds; ``None`` without a schedule.
+        nbytes: at its peak: parameters with gradients and optimizer; saved for backward; messages; temporaries.
+        limit: bytes that it has.
+        unit: of ``busy``, where the prices are no time.
+    """
+
+    device: str
+    stages: tuple[object, ...]
+    busy: float
+    bubble: float | None
+    in_flight: int | None
+    nbytes: tuple[int, int, int, int]
+    limit: int | None = None
+    unit: str = "s"
+
+    @property
+    def used(self) -> float:
+        """The part of its memory that it uses; 0 without a limit."""
+        return sum(self.nbytes) / self.limit if self.limit else 0.0
+
+    def to_dict(self, number: int) -> dict[str, Any]:
+        """As plain data."""
+        memory = {"peak": sum(self.nbytes), **dict(zip(_KINDS, self.nbytes, strict=True)), "limit": self.limit}
+        return {
+            "rank": number,
+            "device": self.device or None,
+            "stages": list(self.stages),
+            "busy": self.busy,
+            "unit": self.unit,
+            "bubble": self.bubble,
+            "in_flight": self.in_flight,
+            "memory": memory,
+        }
+
+    def cells(self, number: int) -> dict[str, str]:
+        """Column -> text, for people; empty where there is nothing to say. ``temporary`` has messages in it."""
+        return {
+            "rank": str(number),
+            "device": self.device,
+            "stages": ",".join(map(str, self.stages)) or "none",
+            "busy": duration(self.busy, self.unit) if self.busy else "0",
+            "bubble": "" if self.bubble is None else f"{self.bubble:.1%}",
+            "in flight": "" if self.in_flight is None else str(self.in_flight),
+            **dict(zip(_KINDS, map(size, self.nbytes), strict=True)),
+            "temporary": size(sum(self.nbytes[2:])),
+            "peak": size(sum(self.nbytes)),
+            "memory": "no limit" if self.limit is None else size(self.limit),
+        }
+
+
+def number_of(part: Any) -> int:
+    """The device of a part ``2`` or ``(2, 0)``."""
+    number: int = part[0] if isinstance(part, tuple) else part
+    return number
+
+
+def rows_of_parts(
+    devices: Sequence[str], limits: Sequence[int | None], parts: Mapping[Any, StageCosts]
+) -> Iterator[RankRow]:
+    """Of devices whose parts are numbered like them, ``0`` or ``(0, 1)``, and run one sample after the other.
+
+    Args:
+        devices: the name of each; it may have several parts, or none.
+        limits: bytes of each.
+        parts: what each part costs on its device.
+    """
+    for number, (device, limit) in enumerate(zip(devices, limits, strict=True)):
+        own = {key: part for key, part in parts.items() if number_of(key) == number}
+        costs = own.values()
+        fixed = sum(part.parameter_bytes + part.gradient_bytes + part.optimizer_bytes for part in costs)
+        temporary = max((part.temporary_bytes for part in costs), default=0)
+        yield RankRow(
+            device=device,
+            stages=tuple(" ".join(map(str, key)) if isinstance(key, tuple) else key for key in own),
+            busy=sum(part.forward + part.backward for part in costs),
+            bubble=None,
+            in_flight=None,
+            nbytes=(fixed, sum(part.saved_bytes for part in costs), 0, temporary),
+            limit=limit,
+            unit=next((part.unit for part in costs), "s"),
+        )

@@ -1,0 +1,38 @@
+"""The table of ranks that ``splitkit plan --devices`` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from splitkit.checks import Memory, memory_of
+from splitkit.pipeline.rankrows import RankRow
+from splitkit.pipeline.run import ScheduleRun
+from splitkit.view.tables import table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_TITLES = ("rank", "device", "stages", "busy", "bubble", "in flight", "fixed", "saved", "temporary", "peak", "memory")
+
+
+def rank_table(ranks: ScheduleRun | Sequence[RankRow], devices: Sequence[str] = (), memory: Memory = None) -> Table:
+    """One row a rank, without columns that are empty, or in which device or memory is the same of all::
+
+        from splitkit.view.console import show
+        show(rank_table(splitkit.simulate_schedule(stages, "1f1b", 8), memory="80GiB"))
+
+    Args:
+        ranks: a simulated step of a pipeline, or rows.
+        devices: of a step: what each rank is.
+        memory: of a step: bytes of each rank, or of all (``"80GiB"``).
+
+    Raises:
+        PolicyError: SK302 for what is no size, or not one for each rank.
+    """
+    if isinstance(ranks, ScheduleRun):
+        ranks = ranks.rows(devices, memory_of("rank_table", memory, ranks.ranks))
+    rows = [rank.cells(number) for number, rank in enumerate(ranks)]
+    same = [title for title in ("device", "memory") if len({row[title] for row in rows}) == 1]
+    titles = [title for title in _TITLES if title not in same and any(row[title] for row in rows)]
+    return table(titles, ([row[title] for title in titles] for row in rows), [t for t in titles if t != "device"])

@@ -1,0 +1,86 @@
+"""What users write: counts, seconds, fractions and bytes, with one text for what is none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from splitkit import checks
+from splitkit.errors import PolicyError
+from splitkit.policies import Acyclic, Buckets, Budget, Random, RoundRobin, Stages
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("read", "given", "found"),
+    [
+        (checks.count, 3, 3),
+        (checks.count, np.int64(3), 3),
+        (checks.seconds, np.float32(0.5), 0.5),
+        (checks.seconds, INF, INF),
+        (checks.fraction, 1, 1.0),
+        (checks.fraction, np.float64(0.0), 0.0),
+        (checks.nbytes, 0, 0),
+        (checks.nbytes, np.uint8(7), 7),
+        (checks.nbytes, "80GiB", 80 * 2**30),
+        (checks.nbytes, "1.5 kB", 1500),
+    ],
+)
+def test_what_is_taken_comes_back_as_plain_python(read, given, found):
+    read = read("here", "it", given)
+    assert read == found and type(read) is type(found)
+
+
+@pytest.mark.parametrize(
+    ("read", "bad", "must"),
+    [
+        (checks.count, [0, -1, 1.0, "3", True, None, np.bool_(True)], "a whole number >= 1"),
+        (checks.seconds, [0, -1.0, NAN, "1", True, None], "seconds, a number above 0"),
+        (checks.fraction, [-0.1, 1.1, NAN, "half", True, None], "a number from 0 to 1"),
+        (checks.nbytes, [-1, 1.5, "much", "0.5", "-1GiB", False, None, [1]], "bytes, 0 or more"),
+    ],
+)
+def test_what_is_none_is_refused_with_one_text(read, bad, must):
+    for given in bad:
+        with pytest.raises(PolicyError) as caught:
+            read("Here", "it", given)
+        assert caught.value.code == "SK302"
+        assert caught.value.reason == f"Here(it={given!r})"
+        assert caught.value.remedy.startswith(f"it must be {must}")
+
+
+def test_zero_and_less_where_the_caller_says_so():
+    assert checks.seconds("here", "it", 0, zero=True) == 0.0
+    with pytest.raises(PolicyError, match="1 or more.*, or 'least'"):
+        checks.nbytes("here", "it", 0, least=1, besides=", or 'least'")
+
+
+def test_a_field_of_a_frozen_dataclass_is_held_as_plain_python():
+    @dataclass(frozen=True)
+    class Mine:
+        n: int
+        m: int | None = None
+
+        def __post_init__(self):
+            checks.settle(self, "n", checks.count)
+            checks.settle(self, "m", checks.count, optional=True)
+
+    mine = Mine(np.int32(4))
+    assert type(mine.n) is int and mine == Mine(4) and mine.m is None
+    with pytest.raises(PolicyError, match=r"Mine\(m=0\)"):
+        Mine(1, 0)
+    with pytest.raises(PolicyError, match=r"Mine\(n=None\)"):
+        Mine(None)
+
+
+def test_policies_take_the_ints_of_numpy_and_bytes_as_texts():
+    four = np.int64(4)
+    for policy in (RoundRobin, Random, Stages, Acyclic):
+        assert policy(four) == policy(4)
+    assert Buckets("25MiB")._caps() == (25 * 2**20,) * 2 == Buckets(25 * 2**20)._caps()
+    assert Buckets("25MiB", "1MiB")._caps() == (2**20, 25 * 2**20)
+    assert Budget(np.int64(512))._bytes(0) == Budget("0.5KiB")._bytes(0) == Budget(np.float32(0.5))._bytes(1024) == 512
+    assert Stages(4, memory=np.int64(80))._limits() == (80,) * 4

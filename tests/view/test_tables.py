@@ -1,0 +1,57 @@
+"""Tables that truncate nothing, also on a narrow terminal; and the table of ranks."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from splitkit import simulate_schedule
+from splitkit.errors import PolicyError
+from splitkit.pipeline.rankrows import rows_of_parts
+from splitkit.pipeline.stagecosts import StageCosts
+from splitkit.view.console import to_text
+from splitkit.view.ranks import rank_table
+from splitkit.view.tables import facts, table
+
+STAGE = StageCosts(1.0, 1.0, 1.0, saved_bytes=2**20, temporary_bytes=2**10, parameter_bytes=2**30)
+
+
+def titles(made):
+    return [column.header for column in made.columns]
+
+
+def test_nothing_is_truncated_on_a_narrow_terminal():
+    name, number = "transformer_block_of_the_encoder", "123456789"
+    made = table(("name", "bytes"), [(name, number)], ["bytes"], "all", total=("sum", number))
+    out = io.StringIO()
+    Console(file=out, width=24).print(made)
+    letters = "".join(c for c in out.getvalue() if c.isalnum() or c == "_")
+    assert "…" not in out.getvalue() and all(c in letters for c in name) and len(letters) >= len(name) + 2 * len(number)
+    assert to_text(made).splitlines()[-1].split() == ["sum", number]
+    assert to_text(facts({"a": 1, "long name": 2})).splitlines()[1].split() == ["long", "name", "2"]
+
+
+def test_ranks_of_a_simulated_step():
+    run = simulate_schedule([STAGE, STAGE], "1f1b", 4)
+    assert titles(rank_table(run)) == [
+        "rank", "stages", "busy", "bubble", "in flight", "fixed", "saved", "temporary", "peak",
+    ]  # fmt: skip
+    made = rank_table(run, devices=["h200", "l4"], memory=["80GiB", "24GiB"])
+    assert titles(made)[1] == "device" and titles(made)[-1] == "memory"
+    assert "l4" in to_text(made) and "24.00 GiB" in to_text(made)
+    assert "memory" not in titles(rank_table(run, memory="80GiB"))  # the same of all
+    for wrong in ("much", ["1GiB"] * 3):
+        with pytest.raises(PolicyError, match="SK302: rank_table"):
+            rank_table(run, memory=wrong)
+    peaks = [row.cells(rank)["peak"] for rank, row in enumerate(run.rows())]
+    assert all(peak in line for peak, line in zip(peaks, str(run).splitlines()[2:], strict=True))
+
+
+def test_ranks_of_parts_without_a_schedule():
+    first, second = rows_of_parts(["a", "b"], [2**31, None], {(0, 0): STAGE, (0, 1): STAGE})
+    assert (first.stages, first.busy, first.nbytes) == (("0 0", "0 1"), 6.0, (2**31, 2**21, 0, 2**10))
+    assert first.used > 1 and second.stages == () and second.nbytes == (0, 0, 0, 0)
+    text = to_text(rank_table([first, second]))
+    assert "none" in text and "no limit" in text and "bubble" not in text
