@@ -7,10 +7,9 @@ import torch
 from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from splitkit import costs
+from splitkit import capture, costs
 from splitkit.costs import formulas
 from splitkit.costs.formulas import FORMULAS
-from splitkit.frontends import capture
 
 aten = torch.ops.aten
 

@@ -8,12 +8,11 @@ from torch import nn
 from torch._inductor import scheduler  # 2.11, 2.13, 2.15, as all of it here
 from torch._inductor.compile_fx import compile_fx
 
-from splitkit import costs
+from splitkit import capture, costs
 from splitkit.costs import Device
 from splitkit.costs.fusion import Fusion
 from splitkit.costs.loops import Loop
 from splitkit.errors import CostError, GraphError
-from splitkit.frontends import capture
 from splitkit.frontends.joint import capture_joint
 from splitkit.policies import MinCut, SaveAll
 from splitkit.testing import models

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from splitkit import costs
+from splitkit import capture, costs
 from splitkit.costs import Device
 from splitkit.errors import CostError, GraphError
-from splitkit.frontends import capture
 from splitkit.testing import models
 
 aten = torch.ops.aten

@@ -9,12 +9,11 @@ import torch
 from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from splitkit import costs
+from splitkit import capture, costs
 from splitkit.costs import training
 from splitkit.costs.counting import FORMULAS
 from splitkit.costs.training import FromFormula, FromJoint
 from splitkit.errors import CostError, GraphError
-from splitkit.frontends import capture
 from splitkit.graph.joint import backward_nodes, is_joint, owners
 from splitkit.testing import models
 

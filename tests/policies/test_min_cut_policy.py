@@ -160,8 +160,7 @@ def test_rules_may_weigh_in_lists_and_whole_numbers():
 
 
 def test_another_graph_is_refused():
-    from splitkit.frontends import capture
-    from splitkit.plans import record as plan
+    from splitkit import capture, plan
 
     gm = capture(torch.nn.Linear(2, 2), torch.zeros(1, 2))
     with pytest.raises(SplitError, match="SK302"):

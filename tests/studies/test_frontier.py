@@ -17,10 +17,9 @@ from jointgraphs import Hand
 from rich.console import Console
 from test_joint import MODELS, assert_steps_alike, eager, example, ran
 
-from splitkit import costs
+from splitkit import capture, costs
 from splitkit.engine.pair import divide
 from splitkit.errors import NoPlanError, PolicyError
-from splitkit.frontends import capture
 from splitkit.frontends.joint import capture_joint
 from splitkit.graph.dataflow import analyze
 from splitkit.memory.profile import simulate_memory
