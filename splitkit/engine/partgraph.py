@@ -25,7 +25,7 @@ def part_graph(
     names: Mapping[PartKey, str],
     own: Iterable[Node],
 ) -> DiGraph[Any]:
-    """The graph that `splitkit.split.Split.to_networkx` describes.
+    """The graph that `splitkit.Split.to_networkx` describes.
 
     Args:
         flow: facts about the original graph.

@@ -195,7 +195,9 @@ def test_torchs_own_analysis_finds_as_many_in_flight(name):
 def test_simulating_an_order_of_ones_own_does_not_import_torch():
     code = """
 import sys
-from splitkit.schedule import PipelineOrder, StageCosts, simulate_schedule
+from splitkit.pipeline.order import PipelineOrder
+from splitkit.pipeline.simulate import simulate_schedule
+from splitkit.pipeline.stagecosts import StageCosts
 order = PipelineOrder.parse(["0F0 0B0"])
 assert simulate_schedule([StageCosts(1, 2)], order).seconds == 3
 assert "torch" not in sys.modules

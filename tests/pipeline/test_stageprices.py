@@ -6,8 +6,8 @@ import inspect
 
 import pytest
 import torch
+from keptmodels import LANGUAGE, MODELS, Convolutions, Mixed
 from savedbytes import kept_by_autograd, storages, tensors_of
-from test_activations import LANGUAGE, MODELS, Convolutions, Mixed
 from torch import nn
 from torch.utils import _pytree as pytree
 

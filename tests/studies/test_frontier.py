@@ -14,8 +14,8 @@ from choices import Prices, every_plan, saved, spent, steps
 from hulls import lower_hull
 from hypothesis import HealthCheck, given, settings
 from jointgraphs import Hand
+from jointmodels import MODELS, assert_steps_alike, eager, example, ran
 from rich.console import Console
-from test_joint import MODELS, assert_steps_alike, eager, example, ran
 
 from splitkit import capture, costs
 from splitkit.engine.pair import divide

@@ -79,7 +79,7 @@ FACTORIES = """
 from dataclasses import dataclass
 import torch
 from torch import nn
-from splitkit.models import Example
+from splitkit.testing.models import Example
 
 def positional(width=4): return nn.Linear(width, 2), (torch.ones(3, width),)
 def tensor(): return nn.Linear(4, 2), torch.ones(3, 4)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from choices import Prices, saved
 from jointgraphs import Hand
-from test_joint import MODELS, assert_steps_alike, eager, example, ran
+from jointmodels import MODELS, assert_steps_alike, eager, example, ran
 from torch.utils.checkpoint import CheckpointPolicy
 
 from splitkit import costs
