@@ -32,7 +32,7 @@ TRAINING = "fwd-bwd"
 
 
 @dataclass
-class Clock:
+class Stopwatch:
     """Seconds that each step took.
 
     Attributes:
@@ -64,12 +64,12 @@ class Work:
     source: Source
     example: Example
     gm: fx.GraphModule
-    clock: Clock
+    clock: Stopwatch
 
 
 def prepare(wanted: Source) -> Work:
     """Make the model and capture it."""
-    clock = Clock()
+    clock = Stopwatch()
     with clock.step("load", f"making {wanted.spec}"):
         example = example_of(wanted)
     with clock.step("capture", f"capturing {wanted.spec}"):

@@ -24,7 +24,7 @@ from splitkit.search.stages import Staging
 from splitkit.solvers.line.blocks import Floats, blocks_of
 from splitkit.solvers.line.blocks import contiguous as along
 from splitkit.solvers.placement.problem import Slot
-from splitkit.solvers.placement.solution import stages_of
+from splitkit.solvers.placement.solution import ending, stages_of
 from splitkit.solvers.placement.stages.contiguous import contiguous
 
 
@@ -102,7 +102,7 @@ class Stages:
         claim = Claim("bottleneck", value, min(value, found.bound), found.solver, int(loads.argmax()), found.tolerance)
         mean = loads.sum() / self.n
         share = value / mean if mean else 1.0
-        note = f"{self.n} stages, the slowest {share:.3f} of the mean: {claim}"
+        note = f"{self.n} stages, the slowest {share:.3f} of the mean: {claim}{ending([found])}"
         return replace(Plan.of({n: labels[n] for n in flow.nodes}, note), claim=claim)
 
 

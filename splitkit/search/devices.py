@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -25,7 +25,7 @@ from splitkit.solvers.placement.latency.latency import latency
 from splitkit.solvers.placement.memory import sets_fit, stages_fit
 from splitkit.solvers.placement.problem import Floats, Ints, Problem
 from splitkit.solvers.placement.sets.sets import noncontiguous
-from splitkit.solvers.placement.solution import Solution
+from splitkit.solvers.placement.solution import Solution, ending
 from splitkit.solvers.placement.stages.contiguous import contiguous
 
 
@@ -40,6 +40,7 @@ class DeviceSearch:
         seconds: about how long to search.
         named: keys name torch devices.
         sends: shared nodes are computed once and sent.
+        tries: what solvers have found so far, for the note.
     """
 
     demand: DeviceDemand
@@ -48,6 +49,7 @@ class DeviceSearch:
     seconds: float
     named: bool = False
     sends: bool = False
+    tries: list[Solution] = field(default_factory=list, repr=False)
 
     def plan(self) -> Plan:
         """The best plan; see `Staging.plan` for shared nodes."""
@@ -100,7 +102,7 @@ class DeviceSearch:
         limiting = next((key for key in plan.parts if _root(key, self._keys) == busiest), busiest)
         claim = Claim(name, value, min(value, found.bound), found.solver, limiting, found.tolerance)
         used = len(set(found.device.tolist()))
-        return replace(plan, note=f"{used} of {len(self._keys)} devices: {claim}", claim=claim)
+        return replace(plan, note=f"{used} of {len(self._keys)} devices: {claim}{ending(self.tries)}", claim=claim)
 
     def _value(self, found: Solution) -> float:
         return found.value if self.latency else float(self._loads(found).max())
@@ -155,6 +157,7 @@ class DeviceSearch:
         else:
             solver = noncontiguous if self.pieces is None else contiguous
             found = solver(problem, seconds=self.seconds, advise=False)
+        self.tries.append(found)
         return found, self._plan_of(found)
 
     def _plan_of(self, found: Solution) -> Plan:

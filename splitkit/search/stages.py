@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -21,7 +21,7 @@ from splitkit.solvers.line.blocks import blocks_of
 from splitkit.solvers.line.priced_cuts import best_cuts
 from splitkit.solvers.placement.memory import stages_fit
 from splitkit.solvers.placement.problem import Floats, Ints, Problem, Slot
-from splitkit.solvers.placement.solution import Solution, stages_of
+from splitkit.solvers.placement.solution import Solution, ending, stages_of
 from splitkit.solvers.placement.stages.contiguous import contiguous
 from splitkit.units import duration, size
 
@@ -40,6 +40,7 @@ class Staging:
         seconds: about how long to search.
         solver: what finds stages: `contiguous`, or another of the same form.
         sends: shared nodes are computed once and sent.
+        tries: what solvers have found so far, for the note.
     """
 
     demand: Demand
@@ -47,6 +48,7 @@ class Staging:
     seconds: float = 10.0
     solver: Callable[..., Solution] = contiguous
     sends: bool = False
+    tries: list[Solution] = field(default_factory=list, repr=False)
 
     def plan(self) -> Plan:
         """The best stages that fit.
@@ -157,7 +159,8 @@ class Staging:
                 full = replace(problem, fill=True)
                 filled = self.solver(full, seconds=self.seconds, prefer=self._weigh, advise=False)
                 proven = found.bound if self._placing.shared else max(found.bound, filled.bound)
-                found = replace(filled, bound=proven)
+                found = replace(filled, bound=proven, cut=found.cut or filled.cut)
+        self.tries.append(found)
         choices = [found, *self._again(problem, found)]
         plans = [(choice, self._plan_of(choice.device, choice.order)) for choice in choices]
         values = [self._value(plan) for _, plan in plans]  # copies and links as they are, which solvers only bound
@@ -253,4 +256,4 @@ class Staging:
         elif self._limited:
             peaks = self._peaks(plan)
             words.append(f"peak {size(max(peaks))} on rank {peaks.index(max(peaks))}")
-        return replace(plan, note="; ".join(words), claim=claim)
+        return replace(plan, note="; ".join(words) + ending(self.tries), claim=claim)

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import time
 from itertools import combinations
 
 import numpy as np
 import placementcases as cases
 import pytest
 
+from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.groups import fused
 from splitkit.solvers.placement.problem import Problem, Slot
@@ -25,7 +25,7 @@ def test_a_device_that_is_slower_at_everything_pays_the_same_for_nets(slower):
         core = core_of(problem, fused(problem)).reversed()
         steps = ladder(core, (), ordered=False, fill=False)
         best = cases.best_stages(problem) * core.scale
-        effort, order = Effort(10**9, time.monotonic() + 60), np.arange(core.size)[::-1]
+        effort, order = Effort(10**9, Clock(60)), np.arange(core.size)[::-1]
         found, bound = best_stages(
             core, steps, int(best) + 2, ideals(core, steps, int(best) + 2, order, effort), effort
         )

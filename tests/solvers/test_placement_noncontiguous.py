@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.anneal import Places, Population, Schedule
 from splitkit.solvers.placement.contract import contracted
 from splitkit.solvers.placement.core import core_of
@@ -69,7 +70,7 @@ def test_annealing_keeps_its_books(problem):
     if start is None:
         return
     population = Population(core, places, start, 16)
-    population.run(Schedule(1, np.inf))
+    population.run(Schedule(1, Clock(np.inf)))
     for row, device in enumerate(population.device):
         assert cases.fits(replace(problem, in_flight=()), device, ())
         assert np.allclose(population.loads[row], cases.load_by_definition(problem, device))

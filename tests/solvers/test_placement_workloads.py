@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from splitkit.solvers.placement import anneal
+from splitkit.solvers import clock
 from splitkit.solvers.placement import mip as rows
 from splitkit.solvers.placement.anneal import Places
 from splitkit.solvers.placement.core import core_of
@@ -116,14 +116,14 @@ runpy.run_path({str(BENCHMARKS / "placement.py")!r}, run_name="__main__")
     assert "a line of a library in C" in done.stderr
 
 
-class Clock:
+class Fast:
     """A clock that runs faster, as it seems to run to who shares a processor."""
 
     def __init__(self, factor):
-        self._factor, self._start = factor, time.monotonic()
+        self._factor, self._start = factor, time.thread_time()
 
-    def monotonic(self):
-        return self._start + self._factor * (time.monotonic() - self._start)
+    def thread_time(self):
+        return self._start + self._factor * (time.thread_time() - self._start)
 
 
 def test_the_same_workload_gives_the_same_placement_however_busy_the_machine(benchmark, monkeypatch):
@@ -131,9 +131,11 @@ def test_the_same_workload_gives_the_same_placement_however_busy_the_machine(ben
     assert np.array_equal(contiguous(problem).device, contiguous(problem).device)
     problem = benchmark.read(BENCHMARKS / "workloads/throughput/LayerGraphs_bert24_training.json").problem
     stopped = Rows.solve
-    monkeypatch.setattr(Rows, "solve", lambda self, *args, **options: stopped(self, *args[:-1], 0.1, **options))
+    monkeypatch.setattr(
+        Rows, "solve", lambda self, *args, **options: stopped(self, *args[:-2], 0.1, args[-1], **options)
+    )
     first = noncontiguous(problem, seconds=2)
-    monkeypatch.setattr(anneal, "time", Clock(factor=2))
+    monkeypatch.setattr(clock, "time", Fast(factor=2))
     second = noncontiguous(problem, seconds=2)
     assert np.array_equal(first.device, second.device) and first.value == second.value
     assert first.value < contiguous(problem).value
@@ -144,8 +146,22 @@ def test_what_the_clock_cut_off_is_no_result_but_its_bound_is(benchmark, monkeyp
     problem = benchmark.read(BENCHMARKS / "workloads/throughput/LayerGraphs_bert24_training.json").problem
     core = core_of(problem, coloured(problem))
     program = SetProgram(core, Places.of_problem(problem, core), 50.0)
-    assert program.solve(0.2)[0] is None
-    assert program.solve(0.2, any_will_do=True)[1] > 0
+    late = clock.Clock(10)
+    assert program.solve(0.2, late)[0] is None and late.cut
+    assert program.solve(0.2, clock.Clock(10), any_will_do=True)[1] > 0
+
+
+def test_a_note_says_where_the_clock_ended_a_search(monkeypatch):
+    """A clock that runs a million times as fast: the plan is still one, its note tells."""
+    import splitkit as sk
+    from splitkit.testing.models import build
+
+    example = build("gpt2", layers=2, width=32, heads=2, batch=2, seq=16, vocab=50)
+    gm = sk.capture(example.model, *example.args, **example.kwargs)
+    policy = sk.policies.Devices(["h200"] * 3, links="nvlink4", pieces=None)
+    assert "cut short" not in sk.plan(gm, policy).note
+    monkeypatch.setattr(clock, "time", Fast(factor=1e6))
+    assert sk.plan(gm, policy).note.endswith("cut short by time: another machine may find another plan")
 
 
 def test_the_latency_of_the_published_greedy_is_reached(benchmark):

@@ -11,7 +11,7 @@ import splitkit as sk
 from splitkit.cli import policyspec, source
 from splitkit.cli.outcome import Outcome, seconds
 from splitkit.cli.source import Source
-from splitkit.cli.work import TRAINING, Clock, check_costs, example_of, kind_of_costs, versions
+from splitkit.cli.work import TRAINING, Stopwatch, check_costs, example_of, kind_of_costs, versions
 from splitkit.errors import UsageError
 from splitkit.units import at_most, duration, size
 from splitkit.view.tables import facts, table
@@ -44,14 +44,14 @@ class TrainWork:
     source: Source
     example: Example
     joint: Joint
-    clock: Clock
+    clock: Stopwatch
 
 
 def prepare(wanted: Source) -> TrainWork:
     """Make the model, and capture forward and backward."""
     if wanted.how != "export" or wanted.dynamic:
         raise UsageError("SK601", "forward and backward are captured in one way", "Leave out --how and --dynamic.")
-    clock = Clock()
+    clock = Stopwatch()
     with clock.step("load", f"making {wanted.spec}"):
         example = example_of(wanted)
     with clock.step("capture", f"capturing forward and backward of {wanted.spec}"):

@@ -8,11 +8,11 @@ best ("go with the winners", Aldous and Vazirani 1994).
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import numpy as np
 
+from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.core import BIG, Core
 from splitkit.solvers.placement.problem import Bools, Floats, Ints, Problem
 
@@ -73,19 +73,19 @@ class Schedule:
 
     Args:
         rounds: how many there are.
-        deadline: when it ends at the latest, as `time.monotonic` tells.
+        clock: when it ends at the latest.
     """
 
-    def __init__(self, rounds: int, deadline: float) -> None:
+    def __init__(self, rounds: int, clock: Clock) -> None:
         self._rounds = rounds
-        self._deadline = deadline
+        self._clock = clock
         self._past = 0
 
     def next(self) -> float | None:
         """From 0 to 1, the progress of the next round; None when there is none."""
         done = self._past / self._rounds
         self._past += 1
-        return done if done < 1 and time.monotonic() < self._deadline else None
+        return None if done >= 1 or self._clock.is_over() else done
 
 
 def rows_of(core: Core, devices: int) -> int:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.anneal import Places
 from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.groups import coloured, fused
@@ -53,7 +54,11 @@ def sets_fit(problem: Problem, *, quick: bool = False) -> bool | None:
         return False
     if quick:
         return None if packed(core, Places.of_problem(problem, core)) is None else True
-    return None if (found := some_sets(core, Places.of_problem(problem, core), _EACH)) is None else found[0] is not None
+    return (
+        None
+        if (found := some_sets(core, Places.of_problem(problem, core), _EACH, Clock(_EACH))) is None
+        else found[0] is not None
+    )
 
 
 def lacking(problem: Problem, fit: Fit, *, proven: bool, advise: bool = True) -> InfeasibleError:

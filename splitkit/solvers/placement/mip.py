@@ -8,6 +8,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 from scipy.sparse import coo_array
 
+from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.problem import GRACE, Bools, Floats, Ints
 
 _NODES = 125_000  # of a search tree in a second, times the columns: what a slow machine manages
@@ -50,23 +51,33 @@ class Rows:
         self._bound(1, low, high)
 
     def solve(
-        self, price: Floats, whole: Bools, low: Floats, high: Floats, seconds: float, *, any_will_do: bool = False
+        self,
+        price: Floats,
+        whole: Bools,
+        low: Floats,
+        high: Floats,
+        seconds: float,
+        clock: Clock,
+        *,
+        any_will_do: bool = False,
     ) -> OptimizeResult:
         """Minimise ``price @ x`` with the ``whole`` columns whole: presolved first, then as it stands.
 
         Nodes of the search trees are counted, so that it comes out the same on a machine that is slow or busy. Should
-        the clock end it all the same, what was found by then is no result (its bound is), unless ``any_will_do``.
+        time end it all the same, ``clock`` is told, and what was found by then is no result (its bound is), unless
+        ``any_will_do``.
         """
         deadline, nodes = time.monotonic() + _FAR * seconds + GRACE, max(1, int(seconds * _NODES / self.columns))
         best = self._solve(price, whole, low, high, deadline, nodes, presolve=True)
-        if best.status == _OUT_OF_TIME and not any_will_do:
-            best.x = None
+        results = [best]
         if best.status == _STOPPED and time.monotonic() < deadline:
             other = self._solve(price, whole, low, high, deadline, nodes, presolve=False)
-            if other.status == _OUT_OF_TIME and not any_will_do:
-                other.x = None
-            best = _better(best, other)
-        return best
+            results.append(other)
+        late = [result for result in results if result.status == _OUT_OF_TIME]
+        clock.cut |= bool(late)
+        for result in late if not any_will_do else ():
+            result.x = None
+        return _better(*results) if results[1:] else best
 
     def _solve(
         self, price: Floats, whole: Bools, low: Floats, high: Floats, deadline: float, nodes: int, *, presolve: bool

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +37,7 @@ class Solution:
         loads: (d,) seconds of each device.
         tolerance: relative; what rounding may have cost a proof.
         turn: (n,) for a makespan: in which piece of its device a unit is, from 0.
+        cut: time ended a part of the search, so that another machine may find something else.
     """
 
     device: Ints
@@ -48,6 +49,7 @@ class Solution:
     loads: Floats
     tolerance: float
     turn: Ints | None = None
+    cut: bool = False
 
     @property
     def gap(self) -> float:
@@ -63,6 +65,12 @@ class Solution:
     def limiting(self) -> int:
         """The most loaded device."""
         return int(np.argmax(self.loads))
+
+
+def ending(tries: Iterable[Solution]) -> str:
+    """What a note says where time, not counts, ended a search for one of these; else nothing."""
+    cut = any(found.cut for found in tries)
+    return "; cut short by time: another machine may find another plan" if cut else ""
 
 
 class InfeasibleError(ValueError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.latency.makespan import Timing
 from splitkit.solvers.placement.mip import Rows
 from splitkit.solvers.placement.problem import Floats, Ints, Problem
@@ -26,7 +27,7 @@ def critical_path(problem: Problem, timing: Timing, order: Ints) -> float:
     return max(end, default=0.0)
 
 
-def path_bound(problem: Problem, timing: Timing, group: Ints, value: float, seconds: float) -> float:
+def path_bound(problem: Problem, timing: Timing, group: Ints, value: float, seconds: float, clock: Clock) -> float:
     """No makespan is less than this.
 
     Args:
@@ -35,9 +36,10 @@ def path_bound(problem: Problem, timing: Timing, group: Ints, value: float, seco
         group: (n,) units of the same group share a device.
         value: a makespan that is reached.
         seconds: for the search.
+        clock: told if time ends it.
     """
     program = _LatencyProgram(problem, timing, group, value)
-    return program.solve(seconds) if program.rows.columns <= _MOST_COLUMNS else 0.0
+    return program.solve(seconds, clock) if program.rows.columns <= _MOST_COLUMNS else 0.0
 
 
 class _LatencyProgram:
@@ -65,7 +67,7 @@ class _LatencyProgram:
         for d in range(len(accelerators)):
             self._memory(d)
 
-    def solve(self, seconds: float) -> float:
+    def solve(self, seconds: float, clock: Clock) -> float:
         columns = self.rows.columns
         price, low, high = np.zeros(columns), np.zeros(columns), np.ones(columns)
         price[self._worst], high[self._worst], high[self._end] = 1.0, 100.0 * (1 + _MARGIN), 100.0 * (1 + _MARGIN)
@@ -75,7 +77,7 @@ class _LatencyProgram:
         self._break_symmetry(high)
         whole = np.zeros(columns, np.bool_)
         whole[self._in] = True
-        result = self.rows.solve(price, whole, low, high, seconds)
+        result = self.rows.solve(price, whole, low, high, seconds, clock)
         if result.status == 2:
             return self._value
         proven = result.mip_dual_bound

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.anneal import Schedule
 from splitkit.solvers.placement.bounds import check
 from splitkit.solvers.placement.core import core_of
@@ -55,8 +56,8 @@ def latency(problem: Problem, *, seconds: float = SECONDS, pieces: int = 1) -> S
     _refuse(problem)
     core = core_of(problem, coloured(problem))
     check(problem, core)
-    timing = Timing.of(problem, pieces)
-    place = _first(problem, timing, pieces, seconds)
+    timing, clock = Timing.of(problem, pieces), Clock(seconds + GRACE)
+    place = _first(problem, timing, pieces, seconds, clock)
     moves = Moves(problem, timing, core.group, place)
     order = by_key(replace(core_of(problem, np.arange(problem.units))), np.zeros(problem.units))
     bound, proved_by = critical_path(problem, timing, order), "path"
@@ -64,11 +65,12 @@ def latency(problem: Problem, *, seconds: float = SECONDS, pieces: int = 1) -> S
     if whole:
         bound, proved_by = moves.value, "all"
     elif bound < moves.value:
-        moves.run(Schedule(moves.rounds(seconds * _MOVES), start + seconds + GRACE), bound)
+        moves.run(Schedule(moves.rounds(seconds * _MOVES), clock), bound)
         if bound < moves.value:
-            proven = path_bound(problem, timing, core.group, moves.value, seconds * _BOUND)
+            proven = path_bound(problem, timing, core.group, moves.value, seconds * _BOUND, clock)
             bound, proved_by = max((bound, "path"), (min(proven, moves.value), "highs"))
-    return _solution(problem, timing, moves, pieces, bound, proved_by, time.monotonic() - start)
+    found = _solution(problem, timing, moves, pieces, bound, proved_by, time.monotonic() - start)
+    return replace(found, cut=clock.cut)
 
 
 def _refuse(problem: Problem) -> None:
@@ -81,7 +83,7 @@ def _refuse(problem: Problem) -> None:
         raise BadProblemError("units depend on each other in a cycle", "edges")
 
 
-def _first(problem: Problem, timing: Timing, pieces: int, seconds: float) -> Ints:
+def _first(problem: Problem, timing: Timing, pieces: int, seconds: float, clock: Clock) -> Ints:
     """The place of each unit in the best chain, on hosts only, by list scheduling, or in the best stages."""
     core = core_of(problem, fused(problem))
     accelerators = [d for d, device in enumerate(problem.devices) if not device.host]
@@ -95,7 +97,9 @@ def _first(problem: Problem, timing: Timing, pieces: int, seconds: float) -> Int
     found = [place for place in found if np.isfinite(makespan(timing, place.tolist()))]
     if not found:
         try:
-            found = [number[contiguous(problem, seconds=seconds / 4).device]]
+            stages = contiguous(problem, seconds=seconds / 4)
+            clock.cut |= stages.cut
+            found = [number[stages.device]]
         except InfeasibleError as error:
             if any(device.host for device in problem.devices) or pieces > 1:  # which stages know nothing of
                 error.cause = "unknown"

@@ -65,6 +65,7 @@ def multilevel(
     found = _found(problem, core, seconds, prefer, start)
     if found is None or found.value >= known.value:
         return known
+    found = replace(found, cut=known.cut)
     if known.bound <= found.bound:
         return found
     proved_by = known.solver.rpartition(", ")[2]

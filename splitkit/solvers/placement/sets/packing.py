@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.anneal import Places
 from splitkit.solvers.placement.core import Core
 from splitkit.solvers.placement.problem import Ints
@@ -29,13 +30,13 @@ def packed(core: Core, places: Places) -> Ints | None:
     return device
 
 
-def some_sets(core: Core, places: Places, seconds: float) -> tuple[Ints | None] | None:
+def some_sets(core: Core, places: Places, seconds: float, clock: Clock) -> tuple[Ints | None] | None:
     """Some sets; ``(None,)`` if there are none for certain, None if none were found."""
     device = packed(core, places)
     if device is not None:
         return (device,)
     most = float(np.where(np.isinf(places.work), 0.0, places.work).max(axis=0).sum() + places.costs.max(axis=0).sum())
-    found, bound = SetProgram(core, places, most * 2 + 1).solve(seconds, any_will_do=True)
+    found, bound = SetProgram(core, places, most * 2 + 1).solve(seconds, clock, any_will_do=True)
     if found is None:
         return (None,) if np.isinf(bound) else None
     return (found,) if placeable(core, places, found) else None

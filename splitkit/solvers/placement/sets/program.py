@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.anneal import Places
 from splitkit.solvers.placement.core import Core
 from splitkit.solvers.placement.mip import Rows
@@ -44,7 +45,7 @@ class SetProgram:
         """How many columns."""
         return self.rows.columns
 
-    def solve(self, seconds: float, *, any_will_do: bool = False) -> tuple[Ints | None, float]:
+    def solve(self, seconds: float, clock: Clock, *, any_will_do: bool = False) -> tuple[Ints | None, float]:
         """The device of each unit in what is found in time, and a bound on the greatest load, in seconds."""
         places = self._places
         price, low, high = np.zeros(self.size), np.zeros(self.size), np.ones(self.size)
@@ -53,7 +54,7 @@ class SetProgram:
         self._break_symmetry(high)
         whole = np.zeros(self.size, np.bool_)
         whole[self._in] = True
-        result = self.rows.solve(price, whole, low, high, seconds, any_will_do=any_will_do)
+        result = self.rows.solve(price, whole, low, high, seconds, clock, any_will_do=any_will_do)
         if result.status == 2:
             return None, np.inf
         proven = result.mip_dual_bound

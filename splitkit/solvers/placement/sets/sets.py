@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement import bounds
 from splitkit.solvers.placement.anneal import Places, Population, Schedule, rows_of
 from splitkit.solvers.placement.bounds import check
@@ -66,6 +67,7 @@ def noncontiguous(problem: Problem, *, seconds: float = SECONDS, advise: bool = 
         seconds=time.monotonic() - start,
         loads=value,
         tolerance=_CLOSE,
+        cut=search.clock.cut,
     )
 
 
@@ -76,7 +78,7 @@ class _SetSearch:
         self._problem = problem
         self._core = core
         self._seconds = seconds
-        self._deadline = time.monotonic() + _FAR * seconds + GRACE
+        self.clock = Clock(_FAR * seconds + GRACE)
         self._joinable = joinable
         self._places = Places.of_problem(problem, core)
         self.best: Ints | None = None
@@ -111,11 +113,12 @@ class _SetSearch:
         try:
             stages = contiguous(self._problem, seconds=self._seconds * _STAGES, advise=False)
         except InfeasibleError:
-            some = some_sets(self._core, self._places, self._seconds * _STAGES)
+            some = some_sets(self._core, self._places, self._seconds * _STAGES, self.clock)
             if some is not None and some[0] is not None:
                 self._take(some[0], "packing")
             self.excluded = some is not None and some[0] is None
             return
+        self.clock.cut |= stages.cut
         _, first = np.unique(self._core.group, return_index=True)
         self._take(stages.device[first], "stages")
 
@@ -131,7 +134,7 @@ class _SetSearch:
         core = self._core
         size = rows_of(core, len(self._places.work))
         population = Population(core, self._places, self.best, size)
-        population.run(Schedule(population.rounds(seconds), self._deadline), self.bound)
+        population.run(Schedule(population.rounds(seconds), self.clock), self.bound)
         self._take(population.best, "annealing")
 
     def _program(self, seconds: float) -> None:
@@ -139,10 +142,10 @@ class _SetSearch:
         own = replace(self._core, group=np.arange(self._core.size))
         if self._joinable:
             own = tightened(own, int(self.value * own.scale * (1 + _CLOSE)) + 1, acyclic=False)
-        if self._columns(own) > _LARGE or time.monotonic() > self._deadline:
+        if self._columns(own) > _LARGE or self.clock.is_over():
             return
         places = Places.of_problem(self._problem, own)
-        found, bound = SetProgram(own, places, self.value * (1 + _CLOSE)).solve(seconds)
+        found, bound = SetProgram(own, places, self.value * (1 + _CLOSE)).solve(seconds, self.clock)
         if found is not None and placeable(own, places, found):
             self._take(found[own.group], "highs")
         self._prove(min(bound, self.value), "highs")

@@ -70,6 +70,7 @@ def contiguous(
         seconds=time.monotonic() - start,
         loads=value,
         tolerance=2 * small.slack / max(1, search.limit) + (_CLOSE if search.proved_by == "highs" else 1e-12),
+        cut=search.clock.cut,
     )
 
 

@@ -11,12 +11,12 @@ pin in the difference and one outside it, which these two decide. How the smalle
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.core import BIG, Core
 from splitkit.solvers.placement.problem import Bools, Ints
 from splitkit.solvers.placement.stages.ladder import Ladder, ratios
@@ -38,22 +38,22 @@ class Effort:
 
     Args:
         steps: how many steps, of some nanoseconds each.
-        deadline: when it ends at the latest, as `time.monotonic` tells.
+        clock: when it ends at the latest.
     """
 
-    def __init__(self, steps: int, deadline: float) -> None:
+    def __init__(self, steps: int, clock: Clock) -> None:
         self.left = steps
-        self._deadline = deadline
+        self._clock = clock
 
     def spend(self, steps: int) -> None:
         """Take some steps; `TooManyError` is raised when there are none left."""
         self.left -= steps
-        if self.left < 0 or time.monotonic() > self._deadline:
+        if self.left < 0 or self._clock.is_over():
             raise TooManyError
 
     def part(self, share: float) -> Effort:
         """An effort of its own with a share of what is left."""
-        return Effort(int(self.left * share), self._deadline)
+        return Effort(int(self.left * share), self._clock)
 
 
 @dataclass(frozen=True, eq=False)

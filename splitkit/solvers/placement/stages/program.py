@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.core import BIG, Core
 from splitkit.solvers.placement.mip import Rows
 from splitkit.solvers.placement.problem import Floats, Ints
@@ -22,7 +23,9 @@ _MARGIN = 1e-6  # relative: what HiGHS may be off
 _MOST_COLUMNS = 4_000  # of more it finds little, and overruns its time
 
 
-def stage_program(core: Core, ladder: Ladder, limit: int, seconds: float) -> tuple[StageRanks | None, int]:
+def stage_program(
+    core: Core, ladder: Ladder, limit: int, seconds: float, clock: Clock
+) -> tuple[StageRanks | None, int]:
     """The best stages below ``limit`` that are found in time, and a bound on their greatest load.
 
     Args:
@@ -30,12 +33,13 @@ def stage_program(core: Core, ladder: Ladder, limit: int, seconds: float) -> tup
         ladder: how devices can be used.
         limit: above all loads; `BIG` for none.
         seconds: for the search.
+        clock: told if time ends it.
     """
     slots = max(sum(used) for used in ladder.used)
     if core.size * slots + 2 * core.costs.shape[1] * slots > _MOST_COLUMNS:
         return None, 0
     program = _Program(core, ladder, slots, limit)
-    return program.solve(seconds)
+    return program.solve(seconds, clock)
 
 
 class _Program:
@@ -60,7 +64,7 @@ class _Program:
                 self._load(slot, kind)
                 self._memory(slot, kind)
 
-    def solve(self, seconds: float) -> tuple[StageRanks | None, int]:
+    def solve(self, seconds: float, clock: Clock) -> tuple[StageRanks | None, int]:
         """What HiGHS finds, checked and counted again in whole numbers, and what it proves."""
         columns = self._rows.columns
         price, low, high = np.zeros(columns), np.zeros(columns), np.ones(columns)
@@ -68,7 +72,7 @@ class _Program:
         low[self._by[:, -1]] = 1.0
         whole = np.zeros(columns, np.bool_)
         whole[self._by], whole[self._on] = True, True
-        result = self._rows.solve(price, whole, low, high, seconds, any_will_do=self._limit >= BIG)
+        result = self._rows.solve(price, whole, low, high, seconds, clock, any_will_do=self._limit >= BIG)
         if result.status == 2:
             return None, self._limit if self._limit < BIG else BIG
         proven = result.mip_dual_bound

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import numpy as np
 
+from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement import bounds
 from splitkit.solvers.placement.anneal import Places, Population, Schedule, rows_of
 from splitkit.solvers.placement.contract import relaxed, tightened
@@ -41,6 +41,7 @@ class StageSearch:
         found_by: the solver that found the best.
         proved_by: the solver that proved the bound.
         plans: all that were found, each better than those before it.
+        clock: the end of the search.
     """
 
     def __init__(self, core: Core, ladder: Ladder, seconds: float, *, joinable: bool) -> None:
@@ -51,8 +52,8 @@ class StageSearch:
         self.found_by = self.proved_by = "bound"
         self.plans: list[StageRanks] = []
         self._seconds = seconds
-        self._deadline = time.monotonic() + _FAR * seconds + GRACE
-        self._effort = Effort(int(_STEPS * seconds), self._deadline)
+        self.clock = Clock(_FAR * seconds + GRACE)
+        self._effort = Effort(int(_STEPS * seconds), self.clock)
         self._joinable = joinable
         self._order: Ints = np.arange(core.size)
         self._reach = 1.0  # of the way from the bound to the value, for the next limit over ideals
@@ -89,7 +90,7 @@ class StageSearch:
             self.raise_bound()
         if not self.closed:
             self.over_ideals()
-        if not self.closed and self._time_left() > 0:
+        if not self.closed and not self.clock.is_over():
             self.by_program(_PROGRAM * self._seconds)
 
     def along_orders(self, *, any_will_do: bool = False) -> None:
@@ -114,7 +115,7 @@ class StageSearch:
         random = np.random.default_rng(0)
         found: list[StageRanks] = []
         for order in orders(self.core):
-            if self._time_left() <= 0:
+            if self.clock.is_over():
                 break
             found += Along(self.core, order).ties(self.ladder, self.best.value, _TIES, random)
         return found
@@ -174,7 +175,7 @@ class StageSearch:
         places = min(self.core.size + 1, PLACES)
         each = places**2 * (len(self.ladder.steps) + 8) + _UNIT_STEPS * self.core.size
         for _ in range(max(1, min(_REORDERINGS, int(_REORDERED * _STEPS * self._seconds / each)))):
-            if self.best is None or self.closed or self._time_left() <= 0:
+            if self.best is None or self.closed or self.clock.is_over():
                 return
             found = Along(self.core, within(self.core, self.best.rank, random)).best(self.ladder, self.limit)
             if found:
@@ -185,10 +186,10 @@ class StageSearch:
         assert self.best
         start, kinds = self.best.rank, self.best.kinds
         places = Places.of(self.core, kinds, self._flights(kinds), staged=True, fill=self.ladder.fill)
-        if len(kinds) < 2 or self._time_left() <= 0:
+        if len(kinds) < 2 or self.clock.is_over():
             return
         population = Population(self.core, places, start, rows_of(self.core, len(kinds)))
-        population.run(Schedule(population.rounds(seconds), self._deadline), self.bound / self.core.scale)
+        population.run(Schedule(population.rounds(seconds), self.clock), self.bound / self.core.scale)
         value = int(stage_loads(self.core, population.best, kinds).max())
         self._take(StageRanks(value, population.best, kinds), "annealing")
         line = Along(self.core, by_key(self.core, population.best.astype(np.float64)))
@@ -211,7 +212,7 @@ class StageSearch:
     def by_program(self, seconds: float) -> None:
         """A mixed-integer program."""
         core, label = self._joined(self.limit)
-        found, bound = stage_program(core, self.ladder, self.limit, seconds)
+        found, bound = stage_program(core, self.ladder, self.limit, seconds, self.clock)
         if found:
             self._take(StageRanks(found.value, found.rank[label], found.kinds), "highs")
         self._prove(min(bound, self.limit), "highs")
@@ -249,6 +250,3 @@ class StageSearch:
     def _prove(self, bound: int, solver: str) -> None:
         if bound > self.bound:
             self.bound, self.proved_by = bound, solver
-
-    def _time_left(self) -> float:
-        return self._deadline - time.monotonic()

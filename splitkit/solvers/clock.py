@@ -1,0 +1,33 @@
+"""When a search ends at the latest, and whether that ended it."""
+
+from __future__ import annotations
+
+import time
+
+
+class Clock:
+    """The far end of a search whose steps are counted: only a machine that is much too slow or busy meets it.
+
+    Counts decide what is found, so that every machine finds the same. Where the clock ends a part of the search all the
+    same, ``cut`` says so from then on, and whoever made the plan tells: another machine may find another one. Time is
+    that of this thread, which does not pass while others have the processor; a program in HiGHS is held to the clock on
+    the wall, as it knows no other.
+
+    Args:
+        seconds: until the end.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.thread_time() + seconds
+        self.cut = False
+
+    @property
+    def left(self) -> float:
+        """Seconds until the end, less than 0 after it."""
+        return self._end - time.thread_time()
+
+    def is_over(self) -> bool:
+        """Whether the end has come; who asks stops then, so that the search is cut."""
+        over = self.left < 0
+        self.cut |= over
+        return over
