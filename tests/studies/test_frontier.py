@@ -14,8 +14,8 @@ from choices import Prices, every_plan, saved, spent, steps
 from hulls import lower_hull
 from hypothesis import HealthCheck, given, settings
 from jointgraphs import Hand
+from jointmodels import MODELS, assert_steps_alike, captured, ran
 from rich.console import Console
-from test_joint import MODELS, assert_steps_alike, eager, example, ran
 
 from splitkit import costs
 from splitkit.engine.pair import divide
@@ -131,9 +131,7 @@ def test_points_of_a_model(gpt2):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_points_run_like_eager(name):
-    model, args, kwargs = example(name)
-    joint = capture_joint(model, *args, **kwargs)
-    expected = eager(model, args, kwargs)
+    joint, args, kwargs, expected = captured(name)
     points = Frontier(joint).points
     for point in (points[0], points[len(points) // 2]):
         assert_steps_alike(ran(joint, divide(joint.flow, point.plan, point.costs), args, kwargs), expected)
