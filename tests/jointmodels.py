@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -118,17 +117,13 @@ NAMES = [*TRANSFORMERS, *SMALL]
 MODELS = [*TRANSFORMERS, "conv"]
 
 
-@dataclass(frozen=True)
-class Captured:
+class Captured(NamedTuple):
     """A training step, with the inputs and what eager gives."""
 
     joint: Joint
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     expected: tuple[Any, ...]
-
-    def __iter__(self):
-        return iter((self.joint, self.args, self.kwargs, self.expected))
 
 
 def example(name):

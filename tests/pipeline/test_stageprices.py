@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 from savedbytes import kept_by_autograd, storages, tensors_of
-from test_activations import LANGUAGE, MODELS, Convolutions, Mixed
+from test_autograd import LANGUAGE, MODELS, Convolutions, Mixed
 from torch import nn
 from torch.utils import _pytree as pytree
 
