@@ -1,33 +1,174 @@
-"""Models of a training step, captured as joint graphs, and their step in eager mode."""
+"""Small models whose training steps are captured once, with what eager autograd gives for them."""
 
 from __future__ import annotations
 
 import copy
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from splitkit.costs import roofline
+from splitkit.frontends.joint import Joint, capture_joint
 from splitkit.testing.models import build
+from splitkit.testing.nets import NETS, Writing
 
-TINY = {"layers": 2, "width": 32, "heads": 4, "batch": 2}
-
-
+WIDER = {"layers": 2, "width": 64, "heads": 2, "batch": 2}
+TINY = {"layers": 1, "width": 32, "heads": 4, "batch": 2}
 TEXT = {**TINY, "vocab": 64, "seq": 8}
-
-
-MODELS = {
-    **dict.fromkeys(("gpt2", "llama", "bert", "t5"), TEXT),
+TRANSFORMERS = {
+    "gpt2": {**TEXT, "layers": 2},
+    **dict.fromkeys(("llama", "bert", "t5"), TEXT),
     "vit": {**TINY, "image": 32, "patch": 16, "classes": 10},
     "mixtral": {**TEXT, "experts": 2},
 }
 
 
+class Conv(nn.Module):
+    """Convolution, BatchNorm (whose buffers are updated) and dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.head = nn.Sequential(nn.Dropout(0.3), nn.Linear(4, 5))
+
+    def forward(self, x):
+        return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+class Checkpointed(nn.Module):
+    """Blocks under torch's checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 8)) for _ in range(2)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.sin()
+
+
+class Chain(nn.Module):
+    """Pointwise ops and products of different sizes, with a skip."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, width, bias=False), nn.Linear(width, 8, bias=False)
+
+    def forward(self, x):
+        y = torch.tanh(self.up(x)).exp()
+        return (self.down(y * y).sigmoid() + x).cos().sum()
+
+
+class Branches(nn.Module):
+    """Two branches of one value, and a tuple of which backward reads a member."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, width))
+
+    def forward(self, x):
+        y = x @ self.weight
+        high, at = y.sin().max(dim=1)
+        return (y.tanh() * y).sum() + (high.exp() * at).sum()
+
+
+class Deep(nn.Module):
+    """A wide value at each end, and a chain in between."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, width))
+
+    def forward(self, x):
+        y = (x @ self.weight).sigmoid()
+        z = y.tanh().exp().mean(dim=1, keepdim=True).tanh()
+        return ((z * x).exp().sigmoid() * y.sum(dim=1, keepdim=True)).tanh().sum()
+
+
+class Normed(nn.Module):
+    """Tuples of which forward reads a member long after they were made: a norm, and statistics of it."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.norm = nn.Linear(8, width), nn.LayerNorm(width)
+
+    def forward(self, x):
+        y = self.norm(self.up(x))
+        z = y.tanh().exp().sin()
+        return (z.cumsum(0).cos() * y).sum()
+
+
+SMALL = {
+    "conv": lambda: (Conv(), torch.randn(4, 3, 8, 8)),
+    "checkpointed": lambda: (Checkpointed(), torch.randn(4, 8)),
+    "chain": lambda: (Chain(16), torch.randn(4, 8)),
+    "branches": lambda: (Branches(16), torch.randn(4, 8)),
+    "deep": lambda: (Deep(32), torch.randn(4, 8)),
+    "normed": lambda: (Normed(8), torch.randn(4, 8)),
+    "narrow writing": lambda: (Writing(16), torch.randn(4, 16)),
+}
+NAMES = [*TRANSFORMERS, *SMALL]
+MODELS = [*TRANSFORMERS, "conv"]
+
+
+class Captured(NamedTuple):
+    """A training step, with the inputs and what eager gives."""
+
+    joint: Joint
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    expected: tuple[Any, ...]
+
+
 def example(name):
+    """A model with inputs and named inputs."""
     torch.manual_seed(1)
-    if name == "conv":
-        return Conv(), (torch.randn(4, 3, 8, 8),), {}
-    made = build(name, **MODELS[name])
+    if name in SMALL:
+        model, x = SMALL[name]()
+        return model, (x,), {}
+    made = NETS[name]() if name in NETS else build(name, **TRANSFORMERS[name])
     return made.model, made.args, made.kwargs
+
+
+@cache
+def captured(name):
+    """The joint graph of a model; nobody may change it."""
+    with torch.random.fork_rng():
+        model, args, kwargs = example(name)
+        return Captured(capture_joint(model, *args, **kwargs), args, kwargs, eager(model, args, kwargs))
+
+
+@cache
+def step_of(layers, **sizes):
+    """The joint graph of a GPT-2 without dropout, and its prices; nobody may change it."""
+    made = build("gpt2", **{"layers": layers, "width": 64, "heads": 2, "batch": 2, "seq": 32, "vocab": 101, **sizes})
+    for module in made.model.modules():
+        module.training = False
+    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    return joint, roofline(joint.graph_module, "a100")
+
+
+def wider(name):
+    """An example model or net of width 64, with inputs."""
+    if name in NETS:
+        return NETS[name]()
+    sizes = {"image": 32} if name == "vit" else {"seq": 16, "vocab": 101}
+    return build(name, **WIDER, **sizes)
+
+
+@cache
+def wide(name):
+    """The joint graph of a model as `wider` makes it, and the example; nobody may change them."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = wider(name)
+        return capture_joint(made.model, *made.args, **made.kwargs), made
 
 
 def eager(model, args, kwargs, loss=None):
@@ -41,6 +182,7 @@ def eager(model, args, kwargs, loss=None):
 
 
 def assert_steps_alike(step, expected):
+    """Loss, gradients and buffers to the bit."""
     loss, gradients, buffers = expected
     assert torch.equal(step.loss, loss)
     assert {n for n, g in gradients.items() if g is not None} == {
@@ -54,18 +196,7 @@ def assert_steps_alike(step, expected):
 
 
 def ran(joint, pair, args, kwargs):
+    """A step of a pair from seed 0."""
     torch.manual_seed(0)
     outputs, gradients = pair.run(joint.primals(*args, **kwargs), joint.tangents())
     return joint.read([*outputs, *gradients])
-
-
-class Conv(nn.Module):
-    """Convolution, BatchNorm (whose buffers are updated) and dropout."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
-        self.head = nn.Sequential(nn.Dropout(0.3), nn.Linear(4, 5))
-
-    def forward(self, x):
-        return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import hashlib
 import itertools
 import json
 import logging
@@ -14,17 +13,16 @@ import os
 import pickle
 import re
 import stat
-import subprocess
 import sys
 import threading
 import warnings
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from jointmodels import step_of
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -2640,63 +2638,14 @@ def test_print_of_a_split_and_its_kin_showed_pages():
         assert len(str(value).splitlines()) <= 10 and len(str(value)) < 2000, type(value)
 
 
-def _step_of(layers, **sizes):
-    """The joint graph of a GPT-2 without dropout, and its prices."""
-    made = sk.models.build(
-        "gpt2", **{"layers": layers, "width": 64, "heads": 2, "batch": 2, "seq": 32, "vocab": 101, **sizes}
-    )
-    for module in made.model.modules():
-        module.training = False
-    joint = sk.capture_joint(made.model, *made.args, **made.kwargs)
-    return joint, costs.roofline(joint.graph_module, "a100")
-
-
-def _digest(plan):
-    places = sorted((node.name, list(map(str, keys))) for node, keys in plan.places.items())
-    return hashlib.sha256(json.dumps([places, plan.note]).encode()).hexdigest()
-
-
-_PLAN_ALONE = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from test_bugs import _digest, _step_of
-from splitkit.policies import Budget
-joint, prices = _step_of(2)
-for of in ("saved", "peak"):
-    print(_digest(Budget(0.85, of=of).assign(joint.flow, prices)))
-print(_digest(Budget("least").assign(joint.flow, prices)))
-"""
-
-
-def test_a_budgets_plan_depended_on_what_was_planned_before_it():
-    """After other budgets, in any order, with limits of time that do not bind, and under any seed of hashes."""
-    joint, prices = _step_of(2)
-    found = {}
-    for budget, of in (
-        (0.8, "peak"),
-        (0.5, "saved"),
-        (0.85, "peak"),
-        ("least", "peak"),
-        (0.85, "saved"),
-        (0.95, "peak"),
-    ):
-        found[budget, of] = _digest(Budget(budget, of=of).assign(joint.flow, prices))
-    assert found[0.85, "peak"] == _digest(Budget(0.85, time_limit=3600).assign(joint.flow, prices))
-    expected = [found[0.85, "saved"], found[0.85, "peak"], found["least", "peak"]]
-    for seed in ("0", "7"):
-        command = [sys.executable, "-c", _PLAN_ALONE, str(Path(__file__).parent)]
-        ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": seed})
-        assert ran.stdout.split() == expected, ran.stderr[-2000:]
-
-
 def test_a_clock_that_cuts_a_search_short_went_unsaid():
-    joint, prices = _step_of(2)
+    joint, prices = step_of(2)
     assert "cut short" in Budget(0.85, time_limit=1e-6).assign(joint.flow, prices).note
     assert "cut short" not in Budget(0.85).assign(joint.flow, prices).note
 
 
 def test_a_refusal_of_a_budget_simulated_many_times_as_many_plans_as_a_plan(monkeypatch):
-    joint, prices = _step_of(12, width=32)
+    joint, prices = step_of(12, width=32)
     simulate, count = PlansSeen._simulate, 0
 
     def counted(self, choice):
@@ -2718,7 +2667,7 @@ def test_a_refusal_of_a_budget_simulated_many_times_as_many_plans_as_a_plan(monk
 
 def test_a_program_for_saved_bytes_grew_with_every_layer(monkeypatch):
     """Of a large graph a window is decided, and the plan is as quick as that of the whole program."""
-    joint, prices = _step_of(8)
+    joint, prices = step_of(8)
     problem = savings(joint.flow, prices)
     search = RecomputeSearch(PlansSeen(problem, Peaks(joint.flow)))
     most = problem.choose(np.zeros(len(problem.ops), bool)).nbytes
@@ -2737,13 +2686,13 @@ def test_a_program_for_saved_bytes_grew_with_every_layer(monkeypatch):
 
 def test_the_bound_of_a_peak_forgot_what_forward_makes_only_to_save_it():
     """The derivative of an activation that backward reads: saved, it is there between the halves. The gap was 47 %."""
-    joint, prices = _step_of(12, width=128, heads=4, seq=64, vocab=1000)
+    joint, prices = step_of(12, width=128, heads=4, seq=64, vocab=1000)
     note = Budget(0.8).assign(joint.flow, prices).note
     assert float(re.search(r"gap ([\d.]+)%", note)[1]) < 24
 
 
 def test_the_lowest_peak_was_known_only_from_a_refusal():
-    joint, prices = _step_of(2)
+    joint, prices = step_of(2)
     least = {of: joint.split(Budget("least", of=of), prices) for of in ("peak", "saved")}
     profiles = {
         of: sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs) for of, pair in least.items()
@@ -2756,7 +2705,7 @@ def test_the_lowest_peak_was_known_only_from_a_refusal():
 
 
 def test_a_frontier_of_the_peak_falls_and_keeps_to_what_it_says():
-    joint, prices = _step_of(2)
+    joint, prices = step_of(2)
     frontier = sk.Frontier(joint, prices, of="peak", budgets=4)
     peaks, seconds = ([getattr(p, what) for p in frontier.points] for what in ("peak", "seconds"))
     assert len(peaks) > 2 and peaks == sorted(set(peaks)) and seconds == sorted(set(seconds), reverse=True)
@@ -2773,7 +2722,7 @@ def test_a_frontier_of_the_peak_falls_and_keeps_to_what_it_says():
 
 
 def test_saved_values_had_no_module():
-    joint, prices = _step_of(2)
+    joint, prices = step_of(2)
     pair = joint.split(Budget(0.9), prices)
     values = pair.saved_values
     assert {v.name for v in values} == set(pair.saved)

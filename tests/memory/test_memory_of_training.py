@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from jointmodels import wide, wider
 from torch import nn
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
@@ -19,7 +20,6 @@ from splitkit.testing import models
 from splitkit.testing.nets import NETS
 from splitkit.training.peaks import Peaks
 
-SMALL = {"layers": 2, "width": 64, "heads": 2, "batch": 2}
 WAYS = {
     "torch's default": lambda joint: joint.partition(default_partition),
     "torch's min-cut": lambda joint: joint.partition(min_cut_rematerialization_partition),
@@ -29,16 +29,9 @@ WAYS = {
 }
 
 
-def example(name):
-    if name in NETS:
-        return NETS[name]()
-    return models.build(name, **(SMALL | ({"image": 32} if name == "vit" else {"seq": 16, "vocab": 101})))
-
-
 @pytest.mark.parametrize("name", [*models.NAMES, *NETS])
 def test_forward_and_backward_to_the_byte(name):
-    made = example(name)
-    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    joint, made = wide(name)
     for way, partition in WAYS.items():
         pair = partition(joint)
         profile = simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
@@ -87,8 +80,7 @@ def test_by_hand():
 
 
 def test_user_outputs_are_found_without_their_number():
-    made = example("gpt2")
-    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    joint, _ = wide("gpt2")
     pair = joint.split(SaveAll())
     told = simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
     assert simulate_memory(pair.forward, pair.backward).peak == told.peak
@@ -96,7 +88,7 @@ def test_user_outputs_are_found_without_their_number():
 
 def test_a_real_training_step_takes_what_was_predicted():
     """A step of a module that AOTAutograd runs, not the halves alone: gradients, loss and all."""
-    made = example("gpt2")
+    made = wider("gpt2")
     joint = capture_joint(made.model, *made.args, **made.kwargs)
     pair = joint.split(SaveAll())
     predicted = simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).peak

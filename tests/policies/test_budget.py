@@ -11,6 +11,7 @@ import torch
 from choices import steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jointmodels import Branches, Chain, Deep, Normed, wide
 from torch import nn
 
 import splitkit as sk
@@ -23,49 +24,8 @@ from splitkit.policies.budget import Budget
 from splitkit.search.recompute import pool
 from splitkit.search.recompute.moments import Floors, Moments
 from splitkit.search.recompute.search import RecomputeSearch
-from splitkit.testing import models
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks
-
-SMALL = {"layers": 2, "width": 64, "heads": 2, "batch": 2, "seq": 16, "vocab": 101}
-
-
-class Chain(nn.Module):
-    """Pointwise ops and products of different sizes, with a skip."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, width, bias=False), nn.Linear(width, 8, bias=False)
-
-    def forward(self, x):
-        y = torch.tanh(self.up(x)).exp()
-        return (self.down(y * y).sigmoid() + x).cos().sum()
-
-
-class Branches(nn.Module):
-    """Two branches of one value, and a tuple of which backward reads a member."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, width))
-
-    def forward(self, x):
-        y = x @ self.weight
-        high, at = y.sin().max(dim=1)
-        return (y.tanh() * y).sum() + (high.exp() * at).sum()
-
-
-class Deep(nn.Module):
-    """A wide value at each end, and a chain in between."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, width))
-
-    def forward(self, x):
-        y = (x @ self.weight).sigmoid()
-        z = y.tanh().exp().mean(dim=1, keepdim=True).tanh()
-        return ((z * x).exp().sigmoid() * y.sum(dim=1, keepdim=True)).tanh().sum()
 
 
 def small(make, width):
@@ -98,19 +58,6 @@ def profile_of(joint, plan):
     return simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
 
 
-class Normed(nn.Module):
-    """Tuples of which forward reads a member long after they were made: a norm, and statistics of it."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.up, self.norm = nn.Linear(8, width), nn.LayerNorm(width)
-
-    def forward(self, x):
-        y = self.norm(self.up(x))
-        z = y.tanh().exp().sin()
-        return (z.cumsum(0).cos() * y).sum()
-
-
 GRAPHS = [(Chain, 4), (Chain, 16), (Branches, 4), (Branches, 16), (Deep, 8), (Deep, 32), (Normed, 8)]
 
 
@@ -127,8 +74,7 @@ def test_no_plan_that_saves_as_little_is_quicker(make, width):
 
 def test_the_fewest_bytes_that_can_be_saved():
     """Random masks are saved, whatever the budget: the error says how many bytes that takes."""
-    made = models.build("gpt2", **SMALL)
-    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    joint, _ = wide("gpt2")
     fewest = profile_of(joint, RecomputeAll()).saved
     assert profile_of(joint, Budget(fewest, of="saved")).saved == fewest > 0
     with pytest.raises(NoPlanError) as raised:
@@ -178,8 +124,7 @@ def test_what_is_over_the_budget_is_over_the_limit():
 @pytest.mark.parametrize("of", ["peak", "saved"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 def test_a_larger_budget_never_costs_more(name, of):
-    made = models.build(name, **SMALL)
-    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    joint, _ = wide(name)
     costs = roofline(joint.graph_module)
     problem = savings(joint.flow, costs)
     whole = profile_of(joint, SaveAll())
@@ -213,8 +158,7 @@ def test_budgets_that_rise_cost_less_and_less(made, shares):
 
 
 def test_the_error_names_a_plan_that_can_be_had():
-    made = models.build("gpt2", **SMALL)
-    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    joint, _ = wide("gpt2")
     with pytest.raises(NoPlanError) as raised:
         joint.split(Budget(1000))
     assert raised.value.code == "SK303" and "1000 bytes" in raised.value.reason
@@ -225,8 +169,7 @@ def test_the_error_names_a_plan_that_can_be_had():
 
 
 def test_candidates_are_never_beaten_by_the_result():
-    made = models.build("bert", **SMALL)
-    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    joint, _ = wide("bert")
     costs = roofline(joint.graph_module)
     problem, own = savings(joint.flow, costs), Remat(["aten.mm", "aten.addmm", "aten.bmm"])
     theirs = own.assign(joint.flow, costs)
@@ -238,8 +181,7 @@ def test_candidates_are_never_beaten_by_the_result():
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
 def test_predicted_is_measured_and_gradients_are_eager(name):
-    made = models.build(name, **SMALL)
-    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    joint, made = wide(name)
     costs = roofline(joint.graph_module)
     whole = joint.split(SaveAll())
     primals, tangents = joint.primals(*made.args, **made.kwargs), joint.tangents()

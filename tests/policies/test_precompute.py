@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from jointgraphs import Hand
+from jointmodels import wide
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
@@ -18,8 +19,6 @@ from splitkit.errors import PolicyError
 from splitkit.frontends.joint import capture_joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, Remat, SaveAll
-from splitkit.testing import models
-from splitkit.testing.nets import NETS
 from splitkit.training.flow import BACKWARD, FORWARD, homes
 
 
@@ -183,9 +182,7 @@ def worked_twice(joint, pair):
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral", "unet", "writing"])
 def test_never_more_bytes_and_never_more_work(name):
-    sizes = {"layers": 2, "width": 64, "heads": 2, "batch": 2, "seq": 16, "vocab": 101}
-    made = NETS[name]() if name in NETS else models.build(name, **sizes)
-    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    joint, made = wide(name)
     for base in (SaveAll(), RecomputeAll(), Remat(["aten.mm", "aten.addmm", "aten.convolution"])):
         before, after = (divide(joint.flow, p, unit(joint.flow.root)) for p in (base, Precompute(base)))
         assert saved_bytes(joint.flow, Precompute(base)) <= saved_bytes(joint.flow, base)

@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 import placementcases as cases
 import pytest
+from campaigns import few_and_many
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,10 +45,11 @@ def value_of(problem):
     return found.value
 
 
-@settings(max_examples=1500, deadline=None, derandomize=True)
-@given(cases.problems())
-def test_equals_brute_force(problem):
+def equals_brute_force(problem):
     assert value_of(problem) == pytest.approx(cases.best_stages(problem), rel=1e-12)
+
+
+test_equals_brute_force, test_equals_brute_force_on_many = few_and_many(400, 3000, cases.problems())(equals_brute_force)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)

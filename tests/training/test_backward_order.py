@@ -6,6 +6,7 @@ import random
 
 import pytest
 from jointgraphs import Hand
+from jointmodels import WIDER, wide
 
 from splitkit.costs import unit
 from splitkit.engine.pair import divide
@@ -17,15 +18,8 @@ from splitkit.testing.nets import NETS
 from splitkit.training.flow import BACKWARD, FORWARD, homes, recompute, unrepeatable
 from splitkit.training.order import EmissionOrder, _Half
 
-SMALL = {"layers": 2, "width": 64, "heads": 2, "batch": 2}
 PRODUCTS = ["aten.mm", "aten.addmm", "aten.bmm", "aten.convolution"]
 POLICIES = {"save all": SaveAll(), "recompute all": RecomputeAll(), "keep products": Remat(PRODUCTS)}
-
-
-def captured(name, **more):
-    sizes = SMALL | ({"image": 32} if name == "vit" else {"seq": 16, "vocab": 101}) | more
-    made = NETS[name]() if name in NETS else models.build(name, **sizes)
-    return capture_joint(made.model, *made.args, **made.kwargs)
 
 
 def simulated(pair):
@@ -61,7 +55,7 @@ def assert_legal(flow, pair):
 
 @pytest.mark.parametrize("name", [*models.NAMES, *NETS])
 def test_legal_and_never_a_higher_peak_than_graph_order(name, monkeypatch):
-    flow = captured(name).flow
+    flow = wide(name)[0].flow
     draw = random.Random(0)
     choices = [n for n in flow.nodes if homes(flow).home(n) == FORWARD and n not in unrepeatable(flow)]
     some = recompute(flow, homes(flow), draw.sample(choices, len(choices) // 3))
@@ -76,7 +70,7 @@ def test_legal_and_never_a_higher_peak_than_graph_order(name, monkeypatch):
 @pytest.mark.parametrize("name", ["gpt2", "t5", "unet"])
 def test_the_peak_that_orders_are_chosen_by_is_the_simulated_one(name, monkeypatch):
     """Up to what is there all the time, which no order changes."""
-    flow = captured(name).flow
+    flow = wide(name)[0].flow
     order, rest = EmissionOrder(flow), set()
     for policy in (RecomputeAll(), Remat(PRODUCTS)):
         for pair in (divide(flow, policy, unit(flow.root)), in_graph_order(flow, policy, monkeypatch)):
@@ -88,20 +82,21 @@ def test_the_peak_that_orders_are_chosen_by_is_the_simulated_one(name, monkeypat
 
 
 def test_recompute_of_one_block_after_the_other_takes_less(monkeypatch):
-    flow = captured("gpt2", layers=3, seq=128).flow
+    made = models.build("gpt2", **{**WIDER, "layers": 3, "seq": 128, "vocab": 101})
+    flow = capture_joint(made.model, *made.args, **made.kwargs).flow
     ours, theirs = divide(flow, Remat(PRODUCTS), unit(flow.root)), in_graph_order(flow, Remat(PRODUCTS), monkeypatch)
     assert simulated(ours).peak_of("backward") < 0.9 * simulated(theirs).peak_of("backward")
 
 
 def test_nothing_recomputed_is_in_graph_order(monkeypatch):
-    flow = captured("lstm").flow
+    flow = wide("lstm")[0].flow
     ours, theirs = divide(flow, SaveAll(), unit(flow.root)), in_graph_order(flow, SaveAll(), monkeypatch)
     for half in ("forward", "backward"):
         assert [n.name for n in computed(getattr(ours, half))] == [n.name for n in computed(getattr(theirs, half))]
 
 
 def test_the_same_order_every_time():
-    flow = captured("mixtral").flow
+    flow = wide("mixtral")[0].flow
     members = RecomputeAll().assign(flow, unit(flow.root)).members(BACKWARD)
     orders = [EmissionOrder(flow).backward(nodes) for nodes in (members, members[::-1])]
     assert orders[0] == orders[1]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from jointgraphs import Hand
+from jointmodels import wide
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
@@ -20,14 +21,7 @@ from splitkit.testing.nets import NETS
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks
 
-SMALL = {"layers": 2, "width": 64, "heads": 2, "batch": 2}
 PRODUCTS = ["aten.mm", "aten.addmm", "aten.bmm", "aten.convolution"]
-
-
-def example(name):
-    if name in NETS:
-        return NETS[name]()
-    return models.build(name, **(SMALL | ({"image": 32} if name == "vit" else {"seq": 16, "vocab": 101})))
 
 
 def assert_alike(joint, peaks, plan):
@@ -42,8 +36,7 @@ def assert_alike(joint, peaks, plan):
 
 @pytest.mark.parametrize("name", [*models.NAMES, *NETS])
 def test_each_step_of_each_plan_as_simulated_on_the_pair(name):
-    made = example(name)
-    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    joint, _ = wide(name)
     peaks, costs = Peaks(joint.flow), roofline(joint.graph_module)
     problem, random = savings(joint.flow, costs), np.random.default_rng(0)
     plans = [policy.assign(joint.flow, costs) for policy in (SaveAll(), RecomputeAll(), Remat(PRODUCTS))]

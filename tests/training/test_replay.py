@@ -7,16 +7,14 @@ import pytest
 from choices import steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jointmodels import wide
 
 from splitkit.costs import unit
-from splitkit.frontends.joint import capture_joint
 from splitkit.testing import models
 from splitkit.testing.nets import NETS
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks
 from splitkit.training.replay import Replay
-
-SMALL = {"layers": 2, "width": 64, "heads": 2, "batch": 2}
 
 
 def assert_alike(problem, peaks, runs):
@@ -37,9 +35,7 @@ def test_any_choice_of_any_step(made, seed):
 
 @pytest.mark.parametrize("name", [*models.NAMES, *NETS])
 def test_choices_of_models(name):
-    sizes = SMALL | ({"image": 32} if name == "vit" else {"seq": 16, "vocab": 101})
-    made = NETS[name]() if name in NETS else models.build(name, **sizes)
-    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    joint, _ = wide(name)
     problem, peaks, random = savings(joint.flow, unit(joint.graph_module)), Peaks(joint.flow), np.random.default_rng(0)
     for share in (0.0, 0.3, 0.7, 1.0):
         assert_alike(problem, peaks, random.random(len(problem.ops)) < share)

@@ -7,12 +7,11 @@ import pytest
 import torch
 from choices import Prices, saved
 from jointgraphs import Hand
-from jointmodels import MODELS, assert_steps_alike, eager, example, ran
+from jointmodels import MODELS, assert_steps_alike, captured, ran
 from torch.utils.checkpoint import CheckpointPolicy
 
 from splitkit import costs
 from splitkit.engine.pair import divide
-from splitkit.frontends.joint import capture_joint
 from splitkit.testing.nets import NETS
 from splitkit.training.choices import savings
 from splitkit.training.flow import BACKWARD, FORWARD
@@ -21,19 +20,9 @@ aten = torch.ops.aten
 KIB = 1024
 
 
-def made(name):
-    torch.manual_seed(1)
-    if name in NETS:
-        net = NETS[name]()
-        return net.model, net.args, net.kwargs
-    return example(name)
-
-
-@pytest.mark.parametrize("name", [*MODELS, *NETS, "conv"])
+@pytest.mark.parametrize("name", [*MODELS, *NETS])
 def test_any_choice_takes_the_bytes_and_seconds_it_says_and_runs_like_eager(name):
-    model, args, kwargs = made(name)
-    joint = capture_joint(model, *args, **kwargs)
-    expected = eager(model, args, kwargs)
+    joint, args, kwargs, expected = captured(name)
     if name == "lstm":  # whose eager kernel is oneDNN's, with sums in another order
         torch.manual_seed(0)
         whole = joint.run(*args, **kwargs)
