@@ -20,7 +20,7 @@ from rich.console import Console
 from splitkit import costs
 from splitkit.engine.pair import divide
 from splitkit.errors import NoPlanError, PolicyError
-from splitkit.frontends import capture
+from splitkit.frontends.capture import capture
 from splitkit.frontends.joint import capture_joint
 from splitkit.graph.dataflow import analyze
 from splitkit.memory.profile import simulate_memory
