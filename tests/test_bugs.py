@@ -33,7 +33,8 @@ from splitkit.costs import unit
 from splitkit.costs.keys import is_lasting, key_of
 from splitkit.engine.split import split
 from splitkit.errors import CostError, GraphError, NoPlanError, PolicyError
-from splitkit.graph.dataflow import module_path
+from splitkit.extend import declare, module_path
+from splitkit.graph.ops import effects_of
 from splitkit.memory.autograd import activations
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import refine
@@ -1205,7 +1206,7 @@ def test_a_refusal_for_opaque_code_names_declare_and_declaring_lifts_it():
     where = {"add": 0, "leaf": 1, "sub": 0}
     with pytest.raises(sk.SplitError, match=r"SK203(.|\n)*leaf(.|\n)*declare"):
         sk.split(gm, where)
-    sk.ops.declare(Harmless)
+    declare(Harmless)
     assert sk.split(gm, where)(torch.ones(3))[0].tolist() == [1.0] * 3
 
 
@@ -1564,10 +1565,10 @@ def test_symbolic_trace_lost_custom_backwards():
 def test_a_kept_function_says_what_its_forward_does():
     gm = sk.capture(_Net(_BACKWARDS["in_place"]), torch.randn(4, 4))
     node = next(n for n in gm.graph.nodes if n.name.startswith("_inplace"))
-    effects = sk.ops.effects_of(node, gm)
+    effects = effects_of(node, gm)
     assert [n.name for n in effects.writes] == ["mul"] and effects.known and not effects.random
     noisy = sk.capture(_Net(_BACKWARDS["noisy"]), torch.randn(4, 4))
-    effects = sk.ops.effects_of(next(n for n in noisy.graph.nodes if n.name.startswith("_noisy")), noisy)
+    effects = effects_of(next(n for n in noisy.graph.nodes if n.name.startswith("_noisy")), noisy)
     assert effects.random and not effects.writes and not effects.aliases
 
 
