@@ -126,7 +126,7 @@ class Dataflow:
 
         Each memory once, whatever its names: of tensors that begin at the same place of a storage the parameter, then
         the largest. Views that begin at several places of one storage are several, such as the weights of an LSTM on
-        CUDA; ask `splitkit.graph.storages.storage_key` which these are.
+        CUDA; ask `splitkit.extend.storage_key` which these are.
         """
         return owned(self.root, nodes)
 

@@ -8,6 +8,7 @@ from splitkit.policies.buckets import Buckets
 from splitkit.policies.budget import Budget
 from splitkit.policies.by_device import ByDevice
 from splitkit.policies.by_name import ByName
+from splitkit.policies.by_parameter_bytes import ByParameterBytes
 from splitkit.policies.by_support import BySupport
 from splitkit.policies.devices import Devices
 from splitkit.policies.expert import Expert
@@ -31,6 +32,7 @@ __all__ = [
     "Budget",
     "ByDevice",
     "ByName",
+    "ByParameterBytes",
     "BySupport",
     "Devices",
     "Expert",

@@ -8,12 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.fx import Node
 
-from splitkit.checks import nbytes
-from splitkit.costs import Costs
-from splitkit.graph.dataflow import Dataflow, given_back, readers_of
-from splitkit.graph.sizes import tensor_bytes
-from splitkit.graph.storages import start_of
-from splitkit.plans.record import Plan
+from splitkit.extend import Costs, Dataflow, Plan, checks, given_back, readers_of, start_of, tensor_bytes
 
 
 @dataclass(frozen=True)
@@ -44,8 +39,8 @@ class Buckets:
 
     def _caps(self) -> tuple[int, int]:
         """When the bucket that is ready first is full, and when any other is."""
-        cap = nbytes(self, "bytes", self.bytes, 1)
-        return (cap if self.first is None else nbytes(self, "first", self.first, 1)), cap
+        cap = checks.nbytes(self, "bytes", self.bytes, 1)
+        return (cap if self.first is None else checks.nbytes(self, "first", self.first, 1)), cap
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
         """Parts are ints; parameters that need no gradient, or that DDP was told to ignore, do not count."""

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 import splitkit as sk
-from splitkit.policies import AroundOps, AtMarkers, Buckets, BySupport
+from splitkit.policies import AroundOps, AtMarkers, Buckets, ByParameterBytes, BySupport
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,8 @@ from splitkit.policies import AroundOps, AtMarkers, Buckets, BySupport
         AroundOps("sin"),
         AtMarkers("sin"),
         Buckets(100),
+        ByParameterBytes(100),
+        ByParameterBytes("1GiB"),
         BySupport(lambda n: n.target != "sin"),
         BySupport("sin", unsupported="parts", min_size=2),
     ],
