@@ -83,4 +83,5 @@ def test_policies_take_the_ints_of_numpy_and_bytes_as_texts():
     assert Buckets("25MiB")._caps() == (25 * 2**20,) * 2 == Buckets(25 * 2**20)._caps()
     assert Buckets("25MiB", "1MiB")._caps() == (2**20, 25 * 2**20)
     assert Budget(np.int64(512))._bytes(0) == Budget("0.5KiB")._bytes(0) == Budget(np.float32(0.5))._bytes(1024) == 512
-    assert Stages(4, memory=np.int64(80))._limits() == (80,) * 4
+    assert checks.memory_of(Stages(4), np.int64(80), 4) == checks.memory_of(Stages(4), "80", 4) == (80,) * 4
+    assert Stages(4, memory=np.int64(80)) == Stages(4, memory=80)
