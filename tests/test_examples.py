@@ -16,8 +16,8 @@ SIZES = {
     "vit": {**SMALL, "image": 32, "patch": 8},
 }
 POLICIES = {
-    "Stages(2)": Stages(2),
-    "Stages(4)": Stages(4),
+    "Stages(2)": Stages(2, seconds=1),
+    "Stages(4)": Stages(4, seconds=1),
     "RoundRobin(3)": RoundRobin(3),
     "Random(5)": Random(5, seed=1, host=0.05, copies=0.5),
 }
@@ -44,7 +44,7 @@ def test_a_split_model_equals_the_model(name, policy):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_plan_file_gives_the_same_split_after_another_capture(name, tmp_path):
     _, gm = captured(name)
-    plan = sk.plan(gm, Stages(3))
+    plan = sk.plan(gm, Stages(3, seconds=1))
     plan.save(tmp_path / "plan.json")
     example = build(name, **SIZES[name])
     again = sk.capture(example.model, *example.args, **example.kwargs)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import splitkit as sk
+from splitkit.extend import module_path
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +132,7 @@ def test_plans_of_rules_are_legal_and_follow_the_devices(rules, tied):
         assert set(plan.places) == set(flow.nodes), name
         torch.testing.assert_close(sk.split(gm, plan)(ids), model(ids))
     found = rules.placed(flow, {"embed": 0, "blocks": 1, "head": 0})
-    homes = {sk.dataflow.module_path(node): found.home(node) for node in flow.nodes}
+    homes = {module_path(node): found.home(node) for node in flow.nodes}
     assert homes["embed"] == 0 and homes["blocks.4.outer"] == 1
     assert homes["head"] == 1  # accelerate would go back to the first device: a stage cannot
     layers = [name for name, _ in rules.layers_of(flow, model)]

@@ -202,7 +202,7 @@ def test_models_to_the_byte(name, example):
     with torch.no_grad():
         profile, measured = simulate_memory(gm), sk.measure_memory(gm, *example.args, **example.kwargs)
         assert (profile.peak, profile.baseline, profile.end) == (measured.peak, measured.baseline, measured.end)
-        split = sk.split(gm, sk.policies.Stages(3))
+        split = sk.split(gm, sk.policies.Stages(3, seconds=1))
         profile = simulate_memory(split)
         measured = sk.measure_memory(split.module, *example.args, **example.kwargs)
         assert (profile.peak, profile.end) == (measured.peak, measured.end)

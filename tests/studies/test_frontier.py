@@ -28,7 +28,7 @@ from splitkit.studies.frontier import Frontier
 from splitkit.testing.models import build
 
 
-@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(steps())
 def test_the_points_are_the_hull_of_all_plans(step):
     flow, prices = step

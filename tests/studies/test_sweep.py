@@ -15,13 +15,24 @@ from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stageprices import StagePrices
 from splitkit.policies import Stages
 from splitkit.studies.sweep import SCHEDULES, Sweep, SweepRow, combinations, sweep
-from splitkit.testing import models
 
 
 @pytest.fixture(scope="module")
 def gm():
-    example = models.build("gpt2", layers=1, width=64, heads=2, vocab=512, seq=16)
-    return sk.capture(example.model, *example.args, **example.kwargs)
+    """A chain of layers that differ, with skips: its stages are proven at once, so that a sweep takes seconds."""
+
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+            self.wide = nn.ModuleList(nn.Linear(64, 32 * (i + 1)) for i in range(8))
+
+        def forward(self, x):
+            for layer, wide in zip(self.layers, self.wide, strict=True):
+                x = x + layer(torch.relu(x)) * wide(x).mean()
+            return x.square().mean()
+
+    return sk.capture(Skips(), torch.randn(16, 64))
 
 
 @pytest.fixture(scope="module")
