@@ -3191,3 +3191,28 @@ def test_an_empty_tensor_given_twice_was_refused():
     assert split(nothing, nothing)[0].shape == (0,)
     with pytest.raises(sk.PlanError, match="SK212"):
         split(both := torch.ones(2), both)
+
+
+def _costs_of_two_stages(flow: sk.Dataflow) -> str:
+    plan = sk.plan(flow.root, sk.policies.Stages(2))
+    return repr(sk.stage_costs(flow, plan, costs.flops(flow)))
+
+
+def test_facts_first_asked_for_in_inference_mode_were_wrong_ever_after():
+    gm = sk.capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.randn(2, 4))
+    right, flow = _costs_of_two_stages(sk.analyze(gm)), sk.analyze(gm)
+    with torch.inference_mode():
+        assert _costs_of_two_stages(flow) == right
+    assert _costs_of_two_stages(flow) == right
+
+
+def test_facts_outlived_the_kernels_of_attention():
+    class Attention(nn.Module):
+        def forward(self, q):
+            return F.scaled_dot_product_attention(q, q, q)
+
+    gm = sk.capture(nn.Sequential(nn.Linear(8, 8), Attention(), nn.Linear(8, 8)), torch.randn(2, 4, 16, 8))
+    right, flow = _costs_of_two_stages(sk.analyze(gm)), sk.analyze(gm)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert _costs_of_two_stages(flow) != right
+    assert _costs_of_two_stages(flow) == right
