@@ -54,7 +54,7 @@ def fraction(owner: object, name: str, value: object) -> float:
 def nbytes(owner: object, name: str, value: object, least: int = 0, besides: str = "") -> int:
     """Bytes, a whole number or a text with a unit (``"80GiB"``, ``"1.5 kB"``); errors also tell ``besides``."""
     known = read_size(value) if isinstance(value, str) else value
-    if not is_whole(known, least):
+    if not is_whole(known, least) or int(known).bit_length() > 1000:  # searches compare it with floats
         raise _wrong(owner, name, value, f'bytes, {least} or more: a whole number, or a text such as "80GiB"{besides}')
     return int(known)
 
@@ -84,7 +84,7 @@ def memory_of(policy: object, memory: Memory, devices: int) -> tuple[int | None,
     Raises:
         PolicyError: SK302 for what is no size, or another number of sizes than devices.
     """
-    if isinstance(memory, str) or not isinstance(memory, Sequence):
+    if isinstance(memory, str | bytes) or not isinstance(memory, Sequence):
         return (None if memory is None else nbytes(policy, "memory", memory),) * devices
     if len(memory) != devices:
         reason = f"{_title(policy)}: memory is {len(memory)} sizes for {devices} devices"

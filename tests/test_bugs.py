@@ -3216,3 +3216,21 @@ def test_facts_outlived_the_kernels_of_attention():
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         assert _costs_of_two_stages(flow) != right
     assert _costs_of_two_stages(flow) == right
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda gm: sk.policies.Stages(2, memory="9" * 5000),
+        lambda gm: sk.policies.Stages(2, memory="1" + "0" * 400 + "GiB"),
+        lambda gm: sk.policies.Devices(["h200"] * 4, memory=b"1GiB"),  # type: ignore[arg-type]
+        lambda gm: sk.policies.Best([sk.policies.Stages(2)], memory="lots"),
+        lambda gm: sk.policies.Budget(np.array([1, 2])),  # type: ignore[arg-type]
+        lambda gm: sk.sweep(gm, costs.flops(gm), memory="lots"),
+    ],
+    ids=["digits", "zeros", "bytes", "best", "array", "sweep"],
+)
+def test_some_sizes_that_are_none_were_taken_or_met_a_traceback_or_a_private_name(ask):
+    gm = sk.capture(nn.Linear(4, 4), torch.randn(2, 4))
+    with pytest.raises(sk.PolicyError, match=r"SK302: (Stages|Devices|Best|Budget|sweep)\("):
+        ask(gm)
