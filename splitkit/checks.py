@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
@@ -37,8 +38,10 @@ def count(owner: object, name: str, value: object) -> int:
     return int(value)
 
 
-def seconds(owner: object, name: str, value: object, zero: bool = False) -> float:
-    """A time above zero, perhaps infinite; or also none, where ``zero`` is told."""
+def seconds(owner: object, name: str, value: object, zero: bool = False, endless: bool = True) -> float:
+    """A time above zero, perhaps infinite unless ``endless`` denies it; or also none, where ``zero`` is told."""
+    if is_number(value) and value == math.inf and not endless:  # steps of a search are counted by it
+        raise _wrong(owner, name, value, "seconds, a number above 0 that is not infinite")
     if not is_number(value) or not (value or zero):
         raise _wrong(owner, name, value, "seconds, 0 or more" if zero else "seconds, a number above 0")
     return float(value)

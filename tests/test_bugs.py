@@ -3234,3 +3234,11 @@ def test_some_sizes_that_are_none_were_taken_or_met_a_traceback_or_a_private_nam
     gm = sk.capture(nn.Linear(4, 4), torch.randn(2, 4))
     with pytest.raises(sk.PolicyError, match=r"SK302: (Stages|Devices|Best|Budget|sweep)\("):
         ask(gm)
+
+
+@pytest.mark.parametrize(
+    "policy", [sk.policies.Stages, lambda n, seconds: sk.policies.Devices(["h200"] * n, seconds=seconds)]
+)
+def test_endless_seconds_met_a_traceback_in_the_search(policy):
+    with pytest.raises(sk.PolicyError, match=r"SK302: (Stages|Devices)\(seconds=inf\)"):
+        policy(2, seconds=float("inf"))
