@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
@@ -37,8 +38,10 @@ def count(owner: object, name: str, value: object) -> int:
     return int(value)
 
 
-def seconds(owner: object, name: str, value: object, zero: bool = False) -> float:
-    """A time above zero, perhaps infinite; or also none, where ``zero`` is told."""
+def seconds(owner: object, name: str, value: object, zero: bool = False, endless: bool = True) -> float:
+    """A time above zero, perhaps infinite unless ``endless`` denies it; or also none, where ``zero`` is told."""
+    if is_number(value) and value == math.inf and not endless:  # steps of a search are counted by it
+        raise _wrong(owner, name, value, "seconds, a number above 0 that is not infinite")
     if not is_number(value) or not (value or zero):
         raise _wrong(owner, name, value, "seconds, 0 or more" if zero else "seconds, a number above 0")
     return float(value)
@@ -54,7 +57,7 @@ def fraction(owner: object, name: str, value: object) -> float:
 def nbytes(owner: object, name: str, value: object, least: int = 0, besides: str = "") -> int:
     """Bytes, a whole number or a text with a unit (``"80GiB"``, ``"1.5 kB"``); errors also tell ``besides``."""
     known = read_size(value) if isinstance(value, str) else value
-    if not is_whole(known, least):
+    if not is_whole(known, least) or int(known).bit_length() > 1000:  # searches compare it with floats
         raise _wrong(owner, name, value, f'bytes, {least} or more: a whole number, or a text such as "80GiB"{besides}')
     return int(known)
 
@@ -84,7 +87,7 @@ def memory_of(policy: object, memory: Memory, devices: int) -> tuple[int | None,
     Raises:
         PolicyError: SK302 for what is no size, or another number of sizes than devices.
     """
-    if isinstance(memory, str) or not isinstance(memory, Sequence):
+    if isinstance(memory, str | bytes) or not isinstance(memory, Sequence):
         return (None if memory is None else nbytes(policy, "memory", memory),) * devices
     if len(memory) != devices:
         reason = f"{_title(policy)}: memory is {len(memory)} sizes for {devices} devices"

@@ -9,7 +9,7 @@ from fractions import Fraction
 _BYTES = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGTP", 1):
     _BYTES |= {f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+_SIZE = re.compile(r"\s*(\d{1,2000}(?:\.\d{1,2000})?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def quantity(value: float) -> str:

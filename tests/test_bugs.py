@@ -3191,3 +3191,54 @@ def test_an_empty_tensor_given_twice_was_refused():
     assert split(nothing, nothing)[0].shape == (0,)
     with pytest.raises(sk.PlanError, match="SK212"):
         split(both := torch.ones(2), both)
+
+
+def _costs_of_two_stages(flow: sk.Dataflow) -> str:
+    plan = sk.plan(flow.root, sk.policies.Stages(2))
+    return repr(sk.stage_costs(flow, plan, costs.flops(flow)))
+
+
+def test_facts_first_asked_for_in_inference_mode_were_wrong_ever_after():
+    gm = sk.capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.randn(2, 4))
+    right, flow = _costs_of_two_stages(sk.analyze(gm)), sk.analyze(gm)
+    with torch.inference_mode():
+        assert _costs_of_two_stages(flow) == right
+    assert _costs_of_two_stages(flow) == right
+
+
+def test_facts_outlived_the_kernels_of_attention():
+    class Attention(nn.Module):
+        def forward(self, q):
+            return F.scaled_dot_product_attention(q, q, q)
+
+    gm = sk.capture(nn.Sequential(nn.Linear(8, 8), Attention(), nn.Linear(8, 8)), torch.randn(2, 4, 16, 8))
+    right, flow = _costs_of_two_stages(sk.analyze(gm)), sk.analyze(gm)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert _costs_of_two_stages(flow) != right
+    assert _costs_of_two_stages(flow) == right
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda gm: sk.policies.Stages(2, memory="9" * 5000),
+        lambda gm: sk.policies.Stages(2, memory="1" + "0" * 400 + "GiB"),
+        lambda gm: sk.policies.Devices(["h200"] * 4, memory=b"1GiB"),  # type: ignore[arg-type]
+        lambda gm: sk.policies.Best([sk.policies.Stages(2)], memory="lots"),
+        lambda gm: sk.policies.Budget(np.array([1, 2])),  # type: ignore[arg-type]
+        lambda gm: sk.sweep(gm, costs.flops(gm), memory="lots"),
+    ],
+    ids=["digits", "zeros", "bytes", "best", "array", "sweep"],
+)
+def test_some_sizes_that_are_none_were_taken_or_met_a_traceback_or_a_private_name(ask):
+    gm = sk.capture(nn.Linear(4, 4), torch.randn(2, 4))
+    with pytest.raises(sk.PolicyError, match=r"SK302: (Stages|Devices|Best|Budget|sweep)\("):
+        ask(gm)
+
+
+@pytest.mark.parametrize(
+    "policy", [sk.policies.Stages, lambda n, seconds: sk.policies.Devices(["h200"] * n, seconds=seconds)]
+)
+def test_endless_seconds_met_a_traceback_in_the_search(policy):
+    with pytest.raises(sk.PolicyError, match=r"SK302: (Stages|Devices)\(seconds=inf\)"):
+        policy(2, seconds=float("inf"))

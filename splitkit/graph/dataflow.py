@@ -82,11 +82,12 @@ class Dataflow:
     def fact(self, find: Callable[..., T], *given: Hashable) -> T:
         """What ``find(flow, *given)`` says, found once for all who ask: what autograd keeps of the graph, its FLOPs.
 
-        Found anew after modules have changed their mode, or tensors whether they require grad: no edit of the graph.
+        Found anew after modules have changed their mode, tensors whether they require grad, or attention its kernels:
+        no edit of the graph.
         """
         root = self.root
         wants = tuple(t.requires_grad for owned in (root.parameters(), root.buffers()) for t in owned)
-        key = (find, given, wants, tuple(module.training for module in root.modules()))
+        key = (find, given, wants, tuple(module.training for module in root.modules()), _kernels())
         if key not in self._facts:
             self._facts[key] = find(self, *given)
         found: T = self._facts[key]
@@ -240,6 +241,17 @@ def _unpacks(node: Node, source: Node, root: nn.Module) -> bool:
         return known
     # Unknown: an index that only tensors take makes it a view; else stay together, which is always right.
     return isinstance(node.args[1], int | slice | str)
+
+
+def _kernels() -> tuple[bool, ...]:
+    """Which kernels attention may take (``torch.nn.attention.sdpa_kernel``): each saves something else for backward."""
+    allowed: Any = torch.backends.cuda  # untyped
+    return (
+        allowed.flash_sdp_enabled(),
+        allowed.mem_efficient_sdp_enabled(),
+        allowed.cudnn_sdp_enabled(),
+        allowed.math_sdp_enabled(),
+    )
 
 
 _CALL_SUFFIX = re.compile(r"@\d+")  # export marks the second call of a module `h.0@1`

@@ -86,7 +86,7 @@ def activations(gm: fx.GraphModule | Dataflow) -> Activations:
         run.settle()
         del held  # until here: what no output depends on is gone
 
-    with collector_at_rest():
+    with collector_at_rest(), torch.inference_mode(False):  # in which nothing is saved, whatever it trains later
         StandIn(run.run, tuple(values), {}, NO_SIZES, ()).run(watched)
     return run.found()
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 
-from splitkit.checks import Memory, count, is_whole, seconds, settle
+from splitkit.checks import Memory, count, is_whole, memory_of, seconds, settle
 from splitkit.costs import Costs, Links
 from splitkit.costs.links import links_of
 from splitkit.errors import NoPlanError, PlanError, PolicyError, ScheduleError, SplitError
@@ -74,6 +74,8 @@ class Best:
         if isinstance(policies, int):
             self._portfolio()
         else:  # how many stages there are, the plans will tell
+            several = isinstance(self.memory, Sequence) and not isinstance(self.memory, str | bytes)
+            memory_of(self, self.memory, len(self.memory) if several else 1)  # type: ignore[arg-type]
             require_schedule(self, self.schedule, self.microbatches if self.schedule is None else None, 2)
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:

@@ -86,7 +86,7 @@ class Budget:
     def _bytes(self, whole: int) -> int:
         """The budget in bytes, where the whole is what `SaveAll` takes."""
         budget: object = self.budget
-        if budget == LEAST:
+        if isinstance(budget, str) and budget == LEAST:
             return 0
         if is_number(budget) and not is_whole(budget) and budget <= 1:
             return int(budget * whole)

@@ -66,7 +66,7 @@ class Devices:
         memory_of(self, self.memory, len(self.given))
         links_of(self.links)
         checked_optimizer(self.optimizer)
-        seconds(self, "seconds", self.seconds)
+        seconds(self, "seconds", self.seconds, endless=False)
         if self.objective not in OBJECTIVES:
             raise PolicyError("SK302", f"Devices: objective is {self.objective!r}", f"Use {' or '.join(OBJECTIVES)}.")
         self._check_pieces()

@@ -71,7 +71,7 @@ class Stages:
         checked_optimizer(self.optimizer)
         if self.schedule is not None and self.optimizer is None:
             raise PolicyError("SK302", "Stages: a schedule trains, and optimizer is None", "Name one, or no schedule.")
-        seconds(self, "seconds", self.seconds)
+        seconds(self, "seconds", self.seconds, endless=False)
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
         """Stages are ``0 .. n - 1``.

@@ -120,7 +120,7 @@ class Sweeper:
         require_graph(self.gm)
         require_costs(self.costs)
         links_of(self.links)
-        memory_of(self, self.memory, 1)
+        memory_of("sweep", self.memory, 1)
         checked_optimizer(self.optimizer)
         if self.optimizer is None:
             raise PolicyError("SK302", "sweep: the optimizer is None", "These schedules train: name an optimizer.")
@@ -157,7 +157,7 @@ class Sweeper:
 
     @cached_property
     def _limit(self) -> int | None:
-        return memory_of(self, self.memory, 1)[0]
+        return memory_of("sweep", self.memory, 1)[0]
 
     def _common(self, stages: int, schedule: str, microbatches: int) -> tuple[Plan, tuple[StageCosts, ...]]:
         """Stages without a limit; without links it does not matter on which ranks they are."""
