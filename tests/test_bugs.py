@@ -3242,3 +3242,16 @@ def test_some_sizes_that_are_none_were_taken_or_met_a_traceback_or_a_private_nam
 def test_endless_seconds_met_a_traceback_in_the_search(policy):
     with pytest.raises(sk.PolicyError, match=r"SK302: (Stages|Devices)\(seconds=inf\)"):
         policy(2, seconds=float("inf"))
+
+
+def test_bytes_of_a_device_and_of_an_allocators_block_took_no_text(tmp_path):
+    device = sk.costs.Device("mine", {"float32": 1e12}, 1e12, "80GiB")
+    assert device.memory == 80 * 2**30 and device == sk.costs.Device("mine", {"float32": 1e12}, 1e12, 80 * 2**30)
+    (tmp_path / "d.toml").write_text('[d]\nmemory = "1GiB"\nbandwidth = 1e12\npeak = {float32 = 1e12}\n')
+    assert sk.costs.load_devices(tmp_path / "d.toml")["d"].memory == 2**30
+    with pytest.raises(CostError, match="SK320.*memory"):
+        sk.costs.Device("mine", {"float32": 1e12}, 1e12, "lots")
+    gm = sk.capture(nn.Linear(3, 3), torch.ones(1, 3))
+    assert sk.simulate_memory(gm, block="2KiB").peak == sk.simulate_memory(gm, block=2048).peak
+    with pytest.raises(GraphError, match="SK110: block is 'lots'"):
+        sk.simulate_memory(gm, block="lots")

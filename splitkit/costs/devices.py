@@ -16,6 +16,7 @@ import torch
 
 from splitkit.checks import is_number, is_whole
 from splitkit.errors import CostError, FileError, nearest
+from splitkit.units import read_size
 
 # Where a device has no peak of its own for a dtype: the dtype that does its work, and how many operations of that one
 # make one. A product of complex numbers is four real ones with as many sums.
@@ -43,7 +44,7 @@ class Device:
             ``"float16"``, ``"float8"``, ``"int8"``, ``"float64"``, or a complex one. For one that is not there, that of
             the dtype in which the device would do it.
         bandwidth: how fast its memory is, in bytes a second.
-        memory: bytes.
+        memory: bytes; a text (``"80GiB"``) becomes the number.
         launch: seconds to start a kernel.
         source: where the figures come from.
 
@@ -59,6 +60,9 @@ class Device:
     source: str = ""
 
     def __post_init__(self) -> None:
+        memory: object = self.memory
+        if isinstance(memory, str) and (known := read_size(memory)) is not None:
+            object.__setattr__(self, "memory", known)
         _check(self)
         object.__setattr__(self, "peak", dict(self.peak))
 

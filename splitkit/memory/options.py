@@ -14,6 +14,7 @@ from splitkit.checks import is_whole
 from splitkit.errors import GraphError
 from splitkit.graph.dataflow import require_graph
 from splitkit.graph.symbols import concrete, symbols_of, value_of
+from splitkit.units import read_size
 
 
 @runtime_checkable
@@ -29,7 +30,7 @@ class SplitLike(Protocol):
         """Its parts."""
 
 
-def check(graph: object, backward: object, user_outputs: object, sizes: Mapping[str, object], block: object) -> None:
+def check(graph: object, backward: object, user_outputs: object, sizes: Mapping[str, object]) -> None:
     """Refuse what is no graph, and options that make no sense."""
     is_split = not isinstance(graph, fx.GraphModule) and isinstance(graph, SplitLike)
     if graph is None:
@@ -39,8 +40,6 @@ def check(graph: object, backward: object, user_outputs: object, sizes: Mapping[
             require_graph(given, "a torch.fx.GraphModule or a Split")
     if is_split and backward is not None:
         raise unfit("a Split is no forward graph of a pair", "Take the graphs of splitkit.capture_joint(...).split.")
-    if not is_whole(block, 1):
-        raise unfit(f"block is {block!r}", "Give a whole number of bytes, 1 or more, such as CUDA_BLOCK.")
     gm = graph.module if is_split and isinstance(graph, SplitLike) else graph
     known_symbols = _symbols(gm, backward) if sizes else set()
     for name, bound in sizes.items():
@@ -54,6 +53,14 @@ def check(graph: object, backward: object, user_outputs: object, sizes: Mapping[
         known = len(leaves_returned(graph))
         if not is_whole(user_outputs) or user_outputs > known:
             raise unfit(f"user_outputs is {user_outputs!r}", f"forward has {known} outputs.")
+
+
+def bytes_of_block(block: object) -> int:
+    """The bytes of an allocator's block: a whole number, or a text such as ``"2MiB"``."""
+    known = read_size(block) if isinstance(block, str) else block
+    if not is_whole(known, 1):
+        raise unfit(f"block is {block!r:.200}", 'Give bytes, 1 or more: a whole number such as CUDA_BLOCK, or "2MiB".')
+    return int(known)
 
 
 def _symbols(*graphs: object) -> set[str]:

@@ -15,7 +15,7 @@ from torch.fx import Node
 from splitkit._gc import collector_at_rest
 from splitkit.brief import brief
 from splitkit.graph.dataflow import module_path
-from splitkit.memory.options import SplitLike, check, checked, leaves_returned, unfit
+from splitkit.memory.options import SplitLike, bytes_of_block, check, checked, leaves_returned, unfit
 from splitkit.memory.run import MemoryRun, Value
 from splitkit.memory.stored import BEFORE, HELD, Buffer
 from splitkit.units import at_most, size
@@ -150,7 +150,7 @@ def simulate_memory(
     user_outputs: int | None = None,
     keep_inputs: bool = True,
     sizes: Mapping[str, int] | None = None,
-    block: int = 1,
+    block: int | str = 1,
     workspace: Callable[[Node], int] | None = None,
 ) -> MemoryProfile:
     """The bytes that are alive at each step of a run without autograd, to the byte.
@@ -176,7 +176,7 @@ def simulate_memory(
             reader, as boxed calls do.
         sizes: symbol -> size: an upper bound for a size that only the data decides (``{"u0": 128}``), so that the bytes
             are those that the run takes at most; or another size for one that was seen at capture (``{"s0": 64}``).
-        block: the allocator hands out multiples of this many bytes; `CUDA_BLOCK` on a GPU.
+        block: the allocator hands out multiples of this many bytes (``"2MiB"``); `CUDA_BLOCK` on a GPU.
         workspace: node -> the bytes that it takes besides its results while it runs, where that is more than what the
             dispatcher sees, such as ``costs.measured(...).workspace``.
 
@@ -185,8 +185,8 @@ def simulate_memory(
             decides has no bound, SK109 if the values do not show who shares memory, SK110 for options that make no
             sense.
     """
-    check(graph, backward, user_outputs, sizes or {}, block)
-    run = MemoryRun(sizes or {}, block, checked(workspace))
+    check(graph, backward, user_outputs, sizes or {})
+    run = MemoryRun(sizes or {}, bytes_of_block(block), checked(workspace))
     parts: dict[Hashable, MemoryProfile] = {}
     if not isinstance(graph, fx.GraphModule) and isinstance(graph, SplitLike):
         for key, part in graph.parts.items():
