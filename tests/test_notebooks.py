@@ -30,7 +30,8 @@ def test_committed_without_outputs(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_every_cell_runs(path):
+def test_every_cell_runs(path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # of the kernel: other tests run beside it
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(
         notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": path.parent}}

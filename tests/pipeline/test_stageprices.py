@@ -94,7 +94,7 @@ def test_parts_of_models(name):
     example = build(name, **MODELS[name])
     gm = sk.capture(example.model, *example.args, **example.kwargs)
     inputs = inputs_of(gm, example.args, example.kwargs)
-    found = check(gm, sk.plan(gm, Stages(3), sk.costs.flops(gm)), inputs)
+    found = check(gm, sk.plan(gm, Stages(3, seconds=1), sk.costs.flops(gm)), inputs)
     costs = sk.costs.training(sk.costs.flops(gm))
     assert sum(s.forward + s.backward for s in found) == pytest.approx(sum(costs.seconds(n) for n in gm.graph.nodes))
     assert all(s.backward_weight > 0 for s in found)
@@ -110,7 +110,7 @@ def test_parts_of_a_convolutional_net_and_of_one_with_regions(count):
         (Mixed(), (torch.randn(4, 16),)),
     ):
         gm = sk.capture(model.train(), *inputs)
-        check(gm, sk.plan(gm, Stages(count), sk.costs.flops(gm)), inputs)
+        check(gm, sk.plan(gm, Stages(count, seconds=1), sk.costs.flops(gm)), inputs)
 
 
 def chain():
