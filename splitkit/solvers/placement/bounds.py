@@ -24,6 +24,11 @@ def simple(core: Core) -> int:
     return max(longest, shared)
 
 
+def in_seconds(core: Core) -> float:
+    """`simple`, in seconds of the problem, without what rounding to whole numbers may have added."""
+    return max(0.0, simple(core) - core.slack) / core.scale
+
+
 def by_joining(core: Core, low: int, high: int, *, acyclic: bool) -> int:
     """The greatest load below which units would have to be joined that then do not fit the devices any more.
 

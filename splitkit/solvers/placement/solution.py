@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from splitkit.solvers.placement.core import Core
-from splitkit.solvers.placement.evaluate import loads
+from splitkit.solvers.placement.evaluate import faults, loads
 from splitkit.solvers.placement.problem import Floats, Ints, Problem
 from splitkit.solvers.placement.stages.stages import StageRanks
 
@@ -105,8 +105,8 @@ class InfeasibleError(ValueError):
 
 def preferred(
     problem: Problem, core: Core, plans: list[StageRanks], prefer: Key | None
-) -> tuple[Ints, tuple[int, ...]]:
-    """The best of several stages, placed: by their greatest load, then by the key, then the first.
+) -> tuple[Ints, tuple[int, ...], Floats]:
+    """The best of several stages, placed and checked, with its loads: by the greatest, then by the key, then the first.
 
     Args:
         problem: what is placed.
@@ -115,13 +115,14 @@ def preferred(
         prefer: the key.
     """
     made = (placed(core, stages) for stages in plans)
-    found = list({(device.tobytes(), order): (device, order) for device, order in made}.values())  # many are the same
-    if len(found) == 1:
-        return found[0]
-    worst = [float(loads(problem, device).max()) for device, _ in found]
-    least = min(worst)
-    best = [place for place, value in zip(found, worst, strict=True) if value <= least * (1 + 1e-12)]
-    return min(best, key=lambda place: prefer(*place)) if prefer else best[0]
+    distinct = {(device.tobytes(), order): (device, order) for device, order in made}  # many are the same
+    found = [(device, order, loads(problem, device)) for device, order in distinct.values()]
+    least = min(load.max() for _, _, load in found)
+    best = [each for each in found if each[2].max() <= least * (1 + 1e-12)]
+    taken = min(best, key=lambda each: prefer(*each[:2])) if prefer and len(best) > 1 else best[0]
+    wrong = faults(problem, *taken[:2])
+    assert not wrong, wrong
+    return taken
 
 
 def placed(core: Core, stages: StageRanks) -> tuple[Ints, tuple[int, ...]]:

@@ -9,7 +9,6 @@ from splitkit.solvers.placement import bounds
 from splitkit.solvers.placement.bounds import check
 from splitkit.solvers.placement.contract import contracted
 from splitkit.solvers.placement.core import Core, core_of, exact_links
-from splitkit.solvers.placement.evaluate import faults, loads
 from splitkit.solvers.placement.groups import fused
 from splitkit.solvers.placement.multilevel.vcycle import VCycle
 from splitkit.solvers.placement.problem import Problem
@@ -52,8 +51,7 @@ def multilevel(
     check(problem, core)
     if level_count(core, problem.ordered) > MOST_LEVELS:  # too many classes: in the order in which they are given
         along = multilevel(replace(problem, ordered=True), seconds=seconds, prefer=prefer, advise=advise)
-        bound = max(0.0, bounds.simple(core) - core.slack) / core.scale
-        return replace(along, bound=min(along.value, bound))
+        return replace(along, bound=min(along.value, bounds.in_seconds(core)))
     joinable = exact_links(problem) and not problem.fill
     core = contracted(core) if joinable and core.size <= _MOST_CONTRACTED else core
     if core.size > MOST_EXACT:
@@ -86,10 +84,7 @@ def _found(problem: Problem, core: Core, seconds: float, prefer: Key | None, sta
         search.bound = max(search.bound, bounds.by_joining(search.core, search.bound, best.value, acyclic=True))
     if exact_links(problem):
         plans = [best, *(cycles.ties(best, min(_TIES, _TIED_UNITS // core.size)) if prefer else ())]
-    device, order = preferred(problem, core, plans, prefer)
-    value = loads(problem, device)
-    wrong = faults(problem, device, order)
-    assert not wrong, wrong
+    device, order, value = preferred(problem, core, plans, prefer)
     return Solution(
         device=device,
         order=order,

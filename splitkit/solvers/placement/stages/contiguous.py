@@ -8,8 +8,7 @@ from dataclasses import replace
 from splitkit.solvers.placement import bounds
 from splitkit.solvers.placement.bounds import check
 from splitkit.solvers.placement.contract import contracted
-from splitkit.solvers.placement.core import Core, core_of, exact_links
-from splitkit.solvers.placement.evaluate import faults, loads
+from splitkit.solvers.placement.core import core_of, exact_links
 from splitkit.solvers.placement.groups import fused
 from splitkit.solvers.placement.memory import lacking, stages_fit
 from splitkit.solvers.placement.problem import Problem
@@ -46,7 +45,7 @@ def contiguous(
     check(problem, core)
     if level_count(core, problem.ordered) > MOST_LEVELS:  # too many classes: in the order in which they are given
         found = contiguous(replace(problem, ordered=True), seconds=seconds, prefer=prefer, advise=advise)
-        return replace(found, bound=min(found.value, _seconds(core, bounds.simple(core))))
+        return replace(found, bound=min(found.value, bounds.in_seconds(core)))
     exact = exact_links(problem)
     joinable = exact and not problem.fill
     small = contracted(core) if joinable and core.size <= _MOST_CONTRACTED else core
@@ -56,10 +55,7 @@ def contiguous(
     if search.best is None:
         raise lacking(problem, stages_fit, proven=search.closed, advise=advise)
     plans = search.plans if not exact else [search.best, *(search.ties() if prefer else ())]
-    device, order = preferred(problem, small, plans, prefer)
-    value = loads(problem, device)
-    wrong = faults(problem, device, order)
-    assert not wrong, wrong
+    device, order, value = preferred(problem, small, plans, prefer)
     bound = search.bound if search.bound < search.limit else search.limit
     return Solution(
         device=device,
@@ -72,7 +68,3 @@ def contiguous(
         tolerance=2 * small.slack / max(1, search.limit) + (_CLOSE if search.proved_by == "highs" else 1e-12),
         cut=search.clock.cut,
     )
-
-
-def _seconds(core: Core, bound: int) -> float:
-    return max(0.0, bound - core.slack) / core.scale
