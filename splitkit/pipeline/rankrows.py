@@ -90,7 +90,7 @@ def rows_of_parts(
     for number, (device, limit) in enumerate(zip(devices, limits, strict=True)):
         own = {key: part for key, part in parts.items() if number_of(key) == number}
         costs = own.values()
-        fixed = sum(part.parameter_bytes + part.gradient_bytes + part.optimizer_bytes for part in costs)
+        fixed = sum(part.fixed_bytes for part in costs)
         temporary = max((part.temporary_bytes for part in costs), default=0)
         yield RankRow(
             device=device,

@@ -64,6 +64,11 @@ class StageCosts:
             raise ScheduleError("SK332", text, "What waits for the weight part is a part of what is saved.")
 
     @property
+    def fixed_bytes(self) -> int:
+        """What is there throughout the step: parameters, their gradients and the state of the optimizer."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    @property
     def backward(self) -> float:
         """Seconds of both parts of backward."""
         return self.backward_input + self.backward_weight

@@ -202,7 +202,7 @@ def peaks_of_visits(stages: Sequence[StageCosts], devices: Sequence[PartKey]) ->
     held: dict[PartKey, int] = dict.fromkeys(devices, 0)
     besides = dict(held)
     for device, stage in zip(devices, stages, strict=True):
-        held[device] += stage.parameter_bytes + stage.gradient_bytes + stage.optimizer_bytes + stage.saved_bytes
+        held[device] += stage.fixed_bytes + stage.saved_bytes
         besides[device] = max(besides[device], stage.temporary_bytes)
     return {device: nbytes + besides[device] for device, nbytes in held.items()}
 

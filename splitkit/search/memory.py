@@ -242,5 +242,4 @@ class MemorySearch:
 
 def peak_of(costs: StageCosts, flights: int) -> int:
     """Bytes of a stage at its peak, with so many microbatches in flight."""
-    fixed = costs.parameter_bytes + costs.gradient_bytes + costs.optimizer_bytes
-    return fixed + flights * costs.saved_bytes + costs.temporary_bytes
+    return costs.fixed_bytes + flights * costs.saved_bytes + costs.temporary_bytes
