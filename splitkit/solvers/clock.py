@@ -10,8 +10,7 @@ class Clock:
 
     Counts decide what is found, so that every machine finds the same. Where the clock ends a part of the search all the
     same, ``cut`` says so from then on, and whoever made the plan tells: another machine may find another one. Time is
-    that of this thread, which does not pass while others have the processor; a program in HiGHS is held to the clock on
-    the wall, as it knows no other.
+    that of this thread, which does not pass while others have the processor.
 
     Args:
         seconds: until the end.

@@ -177,3 +177,25 @@ def test_a_row_of_an_infeasible_workload_says_what_would_fit(benchmark):
         contiguous(problem)
     row = benchmark.row(replace(workload, problem=problem), "contiguous", None)
     assert row["value"] is None and row["capacity"] == 3288748032
+
+
+def test_a_program_is_run_again_where_others_had_the_processor(monkeypatch):
+    """HiGHS stops by the clock on the wall; a thread that slept through it has not had its time."""
+    asked = []
+    milp = rows.milp
+
+    def halted(*args, **options):
+        """Ended by time at first, though the thread did nothing."""
+        asked.append(options["options"]["time_limit"])
+        result = milp(*args, **options)
+        if len(asked) == 1:
+            result.status, result.x = 1, None
+        return result
+
+    monkeypatch.setattr(rows, "milp", halted)
+    program, late = Rows(), clock.Clock(10)
+    x = program.block(1)
+    program.add([(x, 1.0)], low=0.5)
+    found = program.solve(np.ones(1), np.ones(1, np.bool_), np.zeros(1), np.ones(1), 1.0, late)
+    assert found.x.tolist() == [1.0] and not late.cut
+    assert len(asked) == 2 and asked[1] == pytest.approx(2 * asked[0])
