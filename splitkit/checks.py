@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeGuard
 
 from splitkit.errors import PolicyError
 from splitkit.units import read_size
+
+MOST = 1_000_000
+"""The most stages, parts or microbatches of anything."""
+LONGEST = 366 * 86400.0
+"""The longest search, in seconds."""
 
 
 def is_whole(value: object, least: int = 0) -> TypeGuard[int]:
@@ -17,13 +21,40 @@ def is_whole(value: object, least: int = 0) -> TypeGuard[int]:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether it is a number, 0 or more, perhaps infinite: an int or float, numpy's too, no bool and not nan."""
-    known: Any = value  # types have no >= for numbers.Real
-    return not isinstance(value, bool) and isinstance(value, numbers.Real) and bool(known >= 0)
+    """Whether it is a number, 0 or more, perhaps infinite: an int or float, numpy's too, no bool and not nan, and not
+    beyond what a float holds.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    try:
+        return float(value) >= 0
+    except OverflowError:
+        return False
+
+
+def is_word(value: object, *words: str) -> bool:
+    """Whether it is one of these texts; arrays, which answer ``==`` for each of their items, are none."""
+    return isinstance(value, str) and value in words
+
+
+def are_texts(value: object) -> TypeGuard[Collection[str]]:
+    """Whether it is a collection of texts, perhaps empty, and not one text."""
+    found = items_of(value)
+    return found is not None and all(isinstance(item, str) for item in found)
+
+
+def items_of(value: object) -> list[Any] | None:
+    """The items of a collection; ``None`` for a text, and for what is no collection."""
+    if isinstance(value, str | bytes) or not isinstance(value, Collection):
+        return None
+    try:
+        return list(value)
+    except TypeError:  # a tensor without dimensions
+        return None
 
 
 def count(owner: object, name: str, value: object) -> int:
-    """A whole number, 1 or more.
+    """A whole number, 1 or more, and no more than a million.
 
     Args:
         owner: whose parameter it is: the policy, or the name of a function.
@@ -35,13 +66,22 @@ def count(owner: object, name: str, value: object) -> int:
     """
     if not is_whole(value, 1):
         raise _wrong(owner, name, value, "a whole number >= 1")
+    if value > MOST:  # a record is made for each
+        raise _wrong(owner, name, value, f"a whole number >= 1, and {MOST} at most")
+    return int(value)
+
+
+def whole(owner: object, name: str, value: object) -> int:
+    """A whole number, negative ones too."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise _wrong(owner, name, value, "a whole number")
     return int(value)
 
 
 def seconds(owner: object, name: str, value: object, zero: bool = False, endless: bool = True) -> float:
     """A time above zero, perhaps infinite unless ``endless`` denies it; or also none, where ``zero`` is told."""
-    if is_number(value) and value == math.inf and not endless:  # steps of a search are counted by it
-        raise _wrong(owner, name, value, "seconds, a number above 0 that is not infinite")
+    if is_number(value) and float(value) > LONGEST and not endless:  # steps of a search are counted by it
+        raise _wrong(owner, name, value, "seconds, a number above 0 that is not infinite, a year at most")
     if not is_number(value) or not (value or zero):
         raise _wrong(owner, name, value, "seconds, 0 or more" if zero else "seconds, a number above 0")
     return float(value)
@@ -70,7 +110,16 @@ def settle(owner: object, name: str, read: Callable[[object, str, object], objec
 
 
 def _wrong(owner: object, name: str, value: object, what: str) -> PolicyError:
-    return PolicyError("SK302", f"{_title(owner)}({name}={value!r:.200})", f"{name} must be {what}.")
+    return PolicyError("SK302", f"{_title(owner)}({name}={shown(value)})", f"{name} must be {what}.")
+
+
+def shown(value: object) -> str:
+    """Anything that was given, on one line of bounded length."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # an int of more digits than Python writes, or what cannot show itself
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def _title(owner: object) -> str:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from splitkit.pipeline.stageprices import Optimizer
     from splitkit.plans.policy import Policy
 
+MOST_BYTES = 2**70
 OPTIONS = ("devices", "schedule", "microbatches", "links", "optimizer", "objective", "trace")
 """Options that only a placement has; ``--memory`` has another meaning with ``--what fwd-bwd``."""
 
@@ -78,8 +79,8 @@ def bytes_of(args: Namespace) -> int | None:
     """
     if args.memory is None:
         return None
-    if (found := read_size(args.memory)) is None:
-        raise UsageError("SK601", f"--memory {args.memory} is no size", "Write bytes, or 80GiB.")
+    if (found := read_size(args.memory)) is None or found > MOST_BYTES:
+        raise UsageError("SK601", f"--memory {args.memory:.60} is no size", "Write bytes, or 80GiB.")
     return found
 
 

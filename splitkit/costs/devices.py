@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import tomllib
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from splitkit.checks import is_number, is_whole
+from splitkit.checks import is_number, is_whole, shown
 from splitkit.errors import CostError, FileError, nearest
 from splitkit.units import read_size
 
@@ -31,6 +30,8 @@ _INSTEAD: Mapping[str, tuple[str, float]] = {
     "complex64": ("float32", 4),
     "complex128": ("float64", 4),
 }
+_LEAST, _MOST, _MOST_LAUNCH = 1e-6, 1e30, 1e12
+"""Figures beyond these are slips, and give prices that no longer add up."""
 _PEAKS = frozenset(_INSTEAD) | {"float32"}
 
 
@@ -91,13 +92,15 @@ def _check(device: Device) -> None:
         _positive(f"{where}: peak of {dtype}", peak, "FLOP/s")
     _positive(f"{where}: bandwidth", device.bandwidth, "bytes a second")
     _positive(f"{where}: memory", device.memory, "bytes, a whole number", is_whole)
-    if not is_number(device.launch) or device.launch == math.inf:
-        raise CostError("SK320", f"{where}: launch is {device.launch!r}", "Give seconds, 0 or more.")
+    if not is_number(device.launch) or float(device.launch) > _MOST_LAUNCH:
+        text = f"{where}: launch is {shown(device.launch)}"
+        raise CostError("SK320", text, f"Give seconds, 0 or more, {_MOST_LAUNCH:.0e} at most.")
 
 
 def _positive(what: str, value: object, unit: str, fits: Callable[[object], bool] = is_number) -> None:
-    if not fits(value) or not 0 < value < math.inf:  # type: ignore[operator]
-        raise CostError("SK320", f"{what} is {value!r}", f"Give a positive number of {unit}.")
+    if not fits(value) or not _LEAST <= float(value) <= _MOST:  # type: ignore[arg-type]
+        within = f"{_LEAST:.0e} to {_MOST:.0e}"
+        raise CostError("SK320", f"{what} is {shown(value)}", f"Give a positive number of {unit}, {within}.")
 
 
 def devices() -> dict[str, Device]:

@@ -12,10 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from splitkit.checks import is_number, is_whole
+from splitkit.checks import is_number, is_whole, items_of, shown
 from splitkit.errors import CostError, nearest
 
 Array = npt.NDArray[np.float64]
+SLOWEST, LONGEST_WAIT = 1e-12, 1e12
+"""Of a link: what is beyond them carries nothing, and has no times that can be added up."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,15 @@ class Link:
     source: str = ""
 
     def __post_init__(self) -> None:
-        if not is_number(self.bandwidth) or not self.bandwidth:
-            raise CostError("SK322", f"bandwidth is {self.bandwidth!r}", "Give a positive number of bytes a second.")
-        if not is_number(self.latency) or self.latency == math.inf:
-            raise CostError("SK322", f"latency is {self.latency!r}", "Give seconds, 0 or more.")
+        if not is_number(self.bandwidth) or float(self.bandwidth) < SLOWEST:
+            text = f"bandwidth is {shown(self.bandwidth)}"
+            raise CostError("SK322", text, f"Give a positive number of bytes a second, {SLOWEST} or more.")
+        if not is_number(self.latency) or float(self.latency) > LONGEST_WAIT:
+            raise CostError(
+                "SK322", f"latency is {shown(self.latency)}", f"Give seconds, 0 or more, {LONGEST_WAIT:.0e} at most."
+            )
+        for name in ("bandwidth", "latency"):
+            object.__setattr__(self, name, float(getattr(self, name)))
 
     def seconds(self, nbytes: float) -> float:
         """Seconds for one message."""
@@ -64,7 +71,7 @@ PRESETS: Mapping[str, Link] = {
 """By name."""
 
 
-def _link(link: str | Link) -> Link:
+def _link(link: object) -> Link:
     """A link, or the preset of that name, whatever its case, hyphens and spaces."""
     if isinstance(link, Link):
         return link
@@ -74,7 +81,7 @@ def _link(link: str | Link) -> Link:
             return PRESETS[names[_plain(link)]]
         hint = nearest(link, PRESETS) or f"Known are {', '.join(PRESETS)}; or give a Link."
         raise CostError("SK322", f"no link is called {link!r}", hint)
-    raise CostError("SK322", f"{link!r} is no link", f"Give a Link, or one of {', '.join(PRESETS)}.")
+    raise CostError("SK322", f"{shown(link)} is no link", f"Give a Link, or one of {', '.join(PRESETS)}.")
 
 
 def _plain(name: str) -> str:
@@ -98,6 +105,23 @@ class Links:
     inside: Link | None = None
     size: int = 0
     pairs: Mapping[tuple[Hashable, Hashable], Link] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        for name in ("between", "inside"):
+            link = getattr(self, name)
+            if link is not None and not isinstance(link, Link):
+                raise CostError(
+                    "SK322", f"{name} is {shown(link)}", "Give a Link, or use Links.preset, nodes or matrix."
+                )
+        if not is_whole(self.size):
+            raise CostError("SK322", f"a node of {shown(self.size)} devices", "Give a whole number, 0 for no nodes.")
+        pairs: object = self.pairs
+        if not isinstance(pairs, Mapping):
+            raise CostError("SK322", f"pairs is {shown(pairs)}", "Give {(source, target): Link(bandwidth)}.")
+        for pair, link in pairs.items():
+            if not isinstance(link, Link) or not isinstance(pair, tuple) or len(pair) != 2:
+                text = f"pairs has {shown(pair)}: {shown(link)}"
+                raise CostError("SK322", text, "Give {(source, target): Link(bandwidth)}.")
 
     @classmethod
     def preset(cls, name: str) -> Links:
@@ -125,7 +149,7 @@ class Links:
             CostError: SK322 if ``size`` is no positive number or a link is not known.
         """
         if not is_whole(size, 1):
-            raise CostError("SK322", f"a node of {size!r} devices", "Give a whole number, 1 or more.")
+            raise CostError("SK322", f"a node of {shown(size)} devices", "Give a whole number, 1 or more.")
         return cls(_link(between), _link(inside), size)
 
     @classmethod
@@ -144,14 +168,14 @@ class Links:
         """
         try:
             speeds, waits = np.asarray(bandwidth, float), np.asarray(latency, float)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise CostError("SK322", f"bandwidth or latency is no matrix: {error}", "Give rows of numbers.") from error
         if speeds.ndim != 2 or speeds.shape[0] != speeds.shape[1]:
             raise CostError("SK322", f"bandwidth has the shape {speeds.shape}", "Give a square matrix.")
         if waits.ndim and waits.shape != speeds.shape:
             raise CostError("SK322", f"latency has the shape {waits.shape}, bandwidth {speeds.shape}", "Give the same.")
-        names = list(range(len(speeds))) if devices is None else [_name(d) for d in devices]
-        if len(set(names)) != len(speeds):
+        names = _names_of(devices, len(speeds))
+        if len(set(names)) != len(speeds) or len(names) != len(speeds):
             raise CostError("SK322", f"{len(speeds)} rows have {len(set(names))} distinct devices", "Name each once.")
         waits = np.broadcast_to(waits, speeds.shape)
         pairs: dict[tuple[Hashable, Hashable], Link] = {}
@@ -177,11 +201,12 @@ class Links:
         Raises:
             CostError: SK322 if there are fewer, or one of the devices does not exist.
         """
-        names = [_name(device) for device in devices]
+        names = _names_of(devices, 0)
         if len(set(names)) < 2 or len(set(names)) != len(names):
             raise CostError("SK322", f"{names} are not two or more distinct devices", "Name each once, two at least.")
-        if not all(isinstance(n, int) for n in sizes) or len(set(sizes)) < 2 or min(sizes) < 1:
-            raise CostError("SK322", f"sizes are {list(sizes)}", "Give two or more positive sizes in bytes.")
+        known = items_of(sizes)
+        if known is None or not all(is_whole(n, 1) and n < 2**50 for n in known) or len(set(known)) < 2:
+            raise CostError("SK322", f"sizes are {shown(sizes)}", "Give two or more positive sizes in bytes.")
         pairs = {}
         for source, target in ((a, b) for a in names for b in names if a != b):
             times = [_copy_seconds(str(source), str(target), size) for size in sizes]
@@ -211,7 +236,7 @@ class Links:
             CostError: SK322 if there is no such link, or ``nbytes`` is no number, or negative.
         """
         if not is_number(nbytes):
-            raise CostError("SK322", f"{nbytes} bytes from {source} to {target}", "Give 0 or more.")
+            raise CostError("SK322", f"{shown(nbytes)} bytes from {source} to {target}", "Give 0 or more.")
         return 0.0 if _name(source) == _name(target) else self.link(source, target).seconds(nbytes)
 
     def to_arrays(self, devices: Sequence[Hashable]) -> tuple[Array, Array]:
@@ -232,6 +257,14 @@ class Links:
 
 def _name(device: Hashable) -> Hashable:
     return str(device) if isinstance(device, torch.device) else device
+
+
+def _names_of(devices: object, count: int) -> list[Hashable]:
+    """What devices are called, ``0 .. count - 1`` if nothing is said."""
+    found = list(range(count)) if devices is None else items_of(devices)
+    if found is None or not all(isinstance(name, Hashable) for name in found):
+        raise CostError("SK322", f"devices are {shown(devices)}", 'List their names: [0, 1], or ["cuda:0", "cuda:1"].')
+    return [_name(name) for name in found]
 
 
 def _rank(device: Hashable) -> int:
@@ -281,6 +314,12 @@ def _wait(places: Sequence[torch.device]) -> None:
             torch.get_device_module(place).synchronize(place)
 
 
-def links_of(links: str | Links | None) -> Links | None:
-    """Links, or the preset of that name (SK322 if there is none)."""
-    return Links.preset(links) if isinstance(links, str) else links
+def links_of(links: object) -> Links | None:
+    """Links, the preset of that name, or none for ``None``.
+
+    Raises:
+        CostError: SK322 for another name, and for anything else.
+    """
+    if links is None or isinstance(links, Links):
+        return links
+    return Links(_link(links))

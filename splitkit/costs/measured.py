@@ -6,7 +6,6 @@ first node is measured for all. The arguments are those of a real run, so that i
 
 from __future__ import annotations
 
-import math
 import operator
 import os
 import sys
@@ -24,6 +23,7 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit.brief import brief
+from splitkit.checks import LONGEST, is_number, shown
 from splitkit.costs.cache import CostCache, default_path, environment
 from splitkit.costs.copies import Private, copied, find_device, unfit
 from splitkit.costs.counting import Flops, flops
@@ -80,8 +80,10 @@ def measured(
     """
     flow = facts_of(gm)
     counter, where = flops(flow), find_device(device)
-    if not 0 < min_run_time < math.inf:
-        raise CostError("SK324", f"min_run_time is {min_run_time} seconds", "Give a number above 0.")
+    if not is_number(min_run_time) or not 0 < float(min_run_time) <= LONGEST:
+        raise CostError("SK324", f"min_run_time is {shown(min_run_time)} seconds", "Give a number above 0.")
+    if not isinstance(cache, str | os.PathLike | bool | None):
+        raise CostError("SK324", f"cache is {shown(cache)}", "Name a file, or give True or False.")
     path = default_path() if cache is True else Path(cache).expanduser() if cache else None
     kept = CostCache(path, environment(where))
     private = Private(flow, where)

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import fx
 
+from splitkit.checks import is_word, shown
 from splitkit.costs import Costs, Device, Fused, default, fused
 from splitkit.costs.devices import devices
 from splitkit.errors import PolicyError
@@ -14,6 +15,7 @@ from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.sizes import missing
 from splitkit.graph.storages import tensors
 from splitkit.graph.symbols import value_of
+from splitkit.prices import as_given
 
 Price = Literal["fused"]
 """Prices by name. ``"fused"``: `splitkit.costs.fused`, for Inductor, under which a chain of pointwise ops costs one
@@ -28,9 +30,11 @@ def require_price(policy: object, price: object) -> None:
     Raises:
         PolicyError: SK302.
     """
-    if price not in (None, "fused"):
+    if price is not None and not is_word(price, "fused"):
         name = type(policy).__name__
-        raise PolicyError("SK302", f"{name} has price={price!r}", "Give 'fused', or nothing for the costs as they are.")
+        raise PolicyError(
+            "SK302", f"{name} has price={shown(price)}", "Give 'fused', or nothing for the costs as they are."
+        )
 
 
 def priced(flow: Dataflow, costs: Costs, price: Price | None) -> Costs:
@@ -39,7 +43,7 @@ def priced(flow: Dataflow, costs: Costs, price: Price | None) -> Costs:
     Raises:
         GraphError: SK102 for a graph without ``meta["val"]``.
     """
-    if price is None or isinstance(costs, Fused):
+    if price is None or isinstance(as_given(costs), Fused):
         return costs
     device, tf32 = getattr(costs, "device", None), getattr(costs, "tf32", None)
     on = device if isinstance(device, Device) else device_of(flow.root)

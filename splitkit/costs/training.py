@@ -24,7 +24,7 @@ from splitkit.graph.gradients import Gradients
 from splitkit.graph.joint import is_joint, owners
 from splitkit.graph.sizes import require_values
 from splitkit.graph.symbols import value_of
-from splitkit.prices import Costs, includes_backward, unit_of
+from splitkit.prices import Costs, as_given, checked, includes_backward, unit_of
 
 # Ops of which the first argument is added to the product of the next two.
 _ADDED = frozenset(("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation"))
@@ -49,14 +49,16 @@ def training(costs: Costs, gm: fx.GraphModule | Dataflow | None = None) -> FromF
         gm: the graph, or facts about it; not needed where ``costs`` has an attribute ``gm`` that says it.
 
     Raises:
-        CostError: SK323 if the graph is not known.
+        CostError: SK323 if the graph is not known, or ``costs`` are none.
         GraphError: SK102 when nodes have no ``meta["val"]``.
     """
     known = gm if gm is not None else getattr(costs, "gm", None)
-    root = known.root if isinstance(known, Dataflow) else known
+    root, costs = known.root if isinstance(known, Dataflow) else known, checked(costs)
     if not isinstance(root, fx.GraphModule):
         raise CostError(
-            "SK323", f"{type(costs).__name__} does not say which graph it is of", "Pass it: training(costs, gm)."
+            "SK323",
+            f"{type(as_given(costs)).__name__} does not say which graph it is of",
+            "Pass it: training(costs, gm).",
         )
     if is_joint(root.graph):
         return FromJoint(costs, root)

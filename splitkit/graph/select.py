@@ -14,6 +14,7 @@ from torch import nn
 from torch.fx import Node
 
 from splitkit._torch import HigherOrderOperator, OpOverload, OpOverloadPacket
+from splitkit.checks import shown
 from splitkit.errors import PolicyError, near, nearest
 from splitkit.graph.dataflow import Dataflow, module_path
 
@@ -99,10 +100,15 @@ def _asked(policy: object, rule: Callable[[Node], object]) -> Rule:
 
 
 def _listed(policy: object, ops: Collection[Op], flow: Dataflow) -> Rule:
-    if not isinstance(ops, Collection) or not all(isinstance(op, str) or callable(op) for op in ops):
+    items = [] if isinstance(ops, torch.Tensor) else ops  # one without dimensions is a collection, and has no items
+    if (
+        items is not ops
+        or not isinstance(ops, Collection)
+        or not all(isinstance(op, str) or callable(op) for op in ops)
+    ):
         raise PolicyError(
             "SK302",
-            f"{type(policy).__name__} was given {ops!r:.200}, which are no ops",
+            f"{type(policy).__name__} was given {shown(ops)}, which are no ops",
             "List ops of torch.ops, functions, module classes, or their names: ['aten.mm', torch.relu].",
         )
     calls = {(n.op, n.target): n for n in flow.index if n.op.startswith("call_")}

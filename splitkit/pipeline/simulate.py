@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 
-from splitkit.errors import ScheduleError
+from splitkit.checks import is_number, shown
+from splitkit.errors import CostError, ScheduleError
 from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, LETTERS, PipelineOrder
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stagecosts import StageCosts, bytes_back, bytes_on
@@ -31,7 +33,7 @@ def simulate_schedule(
     microbatches: int | None = None,
     *,
     ranks: int | None = None,
-    links: LinkTimes | None = None,
+    links: str | LinkTimes | None = None,
     devices: Sequence[Hashable] | None = None,
     overlap: bool = True,
     static_buffers: bool = False,
@@ -54,7 +56,7 @@ def simulate_schedule(
             ``"zbv"``, ``"dualpipev"``, or an order of your own.
         microbatches: how many the step has; an order of your own says so itself.
         ranks: how many share the stages. ``None``: one a stage for GPipe and 1F1B, one for two stages otherwise.
-        links: how long messages take; ``None``: no time.
+        links: how long messages take, or the name of a preset (``"nvlink4"``); ``None``: no time.
         devices: what the links call the ranks, ``0 .. ranks - 1`` if not given.
         overlap: whether ranks compute while they send and receive.
         static_buffers: every stage holds a receive buffer for each microbatch all the time, as on torch 2.11 and 2.13;
@@ -63,9 +65,9 @@ def simulate_schedule(
     Raises:
         ScheduleError: SK330 if the schedule is not known or does not go with these numbers; the message says what does.
             SK331 if an order of your own never ends.
-        CostError: SK322 if two ranks that talk have no link.
+        CostError: SK322 if two ranks that talk have no link, or ``links`` are none.
     """
-    order = _order(stages, schedule, microbatches, ranks)
+    order, links = _order(stages, schedule, microbatches, ranks), _links_of(links)
     names = _names(order, devices)
     starts, ends, departures, arrivals = _times(order, stages, _messages(order, stages, names, links), overlap)
     return ScheduleRun(order, tuple(stages), starts, ends, departures, arrivals, static_buffers)
@@ -75,7 +77,7 @@ def _order(
     stages: Sequence[StageCosts], schedule: str | PipelineOrder, microbatches: int | None, ranks: int | None
 ) -> PipelineOrder:
     if not isinstance(stages, Sequence) or not stages or not all(isinstance(stage, StageCosts) for stage in stages):
-        raise ScheduleError("SK330", f"stages are {stages!r:.200}", "Give a StageCosts for each stage, one at least.")
+        raise ScheduleError("SK330", f"stages are {shown(stages)}", "Give a StageCosts for each stage, one at least.")
     if not isinstance(schedule, PipelineOrder):
         from splitkit.pipeline.torch_orders import pipeline_order
 
@@ -92,8 +94,26 @@ def _order(
     return schedule
 
 
+def _links_of(links: object) -> LinkTimes | None:
+    if links is None or (callable(getattr(links, "seconds", None)) and not isinstance(links, type)):
+        return cast("LinkTimes | None", links)
+    from splitkit.costs.links import links_of
+
+    return links_of(links)
+
+
+def _trip(links: LinkTimes, here: Hashable, there: Hashable, nbytes: int) -> float:
+    found: object = links.seconds(here, there, nbytes)
+    if not is_number(found) or float(found) == math.inf:
+        reason = f"{nbytes} bytes from {here} to {there} take {shown(found)} seconds"
+        raise CostError("SK322", reason, "Give links whose times are numbers, 0 or more.")
+    return float(found)
+
+
 def _names(order: PipelineOrder, devices: Sequence[Hashable] | None) -> Sequence[Hashable]:
-    names = range(len(order.ranks)) if devices is None else devices
+    names: Sequence[Hashable] = range(len(order.ranks)) if devices is None else devices
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise ScheduleError("SK330", f"devices are {shown(devices)}", "List a name for each rank.")
     if len(names) != len(order.ranks):
         raise ScheduleError("SK330", f"{len(names)} devices for {len(order.ranks)} ranks", "Name one for each rank.")
     return names
@@ -126,7 +146,7 @@ def _messages(
             for kind in kinds:
                 wire[kind * count + stage] = here * len(order.ranks) + there
                 seconds[kind * count + stage] = (
-                    0.0 if links is None else links.seconds(names[here], names[there], nbytes)
+                    0.0 if links is None else _trip(links, names[here], names[there], nbytes)
                 )
     return _Messages(wire, seconds)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from splitkit.checks import is_number, is_whole
+from splitkit.checks import is_number, is_whole, shown
 from splitkit.errors import ScheduleError
+
+MOST_SECONDS, MOST_BYTES = 1e100, 2**60
+"""The highest figures of one stage: sums of many of them are still finite, and whole in 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,18 @@ class StageCosts:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "unit" or (value is None and field.default is None):
+            if value is None and field.default is None:
+                continue
+            if field.name == "unit":
+                if not isinstance(value, str):
+                    raise ScheduleError("SK332", f"unit is {shown(value)}", 'Give a text: "s", "nodes".')
                 continue
             whole = field.name.endswith("_bytes")
-            if not (is_whole(value) if whole else is_number(value) and value < math.inf):
+            fits, most = (is_whole, MOST_BYTES) if whole else (is_number, MOST_SECONDS)
+            if not fits(value) or float(value) > most:
                 what = "a whole number of bytes" if whole else "seconds"
-                raise ScheduleError("SK332", f"{field.name} is {value!r}", f"Give {what}, 0 or more.")
+                remedy = f"Give {what}, 0 or more, {most:.0e} at most."
+                raise ScheduleError("SK332", f"{field.name} is {shown(value)}", remedy)
         if self.deferred_bytes is not None and self.deferred_bytes > self.saved_bytes:
             text = f"deferred_bytes is {self.deferred_bytes}, saved_bytes {self.saved_bytes}"
             raise ScheduleError("SK332", text, "What waits for the weight part is a part of what is saved.")

@@ -9,6 +9,7 @@ from typing import Literal
 from torch import nn
 from torch.fx import Node
 
+from splitkit.checks import is_word, items_of, shown
 from splitkit.costs import Costs, unit_of
 from splitkit.costs.training import FromFormula, FromJoint, training
 from splitkit.errors import CostError, PlanError, PolicyError
@@ -22,7 +23,7 @@ from splitkit.pipeline.stagecosts import StageCosts
 from splitkit.plans.order import part_order
 from splitkit.plans.parts import HOST, PartKey
 from splitkit.plans.record import Plan, plan_of
-from splitkit.prices import require_costs
+from splitkit.prices import as_given, require_costs
 
 Optimizer = Literal["adam", "momentum", "sgd"] | None
 STATE_OF: Mapping[str, int] = {"adam": 2, "momentum": 1, "sgd": 0}
@@ -104,6 +105,10 @@ class StagePrices:
 
     def __post_init__(self) -> None:
         checked_optimizer(self.optimizer)
+        given: object = self.activations
+        if given is not None and not isinstance(given, Activations):
+            remedy = "Give splitkit.memory.autograd.activations of the graph, or none."
+            raise PolicyError("SK302", f"activations are {shown(given)}", remedy)
         self._times = _Times(_by_formula(self.costs, self.flow), self.optimizer is not None)
         training = self.optimizer is not None
         known = self.activations
@@ -153,7 +158,7 @@ class StagePrices:
         else:
             keys = list(range(len(plan)))
             for i, nodes in enumerate(plan):
-                for node in nodes:
+                for node in _nodes_of(self.flow, nodes):
                     placed[node] = (*placed.get(node, ()), i)
         self._check(placed)
         parts: list[list[Node]] = [[] for _ in keys]
@@ -209,23 +214,36 @@ def peaks_of_visits(stages: Sequence[StageCosts], devices: Sequence[PartKey]) ->
 
 def checked_optimizer(optimizer: object) -> None:
     """Raise SK302 for an optimizer that is not known."""
-    if optimizer is not None and optimizer not in STATE_OF:
+    if optimizer is not None and not is_word(optimizer, *STATE_OF):
         raise PolicyError(
-            "SK302", f"the optimizer is {optimizer!r}", f"Use {', '.join(map(repr, STATE_OF))}, or None for inference."
+            "SK302",
+            f"the optimizer is {shown(optimizer)}",
+            f"Use {', '.join(map(repr, STATE_OF))}, or None for inference.",
         )
 
 
 def _by_formula(costs: Costs, flow: Dataflow) -> FromFormula:
     """Costs that tell forward from backward."""
-    if isinstance(costs, FromJoint) or is_joint(flow.graph):
+    given = as_given(costs)
+    if isinstance(given, FromJoint) or is_joint(flow.graph):
         raise CostError(
             "SK323",
             "the graph is of forward and backward together, which are not told apart",
             "Capture the forward graph: splitkit.capture(model, *inputs).",
         )
-    known = costs if isinstance(costs, FromFormula) else training(costs, flow)
+    known = given if isinstance(given, FromFormula) else training(costs, flow)
     assert isinstance(known, FromFormula)
     return known
+
+
+def _nodes_of(flow: Dataflow, nodes: object) -> list[Node]:
+    """The nodes of a part that is given as a set of them."""
+    found = items_of(nodes)
+    strange = [nodes] if found is None else [n for n in found if not isinstance(n, Node) or not flow.is_placeable(n)]
+    if found is None or strange:
+        reason = f"a part is given with {shown(strange[0])}, which is no node of the graph that is placed"
+        raise PolicyError("SK301", reason, "Give sets of nodes of Dataflow.nodes, or a plan.", strange[:1])
+    return found
 
 
 class _Times:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules
 
-from splitkit.checks import is_whole
+from splitkit.checks import MOST, is_whole, shown
 from splitkit.errors import ScheduleError, nearest
 from splitkit.pipeline.order import KINDS, Action, PipelineOrder
 
@@ -49,7 +49,10 @@ def pipeline_order(schedule: str, stages: int, microbatches: int, ranks: int | N
     name = _torchs_name(schedule)
     for what, number in (("stages", stages), ("microbatches", microbatches), ("ranks", ranks)):
         if number is not None and not is_whole(number, 1):
-            raise ScheduleError("SK330", f"{number!r} {what}", "Give a whole number, 1 or more.")
+            raise ScheduleError("SK330", f"{shown(number)} {what}", "Give a whole number, 1 or more.")
+    if stages * microbatches > MOST:
+        text = f"{shown(stages)} stages and {shown(microbatches)} microbatches"
+        raise ScheduleError("SK330", text, f"A step has {MOST} forward actions at most: use fewer.")
     if ranks is None:
         ranks = stages if name in _SINGLE else stages // 2
         if ranks * (1 if name in _SINGLE else 2) != stages:
@@ -64,7 +67,7 @@ def _torchs_name(schedule: object) -> str:
     if plain not in SCHEDULES:
         known = SCHEDULES.values()
         raise ScheduleError(
-            "SK330", f"no schedule is called {schedule!r}", nearest(plain, known, f"Known: {', '.join(known)}.")
+            "SK330", f"no schedule is called {shown(schedule)}", nearest(plain, known, f"Known: {', '.join(known)}.")
         )
     return SCHEDULES[plain]
 

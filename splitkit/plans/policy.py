@@ -9,6 +9,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from splitkit.checks import shown
 from splitkit.errors import PlanError, PolicyError, near
 from splitkit.graph.dataflow import Dataflow
 from splitkit.plans.parts import PartKey
@@ -79,7 +80,7 @@ def _no_policy(policy: object) -> PolicyError:
     held = ": its plan is one" if isinstance(getattr(policy, "plan", None), Plan) else ""
     return PolicyError(
         "SK301",
-        f"{policy!r:.200} is not a policy{held}",
+        f"{shown(policy)} is not a policy{held}",
         "Pass a policy such as splitkit.policies.Stages(4), a Plan, a mapping of node names to parts, "
         "or a function from a node to its part.",
     )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Literal
 
-from splitkit.checks import is_number, is_whole, nbytes, seconds
+from splitkit.checks import is_number, is_whole, is_word, nbytes, seconds, shown
 from splitkit.costs import Costs
 from splitkit.costs.named import priced, require_price
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow
-from splitkit.plans.policy import PolicyLike, as_plan
+from splitkit.plans.policy import PolicyLike, as_plan, require_policy
 from splitkit.plans.record import Plan
 from splitkit.search.recompute.pool import PlanPool, Pool, Seen
 from splitkit.search.recompute.search import Proof, RecomputeSearch
@@ -73,9 +74,14 @@ class Budget:
     pool: PlanPool | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        of: object = self.of
-        if of not in ("peak", "saved"):
-            raise PolicyError("SK302", f"Budget has of={of!r}", "Give 'peak' or 'saved'.")
+        if not is_word(self.of, "peak", "saved"):
+            raise PolicyError("SK302", f"Budget has of={shown(self.of)}", "Give 'peak' or 'saved'.")
+        candidates: object = self.candidates
+        if isinstance(candidates, str | bytes) or not isinstance(candidates, Sequence):
+            text = f"Budget has candidates={shown(candidates)}"
+            raise PolicyError("SK302", text, "List policies or plans: (SaveAll(), Remat(['aten.mm'])).")
+        for candidate in candidates:
+            require_policy(candidate)
         if self.time_limit is not None:
             seconds(self, "time_limit", self.time_limit)
         if self.pool is not None and not isinstance(self.pool, PlanPool):

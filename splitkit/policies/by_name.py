@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from splitkit.checks import are_texts, shown
 from splitkit.costs import Costs
+from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.select import modules_matching
 from splitkit.plans.parts import PartKey
@@ -24,6 +26,12 @@ class ByName:
     """
 
     parts: Mapping[str, PartKey]
+
+    def __post_init__(self) -> None:
+        parts: object = self.parts
+        if not isinstance(parts, Mapping) or not are_texts(parts.keys()):
+            text = f"ByName: parts is {shown(parts)}"
+            raise PolicyError("SK302", text, "Map patterns of module paths to parts: {'transformer.h.*': 1}.")
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
         """Match every node; SK304 for a pattern that matches no module."""

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from torch import nn
 from torch.fx import Node
 
-from splitkit.checks import count, settle
+from splitkit.checks import count, is_word, settle, shown
 from splitkit.costs import Costs
 from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import Dataflow
@@ -58,8 +58,8 @@ class BySupport:
 
     def __post_init__(self) -> None:
         settle(self, "min_size", count)
-        if self.unsupported not in ("host", "parts"):
-            raise PolicyError("SK302", f"BySupport(unsupported={self.unsupported!r})", "Use 'host' or 'parts'.")
+        if not is_word(self.unsupported, "host", "parts"):
+            raise PolicyError("SK302", f"BySupport(unsupported={shown(self.unsupported)})", "Use 'host' or 'parts'.")
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
         """Number the levels; SK302 for what is no rule, SK304 for a name that is no op."""

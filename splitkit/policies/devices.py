@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from splitkit.checks import Memory, is_whole, memory_of, seconds
+from splitkit.checks import Memory, are_texts, is_whole, is_word, items_of, memory_of, seconds, shown
 from splitkit.costs import Costs, Device, Links
 from splitkit.costs.devices import find_device
 from splitkit.costs.links import links_of
@@ -57,8 +57,14 @@ class Devices:
     seconds: float = 10.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.devices, str) or not isinstance(self.devices, Sequence | Mapping) or not self.devices:
-            raise PolicyError("SK302", f"Devices: devices is {self.devices!r}", 'List one at least: ["h200", "h200"].')
+        if (
+            isinstance(self.devices, str | bytes)
+            or not isinstance(self.devices, Sequence | Mapping)
+            or not self.devices
+        ):
+            raise PolicyError(
+                "SK302", f"Devices: devices is {shown(self.devices)}", 'List one at least: ["h200", "h200"].'
+            )
         if None in self.given:
             raise PolicyError("SK302", "Devices: None is the host, not a device", "Name it.")
         for device in self.given.values():
@@ -67,10 +73,24 @@ class Devices:
         links_of(self.links)
         checked_optimizer(self.optimizer)
         seconds(self, "seconds", self.seconds, endless=False)
-        if self.objective not in OBJECTIVES:
-            raise PolicyError("SK302", f"Devices: objective is {self.objective!r}", f"Use {' or '.join(OBJECTIVES)}.")
+        if not is_word(self.objective, *OBJECTIVES):
+            text = f"Devices: objective is {shown(self.objective)}"
+            raise PolicyError("SK302", text, f"Use {' or '.join(OBJECTIVES)}.")
         self._check_pieces()
+        if not are_texts(self.together):
+            text = f"Devices: together is {shown(self.together)}"
+            raise PolicyError("SK302", text, "List patterns of module paths: ['transformer.h.*'].")
+        self._check_only()
+
+    def _check_only(self) -> None:
+        only: object = self.only
+        if not isinstance(only, Mapping) or not are_texts(only.keys()):
+            text = f"Devices: only is {shown(only)}"
+            raise PolicyError("SK302", text, "Give a mapping of patterns of module paths: {'lm_head': [0]}.")
         for pattern, keys in self.only.items():
+            if not items_of(keys):
+                text = f"Devices: only[{pattern!r}] is {shown(keys)}"
+                raise PolicyError("SK302", text, f"List devices: [{next(iter(self.given))!r}].")
             if unknown := [key for key in keys if key not in self.given]:
                 known = ", ".join(map(str, self.given))
                 raise PolicyError("SK302", f"Devices: only[{pattern!r}] names {unknown[0]!r}", f"Devices are {known}.")
@@ -83,7 +103,7 @@ class Devices:
         else:
             fine = pieces is None or (is_whole(pieces) and pieces == 1)
         if not fine:
-            raise PolicyError("SK302", f"Devices: pieces={pieces!r} with objective {self.objective!r}", remedy)
+            raise PolicyError("SK302", f"Devices: pieces={shown(pieces)} with objective {self.objective!r}", remedy)
 
     @property
     def given(self) -> Mapping[PartKey, str | Device]:
@@ -110,4 +130,5 @@ class Devices:
             only=self.only,
         )
         named = isinstance(self.devices, Mapping)
-        return DeviceSearch(demand, self.objective == "latency", self.pieces, self.seconds, named).plan()
+        pieces = None if self.pieces is None else min(self.pieces, len(flow.nodes))
+        return DeviceSearch(demand, self.objective == "latency", pieces, self.seconds, named).plan()

@@ -16,6 +16,7 @@ from splitkit.errors import NoPlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow, enough_nodes, module_path, readers_of
 from splitkit.graph.select import no_module
 from splitkit.plans.record import Plan
+from splitkit.prices import checked
 from splitkit.search.placing import Placing
 
 Block = tuple[str, int]
@@ -66,6 +67,7 @@ class Expert:
                 a path that is no module of the graph.
         """
         enough_nodes(flow, 1)
+        costs = checked(costs)
         if isinstance(self.layers, Sequence) and isinstance(self.layers[0], str):
             names = [str(name) for name in self.layers]
             shared = set(Placing(flow, costs, [dict.fromkeys(flow.nodes, 0.0)], repeat=True).shared)

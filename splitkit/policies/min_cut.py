@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.fx import Node
 
-from splitkit.checks import is_number
+from splitkit.checks import is_number, is_word, shown
 from splitkit.costs import Costs
 from splitkit.costs.named import priced
 from splitkit.errors import PolicyError, SplitError
@@ -26,6 +26,7 @@ Rules = Callable[[Savings], tuple[Mapping[Node, str], NDArray[np.float64]]]
 """From the arrays of a joint graph to the ops that may not be computed again, besides, each with the reason, and what
 saving each storage weighs, shape (k,)."""
 
+_MOST = 1e100  # times a price, still finite
 _RATE = 1e11  # the default of MinCut.price
 _SIZE = "It takes a node, and returns bytes, not negative; infinite for what may not be saved."
 _RULES = (
@@ -63,9 +64,9 @@ class MinCut:
 
     def __post_init__(self) -> None:
         price: object = self.price
-        if not (is_number(price) and price < float("inf")) and price != "fused":
-            remedy = "Give bytes a second, not negative: 1e11; or 'fused'."
-            raise PolicyError("SK302", f"MinCut has price={price!r}", remedy)
+        if not (is_number(price) and float(price) <= _MOST) and not is_word(price, "fused"):
+            remedy = f"Give bytes a second, not negative, {_MOST:.0e} at most: 1e11; or 'fused'."
+            raise PolicyError("SK302", f"MinCut has price={shown(price)}", remedy)
         functions: dict[str, tuple[object, str]] = {"size": (self.size, _SIZE), "rules": (self.rules, _RULES)}
         for name, (value, remedy) in functions.items():
             if value is not None and not callable(value):
@@ -90,7 +91,7 @@ class MinCut:
             NoPlanError: SK303 when ``size`` or ``rules`` leave no plan.
         """
         joint = as_joint(self, flow)
-        rate = _RATE if isinstance(self.price, str) else self.price
+        rate = _RATE if isinstance(self.price, str) else float(self.price)
         problem = savings(joint, priced(joint, costs, self.price) if isinstance(self.price, str) else costs)
         banned, weights = _ruled(problem, self.rules) if self.rules else ({}, problem.nbytes.astype(np.float64))
         if self.size is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from splitkit.checks import count, settle
+from splitkit.checks import count, fraction, settle, whole
 from splitkit.costs import Costs
 from splitkit.graph.dataflow import Dataflow
 from splitkit.plans.parts import HOST
@@ -31,6 +31,9 @@ class Random:
 
     def __post_init__(self) -> None:
         settle(self, "n", count)
+        settle(self, "seed", whole)
+        for share in ("host", "copies"):
+            settle(self, share, fraction)
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
         """Label, copy, refine."""

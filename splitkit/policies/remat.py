@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from splitkit.checks import are_texts, shown
 from splitkit.costs import Costs
 from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import Dataflow
@@ -40,10 +41,10 @@ class Remat:
     def __post_init__(self) -> None:
         modules: object = self.modules
         patterns = (modules,) if isinstance(modules, str) else modules
-        if not isinstance(patterns, Collection) or not patterns or not all(isinstance(p, str) for p in patterns):
+        if not are_texts(patterns) or not len(patterns):
             raise PolicyError(
                 "SK302",
-                f"Remat has modules={modules!r:.200}, which are no patterns of module paths",
+                f"Remat has modules={shown(modules)}, which are no patterns of module paths",
                 "Give 'transformer.h.*' or a list of such; '*' is all of them, and SaveAll() computes nothing again.",
             )
 

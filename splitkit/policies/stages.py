@@ -17,6 +17,7 @@ from splitkit.pipeline.defaults import ranks_of, require_schedule
 from splitkit.pipeline.stageprices import Optimizer, checked_optimizer
 from splitkit.plans.parts import Claim
 from splitkit.plans.record import Plan
+from splitkit.prices import checked
 from splitkit.search.demand import Demand
 from splitkit.search.fitting import bad_problems
 from splitkit.search.placing import Placing
@@ -80,6 +81,7 @@ class Stages:
             NoPlanError: SK303 when the graph has fewer nodes, or no stages fit the memory; says what would fit.
         """
         enough_nodes(flow, self.n)
+        costs = checked(costs)
         if self.schedule is None and self.memory is None and self.links is None:
             return self._by_work(flow, costs)
         links = links_of(self.links)

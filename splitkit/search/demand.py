@@ -17,6 +17,7 @@ from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stagecosts import StageCosts
 from splitkit.pipeline.stageprices import Optimizer, StagePrices
+from splitkit.prices import checked
 from splitkit.search.placing import Travel
 
 
@@ -45,6 +46,9 @@ class Demand:
     links: Links | None = None
     optimizer: Optimizer = "adam"
     backward: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "costs", checked(self.costs))
 
     @property
     def training(self) -> bool:

@@ -16,7 +16,7 @@ from splitkit.plans.parts import Claim, Part, PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import refine
 from splitkit.search.devicedemand import DeviceDemand
-from splitkit.search.fitting import Fitting, bad_problems
+from splitkit.search.fitting import Fitting, bad_problems, nodes_listed
 from splitkit.search.holding import Holding
 from splitkit.search.placing import Placing, Travel
 from splitkit.search.stages import NEAR
@@ -73,10 +73,27 @@ class DeviceSearch:
                 bound = best[0].bound
             except NoPlanError:
                 if not choices:
+                    self._require_keepable(problem)
                     raise
                 best, bound = choices[0], float(problem.seconds.min(axis=0).max())
             found, plan = min([best, *choices], key=lambda choice: self._value(choice[0]))
             return replace(found, bound=bound), plan
+
+    def _require_keepable(self, problem: Problem) -> None:
+        """Refuse an ``only`` that plans of one piece a device cannot keep, however much memory there is.
+
+        Raises:
+            NoPlanError: SK303.
+        """
+        demand = self.demand
+        roomy = replace(problem, devices=tuple(replace(slot, capacity=np.inf) for slot in problem.devices))
+        if not demand.supported or self.pieces != 1 or stages_fit(roomy) is not False or sets_fit(roomy) is False:
+            return
+        nodes = [*demand.supported]
+        reason = f"one convex piece on each device cannot keep `only`{nodes_listed(nodes)}"
+        more = "pieces=2, or more" if self.latency else "pieces=None"
+        remedy = f"Give {more}: a device then runs several pieces; or let more devices run what stands between."
+        raise NoPlanError("SK303", f"{type(demand.policy).__name__}: {reason}", remedy, nodes)
 
     def _alone(self, problem: Problem) -> Iterator[Solution]:
         """All units on one device, for each that supports them."""

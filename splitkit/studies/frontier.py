@@ -17,6 +17,7 @@ from splitkit.errors import NoPlanError, PolicyError
 from splitkit.frontends.joint import Joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.plans.record import Plan
+from splitkit.prices import checked, require_costs
 from splitkit.search.recompute.hull import Hull
 from splitkit.search.recompute.peakfront import PeakFront
 from splitkit.search.recompute.pool import Seen
@@ -115,9 +116,10 @@ class Frontier:
 
     def __post_init__(self) -> None:
         require_price(self, self.price)
-        of: object = self.of
-        if of not in ("peak", "saved"):
-            raise PolicyError("SK302", f"Frontier has of={of!r}", "Give 'peak' or 'saved'.")
+        if not checks.is_word(self.of, "peak", "saved"):
+            raise PolicyError("SK302", f"Frontier has of={checks.shown(self.of)}", "Give 'peak' or 'saved'.")
+        if self.costs is not None:
+            require_costs(self.costs)
         checks.settle(self, "budgets", checks.count)
 
     @cached_property
@@ -127,7 +129,7 @@ class Frontier:
 
     @cached_property
     def _costs(self) -> Costs:
-        return priced(self.flow, self.costs or default(self.flow), self.price)
+        return checked(priced(self.flow, default(self.flow) if self.costs is None else self.costs, self.price))
 
     @cached_property
     def hull(self) -> Hull:

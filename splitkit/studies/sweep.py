@@ -10,7 +10,7 @@ from typing import Literal
 
 from torch import fx
 
-from splitkit.checks import count, memory_of
+from splitkit.checks import count, items_of, memory_of, shown
 from splitkit.costs import Costs, Links
 from splitkit.costs.links import links_of
 from splitkit.errors import NoPlanError, PolicyError, ScheduleError
@@ -83,16 +83,16 @@ def combinations(
         PolicyError: SK302 for what is no whole number above zero, and where there is nothing to combine.
     """
     stages, microbatches = _counts("stages", stages), _counts("microbatches", microbatches)
-    if isinstance(schedules, str) or not schedules:
-        raise PolicyError("SK302", f"sweep: schedules={schedules!r}", f"Give several: {SCHEDULES!r}.")
+    if not items_of(schedules):
+        raise PolicyError("SK302", f"sweep: schedules={shown(schedules)}", f"Give several: {SCHEDULES!r}.")
     for schedule in schedules:
         pipeline_order(schedule, 2, 2)  # all go with these
     return list(dict.fromkeys(product(stages, schedules, microbatches)))
 
 
 def _counts(what: str, numbers: Sequence[int]) -> list[int]:
-    if not numbers:
-        raise PolicyError("SK302", f"sweep: {what}={numbers!r}", "Give whole numbers >= 1: (2, 4, 8).")
+    if not items_of(numbers):
+        raise PolicyError("SK302", f"sweep: {what}={shown(numbers)}", "Give whole numbers >= 1: (2, 4, 8).")
     return [count("sweep", what, number) for number in numbers]
 
 

@@ -17,6 +17,7 @@ from splitkit.graph.symbols import value_of
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune
+from splitkit.prices import checked
 from splitkit.training.checkpoints import asked
 from splitkit.training.flow import (
     BACKWARD,
@@ -205,6 +206,7 @@ def savings(flow: JointFlow, costs: Costs) -> Savings:
 def _arrays(
     flow: JointFlow, costs: Costs, values: Sequence[Node], needed: Collection[Node], why: dict[Node, str]
 ) -> Savings:
+    costs = checked(costs)
     ops = tuple(dict.fromkeys(flow.producer(v) for v in values))
     number, place = ({n: i for i, n in enumerate(nodes)} for nodes in (ops, values))
     owner = _storages(flow, values)

@@ -20,7 +20,7 @@ from splitkit.graph.dataflow import Dataflow, facts_of, module_path
 from splitkit.graph.sizes import tensor_bytes
 from splitkit.plans.parts import HOST, Claim, PartKey
 from splitkit.plans.record import Plan, plan_of
-from splitkit.prices import require_costs
+from splitkit.prices import checked, require_costs
 from splitkit.units import quantity, size
 from splitkit.view.paths import collapse
 from splitkit.view.tables import table
@@ -111,7 +111,7 @@ def report(gm: fx.GraphModule | Split, plan: Plan | None = None, costs: Costs | 
         PlanError: when the plan's parts cannot be ordered.
     """
     flow = facts_of(gm)
-    costs = default(flow) if costs is None else require_costs(costs)
+    costs = checked(default(flow) if costs is None else require_costs(costs))
     plan = plan_of(gm if plan is None else plan)
     whole = complete(flow, plan)
     subgraphs = [unit for unit in cut(flow, whole) if isinstance(unit, Subgraph)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from splitkit.cli.outcome import Outcome, seconds
 from splitkit.cli.source import Source
 from splitkit.cli.work import TRAINING, Stopwatch, check_costs, example_of, kind_of_costs, versions
 from splitkit.errors import UsageError
-from splitkit.units import at_most, duration, size
+from splitkit.units import at_most, duration, read_size, size
 from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from splitkit.testing.models import Example
 
 SHOWN = 10
+_SHARE = re.compile(r"[0-9]+\.?[0-9]*|\.[0-9]+")
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,12 @@ def _policy(args: Namespace) -> Policy:
         return policyspec.parse(args.policy).build()
     from splitkit.policies import Budget
 
-    is_share = args.memory.replace(".", "", 1).isdigit() and float(args.memory) <= 1
+    if args.memory == "least":
+        return Budget("least")
+    is_share = _SHARE.fullmatch(args.memory) and float(args.memory) <= 1
+    if not is_share and read_size(args.memory) is None:
+        remedy = "Write bytes, 2GiB, a share of what saving all takes (0.5), or least."
+        raise UsageError("SK601", f"--memory {args.memory:.60} is no size", remedy)
     return Budget(float(args.memory) if is_share else args.memory)
 
 
