@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from splitkit.plans.policy import Policy
 
 MOST_BYTES = 2**70
+"""What ``--memory`` may say."""
 OPTIONS = ("devices", "schedule", "microbatches", "links", "optimizer", "objective", "trace")
 """Options that only a placement has; ``--memory`` has another meaning with ``--what fwd-bwd``."""
 

@@ -15,7 +15,6 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit._torch import pytree
-from splitkit.checks import shown
 from splitkit.errors import CostError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.storages import attribute
@@ -105,7 +104,7 @@ def find_device(device: torch.device | str) -> torch.device:
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise _no_device(shown(device), str(error)) from error
+        raise _no_device(f"{device!s:.100}", str(error)) from error
     if found.type not in ("cpu", "cuda"):
         raise _no_device(str(found), "only CPUs and CUDA devices can be timed")
     count = torch.cuda.device_count() if found.type == "cuda" else 1

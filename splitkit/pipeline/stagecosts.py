@@ -63,7 +63,7 @@ class StageCosts:
                 continue
             whole = field.name.endswith("_bytes")
             fits, most = (is_whole, MOST_BYTES) if whole else (is_number, MOST_SECONDS)
-            if not fits(value) or float(value) > most:
+            if not fits(value) or (int(value) if whole else float(value)) > most:
                 what = "a whole number of bytes" if whole else "seconds"
                 remedy = f"Give {what}, 0 or more, {most:.0e} at most."
                 raise ScheduleError("SK332", f"{field.name} is {shown(value)}", remedy)

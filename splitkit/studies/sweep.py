@@ -10,7 +10,7 @@ from typing import Literal
 
 from torch import fx
 
-from splitkit.checks import count, items_of, memory_of, shown
+from splitkit.checks import count, items_of, nbytes, shown
 from splitkit.costs import Costs, Links
 from splitkit.costs.links import links_of
 from splitkit.errors import NoPlanError, PolicyError, ScheduleError
@@ -120,7 +120,7 @@ class Sweeper:
         require_graph(self.gm)
         require_costs(self.costs)
         links_of(self.links)
-        memory_of("sweep", self.memory, 1)
+        self._checked_memory()
         checked_optimizer(self.optimizer)
         if self.optimizer is None:
             raise PolicyError("SK302", "sweep: the optimizer is None", "These schedules train: name an optimizer.")
@@ -157,7 +157,10 @@ class Sweeper:
 
     @cached_property
     def _limit(self) -> int | None:
-        return memory_of("sweep", self.memory, 1)[0]
+        return self._checked_memory()
+
+    def _checked_memory(self) -> int | None:
+        return None if self.memory is None else nbytes("sweep", "memory", self.memory)
 
     def _common(self, stages: int, schedule: str, microbatches: int) -> tuple[Plan, tuple[StageCosts, ...]]:
         """Stages without a limit; without links it does not matter on which ranks they are."""

@@ -237,6 +237,12 @@ def test_options_that_do_not_go_together(call, words):
     assert code == 2 and "SK601" in err
 
 
+@pytest.mark.parametrize("memory", ["lots", "-1", "nan", "inf", "", "1e3", "1.5", "80 parsecs", "\u00b2", "9" * 500])
+def test_what_is_no_size_is_wrong_usage(call, memory):
+    code, _, err = call("plan", "gpt2", "--what", "fwd-bwd", f"--memory={memory}")
+    assert code == 2 and "SK601" in err and "--memory" in err and "2GiB" in err
+
+
 def test_a_policy_for_parts_is_refused(call):
     code, _, err = call("plan", "gpt2", *TINY, "--what", "fwd-bwd", "--policy", "RoundRobin(2)")
     assert code == 1 and "SK206" in err

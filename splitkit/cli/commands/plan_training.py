@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import splitkit as sk
 from splitkit.cli import policyspec, source
 from splitkit.cli.outcome import Outcome, seconds
+from splitkit.cli.placement import MOST_BYTES
 from splitkit.cli.source import Source
 from splitkit.cli.work import TRAINING, Stopwatch, check_costs, example_of, kind_of_costs, versions
 from splitkit.errors import UsageError
@@ -98,7 +99,7 @@ def _policy(args: Namespace) -> Policy:
     if args.memory == "least":
         return Budget("least")
     is_share = _SHARE.fullmatch(args.memory) and float(args.memory) <= 1
-    if not is_share and read_size(args.memory) is None:
+    if not is_share and ((found := read_size(args.memory)) is None or found > MOST_BYTES):
         remedy = "Write bytes, 2GiB, a share of what saving all takes (0.5), or least."
         raise UsageError("SK601", f"--memory {args.memory:.60} is no size", remedy)
     return Budget(float(args.memory) if is_share else args.memory)
