@@ -3,7 +3,7 @@
 For each model: the sum of its nodes' seconds over the time of a real run of the same graph (without autograd, on the
 CPU, the median of several runs just before and just after the measuring), and how long measuring takes.
 
-measured    measured sum / real run; below 1 by what views and Python between the ops cost, and by cold caches
+measured    measured sum / real run; each op is timed in a run, with its dispatch
 cpu         roofline(gm, "cpu") sum / real run, for another CPU than this one: only its constancy over models counts
 rank        Spearman's rank correlation of the two prices, over the nodes that both give a price
 """

@@ -42,7 +42,7 @@ def environment(device: torch.device) -> str:
         parts += [torch.cuda.get_device_name(device), f"cuda {torch.version.cuda}"]
         parts += ["cudnn.benchmark"] if torch.backends.cudnn.benchmark else []
     else:
-        parts += [_cpu_name(), f"{torch.get_num_threads()} threads"]
+        parts += [_cpu_name(), f"{torch.get_num_threads()} threads", "timed in place"]
     return ", ".join([*parts, f"float32 matmul {torch.get_float32_matmul_precision()}"])
 
 

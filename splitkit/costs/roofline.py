@@ -31,7 +31,10 @@ from splitkit.graph.symbols import value_of
 
 
 def roofline(gm: fx.GraphModule | Dataflow, device: str | Device = "a100", *, tf32: bool = False) -> Roofline:
-    """Costs in estimated seconds on a device.
+    """Costs in estimated seconds on a device: on that one only, by its data sheet, whatever runs the graph here.
+
+    For times of this machine measure them (`splitkit.costs.measured`): ``"cpu"`` is some CPU, which may be ten and more
+    times as fast as the one at hand.
 
     Args:
         gm: the graph, or facts about it.
