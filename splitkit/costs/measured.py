@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from splitkit.costs.cache import CostCache, default_path, environment
 from splitkit.costs.copies import Private, copied, find_device, unfit
 from splitkit.costs.counting import Flops, flops
 from splitkit.costs.keys import is_lasting, key_of
-from splitkit.costs.timing import NOTHING, ROUNDS, Record, Run, record
+from splitkit.costs.timing import NOTHING, ROUNDS, Record, Run, progress, record
 from splitkit.errors import CostError
 from splitkit.graph.ambient import SETTINGS, closed_by, opened_by
 from splitkit.graph.dataflow import Dataflow, facts_of
@@ -94,7 +93,7 @@ def measured(
     kept = CostCache(path, environment(where))
     private = Private(flow, where)
     values = private.inputs(inputs)
-    with _progress(len(flow.index)) as advance, torch.random.fork_rng(_generators(where)), torch.no_grad():
+    with progress(len(flow.index)) as advance, torch.random.fork_rng(_generators(where)), torch.no_grad():
         dice = torch.random.get_rng_state()
         run = _Run(flow, private, kept, min_run_time, advance)
         with run.safely():
@@ -326,18 +325,3 @@ def _is_view(result: Any, given: Any) -> bool:
 
 def _generators(device: torch.device) -> list[torch.device]:
     return [device] if device.type == "cuda" else []
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[], None]]:
-    """A bar on standard error while the ops are measured; nothing off a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    # a slow refresh: the bar is drawn by a thread, which the ops should not feel
-    with Progress(console=Console(stderr=True), transient=True, refresh_per_second=2) as bar:
-        task = bar.add_task("measuring", total=total)
-        yield lambda: bar.advance(task)

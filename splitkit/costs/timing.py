@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -116,3 +118,18 @@ def _cuda_workspace(run: Run) -> int:
     peak, after = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
     del result
     return peak - max(before, after)
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[], None]]:
+    """A bar on standard error while the ops are measured; nothing off a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    # a slow refresh: the bar is drawn by a thread, which the ops should not feel
+    with Progress(console=Console(stderr=True), transient=True, refresh_per_second=2) as bar:
+        task = bar.add_task("measuring", total=total)
+        yield lambda: bar.advance(task)
