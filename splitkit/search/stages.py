@@ -195,8 +195,8 @@ class Staging:
         return self._measures(self._plan_of(device, order))
 
     def _measures(self, plan: Plan) -> tuple[float, ...]:
-        """What is to be little, the most important first: the greatest load; with a schedule the simulated step; the sum
-        of the squared loads, which is least where stages are even; with a schedule the peak; the bytes that cross.
+        """What is to be little, the most important first: the greatest load; with a schedule the step; the sum of the
+        squared loads, which is least where stages are even; with a schedule the peak; the bytes that cross.
         """
         loads = by_rank(self._loads(plan), self._rank_of)[0]
         worst, squares = float(loads.max()), float(np.square(loads).sum())
@@ -242,7 +242,9 @@ class Staging:
         claim = Claim("bottleneck", value, bound, found.solver, self.keys[busiest], near, evenness(of_rank.tolist()))
         what = "slowest" if len(of_rank) == len(loads) else "most loaded rank"
         load = duration(value, unit_of(self.demand.costs))
-        words = [f"{len(self.keys)} stages, the {what} {load}: {claim}", *self._limit(len(of_rank))]
+        share = value / float(of_rank.mean()) if value else 1.0
+        said = f"{len(self.keys)} stages, the {what} {load}, {share:.3f} of the mean: {claim}"
+        words = [said, *self._limit(len(of_rank))]
         if self.demand.schedule is not None:
             run = self._run(plan)
             words.append(
