@@ -109,14 +109,14 @@ def _claim(data: object) -> Claim | None:
     if data is None:
         return None
     wanted = "null or an object with the fields of a claim"
-    if not isinstance(data, Mapping) or not {f.name for f in fields(Claim)} == data.keys():
+    if not isinstance(data, Mapping) or {f.name for f in fields(Claim)} != {"evenness", *data}:
         raise _damaged("claim", data, wanted)
     try:
         made = Claim(**{**data, "limiting": _key_from_json(data["limiting"])})
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise _damaged("claim.limiting", data["limiting"], "the key of a part") from error
     texts = (made.objective, made.solver)
-    numbers = (made.value, made.bound, made.tolerance)
+    numbers = (made.value, made.bound, made.tolerance, made.evenness or 0.0)
     sane = all(type(n) in (int, float) and 0 <= n <= _MOST for n in numbers)
     if not all(isinstance(text, str) for text in texts) or not sane or made.bound > made.value:
         raise _damaged("claim", data, wanted)

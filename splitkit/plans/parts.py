@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +18,8 @@ HOST: PartKey = None
 
 CALLS = ("plain", "checkpoint")
 """How a part may be called."""
+
+_EXACT = 1e-5  # a gap that is printed as none
 
 NAMING = "Name parts with ints, strings, devices or tuples of these."
 """What to do about a key that cannot name a part."""
@@ -75,7 +77,9 @@ class Claim:
         bound: no plan within the same limits is below it.
         solver: what found the plan, and what proved the bound if that was another.
         limiting: the part that decides.
-        tolerance: relative; what rounding may have cost the proof.
+        tolerance: relative; how far from the bound is good enough: what rounding may have cost the proof, or what was
+            yielded for even parts.
+        evenness: of the loads of the parts, from 0 to 1 (`evenness`); None where nothing was made even.
     """
 
     objective: str
@@ -84,6 +88,7 @@ class Claim:
     solver: str
     limiting: PartKey
     tolerance: float = 1e-9
+    evenness: float | None = None
 
     @property
     def gap(self) -> float:
@@ -92,9 +97,22 @@ class Claim:
 
     @property
     def optimal(self) -> bool:
-        """Whether the plan is proven to be best."""
+        """Whether the plan is proven to be best, within the tolerance."""
         return self.gap <= self.tolerance
 
     def __str__(self) -> str:
-        proof = "optimal" if self.optimal else f"with a gap of {self.gap:.2%} at most"
-        return f"{self.objective} {proof} ({self.solver}), limited by {self.limiting}"
+        proof = f"with a gap of {self.gap:.2%} at most"
+        if self.optimal:
+            proof = "optimal" if self.gap < _EXACT else f"within {self.gap:.2%} of optimal"
+        even = "" if self.evenness is None else f", evenness {self.evenness:.1%}"
+        return f"{self.objective} {proof} ({self.solver}), limited by {self.limiting}{even}"
+
+
+def evenness(loads: Sequence[float]) -> float:
+    """How even loads are: 1 where all are alike, 1 / n where one of n has all.
+
+    Jain's index, the squared sum over n times the sum of squares ("A quantitative measure of fairness", 1984).
+    """
+    top = max(loads, default=0.0)
+    shares = [load / top for load in loads] if top else []
+    return sum(shares) ** 2 / (len(shares) * sum(s * s for s in shares)) if shares else 1.0

@@ -48,4 +48,4 @@ class Acyclic:
         """
         enough_nodes(flow, self.n)
         demand = Demand(self, flow, costs, memory=self.memory, links=links_of(self.links), optimizer=None)
-        return Staging(demand, tuple(range(self.n)), SECONDS, multilevel).plan()
+        return Staging(demand, tuple(range(self.n)), SECONDS, solver=multilevel).plan()

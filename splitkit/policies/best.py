@@ -104,7 +104,7 @@ class Best:
         n = self.policies
         if not isinstance(n, int):
             return n
-        stages = Stages(n, self.schedule, self.microbatches, self.memory, self.links, self.optimizer)
+        stages = Stages(n, self.schedule, self.microbatches, self.memory, self.links, self.optimizer, tolerance=0)
         one_each = None if self.schedule else self.memory  # under a schedule, a rank may run two stages
         return stages, Acyclic(n, memory=one_each, links=self.links), Expert(n)
 

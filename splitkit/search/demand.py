@@ -17,6 +17,7 @@ from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stagecosts import StageCosts
 from splitkit.pipeline.stageprices import Optimizer, StagePrices
+from splitkit.plans.record import Plan
 from splitkit.prices import checked
 from splitkit.search.placing import Travel
 
@@ -90,6 +91,16 @@ class Demand:
         """A step of the schedule, simulated; of one microbatch without a schedule."""
         count = microbatches_of(self.microbatches, len(stages)) if self.schedule else 1
         return simulate_schedule(stages, self.schedule or "gpipe", count, links=self.links)
+
+    def traffic(self, plan: Plan) -> int:
+        """Bytes that cross, each value once for each part that reads it from its home."""
+        flow, crossed = self.flow, 0
+        for value in flow.index:
+            maker = flow.producer(value)
+            if flow.is_placeable(maker):
+                readers = {key for user in value.users for key in plan.places.get(user, ())}
+                crossed += self.costs.nbytes(value) * len(readers.difference(plan.places[maker]))
+        return crossed
 
     def in_flight(self, stages: int) -> tuple[int, ...]:
         """Microbatches whose activations each of so many stages holds, from first to last."""

@@ -103,7 +103,7 @@ class Scoring:
             step=step,
             peak=max(peaks, default=0),
             missing=self._missing(peaks),
-            traffic=self._traffic(joined),
+            traffic=self.demand.traffic(joined),
             unit=unit_of(demand.costs),
         )
 
@@ -139,16 +139,6 @@ class Scoring:
             )
         limits = self.demand.limits(len(peaks))
         return max(0, *(0 if limit is None else peak - limit for peak, limit in zip(peaks, limits, strict=True)))
-
-    def _traffic(self, plan: Plan) -> int:
-        """Bytes that cross, each value once for each part that reads it from its home."""
-        flow, crossed = self.demand.flow, 0
-        for value in flow.index:
-            maker = flow.producer(value)
-            if flow.is_placeable(maker):
-                readers = {key for user in value.users for key in plan.places.get(user, ())}
-                crossed += self.demand.costs.nbytes(value) * len(readers.difference(plan.places[maker]))
-        return crossed
 
 
 def _devices(parts: Sequence[PartKey]) -> dict[PartKey, PartKey]:

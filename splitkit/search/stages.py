@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -11,14 +12,13 @@ import numpy as np
 from splitkit.costs import unit_of
 from splitkit.pipeline.defaults import by_rank
 from splitkit.pipeline.run import ScheduleRun
-from splitkit.plans.parts import Claim, PartKey
+from splitkit.plans.parts import Claim, PartKey, evenness
 from splitkit.plans.record import Plan
 from splitkit.search.demand import Demand
-from splitkit.search.fitting import Fitting, bad_problems
+from splitkit.search.evening import Evening
+from splitkit.search.fitting import Fitting, bad_problems, named
 from splitkit.search.holding import Holding
 from splitkit.search.placing import Placing, Travel
-from splitkit.solvers.line.blocks import blocks_of
-from splitkit.solvers.line.priced_cuts import best_cuts
 from splitkit.solvers.placement.memory import stages_fit
 from splitkit.solvers.placement.problem import Floats, Ints, Problem, Slot
 from splitkit.solvers.placement.solution import Solution, ending, stages_of
@@ -27,7 +27,8 @@ from splitkit.units import duration, size
 
 NEAR = 1e-3
 """Relative: where there is less to gain, what is near the best is not searched again."""
-_MOST_EVEN = 5_000  # units that are cut again along an order, in time that grows with their square
+_MOST_LINKED = 5_000  # units that are moved one by one where links differ
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +39,8 @@ class Staging:
         demand: what it is asked.
         keys: what the stages are called, from first to last.
         seconds: about how long to search.
+        tolerance: relative; how much slower than the least the slowest stage may be where that makes stages more even,
+            or how much less even where fewer bytes cross.
         solver: what finds stages: `contiguous`, or another of the same form.
         sends: shared nodes are computed once and sent.
         tries: what solvers have found so far, for the note.
@@ -46,6 +49,7 @@ class Staging:
     demand: Demand
     keys: tuple[PartKey, ...]
     seconds: float = 10.0
+    tolerance: float = 0.0
     solver: Callable[..., Solution] = contiguous
     sends: bool = False
     tries: list[Solution] = field(default_factory=list, repr=False)
@@ -152,70 +156,68 @@ class Staging:
         return self._travel is not None and self._travel.factors(self._placing.value_bytes) is not None
 
     def _solved(self, problem: Problem) -> tuple[Solution, Plan]:
-        """As many stages as there are keys, the least greatest load first, then the key of `_weigh`."""
+        """As many stages as there are keys: the least greatest load, and what `_measures` say of those near it."""
+        prefer = self._weigh if self._travel is not None or self._limited or self.demand.schedule else None
         with bad_problems(self.demand.policy, self._placing):
-            found = self.solver(problem, seconds=self.seconds, prefer=self._weigh, advise=False)
-            if len(found.order) < len(self.keys):
-                full = replace(problem, fill=True)
-                filled = self.solver(full, seconds=self.seconds, prefer=self._weigh, advise=False)
+            found = self.solver(problem, seconds=self.seconds, prefer=prefer, advise=False)
+            if len(found.order) < len(self.keys) and prefer is not None:  # else `Evening` fills the others
+                filled = self.solver(replace(problem, fill=True), seconds=self.seconds, prefer=prefer, advise=False)
                 proven = found.bound if self._placing.shared else max(found.bound, filled.bound)
                 found = replace(filled, bound=proven, cut=found.cut or filled.cut)
         self.tries.append(found)
-        choices = [found, *self._again(problem, found)]
+        choices = [found] if len(found.order) == len(self.keys) else []
+        choices += self._again(problem, found)
         plans = [(choice, self._plan_of(choice.device, choice.order)) for choice in choices]
-        values = [self._value(plan) for _, plan in plans]  # copies and links as they are, which solvers only bound
-        best = [i for i, value in enumerate(values) if value <= min(values) * (1 + 1e-9)]
-        if len(best) == 1:
-            return plans[best[0]]
-        return plans[min(best, key=lambda i: self._weigh(choices[i].device, choices[i].order))]
+        return plans[self._preferred([self._measures(plan) for _, plan in plans])]
 
     def _again(self, problem: Problem, found: Solution) -> Iterator[Solution]:
-        """Even stages along the order that was found and the graph's own; where links differ, better ones from them."""
-        if problem.units > _MOST_EVEN:
-            return
+        """Even stages along orders; where links differ, better ones from all of these."""
         held = self._held_in_stages
         capacity = np.array([device.capacity for device in problem.devices])
         at = stages_of(found.device, found.order)
         starts = [at]
-        for order in (np.argsort(at, kind="stable"), np.arange(problem.units)):
-            prices = np.zeros((len(self.keys) - 1, problem.units + 1))
-            if self._travel is not None:
-                prices = self._placing.cut_prices(order, self._travel)
-            cuts = best_cuts(problem.seconds[0][order], prices, held[:, order], capacity)
-            if cuts is not None:
-                stage = np.empty(problem.units, np.int64)
-                stage[order] = blocks_of(cuts, problem.units)
-                starts.append(stage)
-                yield self._moved(found, stage)
-        if self._uneven and self._travel is not None:
+        for tolerance in dict.fromkeys((self.tolerance, 0.0)):
+            even = Evening(self._placing, self.demand.costs, len(self.keys), self._travel, held, capacity, tolerance)
+            starts += even.along(at)
+        yield from (self._moved(found, stage) for stage in starts[1:])
+        if self._uneven and self._travel is not None and problem.units <= _MOST_LINKED:
             linked = self._placing.linked(problem, self._travel, held, capacity)
-            for stage in starts:
-                yield self._moved(found, linked.annealed(stage))
+            yield from (self._moved(found, linked.annealed(stage)) for stage in starts)
 
     def _moved(self, found: Solution, stage: Ints) -> Solution:
         order = tuple(range(len(self.keys)))
         return replace(found, device=stage, order=order)
 
     def _weigh(self, device: Ints, order: tuple[int, ...]) -> tuple[float, ...]:
-        """What decides between equal greatest loads: the simulated step, then the peak, then what crosses. The solver
-        does not see what copies take, so that the true greatest load comes first.
-
-        Without a schedule it is what crosses, in seconds, then how even the stages are.
-        """
+        """What decides between placements that a solver takes for equally good: it does not see what copies take."""
         if len(order) < len(self.keys):  # to be solved again
             return (0.0,)
-        plan = self._plan_of(device, order)
-        loads = self._loads(plan)
-        worst = float(by_rank(loads, self._rank_of)[0].max())
+        return self._measures(self._plan_of(device, order))
+
+    def _measures(self, plan: Plan) -> tuple[float, ...]:
+        """What is to be little, the most important first: the greatest load; with a schedule the step; the sum of the
+        squared loads, which is least where stages are even; with a schedule the peak; the bytes that cross.
+        """
+        loads = by_rank(self._loads(plan), self._rank_of)[0]
+        worst, squares = float(loads.max()), float(np.square(loads).sum())
         if self.demand.schedule is None:
-            return worst, float(loads.sum()), float(np.square(loads).sum())
+            return worst, squares, float(self.demand.traffic(plan))
         run = self._run(plan)
-        return (
-            worst,
-            run.seconds,
-            float(max(run.peaks)),
-            float(sum(stage.activation_bytes for stage in run.stages)),
-        )
+        return worst, run.seconds, squares, float(max(run.peaks)), float(self.demand.traffic(plan))
+
+    def _preferred(self, measures: Sequence[tuple[float, ...]]) -> int:
+        """Which of several is taken: those near the least of each measure in turn, then the first of the least.
+
+        How near: within the tolerance in the load and in evenness; the step and the peak of a schedule are what its
+        users pay for, and yield less.
+        """
+        left = list(range(len(measures)))
+        last = len(measures[0]) - 1
+        for at in range(last):
+            near = min(self.tolerance, NEAR) if last > 2 and at % 2 else self.tolerance
+            least = min(measures[i][at] for i in left)
+            left = [i for i in left if measures[i][at] <= least * (1 + near + _ROUNDING)]
+        return min(left, key=lambda i: measures[i][last])
 
     def _plan_of(self, device: Ints, order: tuple[int, ...]) -> Plan:
         return Plan.of(self._placing.labels(stages_of(device, order), self.keys))
@@ -234,19 +236,15 @@ class Staging:
         """The plan with its claim and a note."""
         loads = self._loads(plan)
         of_rank, busiest = by_rank(loads, self._rank_of)
-        value, mean = float(of_rank.max()), float(of_rank.mean())
-        claim = Claim(
-            "bottleneck",
-            value,
-            min(value, max(found.bound, self._least_work)),
-            found.solver,
-            self.keys[busiest],
-            found.tolerance,
-        )
-        share = value / mean if mean else 1.0
+        value = float(of_rank.max())
+        bound = min(value, max(found.bound, self._least_work))
+        near = max(found.tolerance, self.tolerance)
+        claim = Claim("bottleneck", value, bound, found.solver, self.keys[busiest], near, evenness(of_rank.tolist()))
         what = "slowest" if len(of_rank) == len(loads) else "most loaded rank"
         load = duration(value, unit_of(self.demand.costs))
-        words = [f"{len(self.keys)} stages, the {what} {load}, {share:.3f} of the mean: {claim}"]
+        share = value / float(of_rank.mean()) if value else 1.0
+        said = f"{len(self.keys)} stages, the {what} {load}, {share:.3f} of the mean: {claim}"
+        words = [said, *self._limit(len(of_rank))]
         if self.demand.schedule is not None:
             run = self._run(plan)
             words.append(
@@ -257,3 +255,15 @@ class Staging:
             peaks = self._peaks(plan)
             words.append(f"peak {size(max(peaks))} on rank {peaks.index(max(peaks))}")
         return replace(plan, note="; ".join(words) + ending(self.tries), claim=claim)
+
+    def _limit(self, ranks: int) -> Iterator[str]:
+        """In words, the op that keeps more ranks from being faster."""
+        seconds = self.demand.seconds
+        heaviest, total = max(seconds, key=seconds.__getitem__), sum(seconds.values())
+        share = seconds[heaviest] / total if total else 0.0
+        if share * ranks > 1 + NEAR:
+            most = max(1, math.ceil(1 / share - NEAR))
+            yield (
+                f"{named(heaviest)}, one op, takes {share:.0%}: more than {most} stages are no faster; "
+                "split that op, or ask for fewer"
+            )

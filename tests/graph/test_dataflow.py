@@ -10,7 +10,8 @@ from torch import fx, nn
 
 from splitkit import costs
 from splitkit.errors import GraphError
-from splitkit.graph.dataflow import analyze, module_path
+from splitkit.frontends.capture import capture
+from splitkit.graph.dataflow import analyze, crossing, module_path
 
 
 def build(write, root=None):
@@ -231,3 +232,16 @@ def test_what_a_node_owns_is_each_memory_once():
     assert flow.owned(read, hidden, read) == (*flow.owned(read), *flow.owned(hidden))
     assert costs.unit(flow.root).param_bytes(read) == 4 * (4 + 4 + 4 + 3)
     assert costs.unit(flow.root).param_bytes(hidden) == 4 * (16 + 4)
+
+
+def test_crossing_bytes_count_each_value_once_at_every_cut():
+    class Model(nn.Module):
+        def forward(self, x):
+            a, b = x.sin().chunk(2)
+            c = a.cos()
+            return c + b + a
+
+    gm = capture(Model(), torch.ones(4, 4))
+    flow = analyze(gm)
+    half = 2 * 4 * 4
+    assert crossing(flow, costs.unit(gm), flow.nodes)[1, :-1].tolist() == [0, 2 * half, 2 * half, 3 * half, 2 * half]

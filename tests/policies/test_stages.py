@@ -217,3 +217,75 @@ def test_slow_links_are_avoided():
     homes = [plan.home(n) for n in values[1:]]
     assert homes == [0, 0, 1, 2]
     assert plan.claim.value == pytest.approx(2 + 10.0)
+
+
+class Headed(nn.Module):
+    """Twelve layers alike and a heavy head, with its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(12))
+        self.head = nn.Linear(32, 160)
+
+    def forward(self, x, labels):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return nn.functional.cross_entropy(self.head(x), labels)
+
+
+@pytest.fixture(scope="module")
+def headed():
+    gm = sk.capture(Headed(), torch.randn(64, 32), torch.zeros(64, dtype=torch.long))
+    return gm, sk.costs.flops(gm)
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [{}, {"schedule": "1f1b", "microbatches": 16}, {"links": sk.costs.Links(sk.costs.Link(1e15, 0.0))}],
+    ids=["alone", "1f1b", "links"],
+)
+@pytest.mark.parametrize("count", [2, 4, 6, 8])
+def test_a_heavy_head_left_stages_without_work(headed, count, pipeline):
+    """Only the slowest counted: the plan began with stages of 0 %, and one of what comes after the head."""
+    gm, costs = headed
+    plan = sk.plan(gm, Stages(count, **pipeline), costs)
+    works = [sum(map(costs.seconds, plan.members(stage))) for stage in range(count)]
+    head = max(map(costs.seconds, plan))
+    assert max(works) <= 1.01 * max(head, sum(works) / count + head / 5)
+    assert min(works) >= min(head / 5, sum(works) / count) * 0.99, "one layer at least in each"
+    assert plan.claim.evenness == pytest.approx(sum(works) ** 2 / count / sum(w * w for w in works), rel=2e-2)
+
+
+def test_the_op_that_limits_stages_is_named(headed):
+    gm, costs = headed
+    share = max(map(costs.seconds, gm.graph.nodes)) / sum(map(costs.seconds, gm.graph.nodes))
+    assert "no faster" not in sk.plan(gm, Stages(3), costs).note
+    note = sk.plan(gm, Stages(6), costs).note
+    assert f"linear_12 (head), one op, takes {share:.0%}: more than 4 stages are no faster; split that op" in note
+
+
+def test_even_stages_within_a_tolerance():
+    """Seven and five or six and six: the slowest decides, unless it is told how much slower it may be."""
+    seconds = {f"s{i}": s for i, s in enumerate((4.0, 3.0, 3.02, 1.98))}
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    for name in seconds:
+        x = graph.create_node("call_function", torch.sin, (x,), name=name)
+    graph.output(x)
+    gm = fx.GraphModule(nn.Module(), graph)
+    strict, loose = (sk.plan(gm, Stages(3, tolerance=t), Prices(seconds)) for t in (0, 0.3))
+    assert strict.claim.value == 5.0 and strict.claim.optimal
+    assert loose.claim.value <= 5.0 * 1.3
+    assert loose.claim.evenness >= strict.claim.evenness
+    with pytest.raises(sk.PolicyError, match="SK302.*tolerance"):
+        Stages(2, tolerance=-0.1)
+
+
+def test_a_claim_of_before_evenness_is_read(headed, tmp_path):
+    gm, costs = headed
+    plan = sk.plan(gm, Stages(4), costs)
+    plan.save(tmp_path / "plan.json")
+    assert sk.Plan.load(tmp_path / "plan.json", gm.graph).claim == plan.claim
+    data = plan.to_dict()
+    del data["claim"]["evenness"]
+    assert sk.Plan.from_dict(gm.graph, data).claim.evenness is None

@@ -12,8 +12,9 @@ _CELLS = 2**22  # pairs of a first and a last item that are weighed at once
 _ROUNDING = 1e-12
 
 
-def best_cuts(work: Floats, prices: Floats, held: Ints, capacity: Floats) -> list[int] | None:
-    """The first item of each stage in the division whose greatest load is least; among these the least sum of squares.
+def best_cuts(work: Floats, prices: Floats, held: Ints, capacity: Floats, tolerance: float = 0.0) -> list[int] | None:
+    """The first item of each stage in the division with the least sum of squared loads, of those whose greatest load is
+    nearly the least.
 
     A stage's load is its work, and the prices of the cuts at both of its ends::
 
@@ -27,6 +28,7 @@ def best_cuts(work: Floats, prices: Floats, held: Ints, capacity: Floats) -> lis
         prices: (k - 1, n + 1); ``prices[p][i]`` is paid by stages p and p + 1 for a cut between them before item ``i``.
         held: (k, n) bytes of the items in each stage.
         capacity: (k,) bytes of each stage.
+        tolerance: relative; by so much more may the greatest load be than the least.
 
     Returns:
         k increasing positions, the first of them 0; None if no division fits.
@@ -35,7 +37,7 @@ def best_cuts(work: Floats, prices: Floats, held: Ints, capacity: Floats) -> lis
     least, _ = line.divided(np.inf, squares=False)
     if not np.isfinite(least):
         return None
-    _, starts = line.divided(least * (1 + _ROUNDING), squares=True)
+    _, starts = line.divided(least * (1 + tolerance + _ROUNDING), squares=True)
     return starts
 
 

@@ -1,0 +1,96 @@
+"""Stages made even along orders of the graph: what is left to choose when the slowest is as fast as it can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from torch.fx import Node
+
+from splitkit.costs import Costs
+from splitkit.graph.dataflow import Dataflow, crossing, given_back, readers_of, waits_for
+from splitkit.search.placing import Placing, Travel
+from splitkit.solvers.line.blocks import blocks_of
+from splitkit.solvers.line.even import even_blocks
+from splitkit.solvers.line.priced_cuts import best_cuts
+from splitkit.solvers.placement.problem import Floats, Ints
+
+_MOST_PRICED = 5_000  # units that are cut again where cuts are paid for, in time that grows with their square
+
+
+@dataclass(frozen=True, eq=False)
+class Evening:
+    """How stages are made even.
+
+    Attributes:
+        placing: the units.
+        costs: bytes of values.
+        stages: how many.
+        travel: what a cut costs; None if nothing.
+        held: (stages, n) bytes of the units in each stage.
+        capacity: (stages,) bytes of each; infinite for no limit.
+        tolerance: relative; by how much a stage may be slower than the slowest need be, and less even than the most
+            even, where something is gained by it.
+    """
+
+    placing: Placing
+    costs: Costs
+    stages: int
+    travel: Travel | None
+    held: Ints
+    capacity: Floats
+    tolerance: float
+
+    def along(self, stage: Ints) -> Iterator[Ints]:
+        """(n,) the stage of each unit: even ones along the graph's own order, and along orders of given stages.
+
+        An order of given stages has one stage after the other. Units that take no time are anywhere in those that a
+        solver gives; they are also tried where those are that read them.
+        """
+        orders = [np.arange(len(stage)), np.argsort(stage, kind="stable")]
+        if self.travel is None:
+            orders.append(np.argsort(self._sunk(stage), kind="stable"))
+        for order in orders:
+            cuts = self._cuts(order, stage)
+            if cuts is not None:
+                found = np.empty(len(stage), np.int64)
+                found[order] = blocks_of(cuts, len(stage))
+                yield found
+
+    def _cuts(self, order: Ints, stage: Ints) -> list[int] | None:
+        """Where an order is cut; None if no cuts fit, or the order is too long for that."""
+        work, limited = self.placing.seconds[0], bool(np.isfinite(self.capacity).any())
+        if self.travel is None and not limited:
+            least = float(np.bincount(stage, work, self.stages).max())
+            prices = crossing(self.placing.flow, self.costs, [self.placing.units[u] for u in order.tolist()])[1, :-1]
+            return even_blocks(work[order], self.stages, least * (1 + self.tolerance), prices, self.tolerance)
+        if len(order) > _MOST_PRICED:
+            return None
+        prices = np.zeros((self.stages - 1, len(order) + 1))
+        if self.travel is not None:
+            prices = self.placing.cut_prices(order, self.travel)
+        return best_cuts(work[order], prices, self.held[:, order], self.capacity, self.tolerance)
+
+    def _sunk(self, stage: Ints) -> Ints:
+        """The stages with units that take no time moved to those that read them, where fewer bytes cross then.
+
+        Labels that only the loss reads would be shifted in the first stage.
+        """
+        flow, costs, units = self.placing.flow, self.costs, self.placing.units
+        found = dict(zip(units, stage.tolist(), strict=True))
+        _sink(flow, costs, found)
+        return np.array([found[unit] for unit in units], np.int64)
+
+
+def _sink(flow: Dataflow, costs: Costs, stage: dict[Node, int]) -> None:
+    readers, given = readers_of(flow), given_back(flow)
+    latest: dict[Node, int] = {}
+    for node in reversed(flow.nodes):
+        then = latest.get(node, stage[node])
+        if then > stage[node] and not costs.seconds(node) and node not in given:
+            brought = [read for read in flow.inputs(node) if all(stage[u] != then for u in readers[read])]
+            if sum(map(costs.nbytes, brought)) <= costs.nbytes(node):
+                stage[node] = then
+        for before in waits_for(flow, node):
+            latest[before] = min(latest.get(before, stage[node]), stage[node])
