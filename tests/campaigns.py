@@ -16,3 +16,14 @@ def few_and_many(few, many, *strategies):
         return of(few), pytest.mark.campaign(of(many))
 
     return tests
+
+
+def some_of_all(rows, columns, always):
+    """Pairs for `pytest.mark.parametrize`: each row with the columns named and with one of the others, in turn, so
+    that each of these has its rows; all others as a campaign.
+    """
+    others = [column for column in columns if column not in always]
+    for number, row in enumerate(rows):
+        now = {*always, others[number % len(others)]}
+        for column in columns:
+            yield pytest.param(row, column, marks=() if column in now else pytest.mark.campaign)

@@ -143,10 +143,15 @@ def policies_in(table):
 @cache
 def sized(name):
     """The graph of a specimen with ``meta["val"]`` on its nodes; one of its own, since sizes change what is done."""
-    specimen = next(specimen for specimen in zoo() if specimen.name == name)
+    specimen = _own_specimens()[name]
     if missing(specimen.graph.graph):
         propagate(specimen.graph, *specimen.inputs)
     return specimen.graph
+
+
+@cache
+def _own_specimens():
+    return {specimen.name: specimen for specimen in zoo()}
 
 
 def written(plan):

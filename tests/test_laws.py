@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 from lawtables import JOINT_LAWS, LAWS, PLACERS, asked, policies_in, policies_there_are, sized, written
+from zoographs import specimens
 
 from splitkit.costs import unit
 from splitkit.engine.split import split
@@ -16,10 +17,10 @@ from splitkit.plans.parts import HOST
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import condense, relay
 from splitkit.policies import ByName
-from splitkit.testing import assert_legal, assert_same, zoo
+from splitkit.testing import assert_legal, assert_same
 from splitkit.testing.oracle import assert_emitted_as_planned, assert_inlines
 
-ZOO = {specimen.name: specimen for specimen in zoo()}
+ZOO = specimens()
 _PLANS = {}
 
 

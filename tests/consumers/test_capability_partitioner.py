@@ -10,13 +10,14 @@ import torch
 from torch import fx, nn
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
+from zoographs import specimens
 
 import splitkit as sk
 from splitkit.plans.parts import HOST
 from splitkit.policies import BySupport
-from splitkit.testing import assert_same, zoo
+from splitkit.testing import assert_same
 
-ZOO = {specimen.name: specimen for specimen in zoo()}
+ZOO = specimens()
 
 
 class Support(OperatorSupportBase):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from jointmodels import step_of, wide
 from torch import nn
 from torch._inductor import scheduler  # 2.11, 2.13, 2.15, as all of it here
 from torch._inductor.compile_fx import compile_fx
@@ -226,7 +227,7 @@ def inductor_kernels(gm, monkeypatch):
 def test_as_many_kernels_as_inductor_generates(name, monkeypatch):
     """Within 25 %; forward of Llama and ViT less so on the CPU, where Inductor copies what ``cat`` joins."""
     sizes = {"image": 64, "classes": 10} if name == "vit" else {"seq": 64, "vocab": 1000}
-    made = models.build(name, layers=2, width=128, heads=4, batch=2, **sizes)
+    made = models.build(name, layers=2 if name == "vit" else 1, width=128, heads=4, batch=2, **sizes)
     pair = capture_joint(made.model, *made.args, **made.kwargs).split(SaveAll())
     for half, least in ((pair.forward, 0.6 if name in ("llama", "vit") else 0.75), (pair.backward, 0.75)):
         ours = len(costs.fused(half).fusion.generated)
@@ -235,8 +236,7 @@ def test_as_many_kernels_as_inductor_generates(name, monkeypatch):
 
 def test_no_kernels_wait_for_each_other_in_a_cycle():
     for name in ("gpt2", "mixtral"):
-        made = models.build(name, layers=2, width=64, heads=2, batch=2, seq=16, vocab=101)
-        joint = capture_joint(made.model, *made.args, **made.kwargs)
+        joint, _ = wide(name)
         fusion = costs.fused(joint.graph_module).fusion
         needs = {
             k: {fusion.kernel.get(r) for n in k.nodes for r in fusion.reads[n]} - {k, None} for k in fusion.kernels
@@ -287,8 +287,7 @@ def test_a_joint_graph_is_cheaper_to_compute_again_than_unfused():
 
 
 def test_policies_compute_more_again_where_it_is_cheap():
-    made = models.build("gpt2", layers=2, width=64, heads=2, batch=2, seq=64, vocab=101)
-    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    joint, _ = step_of(2)
     saved = []
     for prices in (costs.fused(joint.graph_module), costs.roofline(joint.graph_module)):
         plan = joint.split(MinCut(), prices).plan

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import fx, nn
+from zoographs import specimens
 
 from splitkit.engine.split import split
 from splitkit.errors import PlanError
@@ -10,9 +11,9 @@ from splitkit.graph.dataflow import analyze
 from splitkit.plans.parts import HOST, Part
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import refine
-from splitkit.testing import Specimen, assert_same, zoo
+from splitkit.testing import assert_same
 
-ZOO: dict[str, Specimen] = {s.name: s for s in zoo()}
+ZOO = specimens()
 
 
 def test_every_node_gets_a_place():

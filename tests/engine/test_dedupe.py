@@ -21,7 +21,7 @@ from splitkit.policies import RecomputeAll, SaveAll
 from splitkit.testing.models import build
 from splitkit.training.flow import JointFlow
 
-TINY = {"layers": 3, "width": 32, "heads": 4, "vocab": 64, "batch": 2, "seq": 8}
+TINY = {"layers": 2, "width": 32, "heads": 4, "vocab": 64, "batch": 2, "seq": 8}
 
 
 def merged(function, *args):

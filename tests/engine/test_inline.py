@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from zoographs import specimens
 
 import splitkit as sk
 from splitkit import _torch
@@ -25,12 +26,12 @@ from splitkit.plans.parts import Part
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune, rematerialize
 from splitkit.policies import RoundRobin, Stages
-from splitkit.testing import assert_same, random_graph, random_plan, zoo
+from splitkit.testing import assert_same, random_graph, random_plan
 from splitkit.testing.fuzzing import usable_inputs
 from splitkit.testing.oracle import assert_inlines
 from splitkit.testing.visible import close_all, observe
 
-ZOO = {s.name: s for s in zoo()}
+ZOO = specimens()
 
 
 class Model(nn.Module):

@@ -8,6 +8,7 @@ import operator
 import pytest
 import torch
 from torch import fx, nn
+from zoographs import specimens
 
 import splitkit as sk
 from splitkit.engine.split import split
@@ -15,9 +16,9 @@ from splitkit.engine.split_module import split_module
 from splitkit.errors import GraphError, PolicyError
 from splitkit.plans.record import Plan
 from splitkit.policies import RoundRobin, Stages
-from splitkit.testing import Specimen, assert_same, zoo
+from splitkit.testing import assert_same
 
-ZOO: dict[str, Specimen] = {s.name: s for s in zoo()}
+ZOO = specimens()
 
 
 def test_defaults_and_keyword_arguments_are_kept():

@@ -7,6 +7,7 @@ import operator
 import pytest
 import torch
 from torch import fx, nn
+from zoographs import specimens
 
 from splitkit.costs import unit
 from splitkit.engine import writer
@@ -14,9 +15,9 @@ from splitkit.engine.split import split
 from splitkit.engine.split_module import split_module
 from splitkit.engine.writer import Writer, is_fast
 from splitkit.policies import RoundRobin
-from splitkit.testing import Specimen, assert_same, zoo
+from splitkit.testing import assert_same
 
-ZOO: dict[str, Specimen] = {s.name: s for s in zoo()}
+ZOO = specimens()
 
 
 def picture(graph):

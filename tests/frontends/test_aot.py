@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from campaigns import some_of_all
 from torch import nn
 from torch._functorch.partitioners import default_partition
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -446,8 +447,7 @@ def assert_case(name, compile_):
         assert_alike(observe(compiled, leaves_of(wider, grads, step), prepare, ours, step), expected)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "policy"), some_of_all(CASES, POLICIES, ("Early", "MinCut")))
 def test_like_eager(name, policy):
     divided = backend(POLICIES[policy])
     assert_case(
@@ -844,8 +844,10 @@ def test_fewer_bytes_are_held_between_forward_and_backward():
     assert held(RecomputeAll()) == 0 < held(SaveAll())
 
 
-@pytest.mark.parametrize("policy", ["SaveAll", "RecomputeAll"])
-@pytest.mark.parametrize("name", ["plain", "buffer_read_and_then_updated", "dynamic_shapes", "checkpointed_calmly"])
+COMPILED = ["plain", "buffer_read_and_then_updated", "dynamic_shapes", "checkpointed_calmly"]
+
+
+@pytest.mark.parametrize(("name", "policy"), some_of_all(COMPILED, ["RecomputeAll", "SaveAll"], ()))
 def test_inductor(name, policy):
     CASES["checkpointed_calmly"] = (calm, ((3, 4), (4, 4)), lambda *leaves: leaves, None, True, None)
     divided = backend(POLICIES[policy], inner="inductor")

@@ -9,11 +9,12 @@ import pytest
 import torch
 from policygraphs import graph, labels
 from torch import fx, nn
+from zoographs import specimens
 
 import splitkit as sk
 from splitkit.cli import policyspec
 from splitkit.policies import ByParameterBytes
-from splitkit.testing import assert_same, zoo
+from splitkit.testing import assert_same
 from splitkit.testing.models import build
 
 
@@ -128,7 +129,7 @@ def test_no_plan_of_consecutive_parts_has_fewer(seed):
     assert len(plan_of(gm, limit).parts) == plan_of(gm, limit).claim.value == fewest
 
 
-@pytest.mark.parametrize("specimen", zoo(), ids=lambda specimen: specimen.name)
+@pytest.mark.parametrize("specimen", specimens().values(), ids=lambda specimen: specimen.name)
 def test_the_parts_of_a_split_hold_no_more(specimen):
     for limit in (1, 300, 600, 1344):
         try:

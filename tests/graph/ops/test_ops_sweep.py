@@ -10,10 +10,11 @@ import pytest
 import torch
 from opcalls import by_hand
 from opwatch import Functions, Watch, watched
-from torch.testing._internal.common_methods_invocations import op_db
 
 
 def samples_of_every_op() -> Iterator[Callable[[], Any]]:
+    from torch.testing._internal.common_methods_invocations import op_db  # takes seconds: not for every process
+
     for info in op_db:
         dtype = torch.float32 if torch.float32 in info.dtypes else min(info.dtypes, key=str, default=None)
         if dtype is None:
