@@ -17,6 +17,7 @@ from splitkit.solvers.placement.evaluate import faults, loads
 from splitkit.solvers.placement.groups import coloured
 from splitkit.solvers.placement.memory import lacking, sets_fit
 from splitkit.solvers.placement.problem import GRACE, Ints, Problem
+from splitkit.solvers.placement.sets.cover import CoverBound
 from splitkit.solvers.placement.sets.packing import placeable, some_sets
 from splitkit.solvers.placement.sets.program import SetProgram
 from splitkit.solvers.placement.solution import InfeasibleError, Solution
@@ -25,7 +26,7 @@ from splitkit.solvers.placement.stages.contiguous import contiguous
 SECONDS = 50.0
 _SMALL = 500  # columns of an integer program that comes before annealing
 _LARGE = 3_500  # columns of one that still comes after it: of larger ones not even the relaxation is solved in time
-_STAGES, _ANNEALED, _MOST_ANNEALED, _PROGRAM = 0.15, 0.6, 0.8, 0.6  # of the time
+_STAGES, _ANNEALED, _MOST_ANNEALED, _COVERED, _PROGRAM = 0.15, 0.4, 0.6, 0.3, 0.4  # of the time
 _FAR = 2.0  # times as long may it take as its steps are counted for
 _CLOSE = 2e-6  # relative: what the integer program may be off
 
@@ -33,8 +34,8 @@ _CLOSE = 2e-6  # relative: what the integer program may be off
 def noncontiguous(problem: Problem, *, seconds: float = SECONDS, advise: bool = True) -> Solution:
     """Sets of units, one for each device, with the least greatest load; in any order, so nothing is in flight.
 
-    The best stages are annealed (`anneal`); a mixed-integer program proves what it can, and finds the optimum of
-    small problems. The same problem gives the same placement on a machine half as fast.
+    The best stages are annealed (`anneal`); a decomposition into sets bounds what they can cover (`cover`), and a
+    mixed-integer program finds and proves the optimum of small problems. The same problem gives the same placement on a machine half as fast.
 
     Args:
         problem: what is placed; its ``edges``, ``in_flight`` and ``ordered`` do not matter.
@@ -99,6 +100,8 @@ class _SetSearch:
             self._anneal(self._seconds * (_MOST_ANNEALED if most else _ANNEALED))
         if not self._closed:
             self._join()
+            self._cover(self._seconds * _COVERED)
+        if not self._closed:
             self._program(self._seconds * _PROGRAM)
 
     @property
@@ -139,9 +142,7 @@ class _SetSearch:
 
     def _program(self, seconds: float) -> None:
         """The integer program, over what must be together joined."""
-        own = replace(self._core, group=np.arange(self._core.size))
-        if self._joinable:
-            own = tightened(own, int(self.value * own.scale * (1 + _CLOSE)) + 1, acyclic=False)
+        own = self._tightened()
         if self._columns(own) > _LARGE or self.clock.is_over():
             return
         places = Places.of_problem(self._problem, own)
@@ -149,6 +150,18 @@ class _SetSearch:
         if found is not None and placeable(own, places, found):
             self._take(found[own.group], "highs")
         self._prove(min(bound, self.value), "highs")
+
+    def _cover(self, seconds: float) -> None:
+        """A bound from what all devices together can cover, over what must be together joined."""
+        cover = CoverBound(self._tightened(), self.value)
+        self._prove(cover.run(self.bound, seconds, self.clock), "cover")
+
+    def _tightened(self) -> Core:
+        """The core with units joined that every placement holds together that is no worse than the best so far."""
+        own = replace(self._core, group=np.arange(self._core.size))
+        if not self._joinable:
+            return own
+        return tightened(own, int(self.value * own.scale * (1 + _CLOSE)) + 1, acyclic=False)
 
     def _take(self, device: Ints, solver: str) -> None:
         value = float(loads(self._problem, device[self._core.group]).max())
