@@ -109,7 +109,7 @@ class _SetSearch:
         return self.bound >= self.value * (1 - _CLOSE)
 
     def _columns(self, core: Core) -> int:
-        return int((core.size + 2 * core.costs.shape[1]) * len(self._places.work))
+        return SetProgram.columns(core, self._places if core is self._core else Places.of_problem(self._problem, core))
 
     def _start(self) -> None:
         """The best stages, or any sets that fit."""
@@ -146,7 +146,7 @@ class _SetSearch:
         if self._columns(own) > _LARGE or self.clock.is_over():
             return
         places = Places.of_problem(self._problem, own)
-        found, bound = SetProgram(own, places, self.value * (1 + _CLOSE)).solve(seconds, self.clock)
+        found, bound = SetProgram(own, places, self.value * (1 + _CLOSE)).solve(seconds, self.clock, known=self.bound)
         if found is not None and placeable(own, places, found):
             self._take(found[own.group], "highs")
         self._prove(min(bound, self.value), "highs")
