@@ -35,7 +35,8 @@ def noncontiguous(problem: Problem, *, seconds: float = SECONDS, advise: bool = 
     """Sets of units, one for each device, with the least greatest load; in any order, so nothing is in flight.
 
     The best stages are annealed (`anneal`); a decomposition into sets bounds what they can cover (`cover`), and a
-    mixed-integer program finds and proves the optimum of small problems. The same problem gives the same placement on a machine half as fast.
+    mixed-integer program finds and proves the optimum of small problems. The same problem gives the same placement on a
+    machine half as fast.
 
     Args:
         problem: what is placed; its ``edges``, ``in_flight`` and ``ordered`` do not matter.
