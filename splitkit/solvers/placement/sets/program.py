@@ -27,10 +27,12 @@ class SetProgram:
         core: whose units.
         places: the devices.
         limit: seconds; loads are below it.
+        alike: devices that are alike may change places.
     """
 
-    def __init__(self, core: Core, places: Places, limit: float) -> None:
+    def __init__(self, core: Core, places: Places, limit: float, *, alike: bool = True) -> None:
         self._core = core
+        self._alike = alike
         self._places = places
         self._unit = limit / 100 or 1.0
         self._devices = len(places.work)
@@ -69,7 +71,8 @@ class SetProgram:
         price[self._worst], high[self._worst] = 1.0, 100.0
         low[self._worst] = min(known / self._unit * (1 - _MARGIN), 100.0)
         high[self._in] = np.where(np.isinf(places.work.T), 0.0, 1.0)
-        self._break_symmetry(high)
+        if self._alike:
+            self._break_symmetry(high)
         whole = np.zeros(self.size, np.bool_)
         whole[self._in] = True
         result = self.rows.solve(price, whole, low, high, seconds, clock, any_will_do=any_will_do)

@@ -20,13 +20,14 @@ from splitkit.solvers.placement.problem import GRACE, Ints, Problem
 from splitkit.solvers.placement.sets.cover import CoverBound
 from splitkit.solvers.placement.sets.packing import placeable, some_sets
 from splitkit.solvers.placement.sets.program import SetProgram
+from splitkit.solvers.placement.sets.windows import Windows
 from splitkit.solvers.placement.solution import InfeasibleError, Solution
 from splitkit.solvers.placement.stages.contiguous import contiguous
 
 SECONDS = 50.0
-_SMALL = 500  # columns of an integer program that comes before annealing
+_SMALL = 1_200  # columns of an integer program that comes before annealing
 _LARGE = 3_500  # columns of one that still comes after it: of larger ones not even the relaxation is solved in time
-_STAGES, _ANNEALED, _MOST_ANNEALED, _COVERED, _PROGRAM = 0.15, 0.4, 0.6, 0.3, 0.4  # of the time
+_STAGES, _ANNEALED, _WINDOWS, _COVERED, _PROGRAM = 0.15, 0.25, 0.2, 0.25, 0.25  # of the time
 _FAR = 2.0  # times as long may it take as its steps are counted for
 _CLOSE = 2e-6  # relative: what the integer program may be off
 
@@ -34,9 +35,9 @@ _CLOSE = 2e-6  # relative: what the integer program may be off
 def noncontiguous(problem: Problem, *, seconds: float = SECONDS, advise: bool = True) -> Solution:
     """Sets of units, one for each device, with the least greatest load; in any order, so nothing is in flight.
 
-    The best stages are annealed (`anneal`); a decomposition into sets bounds what they can cover (`cover`), and a
-    mixed-integer program finds and proves the optimum of small problems. The same problem gives the same placement on a
-    machine half as fast.
+    The best stages are annealed (`anneal`), then windows of units placed anew (`windows`); a decomposition into sets
+    bounds what they can cover (`cover`), and a mixed-integer program finds and proves the optimum of small problems.
+    The same problem gives the same placement on a machine half as fast.
 
     Args:
         problem: what is placed; its ``edges``, ``in_flight`` and ``ordered`` do not matter.
@@ -97,8 +98,9 @@ class _SetSearch:
         if self._columns(self._core) <= _SMALL:
             self._program(self._seconds * _STAGES)
         if not self._closed:
-            most = self._columns(self._core) > _LARGE  # nothing comes after it
-            self._anneal(self._seconds * (_MOST_ANNEALED if most else _ANNEALED))
+            self._anneal(self._seconds * _ANNEALED)
+        if not self._closed:
+            self._replace(self._seconds * _WINDOWS)
         if not self._closed:
             self._join()
             self._cover(self._seconds * _COVERED)
@@ -140,6 +142,12 @@ class _SetSearch:
         population = Population(core, self._places, self.best, size)
         population.run(Schedule(population.rounds(seconds), self.clock), self.bound)
         self._take(population.best, "annealing")
+
+    def _replace(self, seconds: float) -> None:
+        assert self.best is not None
+        windows = Windows(self._problem, self._core, self.best)
+        windows.run(seconds, self.clock, self.bound)
+        self._take(windows.device, "windows")
 
     def _program(self, seconds: float) -> None:
         """The integer program, over what must be together joined."""
