@@ -67,17 +67,19 @@ class Rows:
         clock: Clock,
         *,
         any_will_do: bool = False,
+        once: bool = False,
     ) -> OptimizeResult:
         """Minimise ``price @ x`` with the ``whole`` columns whole: presolved first, then as it stands.
 
         Nodes of the search trees are counted, so that it comes out the same on a machine that is slow or busy. Should
         time end it all the same, ``clock`` is told, and what was found by then is no result (its bound is), unless
-        ``any_will_do``.
+        ``any_will_do``. With ``once`` it is not solved as it stands where nodes ended it, only where presolve failed.
         """
         own, nodes = Clock(_FAR * seconds + GRACE), max(1, int(seconds * _NODES / self.columns))
         best = self._solve(price, whole, low, high, own, nodes, presolve=True)
         results = [best]
-        if best.status == _STOPPED and own.left > 0:
+        ended = once and (best.mip_node_count or 0) >= nodes
+        if best.status == _STOPPED and own.left > 0 and not ended:
             results.append(self._solve(price, whole, low, high, own, nodes, presolve=False))
         late = [result for result in results if result.status == _OUT_OF_TIME]
         clock.cut |= bool(late)

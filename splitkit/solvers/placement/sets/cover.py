@@ -32,7 +32,8 @@ _SMALL = 1e-4  # a promise so small that the region becomes wider
 _PATIENCE, _GAIN = 80, 1e-3  # rounds in which the bound must grow so much, relative
 _FULL, _KEPT = 400, 250  # planes
 _ROUND_SECONDS = 5e-3, 1e-4, 5e-6, 3e-9  # of a round, about; more for each unit, transition, state and load
-_MOST_UNITS = 3000
+_MOST_UNITS = 600
+_MOST_CELLS = 20_000_000  # states and loads that are held at once
 _QUICKER = 23.0  # a first guess: a second of a host is worth so much less
 
 
@@ -85,7 +86,8 @@ class CoverBound:
             return min(low, self._limit)
         self._lay_out()
         dual = _Dual(self._first_worth(), self._first_prices())
-        for parts in (_COARSE, _FINE):
+        states = max((frontier.states for frontier in self._frontiers), default=1)
+        for parts in (_COARSE, min(_FINE, max(_COARSE, _MOST_CELLS // states))):
             dual = self._phase(dual, parts, self._rounds(seconds / 2, parts), clock)
         return min(self.bound, self._limit)
 

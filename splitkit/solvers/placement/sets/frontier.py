@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count as numbers
 
 import numpy as np
 
 from splitkit.solvers.placement.problem import Bools, Floats, Ints
 
-_MOST_STATES = 400  # at one place of the order; nets that would make more count for nothing
+_MOST_STATES = 200  # at one place of the order; nets that would make more count for nothing from there on
 _NONE, _ALL, _SOME = 0, 1, 2  # pins of a net that are in the set, of those so far
 _State = tuple[int, ...]
 
@@ -74,9 +73,9 @@ class Frontier:
         self._barred = barred
         self._order = order.tolist()
         self._size = len(work)
-        dropped: set[int] = set()
-        while (dear := self._layered(nets, dropped)) is not None:
-            dropped |= dear
+        self._moves: list[list[_Move]] = []
+        self._counts: list[int] = []
+        self._lay_out(nets)
 
     @property
     def states(self) -> int:
@@ -130,48 +129,59 @@ class Frontier:
                         return row, load - shift, move.taken
         raise AssertionError("a value that nothing leads to")
 
-    def _layered(self, nets: Nets, dropped: set[int]) -> set[int] | None:
-        """Work out the transitions; the nets to be dropped if there are too many states."""
-        of_unit, last = self._indexed(nets, dropped)
-        self._moves: list[list[_Move]] = []
-        self._counts: list[int] = []
+    def _lay_out(self, nets: Nets) -> None:
+        """Work out the transitions; the cheapest open nets are left out from where there are too many states."""
+        of_unit, last = self._indexed(nets)
+        left_out: set[int] = set()
         opened: list[int] = []
         states: dict[_State, int] = {(): 0}
         costs = nets.costs.tolist()
         for place, unit in enumerate(self._order):
-            mine = set(of_unit[unit])
-            fresh = sorted(mine - set(opened))
-            kept = [net for net in (*opened, *fresh) if last[net] > place]
-            after: dict[_State, int] = {}
-            found: dict[tuple[bool, float, int], list[tuple[int, int]]] = {}
-            for state, row in states.items():
-                for taken in (False, True) if not self._barred[unit] else (False,):
-                    held, paid = _entered(dict(zip(opened, state, strict=True)), mine, taken, costs)
-                    target = after.setdefault(tuple(held[net] for net in kept), len(after))
-                    load = paid + (self._work[unit] if taken else 0.0)
-                    for turn in numbers():  # the n-th source of the same target
-                        pairs = found.setdefault((taken, load, turn), [])
-                        if all(target != other for _, other in pairs):
-                            pairs.append((row, target))
-                            break
-            if len(after) > _MOST_STATES:
-                return {min(kept, key=lambda net: (costs[net], -last[net]))}
+            mine = set(of_unit[unit]) - left_out
+            held = [net for net in dict.fromkeys([*opened, *sorted(mine)]) if last[net] > place]
+            while True:
+                kept = [net for net in held if net not in left_out]
+                after, found = self._entered(unit, opened, states, kept, mine, costs)
+                if len(after) <= _MOST_STATES:
+                    break
+                left_out.add(min(kept, key=lambda net: (costs[net], -last[net])))
             self._moves.append([_Move(taken, load, *_columns(pairs)) for (taken, load, _), pairs in found.items()])
             self._counts.append(len(after))
             opened, states = kept, after
-        return None
 
-    def _indexed(self, nets: Nets, dropped: set[int]) -> tuple[list[list[int]], dict[int, int]]:
+    def _entered(
+        self,
+        unit: int,
+        opened: list[int],
+        states: dict[_State, int],
+        kept: list[int],
+        nets: set[int],
+        costs: list[float],
+    ) -> tuple[dict[_State, int], dict[tuple[bool, float, int], list[tuple[int, int]]]]:
+        """The states after one more unit, and the pairs of rows by what they add: no state after twice in a list."""
+        after: dict[_State, int] = {}
+        found: dict[tuple[bool, float, int], list[tuple[int, int]]] = {}
+        turns: dict[tuple[bool, float, int], int] = {}
+        for state, row in states.items():
+            for taken in (False, True) if not self._barred[unit] else (False,):
+                held, paid = _entered(dict(zip(opened, state, strict=True)), nets, taken, costs)
+                target = after.setdefault(tuple(held[net] for net in kept), len(after))
+                load = paid + (float(self._work[unit]) if taken else 0.0)
+                turn = turns.get((taken, load, target), 0)
+                turns[taken, load, target] = turn + 1
+                found.setdefault((taken, load, turn), []).append((row, target))
+        return after, found
+
+    def _indexed(self, nets: Nets) -> tuple[list[list[int]], dict[int, int]]:
         """The nets of each unit, and the place of the last pin of each net."""
         place = np.empty(self._size, np.int64)
         place[self._order] = np.arange(self._size)
         of_unit: list[list[int]] = [[] for _ in range(self._size)]
         last: dict[int, int] = {}
         for net, pins in enumerate(nets.pins):
-            if net not in dropped:
-                last[net] = int(place[list(pins)].max())
-                for pin in pins:
-                    of_unit[pin].append(net)
+            last[net] = int(place[list(pins)].max())
+            for pin in pins:
+                of_unit[pin].append(net)
         return of_unit, last
 
 
@@ -214,7 +224,7 @@ def narrow_order(size: int, nets: Nets) -> Ints:
 
 def _starts(size: int, of_unit: list[list[int]]) -> list[int]:
     """Some units to start with: those with the fewest nets."""
-    return sorted(range(size), key=lambda unit: (len(of_unit[unit]), unit))[:8]
+    return sorted(range(size), key=lambda unit: (len(of_unit[unit]), unit))[:4]
 
 
 def _narrow(size: int, nets: Nets, of_unit: list[list[int]], start: int) -> tuple[tuple[int, int], Ints]:

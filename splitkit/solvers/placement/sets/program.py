@@ -75,7 +75,7 @@ class SetProgram:
             self._break_symmetry(high)
         whole = np.zeros(self.size, np.bool_)
         whole[self._in] = True
-        result = self.rows.solve(price, whole, low, high, seconds, clock, any_will_do=any_will_do)
+        result = self.rows.solve(price, whole, low, high, seconds, clock, any_will_do=any_will_do, once=True)
         if result.status == 2:
             return None, np.inf
         proven = result.mip_dual_bound

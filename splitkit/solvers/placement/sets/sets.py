@@ -26,8 +26,8 @@ from splitkit.solvers.placement.stages.contiguous import contiguous
 
 SECONDS = 50.0
 _SMALL = 1_200  # columns of an integer program that comes before annealing
-_LARGE = 3_500  # columns of one that still comes after it: of larger ones not even the relaxation is solved in time
-_STAGES, _ANNEALED, _WINDOWS, _COVERED, _PROGRAM = 0.15, 0.25, 0.2, 0.25, 0.25  # of the time
+_LARGE = 1_700  # columns of one that still comes after it: larger ones find and prove less than what comes before
+_STAGES, _ANNEALED, _MOST_ANNEALED, _WINDOWS, _COVERED, _PROGRAM = 0.15, 0.25, 0.5, 0.2, 0.25, 0.2  # of the time
 _FAR = 2.0  # times as long may it take as its steps are counted for
 _CLOSE = 2e-6  # relative: what the integer program may be off
 
@@ -98,7 +98,8 @@ class _SetSearch:
         if self._columns(self._core) <= _SMALL:
             self._program(self._seconds * _STAGES)
         if not self._closed:
-            self._anneal(self._seconds * _ANNEALED)
+            most = self._columns(self._core) > _LARGE  # no program comes after it
+            self._anneal(self._seconds * (_MOST_ANNEALED if most else _ANNEALED))
         if not self._closed:
             self._replace(self._seconds * _WINDOWS)
         if not self._closed:
@@ -130,10 +131,10 @@ class _SetSearch:
 
     def _join(self) -> None:
         """A bound from what would have to be joined."""
-        if self._joinable:
-            low, high = int(self.bound * self._core.scale), int(self.value * self._core.scale)
-            joined = bounds.by_joining(self._core, low, high, acyclic=False)
-            self._prove((joined - self._core.slack) / self._core.scale, "joining")
+        low, high = int(self.bound * self._core.scale), int(self.value * self._core.scale)
+        filled = len(self._problem.devices) if self._problem.fill else 0
+        joined = bounds.by_joining(self._core, low, high, acyclic=False, filled=filled)
+        self._prove((joined - self._core.slack) / self._core.scale, "joining")
 
     def _anneal(self, seconds: float) -> None:
         assert self.best is not None
