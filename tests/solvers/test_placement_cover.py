@@ -18,7 +18,7 @@ from splitkit.solvers.placement.groups import coloured
 from splitkit.solvers.placement.problem import Problem, Slot
 from splitkit.solvers.placement.sets import frontier as module
 from splitkit.solvers.placement.sets.cover import CoverBound
-from splitkit.solvers.placement.sets.frontier import Frontier, Nets, narrow_order
+from splitkit.solvers.placement.sets.frontier import Nets, SetTable, narrow_order
 
 
 @st.composite
@@ -61,7 +61,7 @@ def test_the_set_worth_most_within_every_load(case):
         load = int(load_of(work, pins, costs, chosen))
         if load <= most:
             best[load:] = np.maximum(best[load:], worth[chosen].sum())
-    found = Frontier(work, barred, Nets.of(pins, costs), order).best(worth, 1.0, most, 0.5)
+    found = SetTable(work, barred, Nets.of(pins, costs), order).best(worth, 1.0, most, 0.5)
     assert np.allclose(found.value, best)
     for load in (0, 7, most):
         chosen = found.chosen(load)
@@ -76,7 +76,7 @@ def test_rounding_and_left_out_nets_lose_no_set(case, unit, price, states):
     saved = module._MOST_STATES
     module._MOST_STATES = states
     try:
-        frontier = Frontier(work, barred, Nets.of(pins, costs), order)
+        frontier = SetTable(work, barred, Nets.of(pins, costs), order)
     finally:
         module._MOST_STATES = saved
     most = 12
@@ -117,4 +117,4 @@ def test_a_narrow_order_of_a_chain_is_the_chain():
     order = narrow_order(40, nets).tolist()
     place = [order.index(unit) for unit in name.tolist()]
     assert place in (list(range(40)), list(range(39, -1, -1)))
-    assert Frontier(np.ones(40), np.zeros(40, bool), nets, np.array(order)).states <= 80
+    assert SetTable(np.ones(40), np.zeros(40, bool), nets, np.array(order)).states <= 80

@@ -14,7 +14,7 @@ from math import inf
 
 import numpy as np
 
-from splitkit.solvers.placement.latency.hull import Hull, Hulls
+from splitkit.solvers.placement.latency.hull import Hulls, PieceHull
 from splitkit.solvers.placement.latency.makespan import Timing
 from splitkit.solvers.placement.problem import Floats, Ints, Problem
 
@@ -66,7 +66,7 @@ def way_bound(timing: Timing, hulls: Hulls, way: list[int], value: float) -> flo
 def _runs(hulls: Hulls, way: list[int], start: int, most: float) -> list[tuple[int, float]]:
     """The last place and the least time of each piece that a way enters at a place, those that are not too long."""
     passed = hulls.before[way[start - 1]] | 1 << way[start - 1] if start else 0
-    hull, found = Hull(), []
+    hull, found = PieceHull(), []
     for end in range(start, len(way)):
         hull = hulls.grown(hull, way[end])
         if hulls.work(hull.units) > most or hull.units & passed:

@@ -14,7 +14,7 @@ _MOST_STEPS = 3_000_000  # nets that are looked at; what is beside a piece count
 
 
 @dataclass(frozen=True, eq=False)
-class Hull:
+class PieceHull:
     """Units that are in a piece for certain, as bits, and all that is before and after them."""
 
     units: int = 0
@@ -52,7 +52,7 @@ class Hulls:
         self._all = (1 << problem.units) - 1
         self.steps = 0
 
-    def grown(self, hull: Hull, unit: int) -> Hull:
+    def grown(self, hull: PieceHull, unit: int) -> PieceHull:
         """The hull with a unit more, and all that must come with it: what lies between, and what shares its device."""
         units, before, after = hull.units, hull.before, hull.after
         fresh = self._mates[unit] & ~units
@@ -65,7 +65,7 @@ class Hulls:
             for other in _bits(fresh):
                 fresh |= self._mates[other]
             fresh &= ~units
-        return Hull(units, before, after)
+        return PieceHull(units, before, after)
 
     def work(self, units: int) -> float:
         """The least work of the units on a device that has room for them; infinite if none has."""

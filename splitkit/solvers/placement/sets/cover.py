@@ -22,7 +22,7 @@ from scipy.sparse import coo_array, hstack
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.core import Core
 from splitkit.solvers.placement.problem import Bools, Floats, Ints
-from splitkit.solvers.placement.sets.frontier import Best, Frontier, Nets, narrow_order
+from splitkit.solvers.placement.sets.frontier import Nets, SetTable, SetWorths, narrow_order
 
 _COARSE, _FINE = 150, 600  # loads are told apart by these parts of the limit: first, and then
 _MARGIN = 1e-9  # of the worth of all: more than sums of floats can be off
@@ -69,7 +69,7 @@ class CoverBound:
         self._counts = np.array([len(kind.devices) for kind in core.kinds])
         self._work = core.work / core.scale
         self._costs = core.costs / core.scale
-        self._frontiers: list[Frontier] = []
+        self._frontiers: list[SetTable] = []
         self._planes: dict[tuple[int, bytes], _Plane] = {}
         self.bound = 0.0
 
@@ -97,7 +97,7 @@ class CoverBound:
         for work, barred, costs in zip(self._work, core.barred, self._costs, strict=True):
             nets = Nets.of(pins, costs)
             order = narrow_order(core.size, nets) if nets.pins else np.arange(core.size)
-            self._frontiers.append(Frontier(work, barred, nets, order))
+            self._frontiers.append(SetTable(work, barred, nets, order))
 
     def _rounds(self, seconds: float, parts: int) -> int:
         least, each, move, cell = _ROUND_SECONDS
@@ -175,7 +175,7 @@ class CoverBound:
         """Loads up to these are to be excluded next."""
         return min(int(self.bound / unit + 1e-3), parts)
 
-    def _keep(self, kind: int, best: Best, load: int) -> None:
+    def _keep(self, kind: int, best: SetWorths, load: int) -> None:
         chosen = best.chosen(load)
         held = self._core.incidence @ chosen.astype(np.int64)
         cut = (held > 0) & (held < np.diff(self._core.starts))

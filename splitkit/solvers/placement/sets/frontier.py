@@ -58,7 +58,7 @@ class _Move:
         return shift, (gain if self.taken else 0.0) - price * (self.load - shift * unit)
 
 
-class Frontier:
+class SetTable:
     """The transitions of one class of devices.
 
     Args:
@@ -87,7 +87,7 @@ class Frontier:
         """Groups of transitions that are made at once, of all places together."""
         return sum(map(len, self._moves))
 
-    def best(self, worth: Floats, unit: float, most: int, price: float) -> Best:
+    def best(self, worth: Floats, unit: float, most: int, price: float) -> SetWorths:
         """The greatest worth for every load up to a limit.
 
         Args:
@@ -106,7 +106,7 @@ class Frontier:
                     rows = values[-1][move.before, : most + 1 - shift]
                     now[move.after, shift:] = np.maximum(now[move.after, shift:], rows + more)
             values.append(now)
-        return Best(self, worth, unit, price, values)
+        return SetWorths(self, worth, unit, price, values)
 
     def trace(self, worth: Floats, unit: float, price: float, values: list[Floats], load: int) -> Bools:
         """(n,) the units of a set of the greatest worth within a load."""
@@ -186,7 +186,7 @@ class Frontier:
 
 
 @dataclass(frozen=True, eq=False)
-class Best:
+class SetWorths:
     """What is worth most within each load.
 
     Attributes:
@@ -196,7 +196,7 @@ class Best:
         values: (states, loads) the greatest worth, for each place of the order.
     """
 
-    frontier: Frontier
+    frontier: SetTable
     worth: Floats
     unit: float
     price: float
