@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from splitkit.solvers import clock
 from splitkit.solvers.clock import Clock
+from splitkit.solvers.placement import bounds
 from splitkit.solvers.placement.contract import contracted
 from splitkit.solvers.placement.core import BIG, core_of
 from splitkit.solvers.placement.evaluate import faults, memory
@@ -25,7 +26,7 @@ from splitkit.solvers.placement.stages.contiguous import contiguous
 from splitkit.solvers.placement.stages.idealpath import _Search, best_stages
 from splitkit.solvers.placement.stages.ideals import Effort, TooManyError, ideals, weights
 from splitkit.solvers.placement.stages.ladder import ladder
-from splitkit.solvers.placement.stages.search import StageSearch
+from splitkit.solvers.placement.stages.search import StageSearch, own_and_other_orders
 from splitkit.solvers.placement.stages.stages import stage_loads
 
 
@@ -98,6 +99,48 @@ def test_bounds_hold_with_links_between_pairs(problem, factors):
     best = cases.best_stages(linked)
     assert found.value == pytest.approx(max(cases.load_by_definition(linked, found.device)))
     assert found.bound * (1 - 1e-9) <= best <= found.value * (1 + 1e-9)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(cases.problems(units=4), st.booleans())
+def test_no_stages_are_better_than_what_must_be_joined_allows(problem, fill):
+    problem = replace(problem, fill=fill and len(problem.devices) <= problem.units)
+    core = core_of(problem, fused(problem))
+    best = cases.best_stages(problem)
+    if best < cases.INF and not core.barred.all(axis=0).any():
+        filled = len(problem.devices) if problem.fill else 0
+        high = int(1.5 * best * core.scale) + 1
+        bound = bounds.by_joining(core, 0, high, acyclic=True, filled=filled)
+        assert bound <= best * core.scale + core.slack + 1
+
+
+def test_devices_to_fill_make_a_slow_link_count():
+    """However little work there is: what is cut once at least bounds the load where no device may be empty."""
+    random = np.random.default_rng(0)
+    edges = [(layer * 20 + int(random.integers(20)), layer * 20 + 20 + i) for layer in range(11) for i in range(20)]
+    readers = {}
+    for first, then in edges:
+        readers.setdefault(first, []).append(then)
+    nets = [(1.0, (first, *those)) for first, those in readers.items()]
+    nets += [(1.0, (i, i + 1)) for i in range(239)]  # so that no part is alone
+    edges += [(i, i + 1) for i in range(19)]
+    problem = Problem.of(random.random((1, 240)) * 1e-5, nets, edges, [Slot()] * 4, fill=True)
+    core = core_of(problem, fused(problem))
+    search = StageSearch(core.reversed(), ladder(core, (), ordered=False, fill=True), 1.0, joinable=False)
+    search.along_orders()
+    assert search.bound / core.scale < 0.01
+    search.raise_bound()
+    assert 1.0 <= search.bound / core.scale <= search.limit / core.scale
+
+
+def test_the_order_of_the_graph_is_among_those_tried():
+    """Work in an order that no walk takes: even cuts along the numbers are the best stages."""
+    random = np.random.default_rng(1)
+    edges = [(i, j) for i in range(0, 90) for j in (i + int(random.integers(1, 30)),) if j < 90]
+    problem = Problem.of(np.ones((1, 90)), [(0.01, edge) for edge in edges], edges, [Slot()] * 3)
+    core = core_of(problem, fused(problem))
+    tried = [order.tolist() for order in own_and_other_orders(core.reversed())]
+    assert list(range(89, -1, -1)) in tried
 
 
 def chain(weights, **more):

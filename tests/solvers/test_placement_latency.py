@@ -7,8 +7,13 @@ import placementcases as cases
 import pytest
 from hypothesis import given, settings
 
+from splitkit.solvers.placement.core import core_of
+from splitkit.solvers.placement.groups import coloured
 from splitkit.solvers.placement.latency import moves as latencymoves
+from splitkit.solvers.placement.latency.chain import chain_bound
 from splitkit.solvers.placement.latency.latency import latency
+from splitkit.solvers.placement.latency.makespan import Timing
+from splitkit.solvers.placement.orders import by_key
 from splitkit.solvers.placement.problem import BadProblemError, Problem, Slot
 from splitkit.solvers.placement.solution import InfeasibleError
 
@@ -59,6 +64,47 @@ def test_search_and_bound_alone_hold_the_best_between_them(problem):
     finally:
         latencymoves._FEW = few
     assert found.bound * (1 - 1e-5) - 1e-9 <= best <= found.value * (1 + 1e-9)
+
+
+def ways_of(problem, pieces):
+    """What bounds of ways take: the timing, groups of one colour, an order."""
+    order = by_key(core_of(problem, np.arange(problem.units)), np.zeros(problem.units))
+    return Timing.of(problem, pieces), coloured(problem), order
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(cases.problems(units=5))
+def test_no_makespan_is_less_than_the_bound_of_a_way(problem):
+    problem = simple(problem)
+    best = cases.best_latency(problem)
+    if best < cases.INF:
+        for value in (best, 1.5 * best + 1):
+            assert chain_bound(problem, *ways_of(problem, 1), value) <= best * (1 + 1e-12)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(cases.problems(units=4, devices=2))
+def test_no_makespan_of_several_pieces_is_less_than_the_bound_of_a_way(problem):
+    problem = simple(problem)
+    try:
+        best = latency(problem, pieces=2)
+    except InfeasibleError:
+        return
+    assert best.optimal  # by trying all
+    bound = chain_bound(problem, *ways_of(problem, 2), 1.5 * best.value + 1)
+    assert bound <= best.value * (1 + 1e-12)
+
+
+def test_the_bound_of_a_way_counts_what_is_beside_it():
+    """Only 2 of 3 units in a row fit a device; each leads to a unit beside the way, which is with it or costs a net."""
+    nets = [(1.0, (0, 1)), (1.0, (1, 2)), (4.0, (0, 3)), (4.0, (1, 4)), (4.0, (2, 5))]
+    edges = [pins for _, pins in nets]
+    seconds = np.array([[2.0, 2, 2, 1, 1, 1]])
+    problem = Problem.of(seconds, nets, edges, [Slot(capacity=2)] * 3, nbytes=np.array([1, 1, 1, 0, 0, 0]))
+    found = latency(problem)
+    assert chain_bound(problem, *ways_of(problem, 1), 100.0) == pytest.approx(found.value)
+    assert found.value == 11  # work of 9, and the net between two of them on either side
+    assert found.optimal
 
 
 def test_parallel_branches_run_at_once():

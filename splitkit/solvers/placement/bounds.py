@@ -29,7 +29,7 @@ def in_seconds(core: Core) -> float:
     return max(0.0, simple(core) - core.slack) / core.scale
 
 
-def by_joining(core: Core, low: int, high: int, *, acyclic: bool) -> int:
+def by_joining(core: Core, low: int, high: int, *, acyclic: bool, filled: int = 0) -> int:
     """The greatest load below which units would have to be joined that then do not fit the devices any more.
 
     Args:
@@ -37,13 +37,14 @@ def by_joining(core: Core, low: int, high: int, *, acyclic: bool) -> int:
         low: a bound that is known.
         high: a value that is reached.
         acyclic: units that depend on each other in a cycle are joined too.
+        filled: devices that must not be empty.
     """
     for _ in range(_HALVINGS):
         middle = (low + high + 1) // 2
         if middle <= low:
             break
         joined = tightened(core, middle, acyclic=acyclic)
-        if max(simple(joined), _shared(joined, middle)) >= middle:
+        if joined.size < filled or max(simple(joined), _shared(joined, middle)) >= middle:
             low = middle
         else:
             high = middle

@@ -10,6 +10,7 @@ from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.problem import GRACE, Bools, Floats, Ints
 
 _NODES = 125_000  # of a search tree in a second, times the columns: what a slow machine manages
+_ROOT = 10  # nodes that the first of a tree counts for
 _FAR = 2.0  # times as long may it take as the nodes are counted for
 _NEARLY = 0.1  # of its time may be left to a thread that counts as having had it
 _BUSIEST = 30  # times as slow as alone may a machine be
@@ -17,10 +18,16 @@ _OUT_OF_TIME, _STOPPED = 1, 4  # of scipy: at the time limit; at the node limit,
 
 
 class Rows:
-    """``low <= matrix @ x <= high``, over columns that are numbered block by block."""
+    """``low <= matrix @ x <= high``, over columns that are numbered block by block.
+
+    Attributes:
+        columns: how many there are.
+        spent: seconds that HiGHS had, as its nodes count.
+    """
 
     def __init__(self) -> None:
         self.columns = 0
+        self.spent = 0.0
         self._count = 0
         self._entries: list[tuple[Ints, Ints, Floats]] = []
         self._low: list[Floats] = []
@@ -60,17 +67,19 @@ class Rows:
         clock: Clock,
         *,
         any_will_do: bool = False,
+        once: bool = False,
     ) -> OptimizeResult:
         """Minimise ``price @ x`` with the ``whole`` columns whole: presolved first, then as it stands.
 
         Nodes of the search trees are counted, so that it comes out the same on a machine that is slow or busy. Should
         time end it all the same, ``clock`` is told, and what was found by then is no result (its bound is), unless
-        ``any_will_do``.
+        ``any_will_do``. With ``once`` it is not solved as it stands where nodes ended it, only where presolve failed.
         """
         own, nodes = Clock(_FAR * seconds + GRACE), max(1, int(seconds * _NODES / self.columns))
         best = self._solve(price, whole, low, high, own, nodes, presolve=True)
         results = [best]
-        if best.status == _STOPPED and own.left > 0:
+        ended = once and (best.mip_node_count or 0) >= nodes
+        if best.status == _STOPPED and own.left > 0 and not ended:
             results.append(self._solve(price, whole, low, high, own, nodes, presolve=False))
         late = [result for result in results if result.status == _OUT_OF_TIME]
         clock.cut |= bool(late)
@@ -96,6 +105,7 @@ class Rows:
                 constraints=LinearConstraint(matrix, np.concatenate(self._low), np.concatenate(self._high)),
                 options={"time_limit": wall, "node_limit": nodes, "mip_rel_gap": 1e-6, "presolve": presolve},
             )
+            self.spent += (_ROOT + (result.mip_node_count or 0)) * self.columns / _NODES
             if result.status != _OUT_OF_TIME or run.left < _NEARLY * due or wall > _BUSIEST * due:
                 return result
             wall *= 2

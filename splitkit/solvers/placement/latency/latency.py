@@ -20,6 +20,7 @@ from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.evaluate import cycles, faults
 from splitkit.solvers.placement.groups import coloured, fused
 from splitkit.solvers.placement.latency.bound import critical_path, path_bound
+from splitkit.solvers.placement.latency.chain import chain_bound
 from splitkit.solvers.placement.latency.chained import chained
 from splitkit.solvers.placement.latency.listed import listed
 from splitkit.solvers.placement.latency.makespan import HOST, Timing, busy, makespan
@@ -38,7 +39,8 @@ def latency(problem: Problem, *, seconds: float = SECONDS, pieces: int = 1) -> S
     """A placement with a small makespan, and a bound on the least.
 
     The best chain of pieces along nine orders is annealed; small problems are searched whole. The bound is that of
-    the longest way through the graph (`latencybound`).
+    some ways through the graph, cut into pieces as well as can be (`chain`), or else that of a program over all ways
+    (`bound`).
 
     Args:
         problem: what is placed. All of its ``edges`` count; ``in_flight``, ``ordered`` and ``fill`` do not matter.
@@ -64,11 +66,13 @@ def latency(problem: Problem, *, seconds: float = SECONDS, pieces: int = 1) -> S
     whole = moves.everywhere()
     if whole:
         bound, proved_by = moves.value, "all"
-    elif bound < moves.value:
+    else:
+        bound, proved_by = max((bound, "path"), (chain_bound(problem, timing, core.group, order, moves.value), "chain"))
+    if bound < moves.value:
         moves.run(Schedule(moves.rounds(seconds * _MOVES), clock), bound)
-        if bound < moves.value:
+        if bound < moves.value * (1 - _CLOSE):
             proven = path_bound(problem, timing, core.group, moves.value, seconds * _BOUND, clock)
-            bound, proved_by = max((bound, "path"), (min(proven, moves.value), "highs"))
+            bound, proved_by = max((bound, proved_by), (min(proven, moves.value), "highs"))
     found = _solution(problem, timing, moves, pieces, bound, proved_by, time.monotonic() - start)
     return replace(found, cut=clock.cut)
 

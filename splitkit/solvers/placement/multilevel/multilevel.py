@@ -72,7 +72,6 @@ def multilevel(
 
 def _found(problem: Problem, core: Core, seconds: float, prefer: Key | None, start: float) -> Solution | None:
     """The best that orders and ways through coarser cores find; None if they find nothing."""
-    joinable = exact_links(problem) and not problem.fill
     steps = ladder(core, problem.in_flight, ordered=problem.ordered, fill=problem.fill)
     search = _along_orders(core.reversed(), steps)
     cycles = VCycle(search.core, steps)
@@ -80,8 +79,8 @@ def _found(problem: Problem, core: Core, seconds: float, prefer: Key | None, sta
     if not plans:
         return None
     best = plans[-1]
-    if joinable and core.size <= MOST_UNITS:
-        search.bound = max(search.bound, bounds.by_joining(search.core, search.bound, best.value, acyclic=True))
+    if core.size <= MOST_UNITS:
+        search.raise_bound(best.value)
     if exact_links(problem):
         plans = [best, *(cycles.ties(best, min(_TIES, _TIED_UNITS // core.size)) if prefer else ())]
     device, order, value = preferred(problem, core, plans, prefer)

@@ -17,15 +17,17 @@ from splitkit.solvers.placement.evaluate import faults, loads
 from splitkit.solvers.placement.groups import coloured
 from splitkit.solvers.placement.memory import lacking, sets_fit
 from splitkit.solvers.placement.problem import GRACE, Ints, Problem
+from splitkit.solvers.placement.sets.cover import CoverBound
 from splitkit.solvers.placement.sets.packing import placeable, some_sets
 from splitkit.solvers.placement.sets.program import SetProgram
+from splitkit.solvers.placement.sets.windows import Windows
 from splitkit.solvers.placement.solution import InfeasibleError, Solution
 from splitkit.solvers.placement.stages.contiguous import contiguous
 
 SECONDS = 50.0
-_SMALL = 500  # columns of an integer program that comes before annealing
-_LARGE = 3_500  # columns of one that still comes after it: of larger ones not even the relaxation is solved in time
-_STAGES, _ANNEALED, _MOST_ANNEALED, _PROGRAM = 0.15, 0.6, 0.8, 0.6  # of the time
+_SMALL = 1_200  # columns of an integer program that comes before annealing
+_LARGE = 1_700  # columns of one that still comes after it: larger ones find and prove less than what comes before
+_STAGES, _ANNEALED, _MOST_ANNEALED, _WINDOWS, _COVERED, _PROGRAM = 0.15, 0.25, 0.5, 0.2, 0.25, 0.2  # of the time
 _FAR = 2.0  # times as long may it take as its steps are counted for
 _CLOSE = 2e-6  # relative: what the integer program may be off
 
@@ -33,8 +35,9 @@ _CLOSE = 2e-6  # relative: what the integer program may be off
 def noncontiguous(problem: Problem, *, seconds: float = SECONDS, advise: bool = True) -> Solution:
     """Sets of units, one for each device, with the least greatest load; in any order, so nothing is in flight.
 
-    The best stages are annealed (`anneal`); a mixed-integer program proves what it can, and finds the optimum of
-    small problems. The same problem gives the same placement on a machine half as fast.
+    The best stages are annealed (`anneal`), then windows of units placed anew (`windows`); a decomposition into sets
+    bounds what they can cover (`cover`), and a mixed-integer program finds and proves the optimum of small problems.
+    The same problem gives the same placement on a machine half as fast.
 
     Args:
         problem: what is placed; its ``edges``, ``in_flight`` and ``ordered`` do not matter.
@@ -95,10 +98,14 @@ class _SetSearch:
         if self._columns(self._core) <= _SMALL:
             self._program(self._seconds * _STAGES)
         if not self._closed:
-            most = self._columns(self._core) > _LARGE  # nothing comes after it
+            most = self._columns(self._core) > _LARGE  # no program comes after it
             self._anneal(self._seconds * (_MOST_ANNEALED if most else _ANNEALED))
         if not self._closed:
+            self._replace(self._seconds * _WINDOWS)
+        if not self._closed:
             self._join()
+            self._cover(self._seconds * _COVERED)
+        if not self._closed:
             self._program(self._seconds * _PROGRAM)
 
     @property
@@ -106,7 +113,7 @@ class _SetSearch:
         return self.bound >= self.value * (1 - _CLOSE)
 
     def _columns(self, core: Core) -> int:
-        return int((core.size + 2 * core.costs.shape[1]) * len(self._places.work))
+        return SetProgram.columns(core, self._places if core is self._core else Places.of_problem(self._problem, core))
 
     def _start(self) -> None:
         """The best stages, or any sets that fit."""
@@ -124,10 +131,10 @@ class _SetSearch:
 
     def _join(self) -> None:
         """A bound from what would have to be joined."""
-        if self._joinable:
-            low, high = int(self.bound * self._core.scale), int(self.value * self._core.scale)
-            joined = bounds.by_joining(self._core, low, high, acyclic=False)
-            self._prove((joined - self._core.slack) / self._core.scale, "joining")
+        low, high = int(self.bound * self._core.scale), int(self.value * self._core.scale)
+        filled = len(self._problem.devices) if self._problem.fill else 0
+        joined = bounds.by_joining(self._core, low, high, acyclic=False, filled=filled)
+        self._prove((joined - self._core.slack) / self._core.scale, "joining")
 
     def _anneal(self, seconds: float) -> None:
         assert self.best is not None
@@ -137,18 +144,34 @@ class _SetSearch:
         population.run(Schedule(population.rounds(seconds), self.clock), self.bound)
         self._take(population.best, "annealing")
 
+    def _replace(self, seconds: float) -> None:
+        assert self.best is not None
+        windows = Windows(self._problem, self._core, self.best)
+        windows.run(seconds, self.clock, self.bound)
+        self._take(windows.device, "windows")
+
     def _program(self, seconds: float) -> None:
         """The integer program, over what must be together joined."""
-        own = replace(self._core, group=np.arange(self._core.size))
-        if self._joinable:
-            own = tightened(own, int(self.value * own.scale * (1 + _CLOSE)) + 1, acyclic=False)
+        own = self._tightened()
         if self._columns(own) > _LARGE or self.clock.is_over():
             return
         places = Places.of_problem(self._problem, own)
-        found, bound = SetProgram(own, places, self.value * (1 + _CLOSE)).solve(seconds, self.clock)
+        found, bound = SetProgram(own, places, self.value * (1 + _CLOSE)).solve(seconds, self.clock, known=self.bound)
         if found is not None and placeable(own, places, found):
             self._take(found[own.group], "highs")
         self._prove(min(bound, self.value), "highs")
+
+    def _cover(self, seconds: float) -> None:
+        """A bound from what all devices together can cover, over what must be together joined."""
+        cover = CoverBound(self._tightened(), self.value)
+        self._prove(cover.run(self.bound, seconds, self.clock), "cover")
+
+    def _tightened(self) -> Core:
+        """The core with units joined that every placement holds together that is no worse than the best so far."""
+        own = replace(self._core, group=np.arange(self._core.size))
+        if not self._joinable:
+            return own
+        return tightened(own, int(self.value * own.scale * (1 + _CLOSE)) + 1, acyclic=False)
 
     def _take(self, device: Ints, solver: str) -> None:
         value = float(loads(self._problem, device[self._core.group]).max())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -94,8 +95,8 @@ class StageSearch:
             self.by_program(_PROGRAM * self._seconds)
 
     def along_orders(self, *, any_will_do: bool = False) -> None:
-        """The best along each of a few orders."""
-        for index, order in enumerate(orders(self.core)):
+        """The best along each of a few orders, the graph's own among them."""
+        for index, order in enumerate(own_and_other_orders(self.core)):
             line = Along(self.core, order)
             if not index:
                 self._order = order
@@ -204,10 +205,15 @@ class StageSearch:
         last = len(self.core.kinds) - 1
         return tuple(self.ladder.flight(last - self.core.kinds[kind].devices[0]) for kind in kinds)
 
-    def raise_bound(self) -> None:
-        """A bound from what would have to be joined."""
-        if self._joinable:
-            self._prove(bounds.by_joining(self.core, self.bound, self.limit, acyclic=True), "joining")
+    def raise_bound(self, value: int | None = None) -> None:
+        """A bound from what would have to be joined.
+
+        Args:
+            value: a greatest load that is reached; that of the best by default.
+        """
+        high = self.limit if value is None else value
+        filled = sum(len(kind.devices) for kind in self.core.kinds) if self.ladder.fill else 0
+        self._prove(bounds.by_joining(self.core, self.bound, high, acyclic=True, filled=filled), "joining")
 
     def by_program(self, seconds: float) -> None:
         """A mixed-integer program."""
@@ -250,3 +256,9 @@ class StageSearch:
     def _prove(self, bound: int, solver: str) -> None:
         if bound > self.bound:
             self.bound, self.proved_by = bound, solver
+
+
+def own_and_other_orders(core: Core) -> Iterator[Ints]:
+    """The orders of a core from the last unit to the first, and at last its own, the numbers turned round."""
+    yield from orders(core)
+    yield by_key(core, -np.arange(core.size, dtype=np.float64))
