@@ -66,3 +66,9 @@ def test_items_that_weigh_nothing(tolerance):
         0,
         3,
     ]
+
+
+def test_a_limit_that_no_division_keeps():
+    assert even_blocks(np.array([1.0, 5.0, 1.0]), 3, 4.9, np.zeros(3), 0.0) is None
+    assert even_blocks(np.array([2.0, 2.0, 2.0]), 2, 3.9, np.zeros(3), 0.0) is None
+    assert even_blocks(np.array([2.0, 2.0, 2.0]), 2, 4.0, np.zeros(3), 0.0) in ([0, 1], [0, 2])

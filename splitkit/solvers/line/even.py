@@ -13,7 +13,7 @@ _WEIGHTS = 2.0 ** np.arange(20, -20.5, -0.5)
 _SAME = 1e-9  # relative: sums of squares that differ by rounding
 
 
-def even_blocks(weights: Floats, blocks: int, limit: float, prices: Floats, tolerance: float) -> list[int]:
+def even_blocks(weights: Floats, blocks: int, limit: float, prices: Floats, tolerance: float) -> list[int] | None:
     """The first item of each block in the most even division, the cheapest of those that are nearly as even.
 
     Evenness is the sum of the squared weights of the blocks, the least is the most even. For one price of evenness::
@@ -28,14 +28,16 @@ def even_blocks(weights: Floats, blocks: int, limit: float, prices: Floats, tole
     Args:
         weights: (n,), not negative.
         blocks: how many, from 1 to n.
-        limit: of the weight of a block; some division keeps it.
+        limit: of the weight of a block.
         prices: (n,), not negative; ``prices[i]`` is paid for a cut before item ``i``.
         tolerance: relative; by so much more may the sum of squares be than the least.
 
     Returns:
-        ``blocks`` increasing positions, the first of them 0.
+        ``blocks`` increasing positions, the first of them 0; None if no division keeps the limit.
     """
     line = _Line(weights, blocks, limit)
+    if not line.fits:
+        return None
     best = line.divided(np.zeros(len(weights)), 1.0)
     least = line.squares(best)
     highest = float(prices.max(initial=0.0))
@@ -63,12 +65,12 @@ class _Line:
         self._before = np.concatenate([[0.0], np.cumsum(weights)]) / total
         room = limit / total * (1 + 1e-12)
         self._first = np.searchsorted(self._before, self._before - room, side="left")
-        self._first = np.minimum(self._first, np.maximum(np.arange(len(self._before)) - 1, 0))
         self._blocks = blocks
         self._reach = [0]  # how far so many blocks reach
         for _ in range(blocks):
             furthest = int(np.searchsorted(self._before, self._before[self._reach[-1]] + room, side="right")) - 1
-            self._reach.append(min(max(furthest, self._reach[-1] + 1), len(weights)))
+            self._reach.append(min(furthest, len(weights)))
+        self.fits = self._reach[-1] == len(weights)
 
     def squares(self, starts: list[int]) -> float:
         """The sum of squared weights of the blocks, as shares of the total."""
