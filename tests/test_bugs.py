@@ -2633,7 +2633,7 @@ def test_print_of_a_split_and_its_kin_showed_pages():
     assert "submod_7_7: 1 ops, 288 B of parameters; takes linear_6 (64 B); gives linear_7 (64 B)" in text
     assert "and 32 more parts" in text and len(text.splitlines()) == 10
     frontier = sk.Frontier(joint)
-    values = [made, made.plan, made.flow, made.subgraphs[0], pair, joint, joint.signature, sk.simulate_memory(gm)]
+    values = [made, made.plan, made.flow, made.subgraphs[0, 0], pair, joint, joint.signature, sk.simulate_memory(gm)]
     values += [sk.costs.flops(gm), sk.report(gm, made.plan), frontier, frontier.points[0]]
     for value in values:
         assert len(repr(value)) < 1000 and "\n" not in repr(value), type(value)

@@ -172,8 +172,8 @@ def test_a_loss_may_differ_by_rounding(data, step, factory):
 
 
 def test_a_stale_plan_is_refused(data, step):
-    path = step("gpt2", "MinCut()", *TINY)
-    code, found = data("run", path, "--size", "layers=2")
+    path = step("gpt2", "MinCut()", *TINY, "--size", "layers=2")
+    code, found = data("run", path, "--size", "layers=1")
     assert code == 1 and found["error"]["code"] == "SK502" and found["error"]["nodes"]
     read = json.loads(path.read_text())
     path.write_text(json.dumps(read | {"graph": "0" * 32}))
