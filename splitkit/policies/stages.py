@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from splitkit.checks import Memory, count, fraction, memory_of, seconds, settle
 from splitkit.costs import Costs, Links
@@ -14,6 +15,7 @@ from splitkit.pipeline.stageprices import Optimizer, checked_optimizer
 from splitkit.plans.record import Plan
 from splitkit.search.demand import Demand
 from splitkit.search.stages import Staging
+from splitkit.solvers.placement.stages.contiguous import contiguous
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Stages:
             or two where the schedule says so.
         links: between the ranks ``0, 1 ...``: `splitkit.costs.Links`, or the name of a preset (``"nvlink4"``).
         optimizer: whose state is held: ``"adam"``, ``"momentum"``, ``"sgd"``; ``None``: the model is not trained.
-        seconds: about how long to search for a better plan or bound where none is proven before.
+        seconds: about how long to search for a better plan or bound where none is near enough before.
         tolerance: relative, from 0 to 1: how much slower the slowest stage may be than the least that was found, where
             that makes stages more even, and how much less even they may be where fewer bytes cross.
     """
@@ -79,4 +81,5 @@ class Stages:
         enough_nodes(flow, self.n)
         links = links_of(self.links)
         demand = Demand(self, flow, costs, self.schedule, self.microbatches, self.memory, links, self.optimizer)
-        return Staging(demand, tuple(range(self.n)), self.seconds, self.tolerance).plan()
+        solver = partial(contiguous, near=self.tolerance)
+        return Staging(demand, tuple(range(self.n)), self.seconds, self.tolerance, solver).plan()

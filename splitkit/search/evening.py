@@ -30,6 +30,7 @@ class Evening:
         travel: what a cut costs; None if nothing.
         held: (stages, n) bytes of the units in each stage.
         capacity: (stages,) bytes of each; infinite for no limit.
+        bound: seconds; the slowest stage is no faster.
         tolerance: relative; by how much a stage may be slower than the slowest need be, and less even than the most
             even, where something is gained by it.
     """
@@ -40,6 +41,7 @@ class Evening:
     travel: Travel | None
     held: Ints
     capacity: Floats
+    bound: float
     tolerance: float
 
     def along(self, stage: Ints) -> Iterator[Ints]:
@@ -62,15 +64,20 @@ class Evening:
         """Where an order is cut; None if no cuts fit, or the order is too long for that."""
         work, limited = self.placing.seconds[0], bool(np.isfinite(self.capacity).any())
         if self.travel is None and not limited:
-            least = float(np.bincount(stage, work, self.stages).max())
+            limit = self._limit(float(np.bincount(stage, work, self.stages).max()))
             prices = crossing(self.placing.flow, self.costs, [self.placing.units[u] for u in order.tolist()])[1, :-1]
-            return even_blocks(work[order], self.stages, least * (1 + self.tolerance), prices, self.tolerance)
+            return even_blocks(work[order], self.stages, limit, prices, self.tolerance)
         if len(order) > _MOST_PRICED:
             return None
         prices = np.zeros((self.stages - 1, len(order) + 1))
         if self.travel is not None:
             prices = self.placing.cut_prices(order, self.travel)
         return best_cuts(work[order], prices, self.held[:, order], self.capacity, self.tolerance)
+
+    def _limit(self, value: float) -> float:
+        """Seconds of the slowest stage: within the tolerance of the bound if that is in reach, else of the value."""
+        near = self.bound * (1 + self.tolerance)
+        return near if value <= near else value * (1 + self.tolerance)
 
     def _sunk(self, stage: Ints) -> Ints:
         """The stages with units that take no time moved to those that read them, where fewer bytes cross then.

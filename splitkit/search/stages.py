@@ -177,7 +177,9 @@ class Staging:
         at = stages_of(found.device, found.order)
         starts = [at]
         for tolerance in dict.fromkeys((self.tolerance, 0.0)):
-            even = Evening(self._placing, self.demand.costs, len(self.keys), self._travel, held, capacity, tolerance)
+            even = Evening(
+                self._placing, self.demand.costs, len(self.keys), self._travel, held, capacity, found.bound, tolerance
+            )
             starts += even.along(at)
         yield from (self._moved(found, stage) for stage in starts[1:])
         if self._uneven and self._travel is not None and problem.units <= _MOST_LINKED:

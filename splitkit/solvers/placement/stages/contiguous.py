@@ -22,7 +22,7 @@ _MOST_CONTRACTED = 50_000  # units up to which idle ones are joined
 
 
 def contiguous(
-    problem: Problem, *, seconds: float = SECONDS, prefer: Key | None = None, advise: bool = True
+    problem: Problem, *, seconds: float = SECONDS, prefer: Key | None = None, advise: bool = True, near: float = 0.0
 ) -> Solution:
     """Stages with the least greatest load.
 
@@ -36,6 +36,7 @@ def contiguous(
             are always tried, so this can be exceeded on huge graphs.
         prefer: which of several placements of equal value is taken: the one of the least key. Some are weighed, not
             all that there are.
+        near: relative; the search ends at a value so near its bound.
 
     Raises:
         InfeasibleError: there is no placement, or none was found.
@@ -44,13 +45,13 @@ def contiguous(
     core = core_of(problem, fused(problem))
     check(problem, core)
     if level_count(core, problem.ordered) > MOST_LEVELS:  # too many classes: in the order in which they are given
-        found = contiguous(replace(problem, ordered=True), seconds=seconds, prefer=prefer, advise=advise)
+        found = contiguous(replace(problem, ordered=True), seconds=seconds, prefer=prefer, advise=advise, near=near)
         return replace(found, bound=min(found.value, bounds.in_seconds(core)))
     exact = exact_links(problem)
     joinable = exact and not problem.fill
     small = contracted(core) if joinable and core.size <= _MOST_CONTRACTED else core
     steps = ladder(small, problem.in_flight, ordered=problem.ordered, fill=problem.fill)
-    search = StageSearch(small.reversed(), steps, seconds, joinable=joinable)
+    search = StageSearch(small.reversed(), steps, seconds, joinable=joinable, near=near)
     search.run()
     if search.best is None:
         raise lacking(problem, stages_fit, proven=search.closed, advise=advise)

@@ -43,15 +43,17 @@ class StageSearch:
         proved_by: the solver that proved the bound.
         plans: all that were found, each better than those before it.
         clock: the end of the search.
+        near: relative; a value so near the bound is good enough.
     """
 
-    def __init__(self, core: Core, ladder: Ladder, seconds: float, *, joinable: bool) -> None:
+    def __init__(self, core: Core, ladder: Ladder, seconds: float, *, joinable: bool, near: float = 0.0) -> None:
         self.core = core
         self.ladder = ladder
         self.best: StageRanks | None = None
         self.bound = bounds.simple(core)
         self.found_by = self.proved_by = "bound"
         self.plans: list[StageRanks] = []
+        self.near = near
         self._seconds = seconds
         self.clock = Clock(_FAR * seconds + GRACE)
         self._effort = Effort(int(_STEPS * seconds), self.clock)
@@ -66,8 +68,8 @@ class StageSearch:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing better is possible."""
-        return self.bound >= self.limit
+        """Whether nothing better is possible, or nothing that matters."""
+        return self.bound >= self.limit * (1 - self.near)
 
     def run(self, *, any_will_do: bool = False) -> None:
         """Everything, from the quickest to the longest, until it is closed or the time is over.
