@@ -27,3 +27,8 @@ def some_of_all(rows, columns, always):
         now = {*always, others[number % len(others)]}
         for column in columns:
             yield pytest.param(row, column, marks=() if column in now else pytest.mark.campaign)
+
+
+def these_first(chosen, others):
+    """Values for `pytest.mark.parametrize`: those chosen always, the others as a campaign."""
+    return [*chosen, *(pytest.param(other, marks=pytest.mark.campaign) for other in others)]
