@@ -12,13 +12,17 @@ import numpy as np
 from splitkit.costs import unit_of
 from splitkit.pipeline.defaults import by_rank
 from splitkit.pipeline.run import ScheduleRun
+from splitkit.pipeline.stagecosts import StageCosts
+from splitkit.pipeline.stageprices import peaks_of_visits
 from splitkit.plans.parts import Claim, PartKey, evenness
 from splitkit.plans.record import Plan
 from splitkit.search.demand import Demand
 from splitkit.search.evening import Evening
 from splitkit.search.fitting import Fitting, bad_problems, named
 from splitkit.search.holding import Holding
+from splitkit.search.peaksearch import PeakSearch, fewest_stages
 from splitkit.search.placing import Placing, Travel
+from splitkit.search.tracks import Flights, Tracks
 from splitkit.solvers.placement.memory import stages_fit
 from splitkit.solvers.placement.problem import Floats, Ints, Problem, Slot
 from splitkit.solvers.placement.solution import Solution, ending, stages_of
@@ -29,6 +33,8 @@ NEAR = 1e-3
 """Relative: where there is less to gain, what is near the best is not searched again."""
 _MOST_LINKED = 5_000  # units that are moved one by one where links differ
 _ROUNDING = 1e-9
+_MORE = 3  # devices beyond the fewest by sums
+_STRETCHES = 10_000  # that are priced for a number of devices
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,8 +89,53 @@ class Staging:
             memory_of=self._rank_of,
             limits=self._limits,
             fit=stages_fit,
+            truly=self._truly,
+            devices=self._devices,
         )
         return fitting.best(self._problem())
+
+    def _truly(self, found: Solution, plan: Plan) -> tuple[Solution, Plan]:
+        """Stages that fit by their true peaks, or if none do, those that take the least memory."""
+        plain = self._plain
+        known = np.array([plan.home(unit) for unit in plain._placing.units], np.int64)
+        plans = [plain._plan_in_order(stage) for stage in plain._peak_search.choices(known)]
+        best = plans[plain._preferred([plain._measures(choice) for choice in plans])]
+        return replace(found, solver="true peaks"), best
+
+    def _devices(self, least: int) -> int | None:
+        """How many stages there are plans for with the same memory, from so many on; None if that is not known."""
+        if len(set(self._limits)) > 1 or len(self._limits) < len(self.keys):
+            return None
+        demand, plain = replace(self.demand, memory=self._limits[0]), self._plain
+
+        def search_of(count: int) -> PeakSearch:
+            more = replace(plain, demand=demand, keys=tuple(range(count)))
+            return replace(more._peak_search, tracks=plain._peak_search.tracks, stretches=_STRETCHES)
+
+        return fewest_stages(range(least, min(least + _MORE, len(plain._placing.units)) + 1), search_of)
+
+    @cached_property
+    def _plain(self) -> Staging:
+        """The same search over plans that compute each node once."""
+        return replace(self, sends=True) if self._placing.shared else self
+
+    @cached_property
+    def _peak_search(self) -> PeakSearch:
+        stages = len(self.keys)
+        equal = [StageCosts(1.0, 1.0, 1.0)] * stages
+        return PeakSearch(
+            tracks=Tracks(self._placing, self.demand.stage_prices, self._problem()),
+            holding=self._holding,
+            flights=Flights.of(self.demand.run(equal) if self.demand.schedule else None, stages),
+            rank_of=self._rank_of,
+            limits=self._limits,
+            travel=self._travel,
+            tolerance=self.tolerance,
+            peaks=lambda stage: self._peaks(self._plan_in_order(stage)),
+        )
+
+    def _plan_in_order(self, stage: Ints) -> Plan:
+        return self._plan_of(stage, tuple(range(len(self.keys))))
 
     def _value(self, plan: Plan) -> float:
         return float(by_rank(self._loads(plan), self._rank_of)[0].max())
@@ -229,8 +280,10 @@ class Staging:
         return self._placing.loads(plan, self.keys, [0] * len(self.keys), self._travel)
 
     def _peaks(self, plan: Plan) -> tuple[int, ...]:
-        """Bytes of each rank at its peak."""
-        return self._run(plan).peaks
+        """Bytes of each rank at its peak; without a schedule of one microbatch, which no other disturbs."""
+        if self.demand.schedule is not None:
+            return self._run(plan).peaks
+        return tuple(peaks_of_visits(self.demand.stage_prices.of(plan), range(len(self.keys))).values())
 
     def _described(self, plan: Plan, found: Solution) -> Plan:
         """The plan with its claim and a note."""
