@@ -69,7 +69,7 @@ class Fitting:
         except InfeasibleError as error:
             if now is problem and error.cause in ("support", "devices"):
                 raise self._refused(error) from None
-        found, plan = self._thrifty(problem)
+        found, plan = self.thrifty(problem)
         if self.fits(plan):
             return replace(found, bound=bound), plan
         if self.truly is not None:
@@ -94,7 +94,7 @@ class Fitting:
         peaks = self.peaks(plan)
         return [0 if limit is None else peak - limit for peak, limit in zip(peaks, self.limits, strict=True)]
 
-    def _thrifty(self, problem: Problem) -> tuple[Solution, Plan]:
+    def thrifty(self, problem: Problem) -> tuple[Solution, Plan]:
         """The placement that takes the least memory by sums; what it takes in truth is a memory that would do."""
         capacity = float(least_capacity(problem, self.fit))
         devices = [

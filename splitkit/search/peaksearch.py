@@ -28,6 +28,7 @@ _SETS = 8_000  # stages that are priced over all borders; along orders `PeakSear
 _SIMULATED, _ALONG = 4_096, 48  # chains that are simulated: over all borders, along each order
 _WAITING = (1, 2, 4)  # messages that may wait for a rank
 _ROUNDS = 8
+_SHARES = (1.02, 1.1, 1.25, 1.5, 2, 4, np.inf)  # of the least sums
 _NEAR = 1.1  # relative to the best: tracks whose lowest peak is higher are left at that
 _MOVES, _FAR = 160, (1, -1, 2, -2, 4, -4, 8, -8)  # borders that are moved, and how far
 
@@ -66,14 +67,24 @@ class PeakSearch:
         """
         best, limited = known, np.isfinite(self._capacity)
         for peaks in self._usable(known, np.where(limited, float(self._top(known)), np.inf)):
-            capacity = np.where(limited, float(self._top(best) - 1), np.inf)
-            if self._affordable(peaks, capacity):
-                best = self._lower(peaks, capacity, best)
+            most = self._top(best) - 1
+            for share in (1,) if peaks.track.whole else _SHARES:  # a little room at first: fewer stages to price
+                capacity = np.where(limited, min(most, peaks.least_sums * share), np.inf)
+                if peaks.track.whole:
+                    capacity = np.where(limited, float(most), np.inf)
+                if not self._affordable(peaks, capacity):
+                    break
+                lower = self._lower(peaks, capacity, best)
+                if lower is not best or capacity.min() >= most:
+                    best = lower
+                    break
         return best
 
-    def choices(self, known: Ints) -> list[Ints]:
-        """(n,) stages that fit, if any are found; else those with the lowest peak."""
+    def choices(self, known: Ints, *, lowest: bool) -> list[Ints]:
+        """(n,) stages that fit, if any are found; if none are, or if ``lowest``, those with the lowest peak."""
         least = self.least(known)
+        if lowest:
+            return [least]
         found = [least] if self.fits(least) else []
         if found or len(set(self.limits)) > 1:
             found = [*self.within(least), *found]

@@ -78,9 +78,22 @@ class Staging:
                 found, plan = replace(other, bound=max(found.bound, other.bound)), sent
         return self._described(plan, found)
 
+    def least(self) -> Plan:
+        """The fastest stages of those with the lowest greatest peak that was found, whatever memory is asked for."""
+        free = replace(self, demand=replace(self.demand, memory=None))
+        enough = max(free._peaks(free._found()[1]))
+        limited = replace(self, demand=replace(self.demand, memory=enough))
+        plan = limited._truly(*limited._fitting.thrifty(limited._problem()), lowest=True)[1]
+        lowest = min(enough, max(limited._peaks(plan)))
+        return replace(self, demand=replace(self.demand, memory=lowest), tries=[]).plan()
+
     def _found(self) -> tuple[Solution, Plan]:
         """The best stages whose true peaks fit."""
-        fitting = Fitting(
+        return self._fitting.best(self._problem())
+
+    @property
+    def _fitting(self) -> Fitting:
+        return Fitting(
             policy=self.demand.policy,
             units=self._placing.units,
             solve=self._solved,
@@ -92,13 +105,12 @@ class Staging:
             truly=self._truly,
             devices=self._devices,
         )
-        return fitting.best(self._problem())
 
-    def _truly(self, found: Solution, plan: Plan) -> tuple[Solution, Plan]:
-        """Stages that fit by their true peaks, or if none do, those that take the least memory."""
+    def _truly(self, found: Solution, plan: Plan, *, lowest: bool = False) -> tuple[Solution, Plan]:
+        """Stages that fit by their true peaks; if none do, or if ``lowest``, those that take the least memory."""
         plain = self._plain
         known = np.array([plan.home(unit) for unit in plain._placing.units], np.int64)
-        plans = [plain._plan_in_order(stage) for stage in plain._peak_search.choices(known)]
+        plans = [plain._plan_of(stage) for stage in plain._peak_search.choices(known, lowest=lowest)]
         best = plans[plain._preferred([plain._measures(choice) for choice in plans])]
         return replace(found, solver="true peaks"), best
 
@@ -121,21 +133,17 @@ class Staging:
 
     @cached_property
     def _peak_search(self) -> PeakSearch:
-        stages = len(self.keys)
-        equal = [StageCosts(1.0, 1.0, 1.0)] * stages
+        equal = [StageCosts(1.0, 1.0, 1.0)] * len(self.keys)
         return PeakSearch(
             tracks=Tracks(self._placing, self.demand.stage_prices, self._problem()),
             holding=self._holding,
-            flights=Flights.of(self.demand.run(equal) if self.demand.schedule else None, stages),
+            flights=Flights.of(self.demand.run(equal) if self.demand.schedule else None, len(self.keys)),
             rank_of=self._rank_of,
             limits=self._limits,
             travel=self._travel,
             tolerance=self.tolerance,
-            peaks=lambda stage: self._peaks(self._plan_in_order(stage)),
+            peaks=lambda stage: self._peaks(self._plan_of(stage)),
         )
-
-    def _plan_in_order(self, stage: Ints) -> Plan:
-        return self._plan_of(stage, tuple(range(len(self.keys))))
 
     def _value(self, plan: Plan) -> float:
         return float(by_rank(self._loads(plan), self._rank_of)[0].max())
@@ -207,7 +215,7 @@ class Staging:
         return self._travel is not None and self._travel.factors(self._placing.value_bytes) is not None
 
     def _solved(self, problem: Problem) -> tuple[Solution, Plan]:
-        """As many stages as there are keys: the least greatest load, and what `_measures` say of those near it."""
+        """As many stages as there are keys: the least greatest load, then what `_measures` say."""
         prefer = self._weigh if self._travel is not None or self._limited or self.demand.schedule else None
         with bad_problems(self.demand.policy, self._placing):
             found = self.solver(problem, seconds=self.seconds, prefer=prefer, advise=False)
@@ -236,8 +244,7 @@ class Staging:
             yield from (self._moved(found, linked.annealed(stage)) for stage in starts)
 
     def _moved(self, found: Solution, stage: Ints) -> Solution:
-        order = tuple(range(len(self.keys)))
-        return replace(found, device=stage, order=order)
+        return replace(found, device=stage, order=tuple(range(len(self.keys))))
 
     def _weigh(self, device: Ints, order: tuple[int, ...]) -> tuple[float, ...]:
         """What decides between placements that a solver takes for equally good: it does not see what copies take."""
@@ -270,8 +277,9 @@ class Staging:
             left = [i for i in left if measures[i][at] <= least * (1 + near + _ROUNDING)]
         return min(left, key=lambda i: measures[i][last])
 
-    def _plan_of(self, device: Ints, order: tuple[int, ...]) -> Plan:
-        return Plan.of(self._placing.labels(stages_of(device, order), self.keys))
+    def _plan_of(self, device: Ints, order: tuple[int, ...] = ()) -> Plan:
+        """The plan of units on devices, which are the stages if no order is given."""
+        return Plan.of(self._placing.labels(stages_of(device, order) if order else device, self.keys))
 
     def _run(self, plan: Plan) -> ScheduleRun:
         return self.demand.run(self.demand.stage_prices.of(plan))
@@ -291,8 +299,8 @@ class Staging:
         of_rank, busiest = by_rank(loads, self._rank_of)
         value = float(of_rank.max())
         bound = min(value, max(found.bound, self._least_work))
-        near = max(found.tolerance, self.tolerance)
-        claim = Claim("bottleneck", value, bound, found.solver, self.keys[busiest], near, evenness(of_rank.tolist()))
+        near, even = max(found.tolerance, self.tolerance), evenness(of_rank.tolist())
+        claim = Claim("bottleneck", value, bound, found.solver, self.keys[busiest], near, even)
         what = "slowest" if len(of_rank) == len(loads) else "most loaded rank"
         load = duration(value, unit_of(self.demand.costs))
         share = value / float(of_rank.mean()) if value else 1.0

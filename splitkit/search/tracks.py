@@ -16,13 +16,13 @@ from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stageprices import STATE_OF, StagePrices
 from splitkit.search.holding import Holding
 from splitkit.search.placing import Placing
-from splitkit.solvers.line.chains import on_chains
+from splitkit.solvers.line.chains import Chains, on_chains
 from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.orders import orders
 from splitkit.solvers.placement.problem import Bools, Floats, Ints, Problem
 
 MOST_IDEALS = 400
-_MOST_BORDERS = 300
+_MOST_BORDERS = 220
 
 
 class Flights(NamedTuple):
@@ -145,6 +145,11 @@ class StagePeaks:
             back = back + np.where(handed[:, None], track.crossing[1][track.last], 0)
         peaks = np.where(np.isinf(capacity)[:, None], 0.0, np.maximum(gone, back))
         return np.where(self._possible(capacity) & (peaks <= capacity[:, None]), peaks, np.inf)
+
+    @property
+    def least_sums(self) -> float:
+        """The least greatest sum of a chain: no peak is lower."""
+        return Chains(self.track.first, self.track.last, self._sums).least
 
     def waiting(self) -> Floats:
         """(k, p) bytes of one message that may wait at either end of each stage."""

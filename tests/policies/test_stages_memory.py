@@ -33,6 +33,8 @@ def test_what_fits_is_found_and_what_is_named_fits(kind, width, batch, count, sc
         assert peak_of(gm, costs, plan, count, schedule) <= memory
     with pytest.raises(sk.NoPlanError, match="SK303") as refused:
         sk.plan(gm, Stages(count, memory=least - 1, **asked), costs)
+    lowest = sk.plan(gm, Stages(count, memory="least", **asked), costs)
+    assert peak_of(gm, costs, lowest, count, schedule) == least
     named = int(re.search(r"Give (\d+) bytes", refused.value.remedy)[1])
     assert least <= named <= 1.02 * least
     sk.plan(gm, Stages(count, memory=named, **asked), costs)
