@@ -83,8 +83,8 @@ def _add_placement(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--memory",
         metavar="SIZE",
-        help="bytes that each device has, such as 80GiB (default: its own); with fwd-bwd: the peak that is allowed, "
-        "such as 2GiB or 0.5, or least",
+        help="bytes that each device has, such as 80GiB (default: its own), or least: the stages with the lowest peak; "
+        "with fwd-bwd: the peak that is allowed, such as 2GiB or 0.5, or least",
     )
     group.add_argument(
         "--schedule",

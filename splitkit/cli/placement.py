@@ -69,7 +69,12 @@ def check(args: Namespace) -> None:
         raise UsageError("SK601", "--schedule is of training, --optimizer none of inference", "Leave one of them out.")
     if args.devices is not None:
         devicelist.check(args.devices)
-    bytes_of(args)
+    _memory_of(args)
+
+
+def _memory_of(args: Namespace) -> int | str | None:
+    """``--memory`` of a plan: bytes, or the word ``least``."""
+    return "least" if args.memory == "least" else bytes_of(args)
 
 
 def bytes_of(args: Namespace) -> int | None:
@@ -94,7 +99,7 @@ class Placement:
         stages: how many; ``None`` where devices are given that differ, or one sample is to be fast.
         schedule: of the pipeline.
         microbatches: of a step; ``None``: as the policy has it.
-        memory: bytes of each device, if the command line says.
+        memory: bytes of each device, or ``"least"``, if the command line says.
         links: the name of a preset.
         links_from: why these.
         optimizer: whose state is held; ``None`` for inference.
@@ -105,7 +110,7 @@ class Placement:
     stages: int | None
     schedule: str | None
     microbatches: int | None
-    memory: int | None
+    memory: int | str | None
     links: str | None
     links_from: str
     optimizer: Optimizer
@@ -126,6 +131,9 @@ class Placement:
         stages = args.stages
         if devices is not None and devices.alike and objective == "throughput":
             stages = len(devices.devices) * _stages_a_rank(args.schedule)
+        if stages is None and args.memory == "least":
+            remedy = "Name one kind of device, 4xh200, or give --stages 4; leave --objective latency out."
+            raise UsageError("SK601", "--memory least is for stages on devices that are alike", remedy)
         links, why = links_of(args.links, devices)
         optimizer = args.optimizer or ("none" if args.schedule is None else "adam")
         return cls(
@@ -133,7 +141,7 @@ class Placement:
             stages=stages,
             schedule=args.schedule,
             microbatches=args.microbatches,
-            memory=bytes_of(args),
+            memory=_memory_of(args),
             links=links,
             links_from=why,
             optimizer=None if optimizer == "none" else cast("Optimizer", optimizer),
@@ -155,8 +163,8 @@ class Placement:
 
     def limit(self, rank: int) -> int | None:
         """Bytes that a rank has, ``None`` for no limit."""
-        if self.memory is not None or self.devices is None:
-            return self.memory
+        if isinstance(self.memory, int) or self.devices is None:
+            return None if isinstance(self.memory, str) else self.memory
         device = self.devices.devices[rank]
         host = device.name == "cpu" and not self.devices.alike
         return None if host else device.memory
@@ -180,6 +188,8 @@ class Placement:
         if self.devices is None or self.devices.alike or self.memory is not None:
             limit = self.limit(0)
             rows["memory"] = "no limit" if limit is None else f"{size(limit)} a device"
+        if self.memory == "least":
+            rows["memory"] = "as little as can be"
         rows["links"] = f"{self.links or 'none'}{self.links_from}"
         rows["purpose"] = f"training with {self.optimizer}" if self.optimizer else "inference"
         return rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from splitkit.checks import Memory, count, fraction, memory_of, seconds, settle
+from splitkit.checks import Memory, count, fraction, is_word, memory_of, seconds, settle
 from splitkit.costs import Costs, Links
 from splitkit.costs.links import links_of
 from splitkit.errors import PolicyError
@@ -44,7 +44,9 @@ class Stages:
         schedule: of the pipeline, as `splitkit.simulate_schedule` knows it: ``"1f1b"``, ``"gpipe"`` ...
         microbatches: of a step, ``2 n`` by default. The graph was captured with the inputs of one microbatch.
         memory: bytes of each rank, as a number or a text (``"80GiB"``), one for all or one each; a rank runs one stage,
-            or two where the schedule says so.
+            or two where the schedule says so. ``"least"``: the fastest stages of those with the lowest peak, the
+            greatest over the ranks: of all that there are where a graph has few borders (400) between which stages
+            can lie, else of those found.
         links: between the ranks ``0, 1 ...``: `splitkit.costs.Links`, or the name of a preset (``"nvlink4"``).
         optimizer: whose state is held: ``"adam"``, ``"momentum"``, ``"sgd"``; ``None``: the model is not trained.
         seconds: about how long to search for a better plan or bound where none is near enough before.
@@ -64,7 +66,8 @@ class Stages:
     def __post_init__(self) -> None:
         settle(self, "n", count)
         require_schedule(self, self.schedule, self.microbatches, self.n)
-        memory_of(self, self.memory, max(ranks_of(self.schedule, self.microbatches, self.n)) + 1)
+        least = is_word(self.memory, "least")
+        memory_of(self, None if least else self.memory, max(ranks_of(self.schedule, self.microbatches, self.n)) + 1)
         links_of(self.links)
         checked_optimizer(self.optimizer)
         if self.schedule is not None and self.optimizer is None:
@@ -80,6 +83,9 @@ class Stages:
         """
         enough_nodes(flow, self.n)
         links = links_of(self.links)
-        demand = Demand(self, flow, costs, self.schedule, self.microbatches, self.memory, links, self.optimizer)
+        least = is_word(self.memory, "least")
+        memory = None if least else self.memory
+        demand = Demand(self, flow, costs, self.schedule, self.microbatches, memory, links, self.optimizer)
         solver = partial(contiguous, near=self.tolerance)
-        return Staging(demand, tuple(range(self.n)), self.seconds, self.tolerance, solver).plan()
+        staging = Staging(demand, tuple(range(self.n)), self.seconds, self.tolerance, solver)
+        return staging.least() if least else staging.plan()

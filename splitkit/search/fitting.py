@@ -34,6 +34,8 @@ class Fitting:
         memory_of: place -> the memory that it uses; several stages of a pipeline may share one.
         limits: bytes of each memory, None for no limit.
         fit: whether a problem has a placement of this kind.
+        truly: where sums have led to no plan that fits, one that does by true peaks, or that takes the least memory.
+        devices: how many of the same memory would do, more than there are: verified; None where that is not known.
     """
 
     policy: object
@@ -44,6 +46,8 @@ class Fitting:
     memory_of: Sequence[int]
     limits: Sequence[int | None]
     fit: Fit
+    truly: Callable[[Solution, Plan], tuple[Solution, Plan]] | None = None
+    devices: Callable[[int], int | None] | None = None
 
     def best(self, problem: Problem) -> tuple[Solution, Plan]:
         """The best placement that fits; its bound is that of the problem with sums alone, a relaxation.
@@ -65,10 +69,15 @@ class Fitting:
         except InfeasibleError as error:
             if now is problem and error.cause in ("support", "devices"):
                 raise self._refused(error) from None
-        found, plan = self._thrifty(problem)
+        found, plan = self.thrifty(problem)
         if self.fits(plan):
             return replace(found, bound=bound), plan
-        raise self._lacking(problem, max(self.peaks(plan)))
+        if self.truly is not None:
+            found, plan = self.truly(found, plan)
+            if self.fits(plan):
+                return replace(found, bound=bound), plan
+        peaks = zip(self.peaks(plan), self.limits, strict=True)
+        raise self._lacking(problem, max(peak for peak, limit in peaks if limit is not None))
 
     def _solved(self, problem: Problem) -> tuple[Solution, Plan]:
         try:
@@ -85,7 +94,7 @@ class Fitting:
         peaks = self.peaks(plan)
         return [0 if limit is None else peak - limit for peak, limit in zip(peaks, self.limits, strict=True)]
 
-    def _thrifty(self, problem: Problem) -> tuple[Solution, Plan]:
+    def thrifty(self, problem: Problem) -> tuple[Solution, Plan]:
         """The placement that takes the least memory by sums; what it takes in truth is a memory that would do."""
         capacity = float(least_capacity(problem, self.fit))
         devices = [
@@ -120,9 +129,9 @@ class Fitting:
         node = self.units[largest]
         reason = f"what the parts hold does not fit {given}; {named(node)} alone holds {size(int(alone[largest]))}"
         remedy = f"Give {enough} bytes ({size(enough)}) to each of {len(self.limits)} devices: for that there is a plan"
-        count = fewest_devices(problem, self.fit)
-        more = count is not None and count > len(problem.devices)
-        remedy += f"; with what there is, it takes {count} devices at least." if more else "."
+        count = fewest_devices(problem, self.fit) if self.devices is not None else None
+        more = count and self.devices and self.devices(max(count, len(problem.devices) + 1))
+        remedy += f"; with what each has, there is one for {more} devices." if more else "."
         return NoPlanError("SK303", f"{type(self.policy).__name__}: {reason}", remedy, [node])
 
 

@@ -12,13 +12,17 @@ import numpy as np
 from splitkit.costs import unit_of
 from splitkit.pipeline.defaults import by_rank
 from splitkit.pipeline.run import ScheduleRun
+from splitkit.pipeline.stagecosts import StageCosts
+from splitkit.pipeline.stageprices import peaks_of_visits
 from splitkit.plans.parts import Claim, PartKey, evenness
 from splitkit.plans.record import Plan
 from splitkit.search.demand import Demand
 from splitkit.search.evening import Evening
 from splitkit.search.fitting import Fitting, bad_problems, named
 from splitkit.search.holding import Holding
+from splitkit.search.peaksearch import PeakSearch, fewest_stages
 from splitkit.search.placing import Placing, Travel
+from splitkit.search.tracks import Flights, Tracks
 from splitkit.solvers.placement.memory import stages_fit
 from splitkit.solvers.placement.problem import Floats, Ints, Problem, Slot
 from splitkit.solvers.placement.solution import Solution, ending, stages_of
@@ -29,6 +33,8 @@ NEAR = 1e-3
 """Relative: where there is less to gain, what is near the best is not searched again."""
 _MOST_LINKED = 5_000  # units that are moved one by one where links differ
 _ROUNDING = 1e-9
+_MORE = 3  # devices beyond the fewest by sums
+_STRETCHES = 10_000  # that are priced for a number of devices
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,24 +63,38 @@ class Staging:
     def plan(self) -> Plan:
         """The best stages that fit.
 
-        With links, stages that compute shared nodes for themselves; and where these nodes take long, stages that send
-        them. The bound of the former holds for both, that of the latter for those that compute each node once.
+        With links, stages that compute shared nodes for themselves; and where more than the tolerance may be gained by
+        it, stages that send them. The bound of the former holds for both, that of the latter for those that compute each node once.
 
         Raises:
             NoPlanError: SK303 when none fit.
         """
         found, plan = self._found()
         value = self._value(plan)
-        if self._placing.shared_seconds > NEAR * value and value > found.bound * (1 + NEAR):
+        near = max(NEAR, self.tolerance)
+        if self._placing.shared_seconds > near * value and value > found.bound * (1 + near):
             sending = replace(self, sends=True)
             other, sent = sending._found()
             if sending._value(sent) < value:
                 found, plan = replace(other, bound=max(found.bound, other.bound)), sent
         return self._described(plan, found)
 
+    def least(self) -> Plan:
+        """The fastest stages of those with the lowest greatest peak that was found, whatever memory is asked for."""
+        free = replace(self, demand=replace(self.demand, memory=None))
+        enough = max(free._peaks(free._found()[1]))
+        limited = replace(self, demand=replace(self.demand, memory=enough))
+        plan = limited._truly(*limited._fitting.thrifty(limited._problem()), lowest=True)[1]
+        lowest = min(enough, max(limited._peaks(plan)))
+        return replace(self, demand=replace(self.demand, memory=lowest), tries=[]).plan()
+
     def _found(self) -> tuple[Solution, Plan]:
         """The best stages whose true peaks fit."""
-        fitting = Fitting(
+        return self._fitting.best(self._problem())
+
+    @property
+    def _fitting(self) -> Fitting:
+        return Fitting(
             policy=self.demand.policy,
             units=self._placing.units,
             solve=self._solved,
@@ -83,8 +103,48 @@ class Staging:
             memory_of=self._rank_of,
             limits=self._limits,
             fit=stages_fit,
+            truly=self._truly,
+            devices=self._devices,
         )
-        return fitting.best(self._problem())
+
+    def _truly(self, found: Solution, plan: Plan, *, lowest: bool = False) -> tuple[Solution, Plan]:
+        """Stages that fit by their true peaks; if none do, or if ``lowest``, those that take the least memory."""
+        plain = self._plain
+        known = np.array([plan.home(unit) for unit in plain._placing.units], np.int64)
+        plans = [plain._plan_of(stage) for stage in plain._peak_search.choices(known, lowest=lowest)]
+        best = plans[plain._preferred([plain._measures(choice) for choice in plans])]
+        return replace(found, solver="true peaks"), best
+
+    def _devices(self, least: int) -> int | None:
+        """How many stages there are plans for with the same memory, from so many on; None if that is not known."""
+        if len(set(self._limits)) > 1 or len(self._limits) < len(self.keys):
+            return None
+        demand, plain = replace(self.demand, memory=self._limits[0]), self._plain
+
+        def search_of(count: int) -> PeakSearch:
+            more = replace(plain, demand=demand, keys=tuple(range(count)))
+            return replace(more._peak_search, tracks=plain._peak_search.tracks, stretches=_STRETCHES)
+
+        return fewest_stages(range(least, min(least + _MORE, len(plain._placing.units)) + 1), search_of)
+
+    @cached_property
+    def _plain(self) -> Staging:
+        """The same search over plans that compute each node once."""
+        return replace(self, sends=True) if self._placing.shared else self
+
+    @cached_property
+    def _peak_search(self) -> PeakSearch:
+        equal = [StageCosts(1.0, 1.0, 1.0)] * len(self.keys)
+        return PeakSearch(
+            tracks=Tracks(self._placing, self.demand.stage_prices, self._problem()),
+            holding=self._holding,
+            flights=Flights.of(self.demand.run(equal) if self.demand.schedule else None, len(self.keys)),
+            rank_of=self._rank_of,
+            limits=self._limits,
+            travel=self._travel,
+            tolerance=self.tolerance,
+            peaks=lambda stage: self._peaks(self._plan_of(stage)),
+        )
 
     def _value(self, plan: Plan) -> float:
         return float(by_rank(self._loads(plan), self._rank_of)[0].max())
@@ -156,7 +216,7 @@ class Staging:
         return self._travel is not None and self._travel.factors(self._placing.value_bytes) is not None
 
     def _solved(self, problem: Problem) -> tuple[Solution, Plan]:
-        """As many stages as there are keys: the least greatest load, and what `_measures` say of those near it."""
+        """As many stages as there are keys: the least greatest load, then what `_measures` say."""
         prefer = self._weigh if self._travel is not None or self._limited or self.demand.schedule else None
         with bad_problems(self.demand.policy, self._placing):
             found = self.solver(problem, seconds=self.seconds, prefer=prefer, advise=False)
@@ -187,8 +247,7 @@ class Staging:
             yield from (self._moved(found, linked.annealed(stage)) for stage in starts)
 
     def _moved(self, found: Solution, stage: Ints) -> Solution:
-        order = tuple(range(len(self.keys)))
-        return replace(found, device=stage, order=order)
+        return replace(found, device=stage, order=tuple(range(len(self.keys))))
 
     def _weigh(self, device: Ints, order: tuple[int, ...]) -> tuple[float, ...]:
         """What decides between placements that a solver takes for equally good: it does not see what copies take."""
@@ -221,8 +280,9 @@ class Staging:
             left = [i for i in left if measures[i][at] <= least * (1 + near + _ROUNDING)]
         return min(left, key=lambda i: measures[i][last])
 
-    def _plan_of(self, device: Ints, order: tuple[int, ...]) -> Plan:
-        return Plan.of(self._placing.labels(stages_of(device, order), self.keys))
+    def _plan_of(self, device: Ints, order: tuple[int, ...] = ()) -> Plan:
+        """The plan of units on devices, which are the stages if no order is given."""
+        return Plan.of(self._placing.labels(stages_of(device, order) if order else device, self.keys))
 
     def _run(self, plan: Plan) -> ScheduleRun:
         return self.demand.run(self.demand.stage_prices.of(plan))
@@ -231,8 +291,10 @@ class Staging:
         return self._placing.loads(plan, self.keys, [0] * len(self.keys), self._travel)
 
     def _peaks(self, plan: Plan) -> tuple[int, ...]:
-        """Bytes of each rank at its peak."""
-        return self._run(plan).peaks
+        """Bytes of each rank at its peak; without a schedule of one microbatch, which no other disturbs."""
+        if self.demand.schedule is not None:
+            return self._run(plan).peaks
+        return tuple(peaks_of_visits(self.demand.stage_prices.of(plan), range(len(self.keys))).values())
 
     def _described(self, plan: Plan, found: Solution) -> Plan:
         """The plan with its claim and a note."""
@@ -240,8 +302,8 @@ class Staging:
         of_rank, busiest = by_rank(loads, self._rank_of)
         value = float(of_rank.max())
         bound = min(value, max(found.bound, self._least_work))
-        near = max(found.tolerance, self.tolerance)
-        claim = Claim("bottleneck", value, bound, found.solver, self.keys[busiest], near, evenness(of_rank.tolist()))
+        near, even = max(found.tolerance, self.tolerance), evenness(of_rank.tolist())
+        claim = Claim("bottleneck", value, bound, found.solver, self.keys[busiest], near, even)
         what = "slowest" if len(of_rank) == len(loads) else "most loaded rank"
         load = duration(value, unit_of(self.demand.costs))
         share = value / float(of_rank.mean()) if value else 1.0

@@ -293,6 +293,13 @@ def test_no_plan_fits(call, data, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_least_memory(data):
+    code, found = data(*GPT2, "--stages", "2", "--schedule", "1f1b", "--costs", "unit", "--memory", "least")
+    code_then, free = data(*GPT2, "--stages", "2", "--schedule", "1f1b", "--costs", "unit")
+    assert code == code_then == 0 and found["placement"]["memory"] == "least"
+    assert found["step"]["peak"] < free["step"]["peak"]
+
+
 @pytest.mark.parametrize(
     "words, says",
     [

@@ -130,8 +130,11 @@ def test_how_many_devices_would_do_is_said(deep):
     gm, costs = deep
     with pytest.raises(sk.NoPlanError) as error:
         sk.plan(gm, Stages(2, memory="6MiB"), costs)
-    count = int(error.value.remedy.split()[-4])
-    assert 2 < count <= 4 and f"it takes {count} devices at least" in error.value.remedy
+    count = int(error.value.remedy.split()[-2])
+    assert count > 2 and f"there is one for {count} devices" in error.value.remedy
+    sk.plan(gm, Stages(count, memory="6MiB"), costs)
+    with pytest.raises(sk.NoPlanError):
+        sk.plan(gm, Stages(count - 1, memory="6MiB"), costs)
 
 
 def test_of_equal_bottlenecks_the_shorter_step_is_taken():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
@@ -96,12 +95,13 @@ def _ranks(work: Work, made: Plan, costs: Costs, wanted: Placement) -> tuple[Seq
         return list(rows_of_parts(names, [*map(wanted.limit, range(len(names)))], parts)), None
     links = links_of(wanted.links)
     demand = Demand(None, flow, costs, wanted.schedule, wanted.microbatches, links=links, optimizer=wanted.optimizer)
-    run = demand.run(demand.stage_prices.of(made))
+    costs_of = demand.stage_prices.of(made)
     names = [device.name for device in wanted.devices.devices] if wanted.devices else []
-    rows = run.rows(names, [*map(wanted.limit, range(run.ranks))])
-    if wanted.schedule:
-        return rows, run
-    return [replace(row, bubble=None, in_flight=None) for row in rows], None
+    if wanted.schedule is None:
+        limits = [*map(wanted.limit, range(len(costs_of)))]
+        return list(rows_of_parts(names or [""] * len(costs_of), limits, dict(zip(keys, costs_of, strict=True)))), None
+    run = demand.run(costs_of)
+    return run.rows(names, [*map(wanted.limit, range(run.ranks))]), run
 
 
 def _step(run: ScheduleRun) -> dict[str, Any]:
