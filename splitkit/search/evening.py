@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,12 +11,14 @@ from torch.fx import Node
 
 from splitkit.costs import Costs
 from splitkit.graph.dataflow import Dataflow, crossing, given_back, readers_of, waits_for
+from splitkit.search.fitting import named
 from splitkit.search.placing import Placing, Travel
 from splitkit.solvers.line.blocks import blocks_of
 from splitkit.solvers.line.even import even_blocks
 from splitkit.solvers.line.priced_cuts import best_cuts
 from splitkit.solvers.placement.problem import Floats, Ints
 
+_NEAR = 1e-3  # relative: a share that is hardly more counts as none
 _MOST_PRICED = 5_000  # units that are cut again where cuts are paid for, in time that grows with their square
 
 
@@ -101,3 +104,15 @@ def _sink(flow: Dataflow, costs: Costs, stage: dict[Node, int]) -> None:
                 stage[node] = then
         for before in waits_for(flow, node):
             latest[before] = min(latest.get(before, stage[node]), stage[node])
+
+
+def limits(seconds: Mapping[Node, float], ranks: int) -> Iterator[str]:
+    """In words, the op that keeps so many ranks from being faster than fewer."""
+    heaviest, total = max(seconds, key=seconds.__getitem__), sum(seconds.values())
+    share = seconds[heaviest] / total if total else 0.0
+    if share * ranks > 1 + _NEAR:
+        most = max(1, math.ceil(1 / share - _NEAR))
+        yield (
+            f"{named(heaviest)}, one op, takes {share:.0%}: more than {most} stages are no faster; "
+            "split that op, or ask for fewer"
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,8 +16,8 @@ from splitkit.pipeline.stageprices import peaks_of_visits
 from splitkit.plans.parts import Claim, PartKey, evenness
 from splitkit.plans.record import Plan
 from splitkit.search.demand import Demand
-from splitkit.search.evening import Evening
-from splitkit.search.fitting import Fitting, bad_problems, named
+from splitkit.search.evening import Evening, limits
+from splitkit.search.fitting import Fitting, bad_problems
 from splitkit.search.holding import Holding
 from splitkit.search.peaksearch import PeakSearch, fewest_stages
 from splitkit.search.placing import Placing, Travel
@@ -64,7 +63,8 @@ class Staging:
         """The best stages that fit.
 
         With links, stages that compute shared nodes for themselves; and where more than the tolerance may be gained by
-        it, stages that send them. The bound of the former holds for both, that of the latter for those that compute each node once.
+        it, stages that send them. The bound of the former holds for both, that of the latter for those that compute
+        each node once.
 
         Raises:
             NoPlanError: SK303 when none fit.
@@ -308,7 +308,7 @@ class Staging:
         load = duration(value, unit_of(self.demand.costs))
         share = value / float(of_rank.mean()) if value else 1.0
         said = f"{len(self.keys)} stages, the {what} {load}, {share:.3f} of the mean: {claim}"
-        words = [said, *self._limit(len(of_rank))]
+        words = [said, *limits(self.demand.seconds, len(of_rank))]
         if self.demand.schedule is not None:
             run = self._run(plan)
             words.append(
@@ -319,15 +319,3 @@ class Staging:
             peaks = self._peaks(plan)
             words.append(f"peak {size(max(peaks))} on rank {peaks.index(max(peaks))}")
         return replace(plan, note="; ".join(words) + ending(self.tries), claim=claim)
-
-    def _limit(self, ranks: int) -> Iterator[str]:
-        """In words, the op that keeps more ranks from being faster."""
-        seconds = self.demand.seconds
-        heaviest, total = max(seconds, key=seconds.__getitem__), sum(seconds.values())
-        share = seconds[heaviest] / total if total else 0.0
-        if share * ranks > 1 + NEAR:
-            most = max(1, math.ceil(1 / share - NEAR))
-            yield (
-                f"{named(heaviest)}, one op, takes {share:.0%}: more than {most} stages are no faster; "
-                "split that op, or ask for fewer"
-            )
