@@ -69,7 +69,7 @@ class StageSearch:
     @property
     def closed(self) -> bool:
         """Whether nothing better is possible, or nothing that matters."""
-        return self.bound >= self.limit * (1 - self.near)
+        return self.bound >= self.limit - int(self.limit * self.near)  # whole numbers: floats would round them
 
     def run(self, *, any_will_do: bool = False) -> None:
         """Everything, from the quickest to the longest, until it is closed or the time is over.
