@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import Node
 
 from splitkit._torch import HigherOrderOperator, OpOverload, OpOverloadPacket
-from splitkit.checks import shown
+from splitkit.checks import items_of, shown
 from splitkit.errors import PolicyError, near, nearest
 from splitkit.graph.dataflow import Dataflow, module_path
 
@@ -100,12 +100,8 @@ def _asked(policy: object, rule: Callable[[Node], object]) -> Rule:
 
 
 def _listed(policy: object, ops: Collection[Op], flow: Dataflow) -> Rule:
-    items = [] if isinstance(ops, torch.Tensor) else ops  # one without dimensions is a collection, and has no items
-    if (
-        items is not ops
-        or not isinstance(ops, Collection)
-        or not all(isinstance(op, str) or callable(op) for op in ops)
-    ):
+    items = items_of(ops)
+    if items is None or not all(isinstance(op, str) or callable(op) for op in items):
         raise PolicyError(
             "SK302",
             f"{type(policy).__name__} was given {shown(ops)}, which are no ops",
@@ -114,7 +110,7 @@ def _listed(policy: object, ops: Collection[Op], flow: Dataflow) -> Rule:
     calls = {(n.op, n.target): n for n in flow.index if n.op.startswith("call_")}
     spelled = {call: _spellings(node, flow.root) for call, node in calls.items()}
     known = {name for names in spelled.values() for name in names if isinstance(name, str)}
-    wanted = {meant for op in ops for meant in (_meanings(policy, op, known) if isinstance(op, str) else (op,))}
+    wanted = {meant for op in items for meant in (_meanings(policy, op, known) if isinstance(op, str) else (op,))}
     listed = {call for call, names in spelled.items() if not wanted.isdisjoint(names)}
     return lambda node: (node.op, node.target) in listed
 

@@ -13,8 +13,7 @@ from splitkit.costs import Costs
 from splitkit.graph.dataflow import Dataflow, crossing, given_back, readers_of, waits_for
 from splitkit.search.fitting import named
 from splitkit.search.placing import Placing, Travel
-from splitkit.solvers.line.blocks import blocks_of
-from splitkit.solvers.line.even import even_blocks
+from splitkit.solvers.line.even import blocks_of, even_blocks
 from splitkit.solvers.line.priced_cuts import best_cuts
 from splitkit.solvers.placement.problem import Floats, Ints
 
@@ -34,8 +33,8 @@ class Evening:
         held: (stages, n) bytes of the units in each stage.
         capacity: (stages,) bytes of each; infinite for no limit.
         bound: seconds; the slowest stage is no faster.
-        tolerance: relative; by how much a stage may be slower than the slowest need be, and less even than the most
-            even, where something is gained by it.
+        tolerances: relative, each tried; by how much a stage may be slower than the slowest need be, and less even than
+            the most even, where something is gained by it.
     """
 
     placing: Placing
@@ -45,7 +44,7 @@ class Evening:
     held: Ints
     capacity: Floats
     bound: float
-    tolerance: float
+    tolerances: tuple[float, ...]
 
     def along(self, stage: Ints) -> Iterator[Ints]:
         """(n,) the stage of each unit: even ones along the graph's own order, and along orders of given stages.
@@ -56,31 +55,36 @@ class Evening:
         orders = [np.arange(len(stage)), np.argsort(stage, kind="stable")]
         if self.travel is None:
             orders.append(np.argsort(self._sunk(stage), kind="stable"))
-        for order in orders:
-            cuts = self._cuts(order, stage)
-            if cuts is not None:
-                found = np.empty(len(stage), np.int64)
-                found[order] = blocks_of(cuts, len(stage))
-                yield found
+        divisions = [self._divisions(order, stage) for order in orders]
+        for near in range(len(self.tolerances)):
+            for order, division in zip(orders, divisions, strict=True):
+                if near < len(division):
+                    found = np.empty(len(stage), np.int64)
+                    found[order] = blocks_of(division[near], len(stage))
+                    yield found
 
-    def _cuts(self, order: Ints, stage: Ints) -> list[int] | None:
-        """Where an order is cut; None if no cuts fit, or the order is too long for that."""
+    def _divisions(self, order: Ints, stage: Ints) -> list[list[int]]:
+        """Where an order is cut, for each tolerance; nothing if no cuts fit, or the order is too long for that."""
         work, limited = self.placing.seconds[0], bool(np.isfinite(self.capacity).any())
         if self.travel is None and not limited:
-            limit = self._limit(float(np.bincount(stage, work, self.stages).max()))
+            value = float(np.bincount(stage, work, self.stages).max())
             prices = crossing(self.placing.flow, self.costs, [self.placing.units[u] for u in order.tolist()])[1, :-1]
-            return even_blocks(work[order], self.stages, limit, prices, self.tolerance)
+            found = [
+                even_blocks(work[order], self.stages, self._limit(value, near), prices, near)
+                for near in self.tolerances
+            ]
+            return [cuts for cuts in found if cuts is not None]
         if len(order) > _MOST_PRICED:
-            return None
+            return []
         prices = np.zeros((self.stages - 1, len(order) + 1))
         if self.travel is not None:
             prices = self.placing.cut_prices(order, self.travel)
-        return best_cuts(work[order], prices, self.held[:, order], self.capacity, self.tolerance)
+        return best_cuts(work[order], prices, self.held[:, order], self.capacity, self.tolerances)
 
-    def _limit(self, value: float) -> float:
+    def _limit(self, value: float, tolerance: float) -> float:
         """Seconds of the slowest stage: within the tolerance of the bound if that is in reach, else of the value."""
-        near = self.bound * (1 + self.tolerance)
-        return near if value <= near else value * (1 + self.tolerance)
+        near = self.bound * (1 + tolerance)
+        return near if value <= near else value * (1 + tolerance)
 
     def _sunk(self, stage: Ints) -> Ints:
         """The stages with units that take no time moved to those that read them, where fewer bytes cross then.

@@ -235,12 +235,11 @@ class Staging:
         held = self._held_in_stages
         capacity = np.array([device.capacity for device in problem.devices])
         at = stages_of(found.device, found.order)
-        starts = [at]
-        for tolerance in dict.fromkeys((self.tolerance, 0.0)):
-            even = Evening(
-                self._placing, self.demand.costs, len(self.keys), self._travel, held, capacity, found.bound, tolerance
-            )
-            starts += even.along(at)
+        tolerances = tuple(dict.fromkeys((self.tolerance, 0.0)))
+        even = Evening(
+            self._placing, self.demand.costs, len(self.keys), self._travel, held, capacity, found.bound, tolerances
+        )
+        starts = [at, *even.along(at)]
         yield from (self._moved(found, stage) for stage in starts[1:])
         if self._uneven and self._travel is not None and problem.units <= _MOST_LINKED:
             linked = self._placing.linked(problem, self._travel, held, capacity)

@@ -120,7 +120,7 @@ class Sweeper:
         require_graph(self.gm)
         require_costs(self.costs)
         links_of(self.links)
-        self._checked_memory()
+        _ = self._limit  # checked
         checked_optimizer(self.optimizer)
         if self.optimizer is None:
             raise PolicyError("SK302", "sweep: the optimizer is None", "These schedules train: name an optimizer.")
@@ -157,9 +157,6 @@ class Sweeper:
 
     @cached_property
     def _limit(self) -> int | None:
-        return self._checked_memory()
-
-    def _checked_memory(self) -> int | None:
         return None if self.memory is None else nbytes("sweep", "memory", self.memory)
 
     def _common(self, stages: int, schedule: str, microbatches: int) -> tuple[Plan, tuple[StageCosts, ...]]:

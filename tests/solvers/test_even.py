@@ -72,3 +72,13 @@ def test_a_limit_that_no_division_keeps():
     assert even_blocks(np.array([1.0, 5.0, 1.0]), 3, 4.9, np.zeros(3), 0.0) is None
     assert even_blocks(np.array([2.0, 2.0, 2.0]), 2, 3.9, np.zeros(3), 0.0) is None
     assert even_blocks(np.array([2.0, 2.0, 2.0]), 2, 4.0, np.zeros(3), 0.0) in ([0, 1], [0, 2])
+
+
+@pytest.mark.parametrize("blocks", [1, 7, 500])
+def test_a_long_sequence_at_the_very_limit(blocks):
+    """Sums of so many floats are rounded by more than one part in 10**12."""
+    weights = np.random.default_rng(blocks).random(40_000)
+    starts = even_blocks(weights, blocks, float(weights.max() + weights.sum() / blocks), np.zeros(40_000), 0.0)
+    limit = float(np.add.reduceat(weights, starts).max())
+    again = even_blocks(weights, blocks, limit, np.random.default_rng(1).random(40_000), 0.0)
+    assert again is not None and np.add.reduceat(weights, again).max() <= limit * (1 + 1e-9)

@@ -57,13 +57,18 @@ def even_blocks(weights: Floats, blocks: int, limit: float, prices: Floats, tole
     return best
 
 
+def blocks_of(starts: list[int], items: int) -> Ints:
+    """(n,) the block of each item, from the first item of each block."""
+    return np.searchsorted(starts, np.arange(items), side="right") - 1
+
+
 class _Line:
     """Items in order, and which blocks of them keep the limit."""
 
     def __init__(self, weights: Floats, blocks: int, limit: float) -> None:
         total = float(weights.sum()) or 1.0
         self._before = np.concatenate([[0.0], np.cumsum(weights)]) / total
-        room = limit / total * (1 + 1e-12)
+        room = limit / total * (1 + 1e-12) + len(weights) * 2.0**-52  # what the sums are rounded by
         self._first = np.searchsorted(self._before, self._before - room, side="left")
         self._blocks = blocks
         self._reach = [0]  # how far so many blocks reach

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,7 +14,9 @@ _CELLS = 2**22  # pairs of a first and a last item that are weighed at once
 _ROUNDING = 1e-12
 
 
-def best_cuts(work: Floats, prices: Floats, held: Ints, capacity: Floats, tolerance: float = 0.0) -> list[int] | None:
+def best_cuts(
+    work: Floats, prices: Floats, held: Ints, capacity: Floats, tolerances: Sequence[float] = (0.0,)
+) -> list[list[int]]:
     """The first item of each stage in the division with the least sum of squared loads, of those whose greatest load is
     nearly the least.
 
@@ -28,17 +32,16 @@ def best_cuts(work: Floats, prices: Floats, held: Ints, capacity: Floats, tolera
         prices: (k - 1, n + 1); ``prices[p][i]`` is paid by stages p and p + 1 for a cut between them before item ``i``.
         held: (k, n) bytes of the items in each stage.
         capacity: (k,) bytes of each stage.
-        tolerance: relative; by so much more may the greatest load be than the least.
+        tolerances: relative; by so much more may the greatest load be than the least.
 
     Returns:
-        k increasing positions, the first of them 0; None if no division fits.
+        For each tolerance k increasing positions, the first of them 0; nothing if no division fits.
     """
     line = _Line(work, prices, held, capacity)
     least, _ = line.divided(np.inf, squares=False)
     if not np.isfinite(least):
-        return None
-    _, starts = line.divided(least * (1 + tolerance + _ROUNDING), squares=True)
-    return starts
+        return []
+    return [line.divided(least * (1 + near + _ROUNDING), squares=True)[1] for near in tolerances]
 
 
 class _Line:
