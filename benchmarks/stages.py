@@ -11,8 +11,9 @@ links   ``Stages(n, links="nvlink4")``: a stage also pays for what it sends and 
 
 A rule that sends masks and tables from stage to stage is charged for that, or for computing them in each stage that
 reads them, whichever is less. With ``--measure`` models are smaller, in float32, prices are measured times of ops on
-this CPU, and the parts of each plan really run, forward and backward, part by part: the best of several rounds, all
-plans in turn. Both are seconds of the processor, on one thread. Dropout is off.
+this CPU in steps of forward and backward, and the parts of each plan really run, forward and backward, part by part:
+the best of several rounds, all plans in turn. Both are seconds of the processor, on one thread; ``sum`` is what the
+prices of all parts promise over what they took. Dropout is off.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ from rich.console import Console
 from rich.table import Table
 from rules import RULES
 from torch import nn
-from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 import splitkit as sk
@@ -51,7 +51,6 @@ from splitkit.testing.nets import UNet
 
 MICROBATCHES = 16
 LINK = "nvlink4"
-MEASUREMENTS = 3
 NEAR = 1e-6
 """Relative: what differs by less is equal."""
 APART = 0.05
@@ -119,30 +118,6 @@ def on_paper(name: str, sizes: Sizes) -> Example:
     return Example(example.model.bfloat16(), args, kwargs)
 
 
-@dataclass(frozen=True)
-class Least:
-    """The least of several measured prices: what else runs only makes ops slower."""
-
-    runs: tuple[Costs, ...]
-    note: str = "measured on this CPU, the least of several runs"
-
-    def seconds(self, node: Node) -> float:
-        """The least seconds."""
-        return min(run.seconds(node) for run in self.runs)
-
-    def flops(self, node: Node) -> float:
-        """As every run."""
-        return self.runs[0].flops(node)
-
-    def nbytes(self, node: Node) -> int:
-        """As every run."""
-        return self.runs[0].nbytes(node)
-
-    def param_bytes(self, node: Node) -> int:
-        """As every run."""
-        return self.runs[0].param_bytes(node)
-
-
 class Case:
     """A model's graph and its prices, and the judge of plans."""
 
@@ -152,8 +127,7 @@ class Case:
         if measure:
             given = example.args or dict(example.kwargs)
             with patch.object(time, "perf_counter", time.process_time):  # others may use the processor meanwhile
-                runs = [sk.costs.measured(self.gm, given, "cpu", cache=False) for _ in range(MEASUREMENTS)]
-            self.costs: Costs = sk.costs.training(Least(tuple(runs)), self.gm)
+                self.costs: Costs = sk.costs.measured(self.gm, given, cache=False, min_run_time=1.0, backward=True)
         else:
             self.costs = sk.costs.training(sk.costs.roofline(self.gm, "h100"))
         self.flow = sk.analyze(self.gm)
@@ -222,6 +196,7 @@ def row(case: Case, count: int, setting: Setting, measured_rounds: int) -> dict[
     if measured_rounds:
         found = measured(case, plans, measured_rounds)
         own["measured"] = found["splitkit"]
+        own["sum"] = sum(map(case.costs.seconds, case.flow.nodes)) / sum(found["splitkit"])
         for name in plans.keys() - {"splitkit"}:
             rules[name] |= {
                 "measured": found[name],
@@ -328,7 +303,7 @@ def _better(pairs: list[tuple[dict[str, Any], str, dict[str, Any]]], what: str) 
 
 
 def _agreement(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the pairs of plans that are predicted to differ, those that were measured in that order."""
+    """Prices over what ran, and of the pairs of plans that are predicted to differ those measured in that order."""
     same, apart = 0, 0
     for r in rows:
         plans = [p for p in (r["splitkit"], *r["rules"].values()) if "measured" in p]
@@ -336,7 +311,9 @@ def _agreement(rows: list[dict[str, Any]]) -> dict[str, Any]:
             if b["bottleneck"] > a["bottleneck"] * (1 + APART):
                 apart += 1
                 same += max(b["measured"]) > max(a["measured"])
-    return {"pairs predicted apart": apart, "measured in that order": same} if apart else {}
+    sums = [r["splitkit"]["sum"] for r in rows if "sum" in r["splitkit"]]
+    held = {"sums of prices over what ran": [min(sums), max(sums)]} if sums else {}
+    return held | ({"pairs predicted apart": apart, "measured in that order": same} if apart else {})
 
 
 def show(rows: list[dict[str, Any]], sizes: Mapping[str, Sizes]) -> None:
@@ -348,7 +325,7 @@ def show(rows: list[dict[str, Any]], sizes: Mapping[str, Sizes]) -> None:
     for r in rows:
         own = r["splitkit"]
         slowest = f"{1e3 * own['bottleneck']:.3f}"
-        slowest += f" (ran {1e3 * max(own['measured']):.3f})" if "measured" in own else ""
+        slowest += f" (ran {1e3 * max(own['measured']):.3f}, sum {own['sum']:.2f})" if "measured" in own else ""
         table.add_row(
             r["model"], str(r["nodes"]), str(r["stages"]), r["setting"], slowest, f"{own['gap']:.2%}", own["solver"],
             f"{own['planned in']:.2f}", f"{1e3 * own['step']:.2f}", *(_cell(rule) for rule in r["rules"].values()),

@@ -235,7 +235,7 @@ def _add_costs(group: argparse._ArgumentGroup, default: str = "flops") -> None:
     group.add_argument(
         "--costs",
         metavar="KIND",
-        help=f"what a node costs (default: {default}): flops, unit, measured (on this CPU), measured:DEVICE, "
-        "roofline:DEVICE or fused:DEVICE (cpu, a100, h100, h200, rtx-4090, l4, or devices.toml:NAME; fused: as "
-        "Inductor fuses)",
+        help=f"what a node costs (default: {default}): flops, unit, measured (on this CPU; with --training backward "
+        "too), measured:DEVICE, roofline:DEVICE or fused:DEVICE (cpu, a100, h100, h200, rtx-4090, l4, or "
+        "devices.toml:NAME; fused: as Inductor fuses)",
     )

@@ -112,24 +112,30 @@ def prices(work: Work, kind: str | None, training: bool | None, device: str | De
     """``--costs`` and ``--training``. Unless said otherwise: the roofline of a device, or FLOPs where none is known, or
     a unit where the graph does not know its sizes."""
     from splitkit import costs
+    from splitkit.prices import includes_backward
 
     if kind is not None:
         example = work.example
-        made = kind_of_costs(work.gm, dict(example.kwargs) if example.kwargs else example.args, kind)
+        made = kind_of_costs(work.gm, dict(example.kwargs) if example.kwargs else example.args, kind, bool(training))
     else:
         made = costs.default(work.gm) if device is None else costs.roofline(work.gm, device)
-    return costs.training(made, work.gm) if training else made
+    return costs.training(made, work.gm) if training and not includes_backward(made) else made
 
 
-def kind_of_costs(gm: fx.GraphModule, inputs: Any, kind: str) -> Costs:
-    """The prices that a word of the command line names; ``inputs`` are for those that are measured."""
+def kind_of_costs(gm: fx.GraphModule, inputs: Any, kind: str, backward: bool = False) -> Costs:
+    """The prices that a word of the command line names.
+
+    Args:
+        inputs: for those that are measured.
+        backward: whether to measure backward too, where that can be measured.
+    """
     from splitkit import costs
 
     name, _, device = kind.partition(":")
     if name in ("flops", "unit"):
         return costs.flops(gm) if name == "flops" else costs.unit(gm)
     if name == "measured":
-        return costs.measured(gm, inputs, device or "cpu")
+        return costs.measured(gm, inputs, device or "cpu", backward=backward and (device or "cpu") == "cpu")
     return (costs.roofline if name == "roofline" else costs.fused)(gm, _device(device or "cpu"))
 
 

@@ -8,8 +8,10 @@ from splitkit.costs.counting import Flops, flops
 from splitkit.costs.devices import Device, devices, load_devices
 from splitkit.costs.fused import Fused, fused
 from splitkit.costs.links import Link, Links
-from splitkit.costs.measured import Measured, measured
+from splitkit.costs.measured import measured
+from splitkit.costs.measuring import Measured
 from splitkit.costs.roofline import Roofline, roofline
+from splitkit.costs.steps import MeasuredSteps
 from splitkit.costs.training import training
 from splitkit.costs.uniform import Unit, unit
 from splitkit.graph.dataflow import Dataflow, root_of
@@ -24,6 +26,7 @@ __all__ = [
     "Link",
     "Links",
     "Measured",
+    "MeasuredSteps",
     "Roofline",
     "Unit",
     "default",

@@ -1,4 +1,4 @@
-"""What a measuring run reads instead of the graph's own values: without gradients, on its device, free to be written.
+"""What a measuring run reads instead of the graph's own values: on its device, free to be written.
 
 Memory is shared with the graph's own where nothing writes it.
 """
@@ -31,10 +31,11 @@ class Private:
 
     Attributes:
         device: where they are.
+        trained: whether they require grad as the graph's own do; gradients are those of the private ones.
     """
 
-    def __init__(self, flow: Dataflow, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, flow: Dataflow, device: torch.device, *, trained: bool = False) -> None:
+        self.device, self.trained = device, trained
         self._root = flow.root
         self._written = {id(attribute(flow.root, str(node.target))) for node in flow.written}
         self._memo: dict[int, Any] = {}  # of the copies of what is written: two names of one memory stay so
@@ -49,7 +50,8 @@ class Private:
         """
         values = _placeholders(self._root, inputs)
         values = pytree.tree_map_only(torch.Generator, torch.Generator.clone_state, values)
-        return pytree.tree_map_only(torch.Tensor, self._placed, copied(values))
+        found = pytree.tree_map_only(torch.Tensor, self._placed, copied(values))
+        return pytree.tree_map(lambda own, given: self._asking(own, given), found, values)
 
     def attribute(self, target: str) -> Any:
         """The private version of an attribute of the graph: a tensor, the body of a higher-order op, a constant."""
@@ -64,7 +66,9 @@ class Private:
         """A copy of a module with the same parameters and its own buffers; ``anew`` for another one."""
         module: Any = attribute(self._root, target)
         if anew or id(module) not in self._modules:
-            memo: dict[int, Any] = {id(p): nn.Parameter(self._tensor(p), False) for p in module.parameters()}
+            memo: dict[int, Any] = {
+                id(p): nn.Parameter(self._tensor(p), self.trained and p.requires_grad) for p in module.parameters()
+            }
             made: nn.Module = copy.deepcopy(module, memo).to(self.device)
             for graph_module in (m for m in made.modules() if isinstance(m, fx.GraphModule)):
                 self._move_devices(graph_module)
@@ -81,8 +85,14 @@ class Private:
         if id(tensor) not in self._tensors:
             own = tensor.detach()
             own = copy.deepcopy(own, self._memo) if id(tensor) in self._written else own
-            self._tensors[id(tensor)] = self._placed(own)
+            self._tensors[id(tensor)] = self._asking(self._placed(own), tensor)
         return self._tensors[id(tensor)]
+
+    def _asking(self, own: Any, given: Any) -> Any:
+        """A private value that requires grad where the given one does, if it is to be trained."""
+        if self.trained and isinstance(given, torch.Tensor) and given.requires_grad:
+            own.requires_grad_()
+        return own
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_meta:

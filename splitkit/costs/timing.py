@@ -27,7 +27,7 @@ class Record:
     """What one call takes.
 
     Attributes:
-        seconds: the median of its time.
+        seconds: its time.
         workspace: bytes that were allocated at once inside the call, beyond those of its results.
     """
 

@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from splitkit._torch import pytree
 from splitkit.brief import brief
+from splitkit.checks import is_number, shown
 from splitkit.costs.counting import Flops, counter_of
 from splitkit.errors import CostError
 from splitkit.graph.dataflow import Dataflow, facts_of
@@ -49,9 +50,12 @@ def training(costs: Costs, gm: fx.GraphModule | Dataflow | None = None) -> FromF
         gm: the graph, or facts about it; not needed where ``costs`` has an attribute ``gm`` that says it.
 
     Raises:
-        CostError: SK323 if the graph is not known, or ``costs`` are none.
+        CostError: SK323 if the graph is not known, or ``costs`` are none, or include backward already.
         GraphError: SK102 when nodes have no ``meta["val"]``.
     """
+    if includes_backward(as_given(costs)):
+        reason = f"{type(as_given(costs)).__name__} includes backward already"
+        raise CostError("SK323", reason, "Use it as it is.")
     known = gm if gm is not None else getattr(costs, "gm", None)
     root, costs = known.root if isinstance(known, Dataflow) else known, checked(costs)
     if not isinstance(root, fx.GraphModule):
@@ -69,6 +73,25 @@ def training(costs: Costs, gm: fx.GraphModule | Dataflow | None = None) -> FromF
 def with_backward(costs: Costs, flow: Dataflow) -> Costs:
     """Costs that include the backward of a node: themselves if they do, else `training` of them."""
     return costs if includes_backward(costs) else training(costs, flow)
+
+
+def told_apart(costs: Costs, node: Node) -> tuple[float, float]:
+    """Seconds of a node's forward and of its backward, by costs that include both.
+
+    Raises:
+        CostError: SK323 for what are none.
+    """
+    given = as_given(costs)
+    ratio = given.backward(node)
+    if isinstance(given, FromFormula):
+        forward = given.costs.seconds(node)
+        return forward, forward * ratio
+    if not is_number(ratio):
+        reason = f"{type(given).__name__}.backward({node.name}) is {shown(ratio)}"
+        raise CostError("SK323", reason, "Say how many times its forward a node takes in backward.", [node])
+    both = costs.seconds(node)
+    forward = both / (1 + float(ratio))
+    return forward, both - forward
 
 
 @dataclass(frozen=True)

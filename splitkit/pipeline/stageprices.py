@@ -11,10 +11,11 @@ from torch.fx import Node
 
 from splitkit.checks import is_word, items_of, shown
 from splitkit.costs import Costs, unit_of
-from splitkit.costs.training import FromFormula, FromJoint, training
+from splitkit.costs.training import FromJoint, told_apart, with_backward
 from splitkit.errors import CostError, PlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow, facts_of
 from splitkit.graph.fakecalls import name_of, target_of
+from splitkit.graph.gradients import Gradients
 from splitkit.graph.joint import is_joint
 from splitkit.memory.autograd import Activations
 from splitkit.memory.lines import Units, units_of
@@ -109,7 +110,7 @@ class StagePrices:
         if given is not None and not isinstance(given, Activations):
             remedy = "Give splitkit.memory.autograd.activations of the graph, or none."
             raise PolicyError("SK302", f"activations are {shown(given)}", remedy)
-        self._times = _Times(_by_formula(self.costs, self.flow), self.optimizer is not None)
+        self._times = _Times(_both(self.costs, self.flow), self.flow, self.optimizer is not None)
         training = self.optimizer is not None
         known = self.activations
         self.units = self.flow.fact(units_of, training) if known is None else Units(self.flow, known, training)
@@ -222,18 +223,15 @@ def checked_optimizer(optimizer: object) -> None:
         )
 
 
-def _by_formula(costs: Costs, flow: Dataflow) -> FromFormula:
+def _both(costs: Costs, flow: Dataflow) -> Costs:
     """Costs that tell forward from backward."""
-    given = as_given(costs)
-    if isinstance(given, FromJoint) or is_joint(flow.graph):
+    if isinstance(as_given(costs), FromJoint) or is_joint(flow.graph):
         raise CostError(
             "SK323",
             "the graph is of forward and backward together, which are not told apart",
             "Capture the forward graph: splitkit.capture(model, *inputs).",
         )
-    known = given if isinstance(given, FromFormula) else training(costs, flow)
-    assert isinstance(known, FromFormula)
-    return known
+    return with_backward(costs, flow)
 
 
 def _nodes_of(flow: Dataflow, nodes: object) -> list[Node]:
@@ -249,9 +247,9 @@ def _nodes_of(flow: Dataflow, nodes: object) -> list[Node]:
 class _Times:
     """Seconds of forward, and of both parts of backward."""
 
-    def __init__(self, costs: FromFormula, back: bool) -> None:
-        self._costs = costs
-        self._gradients = costs.gradients if back else None
+    def __init__(self, costs: Costs, flow: Dataflow, back: bool) -> None:
+        self._costs, self._gm = costs, flow.root
+        self._gradients = flow.fact(Gradients) if back else None
         self._known: dict[Node, tuple[float, float, float]] = {}
 
     def of(self, nodes: Iterable[Node]) -> tuple[float, float, float]:
@@ -265,10 +263,9 @@ class _Times:
         return forward, inputs, weights
 
     def _of(self, node: Node) -> tuple[float, float, float]:
-        forward = self._costs.costs.seconds(node)
+        forward, backward = told_apart(self._costs, node)
         if self._gradients is None:
             return forward, 0.0, 0.0
-        backward = forward * self._costs.backward(node)
         share = self._share(node, self._gradients.reads.get(node, frozenset())) if backward else 0.0
         return forward, backward * (1 - share), backward * share
 
@@ -277,7 +274,7 @@ class _Times:
         values = [read for read in reads if read.op != "get_attr"]
         if not values:
             return 1.0
-        target = target_of(self._costs.gm, node)
+        target = target_of(self._gm, node)
         module = isinstance(target, nn.Module)
         weights = module or len(reads) > len(values)
         product = isinstance(target, _LAYERS) if module else name_of(target) in _PRODUCTS

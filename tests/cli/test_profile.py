@@ -70,6 +70,12 @@ def test_costs_of_training_say_so(call):
     assert code == 0 and "roofline of l4, backward by formula" in out
 
 
+def test_costs_of_training_are_measured(call, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code, out, _ = call("plan", "gpt2", *TINY, "--stages", "2", "--costs", "measured", "--training")
+    assert code == 0 and "measured on cpu, forward and backward" in out
+
+
 def test_costs_of_a_device_of_ones_own(call, tmp_path):
     path = tmp_path / "devices.toml"
     path.write_text(

@@ -1,0 +1,77 @@
+"""Ops timed where they stand among the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from splitkit.costs.copies import Private
+from splitkit.costs.measuring import MeasuringRun, call_of
+from splitkit.costs.timing import ROUNDS, Record
+
+MOST_ROUNDS = 9
+
+
+class Again(MeasuringRun):
+    """One run more, which times the ops of a first run where they stand."""
+
+    def __init__(self, run: MeasuringRun, times: dict[str, list[float]]) -> None:
+        private = Private(run.flow, run.private.device)
+        super().__init__(run.flow, private, run.cache, run.min_run_time, lambda: None)
+        self._asked, self._times = run.keys, times
+
+    def _measured(self, n: Node) -> Any:
+        args, kwargs = self.private.moved(self.fetch_args_kwargs_from_env(n))
+        call = call_of(n, self.private.module(str(n.target)) if n.op == "call_module" else n.target, args, kwargs)
+        start = time.perf_counter()
+        result = call()
+        took = time.perf_counter() - start
+        if (key := self._asked.get(n)) is not None:
+            self._times.setdefault(key, []).append(took)
+        return result
+
+
+def time_in_place(run: MeasuringRun, inputs: Any, dice: torch.Tensor) -> None:
+    """What ops take among the others: dispatch, memory that is given anew, arguments that the caches have lost.
+
+    The graph runs some times more, always from the same state. Views are priced too.
+
+    Args:
+        run: the first run.
+        inputs: as they were given.
+        dice: the state of the random generator before it.
+    """
+    runs: list[dict[str, list[float]]] = []
+    for _ in rounds(len(set(run.keys.values())), run.min_run_time):
+        torch.random.set_rng_state(dice)
+        runs.append({})
+        again = Again(run, runs[-1])
+        with again.safely():
+            again.run(*again.private.inputs(inputs), enable_io_processing=False)
+    seconds = undisturbed(runs)
+    for node, key in run.keys.items():
+        run.keep(node, key, Record(seconds[key], run.found[node].workspace))
+    run.cache.save()
+
+
+def undisturbed(runs: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """What each group takes: the mean of its nodes in the run where that is least.
+
+    The least, for whatever else the machine does only ever adds; the mean within a run, so that the prices of all nodes
+    add up to what a run takes.
+    """
+    return {key: min(fmean(times[key]) for times in runs) for key in runs[0]}
+
+
+def rounds(groups: int, min_run_time: float) -> Iterator[int]:
+    """Numbers of runs: a few, and some more as long as time is left for so many groups."""
+    end = time.perf_counter() + min_run_time * groups
+    for number in range(MOST_ROUNDS):
+        if number >= ROUNDS and time.perf_counter() >= end:
+            return
+        yield number

@@ -1,0 +1,225 @@
+"""Prices of forward and backward, both measured in steps of training.
+
+Backward is timed by autograd's own nodes: each begins with a note of the clock, and what passes until the next one
+begins is its time. So the times add up to the whole, the adding up of gradients included::
+
+    forward   mm ── relu ── sum          each op's autograd nodes are those that its result brings
+    backward  sum ─▶ relu ─▶ mm ─▶ accumulate (the weight: of the first op that reads it)
+              └ t ─┘└─ t ─┘└t┘└─ t ─┘
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from splitkit.brief import brief
+from splitkit.costs.copies import Private, unfit
+from splitkit.costs.in_place import rounds, undisturbed
+from splitkit.costs.measuring import Measured, MeasuringRun, call_of
+from splitkit.costs.timing import Record
+from splitkit.costs.training import FromFormula
+from splitkit.errors import CostError
+from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.gradients import Gradients
+from splitkit.graph.joint import is_joint
+from splitkit.graph.storages import tensors
+
+
+@dataclass(frozen=True)
+class MeasuredSteps:
+    """See `splitkit.costs.measured` with ``backward``.
+
+    Attributes:
+        costs: the same ops, measured without autograd.
+        formula: counts the FLOPs of both.
+    """
+
+    costs: Measured
+    formula: FromFormula = field(repr=False, compare=False)
+    _seconds: Mapping[Node, tuple[float, float]] = field(repr=False, compare=False)
+
+    __repr__ = brief
+
+    @property
+    def gm(self) -> fx.GraphModule:
+        """The forward graph."""
+        return self.costs.gm
+
+    @property
+    def note(self) -> str:
+        """What the seconds are, for reports."""
+        return f"{self.costs.note}, forward and backward"
+
+    def seconds(self, node: Node) -> float:
+        """Time of forward and backward of the node's group; 0 for inputs, attributes and state ops."""
+        if node not in self._seconds:
+            return self.costs.seconds(node)
+        return sum(self._seconds[node])
+
+    def backward(self, node: Node) -> float:
+        """How many times its forward the node takes in backward."""
+        forward, backward = self._seconds.get(node, (0.0, 0.0))
+        return backward / forward if forward else 0.0
+
+    def workspace(self, node: Node) -> int:
+        """Most bytes that are allocated at once while the node runs forward, beyond its inputs and results."""
+        return self.costs.workspace(node)
+
+    def flops(self, node: Node) -> float:
+        """FLOPs of forward and backward, by formula."""
+        return self.formula.flops(node)
+
+    def nbytes(self, node: Node) -> int:
+        """Bytes of the node's value."""
+        return self.costs.nbytes(node)
+
+    def param_bytes(self, node: Node) -> int:
+        """Bytes of the parameters and buffers that the node reads."""
+        return self.costs.param_bytes(node)
+
+
+def require_steps(flow: Dataflow, device: torch.device) -> None:
+    """Refuse, with SK324, a graph of which no steps can be measured."""
+    if is_joint(flow.graph):
+        raise CostError(
+            "SK324", "backward is in this graph already", "Measure it without backward=True: measured(joint, inputs)."
+        )
+    if device.type != "cpu":
+        raise CostError(
+            "SK324",
+            f"backward is measured on a CPU only, not on {device}",
+            "Estimate it there: splitkit.costs.training(splitkit.costs.measured(gm, inputs, device)).",
+        )
+
+
+def measured_steps(run: MeasuringRun, costs: Measured, inputs: Any, dice: torch.Tensor) -> MeasuredSteps:
+    """The prices of forward and backward: those that are kept, or measured in some steps.
+
+    Args:
+        run: the run without autograd.
+        costs: what it found.
+        inputs: as they were given.
+        dice: the state of the random generator before it.
+
+    Raises:
+        CostError: SK324 for a graph that may run only once, or whose backward fails.
+    """
+    keys = _keys(run)
+    wanted = set(keys.values())
+    known = {key: (run.known(key), run.known(_backward_of(key))) for key in wanted}
+    if any(None in records for records in known.values()):
+        if run.acts_outside:
+            raise CostError(
+                "SK324",
+                "an op acts on the outside world, so that the graph may run only once",
+                "Declare it with splitkit.extend.declare, or estimate backward: training(measured(gm, inputs)).",
+            )
+        _time_steps(run, keys, inputs, dice)
+    seconds = {}
+    for node, key in keys.items():
+        forward, backward = run.known(key), run.known(_backward_of(key))
+        assert forward is not None and backward is not None
+        seconds[node] = forward.seconds, backward.seconds
+    return MeasuredSteps(costs, FromFormula(costs, run.flow), seconds)
+
+
+def _keys(run: MeasuringRun) -> dict[Node, str]:
+    """What a node's times in a step are kept by: also which of its inputs require grad decides them."""
+    gradients = run.flow.fact(Gradients)
+    found = {}
+    for node, key in run.every.items():
+        reads = gradients.reads.get(node, frozenset()) if node in gradients.needed else frozenset()
+        asked = "".join("1" if n in reads else "0" for n in node.all_input_nodes)
+        found[node] = f"in a step, grads {asked}: {key}"
+    return found
+
+
+def _backward_of(key: str) -> str:
+    return f"backward {key}"
+
+
+def _time_steps(run: MeasuringRun, keys: Mapping[Node, str], inputs: Any, dice: torch.Tensor) -> None:
+    forward, backward = list[dict[str, list[float]]](), list[dict[str, list[float]]]()
+    for number in rounds(1 + len(set(keys.values())), run.min_run_time):
+        torch.random.set_rng_state(dice)
+        step = _Step(run)
+        with step.safely(), torch.enable_grad():
+            step.run(*step.private.inputs(inputs), enable_io_processing=False)
+        if number == 0:  # a warm-up
+            continue
+        for runs, times in ((forward, step.forward), (backward, step.backward)):
+            runs.append({})
+            for node, key in keys.items():
+                runs[-1].setdefault(key, []).append(times.get(node, 0.0))
+    for key, seconds in undisturbed(forward).items():
+        run.remember(key, Record(seconds, 0))
+    for key, seconds in undisturbed(backward).items():
+        run.remember(_backward_of(key), Record(seconds, 0))
+    run.cache.save()
+
+
+class _Step(MeasuringRun):
+    """One step.
+
+    Attributes:
+        forward: seconds of each node, with what autograd does then.
+        backward: seconds of each node that has a backward.
+    """
+
+    def __init__(self, run: MeasuringRun) -> None:
+        private = Private(run.flow, run.private.device, trained=True)
+        super().__init__(run.flow, private, run.cache, run.min_run_time, lambda: None)
+        self.forward: dict[Node, float] = {}
+        self.backward: dict[Node, float] = {}
+        self._met: set[Any] = set()  # autograd's nodes
+        self._now: Node | None = None
+        self._since = 0.0
+
+    def _measured(self, n: Node) -> Any:
+        args, kwargs = self.private.moved(self.fetch_args_kwargs_from_env(n))
+        call = call_of(n, self.private.module(str(n.target)) if n.op == "call_module" else n.target, args, kwargs)
+        start = time.perf_counter()
+        result = call()
+        self.forward[n] = time.perf_counter() - start
+        self._watch(n, result)
+        return result
+
+    def _watch(self, n: Node, result: Any) -> None:
+        """Note when autograd's nodes of a result begin; those of its arguments are watched already."""
+        coming = [t.grad_fn for t in tensors(result)]
+        while coming:
+            found: Any = coming.pop()
+            if found is not None and found not in self._met:
+                self._met.add(found)
+                found.register_prehook(self._beginning(n))
+                coming += [before for before, _ in found.next_functions]
+
+    def _beginning(self, n: Node) -> Callable[[object], None]:
+        def begin(_: object) -> None:
+            self._end()
+            self._now, self._since = n, time.perf_counter()
+
+        return begin
+
+    def _end(self) -> None:
+        if self._now is not None:
+            self.backward[self._now] = self.backward.get(self._now, 0.0) + time.perf_counter() - self._since
+
+    def output(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Backward, from the losses if there are any."""
+        wanted = [t for t in tensors(args) if t.requires_grad]
+        losses = [t for t in wanted if t.numel() == 1] or wanted
+        try:
+            if losses:
+                torch.autograd.backward(losses, [torch.ones_like(t) for t in losses])
+        except Exception as error:
+            raise unfit(f"their backward fails: {error}") from error
+        self._end()
+        return super().output(target, args, kwargs)
