@@ -18,15 +18,40 @@ def few_and_many(few, many, *strategies):
     return tests
 
 
-def some_of_all(rows, columns, always):
-    """Pairs for `pytest.mark.parametrize`: each row with the columns named and with one of the others, in turn, so
-    that each of these has its rows; all others as a campaign.
+def few_of_many(few, many, *strategies):
+    """A test by its own name, with a few examples always, and with many as a campaign."""
+
+    def tests(body):
+        def of(count):
+            return settings(max_examples=count, deadline=None, derandomize=True)(given(*strategies)(body))
+
+        runs = {few: of(few), many: of(many)}
+
+        @pytest.mark.parametrize("examples", these_first([few], [many]))
+        def test(examples):
+            runs[examples]()
+
+        test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
+        return test
+
+    return tests
+
+
+def some_of_all(rows, columns, always, turns=1):
+    """Pairs for `pytest.mark.parametrize`: each row with the columns named and with one (or some) of the others, in
+    turn, so that each of these has its rows; all others as a campaign.
     """
     others = [column for column in columns if column not in always]
     for number, row in enumerate(rows):
-        now = {*always, others[number % len(others)]}
+        now = {*always, *(others[(turns * number + turn) % len(others)] for turn in range(turns))}
         for column in columns:
             yield pytest.param(row, column, marks=() if column in now else pytest.mark.campaign)
+
+
+def every_third(values, first):
+    """Values for `pytest.mark.parametrize`: every third from that number on always, the others as a campaign."""
+    for number, value in enumerate(values):
+        yield pytest.param(value, marks=() if number % 3 == first else pytest.mark.campaign)
 
 
 def these_first(chosen, others):

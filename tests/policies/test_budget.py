@@ -8,8 +8,8 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from campaigns import few_of_many
 from choices import steps
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from jointmodels import Branches, Chain, Deep, Normed, wide
 from torch import nn
@@ -140,8 +140,7 @@ def test_a_larger_budget_never_costs_more(name, of):
     assert len(spent) >= 1 and spent == sorted(spent, reverse=True) and spent[-1] == 0
 
 
-@settings(max_examples=60, deadline=None)
-@given(steps(), st.lists(st.floats(0.3, 1.0), min_size=2, max_size=4))
+@few_of_many(25, 60, steps(), st.lists(st.floats(0.3, 1.0), min_size=2, max_size=4))
 def test_budgets_that_rise_cost_less_and_less(made, shares):
     """With one pool, the smallest first: each finds the plans of those before it."""
     flow, costs = made
