@@ -56,4 +56,8 @@ def every_third(values, first):
 
 def these_first(chosen, others):
     """Values for `pytest.mark.parametrize`: those chosen always, the others as a campaign."""
-    return [*chosen, *(pytest.param(other, marks=pytest.mark.campaign) for other in others)]
+    return [*chosen, *(pytest.param(*_tuple(other), marks=pytest.mark.campaign) for other in others)]
+
+
+def _tuple(value):
+    return value if isinstance(value, tuple) else (value,)

@@ -90,7 +90,7 @@ def inputs_of(gm, args, kwargs):
     return tensors_of(list(inspect.signature(gm.forward).bind(*args, **kwargs).arguments.values()))
 
 
-@pytest.mark.parametrize("name", these_first(["t5"], sorted({*MODELS} - {"t5"})))
+@pytest.mark.parametrize("name", these_first(["gpt2"], sorted({*MODELS} - {"gpt2"})))
 def test_parts_of_models(name):
     example = build(name, **MODELS[name])
     gm = sk.capture(example.model, *example.args, **example.kwargs)

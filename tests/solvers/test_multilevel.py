@@ -91,7 +91,7 @@ def test_small_random_graphs_are_placed_near_the_optimum():
 
 
 def test_of_contiguous_and_this_the_lesser_value_is_taken_with_the_greater_bound():
-    problem = layered(900, 8, width=30)
+    problem = layered(600, 8, width=30)
     known = contiguous.contiguous(problem, seconds=1)
     found = multilevel.multilevel(problem, seconds=1)
     assert found.value < 0.99 * known.value and known.bound <= found.bound <= found.value
@@ -142,7 +142,7 @@ def test_refined_stages_are_no_worse_and_fit_and_go_one_way(seed, limited):
 
 @pytest.fixture(scope="module")
 def large():
-    return layered(4000, 12, width=40)
+    return layered(2400, 12, width=40)
 
 
 @pytest.fixture(scope="module")
