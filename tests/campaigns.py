@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
+
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much, HealthCheck.large_base_example]
+"""What says nothing of a test: how long its examples take to draw."""
 
 
 def few_and_many(few, many, *strategies):
@@ -23,7 +26,9 @@ def few_of_many(few, many, *strategies):
 
     def tests(body):
         def of(count):
-            return settings(max_examples=count, deadline=None, derandomize=True)(given(*strategies)(body))
+            return settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=SLOW)(
+                given(*strategies)(body)
+            )
 
         runs = {few: of(few), many: of(many)}
 

@@ -186,7 +186,7 @@ def test_more_seconds_are_more_ways_through_coarser_cores(large, placed, monkeyp
 
 def test_memory_flights_kinds_hosts_and_links_are_kept_to(monkeypatch):
     monkeypatch.setattr(multilevel, "MOST_EXACT", 0)
-    count = 800
+    count = 400
     random = np.random.default_rng(3)
     plain = layered(count, 4, width=10)
     seconds = np.stack([plain.seconds[0], 2 * plain.seconds[0]])
