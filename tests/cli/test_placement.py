@@ -17,7 +17,7 @@ from splitkit.errors import CostError, FileError, UsageError
 from splitkit.testing import models
 
 ROOT = Path(sk.__file__).parent.parent
-SIZE = ["--size", "layers=1,width=64,heads=2", "--size", "vocab=512,seq=16"]
+SIZE = ["--size", "layers=2,width=64,heads=2", "--size", "vocab=512,seq=16"]
 GPT2 = ["plan", "gpt2", *SIZE]
 
 DEVICES = """
