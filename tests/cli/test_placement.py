@@ -17,7 +17,7 @@ from splitkit.errors import CostError, FileError, UsageError
 from splitkit.testing import models
 
 ROOT = Path(sk.__file__).parent.parent
-SIZE = ["--size", "layers=2,width=64,heads=2", "--size", "vocab=512,seq=16"]
+SIZE = ["--size", "layers=1,width=64,heads=2", "--size", "vocab=512,seq=16"]
 GPT2 = ["plan", "gpt2", *SIZE]
 
 DEVICES = """
@@ -38,7 +38,7 @@ memory = 16_000_000_000
 
 @pytest.fixture(scope="module")
 def graph():
-    example = models.build("gpt2", layers=2, width=64, heads=2, vocab=512, seq=16)
+    example = models.build("gpt2", layers=1, width=64, heads=2, vocab=512, seq=16)
     return sk.capture(example.model, *example.args, **example.kwargs)
 
 
@@ -206,7 +206,7 @@ def test_the_plan_file_is_one_like_any_other(written, call, data):
 
 
 def test_what_people_read(call):
-    code, out, err = call(*GPT2, "--devices", "2xh200", "--schedule", "1f1b")
+    code, out, err = call(*GPT2, "--size", "layers=2", "--devices", "2xh200", "--schedule", "1f1b")
     assert (code, err) == (0, "") and "…" not in out
     for line in (
         r"devices +2 x h200",
