@@ -105,7 +105,7 @@ def test_a_walk_keeps_to_everything_and_is_never_worse(problem):
         return
     core = core_of(problem, fused(problem))
     kinds = tuple(i for i, kind in enumerate(core.kinds) for _ in kind.devices)
-    places = Places.of(core, kinds, (0,) * len(kinds), staged=True, fill=problem.fill)
+    places = Places.of(core, kinds, (0,) * len(kinds), fill=problem.fill)
     starts = (
         np.array(rank)
         for rank in product(range(len(kinds)), repeat=core.size)
@@ -133,7 +133,7 @@ def _may(core, places, rank) -> bool:
 def test_a_walk_finds_even_layers_from_an_uneven_start():
     problem = layers(6, 12, 0.1, 3)
     core = core_of(problem, fused(problem))
-    places = Places.of(core, (0, 0, 0), (0, 0, 0), staged=True, fill=False)
+    places = Places.of(core, (0, 0, 0), (0, 0, 0), fill=False)
     start = np.repeat([0, 1, 2], [60, 6, 6])
     walk = Walk(core, places, start)
     walk.run(200_000, Clock(60))

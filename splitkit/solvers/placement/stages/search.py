@@ -193,7 +193,7 @@ class StageSearch:
         """Moves of single units between the stages of the best, annealed, then the best along an order that fits."""
         assert self.best
         start, kinds = self.best.rank, self.best.kinds
-        places = Places.of(self.core, kinds, self._flights(kinds), staged=True, fill=self.ladder.fill)
+        places = Places.of(self.core, kinds, self._flights(kinds), fill=self.ladder.fill)
         if len(kinds) < 2 or self.clock.is_over():
             return
         walk = Walk(self.core, places, start)
