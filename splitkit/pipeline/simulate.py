@@ -63,8 +63,8 @@ def simulate_schedule(
         microbatches: how many the step has; an order of your own says so itself.
         ranks: how many share the stages. ``None``: one a stage for GPipe and 1F1B, one for two stages otherwise.
         links: how long messages take, or the name of a preset (``"nvlink4"``); ``None``: no time.
-        devices: what the links call the ranks, ``0 .. ranks - 1`` if not given; with replicas all of their devices, those
-            of the first rank first.
+        devices: what the links call the ranks, ``0 .. ranks - 1`` if not given; with replicas all of their devices,
+            those of the first rank first.
         overlap: whether ranks compute while they send and receive.
         static_buffers: every stage holds a receive buffer for each microbatch all the time, as on torch 2.11 and 2.13;
             else a buffer is there from when its message goes off, until it is read (near torch 2.15).
