@@ -36,12 +36,14 @@ class ReplicaLinks:
         """Links between these devices (SK322 if two have none)."""
         return cls(*links.to_arrays(devices), 2 if training else 1)
 
-    def between(self, before: int, left: int, right: int) -> tuple[float, float]:
-        """Latency, and bytes a second, between two stages of so many replicas with so many devices before their
-        border.
+    def seconds(self, messages: Floats, before: int, left: int, right: int) -> Floats:
+        """(p,) seconds of (2, p) numbers of messages and their bytes, over a border with so many devices before it,
+        between stages of so many replicas.
         """
         here, there = slice(before - left, before), slice(before, before + right)
-        return self._slowest(here, there, min(left, right))
+        wait, speed = self._slowest(here, there, min(left, right))
+        total: Floats = self.again * (wait * messages[0] + messages[1] / speed)
+        return total
 
     def ring(self, before: int, replicas: int, nbytes: Floats) -> Floats:
         """Seconds in which the replicas of a stage, with so many devices before them, add up so many bytes each."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -28,7 +29,7 @@ def whole_track(placing: Placing, demand: Demand) -> Track | None:
     def line(*borders: int) -> tuple[Line, list[int]]:
         """The units between these borders one after the other, and where each border is."""
         marks = [np.zeros(members.shape[1], np.bool_), *(members[b] for b in borders), np.ones(members.shape[1], bool)]
-        parts = [np.flatnonzero(then & ~now) for now, then in zip(marks, marks[1:], strict=False)]
+        parts = [np.flatnonzero(then & ~now) for now, then in pairwise(marks)]
         nodes = [[placing.units[unit] for unit in part.tolist()] for part in parts]
         return demand.stage_prices.units.line(nodes), np.cumsum([len(part) for part in parts]).tolist()
 

@@ -33,8 +33,11 @@ def instance(seed):
     room = random_.uniform(5, 40)
     slow = [random_.choice([1.0, 3.0]) for _ in range(devices + 1)]  # of a border after so many devices
 
-    def price(done, a, b):
-        return slow[done] * bytes_ / min(a, b) / 4
+    def enter(done, a, b):
+        return slow[done] * bytes_[first] / min(a, b) / 4
+
+    def leave(done, a, b):
+        return slow[done] * bytes_[last] / min(a, b) / 3
 
     def extra(done, d):
         return own * (d - 1) / d / 8
@@ -44,8 +47,8 @@ def instance(seed):
 
     places = devices if has_memory else 0
     chains = ReplicatedChains(
-        first, last, before[last] - before[first], bytes_, devices, degrees, price if has_prices else None,
-        extra if has_prices else None, over if has_memory else None, places,
+        first, last, before[last] - before[first], bytes_, devices, degrees, enter if has_prices else None,
+        leave if has_prices else None, extra if has_prices else None, over if has_memory else None, places,
     )  # fmt: skip
     pair = {(f, t): i for i, (f, t) in enumerate(zip(first.tolist(), last.tolist(), strict=True))}
 
@@ -59,8 +62,8 @@ def instance(seed):
             load = (before[end] - before[start]) / d
             if has_prices:
                 load += extra(done, d)[i]
-                load += price(done, replicas[at - 1], d)[start] if at else 0.0
-                load += price(done + d, d, replicas[at + 1])[end] if at + 1 < len(borders) else 0.0
+                load += enter(done, replicas[at - 1], d)[i] if at else 0.0
+                load += leave(done + d, d, replicas[at + 1])[i] if at + 1 < len(borders) else 0.0
             found.append(load)
             start, done = end, done + d
         return found

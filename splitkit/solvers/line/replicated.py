@@ -63,7 +63,7 @@ class ReplicatedChains:
 
     A stage of d replicas, the next ones after ``before`` devices, between stages of a and b replicas, has the load::
 
-        work / d + extra(before, d) + price(before, a, d)[first] + price(before + d, d, b)[last]
+        work / d + extra(before, d) + enter(before, a, d) + leave(before + d, d, b)
 
     In O(pairs devices degrees^3), times the places if they count.
 
@@ -74,7 +74,8 @@ class ReplicatedChains:
         crossing: (borders,) what crosses each.
         devices: how many there are.
         degrees: of replication, increasing, each at most the number of devices.
-        price: (devices before a border, replicas on its left, on its right) -> (borders,) seconds; None: nothing.
+        enter: (devices before the first border, replicas on its left, on its right) -> (p,) seconds; None: nothing.
+        leave: the same of the last border; both or none are given.
         extra: (devices before a stage, its replicas) -> (p,) seconds; None: nothing.
         held: (stages from here to the last, devices before, replicas) -> (p,) bytes less what there is room for, above
             0 for what does not fit; None: everything does.
@@ -87,7 +88,8 @@ class ReplicatedChains:
     crossing: Floats
     devices: int
     degrees: Sequence[int]
-    price: Callable[[int, int, int], Floats] | None = None
+    enter: Callable[[int, int, int], Floats] | None = None
+    leave: Callable[[int, int, int], Floats] | None = None
     extra: Callable[[int, int], Floats] | None = None
     held: Callable[[int, int, int], Floats] | None = None
     places: int = 0
@@ -95,7 +97,7 @@ class ReplicatedChains:
     @property
     def cells(self) -> int:
         """How much work `best` is: pairs that are weighed."""
-        around = len(self.degrees) ** (1 if self.price is None else 3)
+        around = len(self.degrees) ** (1 if self.enter is None else 3)
         return len(self.first) * self.devices * around * max(1, self.places)
 
     def best(self, aim: Aim) -> Replicated | None:
@@ -137,13 +139,13 @@ class _Table:
         begin = np.full(self._borders, np.inf)
         begin[0] = 0.0 if self._aim.summed else -np.inf
         counts = range(1, chains.places + 1) if chains.places else (0,)
-        for to_come, then in product(counts, chains.degrees if chains.price else (0,)):
+        for to_come, then in product(counts, chains.degrees if chains.enter else (0,)):
             self._least[to_come, 0, 0, then] = begin
         for used in range(chains.devices):
             for key in [key for key in self._least if key[1] == used]:
                 if chains.places and not key[0]:
                     continue
-                for degree in chains.degrees if chains.price is None else (key[3],):
+                for degree in chains.degrees if chains.enter is None else (key[3],):
                     if degree and used + degree <= chains.devices:
                         self._step(key, degree)
 
@@ -160,16 +162,16 @@ class _Table:
         if chains.extra is not None:
             loads = loads + chains.extra(used, degree)
         left, after = max(0, to_come - 1), used + degree
-        if chains.price is None:
+        if chains.enter is None or chains.leave is None:
             self._keep((left, after, 0, 0), key, degree, np.where(barred, np.inf, self._total(now, loads, degree)))
             return
         if before:
-            loads = loads + chains.price(used, before, degree)[chains.first]
+            loads = loads + chains.enter(used, before, degree)
         ending = chains.last == self._borders - 1
         for then in (0, *chains.degrees):
             if then and (after + then > chains.devices or (chains.places and not left)):
                 continue
-            ahead = loads + chains.price(after, degree, then)[chains.last] if then else loads
+            ahead = loads + chains.leave(after, degree, then) if then else loads
             total = np.where(barred | (ending if then else ~ending), np.inf, self._total(now, ahead, degree))
             self._keep((left, after, degree, then), key, degree, total)
 

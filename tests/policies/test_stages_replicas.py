@@ -1,0 +1,155 @@
+"""Stages on several devices each: against every way to put a graph into stages and every number of replicas."""
+
+from __future__ import annotations
+
+import random
+import re
+from itertools import accumulate, product
+
+import pytest
+import torch
+from leastmemory import captured, every_plan
+from placedgraphs import Prices, every_chain
+from torch import fx, nn
+
+import splitkit as sk
+from splitkit.pipeline.stageprices import StagePrices
+from splitkit.plans.parts import Part
+from splitkit.policies import Stages
+from splitkit.testing import assert_legal, assert_same
+
+DEGREES = [(1, 2), (1, 2, 4), (2, 3), (1, 3), (2,)]
+
+
+def graph_of(draw, nodes):
+    """A random graph of sums with prices; every other one is a chain."""
+    graph, chain = fx.Graph(), draw.random() < 0.4
+    values = [graph.placeholder("x")]
+    for _ in range(nodes):
+        pair = (values[-1],) * 2 if chain else (draw.choice(values), draw.choice(values))
+        values.append(graph.call_function(torch.add, pair))
+    graph.output(tuple(values[1:]))
+    gm = fx.GraphModule(nn.Module(), graph)
+    sk.propagate(gm, torch.ones(4, 2))
+    return gm, Prices({n.name: draw.choice([0.0, 0.1, 0.5, 1.0, 3.0, 6.0]) for n in values[1:]}, 32)
+
+
+def every_replication(flow, devices, degrees):
+    """Every (stage of each node, replicas of each stage)."""
+    for count in range(1, min(devices // min(degrees), len(flow.nodes)) + 1):
+        for stage in every_chain(flow, count):
+            for replicas in product(degrees, repeat=count):
+                if sum(replicas) <= devices:
+                    yield stage, replicas
+
+
+def loads_of(flow, costs, stage, replicas, link=None):
+    """By the definition: shares of work, and of each value that leaves or enters, once."""
+    loads = [0.0] * len(replicas)
+    for node in flow.nodes:
+        loads[stage[node]] += costs.seconds(node) / replicas[stage[node]]
+        here, paid = stage[node], []
+        for there in {stage[user] for user in node.users if user in stage} - {stage[node]}:
+            if link is not None:
+                each = costs.nbytes(node) / min(replicas[here], replicas[there])
+                paid.append(link.latency + each / link.bandwidth)
+                loads[there] += paid[-1]
+        loads[here] += max(paid, default=0.0)
+    return loads
+
+
+def placed(flow, plan):
+    replicas = [plan.parts[key].replicas for key in sorted(plan.parts)]
+    return {node: plan.home(node) for node in flow.nodes}, replicas
+
+
+def squares(replicas, loads):
+    return sum(d * load**2 for d, load in zip(replicas, loads, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_stages_and_replicas_are_better(seed):
+    draw = random.Random(seed)
+    gm, costs = graph_of(draw, draw.randint(1, 5))
+    flow, degrees = sk.analyze(gm), draw.choice(DEGREES)
+    devices = draw.randint(max(degrees), 6)
+    least = min(max(loads_of(flow, costs, *each)) for each in every_replication(flow, devices, degrees))
+    for tolerance in (0.0, 0.01):
+        plan = Stages(devices, replicas=degrees, tolerance=tolerance).assign(flow, costs)
+        assert_legal(flow, plan)
+        stage, replicas = placed(flow, plan)
+        loads = loads_of(flow, costs, stage, replicas)
+        assert sum(replicas) <= devices and set(replicas) <= set(degrees)
+        assert plan.claim.value == pytest.approx(max(loads))
+        assert least * (1 - 1e-9) <= plan.claim.value <= least * (1 + tolerance + 1e-9)
+        assert plan.claim.bound == pytest.approx(least), "all borders are known: the bound is the least"
+        if not tolerance:
+            known = [(r, loads_of(flow, costs, s, r)) for s, r in every_replication(flow, devices, degrees)]
+            even = min(squares(r, found) for r, found in known if max(found) <= least * (1 + 1e-9))
+            assert squares(replicas, loads) == pytest.approx(even)
+
+
+@pytest.mark.parametrize("seed", range(40, 80))
+def test_no_stages_and_replicas_are_better_with_links(seed):
+    draw = random.Random(seed)
+    gm, costs = graph_of(draw, draw.randint(1, 5))
+    flow, degrees = sk.analyze(gm), draw.choice(DEGREES)
+    devices = draw.randint(max(degrees), 6)
+    link = sk.costs.Link(draw.choice([30.0, 300.0]), draw.choice([0.0, 0.2]))
+    least = min(max(loads_of(flow, costs, *each, link)) for each in every_replication(flow, devices, degrees))
+    plan = Stages(devices, replicas=degrees, links=sk.costs.Links(link), tolerance=0.0).assign(flow, costs)
+    if all(len(keys) == 1 for keys in plan.values()):  # copies may make it better
+        assert plan.claim.value == pytest.approx(max(loads_of(flow, costs, *placed(flow, plan), link)))
+        assert plan.claim.value >= least * (1 - 1e-9)
+    assert plan.claim.bound <= min(least, plan.claim.value) * (1 + 1e-9)
+    assert plan.claim.value <= least * (1 + 1e-9)
+
+
+def with_replicas(parts, replicas):
+    """A plan of these parts."""
+    made = sk.Plan.of({node: key for key, part in enumerate(parts) for node in part})
+    return sk.Plan(made.places, {key: Part(key, replicas=count) for key, count in enumerate(replicas)})
+
+
+def every_worth(gm, costs, devices, degrees, schedule, microbatches, links=None):
+    """(peak, load, step) of every plan, by the definition; without links the load is the work."""
+    flow = sk.analyze(gm)
+    prices = StagePrices(flow, sk.costs.training(costs, gm))
+    for count in range(1, devices // min(degrees) + 1):
+        for stage in every_plan(flow, count):
+            parts = [[n for n, s in zip(flow.nodes, stage, strict=True) if s == part] for part in range(count)]
+            for replicas in product(degrees, repeat=count):
+                if sum(replicas) <= devices:
+                    stages = prices.of(with_replicas(parts, replicas))
+                    run = sk.simulate_schedule(stages, schedule or "gpipe", microbatches if schedule else 1, links=links)
+                    load = max((sum(map(costs.seconds, p)) / d for p, d in zip(parts, replicas, strict=True)))
+                    yield max(run.peaks) if schedule else max(map(held, stages)), load, run.seconds
+
+
+def held(costs):
+    return costs.fixed_bytes + costs.saved_bytes + costs.temporary_bytes
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b", "gpipe"])
+@pytest.mark.parametrize("kind", ["chain", "tower", "branches", "tied", "relus"])
+@pytest.mark.parametrize(("width", "batch"), [(8, 4), (16, 64)])
+def test_what_fits_is_found(kind, width, batch, schedule):
+    gm, costs = captured(kind, width, batch)
+    asked = {"schedule": schedule, "microbatches": 6 if schedule else None, "replicas": (1, 2)}
+    known = list(every_worth(gm, costs, 3, (1, 2), schedule, 6))
+    least = min(peak for peak, _, _ in known)
+    for memory in (least, int(least * 1.1), int(least * 1.5), 4 * least):
+        plan = sk.plan(gm, Stages(3, memory=memory, tolerance=0.0, **asked), costs)
+        stages = sk.stage_costs(gm, plan, costs)
+        run = sk.simulate_schedule(stages, schedule or "gpipe", 6 if schedule else 1)
+        assert (max(run.peaks) if schedule else max(map(held, stages))) <= memory
+        fits = [(load, step) for peak, load, step in known if peak <= memory]
+        if schedule is None:
+            assert plan.claim.value == pytest.approx(min(load for load, _ in fits))
+        else:
+            print("STEP", run.seconds / min(step for _, step in fits))
+    with pytest.raises(sk.NoPlanError, match="SK303") as refused:
+        sk.plan(gm, Stages(3, memory=least - 1, **asked), costs)
+    named = int(re.search(r"Give (\d+) bytes", refused.value.remedy)[1])
+    assert least <= named <= 1.02 * least
+    sk.plan(gm, Stages(3, memory=named, **asked), costs)
