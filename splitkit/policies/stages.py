@@ -19,6 +19,7 @@ from splitkit.search.demand import Demand
 from splitkit.search.replicas import ReplicaSearch
 from splitkit.search.replicaworth import ReplicaWorth
 from splitkit.search.stages import Staging
+from splitkit.solvers.placement.solution import ending
 from splitkit.solvers.placement.stages.contiguous import contiguous
 
 
@@ -136,4 +137,4 @@ class Stages:
         if self._degrees[0] == 1 and len(flow.nodes) >= self.n:
             with suppress(NoPlanError):
                 single = staging.plan()
-        return ReplicaSearch(worth, self.seconds, single).plan()
+        return ReplicaSearch(worth, self.seconds, single, ending(staging.tries)).plan()

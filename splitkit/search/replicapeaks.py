@@ -49,19 +49,21 @@ class ReplicaPeaks:
             fixed = held.parameters + held.gradients * (1 + self.track.state)
             self._held[pair] = fixed, held.saved, held.temporary, undivided(trained, held.gradients)
 
-    def over(self, to_come: int, replicas: int, room: float) -> Floats:
+    def over(self, to_come: int, replicas: int, room: float, waiting: tuple[int, int] = (0, 0)) -> Floats:
         """(p,) bytes of each stage on so many devices beyond the room of each; infinite for one that is not priced.
 
         Args:
             to_come: stages from it to the last; 0 where that does not matter.
             replicas: how many devices.
             room: bytes of each.
+            waiting: messages on and back that wait for a device, as is supposed.
         """
         fixed, saved, temporary, gradients = self._held.T
         besides = np.minimum(temporary, -(-(temporary + (replicas - 1) * gradients) // replicas))
         peaks = fixed + int(self.flights[max(0, to_come - 1)]) * -(-saved // replicas) + besides
         if self.demand.schedule is not None:
-            peaks = peaks + -(-self.track.crossing[1][self.track.last] // replicas)
+            on, back = self.track.crossing[0][self.track.first], self.track.crossing[1][self.track.last]
+            peaks = peaks + waiting[0] * -(-on // replicas) + (1 + waiting[1]) * -(-back // replicas)
         return np.where(fixed < 0, np.inf, peaks - room)
 
     @cached_property

@@ -29,7 +29,8 @@ _ORDERS, _PRICED = 12, 3  # orders that are tried; where stages must be priced i
 _FEWEST = 24  # borders along an order
 _SLOWER = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0)  # than the fastest the slowest stage may be, where a step is shorter
 _ROUNDS = 8
-_GROWTH, _GROWN, _SHRUNK = 1.25, 64, 12  # of a memory that would do
+_WAITING = ((0, 0), (1, 0), (0, 1), (1, 1), (2, 2), (4, 4))  # messages on and back that may wait for a device
+_GROWTH, _GROWN = 1.5, 64  # of a memory that would do, as it is looked for
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,12 +64,14 @@ class ReplicaSearch:
         worth: what it is asked, and what plans are worth.
         seconds: about how long to search; its steps are counted.
         single: stages on one device each, which are a candidate, and whose order is tried; None for none.
+        ending: what the note says of how that ended.
         lanes: where stages can lie; found if not given.
     """
 
     worth: ReplicaWorth
     seconds: float
     single: Plan | None = None
+    ending: str = ""
     lanes: list[Lane] = field(default_factory=list)
 
     def plan(self) -> Plan:
@@ -82,8 +85,12 @@ class ReplicaSearch:
                 self.lanes.extend(self._made())
             plans = [plan for plan in self._found() if self.worth.over(plan) <= 0]
             if not plans:
+                little = (plan for lane in self.lanes for plan in self._thrifty(lane))
+                plans = [plan for plan in little if self.worth.over(plan) <= 0]
+            if not plans:
                 raise self._lacking()
-            return self.worth.described(self.worth.preferred(plans), self._bound)
+            plan = self.worth.described(self.worth.preferred(plans), self._bound)
+            return replace(plan, note=plan.note + self.ending)
 
     def _found(self) -> Iterator[Plan]:
         """Plans that may be best, and may fit."""
@@ -108,18 +115,29 @@ class ReplicaSearch:
             yield from self._choices(chains)
 
     def _fitting(self, lane: Lane) -> ReplicatedChains | None:
-        """Chains of a track of which the fastest truly fits: what waits for a device is taken off its room."""
-        taken = 0.0
-        for _ in range(_ROUNDS):
-            chains = self._chains(lane, taken)
-            fastest = chains.best(Aim())
-            if fastest is None:
-                return None
-            over = self.worth.over(self._plan_of(lane, fastest))
-            if over <= 0:
-                return chains
-            taken += over
+        """Chains of a track of which the fastest truly fits: what waits for a device is taken off its room, or supposed
+        to be so many messages.
+        """
+        for waiting in _WAITING:
+            taken = 0.0
+            for _ in range(_ROUNDS):
+                chains = self._chains(lane, (taken, waiting))
+                fastest = chains.best(Aim())
+                if fastest is None:
+                    break
+                over = self.worth.over(self._plan_of(lane, fastest))
+                if over <= 0:
+                    return chains
+                taken += over
         return None
+
+    def _thrifty(self, lane: Lane) -> Iterator[Plan]:
+        """Plans of a track that take little memory: for each number of devices, and of messages that may wait."""
+        for waiting in _WAITING:
+            chains = self._chains(lane, (0.0, waiting))
+            held = replace(chains, work=np.zeros(len(lane.work)), enter=None, leave=None, extra=chains.held, held=None)
+            for found in held.ends(Aim()):
+                yield self._plan_of(lane, found)
 
     def _choices(self, chains: ReplicatedChains) -> Iterator[Replicated]:
         """The fastest stages; more even ones, and cheaper ones of those; with a schedule those of a shorter step."""
@@ -140,11 +158,14 @@ class ReplicaSearch:
             for slower in _SLOWER:
                 yield chains.best(Aim(fastest.value * slower, loads=1.0)) or fastest
 
-    def _chains(self, lane: Lane, taken: float | None = None) -> ReplicatedChains:
-        """Chains of a track; held to the memory of devices less ``taken`` bytes, unless that is None."""
+    def _chains(self, lane: Lane, held_to: tuple[float, tuple[int, int]] | None = None) -> ReplicatedChains:
+        """Chains of a track; held to the memory of devices less so many bytes, with so many messages that wait, unless
+        that is None.
+        """
         worth, links = self.worth, self.worth.links
-        if taken is not None:
-            lane.peaks.price(max(worth.room(before, 1) for before in range(worth.devices)) - taken)
+        taken, waiting = held_to or (0.0, (0, 0))
+        if held_to is not None:
+            lane.peaks.price(max(worth.room(before, 1) for before in range(worth.devices)))
 
         def enter(before: int, left: int, right: int) -> Floats:
             assert links is not None
@@ -154,14 +175,14 @@ class ReplicaSearch:
             assert links is not None
             return links.seconds(lane.leaving, before, left, right)
 
-        def extra(before: int, replicas: int) -> Floats:
+        def extra(_: int, before: int, replicas: int) -> Floats:
             assert links is not None
             if replicas == 1:
                 return np.zeros(len(lane.gradients))
             return links.ring(before, replicas, lane.gradients) / worth.microbatches
 
         def held(to_come: int, before: int, replicas: int) -> Floats:
-            return lane.peaks.over(to_come, replicas, worth.room(before, replicas) - (taken or 0.0))
+            return lane.peaks.over(to_come, replicas, worth.room(before, replicas) - taken, waiting)
 
         return ReplicatedChains(
             first=lane.track.first,
@@ -173,8 +194,8 @@ class ReplicaSearch:
             enter=None if links is None else enter,
             leave=None if links is None else leave,
             extra=None if links is None or worth.demand.schedule is None else extra,
-            held=None if taken is None else held,
-            places=0 if taken is None else self._places,
+            held=None if held_to is None else held,
+            places=0 if held_to is None else self._places,
         )
 
     @cached_property
@@ -263,26 +284,11 @@ class ReplicaSearch:
 
     def _enough(self) -> int | None:
         """Bytes for which there are stages, near the least; None if none were found."""
-        room = float(max(limit for limit in self.worth.limits if limit is not None)) or 1.0
-        best: int | None = None
+        nbytes = max(limit for limit in self.worth.limits if limit is not None) or 1
         for _ in range(_GROWN):
-            room *= _GROWTH
-            if (best := self._peak_within(int(room))) is not None:
-                break
-        for _ in range(_SHRUNK if best is not None else 0):
-            assert best is not None
-            lower = self._peak_within(best - 1)
-            if lower is None:
-                break
-            best = lower
-        return best
-
-    def _peak_within(self, nbytes: int) -> int | None:
-        """The peak of some stages that fit so much memory; None if none were found."""
-        limited = replace(self, worth=replace(self.worth, limits=(nbytes,) * self.worth.devices))
-        for lane in self.lanes:
-            chains = limited._fitting(lane)
-            fastest = None if chains is None else chains.best(Aim())
-            if fastest is not None:
-                return max(limited.worth.peaks(limited._plan_of(lane, fastest)))
+            nbytes = int(nbytes * _GROWTH) + 1
+            limited = replace(self, worth=replace(self.worth, limits=(nbytes,) * self.worth.devices))
+            plans = [plan for lane in self.lanes for plan in limited._thrifty(lane)]
+            if plans:
+                return min(max(self.worth.peaks(plan)) for plan in plans)
         return None

@@ -39,7 +39,7 @@ def instance(seed):
     def leave(done, a, b):
         return slow[done] * bytes_[last] / min(a, b) / 3
 
-    def extra(done, d):
+    def extra(to_come, done, d):
         return own * (d - 1) / d / 8
 
     def over(to_come, done, d):
@@ -61,7 +61,7 @@ def instance(seed):
                 return None
             load = (before[end] - before[start]) / d
             if has_prices:
-                load += extra(done, d)[i]
+                load += extra(len(borders) - at, done, d)[i]
                 load += enter(done, replicas[at - 1], d)[i] if at else 0.0
                 load += leave(done + d, d, replicas[at + 1])[i] if at + 1 < len(borders) else 0.0
             found.append(load)

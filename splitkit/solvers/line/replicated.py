@@ -63,7 +63,7 @@ class ReplicatedChains:
 
     A stage of d replicas, the next ones after ``before`` devices, between stages of a and b replicas, has the load::
 
-        work / d + extra(before, d) + enter(before, a, d) + leave(before + d, d, b)
+        work / d + extra(to come, before, d) + enter(before, a, d) + leave(before + d, d, b)
 
     In O(pairs devices degrees^3), times the places if they count.
 
@@ -76,10 +76,9 @@ class ReplicatedChains:
         degrees: of replication, increasing, each at most the number of devices.
         enter: (devices before the first border, replicas on its left, on its right) -> (p,) seconds; None: nothing.
         leave: the same of the last border; both or none are given.
-        extra: (devices before a stage, its replicas) -> (p,) seconds; None: nothing.
-        held: (stages from here to the last, devices before, replicas) -> (p,) bytes less what there is room for, above
-            0 for what does not fit; None: everything does.
-        places: the most stages that are counted for ``held``; 0: they do not matter to it.
+        extra: (stages from here to the last, devices before, replicas) -> (p,) seconds; None: nothing.
+        held: the same -> (p,) bytes less what there is room for, above 0 for what does not fit; None: everything does.
+        places: the most stages that are counted for these two; 0: they do not matter to them.
     """
 
     first: Ints
@@ -90,7 +89,7 @@ class ReplicatedChains:
     degrees: Sequence[int]
     enter: Callable[[int, int, int], Floats] | None = None
     leave: Callable[[int, int, int], Floats] | None = None
-    extra: Callable[[int, int], Floats] | None = None
+    extra: Callable[[int, int, int], Floats] | None = None
     held: Callable[[int, int, int], Floats] | None = None
     places: int = 0
 
@@ -160,7 +159,7 @@ class _Table:
             return
         loads = chains.work / degree
         if chains.extra is not None:
-            loads = loads + chains.extra(used, degree)
+            loads = loads + chains.extra(to_come, used, degree)
         left, after = max(0, to_come - 1), used + degree
         if chains.enter is None or chains.leave is None:
             self._keep((left, after, 0, 0), key, degree, np.where(barred, np.inf, self._total(now, loads, degree)))
