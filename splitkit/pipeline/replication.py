@@ -74,10 +74,12 @@ def trained_bytes(flow: Dataflow, node: Node) -> int:
 def undivided(trained: Sequence[int], gradients: int) -> int:
     """Bytes of gradients of parameters among the temporaries of a stage, at most.
 
-    Those of one node, and those to which several nodes add: they wait, and are there twice where one is added.
+    Those of one node, and those to which several nodes add: they wait, and are there twice where one is added. What no
+    node is known to read, such as a view of a cache that takes part in autograd, may be of one node.
 
     Args:
         trained: `trained_bytes` of each node.
         gradients: bytes of the gradients of the stage, each once.
     """
-    return max(trained, default=0) + 2 * (sum(trained) - gradients)
+    twice = sum(trained) - gradients
+    return max(trained, default=0) + max(2 * twice, -twice)
