@@ -64,7 +64,7 @@ class RankRow:
             "rank": str(number),
             "device": self.device,
             "stages": ",".join(map(str, self.stages)) or "none",
-            "replicas": str(self.replicas) if self.replicas > 1 else "",
+            "replicas": f"x{self.replicas}" if self.replicas > 1 else "",
             "busy": duration(self.busy, self.unit) if self.busy else "0",
             "bubble": "" if self.bubble is None else f"{self.bubble:.1%}",
             "in flight": "" if self.in_flight is None else str(self.in_flight),
