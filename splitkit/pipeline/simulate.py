@@ -78,7 +78,7 @@ def simulate_schedule(
     replicas = _replicas(order, stages)
     names = _names(replicas, devices)
     starts, ends, departures, arrivals = _times(order, stages, _messages(order, stages, names, links), overlap)
-    syncs = _syncs(order, stages, names, links) if max(replicas) > 1 else ()
+    syncs = () if links is None or max(replicas) == 1 else _syncs(order, stages, names, links)
     return ScheduleRun(order, tuple(stages), starts, ends, departures, arrivals, static_buffers, syncs)
 
 
@@ -143,13 +143,13 @@ def _names(replicas: Sequence[int], devices: Sequence[Hashable] | None) -> list[
 
 
 def _syncs(
-    order: PipelineOrder, stages: Sequence[StageCosts], names: Sequence[Sequence[Hashable]], links: LinkTimes | None
+    order: PipelineOrder, stages: Sequence[StageCosts], names: Sequence[Sequence[Hashable]], links: LinkTimes
 ) -> tuple[float, ...]:
     """Seconds in which the replicas of each rank add up the gradients of its stages."""
     total = [0.0] * len(order.ranks)
     for rank, stage in zip(order.rank_of, stages, strict=True):
         own = names[rank]
-        if links is not None and stage.gradient_bytes and len(own) > 1:
+        if stage.gradient_bytes and len(own) > 1:
             each = stage.gradient_bytes / len(own)
             hops = zip(own, [*own[1:], own[0]], strict=True)
             total[rank] += rounds(len(own)) * max(_trip(links, here, there, each) for here, there in hops)
