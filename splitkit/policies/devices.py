@@ -44,6 +44,7 @@ class Devices:
         together: patterns of module paths as in `ByName`; what one matches goes to one device.
         only: pattern of module paths -> the keys of the devices that can run what it matches.
         seconds: about how long to search; counted in steps, so that the plan is the same on a slower machine.
+        replicas: no more than 1 of a part; `Stages` puts stages on several devices that are alike.
     """
 
     devices: Sequence[str | Device] | Mapping[PartKey, str | Device]
@@ -55,8 +56,12 @@ class Devices:
     together: Sequence[str] = ()
     only: Mapping[str, Collection[PartKey]] = field(default_factory=dict)
     seconds: float = 10.0
+    replicas: int | Sequence[int] = (1,)
 
     def __post_init__(self) -> None:
+        if not (is_whole(self.replicas) and self.replicas == 1) and items_of(self.replicas) != [1]:
+            text, remedy = f"Devices: replicas is {shown(self.replicas)}", "Stages(8, replicas=(1, 2, 4)) has replicas,"
+            raise PolicyError("SK302", text, f"{remedy} on devices that are alike.")
         if (
             isinstance(self.devices, str | bytes)
             or not isinstance(self.devices, Sequence | Mapping)
