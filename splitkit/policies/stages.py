@@ -15,7 +15,10 @@ from splitkit.pipeline.stageprices import Optimizer, checked_optimizer
 from splitkit.plans.record import Plan
 from splitkit.search.demand import Demand
 from splitkit.search.stages import Staging
+from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.stages.contiguous import contiguous
+
+_COUNTED = 0.04  # of the seconds: how long a solver counts its steps for; there are a few, and slower machines
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,10 @@ class Stages:
             can lie, else of those found.
         links: between the ranks ``0, 1 ...``: `splitkit.costs.Links`, or the name of a preset (``"nvlink4"``).
         optimizer: whose state is held: ``"adam"``, ``"momentum"``, ``"sgd"``; ``None``: the model is not trained.
-        seconds: about how long to search for a better plan or bound where none is near enough before.
+        seconds: of this thread's processor time, after which the search ends at the latest, as soon as it has any
+            plan; the facts about the graph are not counted, which are found once a graph. Steps that are counted end
+            it long before, in proportion to these seconds, so that a slower machine finds the same plan; where time
+            ended it all the same, the note says so.
         tolerance: relative, from 0 to 1: how much slower the slowest stage may be than the least that was found, where
             that makes stages more even, and how much less even they may be where fewer bytes cross.
     """
@@ -87,5 +93,9 @@ class Stages:
         memory = None if least else self.memory
         demand = Demand(self, flow, costs, self.schedule, self.microbatches, memory, links, self.optimizer)
         solver = partial(contiguous, near=self.tolerance)
-        staging = Staging(demand, tuple(range(self.n)), self.seconds, self.tolerance, solver)
+        if self.schedule is not None or self.memory is not None:
+            demand.analyze()
+        staging = Staging(
+            demand, tuple(range(self.n)), _COUNTED * self.seconds, self.tolerance, solver, clock=Clock(self.seconds)
+        )
         return staging.least() if least else staging.plan()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch.fx import Node
@@ -13,6 +13,7 @@ from splitkit.costs import Costs
 from splitkit.graph.dataflow import Dataflow, crossing, given_back, readers_of, waits_for
 from splitkit.search.fitting import named
 from splitkit.search.placing import Placing, Travel
+from splitkit.solvers.clock import Clock, endless
 from splitkit.solvers.line.even import blocks_of, even_blocks
 from splitkit.solvers.line.priced_cuts import best_cuts
 from splitkit.solvers.placement.problem import Floats, Ints
@@ -35,6 +36,7 @@ class Evening:
         bound: seconds; the slowest stage is no faster.
         tolerances: relative, each tried; by how much a stage may be slower than the slowest need be, and less even than
             the most even, where something is gained by it.
+        clock: after its end one order has to do.
     """
 
     placing: Placing
@@ -45,6 +47,7 @@ class Evening:
     capacity: Floats
     bound: float
     tolerances: tuple[float, ...]
+    clock: Clock = field(default_factory=endless)
 
     def along(self, stage: Ints) -> Iterator[Ints]:
         """(n,) the stage of each unit: even ones along the graph's own order, and along orders of given stages.
@@ -55,9 +58,13 @@ class Evening:
         orders = [np.arange(len(stage)), np.argsort(stage, kind="stable")]
         if self.travel is None:
             orders.append(np.argsort(self._sunk(stage), kind="stable"))
-        divisions = [self._divisions(order, stage) for order in orders]
+        divisions: list[list[list[int]]] = []
+        for order in orders:
+            if divisions and self.clock.is_over():
+                break
+            divisions.append(self._divisions(order, stage))
         for near in range(len(self.tolerances)):
-            for order, division in zip(orders, divisions, strict=True):
+            for order, division in zip(orders, divisions, strict=False):
                 if near < len(division):
                     found = np.empty(len(stage), np.int64)
                     found[order] = blocks_of(division[near], len(stage))

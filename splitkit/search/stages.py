@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -22,9 +22,10 @@ from splitkit.search.holding import Holding
 from splitkit.search.peaksearch import PeakSearch, fewest_stages
 from splitkit.search.placing import Placing, Travel
 from splitkit.search.tracks import Flights, Tracks
+from splitkit.solvers.clock import Clock, endless
 from splitkit.solvers.placement.memory import stages_fit
 from splitkit.solvers.placement.problem import Floats, Ints, Problem, Slot
-from splitkit.solvers.placement.solution import Solution, ending, stages_of
+from splitkit.solvers.placement.solution import Key, Solution, ending, stages_of
 from splitkit.solvers.placement.stages.contiguous import contiguous
 from splitkit.units import duration, size
 
@@ -32,6 +33,7 @@ NEAR = 1e-3
 """Relative: where there is less to gain, what is near the best is not searched again."""
 _MOST_LINKED = 5_000  # units that are moved one by one where links differ
 _ROUNDING = 1e-9
+_SENT = 0.5  # of the seconds, for stages that send what others compute again: the bound is there
 _MORE = 3  # devices beyond the fewest by sums
 _STRETCHES = 10_000  # that are priced for a number of devices
 
@@ -43,12 +45,13 @@ class Staging:
     Attributes:
         demand: what it is asked.
         keys: what the stages are called, from first to last.
-        seconds: about how long to search.
+        seconds: how long solvers may search, in steps that they count.
         tolerance: relative; how much slower than the least the slowest stage may be where that makes stages more even,
             or how much less even where fewer bytes cross.
         solver: what finds stages: `contiguous`, or another of the same form.
         sends: shared nodes are computed once and sent.
         tries: what solvers have found so far, for the note.
+        clock: the end of the whole search, whatever is counted.
     """
 
     demand: Demand
@@ -58,6 +61,7 @@ class Staging:
     solver: Callable[..., Solution] = contiguous
     sends: bool = False
     tries: list[Solution] = field(default_factory=list, repr=False)
+    clock: Clock = field(default_factory=endless, repr=False)
 
     def plan(self) -> Plan:
         """The best stages that fit.
@@ -72,8 +76,9 @@ class Staging:
         found, plan = self._found()
         value = self._value(plan)
         near = max(NEAR, self.tolerance)
-        if self._placing.shared_seconds > near * value and value > found.bound * (1 + near):
-            sending = replace(self, sends=True)
+        worth = self._placing.shared_seconds > near * value and value > found.bound * (1 + near)
+        if worth and not self.clock.is_over():
+            sending = replace(self, sends=True, seconds=_SENT * self.seconds)
             other, sent = sending._found()
             if sending._value(sent) < value:
                 found, plan = replace(other, bound=max(found.bound, other.bound)), sent
@@ -105,6 +110,7 @@ class Staging:
             fit=stages_fit,
             truly=self._truly,
             devices=self._devices,
+            clock=self.clock,
         )
 
     def _truly(self, found: Solution, plan: Plan, *, lowest: bool = False) -> tuple[Solution, Plan]:
@@ -144,6 +150,7 @@ class Staging:
             travel=self._travel,
             tolerance=self.tolerance,
             peaks=lambda stage: self._peaks(self._plan_of(stage)),
+            clock=self.clock,
         )
 
     def _value(self, plan: Plan) -> float:
@@ -217,16 +224,18 @@ class Staging:
 
     def _solved(self, problem: Problem) -> tuple[Solution, Plan]:
         """As many stages as there are keys: the least greatest load, then what `_measures` say."""
-        prefer = self._weigh if self._travel is not None or self._limited or self.demand.schedule else None
+        prefer = self._weigher() if self._travel is not None or self._limited or self.demand.schedule else None
+        solve = partial(self.solver, seconds=self.seconds, prefer=prefer, advise=False, clock=self.clock)
         with bad_problems(self.demand.policy, self._placing):
-            found = self.solver(problem, seconds=self.seconds, prefer=prefer, advise=False)
+            found = solve(problem)
             if len(found.order) < len(self.keys) and prefer is not None:  # else `Evening` fills the others
-                filled = self.solver(replace(problem, fill=True), seconds=self.seconds, prefer=prefer, advise=False)
+                filled = solve(replace(problem, fill=True))
                 proven = found.bound if self._placing.shared else max(found.bound, filled.bound)
                 found = replace(filled, bound=proven, cut=found.cut or filled.cut)
         self.tries.append(found)
         choices = [found] if len(found.order) == len(self.keys) else []
-        choices += self._again(problem, found)
+        if not choices or not self.clock.is_over():
+            choices += self._again(problem, found)
         plans = [(choice, self._plan_of(choice.device, choice.order)) for choice in choices]
         return plans[self._preferred([self._measures(plan) for _, plan in plans])]
 
@@ -237,22 +246,35 @@ class Staging:
         at = stages_of(found.device, found.order)
         tolerances = tuple(dict.fromkeys((self.tolerance, 0.0)))
         even = Evening(
-            self._placing, self.demand.costs, len(self.keys), self._travel, held, capacity, found.bound, tolerances
+            placing=self._placing,
+            costs=self.demand.costs,
+            stages=len(self.keys),
+            travel=self._travel,
+            held=held,
+            capacity=capacity,
+            bound=found.bound,
+            tolerances=tolerances,
+            clock=self.clock,
         )
         starts = [at, *even.along(at)]
         yield from (self._moved(found, stage) for stage in starts[1:])
         if self._uneven and self._travel is not None and problem.units <= _MOST_LINKED:
             linked = self._placing.linked(problem, self._travel, held, capacity)
-            yield from (self._moved(found, linked.annealed(stage)) for stage in starts)
+            yield from (self._moved(found, linked.annealed(stage, self.clock)) for stage in starts)
 
     def _moved(self, found: Solution, stage: Ints) -> Solution:
         return replace(found, device=stage, order=tuple(range(len(self.keys))))
 
-    def _weigh(self, device: Ints, order: tuple[int, ...]) -> tuple[float, ...]:
+    def _weigher(self) -> Key:
         """What decides between placements that a solver takes for equally good: it does not see what copies take."""
-        if len(order) < len(self.keys):  # to be solved again
-            return (0.0,)
-        return self._measures(self._plan_of(device, order))
+        fewer = False
+
+        def weigh(device: Ints, order: tuple[int, ...]) -> tuple[float, ...]:
+            nonlocal fewer
+            fewer |= len(order) < len(self.keys)  # solved again, whatever the others are
+            return (float(len(order)),) if fewer else self._measures(self._plan_of(device, order))
+
+        return weigh
 
     def _measures(self, plan: Plan) -> tuple[float, ...]:
         """What is to be little, the most important first: the greatest load; with a schedule the step; the sum of the
@@ -317,4 +339,4 @@ class Staging:
         elif self._limited:
             peaks = self._peaks(plan)
             words.append(f"peak {size(max(peaks))} on rank {peaks.index(max(peaks))}")
-        return replace(plan, note="; ".join(words) + ending(self.tries), claim=claim)
+        return replace(plan, note="; ".join(words) + ending(self.tries, self.clock), claim=claim)
