@@ -18,7 +18,8 @@ from splitkit.search.stages import Staging
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.stages.contiguous import contiguous
 
-_COUNTED = 0.04  # of the seconds: how long a solver counts its steps for; there are a few, and slower machines
+# Of the seconds: how long a solver counts its steps for. Several are asked, and there are slower machines.
+_COUNTED, _ALONE = 0.04, 0.1  # the latter where work alone counts: proofs need more steps, which are quicker
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,6 @@ class Stages:
         solver = partial(contiguous, near=self.tolerance)
         if self.schedule is not None or self.memory is not None:
             demand.analyze()
-        staging = Staging(
-            demand, tuple(range(self.n)), _COUNTED * self.seconds, self.tolerance, solver, clock=Clock(self.seconds)
-        )
+        counted = (_ALONE if self.schedule is None and links is None else _COUNTED) * self.seconds
+        staging = Staging(demand, tuple(range(self.n)), counted, self.tolerance, solver, clock=Clock(self.seconds))
         return staging.least() if least else staging.plan()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -61,9 +62,10 @@ class DeviceSearch:
         worth = self._placing.shared_seconds > NEAR * value and value > found.bound * (1 + NEAR)
         if worth and not self.clock.is_over():
             sending = replace(self, sends=True)
-            other, sent = sending._found()
-            if sending._value(other) < value:
-                return sending._described(replace(other, bound=max(found.bound, other.bound)), sent)
+            with suppress(NoPlanError):  # there is one that fits
+                other, sent = sending._found()
+                if sending._value(other) < value:
+                    return sending._described(replace(other, bound=max(found.bound, other.bound)), sent)
         return self._described(found, plan)
 
     def _found(self) -> tuple[Solution, Plan]:

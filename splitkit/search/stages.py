@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import numpy as np
 
 from splitkit.costs import unit_of
+from splitkit.errors import NoPlanError
 from splitkit.pipeline.defaults import by_rank
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stagecosts import StageCosts
@@ -79,9 +81,10 @@ class Staging:
         worth = self._placing.shared_seconds > near * value and value > found.bound * (1 + near)
         if worth and not self.clock.is_over():
             sending = replace(self, sends=True, seconds=_SENT * self.seconds)
-            other, sent = sending._found()
-            if sending._value(sent) < value:
-                found, plan = replace(other, bound=max(found.bound, other.bound)), sent
+            with suppress(NoPlanError):  # there is one that fits
+                other, sent = sending._found()
+                if sending._value(sent) < value:
+                    found, plan = replace(other, bound=max(found.bound, other.bound)), sent
         return self._described(plan, found)
 
     def least(self) -> Plan:
@@ -89,9 +92,12 @@ class Staging:
         free = replace(self, demand=replace(self.demand, memory=None))
         enough = max(free._peaks(free._found()[1]))
         limited = replace(self, demand=replace(self.demand, memory=enough))
-        plan = limited._truly(*limited._fitting.thrifty(limited._problem()), lowest=True)[1]
+        found, plan = limited._truly(*limited._fitting.thrifty(limited._problem()), lowest=True)
         lowest = min(enough, max(limited._peaks(plan)))
-        return replace(self, demand=replace(self.demand, memory=lowest), tries=[]).plan()
+        try:
+            return replace(self, demand=replace(self.demand, memory=lowest), tries=[]).plan()
+        except NoPlanError:  # there is one, and time ended the search for faster ones
+            return limited._described(plan, replace(found, bound=0.0))
 
     def _found(self) -> tuple[Solution, Plan]:
         """The best stages whose true peaks fit."""

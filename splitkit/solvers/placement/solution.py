@@ -16,7 +16,7 @@ from splitkit.solvers.placement.stages.stages import StageRanks
 Key = Callable[[Ints, tuple[int, ...]], tuple[float, ...]]
 """What ties are broken by, the least first: (device of each unit, used devices from first stage to last) -> key."""
 
-_WEIGHED = 48  # placements of equal value, of all that there are, evenly
+_WEIGHED, _UNITS_WEIGHED = 24, 24_000  # placements of equal value, evenly of all: more where they have few units
 
 
 def stages_of(device: Ints, order: tuple[int, ...]) -> Ints:
@@ -126,7 +126,8 @@ def preferred(
     taken = best[0]
     if prefer and len(best) > 1:
         best.sort(key=lambda each: len(each[1]))  # the fewest stages first: there is nothing to weigh beside them
-        some = [best[i] for i in dict.fromkeys(np.linspace(0, len(best) - 1, _WEIGHED).astype(int).tolist())]
+        most = max(_WEIGHED, _UNITS_WEIGHED // max(1, problem.units))
+        some = [best[i] for i in dict.fromkeys(np.linspace(0, len(best) - 1, most).astype(int).tolist())]
         keys = []
         for each in some:
             if keys and clock is not None and clock.is_over():

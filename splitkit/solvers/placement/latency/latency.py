@@ -69,7 +69,7 @@ def latency(
     whole = moves.everywhere()
     if whole:
         bound, proved_by = moves.value, "all"
-    else:
+    elif not clock.is_over():
         bound, proved_by = max((bound, "path"), (chain_bound(problem, timing, core.group, order, moves.value), "chain"))
     if bound < moves.value:
         moves.run(Schedule(moves.rounds(seconds * _MOVES), clock), bound)
