@@ -125,7 +125,9 @@ class DeviceSearch:
         limiting = next((key for key in plan.parts if _root(key, self._keys) == busiest), busiest)
         claim = Claim(name, value, min(value, found.bound), found.solver, limiting, found.tolerance)
         used = len(set(found.device.tolist()))
-        return replace(plan, note=f"{used} of {len(self._keys)} devices: {claim}{ending(self.tries, self.clock)}", claim=claim)
+        return replace(
+            plan, note=f"{used} of {len(self._keys)} devices: {claim}{ending(self.tries, self.clock)}", claim=claim
+        )
 
     def _value(self, found: Solution) -> float:
         return found.value if self.latency else float(self._loads(found).max())

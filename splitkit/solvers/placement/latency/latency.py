@@ -35,9 +35,7 @@ _MOVES, _BOUND = 0.4, 0.5  # of the time
 _CLOSE = 2e-6  # relative: what the integer program may be off
 
 
-def latency(
-    problem: Problem, *, seconds: float = SECONDS, pieces: int = 1, clock: Clock | None = None
-) -> Solution:
+def latency(problem: Problem, *, seconds: float = SECONDS, pieces: int = 1, clock: Clock | None = None) -> Solution:
     """A placement with a small makespan, and a bound on the least.
 
     The best chain of pieces along nine orders is annealed; small problems are searched whole. The bound is that of
