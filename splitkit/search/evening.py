@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,7 @@ from splitkit.solvers.line.even import blocks_of, even_blocks
 from splitkit.solvers.line.priced_cuts import best_cuts
 from splitkit.solvers.placement.problem import Floats, Ints
 
+_ROUNDING = 1e-9
 _NEAR = 1e-3  # relative: a share that is hardly more counts as none
 _MOST_PRICED = 5_000  # units that are cut again where cuts are paid for, in time that grows with their square
 
@@ -127,3 +128,18 @@ def limits(seconds: Mapping[Node, float], ranks: int) -> Iterator[str]:
             f"{named(heaviest)}, one op, takes {share:.0%}: more than {most} stages are no faster; "
             "split that op, or ask for fewer"
         )
+
+
+def preferred(measures: Sequence[tuple[float, ...]], tolerance: float, paid: float) -> int:
+    """Which of several is taken: those near the least of each measure in turn, then the first of the least.
+
+    How near: within the tolerance in the load and in evenness; the step and the peak of a schedule, every second one of
+    five measures, are what its users pay for, and yield less (``paid``).
+    """
+    left = list(range(len(measures)))
+    last = len(measures[0]) - 1
+    for at in range(last):
+        near = paid if last > 2 and at % 2 else tolerance
+        least = min(measures[i][at] for i in left)
+        left = [i for i in left if measures[i][at] <= least * (1 + near + _ROUNDING)]
+    return min(left, key=lambda i: measures[i][last])

@@ -18,7 +18,7 @@ from splitkit.pipeline.stageprices import peaks_of_visits
 from splitkit.plans.parts import Claim, PartKey, evenness
 from splitkit.plans.record import Plan
 from splitkit.search.demand import Demand
-from splitkit.search.evening import Evening, limits
+from splitkit.search.evening import Evening, limits, preferred
 from splitkit.search.fitting import Fitting, bad_problems
 from splitkit.search.holding import Holding
 from splitkit.search.peaksearch import PeakSearch, fewest_stages
@@ -34,7 +34,6 @@ from splitkit.units import duration, size
 NEAR = 1e-3
 """Relative: where there is less to gain, what is near the best is not searched again."""
 _MOST_LINKED = 5_000  # units that are moved one by one where links differ
-_ROUNDING = 1e-9
 _SENT = 0.5  # of the seconds, for stages that send what others compute again: the bound is there
 _MORE = 3  # devices beyond the fewest by sums
 _STRETCHES = 10_000  # that are priced for a number of devices
@@ -252,16 +251,9 @@ class Staging:
         at = stages_of(found.device, found.order)
         tolerances = tuple(dict.fromkeys((self.tolerance, 0.0)))
         even = Evening(
-            placing=self._placing,
-            costs=self.demand.costs,
-            stages=len(self.keys),
-            travel=self._travel,
-            held=held,
-            capacity=capacity,
-            bound=found.bound,
-            tolerances=tolerances,
-            clock=self.clock,
-        )
+            self._placing, self.demand.costs, len(self.keys), self._travel, held, capacity, found.bound, tolerances,
+            self.clock,
+        )  # fmt: skip
         starts = [at, *even.along(at)]
         yield from (self._moved(found, stage) for stage in starts[1:])
         if self._uneven and self._travel is not None and problem.units <= _MOST_LINKED:
@@ -294,18 +286,7 @@ class Staging:
         return worst, run.seconds, squares, float(max(run.peaks)), float(self.demand.traffic(plan))
 
     def _preferred(self, measures: Sequence[tuple[float, ...]]) -> int:
-        """Which of several is taken: those near the least of each measure in turn, then the first of the least.
-
-        How near: within the tolerance in the load and in evenness; the step and the peak of a schedule are what its
-        users pay for, and yield less.
-        """
-        left = list(range(len(measures)))
-        last = len(measures[0]) - 1
-        for at in range(last):
-            near = min(self.tolerance, NEAR) if last > 2 and at % 2 else self.tolerance
-            least = min(measures[i][at] for i in left)
-            left = [i for i in left if measures[i][at] <= least * (1 + near + _ROUNDING)]
-        return min(left, key=lambda i: measures[i][last])
+        return preferred(measures, self.tolerance, min(self.tolerance, NEAR))
 
     def _plan_of(self, device: Ints, order: tuple[int, ...] = ()) -> Plan:
         """The plan of units on devices, which are the stages if no order is given."""

@@ -128,7 +128,7 @@ def preferred(
         best.sort(key=lambda each: len(each[1]))  # the fewest stages first: there is nothing to weigh beside them
         most = max(_WEIGHED, _UNITS_WEIGHED // max(1, problem.units))
         some = [best[i] for i in dict.fromkeys(np.linspace(0, len(best) - 1, most).astype(int).tolist())]
-        keys = []
+        keys: list[tuple[float, ...]] = []
         for each in some:
             if keys and clock is not None and clock.is_over():
                 break
