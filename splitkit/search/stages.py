@@ -234,7 +234,7 @@ class Staging:
         with bad_problems(self.demand.policy, self._placing):
             found = solve(problem)
             if len(found.order) < len(self.keys) and prefer is not None:  # else `Evening` fills the others
-                filled = solve(replace(problem, fill=True))
+                filled = solve(replace(problem, fill=True), prefer=self._weigher())
                 proven = found.bound if self._placing.shared else max(found.bound, filled.bound)
                 found = replace(filled, bound=proven, cut=found.cut or filled.cut)
         self.tries.append(found)
