@@ -19,8 +19,12 @@ from splitkit.search.demand import Demand
 from splitkit.search.replicas import ReplicaSearch
 from splitkit.search.replicaworth import ReplicaWorth
 from splitkit.search.stages import Staging
+from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.solution import ending
 from splitkit.solvers.placement.stages.contiguous import contiguous
+
+# Of the seconds: how long a solver counts its steps for. Several are asked, and there are slower machines.
+_COUNTED, _ALONE = 0.04, 0.1  # the latter where work alone counts: proofs need more steps, which are quicker
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,10 @@ class Stages:
             can lie, else of those found.
         links: between the ranks ``0, 1 ...``: `splitkit.costs.Links`, or the name of a preset (``"nvlink4"``).
         optimizer: whose state is held: ``"adam"``, ``"momentum"``, ``"sgd"``; ``None``: the model is not trained.
-        seconds: about how long to search for a better plan or bound where none is near enough before.
+        seconds: of this thread's processor time, after which the search ends at the latest, as soon as it has any
+            plan; the facts about the graph are not counted, which are found once a graph. Steps that are counted end
+            it long before, in proportion to these seconds, so that a slower machine finds the same plan; where time
+            ended it all the same, the note says so.
         tolerance: relative, from 0 to 1: how much slower the slowest stage may be than the least that was found, where
             that makes stages more even, and how much less even they may be where fewer bytes cross.
         replicas: on how many devices a stage may stand, such as ``(1, 2, 4)``; ``n`` then says how many devices there
@@ -115,7 +122,10 @@ class Stages:
         links = links_of(self.links)
         demand = Demand(self, flow, costs, self.schedule, self.microbatches, memory, links, self.optimizer)
         solver = partial(contiguous, near=self.tolerance)
-        return Staging(demand, tuple(range(self.n)), self.seconds, self.tolerance, solver)
+        if self.schedule is not None or self.memory is not None:
+            demand.analyze()
+        counted = (_ALONE if self.schedule is None and links is None else _COUNTED) * self.seconds
+        return Staging(demand, tuple(range(self.n)), counted, self.tolerance, solver, clock=Clock(self.seconds))
 
     @property
     def _degrees(self) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ def plan(args: Namespace) -> Outcome:
     policy = wanted.policy()
     check_costs(args.costs)
     work = prepare(wanted_model)
-    with work.clock.step("plan", f"planning {wanted.devices or f'{wanted.stages} stages'}"):
+    with work.clock.step("plan", f"planning {wanted.devices or f'{wanted.stages} stages'}", policy):
         costs = _prices(work, args, wanted)
         made = sk.plan(work.gm, policy, costs, on_cycle=args.on_cycle or "error")
     with work.clock.step("simulate", "simulating the step"):

@@ -49,7 +49,16 @@ class StageSearch:
         near: relative; a value so near the bound is good enough.
     """
 
-    def __init__(self, core: Core, ladder: Ladder, seconds: float, *, joinable: bool, near: float = 0.0) -> None:
+    def __init__(
+        self,
+        core: Core,
+        ladder: Ladder,
+        seconds: float,
+        *,
+        joinable: bool,
+        near: float = 0.0,
+        clock: Clock | None = None,
+    ) -> None:
         self.core = core
         self.ladder = ladder
         self.best: StageRanks | None = None
@@ -58,7 +67,7 @@ class StageSearch:
         self.plans: list[StageRanks] = []
         self.near = near
         self._seconds = seconds
-        self.clock = Clock(_FAR * seconds + GRACE)
+        self.clock = Clock(_FAR * seconds + GRACE, clock)
         self._effort = Effort(int(_STEPS * seconds), self.clock)
         self._joinable = joinable
         self._order: Ints = np.arange(core.size)
@@ -92,7 +101,7 @@ class StageSearch:
             self.by_reordering()
         if not self.closed and self.best:
             self.by_annealing(_ANNEALED * self._seconds)
-        if not self.closed and self.best:
+        if not self.closed and self.best and not self.clock.is_over():
             self.raise_bound()
         if not self.closed:
             self.over_ideals()
@@ -114,7 +123,7 @@ class StageSearch:
             if found:
                 self._take(found[0], "orders")
                 self._order = order
-            if self.closed or (any_will_do and self.best):
+            if self.closed or (self.best and (any_will_do or self.clock.is_over())):
                 return
 
     def ties(self) -> list[StageRanks]:
