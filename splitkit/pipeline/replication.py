@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from torch.fx import Node
-
-from splitkit.graph.dataflow import Dataflow
-from splitkit.graph.sizes import tensor_bytes
-from splitkit.graph.storages import start_of
 from splitkit.pipeline.stagecosts import StageCosts
+
+if TYPE_CHECKING:  # simulating an order does not wait for torch
+    from torch.fx import Node
+
+    from splitkit.graph.dataflow import Dataflow
 
 
 def share(nbytes: int, replicas: int) -> int:
@@ -68,6 +69,9 @@ def temporary_share(nbytes: int, replicas: int, gradients: int) -> int:
 
 def trained_bytes(flow: Dataflow, node: Node) -> int:
     """Bytes of the parameters that require grad of those that a node reads."""
+    from splitkit.graph.sizes import tensor_bytes
+    from splitkit.graph.storages import start_of
+
     return sum({start_of(t): tensor_bytes(t) for t in flow.owned(node) if t.requires_grad}.values())
 
 

@@ -180,7 +180,6 @@ def test_rows_on_paper(stages, monkeypatch, capsys):
 def test_measured_rows(stages, monkeypatch, capsys):
     tiny = {"width": 8, "levels": 2, "batch": 1, "image": 16}
     monkeypatch.setattr(stages, "SMALL", {**stages.SMALL, "unet": tiny})
-    monkeypatch.setattr(stages, "MEASUREMENTS", 1)
     threads = torch.get_num_threads()
     try:
         data = json.loads(
@@ -193,4 +192,6 @@ def test_measured_rows(stages, monkeypatch, capsys):
     (row,) = data["rows"]
     for plan in (row["splitkit"], *row["rules"].values()):
         assert len(plan["measured"]) == plan["parts"] and all(seconds > 0 for seconds in plan["measured"])
+    least, most = data["summary"]["sums of prices over what ran"]
+    assert 0 < least <= most
     assert 0 <= data["summary"]["measured in that order"] <= data["summary"]["pairs predicted apart"]
