@@ -131,23 +131,24 @@ def _planned_and_dropped(number):
     return gm.graph, split.flow, gm, split.module
 
 
-def test_memory_does_not_grow_over_graphs_that_are_planned_and_dropped():
-    """Of 120 graphs none is kept, no object of splitkit is added after the first 50, and of the last 30 less is kept
-    than two of them take.
+@pytest.mark.parametrize("graphs", [48, pytest.param(300, marks=pytest.mark.campaign)])
+def test_memory_does_not_grow_over_graphs_that_are_planned_and_dropped(graphs):
+    """Of all graphs none is kept, no object of splitkit is added after the first third, and of the last quarter less
+    is kept than two of them take.
 
     What torch keeps of each graph (its source, for tracebacks) and of each capture (sizes, guards) is not counted.
     """
     alive, counts = [], {}
-    for number in range(120):
-        if number == 90:
+    for number in range(graphs):
+        if number == graphs * 3 // 4:
             tracemalloc.start()
         alive += map(weakref.ref, _planned_and_dropped(number))
-        if number in (49, 119):
+        if number in (graphs // 3, graphs - 1):
             counts[number] = _own_objects()
     kept = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, str(Path(sk.__file__).parent / "*"))])
     tracemalloc.stop()
     assert [ref() for ref in alive if ref() is not None] == []
-    assert counts[119] <= counts[49]
+    assert counts[graphs - 1] <= counts[graphs // 3]
     assert sum(trace.size for trace in kept.statistics("filename")) < 32 * 1024
 
 
