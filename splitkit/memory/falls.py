@@ -43,7 +43,9 @@ class Falls:
         else:
             ends = flights * lie + _gradients(line)
             starts = flights * (lie + line.loose)
-        return cls(_sums(line.last[given], ends[given], line.length), _sums(line.made[inner], starts[inner], line.length))
+        return cls(
+            _sums(line.last[given], ends[given], line.length), _sums(line.made[inner], starts[inner], line.length)
+        )
 
 
 def _gradients(line: Line) -> Ints:

@@ -15,7 +15,13 @@ from splitkit.memory.falls import Falls
 from splitkit.memory.lines import Units
 from splitkit.search.memorycuts import MemoryCuts
 
-MODELS = ["dropout, exported", "many outputs, exported", "mutation, exported", "tied language model, exported", "dynamic batch"]
+MODELS = [
+    "dropout, exported",
+    "many outputs, exported",
+    "mutation, exported",
+    "tied language model, exported",
+    "dynamic batch",
+]
 
 
 class Wide(nn.Module):
