@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from splitkit.solvers.placement.problem import Problem, Slot
 
@@ -138,3 +141,33 @@ def problem(kind: str, count: int, devices: int, seed: int = 0) -> Problem:
     nets = [(float(cost[node]), (node, *those)) for node, those in enumerate(readers) if those]
     edges = [(source, node) for node, sources in enumerate(reads) for source in sources]
     return Problem.of(seconds, nets, edges, [Slot()] * devices)
+
+
+def module(kind: str, count: int, seed: int = 0) -> fx.GraphModule:
+    """A graph of a kind whose nodes compute (4, 64): every fourth is a product with a weight, the others are pointwise.
+
+    Args:
+        kind: of `KINDS`.
+        count: of nodes, besides input, output and weights.
+        seed: of all that is random.
+    """
+    aten = torch.ops.aten
+    graph, root = fx.Graph(), nn.Module()
+    x = graph.placeholder("x")
+    made: list[fx.Node] = []
+    for i, sources in enumerate(KINDS[kind](count, np.random.default_rng(seed))):
+        read = [made[source] for source in sources] or [x]
+        if i % 4 == 0:
+            root.register_parameter(f"w{i}", nn.Parameter(torch.ones(64, 64)))
+            made.append(graph.call_function(aten.mm.default, (read[0], graph.get_attr(f"w{i}"))))
+        elif len(read) > 1:
+            made.append(graph.call_function(aten.add.Tensor, (read[0], read[1])))
+        else:
+            op = (aten.tanh.default, aten.relu.default, aten.sin.default)[i % 3]
+            made.append(graph.call_function(op, (read[0],)))
+    graph.output((made[-1],))
+    with FakeTensorMode():
+        for node in graph.nodes:
+            if node.op != "output":
+                node.meta["val"] = torch.empty((64, 64) if node.op == "get_attr" else (4, 64))
+    return fx.GraphModule(root, graph)

@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 NO_SIZES: Mapping[str, int] = MappingProxyType({})
 
+_LEAVES = (int, float, bool, str, type(None), torch.dtype, torch.device)  # of trees: what most arguments are
+
 
 @dataclass(frozen=True)
 class StandIn:
@@ -50,8 +52,7 @@ class StandIn:
     @property
     def key(self) -> Hashable:
         """Equal for calls of the same target on arguments of the same shapes, strides, dtypes, devices and values."""
-        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
-        return self.target, str(spec), self.autocast, tuple(self._fingerprint(leaf) for leaf in leaves)
+        return self.target, self.autocast, self._print((self.args, self.kwargs))
 
     def run(self, watch: Callable[..., Any]) -> Any:
         """``watch(call, *args, **kwargs)`` on fakes, without autograd; ``call`` runs the target.
@@ -86,6 +87,18 @@ class StandIn:
             made = _torch.NEG_VIEW(made) if leaf.is_neg() else made
             return (made.conj() if leaf.is_conj() else made).requires_grad_(leaf.requires_grad)
         return hint(leaf, self.sizes) if isinstance(leaf, torch.SymInt) else leaf
+
+    def _print(self, tree: Any) -> Hashable:
+        """The fingerprints of the leaves, in the containers that they lie in."""
+        kind = type(tree)
+        if kind is tuple or kind is list:
+            return (kind, *map(self._print, tree))
+        if kind is dict:
+            return (kind, *tree, *map(self._print, tree.values()))
+        if isinstance(tree, torch.Tensor) or kind in _LEAVES:
+            return self._fingerprint(tree)
+        leaves, spec = pytree.tree_flatten(tree)
+        return str(spec), *map(self._fingerprint, leaves)
 
     def _fingerprint(self, leaf: Any) -> Hashable:
         if isinstance(leaf, torch.Tensor):

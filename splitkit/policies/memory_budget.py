@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from splitkit._gc import collector_at_rest
 from splitkit.checks import count, memory_of, settle
 from splitkit.costs import Costs
 from splitkit.errors import NoPlanError, PolicyError
@@ -91,11 +92,12 @@ class MemoryBudget:
             ScheduleError: SK330 if the schedule does not take so few microbatches.
         """
         enough_nodes(flow, self.parts or 1)
-        search = self._search(flow, costs)
-        found = search.best()
-        if found is None:
-            raise self._no_plan(search, costs)
-        return self._plan(search, found)
+        with collector_at_rest():
+            search = self._search(flow, costs)
+            found = search.best()
+            if found is None:
+                raise self._no_plan(search, costs)
+            return self._plan(search, found)
 
     def _search(self, flow: Dataflow, costs: Costs) -> MemorySearch:
         schedule = self.schedule if self.optimizer else None

@@ -216,6 +216,8 @@ class MemorySearch:
     def _orders(self) -> list[list[Node]]:
         """The graph's own order, and others."""
         found = {tuple(range(self._size)): None}
+        if 2 * self._size > _WORK:
+            return [list(self.flow.nodes)]
         for order in orders(core_of(self._problem(), np.arange(self._size))):
             if (len(found) + 1) * self._size <= _WORK:
                 found[tuple(order.tolist())] = None

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from splitkit.memory.falls import Falls
 from splitkit.memory.stretch import Ints, Line, Stretch
+from splitkit.search.memorystep import Beginnings
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class MemoryCuts:
         self.state = state
         self._peaks: dict[tuple[int, int], tuple[int, int]] = {}
         self._least: dict[tuple[int, int], tuple[int, int]] = {}
+        self._falls: dict[int, Falls] = {}
         messages = line.messages + line.gradient_messages if line.training else line.messages
         self.traffic: list[int] = messages.tolist()
 
@@ -89,19 +92,24 @@ class MemoryCuts:
         """From where parts can end to where the next can: bytes that have crossed by then, and where it begins."""
         after: dict[int, int] = {}
         begins: dict[int, int] = {}
-        cheapest = sorted(costs, key=lambda start: (costs[start], -start))
-        too_early = -1  # no part that begins here reaches this end or a later one
+        beginnings = Beginnings(
+            costs,
+            window,
+            memory,
+            self._falls_of(flights),
+            lambda start, end: self.peak(start, end, flights),
+            lambda start, end: self.least(start, end, flights),
+        )
         for end in window:
-            for start in cheapest:
-                if not too_early < start < end:
-                    continue
-                if self.peak(start, end, flights) <= memory:
-                    after[end] = costs[start] + (self.traffic[end] if end < self.line.length else 0)
-                    begins[end] = start
-                    break
-                if self.least(start, end, flights) > memory:
-                    too_early = start
+            if (start := beginnings.of(end)) is not None:
+                after[end] = costs[start] + (self.traffic[end] if end < self.line.length else 0)
+                begins[end] = start
         return after, begins
+
+    def _falls_of(self, flights: int) -> Falls:
+        if flights not in self._falls:
+            self._falls[flights] = Falls.of(self.line, flights)
+        return self._falls[flights]
 
     def stuck(self, limits: Limits) -> bool:
         """Whether more parts before these would not help either, if they hold no less for the same number after them.
