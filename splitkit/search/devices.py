@@ -20,6 +20,7 @@ from splitkit.search.devicedemand import DeviceDemand
 from splitkit.search.fitting import Fitting, bad_problems, nodes_listed
 from splitkit.search.holding import Holding
 from splitkit.search.placing import Placing, Travel
+from splitkit.search.sending import least_load
 from splitkit.search.stages import NEAR
 from splitkit.solvers.clock import Clock, endless
 from splitkit.solvers.placement import problem as placement
@@ -83,7 +84,13 @@ class DeviceSearch:
                     raise
                 best, bound = choices[0], float(problem.seconds.min(axis=0).max())
             found, plan = min([best, *choices], key=lambda choice: self._value(choice[0]))
-            return replace(found, bound=bound), plan
+            return replace(found, bound=max(bound, self._least_load)), plan
+
+    @property
+    def _least_load(self) -> float:
+        """Seconds; 0 for makespans, and where hosts send each other for nothing."""
+        known = not self.latency and len(self.demand.hosts) < 2
+        return least_load(self._placing, self._travel, len(self._keys)) if known else 0.0
 
     def _require_keepable(self, problem: Problem) -> None:
         """Refuse an ``only`` that plans of one piece a device cannot keep, however much memory there is.

@@ -47,9 +47,14 @@ class Travel:
         pairs = self._pairs()
         return np.array([self.again * min(wait + n / speed for wait, speed in pairs) for n in nbytes.tolist()])
 
+    @property
+    def joins(self) -> bool:
+        """Whether some places are of one rank."""
+        return bool(self._joined.any())
+
     def factors(self, nbytes: Floats) -> Floats | None:
         """(d, d): each link takes at least so many times what the cheapest takes; None if all are alike."""
-        if len(self._pairs()) == 1 and not self._joined.any():
+        if len(self._pairs()) == 1 and not self.joins:
             return None
         sizes = np.unique(nbytes)
         least = self.seconds(sizes)
@@ -131,6 +136,17 @@ class Placing:
     def shared_seconds(self) -> float:
         """What one device spends on all shared nodes: more cannot be gained by sending them."""
         return sum(max(row[n] for row in self._rows) for n in self.shared)
+
+    @property
+    def shared_work(self) -> list[float]:
+        """Seconds of each shared node on the kind that is quickest."""
+        return [min(row[n] for row in self._rows) for n in self.shared]
+
+    @cached_property
+    def shared_bytes(self) -> Floats:
+        """(v,) of the values of shared nodes that other nodes read."""
+        left_out = set(self.shared)
+        return np.array([nbytes for maker, users, nbytes in self._handed_on if users and maker in left_out], np.float64)
 
     @cached_property
     def edges(self) -> list[tuple[int, int]]:

@@ -23,6 +23,7 @@ from splitkit.search.fitting import Fitting, bad_problems
 from splitkit.search.holding import Holding
 from splitkit.search.peaksearch import PeakSearch, fewest_stages
 from splitkit.search.placing import Placing, Travel
+from splitkit.search.sending import least_load, least_without_units
 from splitkit.search.tracks import Flights, Tracks
 from splitkit.solvers.clock import Clock, endless
 from splitkit.solvers.placement.memory import stages_fit
@@ -200,11 +201,6 @@ class Staging:
         return Holding.of(self._placing, self.demand.stage_prices.activations, self.demand.optimizer)
 
     @property
-    def _least_work(self) -> float:
-        """Seconds that the most loaded rank has at least: all nodes are computed once or more."""
-        return sum(self.demand.seconds.values()) / len(self._limits) * (1 - 1e-12)
-
-    @property
     def _limited(self) -> bool:
         return any(limit is not None for limit in self._limits)
 
@@ -235,8 +231,8 @@ class Staging:
             found = solve(problem)
             if len(found.order) < len(self.keys) and prefer is not None:  # else `Evening` fills the others
                 filled = solve(replace(problem, fill=True), prefer=self._weigher())
-                proven = found.bound if self._placing.shared else max(found.bound, filled.bound)
-                found = replace(filled, bound=proven, cut=found.cut or filled.cut)
+                proven = min(filled.bound, least_without_units(self._placing, self._travel))
+                found = replace(filled, bound=max(found.bound, proven), cut=found.cut or filled.cut)
         self.tries.append(found)
         choices = [found] if len(found.order) == len(self.keys) else []
         if not choices or not self.clock.is_over():
@@ -309,7 +305,7 @@ class Staging:
         loads = self._loads(plan)
         of_rank, busiest = by_rank(loads, self._rank_of)
         value = float(of_rank.max())
-        bound = min(value, max(found.bound, self._least_work))
+        bound = min(value, max(found.bound, least_load(self._placing, self._travel, len(self._limits))))
         near, even = max(found.tolerance, self.tolerance), evenness(of_rank.tolist())
         claim = Claim("bottleneck", value, bound, found.solver, self.keys[busiest], near, even)
         what = "slowest" if len(of_rank) == len(loads) else "most loaded rank"
