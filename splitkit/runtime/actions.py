@@ -28,11 +28,9 @@ def schedule_of(order: PipelineOrder, stages: Sequence[PipelineStage], loss: Los
     """
     count = order.microbatches
     if loss is None:
-        return _torch.action_schedule(
-            list(stages), count, None, {r: _forward(row) for r, row in enumerate(order.ranks)}
-        )
+        return _torch.action_schedule(list(stages), count, None, [_forward(row) for row in order.ranks])
     if order.name not in SCHEDULES.values():
-        return _torch.action_schedule(list(stages), count, loss, {r: list(row) for r, row in enumerate(order.ranks)})
+        return _torch.action_schedule(list(stages), count, loss, order.ranks)
     made = getattr(pipelining, f"Schedule{order.name}")
     given = stages[0] if order.name in _SINGLE else list(stages)
     return made(given, count, loss_fn=loss, scale_grads=False)

@@ -154,9 +154,32 @@ class Pipeline:
             batch = self._run(False, args, kwargs, None, True)
         return tuple(batch.outputs[i] for i in range(self.microbatches)) if batch.outputs else None
 
+    def cut(self, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
+        """The inputs of each microbatch, by the names of the graph's inputs.
+
+        Raises:
+            PipelineError: SK802 as `step`.
+        """
+        return self._inputs.split(args, kwargs)
+
+    def cut_target(self, target: Any) -> list[Any]:
+        """The target of each microbatch."""
+        return self._inputs.targets(target)
+
     def seed_of(self, step: int, microbatch: int) -> int:
         """The seed with which a microbatch of a step begins: the same for any number of stages."""
         return (self._seed * 1_000_003 + step * self.microbatches + microbatch) % 2**63
+
+    def loss_of(self, output: Any, target: Any) -> torch.Tensor:
+        """The loss of one microbatch."""
+        return (self._loss or _own_loss)(output, target)
+
+    @property
+    def borders(self) -> tuple[tuple[str, ...], ...]:
+        """What goes over each border in training, by the names of the nodes: from each stage to the next one."""
+        wanted = _ends(self._chain, self._loss, True).wanted
+        edges = (self._chain.border(stage, wanted) for stage in range(self._chain.stages - 1))
+        return tuple(tuple(self._chain.original(node).name for node in edge) for edge in edges)
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -165,7 +188,7 @@ class Pipeline:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of this rank, each once, under the names that they have in the graph that was split."""
-        return {name: p for name, p in self._named(buffers=False).items() if isinstance(p, nn.Parameter)}
+        return {name: p for name, p in self.named_tensors(buffers=False).items() if isinstance(p, nn.Parameter)}
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of this rank, each once: for an optimizer."""
@@ -173,7 +196,7 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The parameters and buffers of this rank under the names that they have in the graph that was split."""
-        return {name: t.detach() for name, t in self._named(buffers=True).items()}
+        return {name: t.detach() for name, t in self.named_tensors(buffers=True).items()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take what this rank holds from the state of the unsplit model, or of any pipeline of it.
@@ -181,7 +204,7 @@ class Pipeline:
         Raises:
             PipelineError: SK802 for a name that lacks, or a shape that differs; nothing is loaded then.
         """
-        own = self._named(buffers=True)
+        own = self.named_tensors(buffers=True)
         for name, tensor in own.items():
             if name not in state or state[name].shape != tensor.shape:
                 what = f"has the shape {list(state[name].shape)}" if name in state else "is not in the state"
@@ -192,7 +215,8 @@ class Pipeline:
             for name, tensor in own.items():
                 tensor.copy_(state[name])
 
-    def _named(self, buffers: bool) -> dict[str, torch.Tensor]:
+    def named_tensors(self, buffers: bool = True) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of this rank, under the names that they have in the graph that was split."""
         split, found = self.split, dict[str, torch.Tensor]()
         for stage in self.stages:
             child = split.names[self._chain.keys[stage]]
@@ -209,8 +233,8 @@ class Pipeline:
         if runs is None:
             runs = self._runs[train] = _Runs(self, train)
         batch = runs.batch
-        batch.inputs = self._inputs.split(args, kwargs)
-        batch.targets = self._inputs.targets(target)
+        batch.inputs = self.cut(*args, **kwargs)
+        batch.targets = self.cut_target(target)
         batch.seeds = [self.seed_of(self._steps, i) for i in range(self.microbatches)]
         batch.keep = keep
         batch.outputs, batch.losses = {}, {}
