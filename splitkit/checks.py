@@ -71,6 +71,14 @@ def count(owner: object, name: str, value: object) -> int:
     return int(value)
 
 
+def degrees(owner: object, name: str, value: object, most: int, what: str) -> tuple[int, ...]:
+    """A number, or some: whole, from 1 to ``most``, which is ``what``; increasing, each once."""
+    given = [value] if is_whole(value) else items_of(value)
+    if not given or not all(is_whole(one, 1) and int(one) <= most for one in given):
+        raise _wrong(owner, name, value, f"whole numbers from 1 to {most}, {what}, such as (1, 2, 4)")
+    return tuple(sorted({int(one) for one in given}))
+
+
 def whole(owner: object, name: str, value: object) -> int:
     """A whole number, negative ones too."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):

@@ -68,6 +68,10 @@ def every_third(node: Node) -> bool:
 PLACERS: dict[str, Policy] = {
     "Stages(3, links)": Stages(3, links="pcie4", seconds=0.5),
     "Stages(2, schedule)": Stages(2, schedule="1f1b", memory="1GiB", links="nvlink4", seconds=0.5),
+    "Stages(4, replicas)": Stages(4, replicas=(1, 2), seconds=0.5),
+    "Stages(4, replicas, schedule)": Stages(
+        4, replicas=(1, 2), schedule="1f1b", memory="1GiB", links="nvlink4", seconds=0.1
+    ),
     "Devices": Devices(["h100", "h100", "a100"], links="pcie4", seconds=0.5),
     "Devices(pieces=None)": Devices(["h100"] * 2, links="pcie4", pieces=None, seconds=0.05),
     "Devices('latency')": Devices({"cuda:0": "h100", "cuda:1": "l4"}, links="pcie4", objective="latency", seconds=0.5),
@@ -96,6 +100,13 @@ LAWS: dict[str, Policy] = {
     "Mapped": Mapped(),
     "Half": Half(),
 }
+
+LIKE_ANOTHER = [
+    *(f"RoundRobin({n})" for n in (1, 2, 5)),
+    *(f"Stages({n})" for n in (1, 2, 4)),
+    *(f"Random(seed={s})" for s in (0, 2, 3, 4, 5)),
+]
+"""Those of `LAWS` that are another one with another number: each graph has one of them in turn."""
 
 
 class Lower(Budget):

@@ -2736,7 +2736,7 @@ def test_saved_values_had_no_module():
 
 
 def test_a_sweep_had_no_peak(capsys):
-    size = "layers=2,width=32,heads=2,seq=16,batch=2,vocab=53"
+    size = "layers=1,width=32,heads=2,seq=16,batch=2,vocab=53"
     assert main(["sweep", "gpt2", "--size", size, "--of", "peak", "--points", "3", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["of"] == "peak" and [p["peak"] for p in data["points"]] == sorted(

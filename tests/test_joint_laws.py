@@ -6,7 +6,8 @@ import json
 from functools import cache
 
 import pytest
-from jointmodels import NAMES, assert_steps_alike, captured, ran
+from campaigns import some_of_all
+from jointmodels import NAMES, SMALL, TRANSFORMERS, assert_steps_alike, captured, ran
 from lawtables import JOINT_LAWS, LAWS, PLACERS, asked, written
 from test_laws import picture
 
@@ -38,11 +39,19 @@ def planned(name, policy):
     return asked(JOINT_LAWS[policy], captured(name).joint.flow, prices(name))
 
 
+CASES = [
+    *(pytest.param(name, policy) for name in SMALL for policy in JOINT_LAWS),
+    *some_of_all(TRANSFORMERS, JOINT_LAWS, ["SaveAll", "RecomputeAll", "MinCut", "Budget, peak"], turns=2),
+]
+of_cases = pytest.mark.parametrize(("name", "policy"), CASES)
+
+
 @cache
 def peaks(name):
     return Peaks(captured(name).joint.flow)
 
 
+@cache
 def halves(name, policy):
     """The plan, and the pair that it gives; None where the policy says that there is no plan."""
     plan = planned(name, policy)
@@ -55,8 +64,7 @@ def test_every_policy_applies_to_most_steps(policy):
     assert sum(plan is not None for plan in plans) >= (3 if policy == "Budget, tight" else len(NAMES))
 
 
-@pytest.mark.parametrize("policy", JOINT_LAWS)
-@pytest.mark.parametrize("name", NAMES)
+@of_cases
 def test_halves_run_like_eager(name, policy):
     joint, args, kwargs, expected = captured(name)
     _, pair = halves(name, policy)
@@ -64,8 +72,7 @@ def test_halves_run_like_eager(name, policy):
         assert_steps_alike(ran(joint, pair, args, kwargs), expected)
 
 
-@pytest.mark.parametrize("policy", JOINT_LAWS)
-@pytest.mark.parametrize("name", NAMES)
+@of_cases
 def test_what_may_run_once_runs_once_where_it_belongs(name, policy):
     flow = captured(name).joint.flow
     plan, pair = halves(name, policy)
@@ -89,8 +96,7 @@ def test_what_may_run_once_runs_once_where_it_belongs(name, policy):
         assert sorted(emitted) == sorted(members), "each node is emitted once for each of its places"
 
 
-@pytest.mark.parametrize("policy", JOINT_LAWS)
-@pytest.mark.parametrize("name", NAMES)
+@of_cases
 def test_memory_is_simulated_alike_for_a_plan_and_for_its_pair(name, policy):
     plan, pair = halves(name, policy)
     if plan is None:
@@ -101,8 +107,7 @@ def test_memory_is_simulated_alike_for_a_plan_and_for_its_pair(name, policy):
     assert (trace.peak, trace.saved_bytes) == (profile.peak, profile.saved)
 
 
-@pytest.mark.parametrize("policy", JOINT_LAWS)
-@pytest.mark.parametrize("name", NAMES)
+@of_cases
 def test_the_same_plan_again_from_a_graph_that_is_left_as_it_was(name, policy):
     joint = captured(name).joint
     before, plan = as_captured(name), planned(name, policy)

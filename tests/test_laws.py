@@ -6,7 +6,8 @@ import json
 from itertools import pairwise
 
 import pytest
-from lawtables import JOINT_LAWS, LAWS, PLACERS, asked, policies_in, policies_there_are, sized, written
+from campaigns import some_of_all
+from lawtables import JOINT_LAWS, LAWS, LIKE_ANOTHER, PLACERS, asked, policies_in, policies_there_are, sized, written
 from zoographs import specimens
 
 from splitkit.costs import unit
@@ -52,8 +53,21 @@ def specimen(request):
     return ZOO[request.param]
 
 
-@pytest.mark.parametrize("parameters", ["own", "hoist"])
-@pytest.mark.parametrize("policy", LAWS)
+PAIRS = list(some_of_all(ZOO, LAWS, [policy for policy in LAWS if policy not in LIKE_ANOTHER]))
+
+
+def of_pairs_and_parameters(first):
+    """Each pair with one of both ways to hold parameters, in turn from the first on; with the other as a campaign."""
+
+    def case(number, pair, way):
+        now = way == ("own", "hoist")[(first + sum(divmod(number, len(LAWS)))) % 2]
+        return pytest.param(*pair.values, way, marks=pair.marks if now else pytest.mark.campaign)
+
+    cases = [case(number, pair, way) for number, pair in enumerate(PAIRS) for way in ("own", "hoist")]
+    return pytest.mark.parametrize(("specimen", "policy", "parameters"), cases, indirect=["specimen"])
+
+
+@of_pairs_and_parameters(first=0)
 def test_split_runs_like_the_whole(specimen, policy, parameters):
     graph, plan = graph_for(specimen, policy), planned(specimen, policy)
     if plan is None:
@@ -66,8 +80,7 @@ def test_split_runs_like_the_whole(specimen, policy, parameters):
         assert_same(graph, made, *inputs, tolerance=specimen.tolerance)
 
 
-@pytest.mark.parametrize("parameters", ["own", "hoist"])
-@pytest.mark.parametrize("policy", LAWS)
+@of_pairs_and_parameters(first=1)
 def test_relayed_plans_keep_the_laws(specimen, policy, parameters):
     graph = graph_for(specimen, policy)
     flow, plan = analyze(graph), planned(specimen, policy)
@@ -106,7 +119,11 @@ def test_joined_cycles_keep_the_laws(specimen, labels):
     assert_same(specimen.graph, made, *specimen.inputs, tolerance=specimen.tolerance)
 
 
-@pytest.mark.parametrize("policy", LAWS)
+@pytest.mark.parametrize(
+    ("specimen", "policy"),
+    some_of_all(ZOO, LAWS, [policy for policy in LAWS if policy not in {*LIKE_ANOTHER, *PLACERS}], turns=3),
+    indirect=["specimen"],
+)
 def test_the_same_plan_again_from_a_graph_that_is_left_as_it_was(specimen, policy):
     graph, plan = graph_for(specimen, policy), planned(specimen, policy)
     if specimen.name == "key-value cache":  # once it has run, a view of its buffer takes part in autograd

@@ -112,7 +112,7 @@ def _planned_and_dropped(number):
     """Plan a new graph by several policies; yields what must not outlive it."""
     net = Net(number)
     x = torch.randn(3, net.width)
-    if number % 60 == 7:
+    if number % 45 == 7:
         joint = sk.capture_joint(net, x)
         for policy in (SaveAll(), MinCut(), Precompute(), Budget("least")):
             joint.split(policy)
@@ -120,7 +120,7 @@ def _planned_and_dropped(number):
             joint.split(Budget(1))
         return joint.graph_module.graph, joint.flow, joint.graph_module
     gm = fx.symbolic_trace(net)
-    if number % 20 == 3:
+    if number % 15 == 3:
         sk.propagate(gm, x)
         for policy in (Stages(2, links="pcie4"), Acyclic(2)):
             sk.split(gm, policy)
@@ -132,22 +132,22 @@ def _planned_and_dropped(number):
 
 
 def test_memory_does_not_grow_over_graphs_that_are_planned_and_dropped():
-    """Of 300 graphs none is kept, no object of splitkit is added after the first 100, and of the last 60 less is kept
+    """Of 120 graphs none is kept, no object of splitkit is added after the first 50, and of the last 30 less is kept
     than two of them take.
 
     What torch keeps of each graph (its source, for tracebacks) and of each capture (sizes, guards) is not counted.
     """
     alive, counts = [], {}
-    for number in range(300):
-        if number == 240:
+    for number in range(120):
+        if number == 90:
             tracemalloc.start()
         alive += map(weakref.ref, _planned_and_dropped(number))
-        if number in (99, 299):
+        if number in (49, 119):
             counts[number] = _own_objects()
     kept = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, str(Path(sk.__file__).parent / "*"))])
     tracemalloc.stop()
     assert [ref() for ref in alive if ref() is not None] == []
-    assert counts[299] <= counts[99]
+    assert counts[119] <= counts[49]
     assert sum(trace.size for trace in kept.statistics("filename")) < 32 * 1024
 
 

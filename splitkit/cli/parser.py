@@ -56,6 +56,7 @@ def _plan(commands: _Commands[Parser]) -> None:
         "splitkit plan gpt2 --policy \"ByName({'transformer.h.[0-5]': 0, 'transformer.h.*': 1})\"\n"
         "splitkit plan llama --policy \"AroundOps(['aten.scaled_dot_product_attention'])\"\n"
         "splitkit plan gpt2 --devices 4xh200 --schedule 1f1b --microbatches 8 --trace timeline.json -o plan.json\n"
+        "splitkit plan gpt2 --devices 8xh200 --schedule 1f1b --replicas 1,2,4\n"
         "splitkit plan llama --devices h200,h200,a100 --objective latency\n"
         "splitkit plan gpt2 --what fwd-bwd --memory 2GiB -o step.json && splitkit run step.json --check"
     )
@@ -99,6 +100,13 @@ def _add_placement(group: argparse._ArgumentGroup) -> None:
         help="of a step, each of the size that is captured (default: two a stage)",
     )
     _add_links(group)
+    group.add_argument(
+        "--replicas",
+        type=numbers,
+        metavar="LIST",
+        help="on how many devices a stage may stand, such as 1,2,4: each runs its share of every microbatch (data "
+        "parallel); --stages or --devices then says how many devices there are (default: 1)",
+    )
     group.add_argument(
         "--optimizer",
         choices=("adam", "momentum", "sgd", "none"),

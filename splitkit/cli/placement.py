@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 2**70
 """What ``--memory`` may say."""
-OPTIONS = ("devices", "schedule", "microbatches", "links", "optimizer", "objective", "trace")
+OPTIONS = ("devices", "schedule", "microbatches", "links", "replicas", "optimizer", "objective", "trace")
 """Options that only a placement has; ``--memory`` has another meaning with ``--what fwd-bwd``."""
 
 
@@ -104,6 +104,7 @@ class Placement:
         links_from: why these.
         optimizer: whose state is held; ``None`` for inference.
         objective: ``"throughput"`` or ``"latency"``.
+        replicas: on how many devices a stage may stand; ``stages`` then says how many devices there are.
     """
 
     devices: DeviceList | None
@@ -115,6 +116,7 @@ class Placement:
     links_from: str
     optimizer: Optimizer
     objective: str
+    replicas: tuple[int, ...] = (1,)
 
     @classmethod
     def of(cls, args: Namespace) -> Placement:
@@ -134,18 +136,22 @@ class Placement:
         if stages is None and args.memory == "least":
             remedy = "Name one kind of device, 4xh200, or give --stages 4; leave --objective latency out."
             raise UsageError("SK601", "--memory least is for stages on devices that are alike", remedy)
+        if stages is None and args.replicas is not None:
+            remedy = "Name one kind of device, 8xh200, or give --stages 8; leave --objective latency out."
+            raise UsageError("SK601", "--replicas is for stages on devices that are alike", remedy)
         links, why = links_of(args.links, devices)
         optimizer = args.optimizer or ("none" if args.schedule is None else "adam")
         return cls(
             devices=devices,
             stages=stages,
             schedule=args.schedule,
-            microbatches=args.microbatches,
+            microbatches=_microbatches(args, stages),
             memory=_memory_of(args),
             links=links,
             links_from=why,
             optimizer=None if optimizer == "none" else cast("Optimizer", optimizer),
             objective=objective,
+            replicas=args.replicas or (1,),
         )
 
     def policy(self) -> Policy:
@@ -156,7 +162,8 @@ class Placement:
             memory = self.memory
             if memory is None and self.devices is not None:
                 memory = self.devices.devices[0].memory
-            return Stages(self.stages, self.schedule, self.microbatches, memory, self.links, self.optimizer)
+            asked = self.schedule, self.microbatches, memory, self.links, self.optimizer
+            return Stages(self.stages, *asked, replicas=self.replicas)
         assert self.devices is not None
         given = list(self.devices.devices)
         return Devices(given, self.memory, self.links, self.objective, optimizer=self.optimizer)
@@ -180,6 +187,7 @@ class Placement:
             "links": self.links,
             "optimizer": self.optimizer,
             "objective": self.objective,
+            "replicas": list(self.replicas),
         }
 
     def facts(self) -> dict[str, str]:
@@ -204,6 +212,14 @@ def links_of(given: str | None, devices: DeviceList | None) -> tuple[str | None,
     if devices.links is not None:
         return devices.links, " of the file"
     return devices.usual_links, f", usual for {devices.kinds} (others with --links)"
+
+
+def _microbatches(args: Namespace, stages: int | None) -> int | None:
+    """Of a step: with replicas two for each device, whatever the number of stages."""
+    if args.microbatches is None and args.replicas is not None and args.schedule is not None and stages is not None:
+        return 2 * stages
+    found: int | None = args.microbatches
+    return found
 
 
 def _require_alike(args: Namespace, devices: DeviceList) -> None:

@@ -42,10 +42,10 @@ class Stopwatch:
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
-    def step(self, name: str, what: str) -> Iterator[None]:
-        """Time a step, with a spinner on a terminal."""
+    def step(self, name: str, what: str, policy: object = None) -> Iterator[None]:
+        """Time a step, with a spinner on a terminal; with a bar for a ``policy`` that says how long it searches."""
         start = perf_counter()
-        with busy(what):
+        with busy(what, getattr(policy, "seconds", None)):
             yield
         self.seconds[name] = perf_counter() - start
 
@@ -193,7 +193,7 @@ def make_plan(args: Namespace, spec: str) -> tuple[Work, Plan, Costs]:
     check_costs(args.costs)
     policy = named.build()
     work = prepare(wanted)
-    with work.clock.step("plan", f"planning {named.text}"):
+    with work.clock.step("plan", f"planning {named.text}", policy):
         costs = prices(work, args.costs, args.training)
         return work, sk.plan(work.gm, policy, costs, on_cycle=args.on_cycle or "error"), costs
 

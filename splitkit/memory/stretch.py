@@ -166,6 +166,29 @@ class Line:
         backward = self._backward(start, end, nothing, saved, np.zeros(0, np.int64))
         return Stretch(parameters, trained, saved, max(0, forward - saved, backward - saved))
 
+    def alone(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """`least` of each node by itself, of all of them in one pass.
+
+        Returns:
+            (length,) parameters, gradients, saved and temporary, as of `Stretch`.
+        """
+        # What a node reads twice is one pair; nothing comes or goes, and no gradient is added to one that is there.
+        parameters = self._summed(self.parameters, self.parameter_bytes)
+        touched = self._summed(self.storages, self.storage_bytes) + self.forward
+        if not self.training:
+            nothing = np.zeros(self.length, np.int64)
+            return parameters, nothing, nothing, np.maximum(touched, 0)
+        saved = self._summed(self.saves, self.storage_bytes)
+        back = saved + self._summed(self.gradient_reads, self.gradient_bytes) + self.backward
+        most = np.maximum(np.maximum(touched, 0) - saved, np.maximum(back, 0) - saved)
+        return parameters, self._summed(self.parameters, self.trained_bytes), saved, np.maximum(0, most)
+
+    def _summed(self, touches: Touches, nbytes: Ints) -> Ints:
+        """(length,) bytes of all that is touched at each position."""
+        total = np.zeros(self.length, np.int64)
+        np.add.at(total, touches.position, nbytes[touches.item])
+        return total
+
     @cached_property
     def messages(self) -> Ints:
         """(length + 1,) bytes that cross before each position: values made before it, and read there or later."""

@@ -9,6 +9,9 @@ import numpy as np
 from splitkit.errors import PolicyError
 from splitkit.solvers.placement.problem import Floats
 
+MOST_REPLICATED = 64
+"""The most devices over which stages with replicas are looked for."""
+
 
 def require_schedule(policy: object, schedule: str | None, microbatches: int | None, stages: int) -> None:
     """Refuse a schedule that does not go with so many stages and microbatches.
@@ -24,6 +27,40 @@ def require_schedule(policy: object, schedule: str | None, microbatches: int | N
     elif microbatches is not None:
         name = type(policy).__name__
         raise PolicyError("SK302", f"{name}: microbatches={microbatches!r} without a schedule", 'Add schedule="1f1b".')
+
+
+def require_replicas(
+    policy: object, degrees: Sequence[int], devices: int, schedule: str | None, microbatches: int | None, *, least: bool
+) -> None:
+    """Refuse what does not go with stages on several devices.
+
+    Args:
+        policy: on whose behalf.
+        degrees: on how many devices a stage may stand, increasing.
+        devices: how many there are.
+        schedule: of the pipeline.
+        microbatches: of a step; two for each device, if not given.
+        least: whether the least memory is asked for.
+
+    Raises:
+        ScheduleError: SK330 for a schedule that does not go with the most stages that there can be.
+        PolicyError: SK302 for what is not known of replicas; says what is.
+    """
+    name = f"{type(policy).__name__}(replicas={tuple(degrees)})"
+    if devices > MOST_REPLICATED:
+        remedy = f"Ask for {MOST_REPLICATED} devices at most, or leave replicas out."
+        raise PolicyError("SK302", f"{name} for {devices} devices", remedy)
+    if least:
+        raise PolicyError("SK302", f"{name} with memory='least'", "Give the memory in bytes, or leave replicas out.")
+    if schedule is None:
+        require_schedule(policy, None, microbatches, devices)
+        return
+    from splitkit.pipeline.torch_orders import is_single
+
+    if not is_single(schedule):
+        reason = f"{name} with schedule={schedule!r}, which puts two stages on a rank"
+        raise PolicyError("SK302", reason, "Use '1f1b' or 'gpipe', or leave replicas out.")
+    require_schedule(policy, schedule, microbatches_of(microbatches, devices), devices // degrees[0])
 
 
 def ranks_of(schedule: str | None, microbatches: int | None, stages: int) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Ints
+from splitkit.pipeline.replication import share
 from splitkit.pipeline.stagecosts import bytes_back, bytes_on
 from splitkit.pipeline.trace import Floats, StepTrace
 
@@ -120,7 +121,8 @@ def _saved(run: StepTrace, stage: int) -> tuple[int, int]:
     costs = run.stages[stage]
     later = costs.saved_bytes if costs.deferred_bytes is None else costs.deferred_bytes
     # An input in a static buffer is there anyway.
-    apart = bytes_on(run.stages, stage - 1) if run.static_buffers and _remote(run, stage, stage - 1) else 0
+    static = run.static_buffers and _remote(run, stage, stage - 1)
+    apart = share(bytes_on(run.stages, stage - 1), costs.replicas) if static else 0
     return max(0, costs.saved_bytes - apart), max(0, min(later, costs.saved_bytes - apart))
 
 
@@ -128,26 +130,30 @@ def _of_messages(run: StepTrace) -> Iterator[_Changes]:
     """Buffers of messages.
 
     An activation that is sent is among what its stage has saved, and one that came is so from the start of its reader.
-    A gradient is held until it is sent, and by its reader up to the end.
+    A gradient is held until it is sent, and by its reader up to the end. Each replica of a stage has its share.
     """
     rank, stage, kind, _ = run.order.columns
     data, number = run.order.links.data, np.arange(len(rank))
     on, back = (np.array([of(run.stages, s) for s in range(len(run.stages))]) for of in (bytes_on, bytes_back))
+    replicas = np.array([s.replicas for s in run.stages])[stage]
     forward, remote = kind == FORWARD, rank != rank[data]
     begin, end = 2 * number, 2 * number + 1  # places
     if not run.static_buffers:
         read = number[(data >= 0) & remote & forward]
         times = run.departures[data[read]], run.starts[read]
-        yield from _held(rank[read], on[stage[data[read]]], *times, np.full(len(read), _SOONEST), begin[read])
+        on_each = -(-on[stage[data[read]]] // replicas[read])
+        yield from _held(rank[read], on_each, *times, np.full(len(read), _SOONEST), begin[read])
         read = number[(data >= 0) & remote & ~forward]
         times = run.departures[data[read]], run.ends[read]
-        yield from _held(rank[read], back[stage[data[read]]], *times, np.full(len(read), _SOONEST), end[read])
+        back_each = -(-back[stage[data[read]]] // replicas[read])
+        yield from _held(rank[read], back_each, *times, np.full(len(read), _SOONEST), end[read])
     read = number[(data >= 0) & ~remote & ~forward]
     made = data[read]
-    yield from _held(rank[read], back[stage[made]], run.ends[made], run.ends[read], end[made], end[read])
+    own = -(-back[stage[made]] // replicas[read])
+    yield from _held(rank[read], own, run.ends[made], run.ends[read], end[made], end[read])
     sent = number[~forward & (run.arrivals > run.ends)]
-    times = run.ends[sent], run.arrivals[sent]
-    yield from _held(rank[sent], back[stage[sent]], *times, end[sent], np.full(len(sent), _LATEST))
+    times, own = (run.ends[sent], run.arrivals[sent]), -(-back[stage[sent]] // replicas[sent])
+    yield from _held(rank[sent], own, *times, end[sent], np.full(len(sent), _LATEST))
 
 
 def _held(rank: Ints, nbytes: Ints, start: Floats, stop: Floats, first: Ints, last: Ints) -> Iterator[_Changes]:
@@ -161,10 +167,11 @@ def _static(run: StepTrace) -> Sequence[int]:
     held = [0] * run.ranks
     if run.static_buffers:
         for stage, rank in enumerate(run.order.rank_of):
+            replicas = run.stages[stage].replicas
             if _remote(run, stage, stage - 1):
-                held[rank] += run.order.microbatches * bytes_on(run.stages, stage - 1)
+                held[rank] += run.order.microbatches * share(bytes_on(run.stages, stage - 1), replicas)
             if _remote(run, stage, stage + 1):
-                held[rank] += run.order.microbatches * bytes_back(run.stages, stage + 1)
+                held[rank] += run.order.microbatches * share(bytes_back(run.stages, stage + 1), replicas)
     return held
 
 

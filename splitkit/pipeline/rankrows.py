@@ -25,6 +25,7 @@ class RankRow:
         nbytes: at its peak: parameters with gradients and optimizer; saved for backward; messages; temporaries.
         limit: bytes that it has.
         unit: of ``busy``, where the prices are no time.
+        replicas: devices that do and hold this, each; 1 for one device.
     """
 
     device: str
@@ -35,6 +36,7 @@ class RankRow:
     nbytes: tuple[int, int, int, int]
     limit: int | None = None
     unit: str = "s"
+    replicas: int = 1
 
     @property
     def used(self) -> float:
@@ -53,6 +55,7 @@ class RankRow:
             "bubble": self.bubble,
             "in_flight": self.in_flight,
             "memory": memory,
+            "replicas": self.replicas,
         }
 
     def cells(self, number: int) -> dict[str, str]:
@@ -61,6 +64,7 @@ class RankRow:
             "rank": str(number),
             "device": self.device,
             "stages": ",".join(map(str, self.stages)) or "none",
+            "replicas": f"x{self.replicas}" if self.replicas > 1 else "",
             "busy": duration(self.busy, self.unit) if self.busy else "0",
             "bubble": "" if self.bubble is None else f"{self.bubble:.1%}",
             "in flight": "" if self.in_flight is None else str(self.in_flight),
@@ -101,4 +105,5 @@ def rows_of_parts(
             nbytes=(fixed, sum(part.saved_bytes for part in costs), 0, temporary),
             limit=limit,
             unit=next((part.unit for part in costs), "s"),
+            replicas=max((part.replicas for part in costs), default=1),
         )

@@ -74,6 +74,12 @@ class ScheduleRun(StepTrace):
         return tuple(memory.peak for memory in self.memory)
 
     @property
+    def replicas(self) -> tuple[int, ...]:
+        """How many devices each rank is; all that is said of a rank is said of each of them."""
+        of = dict(zip(self.order.rank_of, self.stages, strict=True))
+        return tuple(of[rank].replicas if rank in of else 1 for rank in range(self.ranks))
+
+    @property
     def limiting_rank(self) -> int:
         """The rank with the highest peak, the first of equal ones."""
         return self.peaks.index(max(self.peaks))
@@ -98,6 +104,7 @@ class ScheduleRun(StepTrace):
                 bubble=self.bubbles[rank],
                 in_flight=self.in_flight[rank],
                 nbytes=(m.parameters + m.gradients + m.optimizer, m.saved, m.messages, m.temporaries),
+                replicas=self.replicas[rank],
                 limit=limits[rank] if limits else None,
                 unit=self.unit,
             )
@@ -115,6 +122,7 @@ class ScheduleRun(StepTrace):
                 "bubble": self.bubbles[rank],
                 "in_flight": self.in_flight[rank],
                 "memory": self.memory[rank].to_dict(),
+                "replicas": self.replicas[rank],
             }
             for rank in range(self.ranks)
         ]
@@ -160,9 +168,10 @@ class ScheduleRun(StepTrace):
             f"step {duration(self.seconds, self.unit)}, bubble {self.bubble:.1%}, "
             f"peak {size(most)} on rank {self.limiting_rank}"
         )
+        titles = [*_TITLES[:2], "replicas", *_TITLES[2:]] if max(self.replicas) > 1 else _TITLES
         rows = [
-            _TITLES,
-            *([cells[t] for t in _TITLES] for cells in (row.cells(i) for i, row in enumerate(self.rows()))),
+            titles,
+            *([cells[t] for t in titles] for cells in (row.cells(i) for i, row in enumerate(self.rows()))),
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Protocol, cast
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from splitkit.checks import is_number, shown
 from splitkit.errors import CostError, ScheduleError
 from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, LETTERS, PipelineOrder
+from splitkit.pipeline.replication import rounds, share
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stagecosts import StageCosts, bytes_back, bytes_on
 from splitkit.pipeline.trace import Floats
@@ -50,6 +52,10 @@ def simulate_schedule(
       action that reads). Both ends do so at the same time if both are free; else each pays at its own time, out of
       a buffer, so that an order that ends with overlap ends without.
 
+    The replicas of a stage act as one rank. A message between stages of a and b replicas takes as long as the larger
+    share, of 1 / min(a, b), over the slowest of their links; after its last action a rank adds up the gradients of its
+    replicas in a ring, while nothing else runs there.
+
     Args:
         stages: in the order of the model.
         schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved-1f1b"``, ``"looped-bfs"``, ``"interleaved-zero-bubble"``,
@@ -57,7 +63,8 @@ def simulate_schedule(
         microbatches: how many the step has; an order of your own says so itself.
         ranks: how many share the stages. ``None``: one a stage for GPipe and 1F1B, one for two stages otherwise.
         links: how long messages take, or the name of a preset (``"nvlink4"``); ``None``: no time.
-        devices: what the links call the ranks, ``0 .. ranks - 1`` if not given.
+        devices: what the links call the ranks, ``0 .. ranks - 1`` if not given; with replicas all of their devices,
+            those of the first rank first.
         overlap: whether ranks compute while they send and receive.
         static_buffers: every stage holds a receive buffer for each microbatch all the time, as on torch 2.11 and 2.13;
             else a buffer is there from when its message goes off, until it is read (near torch 2.15).
@@ -68,9 +75,11 @@ def simulate_schedule(
         CostError: SK322 if two ranks that talk have no link, or ``links`` are none.
     """
     order, links = _order(stages, schedule, microbatches, ranks), _links_of(links)
-    names = _names(order, devices)
+    replicas = _replicas(order, stages)
+    names = _names(replicas, devices)
     starts, ends, departures, arrivals = _times(order, stages, _messages(order, stages, names, links), overlap)
-    return ScheduleRun(order, tuple(stages), starts, ends, departures, arrivals, static_buffers)
+    syncs = () if links is None or max(replicas) == 1 else _syncs(order, stages, names, links)
+    return ScheduleRun(order, tuple(stages), starts, ends, departures, arrivals, static_buffers, syncs)
 
 
 def _order(
@@ -102,7 +111,7 @@ def _links_of(links: object) -> LinkTimes | None:
     return links_of(links)
 
 
-def _trip(links: LinkTimes, here: Hashable, there: Hashable, nbytes: int) -> float:
+def _trip(links: LinkTimes, here: Hashable, there: Hashable, nbytes: float) -> float:
     found: object = links.seconds(here, there, nbytes)
     if not is_number(found) or float(found) == math.inf:
         reason = f"{nbytes} bytes from {here} to {there} take {shown(found)} seconds"
@@ -110,13 +119,41 @@ def _trip(links: LinkTimes, here: Hashable, there: Hashable, nbytes: int) -> flo
     return float(found)
 
 
-def _names(order: PipelineOrder, devices: Sequence[Hashable] | None) -> Sequence[Hashable]:
-    names: Sequence[Hashable] = range(len(order.ranks)) if devices is None else devices
+def _replicas(order: PipelineOrder, stages: Sequence[StageCosts]) -> list[int]:
+    """How many devices each rank is."""
+    found: dict[int, int] = {}
+    for rank, stage in zip(order.rank_of, stages, strict=True):
+        if found.setdefault(rank, stage.replicas) != stage.replicas:
+            text = f"the stages of rank {rank} have {found[rank]} and {stage.replicas} replicas"
+            raise ScheduleError("SK330", text, "Give stages of one rank as many.")
+    return [found.get(rank, 1) for rank in range(len(order.ranks))]
+
+
+def _names(replicas: Sequence[int], devices: Sequence[Hashable] | None) -> list[Sequence[Hashable]]:
+    """What the devices of each rank are called."""
+    names: Sequence[Hashable] = range(sum(replicas)) if devices is None else devices
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise ScheduleError("SK330", f"devices are {shown(devices)}", "List a name for each rank.")
-    if len(names) != len(order.ranks):
-        raise ScheduleError("SK330", f"{len(names)} devices for {len(order.ranks)} ranks", "Name one for each rank.")
-    return names
+    if len(names) != sum(replicas):
+        several = f" of {sum(replicas)} replicas" if max(replicas) > 1 else ""
+        text = f"{len(names)} devices for {len(replicas)} ranks{several}"
+        raise ScheduleError("SK330", text, f"Name one for each {'replica' if several else 'rank'}.")
+    ends = np.cumsum(replicas).tolist()
+    return [names[end - count : end] for end, count in zip(ends, replicas, strict=True)]
+
+
+def _syncs(
+    order: PipelineOrder, stages: Sequence[StageCosts], names: Sequence[Sequence[Hashable]], links: LinkTimes
+) -> tuple[float, ...]:
+    """Seconds in which the replicas of each rank add up the gradients of its stages."""
+    total = [0.0] * len(order.ranks)
+    for rank, stage in zip(order.rank_of, stages, strict=True):
+        own = names[rank]
+        if stage.gradient_bytes and len(own) > 1:
+            each = stage.gradient_bytes / len(own)
+            hops = zip(own, [*own[1:], own[0]], strict=True)
+            total[rank] += rounds(len(own)) * max(_trip(links, here, there, each) for here, there in hops)
+    return tuple(total)
 
 
 @dataclass(frozen=True)
@@ -133,7 +170,7 @@ class _Messages:
 
 
 def _messages(
-    order: PipelineOrder, stages: Sequence[StageCosts], names: Sequence[Hashable], links: LinkTimes | None
+    order: PipelineOrder, stages: Sequence[StageCosts], names: Sequence[Sequence[Hashable]], links: LinkTimes | None
 ) -> _Messages:
     count = len(stages)
     wire, seconds = [-1] * (len(LETTERS) * count), [0.0] * (len(LETTERS) * count)
@@ -143,11 +180,12 @@ def _messages(
                 continue
             here, there = order.rank_of[stage], order.rank_of[target]
             nbytes = bytes_on(stages, stage) if target > stage else bytes_back(stages, stage)
+            each = share(nbytes, min(stages[stage].replicas, stages[target].replicas))
+            pairs = () if links is None else product(names[here], names[there])
+            trip = max((_trip(cast("LinkTimes", links), a, b, each) for a, b in pairs), default=0.0)
             for kind in kinds:
                 wire[kind * count + stage] = here * len(order.ranks) + there
-                seconds[kind * count + stage] = (
-                    0.0 if links is None else _trip(links, names[here], names[there], nbytes)
-                )
+                seconds[kind * count + stage] = trip
     return _Messages(wire, seconds)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from splitkit.checks import is_number, is_whole, shown
+from splitkit.checks import MOST, is_number, is_whole, shown
 from splitkit.errors import ScheduleError
 
 MOST_SECONDS, MOST_BYTES = 1e100, 2**60
@@ -34,6 +34,8 @@ class StageCosts:
         gradient_bytes: what the gradients of the parameters take.
         optimizer_bytes: what the state of the optimizer takes.
         unit: what the times count: ``"s"``, or that of nominal prices.
+        replicas: devices that run the stage, each an equal share of every microbatch. All else is what one of them does
+            and holds (`splitkit.pipeline.replication`), but messages, which are those of all together.
 
     Raises:
         ScheduleError: SK332 if one is negative or no number; names the field.
@@ -51,6 +53,7 @@ class StageCosts:
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
     unit: str = "s"
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -60,6 +63,10 @@ class StageCosts:
             if field.name == "unit":
                 if not isinstance(value, str):
                     raise ScheduleError("SK332", f"unit is {shown(value)}", 'Give a text: "s", "nodes".')
+                continue
+            if field.name == "replicas":
+                if not is_whole(value, 1) or int(value) > MOST:
+                    raise ScheduleError("SK332", f"replicas is {shown(value)}", "Give a whole number, 1 or more.")
                 continue
             whole = field.name.endswith("_bytes")
             fits, most = (is_whole, MOST_BYTES) if whole else (is_number, MOST_SECONDS)

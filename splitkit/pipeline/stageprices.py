@@ -20,6 +20,7 @@ from splitkit.graph.joint import is_joint
 from splitkit.memory.autograd import Activations
 from splitkit.memory.lines import Units, units_of
 from splitkit.memory.stretch import Line
+from splitkit.pipeline.replication import replica_of, trained_bytes, undivided
 from splitkit.pipeline.stagecosts import StageCosts
 from splitkit.plans.order import part_order
 from splitkit.plans.parts import HOST, PartKey
@@ -62,6 +63,7 @@ def stage_costs(
       the next rank only; ``input_gradient_bytes``: the same on the way back. Inputs of the graph are there for every
       part, and what the graph yields need not go to the last one.
     * What two parts read of the parameters, each has.
+    * Of a part with replicas, what one of them does and holds (`splitkit.pipeline.replication`).
 
     Without an optimizer there is no backward: no gradients, nothing saved, and ``temporary_bytes`` are all activations
     at their peak, what the part takes and gives included.
@@ -118,11 +120,13 @@ class StagePrices:
 
     def of(self, plan: Plan | Sequence[Collection[Node]]) -> tuple[StageCosts, ...]:
         """The costs of the parts of a plan."""
-        parts, homes = self._parts(plan)
+        parts, homes, replicas = self._parts(plan)
         line = self.units.line(parts, homes)
         found, start = [], 0
-        for nodes in parts:
-            found.append(self.stage(line, start, start + len(nodes), nodes))
+        for nodes, count in zip(parts, replicas, strict=True):
+            whole = self.stage(line, start, start + len(nodes), nodes)
+            trained = [trained_bytes(self.flow, node) for node in nodes] if count > 1 and whole.gradient_bytes else []
+            found.append(replica_of(whole, count, undivided(trained, whole.gradient_bytes)))
             start += len(nodes)
         return tuple(found)
 
@@ -145,8 +149,8 @@ class StagePrices:
             unit=unit_of(self.costs),
         )
 
-    def _parts(self, plan: Plan | Sequence[Collection[Node]]) -> tuple[list[list[Node]], dict[Node, int]]:
-        """The nodes of each part in graph order, and where those with copies have their home."""
+    def _parts(self, plan: Plan | Sequence[Collection[Node]]) -> tuple[list[list[Node]], dict[Node, int], list[int]]:
+        """The nodes of each part in graph order; the homes of those with copies; how many replicas each has."""
         placed: dict[Node, tuple[int, ...]] = {}
         if isinstance(plan, Plan):
             keys = run_order(self.flow, plan)
@@ -166,7 +170,8 @@ class StagePrices:
         for node in self.flow.nodes:
             for i in placed[node]:
                 parts[i].append(node)
-        return parts, {node: where[0] for node, where in placed.items() if len(where) > 1}
+        replicas = [plan.parts[key].replicas for key in keys] if isinstance(plan, Plan) else [1] * len(keys)
+        return parts, {node: where[0] for node, where in placed.items() if len(where) > 1}, replicas
 
     def _check(self, placed: Mapping[Node, tuple[int, ...]]) -> None:
         left = [node for node in self.flow.nodes if node not in placed]

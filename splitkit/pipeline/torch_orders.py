@@ -61,6 +61,11 @@ def pipeline_order(schedule: str, stages: int, microbatches: int, ranks: int | N
     return _order(name, stages // ranks, microbatches, ranks)
 
 
+def is_single(schedule: str) -> bool:
+    """Whether a schedule has one stage on each rank (SK330 if there is no such schedule)."""
+    return _torchs_name(schedule) in _SINGLE
+
+
 def _torchs_name(schedule: object) -> str:
     plain = "".join(c for c in schedule.lower() if c.isalnum()) if isinstance(schedule, str) else ""
     plain = {"zbv": "zbvzerobubble"}.get(plain, plain)

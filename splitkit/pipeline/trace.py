@@ -54,6 +54,8 @@ class StepTrace:
         departures: when its result went off to another rank; its end if it stays.
         arrivals: when it was there.
         static_buffers: whether each microbatch has receive buffers of its own.
+        syncs: seconds that the replicas of each rank take after their last action to add up their gradients; empty
+            where no stage has replicas, or messages take no time.
     """
 
     order: PipelineOrder
@@ -63,6 +65,7 @@ class StepTrace:
     departures: Floats
     arrivals: Floats
     static_buffers: bool
+    syncs: tuple[float, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -71,8 +74,12 @@ class StepTrace:
 
     @cached_property
     def seconds(self) -> float:
-        """Of the step: the end of the last action."""
-        return float(self.ends.max())
+        """Of the step: the end of the last action, and of the adding up of gradients."""
+        if not any(self.syncs):
+            return float(self.ends.max())
+        last = np.zeros(self.ranks)
+        np.maximum.at(last, self.order.columns.rank, self.ends)
+        return float((last + np.array(self.syncs)).max())
 
     @cached_property
     def timeline(self) -> tuple[Event, ...]:

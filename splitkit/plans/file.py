@@ -18,7 +18,7 @@ from torch.fx import Node
 from splitkit import files
 from splitkit._torch import target_name
 from splitkit.errors import FileError, PlanError
-from splitkit.plans.parts import CALLS, Claim, Part, PartKey
+from splitkit.plans.parts import CALLS, Claim, Part, PartKey, flaw_of_replicas
 
 SCHEMA = 1
 _MOST = 1e300  # of the numbers in a claim
@@ -59,14 +59,7 @@ def encode(plan: Fields) -> dict[str, Any]:
         "note": plan.note,
         "routing": plan.routing,
         "claim": _claim_to_json(plan.claim),
-        "parts": [
-            {
-                "key": name,
-                "device": str(plan.parts[k].device) if plan.parts[k].device else None,
-                "call": plan.parts[k].call,
-            }
-            for k, name in zip(keys, written, strict=True)
-        ],
+        "parts": [_part_to_json(plan.parts[k], name) for k, name in zip(keys, written, strict=True)],
         "places": {n.name: [number[k] for k in plan.places[n]] for n in nodes},
     }
 
@@ -96,6 +89,12 @@ def decode(graph: fx.Graph, data: Mapping[str, Any]) -> Fields:
     }
     note, routing, claim = data.get("note", ""), data.get("routing", "direct"), data.get("claim")
     return Fields(places, {p.key: p for p in parts}, str(note), _routing(routing), _claim(claim))
+
+
+def _part_to_json(part: Part, name: Any) -> dict[str, Any]:
+    """What is known of a part; files of before there were replicas have none, nor have those of plans without."""
+    known = {"key": name, "device": str(part.device) if part.device else None, "call": part.call}
+    return known | ({"replicas": part.replicas} if part.replicas > 1 else {})
 
 
 def _claim_to_json(claim: Claim | None) -> dict[str, Any] | None:
@@ -146,15 +145,18 @@ def _parts(data: object) -> list[Part]:
 
 
 def _part(place: str, entry: Mapping[str, Any]) -> Part:
-    key, device, call = entry["key"], entry["device"], entry["call"]
+    key, device, call, replicas = entry["key"], entry["device"], entry["call"], entry.get("replicas", 1)
     if not isinstance(call, str) or call not in CALLS:
         raise _damaged(f"{place}.call", call, "'plain' or 'checkpoint'")
+    if flaw_of_replicas(replicas):
+        raise _damaged(f"{place}.replicas", replicas, "a whole number, 1 or more")
     try:
         name = _key_from_json(key)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise _damaged(f"{place}.key", key, "an int, a string, a device or a list of these") from error
     try:
-        return Part(name, None if device is None else _device(device), "plain" if call == "plain" else "checkpoint")
+        where = None if device is None else _device(device)
+        return Part(name, where, "plain" if call == "plain" else "checkpoint", replicas)
     except (RuntimeError, TypeError, OverflowError) as error:
         raise _damaged(f"{place}.device", device, "null or the name of a device") from error
 

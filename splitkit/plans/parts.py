@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from splitkit.checks import MOST, is_whole, shown
 from splitkit.errors import PlanError
 
 PartKey = Hashable
@@ -45,11 +46,14 @@ class Part:
         device: where it should run; the engine moves nothing, the runtime does.
         call: ``"plain"``, or ``"checkpoint"`` to keep only its inputs for backward and run it again there
             (`torch.utils.checkpoint`).
+        replicas: on how many devices it should run, each with all of its parameters and an equal share of every
+            microbatch (data parallel); the engine makes one part, the runtime its replicas.
     """
 
     key: PartKey
     device: torch.device | None = None
     call: Literal["plain", "checkpoint"] = "plain"
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         call: object = self.call
@@ -64,6 +68,14 @@ class Part:
             raise PlanError(
                 "SK206", f"part {self.key!r} has device={device!r}, no torch.device", "Use torch.device('cuda:0')."
             )
+        if flaw := flaw_of_replicas(self.replicas):
+            raise PlanError("SK206", f"part {self.key!r} has replicas={flaw}", "Use a whole number, 1 or more.")
+        object.__setattr__(self, "replicas", int(self.replicas))
+
+
+def flaw_of_replicas(given: object) -> str:
+    """What is no number of replicas, as a text; empty for one that is."""
+    return "" if is_whole(given, 1) and int(given) <= MOST else shown(given)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,11 @@ def _kind(given: object) -> str:
     return f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
 
 
+def _where(part: Part) -> str:
+    replicas = f", {part.replicas} replicas" if part.replicas > 1 else ""
+    return f"{f' on {part.device}' if part.device else ''}{replicas}"
+
+
 def _is_confused(key: object, other: object) -> bool:
     """Whether a key equals what it is not: something that nobody has seen, or another key of the same plan."""
     if type(key) in _SOUND:
@@ -95,7 +100,7 @@ class Plan(Mapping[Node, tuple[PartKey, ...]]):
     def __str__(self) -> str:
         """A line, and one for each of the first parts."""
         held = Counter(key for keys in self.places.values() for key in keys)
-        lines = (f"{key}: {held[key]} nodes{f' on {p.device}' if p.device else ''}" for key, p in self.parts.items())
+        lines = (f"{key}: {held[key]} nodes{_where(part)}" for key, part in self.parts.items())
         head = f"Plan of {len(self.places)} nodes in {len(self.parts)} parts{f': {self.note}' if self.note else ''}"
         return "\n".join([head, *few(lines, "parts")])
 

@@ -16,8 +16,10 @@ from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
 from splitkit.search.devicedemand import DeviceDemand
 from splitkit.search.devices import DeviceSearch
+from splitkit.solvers.clock import Clock
 
 OBJECTIVES = ("throughput", "latency")
+_COUNTED, _STAGES_COUNTED = 0.3, 0.1  # of the seconds: how long a solver counts its steps for
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,9 @@ class Devices:
         optimizer: whose state is held; ``None``: the model is not trained.
         together: patterns of module paths as in `ByName`; what one matches goes to one device.
         only: pattern of module paths -> the keys of the devices that can run what it matches.
-        seconds: about how long to search; counted in steps, so that the plan is the same on a slower machine.
+        seconds: as of `Stages`: the search has ended by then, the facts about the graph not counted. Steps that are
+            counted end it before, so that the plan is the same on a slower machine; where time did, the note says so.
+        replicas: no more than 1 of a part; `Stages` puts stages on several devices that are alike.
     """
 
     devices: Sequence[str | Device] | Mapping[PartKey, str | Device]
@@ -55,8 +59,12 @@ class Devices:
     together: Sequence[str] = ()
     only: Mapping[str, Collection[PartKey]] = field(default_factory=dict)
     seconds: float = 10.0
+    replicas: int | Sequence[int] = (1,)
 
     def __post_init__(self) -> None:
+        if not (is_whole(self.replicas) and self.replicas == 1) and items_of(self.replicas) != [1]:
+            text, remedy = f"Devices: replicas is {shown(self.replicas)}", "Stages(8, replicas=(1, 2, 4)) has replicas,"
+            raise PolicyError("SK302", text, f"{remedy} on devices that are alike.")
         if (
             isinstance(self.devices, str | bytes)
             or not isinstance(self.devices, Sequence | Mapping)
@@ -131,4 +139,7 @@ class Devices:
         )
         named = isinstance(self.devices, Mapping)
         pieces = None if self.pieces is None else min(self.pieces, len(flow.nodes))
-        return DeviceSearch(demand, self.objective == "latency", pieces, self.seconds, named).plan()
+        soon = self.objective == "latency"
+        counted = (_STAGES_COUNTED if pieces == 1 and not soon else _COUNTED) * self.seconds
+        demand.analyze()
+        return DeviceSearch(demand, soon, pieces, counted, named, clock=Clock(self.seconds)).plan()

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 
-from splitkit.checks import Memory, count, fraction, is_word, memory_of, seconds, settle
+from splitkit.checks import Memory, count, degrees, fraction, is_word, memory_of, seconds, settle
 from splitkit.costs import Costs, Links
 from splitkit.costs.links import links_of
-from splitkit.errors import PolicyError
+from splitkit.errors import NoPlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow, enough_nodes
-from splitkit.pipeline.defaults import ranks_of, require_schedule
+from splitkit.pipeline.defaults import microbatches_of, ranks_of, require_replicas, require_schedule
 from splitkit.pipeline.stageprices import Optimizer, checked_optimizer
 from splitkit.plans.record import Plan
 from splitkit.search.demand import Demand
+from splitkit.search.replicas import ReplicaSearch
+from splitkit.search.replicaworth import ReplicaWorth
 from splitkit.search.stages import Staging
+from splitkit.solvers.clock import Clock
+from splitkit.solvers.placement.solution import ending
 from splitkit.solvers.placement.stages.contiguous import contiguous
+
+# Of the seconds: how long a solver counts its steps for. Several are asked, and there are slower machines.
+_COUNTED, _ALONE = 0.04, 0.1  # the latter where work alone counts: proofs need more steps, which are quicker
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,15 @@ class Stages:
     in flight at their place, and before they are made even, those with the shortest simulated step are taken; of those
     that are as even, those with the lowest peak.
 
+    With ``replicas`` a stage may stand on several devices (data parallel): each has all of its parameters, and 1/d of
+    every microbatch, of its time and its activations. The parts of the plan say how many (`Part.replicas`). The load
+    is that of a device; devices are made even, not stages. A message takes 1 / min(d, e) of its time between stages on
+    d and e devices. With links and a schedule a ring adds up the gradients once a step, 2 (d - 1) / d of their bytes,
+    of which a load has its share for a microbatch; and the shortest simulated step decides, as fewer stages fill
+    sooner. So do PipeDream (SOSP 2019), DAPPLE (PPoPP 2021) and Piper (NeurIPS 2021)::
+
+        Stages(8, schedule="1f1b", links="nvlink4", replicas=(1, 2, 4))
+
     The plan's claim says how good it is: its value, what no plan can be below that computes each node once, what
     proved that, and how even the loads are. Its note names the op that keeps more stages from being faster.
 
@@ -49,9 +67,14 @@ class Stages:
             can lie, else of those found.
         links: between the ranks ``0, 1 ...``: `splitkit.costs.Links`, or the name of a preset (``"nvlink4"``).
         optimizer: whose state is held: ``"adam"``, ``"momentum"``, ``"sgd"``; ``None``: the model is not trained.
-        seconds: about how long to search for a better plan or bound where none is near enough before.
+        seconds: of this thread's processor time, after which the search ends at the latest, as soon as it has any
+            plan; the facts about the graph are not counted, which are found once a graph. Steps that are counted end
+            it long before, in proportion to these seconds, so that a slower machine finds the same plan; where time
+            ended it all the same, the note says so.
         tolerance: relative, from 0 to 1: how much slower the slowest stage may be than the least that was found, where
             that makes stages more even, and how much less even they may be where fewer bytes cross.
+        replicas: on how many devices a stage may stand, such as ``(1, 2, 4)``; ``n`` then says how many devices there
+            are, not all of which need be used.
     """
 
     n: int
@@ -62,12 +85,19 @@ class Stages:
     optimizer: Optimizer = "adam"
     seconds: float = 10.0
     tolerance: float = 0.01
+    replicas: int | Sequence[int] = (1,)
 
     def __post_init__(self) -> None:
         settle(self, "n", count)
-        require_schedule(self, self.schedule, self.microbatches, self.n)
+        object.__setattr__(self, "replicas", degrees(self, "replicas", self.replicas, self.n, "the devices"))
         least = is_word(self.memory, "least")
-        memory_of(self, None if least else self.memory, max(ranks_of(self.schedule, self.microbatches, self.n)) + 1)
+        if self._replicated:
+            require_replicas(self, self._degrees, self.n, self.schedule, self.microbatches, least=least)
+            ranks = self.n
+        else:
+            require_schedule(self, self.schedule, self.microbatches, self.n)
+            ranks = max(ranks_of(self.schedule, self.microbatches, self.n)) + 1
+        memory_of(self, None if least else self.memory, ranks)
         links_of(self.links)
         checked_optimizer(self.optimizer)
         if self.schedule is not None and self.optimizer is None:
@@ -81,11 +111,40 @@ class Stages:
         Raises:
             NoPlanError: SK303 when the graph has fewer nodes, or no stages fit the memory; says what would fit.
         """
+        if self._replicated:
+            return self._with_replicas(flow, costs)
         enough_nodes(flow, self.n)
+        staging = self._staging(flow, costs)
+        return staging.least() if is_word(self.memory, "least") else staging.plan()
+
+    def _staging(self, flow: Dataflow, costs: Costs) -> Staging:
+        memory = None if is_word(self.memory, "least") else self.memory
         links = links_of(self.links)
-        least = is_word(self.memory, "least")
-        memory = None if least else self.memory
         demand = Demand(self, flow, costs, self.schedule, self.microbatches, memory, links, self.optimizer)
         solver = partial(contiguous, near=self.tolerance)
-        staging = Staging(demand, tuple(range(self.n)), self.seconds, self.tolerance, solver)
-        return staging.least() if least else staging.plan()
+        if self.schedule is not None or self.memory is not None:
+            demand.analyze()
+        counted = (_ALONE if self.schedule is None and links is None else _COUNTED) * self.seconds
+        return Staging(demand, tuple(range(self.n)), counted, self.tolerance, solver, clock=Clock(self.seconds))
+
+    @property
+    def _degrees(self) -> tuple[int, ...]:
+        assert isinstance(self.replicas, tuple)
+        return self.replicas
+
+    @property
+    def _replicated(self) -> bool:
+        return self._degrees != (1,)
+
+    def _with_replicas(self, flow: Dataflow, costs: Costs) -> Plan:
+        """Stages on so many devices at most, no slower than those of one device each."""
+        enough_nodes(flow, 1)
+        microbatches = microbatches_of(self.microbatches, self.n) if self.schedule else None
+        staging = replace(self, replicas=(1,), microbatches=microbatches)._staging(flow, costs)
+        demand = replace(staging.demand, policy=self)
+        worth = ReplicaWorth(demand, self.n, self._degrees, self.tolerance, demand.limits(self.n))
+        single = None
+        if self._degrees[0] == 1 and len(flow.nodes) >= self.n:
+            with suppress(NoPlanError):
+                single = staging.plan()
+        return ReplicaSearch(worth, self.seconds, single, ending(staging.tries)).plan()

@@ -75,6 +75,10 @@ class Demand:
         """What parts cost as stages."""
         return StagePrices(self.flow, self.prices, self.optimizer)
 
+    def analyze(self) -> None:
+        """Find out now what is known of the graph but once: prices, and what autograd keeps."""
+        _ = self.seconds, self.stage_prices, self._values
+
     def ranks(self, stages: int) -> tuple[int, ...]:
         """The rank of each of so many stages."""
         return ranks_of(self.schedule, self.microbatches, stages)
@@ -94,13 +98,18 @@ class Demand:
 
     def traffic(self, plan: Plan) -> int:
         """Bytes that cross, each value once for each part that reads it from its home."""
-        flow, crossed = self.flow, 0
-        for value in flow.index:
-            maker = flow.producer(value)
-            if flow.is_placeable(maker):
-                readers = {key for user in value.users for key in plan.places.get(user, ())}
-                crossed += self.costs.nbytes(value) * len(readers.difference(plan.places[maker]))
+        crossed, places = 0, plan.places
+        for maker, users, nbytes in self._values:
+            readers = {key for user in users for key in places.get(user, ())}
+            crossed += nbytes * len(readers.difference(places[maker]))
         return crossed
+
+    @cached_property
+    def _values(self) -> list[tuple[Node, list[Node], int]]:
+        """Who makes each value, who reads it, and its bytes."""
+        flow, nbytes = self.flow, self.costs.nbytes
+        made = ((value, flow.producer(value)) for value in flow.index)
+        return [(maker, [*value.users], nbytes(value)) for value, maker in made if flow.is_placeable(maker)]
 
     def in_flight(self, stages: int) -> tuple[int, ...]:
         """Microbatches whose activations each of so many stages holds, from first to last."""

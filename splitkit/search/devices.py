@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -20,6 +21,7 @@ from splitkit.search.fitting import Fitting, bad_problems, nodes_listed
 from splitkit.search.holding import Holding
 from splitkit.search.placing import Placing, Travel
 from splitkit.search.stages import NEAR
+from splitkit.solvers.clock import Clock, endless
 from splitkit.solvers.placement import problem as placement
 from splitkit.solvers.placement.latency.latency import latency
 from splitkit.solvers.placement.memory import sets_fit, stages_fit
@@ -37,10 +39,11 @@ class DeviceSearch:
         demand: what it is asked.
         latency: the time of one sample is to be short, not that of the most loaded device.
         pieces: how many convex pieces a device may run, ``None`` for any number.
-        seconds: about how long to search.
+        seconds: how long solvers may search, in steps that they count.
         named: keys name torch devices.
         sends: shared nodes are computed once and sent.
         tries: what solvers have found so far, for the note.
+        clock: the end of the whole search, whatever is counted.
     """
 
     demand: DeviceDemand
@@ -50,16 +53,19 @@ class DeviceSearch:
     named: bool = False
     sends: bool = False
     tries: list[Solution] = field(default_factory=list, repr=False)
+    clock: Clock = field(default_factory=endless, repr=False)
 
     def plan(self) -> Plan:
         """The best plan; see `Staging.plan` for shared nodes."""
         found, plan = self._found()
         value = self._value(found)
-        if self._placing.shared_seconds > NEAR * value and value > found.bound * (1 + NEAR):
+        worth = self._placing.shared_seconds > NEAR * value and value > found.bound * (1 + NEAR)
+        if worth and not self.clock.is_over():
             sending = replace(self, sends=True)
-            other, sent = sending._found()
-            if sending._value(other) < value:
-                return sending._described(replace(other, bound=max(found.bound, other.bound)), sent)
+            with suppress(NoPlanError):  # there is one that fits
+                other, sent = sending._found()
+                if sending._value(other) < value:
+                    return sending._described(replace(other, bound=max(found.bound, other.bound)), sent)
         return self._described(found, plan)
 
     def _found(self) -> tuple[Solution, Plan]:
@@ -119,7 +125,9 @@ class DeviceSearch:
         limiting = next((key for key in plan.parts if _root(key, self._keys) == busiest), busiest)
         claim = Claim(name, value, min(value, found.bound), found.solver, limiting, found.tolerance)
         used = len(set(found.device.tolist()))
-        return replace(plan, note=f"{used} of {len(self._keys)} devices: {claim}{ending(self.tries)}", claim=claim)
+        return replace(
+            plan, note=f"{used} of {len(self._keys)} devices: {claim}{ending(self.tries, self.clock)}", claim=claim
+        )
 
     def _value(self, found: Solution) -> float:
         return found.value if self.latency else float(self._loads(found).max())
@@ -170,10 +178,10 @@ class DeviceSearch:
 
     def _solved(self, problem: Problem) -> tuple[Solution, Plan]:
         if self.latency:
-            found = latency(problem, seconds=self.seconds, pieces=self.pieces or 1)
+            found = latency(problem, seconds=self.seconds, pieces=self.pieces or 1, clock=self.clock)
         else:
             solver = noncontiguous if self.pieces is None else contiguous
-            found = solver(problem, seconds=self.seconds, advise=False)
+            found = solver(problem, seconds=self.seconds, advise=False, clock=self.clock)
         self.tries.append(found)
         return found, self._plan_of(found)
 
@@ -223,6 +231,7 @@ class DeviceSearch:
             memory_of=range(len(self._keys)),
             limits=self.demand.capacities,
             fit=sets_fit if self.pieces is None or self.latency else stages_fit,
+            clock=self.clock,
         )
 
     def _held(self, found: Solution) -> Ints:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch.fx import Node
@@ -13,10 +13,12 @@ from splitkit.costs import Costs
 from splitkit.graph.dataflow import Dataflow, crossing, given_back, readers_of, waits_for
 from splitkit.search.fitting import named
 from splitkit.search.placing import Placing, Travel
+from splitkit.solvers.clock import Clock, endless
 from splitkit.solvers.line.even import blocks_of, even_blocks
 from splitkit.solvers.line.priced_cuts import best_cuts
 from splitkit.solvers.placement.problem import Floats, Ints
 
+_ROUNDING = 1e-9
 _NEAR = 1e-3  # relative: a share that is hardly more counts as none
 _MOST_PRICED = 5_000  # units that are cut again where cuts are paid for, in time that grows with their square
 
@@ -35,6 +37,7 @@ class Evening:
         bound: seconds; the slowest stage is no faster.
         tolerances: relative, each tried; by how much a stage may be slower than the slowest need be, and less even than
             the most even, where something is gained by it.
+        clock: after its end one order has to do.
     """
 
     placing: Placing
@@ -45,6 +48,7 @@ class Evening:
     capacity: Floats
     bound: float
     tolerances: tuple[float, ...]
+    clock: Clock = field(default_factory=endless)
 
     def along(self, stage: Ints) -> Iterator[Ints]:
         """(n,) the stage of each unit: even ones along the graph's own order, and along orders of given stages.
@@ -55,9 +59,13 @@ class Evening:
         orders = [np.arange(len(stage)), np.argsort(stage, kind="stable")]
         if self.travel is None:
             orders.append(np.argsort(self._sunk(stage), kind="stable"))
-        divisions = [self._divisions(order, stage) for order in orders]
+        divisions: list[list[list[int]]] = []
+        for order in orders:
+            if divisions and self.clock.is_over():
+                break
+            divisions.append(self._divisions(order, stage))
         for near in range(len(self.tolerances)):
-            for order, division in zip(orders, divisions, strict=True):
+            for order, division in zip(orders, divisions, strict=False):
                 if near < len(division):
                     found = np.empty(len(stage), np.int64)
                     found[order] = blocks_of(division[near], len(stage))
@@ -120,3 +128,18 @@ def limits(seconds: Mapping[Node, float], ranks: int) -> Iterator[str]:
             f"{named(heaviest)}, one op, takes {share:.0%}: more than {most} stages are no faster; "
             "split that op, or ask for fewer"
         )
+
+
+def preferred(measures: Sequence[tuple[float, ...]], tolerance: float, paid: float) -> int:
+    """Which of several is taken: those near the least of each measure in turn, then the first of the least.
+
+    How near: within the tolerance in the load and in evenness; the step and the peak of a schedule, every second one of
+    five measures, are what its users pay for, and yield less (``paid``).
+    """
+    left = list(range(len(measures)))
+    last = len(measures[0]) - 1
+    for at in range(last):
+        near = paid if last > 2 and at % 2 else tolerance
+        least = min(measures[i][at] for i in left)
+        left = [i for i in left if measures[i][at] <= least * (1 + near + _ROUNDING)]
+    return min(left, key=lambda i: measures[i][last])

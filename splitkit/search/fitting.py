@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from torch.fx import Node
@@ -13,6 +13,7 @@ from splitkit.errors import CostError, NoPlanError, listed
 from splitkit.graph.dataflow import module_path
 from splitkit.plans.record import Plan
 from splitkit.search.placing import Placing
+from splitkit.solvers.clock import Clock, endless
 from splitkit.solvers.placement.memory import Fit, fewest_devices, least_capacity
 from splitkit.solvers.placement.problem import BadProblemError, Ints, Problem
 from splitkit.solvers.placement.solution import InfeasibleError, Solution
@@ -36,6 +37,7 @@ class Fitting:
         fit: whether a problem has a placement of this kind.
         truly: where sums have led to no plan that fits, one that does by true peaks, or that takes the least memory.
         devices: how many of the same memory would do, more than there are: verified; None where that is not known.
+        clock: the end of all this.
     """
 
     policy: object
@@ -48,6 +50,7 @@ class Fitting:
     fit: Fit
     truly: Callable[[Solution, Plan], tuple[Solution, Plan]] | None = None
     devices: Callable[[int], int | None] | None = None
+    clock: Clock = field(default_factory=endless)
 
     def best(self, problem: Problem) -> tuple[Solution, Plan]:
         """The best placement that fits; its bound is that of the problem with sums alone, a relaxation.
@@ -65,6 +68,8 @@ class Fitting:
                 over = self._over(plan)
                 if max(over) <= 0:
                     return replace(found, bound=bound), plan
+                if self.clock.is_over():
+                    break
                 now = self._tightened(now, self.held(found), over)
         except InfeasibleError as error:
             if now is problem and error.cause in ("support", "devices"):
@@ -96,7 +101,7 @@ class Fitting:
 
     def thrifty(self, problem: Problem) -> tuple[Solution, Plan]:
         """The placement that takes the least memory by sums; what it takes in truth is a memory that would do."""
-        capacity = float(least_capacity(problem, self.fit))
+        capacity = float(least_capacity(problem, self.fit, self.clock))
         devices = [
             device if np.isinf(device.capacity) else replace(device, capacity=capacity) for device in problem.devices
         ]
@@ -129,7 +134,10 @@ class Fitting:
         node = self.units[largest]
         reason = f"what the parts hold does not fit {given}; {named(node)} alone holds {size(int(alone[largest]))}"
         remedy = f"Give {enough} bytes ({size(enough)}) to each of {len(self.limits)} devices: for that there is a plan"
-        count = fewest_devices(problem, self.fit) if self.devices is not None else None
+        if self.clock.is_over():
+            reason += "; time ended the search: more `seconds` may find a plan"
+        asked = self.devices is not None and not self.clock.is_over()
+        count = fewest_devices(problem, self.fit, self.clock) if asked else None
         more = count and self.devices and self.devices(max(count, len(problem.devices) + 1))
         remedy += f"; with what each has, there is one for {more} devices." if more else "."
         return NoPlanError("SK303", f"{type(self.policy).__name__}: {reason}", remedy, [node])

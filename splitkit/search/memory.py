@@ -132,9 +132,9 @@ class MemorySearch:
     def largest_unit(self) -> tuple[Node, int]:
         """The node that takes most whatever part it is in, and the bytes of any such part at least."""
         chain = self._chain(0)
-        alone = [chain.least(i, i + 1, 1) for i in range(self._size)]
-        largest = alone.index(max(alone))
-        return self.flow.nodes[largest], alone[largest]
+        alone = chain.alone()
+        largest = int(alone.argmax())
+        return self.flow.nodes[largest], int(alone[largest])
 
     def needs(self) -> list[tuple[int, int]]:
         """For some numbers of parts the smallest memory a device with which the graph's own order fits."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from splitkit.memory.stretch import Line, Stretch
+from splitkit.memory.stretch import Ints, Line, Stretch
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,11 @@ class MemoryCuts:
             self._least[start, end] = self._sums(self.line.least(start, end))
         once, saved = self._least[start, end]
         return once + flights * saved
+
+    def alone(self) -> Ints:
+        """(length,) `least` of each node by itself, with one microbatch."""
+        parameters, gradients, saved, temporary = self.line.alone()
+        return parameters + gradients * (1 + self.state) + temporary + saved
 
     def _sums(self, held: Stretch) -> tuple[int, int]:
         return held.parameters + held.gradients * (1 + self.state) + held.temporary, held.saved

@@ -19,6 +19,7 @@ from splitkit.errors import SplitError
 from splitkit.search.holding import Holding
 from splitkit.search.placing import Travel
 from splitkit.search.tracks import Flights, StagePeaks, Track, Tracks
+from splitkit.solvers.clock import Clock, endless
 from splitkit.solvers.line.chains import Chains
 from splitkit.solvers.placement.problem import Floats, Ints
 
@@ -47,6 +48,7 @@ class PeakSearch:
         tolerance: relative; how much slower the slowest stage may be where that makes stages more even.
         peaks: (n,) stages -> bytes of each rank.
         stretches: of orders that may still be priced.
+        clock: the end of the search.
     """
 
     tracks: Tracks
@@ -58,6 +60,7 @@ class PeakSearch:
     tolerance: float
     peaks: Callable[[Ints], Sequence[int]]
     stretches: int = 30_000
+    clock: Clock = field(default_factory=endless, repr=False)
     _simulated: dict[bytes, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
     def least(self, known: Ints) -> Ints:
@@ -68,6 +71,8 @@ class PeakSearch:
         best, limited = known, np.isfinite(self._capacity)
         for peaks in self._usable(known, np.where(limited, float(self._top(known)), np.inf)):
             most = self._top(best) - 1
+            if self.clock.is_over():
+                break
             for share in (1,) if peaks.track.whole else _SHARES:  # a little room at first: fewer stages to price
                 capacity = np.where(limited, min(most, peaks.least_sums * share), np.inf)
                 if peaks.track.whole:
@@ -131,7 +136,7 @@ class PeakSearch:
         for waiting in (0,) if track.whole else (0, *_WAITING):
             chains = Chains(track.first, track.last, low + waiting * peaks.waiting())
             for value, borders in islice(chains.best_first(), _SIMULATED if track.whole else _ALONG):
-                if value >= self._top(best) and not waiting:
+                if (value >= self._top(best) and not waiting) or self.clock.is_over():
                     break
                 stage = track.stage_of(borders)
                 if lowest is None or self._top(stage) < self._top(track.stage_of(lowest)):
@@ -153,7 +158,7 @@ class PeakSearch:
                     then = [*now[:at], now[at] + far, *now[at + 1 :]]
                     if not (now[at - 1] if at else 0) < then[at] < now[at + 1]:
                         continue
-                    left -= 1
+                    left = 0 if self.clock.is_over() else left - 1
                     if (found := self._heights(track.stage_of(then))) < height:
                         now, height, better = then, found, True
         return track.stage_of(now)
@@ -170,6 +175,8 @@ class PeakSearch:
                 if max(over) <= 0:
                     yield stage
                     yield from self._even(track, chains, value)
+                    return
+                if self.clock.is_over():
                     return
             if not over:
                 return
@@ -215,7 +222,7 @@ class PeakSearch:
     def _affordable(self, peaks: StagePeaks, capacity: Floats) -> bool:
         """Whether a track can still be priced."""
         wanted = 0 if peaks.track.whole else int(peaks.unpriced(capacity).sum())
-        if wanted > self.stretches:
+        if wanted > self.stretches or (wanted and self.clock.is_over()):
             return False
         self.stretches -= wanted
         return True

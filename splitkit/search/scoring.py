@@ -77,10 +77,13 @@ class Scoring:
             PlanError: SK209 when it does not; SK203 when parts depend on each other in a cycle.
             ScheduleError: SK330 when the schedule does not go with so many parts.
             NoPlanError: SK303 when memory is given for another number of ranks, or parts that are visits of one device
-                are to run under a schedule.
+                are to run under a schedule, or parts have replicas.
         """
         demand = self.demand
         require_parts(demand.flow, plan)
+        if any(part.replicas > 1 for part in plan.parts.values()):
+            reason = "it has parts of several replicas, and plans are compared as parts of one device each"
+            raise NoPlanError("SK303", reason, "Leave replicas out.")
         parts = run_order(demand.flow, plan)
         on = _devices(parts)
         devices = list(dict.fromkeys(on.values()))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
 from splitkit.costs import unit_of
+from splitkit.errors import NoPlanError
 from splitkit.pipeline.defaults import by_rank
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stagecosts import StageCosts
@@ -16,22 +18,23 @@ from splitkit.pipeline.stageprices import peaks_of_visits
 from splitkit.plans.parts import Claim, PartKey, evenness
 from splitkit.plans.record import Plan
 from splitkit.search.demand import Demand
-from splitkit.search.evening import Evening, limits
+from splitkit.search.evening import Evening, limits, preferred
 from splitkit.search.fitting import Fitting, bad_problems
 from splitkit.search.holding import Holding
 from splitkit.search.peaksearch import PeakSearch, fewest_stages
 from splitkit.search.placing import Placing, Travel
 from splitkit.search.tracks import Flights, Tracks
+from splitkit.solvers.clock import Clock, endless
 from splitkit.solvers.placement.memory import stages_fit
 from splitkit.solvers.placement.problem import Floats, Ints, Problem, Slot
-from splitkit.solvers.placement.solution import Solution, ending, stages_of
+from splitkit.solvers.placement.solution import Key, Solution, ending, stages_of
 from splitkit.solvers.placement.stages.contiguous import contiguous
 from splitkit.units import duration, size
 
 NEAR = 1e-3
 """Relative: where there is less to gain, what is near the best is not searched again."""
 _MOST_LINKED = 5_000  # units that are moved one by one where links differ
-_ROUNDING = 1e-9
+_SENT = 0.5  # of the seconds, for stages that send what others compute again: the bound is there
 _MORE = 3  # devices beyond the fewest by sums
 _STRETCHES = 10_000  # that are priced for a number of devices
 
@@ -43,12 +46,13 @@ class Staging:
     Attributes:
         demand: what it is asked.
         keys: what the stages are called, from first to last.
-        seconds: about how long to search.
+        seconds: how long solvers may search, in steps that they count.
         tolerance: relative; how much slower than the least the slowest stage may be where that makes stages more even,
             or how much less even where fewer bytes cross.
         solver: what finds stages: `contiguous`, or another of the same form.
         sends: shared nodes are computed once and sent.
         tries: what solvers have found so far, for the note.
+        clock: the end of the whole search, whatever is counted.
     """
 
     demand: Demand
@@ -58,6 +62,7 @@ class Staging:
     solver: Callable[..., Solution] = contiguous
     sends: bool = False
     tries: list[Solution] = field(default_factory=list, repr=False)
+    clock: Clock = field(default_factory=endless, repr=False)
 
     def plan(self) -> Plan:
         """The best stages that fit.
@@ -72,11 +77,13 @@ class Staging:
         found, plan = self._found()
         value = self._value(plan)
         near = max(NEAR, self.tolerance)
-        if self._placing.shared_seconds > near * value and value > found.bound * (1 + near):
-            sending = replace(self, sends=True)
-            other, sent = sending._found()
-            if sending._value(sent) < value:
-                found, plan = replace(other, bound=max(found.bound, other.bound)), sent
+        worth = self._placing.shared_seconds > near * value and value > found.bound * (1 + near)
+        if worth and not self.clock.is_over():
+            sending = replace(self, sends=True, seconds=_SENT * self.seconds)
+            with suppress(NoPlanError):  # there is one that fits
+                other, sent = sending._found()
+                if sending._value(sent) < value:
+                    found, plan = replace(other, bound=max(found.bound, other.bound)), sent
         return self._described(plan, found)
 
     def least(self) -> Plan:
@@ -84,9 +91,12 @@ class Staging:
         free = replace(self, demand=replace(self.demand, memory=None))
         enough = max(free._peaks(free._found()[1]))
         limited = replace(self, demand=replace(self.demand, memory=enough))
-        plan = limited._truly(*limited._fitting.thrifty(limited._problem()), lowest=True)[1]
+        found, plan = limited._truly(*limited._fitting.thrifty(limited._problem()), lowest=True)
         lowest = min(enough, max(limited._peaks(plan)))
-        return replace(self, demand=replace(self.demand, memory=lowest), tries=[]).plan()
+        try:
+            return replace(self, demand=replace(self.demand, memory=lowest), tries=[]).plan()
+        except NoPlanError:  # there is one, and time ended the search for faster ones
+            return limited._described(plan, replace(found, bound=0.0))
 
     def _found(self) -> tuple[Solution, Plan]:
         """The best stages whose true peaks fit."""
@@ -105,6 +115,7 @@ class Staging:
             fit=stages_fit,
             truly=self._truly,
             devices=self._devices,
+            clock=self.clock,
         )
 
     def _truly(self, found: Solution, plan: Plan, *, lowest: bool = False) -> tuple[Solution, Plan]:
@@ -144,6 +155,7 @@ class Staging:
             travel=self._travel,
             tolerance=self.tolerance,
             peaks=lambda stage: self._peaks(self._plan_of(stage)),
+            clock=self.clock,
         )
 
     def _value(self, plan: Plan) -> float:
@@ -217,16 +229,18 @@ class Staging:
 
     def _solved(self, problem: Problem) -> tuple[Solution, Plan]:
         """As many stages as there are keys: the least greatest load, then what `_measures` say."""
-        prefer = self._weigh if self._travel is not None or self._limited or self.demand.schedule else None
+        prefer = self._weigher() if self._travel is not None or self._limited or self.demand.schedule else None
+        solve = partial(self.solver, seconds=self.seconds, prefer=prefer, advise=False, clock=self.clock)
         with bad_problems(self.demand.policy, self._placing):
-            found = self.solver(problem, seconds=self.seconds, prefer=prefer, advise=False)
+            found = solve(problem)
             if len(found.order) < len(self.keys) and prefer is not None:  # else `Evening` fills the others
-                filled = self.solver(replace(problem, fill=True), seconds=self.seconds, prefer=prefer, advise=False)
+                filled = solve(replace(problem, fill=True), prefer=self._weigher())
                 proven = found.bound if self._placing.shared else max(found.bound, filled.bound)
                 found = replace(filled, bound=proven, cut=found.cut or filled.cut)
         self.tries.append(found)
         choices = [found] if len(found.order) == len(self.keys) else []
-        choices += self._again(problem, found)
+        if not choices or not self.clock.is_over():
+            choices += self._again(problem, found)
         plans = [(choice, self._plan_of(choice.device, choice.order)) for choice in choices]
         return plans[self._preferred([self._measures(plan) for _, plan in plans])]
 
@@ -237,22 +251,28 @@ class Staging:
         at = stages_of(found.device, found.order)
         tolerances = tuple(dict.fromkeys((self.tolerance, 0.0)))
         even = Evening(
-            self._placing, self.demand.costs, len(self.keys), self._travel, held, capacity, found.bound, tolerances
-        )
+            self._placing, self.demand.costs, len(self.keys), self._travel, held, capacity, found.bound, tolerances,
+            self.clock,
+        )  # fmt: skip
         starts = [at, *even.along(at)]
         yield from (self._moved(found, stage) for stage in starts[1:])
         if self._uneven and self._travel is not None and problem.units <= _MOST_LINKED:
             linked = self._placing.linked(problem, self._travel, held, capacity)
-            yield from (self._moved(found, linked.annealed(stage)) for stage in starts)
+            yield from (self._moved(found, linked.annealed(stage, self.clock)) for stage in starts)
 
     def _moved(self, found: Solution, stage: Ints) -> Solution:
         return replace(found, device=stage, order=tuple(range(len(self.keys))))
 
-    def _weigh(self, device: Ints, order: tuple[int, ...]) -> tuple[float, ...]:
+    def _weigher(self) -> Key:
         """What decides between placements that a solver takes for equally good: it does not see what copies take."""
-        if len(order) < len(self.keys):  # to be solved again
-            return (0.0,)
-        return self._measures(self._plan_of(device, order))
+        fewer = False
+
+        def weigh(device: Ints, order: tuple[int, ...]) -> tuple[float, ...]:
+            nonlocal fewer
+            fewer |= len(order) < len(self.keys)  # solved again, whatever the others are
+            return (float(len(order)),) if fewer else self._measures(self._plan_of(device, order))
+
+        return weigh
 
     def _measures(self, plan: Plan) -> tuple[float, ...]:
         """What is to be little, the most important first: the greatest load; with a schedule the step; the sum of the
@@ -266,18 +286,7 @@ class Staging:
         return worst, run.seconds, squares, float(max(run.peaks)), float(self.demand.traffic(plan))
 
     def _preferred(self, measures: Sequence[tuple[float, ...]]) -> int:
-        """Which of several is taken: those near the least of each measure in turn, then the first of the least.
-
-        How near: within the tolerance in the load and in evenness; the step and the peak of a schedule are what its
-        users pay for, and yield less.
-        """
-        left = list(range(len(measures)))
-        last = len(measures[0]) - 1
-        for at in range(last):
-            near = min(self.tolerance, NEAR) if last > 2 and at % 2 else self.tolerance
-            least = min(measures[i][at] for i in left)
-            left = [i for i in left if measures[i][at] <= least * (1 + near + _ROUNDING)]
-        return min(left, key=lambda i: measures[i][last])
+        return preferred(measures, self.tolerance, min(self.tolerance, NEAR))
 
     def _plan_of(self, device: Ints, order: tuple[int, ...] = ()) -> Plan:
         """The plan of units on devices, which are the stages if no order is given."""
@@ -317,4 +326,4 @@ class Staging:
         elif self._limited:
             peaks = self._peaks(plan)
             words.append(f"peak {size(max(peaks))} on rank {peaks.index(max(peaks))}")
-        return replace(plan, note="; ".join(words) + ending(self.tries), claim=claim)
+        return replace(plan, note="; ".join(words) + ending(self.tries, self.clock), claim=claim)

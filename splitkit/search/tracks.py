@@ -192,8 +192,8 @@ class Tracks:
             yield self._known[key]
 
 
-def ideal_track(placing: Placing, prices: StagePrices) -> Track | None:
-    """All borders of a graph; None if there are more than can be gone through."""
+def ideals_of(placing: Placing) -> list[int] | None:
+    """All borders of a graph by size, each with a bit for every unit before it; None if they are too many."""
     size = len(placing.units)
     before = [0] * size
     for first, then in placing.edges:
@@ -209,11 +209,15 @@ def ideal_track(placing: Placing, prices: StagePrices) -> Track | None:
         }
         found |= grown
         level = list(grown)
-    if len(found) > MOST_IDEALS:
+    return None if len(found) > MOST_IDEALS else list(found)
+
+
+def ideal_track(placing: Placing, prices: StagePrices) -> Track | None:
+    """All borders of a graph; None if there are more than can be gone through."""
+    if (ideals := ideals_of(placing)) is None:
         return None
-    ideals = list(found)
-    members = np.array([[ideal >> unit & 1 for unit in range(size)] for ideal in ideals], np.bool_)
-    starts, ends = _nested(members)
+    members = np.array([[ideal >> unit & 1 for unit in range(len(placing.units))] for ideal in ideals], np.bool_)
+    starts, ends = nested(members)
     units, nodes = prices.units, placing.units
     known: dict[int, Stretch] = {}
 
@@ -237,7 +241,7 @@ def _messages(line: Line, place: int) -> tuple[int, int]:
     return int(line.messages[place]), int(line.gradient_messages[place]) if line.training else 0
 
 
-def _nested(members: Bools) -> tuple[Ints, Ints]:
+def nested(members: Bools) -> tuple[Ints, Ints]:
     """Pairs of borders of which the second has all of the first, and more. Borders are in order of their size."""
     lacks = (members.astype(np.int64) @ (~members).T.astype(np.int64)) > 0  # [i, j]: i has what j has not
     first, last = np.nonzero(np.triu(~lacks, 1))

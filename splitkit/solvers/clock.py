@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 
@@ -14,19 +15,28 @@ class Clock:
 
     Args:
         seconds: until the end.
+        whole: of the search that this is a part of, whose end is this one's too; parts that share it have together no
+            more time than it has.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, whole: Clock | None = None) -> None:
         self._end = time.thread_time() + seconds
+        self._whole = whole
         self.cut = False
 
     @property
     def left(self) -> float:
         """Seconds until the end, less than 0 after it."""
-        return self._end - time.thread_time()
+        own = self._end - time.thread_time()
+        return own if self._whole is None else min(own, self._whole.left)
 
     def is_over(self) -> bool:
         """Whether the end has come; who asks stops then, so that the search is cut."""
         over = self.left < 0
         self.cut |= over
         return over
+
+
+def endless() -> Clock:
+    """A clock that never ends a search."""
+    return Clock(math.inf)

@@ -58,12 +58,29 @@ def _plain(renderable: RenderableType) -> RenderableType:
 
 
 @contextmanager
-def busy(what: str) -> Iterator[None]:
-    """A spinner on standard error while something takes long; nothing off a terminal."""
+def busy(what: str, seconds: float | None = None) -> Iterator[None]:
+    """A spinner on standard error while something takes long; nothing off a terminal.
+
+    Args:
+        what: what is done.
+        seconds: after which it ends at the latest, about: a bar grows to its full length by then. What ends before
+            takes the bar with it.
+    """
     if not sys.stderr.isatty():
         yield
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(what):
+    console = Console(stderr=True)
+    if seconds is None:
+        with console.status(what):
+            yield
+        return
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from splitkit.view.timebar import TimeBar
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeBar(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        bar.add_task(what, total=seconds)
         yield

@@ -13,7 +13,20 @@ from splitkit.view.tables import table
 if TYPE_CHECKING:
     from rich.table import Table
 
-_TITLES = ("rank", "device", "stages", "busy", "bubble", "in flight", "fixed", "saved", "temporary", "peak", "memory")
+_TITLES = (
+    "rank",
+    "device",
+    "stages",
+    "replicas",
+    "busy",
+    "bubble",
+    "in flight",
+    "fixed",
+    "saved",
+    "temporary",
+    "peak",
+    "memory",
+)
 
 
 def rank_table(ranks: ScheduleRun | Sequence[RankRow], devices: Sequence[str] = (), memory: Memory = None) -> Table:

@@ -44,6 +44,7 @@ class PartReport:
         bytes_out: bytes of the values that it gives.
         share: its part of the total time under the given costs.
         device: where it should run, if the plan says so.
+        replicas: on how many devices.
     """
 
     part: str
@@ -56,6 +57,7 @@ class PartReport:
     bytes_out: int
     share: float
     device: str | None = None
+    replicas: int = 1
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,7 @@ def report(gm: fx.GraphModule | Split, plan: Plan | None = None, costs: Costs | 
             sum(costs.nbytes(n) for n in given),
             sum(seconds[n] for n in own) / work if work else 0.0,
             str(device) if device else None,
+            plan.parts[key].replicas if key in plan.parts else 1,
         )
 
     rows = [row(_title(s.key), s.nodes, s.inputs, s.outputs, s.key) for s in subgraphs]
@@ -160,12 +163,15 @@ def _sizes_known(flow: Dataflow) -> bool:
 def _table(report: Report) -> Table:
     numbers = ("ops", "FLOPs", "parameters", "bytes in", "bytes out", "share")
     has_devices = any(row.device for row in report.parts)
-    titles = ("part", *(["device"] if has_devices else []), "modules", *numbers)
+    has_replicas = any(row.replicas > 1 for row in report.parts)
+    where = [*(["device"] if has_devices else []), *(["replicas"] if has_replicas else [])]
+    titles = ("part", *where, "modules", *numbers)
 
     def cells(row: PartReport) -> list[str]:
         return [
             row.part,
             *([row.device or ""] if has_devices else []),
+            *([f"x{row.replicas}" if row.replicas > 1 else ""] if has_replicas else []),
             row.modules,
             str(row.ops),
             quantity(row.flops) if report.sizes_known else "-",

@@ -17,7 +17,7 @@ from splitkit.errors import CostError, FileError, UsageError
 from splitkit.testing import models
 
 ROOT = Path(sk.__file__).parent.parent
-SIZE = ["--size", "layers=2,width=64,heads=2", "--size", "vocab=512,seq=16"]
+SIZE = ["--size", "layers=1,width=64,heads=2", "--size", "vocab=512,seq=16"]
 GPT2 = ["plan", "gpt2", *SIZE]
 
 DEVICES = """
@@ -38,7 +38,7 @@ memory = 16_000_000_000
 
 @pytest.fixture(scope="module")
 def graph():
-    example = models.build("gpt2", layers=2, width=64, heads=2, vocab=512, seq=16)
+    example = models.build("gpt2", layers=1, width=64, heads=2, vocab=512, seq=16)
     return sk.capture(example.model, *example.args, **example.kwargs)
 
 
@@ -161,6 +161,7 @@ def test_a_schedule_on_devices_that_are_alike(written, graph):
         "links": "nvlink4",
         "optimizer": "adam",
         "objective": "throughput",
+        "replicas": [1],
     }
     policy = sk.policies.Stages(4, "1f1b", 8, "80GiB", "nvlink4")
     costs = sk.costs.roofline(graph, "h200")
@@ -206,7 +207,7 @@ def test_the_plan_file_is_one_like_any_other(written, call, data):
 
 
 def test_what_people_read(call):
-    code, out, err = call(*GPT2, "--devices", "2xh200", "--schedule", "1f1b")
+    code, out, err = call(*GPT2, "--size", "layers=2", "--devices", "2xh200", "--schedule", "1f1b")
     assert (code, err) == (0, "") and "…" not in out
     for line in (
         r"devices +2 x h200",
@@ -282,6 +283,18 @@ def test_stages_without_a_kind_of_device(data):
     assert code == 0 and "ranks" not in found
 
 
+def test_stages_on_several_devices(data, call):
+    words = (*GPT2, "--devices", "4xh200", "--replicas", "1,2,4", "--schedule", "1f1b")
+    code, found = data(*words)
+    replicas = [rank["replicas"] for rank in found["ranks"]]
+    assert code == 0 and max(replicas) > 1 and sum(replicas) <= 4
+    assert replicas == [part["replicas"] for part in found["report"]["parts"]]
+    assert found["step"]["microbatches"] == 8 and found["placement"]["replicas"] == [1, 2, 4]
+    assert found["step"]["seconds"] < data(*words[:-4], "--schedule", "1f1b")[1]["step"]["seconds"]
+    code, out, _ = call(*words[:-2])
+    assert code == 0 and f"x{max(replicas)}" in out
+
+
 def test_no_plan_fits(call, data, tmp_path):
     words = (*GPT2, "--devices", "2xl4", "--memory", "100KiB", "--schedule", "1f1b", "-o", tmp_path / "p.json")
     code, out, err = call(*words)
@@ -317,6 +330,9 @@ def test_the_least_memory(data):
         (["--devices", "2xh200", "--optimizer", "none", "--schedule", "1f1b"], "is of training"),
         (["--devices", "2xh200", "--memory", "much"], "is no size"),
         (["--devices", "2xh200,"], "is no kind of device"),
+        (["--replicas", "1,2"], "--replicas needs devices or stages"),
+        (["--replicas", "1,2", "--policy", "Stages(2)"], "--replicas does not go with --policy"),
+        (["--stages", "2", "--replicas", "1,0"], "'0' is no whole number >= 1"),
     ],
 )
 def test_options_that_do_not_go_together(words, says):
@@ -340,6 +356,9 @@ def test_options_that_do_not_go_together(words, says):
         (["--stages", "3", "--schedule", "zbv"], 2, "SK330", "two on each rank"),
         (["--devices", "4xh200", "--schedule", "1f1b", "--microbatches", "2"], 2, "SK330", "2 microbatches"),
         (["--devices", "2xh300"], 1, "SK321", "no device is called 'h300'"),
+        (["--devices", "h200,a100", "--replicas", "1,2"], 2, "SK601", "--replicas is for stages on devices that are"),
+        (["--devices", "2xh200", "--replicas", "1,4"], 2, "SK302", "Stages(replicas=(1, 4))"),
+        (["--stages", "4", "--schedule", "zbv", "--replicas", "1,2"], 2, "SK302", "two stages on a rank"),
         (["--devices", "2xh200", "--links", "nvlink9"], 1, "SK322", "no link is called 'nvlink9'"),
         (["--stages", "2", "--schedule", "gpipe", "--trace", "/nowhere/t.json"], 1, "SK504", "/nowhere"),
     ],

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-TINY = ["--size", "layers=2,width=32,heads=2", "--size", "vocab=64,seq=8"]
+TINY = ["--size", "layers=1,width=32,heads=2", "--size", "vocab=64,seq=8"]
 
 
 def test_predicted_is_measured(call):

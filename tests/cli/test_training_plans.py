@@ -79,14 +79,25 @@ def factory(tmp_path):
     return str(path)
 
 
+@pytest.fixture(scope="module")
+def planned():
+    """The text of each plan of a known model, by the words that asked for it."""
+    return {}
+
+
 @pytest.fixture
-def step(call, tmp_path):
+def step(call, tmp_path, planned):
     """Plan forward and backward of a model; the path of the plan."""
 
     def plan(model, policy, *words):
         path = tmp_path / "step.json"
+        if (model, policy, *words) in planned:
+            path.write_text(planned[model, policy, *words])
+            return path
         code, _, err = call("plan", model, *words, *STEP, policy, "-o", path)
         assert code == 0, err
+        if ":" not in model:
+            planned[model, policy, *words] = path.read_text()
         return path
 
     return plan
@@ -115,7 +126,7 @@ def test_the_plan_is_read_again_in_python(step):
 POLICIES = ["SaveAll()", "RecomputeAll()", "Remat(modules='*.attn')", "Budget(0.5, of='saved')"]
 
 
-@pytest.mark.parametrize("policy", these_first(POLICIES[1:3], [POLICIES[0], POLICIES[3]]))
+@pytest.mark.parametrize("policy", these_first(POLICIES[2:3], POLICIES[:2] + POLICIES[3:]))
 def test_a_plan_runs_like_eager(call, data, step, policy):
     path = step("gpt2", policy, *TINY)
     code, found = data("run", path, "--check", "--repeat", "2")
@@ -210,7 +221,7 @@ def test_commands_that_cut_a_forward_refuse_it_and_say_what_runs_it(call, step, 
     assert code == 2 and "SK601" in err and "forward and backward" in err and f"splitkit run {path}" in err
 
 
-@pytest.mark.parametrize("memory", ["1.0", "64MiB"])
+@pytest.mark.parametrize("memory", these_first(["64MiB"], ["1.0"]))
 def test_a_budget_of_the_peak(call, memory):
     code, out, err = call("plan", "gpt2", *TINY, "--what", "fwd-bwd", "--memory", memory)
     assert code == 0, err

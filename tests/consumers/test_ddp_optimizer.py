@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from campaigns import some_of_all, these_first
 from torch import nn
 from torch._dynamo.backends.distributed import DDPOptimizer
 
@@ -48,8 +49,7 @@ def aot_eager(gm, example):
     return backend(gm, example)
 
 
-@pytest.mark.parametrize("backend", [None, aot_eager], ids=["eager", "aot_eager"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize(("name", "backend"), some_of_all(["llama", "gpt2", "bert"], [None, aot_eager], always=()))
 def test_outputs_and_gradients_are_those_of_eager(use, small, name, backend):
     model, inputs = small(name)
     model.eval()
@@ -63,7 +63,7 @@ def test_outputs_and_gradients_are_those_of_eager(use, small, name, backend):
         torch.testing.assert_close(gradient, wanted[parameter], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize("name", these_first(["bert"], ["llama"]))
 def test_the_compiler_sees_the_parts_that_torch_makes(use, small, name):
     model, inputs = small(name)
     model.eval()
@@ -128,7 +128,7 @@ def test_buckets_run_through_regions(use):
             torch.testing.assert_close(a, p.grad, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("name", ["llama", "bert", "vit"])
+@pytest.mark.parametrize("name", these_first(["llama", "vit"], ["bert"]))
 def test_the_policy_makes_the_buckets_of_the_optimizer(use, small, name):
     """Where no parameter has two readers: see `Buckets`."""
     sizes = {"layers": 5, "image": 16, "patch": 4, "classes": 5} if name == "vit" else {}

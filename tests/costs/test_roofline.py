@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from campaigns import these_first
 from torch import nn
 
 from splitkit import capture, costs
@@ -271,7 +272,7 @@ def test_custom_op_without_a_formula_moves_what_it_takes_and_yields():
     assert moved(lambda x: torch.ops.splitkit_test.triple(x), torch.randn(8)) == 64
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+@pytest.mark.parametrize("name", these_first(["gpt2"], ["mixtral"]))
 def test_real_models_on_every_device_of_the_table(name):
     sizes = {"layers": 2, "width": 64, "heads": 4, "vocab": 100, "batch": 2, "seq": 16}
     example = models.build(name, **sizes)

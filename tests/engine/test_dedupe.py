@@ -153,7 +153,7 @@ def _same_memory(gm: fx.GraphModule):
             assert there.setdefault(one, other) == other and back.setdefault(other, one) == one, node.name
 
 
-@pytest.mark.parametrize("name", these_first(["llama", "t5"], ["gpt2", "mixtral"]))
+@pytest.mark.parametrize("name", these_first(["llama"], ["t5", "gpt2", "mixtral"]))
 def test_models_compute_their_masks_once(name, monkeypatch):
     made = build(name, **TINY)
     short = capture_joint(made.model, *made.args, **made.kwargs)

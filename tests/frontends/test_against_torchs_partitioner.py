@@ -143,7 +143,7 @@ def test_a_collective_runs_again_at_budget_0(tmp_path):
 
 def test_torchs_peak_rises_while_its_budget_falls():
     """The point of a budget of the peak: at the very peak that torch's plan has, less is computed again."""
-    example = models.build("llama", layers=4, width=128, heads=4, vocab=100, batch=4, seq=128)
+    example = models.build("llama", layers=2, width=128, heads=4, vocab=100, batch=4, seq=128)
     joint = sk.capture_joint(example.model, **example.kwargs)
     costs = sk.costs.roofline(joint.graph_module, device="a100")
 

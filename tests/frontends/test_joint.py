@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from campaigns import these_first
 from jointmodels import (
     MODELS,
     Checkpointed,
@@ -32,7 +33,9 @@ def _captured():
     return captured
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", these_first(["gpt2", "t5", "conv"], [n for n in MODELS if n not in ("gpt2", "t5", "conv")])
+)
 def test_a_joint_graph_runs_like_eager(captured, name):
     joint, args, kwargs, expected = captured(name)
     torch.manual_seed(0)
@@ -48,7 +51,9 @@ def test_halves_of_torchs_partitioners_run_like_eager_and_leave_the_joint_graph(
     assert [(n.name, n.meta.get("recompute")) for n in joint.graph_module.graph.nodes] == before
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", these_first(["gpt2", "t5", "conv"], [n for n in MODELS if n not in ("gpt2", "t5", "conv")])
+)
 def test_every_node_has_a_value_and_a_module(captured, name):
     joint, *_ = captured(name)
     modules = dict(joint.model.named_modules())

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from campaigns import these_first
 
 import splitkit as sk
 from splitkit.policies import Budget, MinCut, RecomputeAll
@@ -26,7 +27,9 @@ def losses(run, model, inputs):
     return torch.tensor(curve)
 
 
-@pytest.mark.parametrize("policy", [Budget(0.5, of="saved"), Budget(0.95), MinCut(0.0), RecomputeAll()], ids=str)
+@pytest.mark.parametrize(
+    "policy", these_first([Budget(0.95), RecomputeAll()], [Budget(0.5, of="saved"), MinCut(0.0)]), ids=str
+)
 def test_the_loss_curve_is_that_of_eager(policy):
     example = models.build("gpt2", layers=2, width=64, heads=2, vocab=97, batch=4, seq=32)
     eager, model = copy.deepcopy(example.model), example.model

@@ -90,7 +90,7 @@ def inputs_of(gm, args, kwargs):
     return tensors_of(list(inspect.signature(gm.forward).bind(*args, **kwargs).arguments.values()))
 
 
-@pytest.mark.parametrize("name", these_first(["gpt2", "t5"], sorted({*MODELS} - {"gpt2", "t5"})))
+@pytest.mark.parametrize("name", these_first(["gpt2"], sorted({*MODELS} - {"gpt2"})))
 def test_parts_of_models(name):
     example = build(name, **MODELS[name])
     gm = sk.capture(example.model, *example.args, **example.kwargs)
@@ -104,7 +104,7 @@ def test_parts_of_models(name):
     assert all(s.input_gradient_bytes > 0 for s in found[1:])
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", these_first([2], [1, 3]))
 def test_parts_of_a_convolutional_net_and_of_one_with_regions(count):
     for model, inputs in (
         (Convolutions(), (torch.randn(2, 3, 8, 8), torch.tensor([1, 2]))),

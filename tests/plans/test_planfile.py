@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import stat
+from dataclasses import replace
 
 import pytest
 import torch
@@ -220,3 +221,17 @@ def test_two_parts_became_one_in_the_file():
     add, mul, _ = some_plan()
     with pytest.raises(PlanError, match="SK206: two of the parts .* have one name"):
         Plan.of({add: Name("a"), mul: "a"}).to_dict()
+
+
+def test_replicas_are_written_only_where_there_are_some():
+    plan = Plan.of({node: i % 2 for i, node in enumerate(n for n in GRAPH.graph.nodes if n.op == "call_function")})
+    assert all("replicas" not in part for part in plan.to_dict()["parts"])
+    several = replace(plan, parts={key: replace(part, replicas=1 + key) for key, part in plan.parts.items()})
+    data = json.loads(json.dumps(several.to_dict()))
+    assert [part.get("replicas") for part in data["parts"]] == [None, 2]
+    assert Plan.from_dict(GRAPH.graph, data) == several
+    assert "2 replicas" in str(several) and "replicas" not in str(plan)
+    for wrong in (0, 1.5, True, "2", None):
+        data["parts"][1]["replicas"] = wrong
+        with pytest.raises(FileError, match="replicas"):
+            Plan.from_dict(GRAPH.graph, data)

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from campaigns import few_of_many
 from placedgraphs import Deep, Prices, dags, load_of
 from torch import nn
 
@@ -23,8 +23,7 @@ def device_of(plan, node):
     return key[0] if isinstance(key, tuple) else key
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
-@given(dags(nodes=5))
+@few_of_many(25, 60, dags(nodes=5))
 def test_no_sets_are_better(case):
     gm, seconds = case
     flow, costs = sk.analyze(gm), Prices(seconds)

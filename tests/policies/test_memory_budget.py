@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from campaigns import few_of_many
 from hypothesis import strategies as st
 from torch import nn
 
@@ -106,8 +106,14 @@ def stretch_peak(prices, nodes, smaller, larger):
     return peaks_of(prices, parts, (1,) * len(parts))[number]
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(nets(), st.floats(0.2, 1.1), st.sampled_from(["adam", "sgd", None]), st.sampled_from([None, "1f1b", "gpipe"]))
+@few_of_many(
+    10,
+    25,
+    nets(),
+    st.floats(0.2, 1.1),
+    st.sampled_from(["adam", "sgd", None]),
+    st.sampled_from([None, "1f1b", "gpipe"]),
+)
 def test_the_fewest_parts_are_those_of_brute_force(model, share, optimizer, schedule):
     gm = sk.capture(model, torch.randn(2, 3))
     flow, costs = sk.analyze(gm), sk.costs.flops(gm)
@@ -138,8 +144,7 @@ def plan_parts(flow, plan):
     return [[n for n in flow.nodes if plan.home(n) == part] for part in range(len(plan.parts))]
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
-@given(nets(), st.integers(2, 4), st.floats(0.4, 1.0))
+@few_of_many(6, 10, nets(), st.integers(2, 4), st.floats(0.4, 1.0))
 def test_a_number_of_parts_with_the_least_traffic(model, count, share):
     gm = sk.capture(model, torch.randn(2, 3))
     flow, costs = sk.analyze(gm), sk.costs.flops(gm)

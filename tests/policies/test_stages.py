@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from campaigns import few_of_many
 from hypothesis import strategies as st
 from placedgraphs import Deep, Prices, dags, every_chain, load_of
 from torch import fx, nn
@@ -16,8 +16,7 @@ from splitkit.policies import Stages
 from splitkit.testing import assert_legal, assert_same
 
 
-@settings(max_examples=150, derandomize=True, deadline=None)
-@given(dags(), st.integers(1, 3), st.sampled_from([None, 0.25, 1.5]))
+@few_of_many(60, 150, dags(), st.integers(1, 3), st.sampled_from([None, 0.25, 1.5]))
 def test_no_stages_are_better(case, count, latency):
     gm, seconds = case
     flow, costs = sk.analyze(gm), Prices(seconds)

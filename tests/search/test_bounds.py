@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from campaigns import few_of_many
 from choices import steps
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from jointgraphs import Hand
 
@@ -20,8 +20,7 @@ from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks
 
 
-@settings(max_examples=150, deadline=None)
-@given(steps(), st.integers(0, 2**32 - 1))
+@few_of_many(60, 150, steps(), st.integers(0, 2**32 - 1))
 def test_no_plan_is_below_what_any_other_plan_proves(made, seed):
     flow, costs = made
     problem, random = savings(flow, costs), np.random.default_rng(seed)

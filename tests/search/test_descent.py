@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from campaigns import these_first
 
 from splitkit.costs import roofline
 from splitkit.frontends.joint import capture_joint
@@ -35,7 +36,7 @@ def test_layers_play_the_same_parts():
     assert all(len({str(ops[i].target) for i in group}) == 1 for group in descent.groups)
 
 
-@pytest.mark.parametrize("name", ["unet", "llama"])
+@pytest.mark.parametrize("name", these_first(["unet"], ["llama"]))
 def test_lower_than_the_seeds_and_the_same_again(name):
     lows = []
     for _ in range(2):
@@ -48,7 +49,7 @@ def test_lower_than_the_seeds_and_the_same_again(name):
     assert lows[0].peak == lows[1].peak and lows[0].runs.tolist() == lows[1].runs.tolist()
 
 
-@pytest.mark.parametrize("name", ["resnet", "gpt2"])
+@pytest.mark.parametrize("name", these_first(["gpt2"], ["resnet"]))
 def test_cheaper_plans_stay_within_the_budget(name):
     descent = descent_of(name)
     seen, before = descent.pool, descent.pool.lowest()

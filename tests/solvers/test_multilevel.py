@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import placementcases as cases
 import pytest
-from hypothesis import given, settings
+from campaigns import few_of_many
 from hypothesis import strategies as st
 
 from splitkit.solvers import clock
@@ -50,8 +50,7 @@ def searched(problem):
     return StageSearch(core.reversed(), steps, 1e9, joinable=False)
 
 
-@given(cases.problems(units=6))
-@settings(max_examples=60, deadline=None)
+@few_of_many(30, 60, cases.problems(units=6))
 def test_a_small_problem_has_the_placement_of_contiguous(problem):
     try:
         known = contiguous.contiguous(problem)
@@ -69,8 +68,7 @@ def without_contiguous(problem):
     return multilevel._found(problem, core, multilevel.SECONDS, None, time.monotonic())
 
 
-@given(cases.problems(units=6))
-@settings(max_examples=150, deadline=None)
+@few_of_many(60, 150, cases.problems(units=6))
 def test_no_value_is_below_the_optimum_and_no_bound_above_it(problem):
     core = core_of(problem, fused(problem))
     if core.barred.all(axis=0).any():
@@ -93,15 +91,14 @@ def test_small_random_graphs_are_placed_near_the_optimum():
 
 
 def test_of_contiguous_and_this_the_lesser_value_is_taken_with_the_greater_bound():
-    problem = layered(900, 8, width=30)
+    problem = layered(600, 8, width=30)
     known = contiguous.contiguous(problem, seconds=1)
     found = multilevel.multilevel(problem, seconds=1)
     assert found.value < 0.99 * known.value and known.bound <= found.bound <= found.value
     assert found.solver.startswith("multilevel, ") and not faults(problem, found.device, found.order)
 
 
-@given(st.integers(0, 10**6), st.integers(2, 30), st.booleans())
-@settings(max_examples=40, deadline=None)
+@few_of_many(15, 40, st.integers(0, 10**6), st.integers(2, 30), st.booleans())
 def test_coarser_cores_have_no_cycles_and_all_the_work(seed, width, staged):
     problem = layered(400, 4, width=width, seed=seed, nbytes=np.random.default_rng(seed).integers(0, 9, 400))
     core = core_of(problem, fused(problem)).reversed()
@@ -122,8 +119,7 @@ def test_coarser_cores_have_no_cycles_and_all_the_work(seed, width, staged):
         assert np.array_equal(stage_loads(coarse, rank, (0,) * 3), stage_loads(finer, rank[level.label], (0,) * 3))
 
 
-@given(st.integers(0, 10**6), st.booleans())
-@settings(max_examples=40, deadline=None)
+@few_of_many(20, 40, st.integers(0, 10**6), st.booleans())
 def test_refined_stages_are_no_worse_and_fit_and_go_one_way(seed, limited):
     random = np.random.default_rng(seed)
     nbytes, saved = random.integers(0, 9, 120), random.integers(0, 3, 120)
@@ -146,7 +142,7 @@ def test_refined_stages_are_no_worse_and_fit_and_go_one_way(seed, limited):
 
 @pytest.fixture(scope="module")
 def large():
-    return layered(4000, 12, width=40)
+    return layered(2400, 12, width=40)
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +186,7 @@ def test_more_seconds_are_more_ways_through_coarser_cores(large, placed, monkeyp
 
 def test_memory_flights_kinds_hosts_and_links_are_kept_to(monkeypatch):
     monkeypatch.setattr(multilevel, "MOST_EXACT", 0)
-    count = 800
+    count = 400
     random = np.random.default_rng(3)
     plain = layered(count, 4, width=10)
     seconds = np.stack([plain.seconds[0], 2 * plain.seconds[0]])

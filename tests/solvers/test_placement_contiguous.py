@@ -8,8 +8,7 @@ from itertools import pairwise
 import numpy as np
 import placementcases as cases
 import pytest
-from campaigns import few_and_many
-from hypothesis import given, settings
+from campaigns import few_and_many, few_of_many
 from hypothesis import strategies as st
 
 from splitkit.solvers import clock
@@ -50,11 +49,10 @@ def equals_brute_force(problem):
     assert value_of(problem) == pytest.approx(cases.best_stages(problem), rel=1e-12)
 
 
-test_equals_brute_force, test_equals_brute_force_on_many = few_and_many(400, 3000, cases.problems())(equals_brute_force)
+test_equals_brute_force, test_equals_brute_force_on_many = few_and_many(200, 3000, cases.problems())(equals_brute_force)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(cases.problems(units=5))
+@few_of_many(60, 150, cases.problems(units=5))
 def test_each_solver_alone_equals_brute_force(problem):
     core = contracted(core_of(problem, fused(problem))) if not problem.fill else core_of(problem, fused(problem))
     if core.barred.all(axis=0).any():
@@ -69,8 +67,7 @@ def test_each_solver_alone_equals_brute_force(problem):
         assert search.bound / core.scale <= best * (1 + 1e-9) + 1e-9 or best == cases.INF
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(cases.problems(plain=True), st.randoms(use_true_random=False))
+@few_of_many(50, 200, cases.problems(plain=True), st.randoms(use_true_random=False))
 def test_laws(problem, random):
     value = value_of(problem)
     order = list(range(problem.units))
@@ -87,8 +84,12 @@ def test_laws(problem, random):
         assert value_of(replace(problem, edges=problem.edges[:, ::-1])) == pytest.approx(value)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(cases.problems(units=5), st.lists(st.lists(st.integers(1, 4), min_size=3, max_size=3), min_size=3, max_size=3))
+@few_of_many(
+    60,
+    150,
+    cases.problems(units=5),
+    st.lists(st.lists(st.integers(1, 4), min_size=3, max_size=3), min_size=3, max_size=3),
+)
 def test_bounds_hold_with_links_between_pairs(problem, factors):
     linked = cases.with_links(problem, [row[: len(problem.devices)] for row in factors[: len(problem.devices)]])
     try:
@@ -101,8 +102,7 @@ def test_bounds_hold_with_links_between_pairs(problem, factors):
     assert found.bound * (1 - 1e-9) <= best <= found.value * (1 + 1e-9)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(cases.problems(units=4), st.booleans())
+@few_of_many(50, 100, cases.problems(units=4), st.booleans())
 def test_no_stages_are_better_than_what_must_be_joined_allows(problem, fill):
     problem = replace(problem, fill=fill and len(problem.devices) <= problem.units)
     core = core_of(problem, fused(problem))
@@ -188,8 +188,7 @@ def test_ties_are_broken_by_the_key():
     assert np.count_nonzero(found.device == found.order[0]) == 1
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(cases.problems(units=5, devices=2))
+@few_of_many(40, 100, cases.problems(units=5, devices=2))
 def test_the_smallest_memory_that_would_fit(problem):
     problem = replace(problem, devices=tuple(replace(d, capacity=3) for d in problem.devices))
     try:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import placementcases as cases
 import pytest
-from hypothesis import given, settings
+from campaigns import few_of_many
 
 from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.groups import coloured
@@ -37,8 +37,7 @@ def found_for(problem, **options):
     return found
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
-@given(cases.problems(units=5))
+@few_of_many(150, 400, cases.problems(units=5))
 def test_equals_brute_force(problem):
     problem = simple(problem)
     best = cases.best_latency(problem)
@@ -50,8 +49,7 @@ def test_equals_brute_force(problem):
     assert found.optimal and found.value == pytest.approx(best)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(cases.problems(units=5))
+@few_of_many(15, 60, cases.problems(units=5))
 def test_search_and_bound_alone_hold_the_best_between_them(problem):
     problem = simple(problem)
     best = cases.best_latency(problem)
@@ -72,8 +70,7 @@ def ways_of(problem, pieces):
     return Timing.of(problem, pieces), coloured(problem), order
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
-@given(cases.problems(units=5))
+@few_of_many(200, 500, cases.problems(units=5))
 def test_no_makespan_is_less_than_the_bound_of_a_way(problem):
     problem = simple(problem)
     best = cases.best_latency(problem)
@@ -82,8 +79,7 @@ def test_no_makespan_is_less_than_the_bound_of_a_way(problem):
             assert chain_bound(problem, *ways_of(problem, 1), value) <= best * (1 + 1e-12)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(cases.problems(units=4, devices=2))
+@few_of_many(60, 150, cases.problems(units=4, devices=2))
 def test_no_makespan_of_several_pieces_is_less_than_the_bound_of_a_way(problem):
     problem = simple(problem)
     try:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import placementcases as cases
 import pytest
-from hypothesis import given, settings
+from campaigns import few_of_many
 from hypothesis import strategies as st
 
 from splitkit.solvers.clock import Clock
@@ -34,14 +34,12 @@ def value_of(problem):
     return found.value
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(cases.problems(units=5))
+@few_of_many(120, 300, cases.problems(units=5))
 def test_equals_brute_force(problem):
     assert value_of(problem) == pytest.approx(cases.best_sets(problem), rel=1e-5, abs=1e-9)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(cases.problems(plain=True), st.randoms(use_true_random=False))
+@few_of_many(25, 60, cases.problems(plain=True), st.randoms(use_true_random=False))
 def test_laws(problem, random):
     value = value_of(problem)
     order = list(range(problem.units))
@@ -53,8 +51,7 @@ def test_laws(problem, random):
         assert value_of(replace(problem, devices=(*problem.devices, problem.devices[-1]))) <= value * (1 + 1e-5)
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
-@given(cases.problems(units=7))
+@few_of_many(150, 400, cases.problems(units=7))
 def test_contractions_lose_no_optimum(problem):
     problem = replace(problem, fill=False)
     core = contracted(core_of(problem, coloured(problem)), acyclic=False)
@@ -62,8 +59,7 @@ def test_contractions_lose_no_optimum(problem):
     assert joined == pytest.approx(cases.best_sets(problem), rel=1e-12)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(cases.problems(units=7, plain=True))
+@few_of_many(20, 40, cases.problems(units=7, plain=True))
 def test_annealing_keeps_its_books(problem):
     core = core_of(problem, coloured(problem))
     places = Places.of_problem(replace(problem, fill=False), core)
@@ -89,8 +85,7 @@ def test_annealing_finds_what_stages_cannot():
     assert loads(problem, found.device).tolist() == [6, 6]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(cases.problems(units=7))
+@few_of_many(20, 60, cases.problems(units=7))
 def test_windows_keep_to_everything_and_end_no_worse(problem):
     problem = replace(problem, in_flight=(), ordered=False)
     core = core_of(problem, coloured(problem))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from campaigns import few_of_many
 from choices import steps
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from jointmodels import wide
 
@@ -25,8 +25,7 @@ def assert_alike(problem, peaks, runs):
     assert one.saved.tolist() == other.saved.tolist() and one.saved_bytes == choice.nbytes
 
 
-@settings(max_examples=300, deadline=None)
-@given(steps(), st.integers(0, 2**32 - 1))
+@few_of_many(100, 300, steps(), st.integers(0, 2**32 - 1))
 def test_any_choice_of_any_step(made, seed):
     flow, costs = made
     problem = savings(flow, costs)

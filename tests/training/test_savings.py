@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from campaigns import these_first
 from choices import Prices, saved
 from jointgraphs import Hand
 from jointmodels import MODELS, assert_steps_alike, captured, ran
@@ -20,7 +21,12 @@ aten = torch.ops.aten
 KIB = 1024
 
 
-@pytest.mark.parametrize("name", [*MODELS, *NETS])
+@pytest.mark.parametrize(
+    "name",
+    these_first(
+        ["gpt2", "mixtral", "conv", *NETS], [name for name in MODELS if name not in ("gpt2", "mixtral", "conv")]
+    ),
+)
 def test_any_choice_takes_the_bytes_and_seconds_it_says_and_runs_like_eager(name):
     joint, args, kwargs, expected = captured(name)
     if name == "lstm":  # whose eager kernel is oneDNN's, with sums in another order

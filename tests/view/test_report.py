@@ -124,3 +124,11 @@ def test_parameters_of_bodies_count():
     gm = fx.GraphModule(root, graph)
     (part,) = sk.report(gm, sk.plan(gm, lambda node: 0), sk.costs.unit(gm)).parts
     assert (part.parameters, part.parameter_bytes) == (20, 80)
+
+
+def test_replicas_are_shown_where_there_are_some(gm):
+    flow = sk.analyze(gm)
+    places = {n: (int(i > 0),) for i, n in enumerate(flow.nodes)}
+    report = sk.report(gm, Plan(places, {0: Part(0, replicas=2), 1: Part(1)}))
+    assert [part.replicas for part in report.parts] == [2, 1] and "x2" in str(report)
+    assert "replicas" not in str(sk.report(gm, Plan(places, {0: Part(0), 1: Part(1)})))

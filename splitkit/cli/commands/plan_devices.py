@@ -33,7 +33,7 @@ def plan(args: Namespace) -> Outcome:
     policy = wanted.policy()
     check_costs(args.costs)
     work = prepare(wanted_model)
-    with work.clock.step("plan", f"planning {wanted.devices or f'{wanted.stages} stages'}"):
+    with work.clock.step("plan", f"planning {wanted.devices or f'{wanted.stages} stages'}", policy):
         costs = _prices(work, args, wanted)
         made = sk.plan(work.gm, policy, costs, on_cycle=args.on_cycle or "error")
     with work.clock.step("simulate", "simulating the step"):
@@ -96,7 +96,7 @@ def _ranks(work: Work, made: Plan, costs: Costs, wanted: Placement) -> tuple[Seq
     links = links_of(wanted.links)
     demand = Demand(None, flow, costs, wanted.schedule, wanted.microbatches, links=links, optimizer=wanted.optimizer)
     costs_of = demand.stage_prices.of(made)
-    names = [device.name for device in wanted.devices.devices] if wanted.devices else []
+    names = [device.name for device in wanted.devices.devices][: len(costs_of)] if wanted.devices else []
     if wanted.schedule is None:
         limits = [*map(wanted.limit, range(len(costs_of)))]
         return list(rows_of_parts(names or [""] * len(costs_of), limits, dict(zip(keys, costs_of, strict=True)))), None

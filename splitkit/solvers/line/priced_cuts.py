@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-_CELLS = 2**22  # pairs of a first and a last item that are weighed at once
-_ROUNDING = 1e-12
+_ROWS = 128  # last items that are weighed at once, with the first ones that are near enough to each
+_ROUNDING, _MARGIN = 1e-12, 1e-9
 
 
 def best_cuts(
@@ -38,7 +38,9 @@ def best_cuts(
         For each tolerance k increasing positions, the first of them 0; nothing if no division fits.
     """
     line = _Line(work, prices, held, capacity)
-    least, _ = line.divided(np.inf, squares=False)
+    least, _ = line.divided(line.by_work(), squares=False)
+    if not np.isfinite(least):  # what is divided by work does not fit
+        least, _ = line.divided(np.inf, squares=False)
     if not np.isfinite(least):
         return []
     return [line.divided(least * (1 + near + _ROUNDING), squares=True)[1] for near in tolerances]
@@ -54,6 +56,18 @@ class _Line:
         self._leaving = np.concatenate([prices, nothing])
         self._sums = np.concatenate([np.zeros((len(capacity), 1), np.int64), np.cumsum(held, axis=1)], axis=1)
         self._capacity = capacity
+
+    def by_work(self) -> float:
+        """The greatest load of stages of about equal work, whether they fit or not."""
+        count = len(self._capacity)
+        shares = self._before[-1] * np.arange(count + 1) / count
+        cuts = np.searchsorted(self._before, shares)
+        cuts[0], cuts[-1] = 0, len(self._before) - 1
+        if (np.diff(cuts) < 1).any():
+            return float(np.inf)
+        stages = np.arange(count)
+        loads = np.diff(self._before[cuts]) + self._entering[stages, cuts[:-1]] + self._leaving[stages, cuts[1:]]
+        return float(loads.max()) * (1 + _ROUNDING)
 
     def divided(self, limit: float, *, squares: bool) -> tuple[float, list[int]]:
         """The least greatest load, or sum of squares, of a division with no load above the limit."""
@@ -74,16 +88,17 @@ class _Line:
         """For each end the least up to there, and where this stage begins then."""
         size = len(least)
         found, choice = np.full(size, np.inf), np.zeros(size, np.int64)
-        sums, first = self._sums[stage], np.arange(size)
-        rows = max(1, _CELLS // size)
-        for low in range(1, size, rows):
-            ends = np.arange(low, min(size, low + rows))
+        sums, entering = self._sums[stage], self._entering[stage] - self._before
+        for low in range(1, size, _ROWS):
+            ends = np.arange(low, min(size, low + _ROWS))
+            near = int(np.searchsorted(self._before, self._before[low] - limit * (1 + _MARGIN)))  # work alone is less
+            first = np.arange(near, int(ends[-1]))
             top = self._before[ends] + self._leaving[stage][ends]
-            loads = top[:, None] + (self._entering[stage] - self._before)[None, :]
+            loads = top[:, None] + entering[None, first]
             barred = (first[None, :] >= ends[:, None]) | (loads > limit)
-            barred |= sums[ends, None] - sums[None, :] > self._capacity[stage]
-            total = least[None, :] + loads**2 if squares else np.maximum(least[None, :], loads)
+            barred |= sums[ends, None] - sums[None, first] > self._capacity[stage]
+            total = least[None, first] + loads**2 if squares else np.maximum(least[None, first], loads)
             total[barred] = np.inf
-            choice[ends] = total.argmin(axis=1)
-            found[ends] = total[np.arange(len(ends)), choice[ends]]
+            at = total.argmin(axis=1)
+            choice[ends], found[ends] = first[at], total[np.arange(len(ends)), at]
         return found, choice

@@ -33,7 +33,6 @@ class Places:
         costs: (d, m) of each net for a device that holds it in part.
         nbytes: (d, n) of each unit on each device.
         capacity: (d,) bytes.
-        staged: device i is stage i, and no edge goes from a stage to an earlier one.
         fill: no device stays empty.
     """
 
@@ -41,11 +40,10 @@ class Places:
     costs: Floats
     nbytes: Floats
     capacity: Floats
-    staged: bool
     fill: bool
 
     @classmethod
-    def of(cls, core: Core, kinds: tuple[int, ...], flights: tuple[int, ...], *, staged: bool, fill: bool) -> Places:
+    def of(cls, core: Core, kinds: tuple[int, ...], flights: tuple[int, ...], *, fill: bool) -> Places:
         """The devices of these classes, with so many microbatches in flight in each."""
         rows = list(kinds)
         capacity = [np.inf if core.kinds[k].capacity >= BIG else float(core.kinds[k].capacity) for k in kinds]
@@ -54,7 +52,6 @@ class Places:
             costs=(core.costs / core.scale)[rows],
             nbytes=core.nbytes + np.array(flights, np.float64)[:, None] * core.saved,
             capacity=np.array(capacity),
-            staged=staged,
             fill=fill,
         )
 
@@ -65,7 +62,7 @@ class Places:
         for kind, spec in enumerate(core.kinds):
             for device in spec.devices:
                 kinds[device] = kind
-        return cls.of(core, tuple(kinds), (0,) * len(kinds), staged=False, fill=problem.fill)
+        return cls.of(core, tuple(kinds), (0,) * len(kinds), fill=problem.fill)
 
 
 class Schedule:
@@ -119,9 +116,6 @@ class Population:
         self._touching = _padded(core.pins, core.pin_nets, core.size, self._nets)  # (n, most) nets, then a free one
         self._sizes = np.append(np.diff(core.starts), 2)
         self._costs = np.concatenate([places.costs, np.zeros((self._devices, 1))], axis=1)
-        before = _padded(core.edges[:, 1], core.edges[:, 0], core.size, core.size)
-        after = _padded(core.edges[:, 0], core.edges[:, 1], core.size, core.size + 1)
-        self._before, self._after = before, after
         self.device: Ints = np.tile(start, (size, 1))
         self._recount()
         self.best = start
@@ -199,16 +193,11 @@ class Population:
         return new
 
     def _allowed(self, unit: Ints, old: Ints, new: Ints) -> Bools:
-        """Whether moves keep to memory, to the stages, and to the devices to be filled."""
+        """Whether moves keep to memory and to the devices to be filled."""
         rows, places = self._rows, self._places
         fits: Bools = self._bytes[rows, new] + places.nbytes[new, unit] <= places.capacity[new]
         if places.fill:
             fits &= self._count[rows, old] > 1
-        if places.staged:
-            size = len(rows)
-            edge = np.concatenate([self.device, np.zeros((size, 1), np.int64), np.full((size, 1), self._devices)], 1)
-            fits &= (edge[rows[:, None], self._before[unit]] <= new[:, None]).all(axis=1)
-            fits &= (edge[rows[:, None], self._after[unit]] >= new[:, None]).all(axis=1)
         return fits
 
     def _apply(self, rows: Ints, unit: Ints, old: Ints, new: Ints, nets: Ints, less: Floats, more: Floats) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -70,7 +69,7 @@ def lacking(problem: Problem, fit: Fit, *, proven: bool, advise: bool = True) ->
         proven: whether it is certain that there is none.
         advise: find out what memory would do.
     """
-    deadline = time.monotonic() + _ALL
+    clock, later = Clock(_ALL), Clock(2 * _ALL)
     bytes_only = _of_bytes(problem)
     limited = any(not device.host and np.isfinite(device.capacity) for device in problem.devices)
     if limited and not advise:
@@ -83,9 +82,9 @@ def lacking(problem: Problem, fit: Fit, *, proven: bool, advise: bool = True) ->
     def enough(capacity: int, *, quick: bool = False) -> bool | None:
         return fit(_with(bytes_only, float(capacity)), quick=quick)
 
-    high, _ = _least(partial(enough, quick=True), low, high, deadline)
-    capacity, exact = (high, True) if high == low + 1 else _down(enough, low, high, deadline)
-    count, counted = _fewest(bytes_only, fit, deadline + _ALL)
+    high, _ = _least(partial(enough, quick=True), low, high, clock)
+    capacity, exact = (high, True) if high == low + 1 else _down(enough, low, high, clock)
+    count, counted = _fewest(bytes_only, fit, later)
     reason = f"the devices have too little memory: {capacity} bytes each would do"
     return InfeasibleError(
         reason if proven else f"no placement was found within the memory; with {capacity} bytes each there is one",
@@ -120,19 +119,19 @@ def _with(problem: Problem, capacity: float) -> Problem:
     return replace(problem, devices=tuple(devices))
 
 
-def least_capacity(problem: Problem, fit: Fit) -> int:
+def least_capacity(problem: Problem, fit: Fit, clock: Clock | None = None) -> int:
     """The smallest capacity that would do for every device with a limit, as far as a quick look tells."""
     bytes_only, (low, high) = _of_bytes(problem), _range(problem)
 
     def enough(capacity: int) -> bool | None:
         return fit(_with(bytes_only, float(capacity)), quick=True)
 
-    return _least(enough, low, high, time.monotonic() + _ALL)[0]
+    return _least(enough, low, high, Clock(_ALL, clock))[0]
 
 
-def fewest_devices(problem: Problem, fit: Fit) -> int | None:
+def fewest_devices(problem: Problem, fit: Fit, clock: Clock | None = None) -> int | None:
     """How many devices of the greatest capacity would do, as far as a quick look tells; None if no number does."""
-    return _fewest(_of_bytes(problem), partial(fit, quick=True), time.monotonic() + _ALL)[0]
+    return _fewest(_of_bytes(problem), partial(fit, quick=True), Clock(_ALL, clock))[0]
 
 
 def _range(problem: Problem) -> tuple[int, int]:
@@ -144,21 +143,21 @@ def _range(problem: Problem) -> tuple[int, int]:
     return max(int(held.max(initial=0)), -(-int(held.sum()) // len(problem.devices))) - 1, most
 
 
-def _down(enough: Callable[[int], bool | None], low: int, high: int, deadline: float) -> tuple[int, bool]:
+def _down(enough: Callable[[int], bool | None], low: int, high: int, clock: Clock) -> tuple[int, bool]:
     """The least that is enough, below one that a quick look has found, and whether that is certain."""
-    if time.monotonic() > deadline:
+    if clock.is_over():
         return high, False
     answer = enough(high - 1)
     if not answer:
         return high, answer is False
-    return _least(enough, low, high - 1, deadline)
+    return _least(enough, low, high - 1, clock)
 
 
-def _least(enough: Callable[[int], bool | None], low: int, high: int, deadline: float) -> tuple[int, bool]:
+def _least(enough: Callable[[int], bool | None], low: int, high: int, clock: Clock) -> tuple[int, bool]:
     """The least number that is enough, by bisection, and whether every smaller one was excluded for certain."""
     exact = True
     while high - low > 1:
-        if time.monotonic() > deadline:
+        if clock.is_over():
             return high, False
         middle = (low + high) // 2
         answer = enough(middle)
@@ -170,7 +169,7 @@ def _least(enough: Callable[[int], bool | None], low: int, high: int, deadline: 
     return high, exact
 
 
-def _fewest(problem: Problem, fit: Callable[[Problem], bool | None], deadline: float) -> tuple[int | None, bool]:
+def _fewest(problem: Problem, fit: Callable[[Problem], bool | None], clock: Clock) -> tuple[int | None, bool]:
     """The fewest devices of the greatest capacity, hosts and others beside them unchanged, that would do."""
     limited = [d for d in problem.devices if not d.host and np.isfinite(d.capacity)]
     others = [d for d in problem.devices if d.host or np.isinf(d.capacity)]
@@ -182,8 +181,8 @@ def _fewest(problem: Problem, fit: Callable[[Problem], bool | None], deadline: f
 
     most = len(limited)
     while (answer := enough(most)) is not True:
-        if most >= problem.units or time.monotonic() > deadline:
+        if most >= problem.units or clock.is_over():
             return None, answer is False and most >= problem.units
         most = min(2 * most, problem.units)
-    count, exact = _least(enough, 0, most, deadline)
+    count, exact = _least(enough, 0, most, clock)
     return count, exact

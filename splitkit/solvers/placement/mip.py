@@ -75,7 +75,7 @@ class Rows:
         time end it all the same, ``clock`` is told, and what was found by then is no result (its bound is), unless
         ``any_will_do``. With ``once`` it is not solved as it stands where nodes ended it, only where presolve failed.
         """
-        own, nodes = Clock(_FAR * seconds + GRACE), max(1, int(seconds * _NODES / self.columns))
+        own, nodes = Clock(_FAR * seconds + GRACE, clock), max(1, int(seconds * _NODES / self.columns))
         best = self._solve(price, whole, low, high, own, nodes, presolve=True)
         results = [best]
         ended = once and (best.mip_node_count or 0) >= nodes

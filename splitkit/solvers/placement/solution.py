@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.core import Core
 from splitkit.solvers.placement.evaluate import faults, loads
 from splitkit.solvers.placement.problem import Floats, Ints, Problem
@@ -14,6 +15,8 @@ from splitkit.solvers.placement.stages.stages import StageRanks
 
 Key = Callable[[Ints, tuple[int, ...]], tuple[float, ...]]
 """What ties are broken by, the least first: (device of each unit, used devices from first stage to last) -> key."""
+
+_WEIGHED, _UNITS_WEIGHED = 24, 24_000  # placements of equal value, evenly of all: more where they have few units
 
 
 def stages_of(device: Ints, order: tuple[int, ...]) -> Ints:
@@ -67,9 +70,9 @@ class Solution:
         return int(np.argmax(self.loads))
 
 
-def ending(tries: Iterable[Solution]) -> str:
-    """What a note says where time, not counts, ended a search for one of these; else nothing."""
-    cut = any(found.cut for found in tries)
+def ending(tries: Iterable[Solution], clock: Clock | None = None) -> str:
+    """What a note says where time, not counts, ended a search for one of these, or a whole; else nothing."""
+    cut = any(found.cut for found in tries) or (clock is not None and clock.cut)
     return "; cut short by time: another machine may find another plan" if cut else ""
 
 
@@ -104,7 +107,7 @@ class InfeasibleError(ValueError):
 
 
 def preferred(
-    problem: Problem, core: Core, plans: list[StageRanks], prefer: Key | None
+    problem: Problem, core: Core, plans: list[StageRanks], prefer: Key | None, clock: Clock | None = None
 ) -> tuple[Ints, tuple[int, ...], Floats]:
     """The best of several stages, placed and checked, with its loads: by the greatest, then by the key, then the first.
 
@@ -112,14 +115,25 @@ def preferred(
         problem: what is placed.
         core: the core of the problem.
         plans: at least one.
-        prefer: the key.
+        prefer: the key; of many, some are weighed.
+        clock: when no more are weighed.
     """
     made = (placed(core, stages) for stages in plans)
     distinct = {(device.tobytes(), order): (device, order) for device, order in made}  # many are the same
     found = [(device, order, loads(problem, device)) for device, order in distinct.values()]
     least = min(load.max() for _, _, load in found)
     best = [each for each in found if each[2].max() <= least * (1 + 1e-12)]
-    taken = min(best, key=lambda each: prefer(*each[:2])) if prefer and len(best) > 1 else best[0]
+    taken = best[0]
+    if prefer and len(best) > 1:
+        best.sort(key=lambda each: len(each[1]))  # the fewest stages first: there is nothing to weigh beside them
+        most = max(_WEIGHED, _UNITS_WEIGHED // max(1, problem.units))
+        some = [best[i] for i in dict.fromkeys(np.linspace(0, len(best) - 1, most).astype(int).tolist())]
+        keys: list[tuple[float, ...]] = []
+        for each in some:
+            if keys and clock is not None and clock.is_over():
+                break
+            keys.append(prefer(*each[:2]))
+        taken = some[keys.index(min(keys))]
     wrong = faults(problem, *taken[:2])
     assert not wrong, wrong
     return taken

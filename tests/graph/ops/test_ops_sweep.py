@@ -12,7 +12,7 @@ from opcalls import by_hand
 from opwatch import Functions, Watch, watched
 
 
-def samples_of_every_op() -> Iterator[Callable[[], Any]]:
+def samples_of_every_op(each: int = 3) -> Iterator[Callable[[], Any]]:
     from torch.testing._internal.common_methods_invocations import op_db  # takes seconds: not for every process
 
     for info in op_db:
@@ -21,7 +21,7 @@ def samples_of_every_op() -> Iterator[Callable[[], Any]]:
             continue
         torch.default_generator.manual_seed(0)
         # info.sample_inputs would seed every device and crawl the stack for each sample: two thirds of the time
-        samples = list(itertools.islice(info.sample_inputs_func(info, "cpu", dtype, requires_grad=False), 8))
+        samples = list(itertools.islice(info.sample_inputs_func(info, "cpu", dtype, requires_grad=False), each))
         for s in samples:
             yield functools.partial(info.op, s.input, *s.args, **s.kwargs)
         if samples and info.inplace_variant:
@@ -29,7 +29,14 @@ def samples_of_every_op() -> Iterator[Callable[[], Any]]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("calls", "least"), [(samples_of_every_op, 700), (by_hand, 150)])
+@pytest.mark.parametrize(
+    ("calls", "least"),
+    [
+        (samples_of_every_op, 700),
+        pytest.param(functools.partial(samples_of_every_op, 8), 700, marks=pytest.mark.campaign),
+        (by_hand, 150),
+    ],
+)
 def test_nothing_happens_that_was_not_foretold(calls: Callable[[], Iterator[Callable[[], Any]]], least: int) -> None:
     watch = Watch()
     for function in calls():

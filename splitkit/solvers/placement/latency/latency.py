@@ -35,7 +35,7 @@ _MOVES, _BOUND = 0.4, 0.5  # of the time
 _CLOSE = 2e-6  # relative: what the integer program may be off
 
 
-def latency(problem: Problem, *, seconds: float = SECONDS, pieces: int = 1) -> Solution:
+def latency(problem: Problem, *, seconds: float = SECONDS, pieces: int = 1, clock: Clock | None = None) -> Solution:
     """A placement with a small makespan, and a bound on the least.
 
     The best chain of pieces along nine orders is annealed; small problems are searched whole. The bound is that of
@@ -48,25 +48,26 @@ def latency(problem: Problem, *, seconds: float = SECONDS, pieces: int = 1) -> S
             given to the first one.
         seconds: for the search.
         pieces: that each accelerator may run, at most.
+        clock: of the search that this is a part of, which ends this one too.
 
     Raises:
         InfeasibleError: no placement was found.
         BadProblemError: the graph has a cycle, there are hosts of several kinds, or links that differ.
     """
-    start = time.monotonic()
+    start, advise = time.monotonic(), clock is None
     problem = replace(problem, in_flight=(), ordered=False, fill=False, backward=np.zeros(problem.units, np.bool_))
     _refuse(problem)
     core = core_of(problem, coloured(problem))
     check(problem, core)
-    timing, clock = Timing.of(problem, pieces), Clock(seconds + GRACE)
-    place = _first(problem, timing, pieces, seconds, clock)
+    timing, clock = Timing.of(problem, pieces), Clock(seconds + GRACE, clock)
+    place = _first(problem, timing, pieces, seconds, clock, advise)
     moves = Moves(problem, timing, core.group, place)
     order = by_key(replace(core_of(problem, np.arange(problem.units))), np.zeros(problem.units))
     bound, proved_by = critical_path(problem, timing, order), "path"
     whole = moves.everywhere()
     if whole:
         bound, proved_by = moves.value, "all"
-    else:
+    elif not clock.is_over():
         bound, proved_by = max((bound, "path"), (chain_bound(problem, timing, core.group, order, moves.value), "chain"))
     if bound < moves.value:
         moves.run(Schedule(moves.rounds(seconds * _MOVES), clock), bound)
@@ -87,7 +88,7 @@ def _refuse(problem: Problem) -> None:
         raise BadProblemError("units depend on each other in a cycle", "edges")
 
 
-def _first(problem: Problem, timing: Timing, pieces: int, seconds: float, clock: Clock) -> Ints:
+def _first(problem: Problem, timing: Timing, pieces: int, seconds: float, clock: Clock, advise: bool) -> Ints:
     """The place of each unit in the best chain, on hosts only, by list scheduling, or in the best stages."""
     core = core_of(problem, fused(problem))
     accelerators = [d for d, device in enumerate(problem.devices) if not device.host]
@@ -101,7 +102,7 @@ def _first(problem: Problem, timing: Timing, pieces: int, seconds: float, clock:
     found = [place for place in found if np.isfinite(makespan(timing, place.tolist()))]
     if not found:
         try:
-            stages = contiguous(problem, seconds=seconds / 4)
+            stages = contiguous(problem, seconds=seconds / 4, advise=advise, clock=clock)
             clock.cut |= stages.cut
             found = [number[stages.device]]
         except InfeasibleError as error:

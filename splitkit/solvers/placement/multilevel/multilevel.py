@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement import bounds
 from splitkit.solvers.placement.bounds import check
 from splitkit.solvers.placement.contract import contracted
@@ -27,7 +28,12 @@ _FAR = 1e9  # seconds that are never over
 
 
 def multilevel(
-    problem: Problem, *, seconds: float = SECONDS, prefer: Key | None = None, advise: bool = True
+    problem: Problem,
+    *,
+    seconds: float = SECONDS,
+    prefer: Key | None = None,
+    advise: bool = True,
+    clock: Clock | None = None,
 ) -> Solution:
     """Stages with a small greatest load, for thousands to hundreds of thousands of units.
 
@@ -42,6 +48,7 @@ def multilevel(
             gives the same placement, however busy the machine, as far as `contiguous` does.
         prefer: which of several placements of equal value is taken: the one of the least key. Some are weighed, not
             all that there are.
+        clock: as of `contiguous`, which alone looks at it.
 
     Raises:
         InfeasibleError: there is no placement, or none was found.
@@ -50,14 +57,15 @@ def multilevel(
     core = core_of(problem, fused(problem))
     check(problem, core)
     if level_count(core, problem.ordered) > MOST_LEVELS:  # too many classes: in the order in which they are given
-        along = multilevel(replace(problem, ordered=True), seconds=seconds, prefer=prefer, advise=advise)
+        given = replace(problem, ordered=True)
+        along = multilevel(given, seconds=seconds, prefer=prefer, advise=advise, clock=clock)
         return replace(along, bound=min(along.value, bounds.in_seconds(core)))
     joinable = exact_links(problem) and not problem.fill
     core = contracted(core) if joinable and core.size <= _MOST_CONTRACTED else core
     if core.size > MOST_EXACT:
         found = _found(problem, core, seconds, prefer, start)
-        return found or contiguous(problem, seconds=seconds, prefer=prefer, advise=advise)
-    known = contiguous(problem, seconds=seconds, prefer=prefer, advise=advise)
+        return found or contiguous(problem, seconds=seconds, prefer=prefer, advise=advise, clock=clock)
+    known = contiguous(problem, seconds=seconds, prefer=prefer, advise=advise, clock=clock)
     if known.optimal:
         return known
     found = _found(problem, core, seconds, prefer, start)

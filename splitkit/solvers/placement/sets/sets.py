@@ -32,7 +32,9 @@ _FAR = 2.0  # times as long may it take as its steps are counted for
 _CLOSE = 2e-6  # relative: what the integer program may be off
 
 
-def noncontiguous(problem: Problem, *, seconds: float = SECONDS, advise: bool = True) -> Solution:
+def noncontiguous(
+    problem: Problem, *, seconds: float = SECONDS, advise: bool = True, clock: Clock | None = None
+) -> Solution:
     """Sets of units, one for each device, with the least greatest load; in any order, so nothing is in flight.
 
     The best stages are annealed (`anneal`), then windows of units placed anew (`windows`); a decomposition into sets
@@ -43,6 +45,7 @@ def noncontiguous(problem: Problem, *, seconds: float = SECONDS, advise: bool = 
         problem: what is placed; its ``edges``, ``in_flight`` and ``ordered`` do not matter.
         seconds: for the search; its steps are counted, and the clock ends it only at twice that.
         advise: if the memory is too small, find out what would do, and say it in the error.
+        clock: of the search that this is a part of, which ends this one too.
 
     Raises:
         InfeasibleError: there is no placement, or none was found.
@@ -53,7 +56,7 @@ def noncontiguous(problem: Problem, *, seconds: float = SECONDS, advise: bool = 
     check(problem, core)
     joinable = exact_links(problem) and not problem.fill
     small = contracted(core, acyclic=False) if joinable else core
-    search = _SetSearch(problem, small, seconds, joinable)
+    search = _SetSearch(problem, small, seconds, joinable, clock)
     search.run()
     if search.best is None:
         raise lacking(problem, sets_fit, proven=search.excluded, advise=advise)
@@ -77,11 +80,13 @@ def noncontiguous(problem: Problem, *, seconds: float = SECONDS, advise: bool = 
 class _SetSearch:
     """The best sets so far, and what is proven, in seconds of the problem."""
 
-    def __init__(self, problem: Problem, core: Core, seconds: float, joinable: bool) -> None:
+    def __init__(
+        self, problem: Problem, core: Core, seconds: float, joinable: bool, clock: Clock | None = None
+    ) -> None:
         self._problem = problem
         self._core = core
         self._seconds = seconds
-        self.clock = Clock(_FAR * seconds + GRACE)
+        self.clock = Clock(_FAR * seconds + GRACE, clock)
         self._joinable = joinable
         self._places = Places.of_problem(problem, core)
         self.best: Ints | None = None
@@ -92,7 +97,7 @@ class _SetSearch:
 
     def run(self) -> None:
         self._start()
-        if self.excluded or self.best is None or self._closed:
+        if self.excluded or self.best is None or self._closed or self.clock.is_over():
             return
         self._join()
         if self._columns(self._core) <= _SMALL:
@@ -118,7 +123,7 @@ class _SetSearch:
     def _start(self) -> None:
         """The best stages, or any sets that fit."""
         try:
-            stages = contiguous(self._problem, seconds=self._seconds * _STAGES, advise=False)
+            stages = contiguous(self._problem, seconds=self._seconds * _STAGES, advise=False, clock=self.clock)
         except InfeasibleError:
             some = some_sets(self._core, self._places, self._seconds * _STAGES, self.clock)
             if some is not None and some[0] is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement import bounds
 from splitkit.solvers.placement.bounds import check
 from splitkit.solvers.placement.contract import contracted
@@ -22,7 +23,13 @@ _MOST_CONTRACTED = 50_000  # units up to which idle ones are joined
 
 
 def contiguous(
-    problem: Problem, *, seconds: float = SECONDS, prefer: Key | None = None, advise: bool = True, near: float = 0.0
+    problem: Problem,
+    *,
+    seconds: float = SECONDS,
+    prefer: Key | None = None,
+    advise: bool = True,
+    near: float = 0.0,
+    clock: Clock | None = None,
 ) -> Solution:
     """Stages with the least greatest load.
 
@@ -37,6 +44,7 @@ def contiguous(
         prefer: which of several placements of equal value is taken: the one of the least key. Some are weighed, not
             all that there are.
         near: relative; the search ends at a value so near its bound.
+        clock: of the search that this is a part of, which ends this one too.
 
     Raises:
         InfeasibleError: there is no placement, or none was found.
@@ -45,18 +53,19 @@ def contiguous(
     core = core_of(problem, fused(problem))
     check(problem, core)
     if level_count(core, problem.ordered) > MOST_LEVELS:  # too many classes: in the order in which they are given
-        found = contiguous(replace(problem, ordered=True), seconds=seconds, prefer=prefer, advise=advise, near=near)
+        given = replace(problem, ordered=True)
+        found = contiguous(given, seconds=seconds, prefer=prefer, advise=advise, near=near, clock=clock)
         return replace(found, bound=min(found.value, bounds.in_seconds(core)))
     exact = exact_links(problem)
     joinable = exact and not problem.fill
     small = contracted(core) if joinable and core.size <= _MOST_CONTRACTED else core
     steps = ladder(small, problem.in_flight, ordered=problem.ordered, fill=problem.fill)
-    search = StageSearch(small.reversed(), steps, seconds, joinable=joinable, near=near)
+    search = StageSearch(small.reversed(), steps, seconds, joinable=joinable, near=near, clock=clock)
     search.run()
     if search.best is None:
         raise lacking(problem, stages_fit, proven=search.closed, advise=advise)
     plans = search.plans if not exact else [search.best, *(search.ties() if prefer else ())]
-    device, order, value = preferred(problem, small, plans, prefer)
+    device, order, value = preferred(problem, small, plans, prefer, search.clock)
     bound = search.bound if search.bound < search.limit else search.limit
     return Solution(
         device=device,

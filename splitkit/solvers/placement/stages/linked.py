@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from splitkit.solvers.clock import Clock
 from splitkit.solvers.line.priced_cuts import Floats, Ints
 
-_STEPS = 4_000
+_STEPS, _ROUND = 4_000, 50  # between two looks at the clock
 _HOT, _COLD = 0.5, 0.0005  # temperatures, of the logarithm of the greatest load
 _POWER, _VOID = 12.0, 0.3  # of the norm that stands for the greatest load; what an empty stage costs on the way
 
@@ -58,10 +59,10 @@ class Linked:
         total += np.bincount(stage[self.pins[self.starts[:-1]]][sends], slowest[sends], count)
         return total
 
-    def annealed(self, stage: Ints) -> Ints:
+    def annealed(self, stage: Ints, clock: Clock | None = None) -> Ints:
         """Better stages, from given ones, by moves of single units that keep every edge, memory, and a unit a stage.
 
-        A fixed number of steps with a fixed seed, so that it comes out the same everywhere.
+        A fixed number of steps with a fixed seed, so that it comes out the same everywhere where no clock ends it.
         """
         random = np.random.default_rng(0)
         now, best = stage.copy(), stage.copy()
@@ -69,6 +70,8 @@ class Linked:
         least = self.loads(best).max() if self._empty(best) == 0 else np.inf
         before, after = self._neighbours()
         for step in range(_STEPS if len(stage) > 1 else 0):
+            if clock is not None and step % _ROUND == 0 and clock.is_over():
+                break
             heat = _HOT * (_COLD / _HOT) ** (step / _STEPS)
             unit = int(random.integers(len(stage)))
             low = max((int(now[u]) for u in before[unit]), default=0)

@@ -11,16 +11,21 @@ cycles, and for each stage a binary says on which class of devices it is::
 from __future__ import annotations
 
 import numpy as np
+from scipy.optimize import OptimizeResult
 
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.core import BIG, Core
 from splitkit.solvers.placement.mip import Rows
-from splitkit.solvers.placement.problem import Floats, Ints
+from splitkit.solvers.placement.problem import Bools, Floats, Ints
+from splitkit.solvers.placement.stages.borders import Borders, applies
 from splitkit.solvers.placement.stages.ladder import Ladder
 from splitkit.solvers.placement.stages.stages import StageRanks, fits, stage_loads
 
+_SOLVED, _INFEASIBLE = 0, 2  # of scipy
 _MARGIN = 1e-6  # relative: what HiGHS may be off
 _MOST_COLUMNS = 4_000  # of more it finds little, and overruns its time
+_MOST_OPEN = 2_500  # columns that a relaxation may have to settle
+_HALVINGS, _RELAXATION = 5, 20.0  # limits for which the relaxation is solved, and seconds that none of them takes
 
 
 def stage_program(
@@ -35,11 +40,59 @@ def stage_program(
         seconds: for the search.
         clock: told if time ends it.
     """
-    slots = max(sum(used) for used in ladder.used)
+    slots = _slots(ladder)
     if core.size * slots + 2 * core.costs.shape[1] * slots > _MOST_COLUMNS:
         return None, 0
-    program = _Program(core, ladder, slots, limit)
-    return program.solve(seconds, clock)
+    known = _windows(core, slots, limit)
+    if known is None:
+        return None, limit
+    return _Program(core, ladder, slots, limit).solve(seconds, clock, *known)
+
+
+def stage_relaxation(core: Core, ladder: Ladder, low: int, high: int, clock: Clock) -> int:
+    """The greatest load below which the linear relaxation, with what `Borders` know, has no stages; or ``low``.
+
+    Args:
+        core: see `stage_program`.
+        ladder: how devices can be used.
+        low: a bound that is known.
+        high: a value that is reached.
+        clock: told if time ends it.
+    """
+    slots = _slots(ladder)
+    for _ in range(_HALVINGS):
+        middle = (low + high + 1) // 2
+        if middle <= low or clock.is_over():
+            break
+        known = _windows(core, slots, middle)
+        if known is not None and _open(core, *known) > _MOST_OPEN:
+            high = middle
+        elif known is None or _Program(core, ladder, slots, middle).excludes(clock, *known):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _slots(ladder: Ladder) -> int:
+    """How many stages there can be."""
+    return max(sum(used) for used in ladder.used)
+
+
+def _windows(core: Core, slots: int, limit: int) -> tuple[Bools, Bools] | None:
+    """See `Borders.windows`; where these tell nothing, only that everything is in some stage."""
+    if applies(core) and limit < BIG:
+        return Borders.of(core).windows(limit)
+    inside = np.zeros((slots + 1, core.size), np.bool_)
+    inside[-1] = True
+    return inside, ~inside & (np.arange(slots + 1) == 0)[:, None]
+
+
+def _open(core: Core, inside: Bools, outside: Bools) -> int:
+    """How many columns the windows leave open: of units before each border, and of nets with such units."""
+    free = ~(inside | outside)
+    touched = (core.incidence @ (free[1:] | free[:-1]).T.astype(np.int64)) > 0
+    return int(free.sum()) + 2 * int(touched.sum())
 
 
 class _Program:
@@ -64,20 +117,36 @@ class _Program:
                 self._load(slot, kind)
                 self._memory(slot, kind)
 
-    def solve(self, seconds: float, clock: Clock) -> tuple[StageRanks | None, int]:
-        """What HiGHS finds, checked and counted again in whole numbers, and what it proves."""
+    def solve(self, seconds: float, clock: Clock, inside: Bools, outside: Bools) -> tuple[StageRanks | None, int]:
+        """What HiGHS finds within the windows of `Borders`, checked and counted again, and what it proves."""
+        whole = np.zeros(self._rows.columns, np.bool_)
+        whole[self._by], whole[self._on] = True, True
+        result = self._solved(whole, (self._limit - 1) / self._unit, seconds, clock, inside, outside)
+        if result.status == _INFEASIBLE:
+            return None, self._limit if self._limit < BIG else BIG
+        return (None if result.x is None else self._stages_of(result.x)), self._proven(result)
+
+    def excludes(self, clock: Clock, inside: Bools, outside: Bools) -> bool:
+        """Whether no stages are below the limit within the windows of `Borders`, even if units can be divided."""
+        whole = np.zeros(self._rows.columns, np.bool_)
+        result = self._solved(whole, np.inf, _RELAXATION, clock, inside, outside)
+        return result.status == _INFEASIBLE or (result.status == _SOLVED and self._proven(result) >= self._limit)
+
+    def _solved(
+        self, whole: Bools, most: float, seconds: float, clock: Clock, inside: Bools, outside: Bools
+    ) -> OptimizeResult:
+        """Solved with the greatest load up to ``most``."""
         columns = self._rows.columns
         price, low, high = np.zeros(columns), np.zeros(columns), np.ones(columns)
-        price[self._worst], high[self._worst] = 1.0, (self._limit - 1) / self._unit
+        price[self._worst], high[self._worst] = 1.0, most
+        low[self._by[inside[1:].T]], high[self._by[outside[1:].T]] = 1.0, 0.0
         low[self._by[:, -1]] = 1.0
-        whole = np.zeros(columns, np.bool_)
-        whole[self._by], whole[self._on] = True, True
-        result = self._rows.solve(price, whole, low, high, seconds, clock, any_will_do=self._limit >= BIG)
-        if result.status == 2:
-            return None, self._limit if self._limit < BIG else BIG
+        return self._rows.solve(price, whole, low, high, seconds, clock, any_will_do=self._limit >= BIG)
+
+    def _proven(self, result: OptimizeResult) -> int:
+        """The bound of HiGHS, as a whole number."""
         proven = result.mip_dual_bound
-        bound = 0 if proven is None or not np.isfinite(proven) else int(proven * self._unit * (1 - _MARGIN))
-        return (None if result.x is None else self._stages_of(result.x)), bound
+        return 0 if proven is None or not np.isfinite(proven) else int(proven * self._unit * (1 - _MARGIN))
 
     def _stages(self) -> None:
         by = self._by

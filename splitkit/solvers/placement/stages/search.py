@@ -9,22 +9,25 @@ import numpy as np
 
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement import bounds
-from splitkit.solvers.placement.anneal import Places, Population, Schedule, rows_of
+from splitkit.solvers.placement.anneal import Places
 from splitkit.solvers.placement.contract import relaxed, tightened
 from splitkit.solvers.placement.core import BIG, Core
 from splitkit.solvers.placement.orders import by_key, orders, within
 from splitkit.solvers.placement.problem import GRACE, Ints
 from splitkit.solvers.placement.stages.along import PLACES, Along
+from splitkit.solvers.placement.stages.borders import by_borders
 from splitkit.solvers.placement.stages.idealpath import best_stages
 from splitkit.solvers.placement.stages.ideals import Effort, TooManyError, ideals
 from splitkit.solvers.placement.stages.ladder import Ladder
-from splitkit.solvers.placement.stages.program import stage_program
+from splitkit.solvers.placement.stages.program import stage_program, stage_relaxation
 from splitkit.solvers.placement.stages.stages import StageRanks, fits, stage_loads
+from splitkit.solvers.placement.stages.walk import Walk
 
 MOST_UNITS = 6000
 """Beyond so many units only orders are tried."""
 _REORDERINGS, _UNIT_STEPS = 150, 1_000
 _REORDERED, _ANNEALED, _PROGRAM = 0.16, 0.4, 0.75  # of the time
+_MOVES = 400_000  # of single units, for each second
 _FAR = 3.0  # times as long may it take as its steps are counted for
 _STEPS = 9e7  # over ideals, for each second: what a slow machine does
 _QUICKLY = 0.6  # of them before anything else is tried
@@ -46,7 +49,16 @@ class StageSearch:
         near: relative; a value so near the bound is good enough.
     """
 
-    def __init__(self, core: Core, ladder: Ladder, seconds: float, *, joinable: bool, near: float = 0.0) -> None:
+    def __init__(
+        self,
+        core: Core,
+        ladder: Ladder,
+        seconds: float,
+        *,
+        joinable: bool,
+        near: float = 0.0,
+        clock: Clock | None = None,
+    ) -> None:
         self.core = core
         self.ladder = ladder
         self.best: StageRanks | None = None
@@ -55,7 +67,7 @@ class StageSearch:
         self.plans: list[StageRanks] = []
         self.near = near
         self._seconds = seconds
-        self.clock = Clock(_FAR * seconds + GRACE)
+        self.clock = Clock(_FAR * seconds + GRACE, clock)
         self._effort = Effort(int(_STEPS * seconds), self.clock)
         self._joinable = joinable
         self._order: Ints = np.arange(core.size)
@@ -89,11 +101,13 @@ class StageSearch:
             self.by_reordering()
         if not self.closed and self.best:
             self.by_annealing(_ANNEALED * self._seconds)
-        if not self.closed and self.best:
+        if not self.closed and self.best and not self.clock.is_over():
             self.raise_bound()
         if not self.closed:
             self.over_ideals()
         if not self.closed and not self.clock.is_over():
+            joined = self._joined(self.limit)[0]
+            self._prove(stage_relaxation(joined, self.ladder, self.bound, self.limit, self.clock), "relaxation")
             self.by_program(_PROGRAM * self._seconds)
 
     def along_orders(self, *, any_will_do: bool = False) -> None:
@@ -109,7 +123,7 @@ class StageSearch:
             if found:
                 self._take(found[0], "orders")
                 self._order = order
-            if self.closed or (any_will_do and self.best):
+            if self.closed or (self.best and (any_will_do or self.clock.is_over())):
                 return
 
     def ties(self) -> list[StageRanks]:
@@ -188,14 +202,14 @@ class StageSearch:
         """Moves of single units between the stages of the best, annealed, then the best along an order that fits."""
         assert self.best
         start, kinds = self.best.rank, self.best.kinds
-        places = Places.of(self.core, kinds, self._flights(kinds), staged=True, fill=self.ladder.fill)
+        places = Places.of(self.core, kinds, self._flights(kinds), fill=self.ladder.fill)
         if len(kinds) < 2 or self.clock.is_over():
             return
-        population = Population(self.core, places, start, rows_of(self.core, len(kinds)))
-        population.run(Schedule(population.rounds(seconds), self.clock), self.bound / self.core.scale)
-        value = int(stage_loads(self.core, population.best, kinds).max())
-        self._take(StageRanks(value, population.best, kinds), "annealing")
-        line = Along(self.core, by_key(self.core, population.best.astype(np.float64)))
+        walk = Walk(self.core, places, start)
+        walk.run(int(_MOVES * seconds), self.clock, self.bound / self.core.scale)
+        value = int(stage_loads(self.core, walk.best, kinds).max())
+        self._take(StageRanks(value, walk.best, kinds), "annealing")
+        line = Along(self.core, by_key(self.core, walk.best.astype(np.float64)))
         found = line.best(self.ladder, self.limit)
         if found:
             self._take(found[0], "annealing")
@@ -208,7 +222,7 @@ class StageSearch:
         return tuple(self.ladder.flight(last - self.core.kinds[kind].devices[0]) for kind in kinds)
 
     def raise_bound(self, value: int | None = None) -> None:
-        """A bound from what would have to be joined.
+        """A bound from what would have to be joined, and from what must cross the borders.
 
         Args:
             value: a greatest load that is reached; that of the best by default.
@@ -216,6 +230,7 @@ class StageSearch:
         high = self.limit if value is None else value
         filled = sum(len(kind.devices) for kind in self.core.kinds) if self.ladder.fill else 0
         self._prove(bounds.by_joining(self.core, self.bound, high, acyclic=True, filled=filled), "joining")
+        self._prove(by_borders(self.core, self.bound, high), "borders")
 
     def by_program(self, seconds: float) -> None:
         """A mixed-integer program."""

@@ -1,0 +1,140 @@
+"""Windows, least crossings and the relaxation within them exclude no stages that there are; walks keep to all."""
+
+from __future__ import annotations
+
+from itertools import permutations, product
+
+import numpy as np
+import placementcases as cases
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splitkit.solvers.clock import Clock
+from splitkit.solvers.placement.anneal import Places
+from splitkit.solvers.placement.bounds import simple
+from splitkit.solvers.placement.core import core_of
+from splitkit.solvers.placement.evaluate import faults, loads
+from splitkit.solvers.placement.groups import fused
+from splitkit.solvers.placement.problem import Problem, Slot
+from splitkit.solvers.placement.stages.borders import Borders, applies, by_borders
+from splitkit.solvers.placement.stages.ladder import ladder
+from splitkit.solvers.placement.stages.program import stage_relaxation
+from splitkit.solvers.placement.stages.stages import stage_loads
+from splitkit.solvers.placement.stages.walk import Walk
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(cases.problems(units=5), st.booleans())
+def test_no_stages_are_better_than_what_crosses_the_borders_allows(problem, back):
+    core = core_of(problem, fused(problem))
+    best = cases.best_stages(problem)
+    if best == cases.INF or core.barred.all(axis=0).any():
+        return
+    most = int(1.5 * best * core.scale) + 2
+    turned = core.reversed() if back else core
+    assert by_borders(turned, 0, most) <= best * core.scale + core.slack + 1
+    steps = ladder(core, problem.in_flight, ordered=problem.ordered, fill=problem.fill)
+    relaxed = stage_relaxation(core.reversed(), steps, 0, most, Clock(60))
+    assert relaxed <= (best * core.scale + core.slack) * (1 + 1e-6) + 1
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(cases.problems(units=5), st.sampled_from([0, 1]))
+def test_windows_hold_all_stages_below_the_limit(problem, more):
+    """Each chain of ideals whose loads are below the limit lies in the windows; without one there need be none."""
+    core = core_of(problem, fused(problem))
+    count = len(problem.devices)
+    if not applies(core) or core.barred.any():
+        return
+    legal = [
+        (np.array(rank), kinds)
+        for rank in product(range(count), repeat=core.size)
+        if all(rank[a] <= rank[b] for a, b in core.edges.tolist())
+        for kinds in {tuple(k) for k in permutations([i for i, kind in enumerate(core.kinds) for _ in kind.devices])}
+    ]
+    values = [int(stage_loads(core, rank, kinds).max()) for rank, kinds in legal]
+    limit = min(values) + more
+    found = Borders.of(core).windows(limit)
+    for (rank, _), value in zip(legal, values, strict=True):
+        if value >= limit:
+            continue
+        assert found is not None
+        inside, outside = found
+        for border in range(count + 1):
+            assert (rank[inside[border]] < border).all() and (rank[outside[border]] >= border).all()
+
+
+def layers(wide: int, deep: int, cost: float, devices: int) -> Problem:
+    """Layers of equal units, each of which reads two of the layer before."""
+    edges = [
+        (layer * wide + (i + step) % wide, (layer + 1) * wide + i)
+        for layer in range(deep - 1)
+        for i in range(wide)
+        for step in (0, 1)
+    ]
+    readers: dict[int, list[int]] = {}
+    for first, then in edges:
+        readers.setdefault(first, []).append(then)
+    nets = [(cost, (first, *those)) for first, those in readers.items()]
+    return Problem.of(np.ones((1, wide * deep)), nets, edges, [Slot()] * devices)
+
+
+def test_two_stages_of_equal_layers_are_proven_to_be_the_best():
+    """The cut between two layers is the least that crosses, and both stages pay for it: 40 units and 8 nets each."""
+    problem = layers(8, 10, 0.5, 2)
+    core = core_of(problem, fused(problem))
+    even = np.repeat([0, 1], 40)
+    value = loads(problem, even).max()
+    assert value == 44.0 and not faults(problem, even, (0, 1))
+    assert simple(core) / core.scale == pytest.approx(40.0)
+    assert by_borders(core, simple(core), int(value * core.scale)) / core.scale == pytest.approx(44.0, rel=1e-3)
+
+
+def test_a_host_is_free_to_hold_everything():
+    problem = Problem.of(np.ones((1, 3)), [(5.0, (0, 1, 2))], [(0, 1), (1, 2)], [Slot(), Slot(host=True)])
+    core = core_of(problem, fused(problem))
+    assert by_borders(core, 1, 100) == 1
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(cases.problems(units=6, plain=True))
+def test_a_walk_keeps_to_everything_and_is_never_worse(problem):
+    """Its value is that of its placement by definition, no edge goes back, memory holds, no stage to fill is empty."""
+    if problem.ordered or problem.in_flight:
+        return
+    core = core_of(problem, fused(problem))
+    kinds = tuple(i for i, kind in enumerate(core.kinds) for _ in kind.devices)
+    places = Places.of(core, kinds, (0,) * len(kinds), fill=problem.fill)
+    starts = (
+        np.array(rank)
+        for rank in product(range(len(kinds)), repeat=core.size)
+        if all(rank[a] <= rank[b] for a, b in core.edges.tolist()) and _may(core, places, np.array(rank))
+    )
+    start = next(starts, None)
+    if start is None:
+        return
+    walk = Walk(core, places, start)
+    walk.run(10_000, Clock(60))
+    assert _may(core, places, walk.best) and (walk.best[core.edges[:, 0]] <= walk.best[core.edges[:, 1]]).all()
+    found = stage_loads(core, walk.best, kinds).max() / core.scale
+    assert walk.value == pytest.approx(found, abs=1e-9)
+    assert found <= stage_loads(core, start, kinds).max() / core.scale + 1e-9
+
+
+def _may(core, places, rank) -> bool:
+    held = np.bincount(rank, places.nbytes[rank, np.arange(core.size)], len(places.work))
+    whole = not places.fill or len(set(rank.tolist())) == len(places.work)
+    return bool(
+        whole and (held <= places.capacity).all() and np.isfinite(places.work[rank, np.arange(core.size)]).all()
+    )
+
+
+def test_a_walk_finds_even_layers_from_an_uneven_start():
+    problem = layers(6, 12, 0.1, 3)
+    core = core_of(problem, fused(problem))
+    places = Places.of(core, (0, 0, 0), (0, 0, 0), fill=False)
+    start = np.repeat([0, 1, 2], [60, 6, 6])
+    walk = Walk(core, places, start)
+    walk.run(200_000, Clock(60))
+    assert walk.value <= 24.0 + 12 * 0.1 + 0.5
