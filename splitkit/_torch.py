@@ -219,3 +219,11 @@ def action_schedule(stages: list[Any], count: int, loss: Any, ranks: Iterable[It
         rows = made.pipeline_order_with_comms.items()
         made.pipeline_order_with_comms = {r: [a for a in row if a.computation_type in kept] for r, row in rows}
     return made
+
+
+def default_store() -> Any:
+    """The store of the default process group (2.11, 2.13, 2.15)."""
+    from torch.distributed import distributed_c10d
+
+    found: Any = distributed_c10d._get_default_store
+    return found()

@@ -17,8 +17,10 @@ from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
 from splitkit.pipeline.torch_orders import pipeline_order
 from splitkit.runtime.actions import schedule_of
+from splitkit.runtime.agreement import require_same
 from splitkit.runtime.batches import Inputs
 from splitkit.runtime.chain import Chain, chain_of
+from splitkit.runtime.faults import Progress, named
 from splitkit.runtime.stage import Batch, ChainStage, Ends, torch_stage
 from splitkit.runtime.ties import Ties
 
@@ -69,7 +71,7 @@ def pipeline(
         seed: of the random numbers, see `Pipeline.seed_of`.
 
     Raises:
-        PipelineError: SK801 for a split that cannot run on several ranks; SK806 for a torch that cannot.
+        PipelineError: SK801 for a split that cannot run on several ranks; SK804 where the ranks do not run the same.
         ScheduleError: SK330 where the schedule does not go with the numbers of stages, ranks and microbatches.
     """
     return Pipeline(split, schedule, microbatches, loss, group, device, seed)
@@ -107,6 +109,8 @@ class Pipeline:
         self._chain = chain_of(split)
         self._group, self.rank = group, dist.get_rank(group)
         self.device = _device_of(device, group)
+        same = {"schedule": schedule, "number of microbatches": microbatches, "seed": seed}
+        require_same(self._chain, same, group)
         self.order = pipeline_order(schedule, self._chain.stages, microbatches, dist.get_world_size(group))
         self.stages = tuple(s for s, rank in enumerate(self.order.rank_of) if rank == self.rank)
         if not is_whole(seed):
@@ -115,6 +119,7 @@ class Pipeline:
         self._inputs = Inputs(self._chain, microbatches, self.device)
         self._ties = Ties(self._chain, self.order.rank_of, group)
         self._runs: dict[bool, _Runs] = {}
+        self._progress = Progress(self.order, self.rank, self.borders)
         for stage in self.stages:
             split.parts[self._chain.keys[stage]].to(self.device)
 
@@ -134,7 +139,7 @@ class Pipeline:
 
         Raises:
             PipelineError: SK802 for inputs that do not fit, before anything runs; SK803 for a value at a border that
-                is not what was captured.
+                is not what was captured; SK805 where this rank or another one failed.
         """
         with self._ties.added_up():
             losses = self._run(True, args, kwargs, target, outputs)
@@ -239,7 +244,9 @@ class Pipeline:
         batch.keep = keep
         batch.outputs, batch.losses = {}, {}
         self._steps += train
-        runs.step()
+        batch.progress = self._progress
+        with named(self._progress):
+            runs.step()
         return batch
 
 

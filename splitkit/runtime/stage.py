@@ -16,6 +16,7 @@ from splitkit._torch import pytree
 from splitkit.errors import PipelineError
 from splitkit.runtime.chain import Chain
 from splitkit.runtime.dice import Dice
+from splitkit.runtime.faults import Progress
 from splitkit.runtime.values import Carried, carried, fresh
 
 
@@ -30,6 +31,7 @@ class Batch:
         outputs: microbatch -> what the graph returns, on the last rank.
         losses: microbatch -> its loss, on the last rank.
         keep: whether outputs are wanted.
+        progress: what the rank is at.
     """
 
     inputs: Sequence[Mapping[str, Any]] = ()
@@ -38,6 +40,7 @@ class Batch:
     outputs: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     keep: bool = False
+    progress: Progress | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,11 @@ class ChainStage(nn.Module):
     def forward(self, *received: torch.Tensor, microbatch: torch.Tensor) -> Any:
         """Run one microbatch."""
         number = int(microbatch)
+        assert self._batch.progress is not None
+        with self._batch.progress.computing(self._stage, "F", number):
+            return self._forward(received, number)
+
+    def _forward(self, received: tuple[torch.Tensor, ...], number: int) -> Any:
         inputs = self._batch.inputs[number]
         values: dict[Node, Any] = {node: inputs[str(node.target)] for node in self._inputs}
         rest = self.dice.begin(received, self._batch.seeds[number])
@@ -98,7 +106,16 @@ class ChainStage(nn.Module):
             return self._finish(number, values, inputs)
         where = f"after stage {self._stage}, in microbatch {number}"
         given = [how.packed(values[n], self.device, where) for n, how in zip(self._handed, self.gives, strict=True)]
+        self._watch(given, number)
         return (*state, *given)
+
+    def _watch(self, given: Sequence[torch.Tensor], number: int) -> None:
+        """Note when the gradient comes that the backward of this microbatch waits for."""
+        progress, stage = self._batch.progress, self._stage
+        for value in given:
+            if value.requires_grad and progress is not None:
+                value.register_hook(lambda _: progress.begun(stage, "B", number))  # type: ignore[no-untyped-call]
+                return
 
     def _run(self, node: Node, values: Mapping[Node, Any]) -> Any:
         if node.op == "get_attr":

@@ -106,7 +106,7 @@ def train_both(
     """
     whole = Unsplit(pipe)
     mine, theirs = optimizer(pipe.parameters()), optimizer(list(whole.model.parameters()))
-    seen = []
+    seen: list[Deviation] = []
     for batch in batches:
         found, losses = pipe.step(**batch), whole.step(**batch)
         whole.require_same(found, losses, tolerance * (DRIFT if seen else 1))

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +16,22 @@ def launch(script: str, ranks: int, *args: str, seconds: float = 300, check: boo
     """Run a script of this folder on some ranks.
 
     Returns:
-        The lines that the ranks printed, each with its ``rank``; with ``check=False`` also ``code`` and ``error`` of
-        each rank as a last line.
+        The lines that the ranks printed, each with its ``rank``; with ``check=False`` also one with ``code`` and
+        ``error`` for each rank.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        env = os.environ | {
-            "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), "SPLITKIT_STORE": f"file://{folder}/store",
-            "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        }  # fmt: skip
-        run = [
-            subprocess.Popen(
-                [sys.executable, str(HERE / script), *args], env=env | {"RANK": str(rank)}, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            )
-            for rank in range(ranks)
-        ]  # fmt: skip
-        lines: list[dict[str, Any]] = []
-        try:
-            for rank, process in enumerate(run):
-                out, error = process.communicate(timeout=seconds)
-                lines += [json.loads(line) | {"rank": rank} for line in out.splitlines() if line.startswith("{")]
-                lines.append({"rank": rank, "code": process.returncode, "error": error})
-        finally:
-            for process in run:
-                process.kill()
-    failed = [line["error"][-3000:] for line in lines if line.get("code")]
+    paths = [str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    run = subprocess.Popen(
+        [sys.executable, str(HERE / "ranks.py"), str(HERE / script), str(ranks), *args],
+        env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, error = run.communicate(timeout=seconds)
+    finally:
+        if run.poll() is None:
+            os.killpg(run.pid, 9)
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    failed = [line["error"][-3000:] for line in lines if "error" in line and line["code"]]
+    assert run.returncode == 0, error[-3000:]
     assert not (check and failed), min(failed, key=lambda text: "Connection closed" in text)
-    return [line for line in lines if not check or "code" not in line]
+    return [line for line in lines if not check or "error" not in line]

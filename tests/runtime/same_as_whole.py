@@ -101,9 +101,5 @@ def main() -> None:
         world_size=int(os.environ["WORLD_SIZE"]),
     )  # fmt: skip
     for case in json.loads(sys.argv[1]):
-        print(json.dumps(case | run(case)), flush=True)
+        print(json.dumps(case | run(case) | {"rank": dist.get_rank()}), flush=True)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -13,14 +13,13 @@ ON_TWO: list[dict[str, Any]] = [
     {"model": "odd", "stages": 2, "schedule": "gpipe", "microbatches": 3},
     {"model": "odd", "stages": 2, "schedule": "1f1b", "microbatches": 4, "steps": 10},
     {"model": "odd", "stages": 4, "schedule": "interleaved1f1b", "microbatches": 4},
-    {"model": "gpt2", "stages": 4, "schedule": "loopedbfs", "microbatches": 4},
+    {"model": "odd", "stages": 4, "schedule": "loopedbfs", "microbatches": 4},
     {"model": "odd", "stages": 4, "schedule": "interleavedzerobubble", "microbatches": 4},
     {"model": "gpt2", "stages": 4, "schedule": "zbvzerobubble", "microbatches": 4},
     {"model": "odd", "stages": 4, "schedule": "dualpipev", "microbatches": 4},
 ]
 ON_FOUR: list[dict[str, Any]] = [
     {"model": "t5", "stages": 4, "schedule": "1f1b", "microbatches": 4},
-    {"model": "llama", "stages": 4, "schedule": "gpipe", "microbatches": 2},
     {"model": "unet", "stages": 4, "schedule": "1f1b", "microbatches": 4},
     {"model": "gpt2", "stages": 4, "schedule": "1f1b", "microbatches": 4},
 ]
@@ -61,11 +60,11 @@ def test_outputs_keep_their_form(ran):
 def test_values_that_cross_are_those_of_the_graph(ran):
     borders = ran["4 ranks t5-4-1f1b"][0]["borders"]
     assert len(borders) == 3 and all(borders)
-    skips = set(borders[0]) & set(borders[2])
-    assert skips  # live over all borders, though no stage between reads them
+    assert "dropout_7" in borders[1] and "dropout_7" in borders[2]  # the encoder's output, for the decoder and the caller
 
 
 def test_a_tied_weight_is_on_both_ranks(ran):
-    states = [set(line["state"]) for line in ran["4 ranks gpt2-4-1f1b"]]
-    assert set.intersection(states[0], states[3])
-    assert not set.intersection(*states)
+    lines = sorted(ran["4 ranks gpt2-4-1f1b"], key=lambda line: line["rank"])
+    states = [set(line["state"]) for line in lines]
+    assert not states[0] & states[1]
+    assert states[0] & states[3] == {"lm_head.weight"}
