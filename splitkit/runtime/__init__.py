@@ -2,5 +2,5 @@
 
 from splitkit.runtime.agreement import planned_once as planned_once
 from splitkit.runtime.pipeline import Pipeline as Pipeline
-from splitkit.runtime.pipeline import StepResult as StepResult
+from splitkit.runtime.pipeline import PipelineStep as PipelineStep
 from splitkit.runtime.pipeline import pipeline as pipeline

@@ -28,7 +28,7 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class StepResult:
+class PipelineStep:
     """What a step of training gives.
 
     Attributes:
@@ -87,6 +87,8 @@ class Pipeline:
         stages: those of this rank.
         device: of this rank.
         microbatches: how many in a step.
+        group: the ranks; ``None`` for all.
+        steps: how many steps of training were begun; seeds go by it.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class Pipeline:
             )
         self.split, self.microbatches = split, microbatches
         self._chain = chain_of(split)
-        self._group, self.rank = group, dist.get_rank(group)
+        self.group, self.rank = group, dist.get_rank(group)
         self.device = _device_of(device, group)
         same = {"schedule": schedule, "number of microbatches": microbatches, "seed": seed}
         require_same(self._chain, same, group)
@@ -115,7 +117,7 @@ class Pipeline:
         self.stages = tuple(s for s, rank in enumerate(self.order.rank_of) if rank == self.rank)
         if not is_whole(seed):
             raise PipelineError("SK802", f"the seed is {shown(seed)}", "Give a whole number.")
-        self._seed, self._loss, self._steps = int(seed), loss, 0
+        self._seed, self._loss, self.steps = int(seed), loss, 0
         self._inputs = Inputs(self._chain, microbatches, self.device)
         self._ties = Ties(self._chain, self.order.rank_of, group)
         self._runs: dict[bool, _Runs] = {}
@@ -125,7 +127,7 @@ class Pipeline:
 
     __repr__ = brief
 
-    def step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> StepResult:
+    def step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> PipelineStep:
         """Forward and backward of one batch; gradients are added to those that are there, as by ``backward()``.
 
         The gradients are those of the mean of the microbatches' losses.
@@ -146,8 +148,8 @@ class Pipeline:
         if losses.losses:
             found = torch.stack([losses.losses[i] for i in range(self.microbatches)])
             made = tuple(losses.outputs[i] for i in range(self.microbatches)) if outputs else None
-            return StepResult(found.mean(), found.flatten(), made)
-        return StepResult(None, None)
+            return PipelineStep(found.mean(), found.flatten(), made)
+        return PipelineStep(None, None)
 
     def infer(self, *args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
         """Forward only, without gradients.
@@ -240,10 +242,10 @@ class Pipeline:
         batch = runs.batch
         batch.inputs = self.cut(*args, **kwargs)
         batch.targets = self.cut_target(target)
-        batch.seeds = [self.seed_of(self._steps, i) for i in range(self.microbatches)]
+        batch.seeds = [self.seed_of(self.steps, i) for i in range(self.microbatches)]
         batch.keep = keep
         batch.outputs, batch.losses = {}, {}
-        self._steps += train
+        self.steps += train
         batch.progress = self._progress
         with named(self._progress):
             runs.step()
@@ -258,7 +260,7 @@ class _Runs:
         self.batch, self._count, self._device = Batch(), pipe.microbatches, pipe.device
         ends = _ends(chain, pipe._loss, train)
         modules = [ChainStage(chain, s, ends, self.batch, pipe.device) for s in pipe.stages]
-        stages = [torch_stage(m, s, chain.stages, pipe._group) for m, s in zip(modules, pipe.stages, strict=True)]
+        stages = [torch_stage(m, s, chain.stages, pipe.group) for m, s in zip(modules, pipe.stages, strict=True)]
         self._schedule = schedule_of(pipe.order, stages, _handed if train else None)
         self._last = any(m.last for m in modules)
 

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from splitkit.brief import brief
 from splitkit.errors import CheckError
-from splitkit.runtime.pipeline import Pipeline, StepResult
+from splitkit.runtime.pipeline import Pipeline, PipelineStep
 
 TOLERANCE = 1e-6
 """Relative to the largest number of a tensor, in a first step."""
@@ -46,30 +46,32 @@ class Unsplit:
 
     Attributes:
         model: the graph.
+        pipe: the pipeline.
+        steps: how many were run: seeds go by it.
     """
 
     def __init__(self, pipe: Pipeline) -> None:
         self.model: fx.GraphModule = copy.deepcopy(pipe.split.flow.root).to(pipe.device)
-        self._pipe, self._steps = pipe, 0
+        self.pipe, self.steps = pipe, 0
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of a batch, as `Pipeline.step`; the losses, ``[microbatches]``."""
-        pipe, losses = self._pipe, []
+        pipe, losses = self.pipe, []
         targets = pipe.cut_target(target)
         for number, inputs in enumerate(pipe.cut(*args, **kwargs)):
             with torch.random.fork_rng():
-                torch.manual_seed(pipe.seed_of(self._steps, number))
+                torch.manual_seed(pipe.seed_of(self.steps, number))
                 made = fx.Interpreter(self.model).run(*inputs.values(), enable_io_processing=False)
             loss = pipe.loss_of(self.model.graph.process_outputs(made), targets[number])
             (loss / pipe.microbatches).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach().reshape(()))
-        self._steps += 1
+        self.steps += 1
         return torch.stack(losses)
 
-    def deviation(self, found: StepResult, losses: torch.Tensor) -> Deviation:
+    def deviation(self, found: PipelineStep, losses: torch.Tensor) -> Deviation:
         """Compare what this rank holds after a step of both."""
         whole = _named(self.model)
-        own = self._pipe.named_tensors()
+        own = self.pipe.named_tensors()
         weights = {name: _apart(t.detach(), whole[name].detach()) for name, t in own.items()}
         grads = {name: _apart(_grad(t), _grad(whole[name])) for name, t in own.items() if isinstance(t, nn.Parameter)}
         lost = _apart(found.losses, losses) if found.losses is not None else 0.0
@@ -77,13 +79,13 @@ class Unsplit:
         worst = max(every, key=every.__getitem__, default="")
         return Deviation(lost, max(grads.values(), default=0.0), max(weights.values(), default=0.0), worst)
 
-    def require_same(self, found: StepResult, losses: torch.Tensor, tolerance: float = TOLERANCE) -> Deviation:
+    def require_same(self, found: PipelineStep, losses: torch.Tensor, tolerance: float = TOLERANCE) -> Deviation:
         """Raise `CheckError` SK701 where they differ by more."""
         seen = self.deviation(found, losses)
         if not max(seen.loss, seen.gradient, seen.weight) <= tolerance:  # also where it is nan
             raise CheckError(
                 "SK701",
-                f"rank {self._pipe.rank} differs from the unsplit model: loss {seen.loss:.1e}, gradients "
+                f"rank {self.pipe.rank} differs from the unsplit model: loss {seen.loss:.1e}, gradients "
                 f"{seen.gradient:.1e}, weights {seen.weight:.1e}, most {seen.worst}",
                 "Please report it with the plan.",
             )

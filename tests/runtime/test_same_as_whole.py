@@ -60,7 +60,7 @@ def test_outputs_keep_their_form(ran):
 def test_values_that_cross_are_those_of_the_graph(ran):
     borders = ran["4 ranks t5-4-1f1b"][0]["borders"]
     assert len(borders) == 3 and all(borders)
-    assert "dropout_7" in borders[1] and "dropout_7" in borders[2]  # the encoder's output, for the decoder and the caller
+    assert "dropout_7" in borders[1] and "dropout_7" in borders[2]  # the encoder's output
 
 
 def test_a_tied_weight_is_on_both_ranks(ran):
