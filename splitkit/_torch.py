@@ -214,10 +214,9 @@ def action_schedule(stages: list[Any], count: int, loss: Any, ranks: Iterable[It
     made = runtime(stages, count, loss_fn=loss, scale_grads=False)
     made._prepare_schedule_with_comms({rank: [read(str(a)) for a in row] for rank, row in enumerate(ranks)})
     if loss is None:
-        kinds: Any = schedules._ComputationType
-        kept = (kinds.FORWARD, kinds.SEND_F, kinds.RECV_F)
+        kept = ("FORWARD", "SEND_F", "RECV_F", "WAIT_SEND_F")  # the last since 2.15
         rows = made.pipeline_order_with_comms.items()
-        made.pipeline_order_with_comms = {r: [a for a in row if a.computation_type in kept] for r, row in rows}
+        made.pipeline_order_with_comms = {r: [a for a in row if a.computation_type.name in kept] for r, row in rows}
     return made
 
 

@@ -64,6 +64,7 @@ CODES: dict[str, str] = {
     "SK803": "a value at a border is not what the plan says",
     "SK804": "the ranks do not run the same",
     "SK805": "a rank of the pipeline failed",
+    "SK806": "this version of torch cannot run it",
 }
 
 

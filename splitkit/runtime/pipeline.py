@@ -22,6 +22,7 @@ from splitkit.runtime.batches import Inputs
 from splitkit.runtime.chain import Chain, chain_of
 from splitkit.runtime.faults import Progress, named
 from splitkit.runtime.stage import Batch, ChainStage, Ends, torch_stage
+from splitkit.runtime.support import require_support
 from splitkit.runtime.ties import Ties
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -141,7 +142,8 @@ class Pipeline:
 
         Raises:
             PipelineError: SK802 for inputs that do not fit, before anything runs; SK803 for a value at a border that
-                is not what was captured; SK805 where this rank or another one failed.
+                is not what was captured; SK805 where this rank or another one failed; SK806 for
+                what this version of torch cannot run.
         """
         with self._ties.added_up():
             losses = self._run(True, args, kwargs, target, outputs)
@@ -260,6 +262,7 @@ class _Runs:
         self.batch, self._count, self._device = Batch(), pipe.microbatches, pipe.device
         ends = _ends(chain, pipe._loss, train)
         modules = [ChainStage(chain, s, ends, self.batch, pipe.device) for s in pipe.stages]
+        require_support(pipe.order, tuple(modules))
         stages = [torch_stage(m, s, chain.stages, pipe.group) for m, s in zip(modules, pipe.stages, strict=True)]
         self._schedule = schedule_of(pipe.order, stages, _handed if train else None)
         self._last = any(m.last for m in modules)

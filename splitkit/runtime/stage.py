@@ -80,6 +80,11 @@ class ChainStage(nn.Module):
         self.dice = Dice.of(chain, stage, device)
 
     @property
+    def trains(self) -> bool:
+        """Whether gradients come back."""
+        return self._ends.loss is not None
+
+    @property
     def last(self) -> bool:
         """Whether no stage is behind it."""
         return self._stage == self._stages - 1
