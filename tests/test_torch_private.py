@@ -239,3 +239,32 @@ def test_unpickled_is_of_the_class_that_is_asked_for():
 
 def test_the_layout_of_mkldnn():
     assert torch.ones(2, 2).to_mkldnn().layout is _torch.MKLDNN
+
+
+OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+
+
+@pytest.mark.skipif(OLD, reason="2.11 has no neighbouring stages on one rank")
+def test_an_order_of_ones_own_is_torchs_to_run(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        _torch.default_store().set("key", "value")
+        meta = torch.empty(2, 4, device="meta")
+        stages = [
+            PipelineStage(
+                torch.nn.Linear(4, 4), i, 2, torch.device("cpu"),
+                input_args=meta.clone().requires_grad_(i > 0), output_args=meta.clone().requires_grad_(),
+            )
+            for i in range(2)
+        ]  # fmt: skip
+        losses = []
+        made = _torch.action_schedule(
+            stages, 2, lambda y, t: y.sum(), [["0F0", "1F0", "1B0", "0F1", "1F1", "1B1", "0B0", "0B1"]]
+        )
+        made.step(torch.randn(4, 4), target=torch.zeros(4), losses=losses, return_outputs=False)
+        assert len(losses) == 2 and all(stage.submod.weight.grad is not None for stage in stages)
+    finally:
+        dist.destroy_process_group()

@@ -65,6 +65,8 @@ def _parse_and_run(words: list[str]) -> int:
     with quiet, redirect_stdout(sys.stderr) if args.json else nullcontext(), _own_output():
         outcome = _command(args)
     aside = outputs.write(outcome.files)
+    if outcome.quiet:
+        return outcome.code
     if args.json:
         print(json.dumps(jsonable(outcome.data), indent=1, allow_nan=False))
     else:

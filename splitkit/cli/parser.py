@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from splitkit import __version__
-from splitkit.cli.arguments import Parser, natural, numbers, positive, sizes, words
+from splitkit.cli.arguments import Parser, above_zero, natural, numbers, positive, sizes, words
 from splitkit.testing.models import NAMES
 
 MODEL_HELP = f"an example ({', '.join(NAMES)}), package.module:factory, or path.py:factory"
@@ -31,6 +31,7 @@ def make_parser() -> Parser:
     _plan(commands)
     _split(commands)
     _run(commands)
+    _train(commands)
     _profile(commands)
     _sweep(commands)
     _command(commands, "policies", "list the policies that --policy knows", "splitkit policies --json")
@@ -145,6 +146,49 @@ def _run(commands: _Commands[Parser]) -> None:
     _add_plan_or_model(parser)
     parser.add_argument("--check", action="store_true", help="compare with the unsplit model; exit 4 if not the same")
     parser.add_argument("--repeat", type=positive, default=1, metavar="N", help="time the best of N runs (default 1)")
+
+
+def _train(commands: _Commands[Parser]) -> None:
+    example = (
+        "splitkit train plan.json --nproc 4 --check\n"
+        "splitkit train gpt2 --stages 4 --nproc 2 --schedule zbv --microbatches 8 --steps 20\n"
+        "torchrun --nproc-per-node 4 -m splitkit train plan.json --steps 20 --schedule 1f1b --check"
+    )
+    parser = _command(commands, "train", "train a split model as a pipeline of several processes", example)
+    _add_plan_or_model(parser)
+    group = parser.add_argument_group("pipeline")
+    group.add_argument("--nproc", type=positive, metavar="N", help="start N processes here; without it torchrun does")
+    group.add_argument("--schedule", default="1f1b", metavar="NAME", help="as of plan (default 1f1b)")
+    group.add_argument(
+        "--microbatches",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="of a step, each as the example's inputs (default 8)",
+    )
+    group.add_argument(
+        "--steps", type=positive, default=10, metavar="N", help="in all, those before --resume too (default 10)"
+    )
+    group.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw", help="default adamw")
+    group.add_argument("--lr", type=above_zero, metavar="X", help="learning rate (default: 1e-3, of sgd 1e-2)")
+    group.add_argument(
+        "--timeout",
+        type=positive,
+        default=300,
+        metavar="S",
+        help="seconds that ranks wait for each other (default 300)",
+    )
+    group.add_argument(
+        "--check",
+        action="store_true",
+        help="compare losses, gradients and weights of each step with the unsplit model; exit 4 if not the same",
+    )
+    group.add_argument(
+        "--tolerance", type=above_zero, default=1e-3, metavar="X", help="of --check, relative (default 1e-3)"
+    )
+    group.add_argument("--checkpoint", metavar="FOLDER", help="write model and optimizer after the last step")
+    group.add_argument("--every", type=positive, metavar="N", help="and after each N steps")
+    group.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the folder, if any")
 
 
 def _sweep(commands: _Commands[Parser]) -> None:

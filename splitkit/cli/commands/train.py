@@ -1,0 +1,299 @@
+"""``splitkit train``: run a plan on several ranks, as a pipeline, and compare it with the unsplit model."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import splitkit as sk
+from splitkit.cli import launch
+from splitkit.cli.checks import DIFFERENT
+from splitkit.cli.outcome import Outcome, seconds
+from splitkit.cli.work import Work, decoded, make_plan, plan_file, prepare
+from splitkit.errors import PipelineError, UsageError
+from splitkit.units import size
+from splitkit.view.tables import facts, table
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import RenderableType
+
+    from splitkit.runtime.pipeline import Pipeline
+
+RATES = {"adamw": 1e-3, "sgd": 1e-2}
+
+
+def run(args: Namespace) -> Outcome:
+    """See the module."""
+    if args.resume and args.checkpoint is None:
+        raise UsageError("SK601", "--resume needs a folder", "Add --checkpoint FOLDER.")
+    if "RANK" in os.environ:
+        return _rank(args)
+    if args.nproc is None:
+        raise UsageError(
+            "SK601",
+            "a pipeline runs on several processes, and this is one",
+            "Add --nproc N, or start it with: torchrun --nproc-per-node N -m splitkit train ...",
+        )
+    code, out = launch.ranks(_words(), args.nproc, args.timeout)
+    if not out:
+        return Outcome({}, [], code or 1, quiet=True)
+    data = json.loads(out)
+    return Outcome(data, _text(data), code)
+
+
+def _words() -> list[str]:
+    """The command line, for the ranks: they answer with JSON."""
+    words, out = iter(sys.argv[1:]), list[str]()
+    for word in words:
+        if word == "--nproc":
+            next(words)
+        elif not word.startswith("--nproc="):
+            out.append(word)
+    return out if "--json" in out else [*out, "--json"]
+
+
+def _rank(args: Namespace) -> Outcome:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=args.timeout))
+    try:
+        data = _train(args)
+    finally:
+        if sys.exc_info()[0] is None:  # else it would wait for the others
+            dist.destroy_process_group()
+    different = args.check and not data["check"]["same"]
+    return Outcome(data, _text(data), DIFFERENT if different else 0, quiet=data["rank"] != 0)
+
+
+def _train(args: Namespace) -> dict[str, Any]:
+    from splitkit.runtime.pipeline import pipeline
+
+    work, split = _split(args)
+    pipe = pipeline(split, args.schedule, args.microbatches, seed=work.source.seed)
+    optimizer = _optimizer(args, pipe)
+    beside = _Beside(args, pipe) if args.check else None
+    first = 0
+    if args.resume:
+        from splitkit.runtime import checkpoint
+
+        whole = (beside.whole.model, beside.optimizer) if beside is not None else None
+        first = checkpoint.load_last(Path(args.checkpoint), pipe, optimizer, whole)
+    found = _steps(args, work, pipe, optimizer, first, beside)
+    own = {
+        "rank": pipe.rank,
+        "stages": list(pipe.stages),
+        "parameters": sum(p.numel() * p.element_size() for p in pipe.parameters()),
+        "peak": _peak(),
+    }
+    return {
+        "command": "train",
+        "rank": pipe.rank,
+        "model": work.source.to_dict(),
+        "note": split.plan.note,
+        "schedule": pipe.order.name,
+        "microbatches": pipe.microbatches,
+        "first_step": first,
+        **found,
+        "ranks": _gathered(pipe, own),
+    }
+
+
+def _split(args: Namespace) -> tuple[Work, Any]:
+    """The model of this rank, cut by the plan of rank 0."""
+    from splitkit.runtime.agreement import planned_once
+
+    file = plan_file(args)
+    if file is None:
+        work, plan, _ = make_plan(args, args.target)
+    else:
+        from splitkit.cli import source
+
+        work = prepare(source.from_plan(args.target, file, args))
+    graph = work.gm.graph
+    once = planned_once(work.gm, lambda: plan if file is None else decoded(graph, args.target, file))
+    return work, sk.split(work.gm, once)
+
+
+def _optimizer(args: Namespace, pipe: Pipeline, parameters: Any = None) -> Any:
+    import torch
+
+    rate = args.lr if args.lr is not None else RATES[args.optimizer]
+    made = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.SGD
+    return made(pipe.parameters() if parameters is None else parameters, lr=rate)
+
+
+class _Beside:
+    """The unsplit model, which goes the same steps.
+
+    Attributes:
+        whole: the model.
+        optimizer: its optimizer.
+        seen: how far the two were apart on this rank: after backward, and after the optimizer's step.
+    """
+
+    def __init__(self, args: Namespace, pipe: Pipeline) -> None:
+        from splitkit.testing.pipelines import Unsplit
+
+        self.whole = Unsplit(pipe)
+        self.optimizer = _optimizer(args, pipe, list(self.whole.model.parameters()))
+        self.seen: list[Any] = []
+
+    def step(self, batch: Any, found: Any, optimizer: Any) -> None:
+        """A step of the unsplit model and of both optimizers."""
+        self.whole.steps = self.whole.pipe.steps - 1
+        losses = self.whole.step(*batch[0], **batch[1])
+        self.seen.append(self.whole.deviation(found, losses))
+        self.optimizer.step()
+        optimizer.step()
+        self.seen.append(self.whole.deviation(found, losses))
+        self.optimizer.zero_grad()
+
+
+def _steps(
+    args: Namespace, work: Work, pipe: Pipeline, optimizer: Any, first: int, beside: _Beside | None
+) -> dict[str, Any]:
+    losses, times = list[float](), list[float]()
+    with _bar(pipe.rank, args.steps - first) as advance:
+        for step in range(first, args.steps):
+            batch = _batch(work, pipe.microbatches, step)
+            start = time.perf_counter()
+            found = pipe.step(*batch[0], **batch[1])
+            times.append(time.perf_counter() - start)
+            losses.append(_loss(pipe, found.losses, step))
+            if beside is None:
+                optimizer.step()
+            else:
+                beside.step(batch, found, optimizer)
+            optimizer.zero_grad()
+            advance(losses[-1])
+            _save(args, pipe, optimizer, step + 1)
+    return {
+        "steps": args.steps,
+        "losses": losses,
+        "step_seconds": median(times) if times else None,
+        "check": _check(pipe, beside.seen, args.tolerance) if beside is not None else None,
+    }
+
+
+def _batch(work: Work, count: int, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Microbatches of the example's inputs, each rolled along its last dimension by another number."""
+    import torch
+
+    from splitkit._torch import pytree
+
+    example = work.example
+    dice = torch.Generator().manual_seed(work.source.seed * 1_000_003 + step)
+    shifts = torch.randint(2**20, (count,), generator=dice).tolist()
+
+    def rolled(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            return value
+        return torch.cat([value.roll(shift, -1) for shift in shifts])
+
+    args, kwargs = pytree.tree_map(rolled, (tuple(example.args), dict(example.kwargs)))
+    return args, kwargs
+
+
+def _loss(pipe: Pipeline, losses: torch.Tensor | None, step: int) -> float:
+    """The loss of a step on every rank.
+
+    Raises:
+        PipelineError: SK805 on every rank, naming the first microbatch whose loss is no number.
+    """
+    import torch
+    import torch.distributed as dist
+
+    found = losses if losses is not None else torch.zeros(pipe.microbatches)
+    found = found.to(pipe.device, torch.float64)
+    dist.broadcast(found, group=pipe.group, group_src=pipe.order.rank_of[-1])
+    bad = [number for number, loss in enumerate(found.tolist()) if loss != loss]
+    if bad:
+        raise PipelineError(
+            "SK805",
+            f"the loss of microbatch {bad[0]} in step {step} is nan",
+            f"Run that step from seed {pipe.seed_of(step, bad[0])}, or lower --lr.",
+        )
+    return float(found.mean())
+
+
+def _save(args: Namespace, pipe: Pipeline, optimizer: Any, done: int) -> None:
+    if args.checkpoint is not None and (done == args.steps or (args.every and done % args.every == 0)):
+        from splitkit.runtime import checkpoint
+
+        checkpoint.save(Path(args.checkpoint), pipe, optimizer)
+
+
+def _check(pipe: Pipeline, seen: list[Any], tolerance: float) -> dict[str, Any]:
+    """How far the pipeline was from the unsplit model, on all ranks."""
+    own = {
+        "loss": max((d.loss for d in seen), default=0.0),
+        "gradient": max((d.gradient for d in seen), default=0.0),
+        "weight": max((d.weight for d in seen), default=0.0),
+    }
+    every = _gathered(pipe, own)
+    worst = {name: max(found[name] for found in every) for name in own}
+    return {**worst, "tolerance": tolerance, "same": all(value <= tolerance for value in worst.values())}
+
+
+def _gathered(pipe: Pipeline, own: dict[str, Any]) -> list[Any]:
+    import torch.distributed as dist
+
+    every: list[Any] = [None] * dist.get_world_size(pipe.group)
+    dist.all_gather_object(every, own, group=pipe.group)
+    return every
+
+
+def _peak() -> int:
+    """The most memory that this process has held, in bytes."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@contextmanager
+def _bar(rank: int, steps: int) -> Iterator[Any]:
+    """A bar with the loss on the terminal of rank 0."""
+    if rank or not sys.stderr.isatty():
+        yield lambda loss: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("training", total=steps)
+        yield lambda loss: bar.update(task, advance=1, description=f"loss {loss:.4f}")
+
+
+def _text(data: dict[str, Any]) -> list[RenderableType]:
+    losses, check = data["losses"], data["check"]
+    rows = {"schedule": f"{data['schedule']}, {data['microbatches']} microbatches on {len(data['ranks'])} ranks"}
+    if losses:
+        shown = losses if len(losses) < 5 else [*losses[:2], *losses[-2:]]
+        rows["steps"] = f"{data['first_step']} to {data['steps']}, {seconds(data['step_seconds'])} each"
+        rows["loss"] = ", ".join(f"{loss:.4f}" for loss in shown[:2]) + (
+            f" ... {', '.join(f'{loss:.4f}' for loss in shown[2:])}" if len(losses) > 2 else ""
+        )
+    else:
+        rows["steps"] = f"none left: {data['first_step']} were done"
+    if check:
+        differ = f"loss {check['loss']:.1e}, gradients {check['gradient']:.1e}, weights {check['weight']:.1e}"
+        rows["same"] = f"{'yes' if check['same'] else 'NO'} (relative to the unsplit model: {differ})"
+    ranks = [
+        (r["rank"], ", ".join(map(str, r["stages"])), size(r["parameters"]), size(r["peak"])) for r in data["ranks"]
+    ]
+    return [facts(rows), "", table(("rank", "stages", "parameters", "peak of the process"), ranks, ("rank",))]

@@ -1,0 +1,60 @@
+"""Starts the ranks of ``splitkit train --nproc N`` on this machine, and ends them all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+GRACE = 10.0
+"""Seconds that ranks have to say what they waited for, once one has ended with an error."""
+
+
+def ranks(words: Sequence[str], count: int, wait: float) -> tuple[int, str]:
+    """Run a splitkit command on so many ranks.
+
+    Args:
+        words: the command and its options.
+        count: how many.
+        wait: seconds that the ranks wait for each other.
+
+    Returns:
+        The exit code of the first rank that failed, 0 if none did, and what rank 0 wrote to standard output.
+    """
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    command = [sys.executable, "-m", "splitkit", *words]
+    started: list[subprocess.Popen[str]] = []
+    try:
+        for rank in range(count):
+            own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+            started.append(subprocess.Popen(command, env=own, stdout=out, text=True, start_new_session=True))
+        code = _wait(started, wait)
+        return code, started[0].stdout.read() if started[0].stdout else ""
+    finally:
+        for process in started:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _wait(started: Sequence[subprocess.Popen[str]], wait: float) -> int:
+    end: float | None = None
+    while True:
+        codes = [process.poll() for process in started]
+        failed = [code for code in codes if code]
+        if failed and end is None:
+            end = time.monotonic() + wait + GRACE
+        if None not in codes or (end is not None and time.monotonic() > end):
+            return failed[0] if failed else 0
+        time.sleep(0.05)

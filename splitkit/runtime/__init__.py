@@ -1,0 +1,6 @@
+"""Runs a split that it is given, on several devices or ranks; decides nothing."""
+
+from splitkit.runtime.agreement import planned_once as planned_once
+from splitkit.runtime.pipeline import Pipeline as Pipeline
+from splitkit.runtime.pipeline import PipelineStep as PipelineStep
+from splitkit.runtime.pipeline import pipeline as pipeline

@@ -1,0 +1,159 @@
+"""What failed, on which rank, in which stage and microbatch, and what the others waited for.
+
+A rank that fails leaves a line in the store of the process group, and its end closes the connections of the others;
+each of these reads the line and raises it with what it was waiting for itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from splitkit import _torch
+from splitkit.errors import PipelineError, SplitError
+from splitkit.pipeline.order import KINDS, Action, PipelineOrder
+
+KEY = "splitkit: a rank failed"
+PATIENCE = 3.0
+"""Seconds that a rank waits for the line of another that failed."""
+
+
+@dataclass
+class Progress:
+    """What a rank is at.
+
+    Attributes:
+        order: what each rank does.
+        rank: this one.
+        names: border -> the values that go over it.
+        inside: the action that computes now.
+        last: the action that was begun last.
+    """
+
+    order: PipelineOrder
+    rank: int
+    names: Sequence[Sequence[str]]
+    inside: Action | None = None
+    last: Action | None = None
+
+    @contextmanager
+    def computing(self, stage: int, kind: str, microbatch: int) -> Iterator[None]:
+        """Around what an action computes; it stays ``inside`` where that fails."""
+        self.inside = self.last = Action(stage, kind, microbatch)
+        yield
+        self.inside = None
+
+    def begun(self, stage: int, kind: str, microbatch: int) -> None:
+        """Note that an action has what it waited for."""
+        self.last = Action(stage, kind, microbatch)
+
+    def waits(self) -> str:
+        """What comes next on this rank, and from whom."""
+        row = self.order.ranks[self.rank]
+        if self.last is None:
+            found = row[0]
+        else:
+            kinds = "BI" if self.last.kind == "B" else self.last.kind
+            at = next((i for i, a in enumerate(row) if _is(a, self.last, kinds)), len(row))
+            later = [a for a in row[at + 1 :] if self._from(a) is not None]
+            if not later:
+                return "waited for the others to end the step"
+            found = later[0]
+        source = self._from(found)
+        if source is None:
+            return f"was about to run {_text(found)}"
+        border = min(source, found.stage)
+        what = ", ".join(self.names[border][:4]) if border < len(self.names) else "the loss"
+        of = "gradients of " if found.kind != "F" else ""
+        return f"waited for {of}{what} from stage {source} (rank {self.order.rank_of[source]}), for {_text(found)}"
+
+    def _from(self, action: Action) -> int | None:
+        """The stage of another rank whose result an action waits for."""
+        source = action.stage + (-1 if action.kind == "F" else 1)
+        if action.kind == "W" or not 0 <= source < len(self.order.rank_of):
+            return None
+        return source if self.order.rank_of[source] != self.rank else None
+
+
+def _is(action: Action, other: Action, kinds: str) -> bool:
+    return (action.stage, action.microbatch) == (other.stage, other.microbatch) and action.kind in kinds
+
+
+def _text(action: Action) -> str:
+    return f"{KINDS[action.kind]} of microbatch {action.microbatch} in stage {action.stage}"
+
+
+@contextmanager
+def named(progress: Progress) -> Iterator[None]:
+    """Around a step: what fails in it is said with rank, stage and microbatch, here and on the other ranks.
+
+    Raises:
+        PipelineError: SK805; SK80x of this rank as they are.
+    """
+    progress.inside = progress.last = None
+    try:
+        yield
+    except Exception as error:
+        cause = _root(error)
+        if isinstance(cause, SplitError) or progress.inside is not None or not _of_network(cause):
+            raise _own(progress, cause) from error
+        raise _others(progress, cause) from error
+
+
+def _own(progress: Progress, cause: BaseException) -> SplitError:
+    at = progress.inside or progress.last
+    where = _text(at) if at is not None else "the step"
+    if isinstance(cause, SplitError):
+        failed = cause
+    else:
+        failed = PipelineError(
+            "SK805",
+            f"rank {progress.rank} failed in {where}: {type(cause).__name__}: {cause}",
+            "Run the unsplit model on that microbatch: splitkit run PLAN --check.",
+        )
+    with suppress(Exception):
+        line = failed.reason if failed.code == "SK805" else f"{failed.code} on rank {progress.rank}: {failed.reason}"
+        _torch.default_store().set(KEY, line)
+    return failed
+
+
+def _others(progress: Progress, cause: BaseException) -> PipelineError:
+    said = _said()
+    late = any(word in str(cause).lower() for word in ("timed out", "timeout"))
+    reason = said or ("another rank does not answer" if late else "another rank is gone")
+    first = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+    return PipelineError(
+        "SK805",
+        f"{reason}; rank {progress.rank} {progress.waits()}",
+        f"Look at the messages of that rank. Here: {first[:200]}",
+    )
+
+
+def _of_network(cause: BaseException) -> bool:
+    """Whether it says that another process does not answer."""
+    words = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "peer")
+    return isinstance(cause, dist.DistError) or any(word in str(cause).lower() for word in words)
+
+
+def _said() -> str:
+    """The line that a rank left which failed before, if one did."""
+    end = time.monotonic() + PATIENCE
+    while True:
+        with suppress(Exception):
+            store = _torch.default_store()
+            if store.check([KEY]):
+                return str(store.get(KEY).decode())
+        if time.monotonic() > end:
+            return ""
+        time.sleep(0.1)
+
+
+def _root(error: BaseException) -> BaseException:
+    """The error that torch's stages wrapped."""
+    while error.__cause__ is not None and not isinstance(error, SplitError):
+        error = error.__cause__
+    return error

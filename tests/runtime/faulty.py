@@ -1,0 +1,97 @@
+"""One rank of a pipeline in which something goes wrong; prints what it was told, as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import splitkit as sk
+from splitkit.errors import SplitError
+from splitkit.runtime import pipeline, planned_once
+
+LIMIT = 3.0
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.sum()
+
+
+def main() -> None:
+    rank, what = int(os.environ["RANK"]), sys.argv[1]
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group(
+        "gloo", init_method=os.environ["SPLITKIT_STORE"], rank=rank, world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=LIMIT),
+    )  # fmt: skip
+    start = time.monotonic()
+    try:
+        run(rank, what)
+    except SplitError as error:
+        took = time.monotonic() - start
+        print(json.dumps({"rank": rank, "said": str(error), "sk": error.code, "took": took}), flush=True)
+        return
+    print(json.dumps({"rank": rank, "said": "", "sk": "", "took": time.monotonic() - start}), flush=True)
+
+
+def run(rank: int, what: str) -> None:
+    gm = sk.capture(Net(), torch.randn(2, 8))
+    borders = 2 if what == "plan" and rank == 1 else 1
+    labels = {n: int(i >= 2 * borders) + int(i >= 4) for i, n in enumerate(sk.analyze(gm).nodes)}
+    if what == "once":
+        plan = planned_once(gm, lambda: sk.plan(gm, sk.policies.Stages(300)))
+    plan = sk.plan(gm, labels if what != "once" else plan)
+    split = sk.split(gm, plan)
+    pipe = pipeline(split, "1f1b", 4 if what != "count" or rank != 2 else 8)
+    x = torch.randn(8, 8)
+    pipe.step(x)
+    part: Any = pipe.modules[0]
+    if rank == 1:
+        spoil(part, what)
+    if what == "batch":
+        x = torch.randn(7, 8)
+    pipe.step(x)
+
+
+def spoil(part: nn.Module, what: str) -> None:
+    """Let the stage of this rank do it from its third microbatch on."""
+    calls = []
+
+    def before(module: nn.Module, args: Any) -> Any:
+        calls.append(1)
+        if len(calls) < 3:
+            return None
+        if what == "raise":
+            raise ValueError("no such thing")
+        if what == "die":
+            os._exit(9)
+        if what == "hang":
+            time.sleep(3 * LIMIT)
+        return None
+
+    part.register_forward_pre_hook(before)
+    if what == "shape":
+        part.register_forward_hook(lambda module, args, out: out[:1] if len(calls) > 2 else out)
+    if what == "dtype":
+        part.register_forward_hook(lambda module, args, out: out.double() if len(calls) > 2 else out)
+    if what == "backward":
+
+        def fail(grad: torch.Tensor) -> None:
+            raise ValueError("no such gradient")
+
+        part.register_forward_hook(lambda module, args, out: out.register_hook(fail) and None)

@@ -1,0 +1,54 @@
+"""``python ranks.py SCRIPT RANKS ARGS...``: imports a script once, and runs its ``main`` in a process for each rank."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+
+def main() -> None:
+    script, count = sys.argv[1], int(sys.argv[2])
+    sys.argv = sys.argv[:1] + sys.argv[3:]
+    spec = importlib.util.spec_from_file_location("script", script)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["script"] = module
+    spec.loader.exec_module(module)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"WORLD_SIZE": str(count), "SPLITKIT_STORE": f"file://{folder}/store"}
+        children = {}
+        for rank in range(count):
+            child = os.fork()
+            if not child:
+                os.environ["RANK"] = str(rank)
+                run(module, Path(folder), rank)
+            children[child] = rank
+        for _ in range(count):
+            child, status = os.wait()
+            rank = children[child]
+            out, error = ((Path(folder) / f"{rank}.{kind}").read_text() for kind in ("out", "err"))
+            print(out, end="")
+            print(json.dumps({"rank": rank, "code": os.waitstatus_to_exitcode(status), "error": error}), flush=True)
+
+
+def run(module: object, folder: Path, rank: int) -> None:
+    """The process of a rank; it writes to files of its own."""
+    for number, kind in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / f"{rank}.{kind}", os.O_WRONLY | os.O_CREAT), number)
+    code = 1
+    try:
+        module.main()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

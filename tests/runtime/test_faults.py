@@ -1,0 +1,79 @@
+"""Whatever goes wrong on one rank, all end in bounded time, and each says what happened and what it waited for."""
+
+from __future__ import annotations
+
+import pytest
+from launch import launch
+
+from splitkit.pipeline.order import PipelineOrder
+from splitkit.runtime.faults import Progress
+
+RANKS = 3
+
+
+def told(what: str) -> list[str]:
+    """What the ranks said, in their order; nothing for one that died."""
+    said = [""] * RANKS
+    for line in launch("faulty.py", RANKS, what, check=False, seconds=100):
+        if "said" in line:
+            assert line["took"] < 60
+            said[line["rank"]] = line["said"]
+    return said
+
+
+def test_an_op_that_fails_is_said_on_every_rank():
+    first, own, last = told("raise")
+    assert own.startswith("SK805: rank 1 failed in forward of microbatch 2 in stage 1: ValueError: no such thing")
+    assert "rank 1 failed in forward of microbatch 2 in stage 1: ValueError: no such thing" in first
+    assert "rank 0 waited for gradients of relu from stage 1 (rank 1)" in first
+    assert "rank 2 waited for relu_1 from stage 1 (rank 1), for forward of microbatch 2 in stage 2" in last
+
+
+def test_a_rank_that_dies_is_missed():
+    first, own, last = told("die")
+    assert not own and "SK805: another rank is gone" in first and "rank 2 waited for relu_1 from stage 1" in last
+
+
+@pytest.mark.campaign
+def test_a_rank_that_hangs_is_not_waited_for_for_ever():
+    first, _, last = told("hang")
+    assert "SK805: another rank does not answer; rank 0 waited for" in first and "waited for relu_1" in last
+
+
+def test_a_shape_that_is_not_the_plans_is_caught_at_the_border():
+    first, own, last = told("shape")
+    wrong = "relu_1 is float32[1, 8] after stage 1, in microbatch 2; the stage behind waits for float32[2, 8]"
+    assert own.startswith(f"SK803: {wrong}") and f"SK803 on rank 1: {wrong}" in first and wrong in last
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("dtype", "relu_1 is float64[2, 8] after stage 1"),
+        ("backward", "rank 1 failed in backward of microbatch 0 in stage 1: ValueError: no such gradient"),
+        ("count", "SK804: rank 2 has another number of microbatches than rank 0: 8, not 4"),
+        ("batch", "Give float32[8, 8]: 4 microbatches of [2, 8]"),
+        ("once", "SK303: 300 parts were asked for"),
+    ],
+)
+def test_what_differs_or_fails_is_said_on_every_rank(what, says):
+    assert all(says in text for text in told(what))
+
+
+def test_another_plan_is_caught_before_the_first_step():
+    assert all(text.startswith("SK804: rank 1 has another plan than rank 0") for text in told("plan"))
+
+
+def test_what_a_rank_waits_for_goes_by_its_order():
+    order = PipelineOrder.parse(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"])
+    at = Progress(order, 0, (("x", "mask"),))
+    assert at.waits() == "was about to run forward of microbatch 0 in stage 0"
+    with at.computing(0, "F", 1):
+        pass
+    wanted = "waited for gradients of x, mask from stage 1 (rank 1), for backward of microbatch 0 in stage 0"
+    assert at.waits() == wanted
+    at.begun(0, "B", 1)
+    assert at.waits() == "waited for the others to end the step"
+    behind = Progress(order, 1, (("x", "mask"),))
+    assert behind.waits() == "waited for x, mask from stage 0 (rank 0), for forward of microbatch 0 in stage 1"
