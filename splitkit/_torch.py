@@ -7,7 +7,7 @@ the joint-graph door hold their own.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -194,3 +194,28 @@ def allocations(run: Callable[[], Any]) -> list[int]:
         threads = profiler._disable_profiler_legacy()
         del result
     return [event.cpu_memory_usage() for events in threads for event in events if event.kind() == "memory_alloc"]
+
+
+def action_schedule(stages: list[Any], count: int, loss: Any, ranks: Iterable[Iterable[object]]) -> Any:
+    """A pipeline schedule that runs actions: what all schedules of several stages a rank inherit.
+
+    2.11, 2.13, 2.15; ``tests/test_torch_private.py`` fails when it goes away.
+
+    Args:
+        stages: of this rank.
+        count: microbatches.
+        loss: as torch's ``loss_fn``; ``None`` to leave out what is of backward, once it is checked.
+        ranks: the actions of each rank in order, forward and backward; their texts are torch's.
+    """
+    from torch.distributed.pipelining import schedules
+
+    runtime: Any = schedules._PipelineScheduleRuntime
+    read: Any = schedules._Action.from_str
+    made = runtime(stages, count, loss_fn=loss, scale_grads=False)
+    made._prepare_schedule_with_comms({rank: [read(str(a)) for a in row] for rank, row in enumerate(ranks)})
+    if loss is None:
+        kinds: Any = schedules._ComputationType
+        kept = (kinds.FORWARD, kinds.SEND_F, kinds.RECV_F)
+        rows = made.pipeline_order_with_comms.items()
+        made.pipeline_order_with_comms = {r: [a for a in row if a.computation_type in kept] for r, row in rows}
+    return made

@@ -59,6 +59,12 @@ CODES: dict[str, str] = {
     "SK701": "the split differs from the whole",
     "SK702": "the graph that was split differs from the model",
     "SK703": "the model differs from itself",
+    "SK801": "the split cannot run on several ranks",
+    "SK802": "a step was given what the pipeline does not take",
+    "SK803": "a value at a border is not what the plan says",
+    "SK804": "the ranks do not run the same",
+    "SK805": "a rank of the pipeline failed",
+    "SK806": "this version of torch cannot run it",
 }
 
 
@@ -146,3 +152,7 @@ def listed(names: Sequence[object], most: int) -> str:
     """``a, b, c and 4 more``."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(map(str, names[:most]))}{more}"
+
+
+class PipelineError(SplitError, RuntimeError):
+    """A split cannot run on several ranks, or one of them failed (SK8xx)."""

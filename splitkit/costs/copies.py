@@ -13,10 +13,10 @@ import torch
 from torch import fx, nn
 from torch.fx import Node
 
-from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.errors import CostError
 from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.signature import bound
 from splitkit.graph.storages import attribute
 
 
@@ -128,19 +128,13 @@ def _no_device(name: str, reason: str) -> CostError:
 
 
 def _placeholders(gm: fx.GraphModule, inputs: Any) -> list[Any]:
-    """The values of the graph's placeholders: the graph's own signature binds them, as in a call of ``gm``."""
-    graph = fx.Graph()
-    graph.output(tuple(graph.node_copy(n) for n in gm.graph.find_nodes(op="placeholder")))
-    codegen = _torch.codegen_of(gm.graph)
-    if hasattr(codegen, "pytree_info"):  # 2.11, 2.13, 2.15
-        codegen.pytree_info = codegen.pytree_info._replace(out_spec=None)
-    graph.set_codegen(codegen)
+    """The values of the graph's placeholders."""
     args = () if isinstance(inputs, Mapping) else (inputs,) if isinstance(inputs, torch.Tensor) else inputs
     kwargs = inputs if isinstance(inputs, Mapping) else {}
     if not isinstance(args, (tuple, list)):
         raise unfit(f"a {type(inputs).__name__} is neither a tuple, a dict nor a tensor")
     try:
-        return list(fx.GraphModule(torch.nn.Module(), graph)(*args, **kwargs))
+        return bound(gm, args, kwargs)
     except Exception as error:
         raise unfit(str(error)) from error
 

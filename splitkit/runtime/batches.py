@@ -1,0 +1,80 @@
+"""A batch cut into microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from splitkit import _torch
+from splitkit.errors import PipelineError
+from splitkit.graph.signature import bound
+from splitkit.graph.symbols import value_of
+from splitkit.runtime.chain import Chain
+
+
+class Inputs:
+    """Cuts what a step is given, by the shapes that the graph was captured with."""
+
+    def __init__(self, chain: Chain, microbatches: int, device: torch.device) -> None:
+        graph = chain.split.module.graph
+        self._module, self._count, self._device = chain.split.module, microbatches, device
+        self._wanted = {
+            str(node.target): value_of(chain.split.flow.root.graph.find_nodes(op="placeholder")[i])
+            for i, node in enumerate(graph.find_nodes(op="placeholder"))
+        }
+
+    def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The inputs of each microbatch by the names of the graph.
+
+        Raises:
+            PipelineError: SK802 for what the graph does not take, or sizes that are not those of the microbatches.
+        """
+        try:
+            values = bound(self._module, args, kwargs)
+        except Exception as error:
+            reason = f"the step was given what the graph does not take: {error}"
+            raise PipelineError("SK802", reason, "Give the inputs of the model.") from error
+        made: list[dict[str, Any]] = [{} for _ in range(self._count)]
+        for (name, like), value in zip(self._wanted.items(), values, strict=True):
+            for inputs, part in zip(made, self._parts(name, like, value), strict=True):
+                inputs[name] = part
+        return made
+
+    def targets(self, target: Any) -> list[Any]:
+        """What the loss is given for each microbatch.
+
+        Raises:
+            PipelineError: SK802 where a tensor cannot be cut into as many.
+        """
+        leaves, spec = _torch.pytree.tree_flatten(target)
+        parts = [self._even(leaf) for leaf in leaves]
+        return [_torch.pytree.tree_unflatten([part[i] for part in parts], spec) for i in range(self._count)]
+
+    def _parts(self, name: str, like: Any, value: Any) -> list[Any]:
+        if not isinstance(value, torch.Tensor) or not isinstance(like, torch.Tensor):
+            return [value] * self._count
+        shape = [_torch.size_hint(n) for n in like.shape]
+        whole = [shape[0] * self._count, *shape[1:]] if shape else shape
+        if value.dtype != like.dtype or list(value.shape) not in (shape, whole):
+            dtype, wants = (str(t.dtype).removeprefix("torch.") for t in (value, like))
+            raise PipelineError(
+                "SK802",
+                f"{name} is {dtype}{list(value.shape)}",
+                f"Give {wants}{whole}: {self._count} microbatches of {shape}, as captured.",
+                [name],
+            )
+        value = value.to(self._device)
+        return list(value.chunk(self._count)) if list(value.shape) == whole and shape else [value] * self._count
+
+    def _even(self, leaf: Any) -> list[Any]:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim():
+            return [leaf] * self._count
+        if leaf.shape[0] % self._count:
+            raise PipelineError(
+                "SK802",
+                f"the target has {leaf.shape[0]} rows for {self._count} microbatches",
+                f"Give a multiple of {self._count}.",
+            )
+        return list(leaf.to(self._device).chunk(self._count))

@@ -1,0 +1,214 @@
+"""A split as a chain of stages that talk to their neighbours only.
+
+A value that is live over a border goes over it, whoever reads it behind::
+
+    stage 0 ──x, mask──▶ stage 1 ──y, mask──▶ stage 2        stage 1 passes the mask on
+
+Inputs of the graph go nowhere: each stage takes those that it reads from the batch itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch.fx import Node
+
+from splitkit.brief import brief
+from splitkit.engine.split import Split
+from splitkit.errors import PipelineError
+from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.effects import AMBIENT, NO_MEMORY, OUTSIDE, RANDOM, SIZES, memory_of
+from splitkit.graph.ops import PURE
+from splitkit.graph.storages import attribute
+from splitkit.plans.parts import HOST, PartKey
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Which nodes of the parent each stage runs, and what goes over each border.
+
+    Attributes:
+        split: what is run.
+        stage_of: call nodes of the parent's graph -> the stage that runs them.
+    """
+
+    split: Split
+    stage_of: Mapping[Node, int]
+
+    __repr__ = brief
+
+    @property
+    def stages(self) -> int:
+        """How many there are: one a part."""
+        return len(self.split.parts)
+
+    @cached_property
+    def keys(self) -> tuple[PartKey, ...]:
+        """Stage -> its part."""
+        return tuple(self.split.parts)
+
+    def nodes(self, stage: int) -> tuple[Node, ...]:
+        """What a stage runs, in order."""
+        return tuple(n for n, s in self.stage_of.items() if s == stage)
+
+    def inputs(self, stage: int) -> tuple[Node, ...]:
+        """The inputs of the graph that a stage reads."""
+        nodes = set(self.nodes(stage))
+        return tuple(p for p in self.split.module.graph.find_nodes(op="placeholder") if not nodes.isdisjoint(p.users))
+
+    def own(self, stage: int) -> dict[str, Any]:
+        """What the parent holds and a stage reads: parameters that were hoisted, buffers that the stage writes."""
+        module = self.split.module
+        return {str(n.target): attribute(module, str(n.target)) for n in self.nodes(stage) if n.op == "get_attr"}
+
+    def border(self, stage: int, wanted: Iterable[Node]) -> tuple[Node, ...]:
+        """The values that go from a stage to the next one, in the order of the graph.
+
+        Args:
+            stage: the stage before the border.
+            wanted: what the last stage hands out.
+        """
+        out = set(wanted)
+        return tuple(
+            node
+            for node, home in self.stage_of.items()
+            if home <= stage
+            and not _is_tuple(node)
+            and (
+                any(self.stage_of.get(user, 0) > stage for user in node.users)
+                or (node in out and stage < self.stages - 1)
+            )
+        )
+
+    def original(self, node: Node) -> Node:
+        """The node of the graph that was split which a node of the parent stands for."""
+        return self._originals[node]
+
+    @cached_property
+    def _originals(self) -> Mapping[Node, Node]:
+        found = {copied: node for node, copied in self.split.copies[HOST].items()}
+        part_of = {name: key for key, name in self.split.names.items()}
+        for node in self.split.module.graph.find_nodes(op="call_module"):
+            outputs = self.split.subgraphs[part_of[str(node.target)]].outputs
+            if not _is_tuple(node):
+                found[node] = outputs[0] if outputs else node
+            else:
+                found |= {user: outputs[int(str(user.args[1]))] for user in node.users if _unpacks(user, node)}
+        return found
+
+
+def _is_tuple(node: Node) -> bool:
+    """Whether it is a part that yields several values, each of which is read by a getitem."""
+    return node.op == "call_module" and any(_unpacks(user, node) for user in node.users)
+
+
+def _unpacks(user: Node, node: Node) -> bool:
+    return user.op == "call_function" and getattr(user.target, "__name__", "") == "getitem" and user.args[0] is node
+
+
+def chain_of(split: Split) -> Chain:
+    """The chain of a split's parts.
+
+    Raises:
+        PipelineError: SK801 where parts share memory that one of them writes, or the parent holds what several read.
+    """
+    names = {name: stage for stage, name in enumerate(split.names.values())}
+    stage_of: dict[Node, int] = {}
+    for node in split.module.graph.nodes:
+        if node.op == "call_module":
+            stage_of[node] = names[str(node.target)]
+        elif node.op.startswith("call_"):
+            stage_of[node] = max((stage_of[n] for n in node.all_input_nodes if n in stage_of), default=0)
+    for node in split.module.graph.find_nodes(op="get_attr"):
+        readers = {stage_of[user] for user in node.users if user in stage_of}
+        if len(readers) != 1 or any(user.op == "output" for user in node.users):
+            raise PipelineError(
+                "SK801",
+                f"{node.target} is in the parent, for {len(readers)} stages"
+                + (" and the output" if len(readers) < 2 else " read it"),
+                'Split with parameters="own", and put all that reads a buffer that is written into one stage.',
+                [node],
+            )
+        stage_of[node] = readers.pop()
+    order = {node: i for i, node in enumerate(split.module.graph.nodes)}
+    chain = Chain(split, dict(sorted(stage_of.items(), key=lambda item: order[item[0]])))
+    _require_own_memory(chain)
+    return chain
+
+
+def _require_own_memory(chain: Chain) -> None:
+    """Memory that is written belongs to one stage from the first write on, and comes to it under one name.
+
+    ::
+
+        stage 0            stage 1
+        y = conv(x) ──y──▶ y.relu_()       fine: stage 1 writes what it got
+        v = y[0]    ──v──▶ v + 1           refused: v was copied apart from y
+    """
+    flow, split = chain.split.flow, chain.split
+    acting = {n: e for n, e in flow.effects.items() if e is not PURE}
+    memory = memory_of(acting, flow.effects, flow.root)
+    homes = _homes(chain)
+    free = NO_MEMORY & {RANDOM, OUTSIDE, AMBIENT, *((SIZES, token) for token in (RANDOM, OUTSIDE, AMBIENT))}
+    touching: dict[object, dict[Node, bool]] = {}
+    for node, effect in flow.effects.items():
+        if node.op in ("placeholder", "get_attr", "output") or node not in homes:
+            continue
+        writes, touched = memory.use(node, effect)
+        for item in touched:
+            if item not in free:
+                touching.setdefault(item, {})[node] = item in writes
+    for item, nodes in touching.items():
+        whole = any(n.op in ("get_attr", "placeholder") for n in memory.members if isinstance(n, Node)
+                    and memory.members[n] == item)  # fmt: skip
+        _require_one(homes, nodes, whole or item in NO_MEMORY)
+    for crossing in split.subgraphs.values():
+        classes: dict[object, Node] = {}
+        for value in crossing.inputs:
+            found = memory.members.get(value)
+            if found is None or found not in memory.written or value.op in ("placeholder", "get_attr"):
+                continue
+            if found in classes and any(touching.get(found, {}).values()):
+                raise _shared(classes[found], value)
+            classes[found] = value
+
+
+def _homes(chain: Chain) -> dict[Node, int]:
+    split, stages = chain.split, {key: i for i, key in enumerate(chain.keys)}
+    homes = {node: stages[key] for key, sub in split.subgraphs.items() for node in sub.nodes}
+    for node, copied in split.copies[HOST].items():
+        if copied in chain.stage_of:
+            homes.setdefault(node, chain.stage_of[copied])
+    return homes
+
+
+def _require_one(homes: Mapping[Node, int], nodes: Mapping[Node, bool], whole: bool) -> None:
+    """All that touches some memory, from the first write on, is in one stage; ``whole`` for: before it too."""
+    first: Node | None = None
+    begun: Node | None = None
+    for node, writes in nodes.items():
+        begun = begun or node
+        first = first or (node if writes else None)
+        if first is None:
+            continue
+        start = begun if whole else first
+        if homes[node] != homes[start]:
+            raise _shared(start, node)
+
+
+def _shared(a: Node, b: Node) -> PipelineError:
+    return PipelineError(
+        "SK801",
+        f"{a.name} and {b.name} share memory that is written, and lie in different stages",
+        "Put all that reads or writes it into one stage: splitkit.plan(gm, {..., "
+        f"{a.name!r}: 0, {b.name!r}: 0}}), or Stages with other borders.",
+        [a, b],
+    )
+
+
+def draws(flow: Dataflow, nodes: Iterable[Node]) -> bool:
+    """Whether one of these nodes draws random numbers."""
+    return any((effect := flow.effects.get(n)) is not None and effect.random for n in nodes)

@@ -1,0 +1,149 @@
+"""One stage: a module that takes what comes over its border, runs its part, and gives what goes over the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.fx import Node, map_arg
+
+from splitkit._torch import pytree
+from splitkit.errors import PipelineError
+from splitkit.runtime.chain import Chain
+from splitkit.runtime.dice import Dice
+from splitkit.runtime.values import Carried, carried, fresh
+
+
+@dataclass
+class Batch:
+    """What a step works on; shared by the stages of a rank.
+
+    Attributes:
+        inputs: microbatch -> the inputs of the graph by name.
+        targets: microbatch -> what the loss is given besides the output.
+        seeds: microbatch -> its seed.
+        outputs: microbatch -> what the graph returns, on the last rank.
+        losses: microbatch -> its loss, on the last rank.
+        keep: whether outputs are wanted.
+    """
+
+    inputs: Sequence[Mapping[str, Any]] = ()
+    targets: Sequence[Any] = ()
+    seeds: Sequence[int] = ()
+    outputs: dict[int, Any] = field(default_factory=dict)
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    keep: bool = False
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What the last stage makes of the outputs.
+
+    Attributes:
+        wanted: nodes of the parent that the last stage must have.
+        loss: gives the loss of ``(output, target)``; ``None`` to keep outputs only.
+    """
+
+    wanted: tuple[Node, ...]
+    loss: Callable[[Any, Any], torch.Tensor] | None
+
+
+class ChainStage(nn.Module):
+    """The part of one stage, for torch's `PipelineStage`.
+
+    Attributes:
+        part: the part's module; its parameters have their original names.
+        takes: what comes from the stage before.
+        gives: what goes to the stage behind.
+    """
+
+    def __init__(self, chain: Chain, stage: int, ends: Ends, batch: Batch, device: torch.device) -> None:
+        super().__init__()
+        self.part = chain.split.parts[chain.keys[stage]]
+        self._own = chain.own(stage)
+        self._stage, self._stages, self._ends, self._batch, self.device = stage, chain.stages, ends, batch, device
+        self._nodes, self._inputs = chain.nodes(stage), chain.inputs(stage)
+        self._received = chain.border(stage - 1, ends.wanted) if stage else ()
+        self._handed = chain.border(stage, ends.wanted) if not self.last else ()
+        self.takes: tuple[Carried, ...] = carried(chain, self._received, ends.loss is not None)
+        self.gives: tuple[Carried, ...] = carried(chain, self._handed, ends.loss is not None)
+        self._output = chain.split.module.graph.output_node()
+        self._module = chain.split.module
+        self.dice = Dice.of(chain, stage, device)
+
+    @property
+    def last(self) -> bool:
+        """Whether no stage is behind it."""
+        return self._stage == self._stages - 1
+
+    def forward(self, *received: torch.Tensor, microbatch: torch.Tensor) -> Any:
+        """Run one microbatch."""
+        number = int(microbatch)
+        inputs = self._batch.inputs[number]
+        values: dict[Node, Any] = {node: inputs[str(node.target)] for node in self._inputs}
+        rest = self.dice.begin(received, self._batch.seeds[number])
+        try:
+            for node, value, how in zip(self._received, rest, self.takes, strict=True):
+                values[node] = how.unpacked(value)
+            for node in self._nodes:
+                values[node] = self._run(node, values)
+        finally:
+            state = self.dice.end()
+        if self.last:
+            return self._finish(number, values, inputs)
+        where = f"after stage {self._stage}, in microbatch {number}"
+        given = [how.packed(values[n], self.device, where) for n, how in zip(self._handed, self.gives, strict=True)]
+        return (*state, *given)
+
+    def _run(self, node: Node, values: Mapping[Node, Any]) -> Any:
+        if node.op == "get_attr":
+            return self._own[str(node.target)]
+        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+        if node.op == "call_module":
+            return self.part(*args, **kwargs)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _finish(self, number: int, values: Mapping[Node, Any], inputs: Mapping[str, Any]) -> Any:
+        """The loss, which is all that torch is given; outputs stay here."""
+
+        def value(node: Node) -> Any:
+            return values[node] if node in values else inputs.get(str(node.target))
+
+        result = self._module.graph.process_outputs(map_arg(self._output.args[0], value))
+        if self._ends.loss is None:
+            self._batch.outputs[number] = result
+            return torch.zeros((), device=self.device)
+        loss = self._ends.loss(result, self._batch.targets[number] if self._batch.targets else None)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            what = f"{type(loss).__name__}" if not isinstance(loss, torch.Tensor) else f"of shape {list(loss.shape)}"
+            raise PipelineError("SK802", f"the loss is {what}", "Give one number that requires grad.")
+        self._batch.losses[number] = loss.detach()
+        if self._batch.keep:
+            self._batch.outputs[number] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+        return fresh(loss.reshape(()) / len(self._batch.inputs))
+
+    @property
+    def arrives(self) -> tuple[torch.Tensor, ...]:
+        """What torch is told of the border before it, on ``meta``."""
+        return (*([self.dice.like] if self.dice.takes else []), *(value.like for value in self.takes))
+
+    @property
+    def leaves(self) -> tuple[torch.Tensor, ...]:
+        """What torch is told of the border behind it, on ``meta``."""
+        if self.last:
+            return (torch.empty((), device="meta", requires_grad=self._ends.loss is not None),)
+        return (*([self.dice.like] if self.dice.gives else []), *(value.like for value in self.gives))
+
+
+def torch_stage(module: ChainStage, stage: int, stages: int, group: dist.ProcessGroup | None) -> PipelineStage:
+    """What torch's schedules take, with static metadata: nothing runs on made-up values."""
+    return PipelineStage(
+        module, stage, stages, module.device, input_args=module.arrives, output_args=module.leaves, group=group
+    )

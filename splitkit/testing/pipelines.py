@@ -1,0 +1,136 @@
+"""The unsplit model beside a pipeline: the same losses, gradients and weights, step by step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from splitkit.brief import brief
+from splitkit.errors import CheckError
+from splitkit.runtime.pipeline import Pipeline, StepResult
+
+TOLERANCE = 1e-6
+"""Relative to the largest number of a tensor, in a first step."""
+DRIFT = 100
+"""How many times more weights that were rounded differently may differ in the steps after it."""
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far a pipeline is from the unsplit model on one rank.
+
+    Attributes:
+        loss: of the losses, relative; 0 on ranks without the last stage.
+        gradient: the largest of all gradients, relative.
+        weight: the largest of all parameters and buffers, relative.
+        worst: the name of the tensor that deviates most.
+    """
+
+    loss: float
+    gradient: float
+    weight: float
+    worst: str
+
+    __repr__ = brief
+
+
+class Unsplit:
+    """The graph that was split, with weights of its own, run microbatch by microbatch from the pipeline's seeds.
+
+    Make it before the pipeline's first step, on each rank.
+
+    Attributes:
+        model: the graph.
+    """
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self.model: fx.GraphModule = copy.deepcopy(pipe.split.flow.root).to(pipe.device)
+        self._pipe, self._steps = pipe, 0
+
+    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward of a batch, as `Pipeline.step`; the losses, ``[microbatches]``."""
+        pipe, losses = self._pipe, []
+        targets = pipe.cut_target(target)
+        for number, inputs in enumerate(pipe.cut(*args, **kwargs)):
+            with torch.random.fork_rng():
+                torch.manual_seed(pipe.seed_of(self._steps, number))
+                made = fx.Interpreter(self.model).run(*inputs.values(), enable_io_processing=False)
+            loss = pipe.loss_of(self.model.graph.process_outputs(made), targets[number])
+            (loss / pipe.microbatches).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach().reshape(()))
+        self._steps += 1
+        return torch.stack(losses)
+
+    def deviation(self, found: StepResult, losses: torch.Tensor) -> Deviation:
+        """Compare what this rank holds after a step of both."""
+        whole = _named(self.model)
+        own = self._pipe.named_tensors()
+        weights = {name: _apart(t.detach(), whole[name].detach()) for name, t in own.items()}
+        grads = {name: _apart(_grad(t), _grad(whole[name])) for name, t in own.items() if isinstance(t, nn.Parameter)}
+        lost = _apart(found.losses, losses) if found.losses is not None else 0.0
+        every = {**{f"gradient of {n}": d for n, d in grads.items()}, **weights}
+        worst = max(every, key=every.__getitem__, default="")
+        return Deviation(lost, max(grads.values(), default=0.0), max(weights.values(), default=0.0), worst)
+
+    def require_same(self, found: StepResult, losses: torch.Tensor, tolerance: float = TOLERANCE) -> Deviation:
+        """Raise `CheckError` SK701 where they differ by more."""
+        seen = self.deviation(found, losses)
+        if not max(seen.loss, seen.gradient, seen.weight) <= tolerance:  # also where it is nan
+            raise CheckError(
+                "SK701",
+                f"rank {self._pipe.rank} differs from the unsplit model: loss {seen.loss:.1e}, gradients "
+                f"{seen.gradient:.1e}, weights {seen.weight:.1e}, most {seen.worst}",
+                "Please report it with the plan.",
+            )
+        return seen
+
+
+def train_both(
+    pipe: Pipeline,
+    batches: Iterable[Mapping[str, Any]],
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    tolerance: float = TOLERANCE,
+) -> list[Deviation]:
+    """Train a pipeline and the unsplit model with the same optimizer on the same batches.
+
+    Returns:
+        How far they were apart after each step on this rank.
+
+    Raises:
+        CheckError: SK701 where they differ by more than ``tolerance``, after the first step by `DRIFT` times as much.
+    """
+    whole = Unsplit(pipe)
+    mine, theirs = optimizer(pipe.parameters()), optimizer(list(whole.model.parameters()))
+    seen = []
+    for batch in batches:
+        found, losses = pipe.step(**batch), whole.step(**batch)
+        whole.require_same(found, losses, tolerance * (DRIFT if seen else 1))
+        for each in (mine, theirs):
+            each.step()
+        seen.append(whole.require_same(found, losses, tolerance * DRIFT))
+        for each in (mine, theirs):
+            each.zero_grad()
+    return seen
+
+
+def _named(module: nn.Module) -> dict[str, torch.Tensor]:
+    named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    return named | dict(module.named_buffers(remove_duplicate=False))
+
+
+def _grad(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    if a.shape != b.shape:
+        return float("inf")
+    if not a.numel():
+        return 0.0
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-12))

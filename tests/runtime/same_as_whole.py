@@ -1,0 +1,109 @@
+"""One rank: each case trains a pipeline beside the unsplit model; a JSON line for each."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import splitkit as sk
+from splitkit.runtime import pipeline
+from splitkit.testing import models
+from splitkit.testing.nets import UNet
+from splitkit.testing.pipelines import train_both
+
+TINY = {"layers": 2, "width": 32, "heads": 2, "vocab": 64, "seq": 8, "batch": 2}
+
+
+class Odd(nn.Module):
+    """What crosses: a skip, a mask, an index, a table without gradient, a written tensor; with autocast and no_grad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+        self.register_buffer("scale", torch.linspace(0, 1, 8))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2)) for _ in range(4))
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, index: torch.Tensor, mask: torch.Tensor, *, weight: torch.Tensor) -> dict[str, Any]:
+        x = skip = self.table(index)
+        with torch.no_grad():
+            shift = self.scale * index.unsqueeze(1)
+        hot = mask & (index > 3)
+        for block in self.blocks[:2]:
+            x = x + block(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.blocks[2](x)
+        x = self.norm(x.float()).relu_() + shift
+        x = torch.where(hot.unsqueeze(1), x, skip)
+        x = self.blocks[3](x) @ self.table.weight.t()
+        loss = (nn.functional.cross_entropy(x, index, reduction="none") * weight).mean()
+        return {"loss": loss, "logits": x, "none": None, "index": index}
+
+
+def example(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    if name == "odd":
+        return Odd(), {"index": torch.randint(16, (6,)), "mask": torch.rand(6) > 0.5, "weight": torch.rand(6)}
+    if name == "unet":
+        net = UNet(8, 2)
+        return net, {"x": torch.randn(2, 3, 16, 16)}
+    made = models.build(name, **TINY)
+    made.model.train()
+    return made.model, dict(made.kwargs)
+
+
+def batch_of(inputs: dict[str, torch.Tensor], count: int, seed: int) -> dict[str, torch.Tensor]:
+    """Microbatches that differ, one behind the other."""
+    dice = torch.Generator().manual_seed(seed)
+
+    def other(t: torch.Tensor) -> torch.Tensor:
+        return t[torch.randperm(t.shape[0], generator=dice)].roll(int(torch.randint(9, (), generator=dice)), -1)
+
+    return {name: torch.cat([other(t) for _ in range(count)]) for name, t in inputs.items()}
+
+
+def square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return ((output - target) ** 2).mean()
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    model, inputs = example(case["model"])
+    gm = sk.capture(model, **inputs)
+    split = sk.split(gm, sk.policies.Stages(case["stages"]))
+    by_output = case["model"] == "unet"
+    count = case["microbatches"]
+    pipe = pipeline(split, case["schedule"], count, seed=7, loss=square if by_output else None)
+    batches = []
+    for step in range(case.get("steps", 2)):
+        batch = batch_of(inputs, count, step)
+        batches.append(batch | ({"target": torch.randn(2 * count, *gm(**inputs).shape[1:])} if by_output else {}))
+    seen = train_both(pipe, batches, lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3), case.get("tolerance", 1e-6))
+    given = {k: v for k, v in batches[0].items() if k != "target"}
+    outputs = pipe.infer(**given)
+    state = {name: list(t.shape) for name, t in pipe.state_dict().items()}
+    return {
+        "gradient": max(s.gradient for s in seen), "weight": max(s.weight for s in seen), "steps": len(seen),
+        "loss": max(s.loss for s in seen), "state": state, "own": pipe.stages, "borders": pipe.borders,
+        "outputs": None if outputs is None else [type(o).__name__ for o in outputs],
+    }  # fmt: skip
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=os.environ["SPLITKIT_STORE"], rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )  # fmt: skip
+    for case in json.loads(sys.argv[1]):
+        print(json.dumps(case | run(case)), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
