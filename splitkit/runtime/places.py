@@ -32,6 +32,8 @@ def devices_of(split: Split, given: Devices) -> Mapping[PartKey, torch.device]:
         PipelineError: SK807 for a part without a device, or one that cannot be run so.
     """
     keys = tuple(split.parts)
+    if not keys:
+        raise _bad("the split has no parts: all is in the host", "Plan some.")
     if isinstance(given, (str, torch.device)):
         given = [given] * len(keys)
     if given is not None and not isinstance(given, Mapping):

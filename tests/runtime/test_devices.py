@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 import re
 from collections import Counter
@@ -18,8 +19,8 @@ import splitkit as sk
 from splitkit import _torch
 from splitkit._torch import FakeTensorMode, attributes_of
 from splitkit.costs import unit
-from splitkit.errors import PipelineError, PlanError
-from splitkit.runtime import moves, to_devices
+from splitkit.errors import CheckError, PipelineError, PlanError
+from splitkit.runtime import movedgraphs, moves, to_devices, written
 from splitkit.testing import models
 from splitkit.testing.fuzzing import assert_same_but_for_noise, usable_inputs
 from splitkit.testing.nets import UNet
@@ -281,6 +282,33 @@ def fuzzed(seed):
     return seen
 
 
+HOME = inspect.getsource(written._require_one_home)
+PLANTED = {
+    "a value that is written is sent when it is made": (
+        64, lambda m: m.setattr(movedgraphs.MovedGraphs, "is_late", lambda *a: False),
+    ),
+    "memory comes in by two ways": (2, lambda m: m.setattr(written, "_require_one_way_in", lambda *a: None)),
+    "a copy from before the write is read after it": (19, lambda m: plant(m, "device != home and device in early")),
+    "writes are on two devices": (8, lambda m: plant(m, "any(device != home for device in where)")),
+}  # fmt: skip
+
+
+def plant(monkeypatch, right):
+    assert HOME.count(right) == 1, f"_require_one_home no longer says {right!r}: mend this test"
+    scope = {}
+    exec(HOME.replace(right, "False"), vars(written), scope)
+    monkeypatch.setattr(written, "_require_one_home", scope["_require_one_home"])
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_each_rule_about_written_memory_is_needed(bug, monkeypatch):
+    seed, planted = PLANTED[bug]
+    fuzzed(seed)
+    planted(monkeypatch)
+    with pytest.raises(CheckError):
+        fuzzed(seed)
+
+
 def assert_same_but_for_copies(found):
     """A copy shares no memory with an input, and what is written to it may have been saved for backward."""
     outputs = tuple(d for d in found.outputs if not d.name.startswith("memory that"))
@@ -365,6 +393,8 @@ def test_gradients_of_gradients():
 def test_what_cannot_be_is_refused():
     _, _, gm, split = captured("odd", 2)
     before = {n: t.data_ptr() for n, t in gm.state_dict().items()}
+    with pytest.raises(PipelineError, match="SK807: the split has no parts"):
+        to_devices(sk.split(gm, lambda node: None), "cpu")
     for given, what in (
         (None, "part 0 has no device"),
         (["cpu"], "1 devices for 2 parts"),
