@@ -65,6 +65,8 @@ CODES: dict[str, str] = {
     "SK804": "the ranks do not run the same",
     "SK805": "a rank of the pipeline failed",
     "SK806": "this version of torch cannot run it",
+    "SK807": "the parts cannot be put on these devices",
+    "SK808": "memory that is shared would lie on several devices",
 }
 
 

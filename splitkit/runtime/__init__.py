@@ -1,6 +1,7 @@
 """Runs a split that it is given, on several devices or ranks; decides nothing."""
 
 from splitkit.runtime.agreement import planned_once as planned_once
+from splitkit.runtime.devices import to_devices as to_devices
 from splitkit.runtime.pipeline import Pipeline as Pipeline
 from splitkit.runtime.pipeline import PipelineStep as PipelineStep
 from splitkit.runtime.pipeline import pipeline as pipeline

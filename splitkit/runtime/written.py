@@ -1,0 +1,130 @@
+"""Memory that is written lives on one device; others read it before the first write or after the last.
+
+A value that crosses is a copy, made once for each device::
+
+    cuda:0             cuda:1
+    y = conv(x) ──y──▶ y.relu_()       fine: cuda:1 writes its copy
+    y.relu_()   ──y──▶ y + 1           fine: copied after the write
+    y = conv(x) ──y──▶ y.relu_()
+    y + 1                              refused: the write is on cuda:1, where this does not see it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from splitkit.errors import PipelineError
+from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.effects import AMBIENT, NO_MEMORY, OUTSIDE, RANDOM, SIZES, Memory, memory_of
+from splitkit.graph.ops import PURE
+
+_FREE = frozenset({RANDOM, OUTSIDE, AMBIENT, *((SIZES, token) for token in (RANDOM, OUTSIDE, AMBIENT))})
+_GIVEN = ("placeholder", "get_attr")
+
+Devices = Mapping[Node, Sequence[torch.device]]
+
+
+@dataclass(frozen=True)
+class WrittenMemory:
+    """Where memory that is written must be.
+
+    Attributes:
+        homes: inputs and attributes of the graph whose memory is written -> the device that writes it.
+        values: all nodes whose memory is written: they are copied when they are read, not before.
+    """
+
+    homes: Mapping[Node, torch.device]
+    values: frozenset[Node]
+
+
+Rows = Sequence[tuple[Node, Sequence[torch.device], bool]]
+"""Who touches some memory, in graph order: node, where it runs, whether it writes."""
+
+
+def written_memory(flow: Dataflow, devices: Devices) -> WrittenMemory:
+    """Where memory that is written must be.
+
+    Args:
+        flow: facts about the graph.
+        devices: node -> where it is computed, its home first; what is not there is computed nowhere.
+
+    Raises:
+        PipelineError: SK808 where no copies could keep the values right.
+    """
+    acting = {n: e for n, e in flow.effects.items() if e is not PURE}
+    memory = memory_of(acting, flow.effects, flow.root)
+    members = {n: item for n, item in memory.members.items() if isinstance(n, Node) and item in memory.written}
+    sharing: dict[Hashable, list[Node]] = {}
+    for node in sorted(members, key=flow.index.__getitem__):
+        sharing.setdefault(members[node], []).append(node)
+    homes: dict[Hashable, torch.device] = {}
+    for item, rows in _uses(flow, memory, devices).items():
+        if any(is_write for _, _, is_write in rows):
+            homes[item] = _require_one_home(item in NO_MEMORY, rows)
+            _require_one_way_in(flow, devices, sharing.get(item, []), rows, homes[item])
+    given = {n: homes[item] for n, item in members.items() if n.op in _GIVEN and item in homes}
+    return WrittenMemory(given, frozenset(members))
+
+
+def _uses(flow: Dataflow, memory: Memory, devices: Devices) -> Mapping[Hashable, Rows]:
+    found: dict[Hashable, list[tuple[Node, Sequence[torch.device], bool]]] = {}
+    for node, effect in flow.effects.items():
+        if node.op == "output":
+            for value in node.all_input_nodes:
+                if (item := memory.members.get(value)) in memory.written and value in devices:
+                    found.setdefault(item, []).append((node, devices[value][:1], False))
+        elif node.op not in _GIVEN and node in devices:
+            writes, touched = memory.use(node, effect)
+            for item in touched:
+                if item not in _FREE:
+                    found.setdefault(item, []).append((node, devices[node], item in writes))
+    return found
+
+
+def _require_one_home(all_of_it: bool, rows: Rows) -> torch.device:
+    """The device of all writes to some memory, and of all that happens to it in between (or ever)."""
+    writes = [i for i, (_, _, is_write) in enumerate(rows) if is_write]
+    first, last = (0, len(rows) - 1) if all_of_it else (writes[0], writes[-1])
+    writer, (home, *_), _ = rows[writes[0]]
+    for node, where, _ in rows[first : last + 1]:
+        if any(device != home for device in where):
+            raise _apart(writer, node)
+    early = {device for _, where, _ in rows[:first] for device in where}
+    for node, where, _ in rows[last + 1 :]:
+        if any(device != home and device in early for device in where):  # which has one copy, made before
+            raise _apart(writer, node)
+    return home
+
+
+def _require_one_way_in(
+    flow: Dataflow, devices: Devices, sharing: Sequence[Node], rows: Rows, home: torch.device
+) -> None:
+    """Memory that is made elsewhere comes to the device that writes it as one value, and never comes back to it."""
+    values = [n for n in sharing if n.op not in _GIVEN and n in devices]
+    writer = next(node for node, _, is_write in rows if is_write)
+    begins_here = len(values) < len(sharing) or not values or devices[values[0]][0] == home
+    entering: set[Node] = set()
+    for value in values:
+        if devices[value][0] == home or flow.index[value] > flow.index[writer]:
+            continue
+        for user in value.users:
+            if home in devices.get(user, ()):
+                entering.add(value)
+            elif user in devices and flow.index[user] > flow.index[writer]:
+                raise _apart(writer, user)
+    if len(entering) > (0 if begins_here else 1):
+        raise _apart(writer, max(entering, key=flow.index.__getitem__))
+
+
+def _apart(a: Node, b: Node) -> PipelineError:
+    other = "what is returned" if b.op == "output" else b.name
+    return PipelineError(
+        "SK808",
+        f"{a.name} writes memory that {other} shares on another device",
+        "Put all that shares it into parts of one device: a value that crosses is a copy.",
+        [a, b],
+    )
