@@ -10,20 +10,22 @@ Inputs of the graph go nowhere: each stage takes those that it reads from the ba
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from splitkit.brief import brief
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
 from splitkit.graph.dataflow import Dataflow
-from splitkit.graph.effects import AMBIENT, NO_MEMORY, OUTSIDE, RANDOM, SIZES, memory_of
+from splitkit.graph.effects import memory_of
 from splitkit.graph.ops import PURE
 from splitkit.graph.storages import attribute
 from splitkit.plans.parts import HOST, PartKey
+from splitkit.runtime.written import written_memory
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,12 @@ class Chain:
     Attributes:
         split: what is run.
         stage_of: call nodes of the parent's graph -> the stage that runs them.
+        written: the original nodes whose memory is written.
     """
 
     split: Split
     stage_of: Mapping[Node, int]
+    written: frozenset[Node] = frozenset()
 
     __repr__ = brief
 
@@ -135,45 +139,33 @@ def chain_of(split: Split) -> Chain:
         stage_of[node] = readers.pop()
     order = {node: i for i, node in enumerate(split.module.graph.nodes)}
     chain = Chain(split, dict(sorted(stage_of.items(), key=lambda item: order[item[0]])))
-    _require_own_memory(chain)
-    return chain
+    return replace(chain, written=_require_own_memory(chain))
 
 
-def _require_own_memory(chain: Chain) -> None:
-    """Memory that is written belongs to one stage from the first write on, and comes to it under one name.
+def _require_own_memory(chain: Chain) -> frozenset[Node]:
+    """Memory that is written lies in one stage, as on one device (`splitkit.runtime.written`).
 
-    ::
+    Inputs and buffers do not cross: each stage has its own, so that all that touches one that is written is in one.
 
-        stage 0            stage 1
-        y = conv(x) ──y──▶ y.relu_()       fine: stage 1 writes what it got
-        v = y[0]    ──v──▶ v + 1           refused: v was copied apart from y
+    Returns:
+        The nodes whose memory is written.
     """
-    flow, split = chain.split.flow, chain.split
+    flow, homes = chain.split.flow, _homes(chain)
+    try:
+        found = written_memory(flow, {node: [torch.device("cpu", stage)] for node, stage in homes.items()})
+    except PipelineError as error:
+        reason = f"stages would share memory that is written: {error.reason}"
+        raise PipelineError("SK801", reason, "Put the nodes that share it into one stage.", error.nodes) from error
     acting = {n: e for n, e in flow.effects.items() if e is not PURE}
     memory = memory_of(acting, flow.effects, flow.root)
-    homes = _homes(chain)
-    free = NO_MEMORY & {RANDOM, OUTSIDE, AMBIENT, *((SIZES, token) for token in (RANDOM, OUTSIDE, AMBIENT))}
-    touching: dict[object, dict[Node, bool]] = {}
+    given = {memory.members[node] for node in found.homes if node in memory.members}
+    first: dict[object, Node] = {}
     for node, effect in flow.effects.items():
-        if node.op in ("placeholder", "get_attr", "output") or node not in homes:
-            continue
-        writes, touched = memory.use(node, effect)
-        for item in touched:
-            if item not in free:
-                touching.setdefault(item, {})[node] = item in writes
-    for item, nodes in touching.items():
-        whole = any(n.op in ("get_attr", "placeholder") for n in memory.members if isinstance(n, Node)
-                    and memory.members[n] == item)  # fmt: skip
-        _require_one(homes, nodes, whole or item in NO_MEMORY)
-    for crossing in split.subgraphs.values():
-        classes: dict[object, Node] = {}
-        for value in crossing.inputs:
-            found = memory.members.get(value)
-            if found is None or found not in memory.written or value.op in ("placeholder", "get_attr"):
-                continue
-            if found in classes and any(touching.get(found, {}).values()):
-                raise _shared(classes[found], value)
-            classes[found] = value
+        if node in homes and node.op not in ("placeholder", "get_attr"):
+            for item in memory.use(node, effect)[1]:
+                if item in given and homes[first.setdefault(item, node)] != homes[node]:
+                    raise _shared(first[item], node)
+    return found.values
 
 
 def _homes(chain: Chain) -> dict[Node, int]:
@@ -183,20 +175,6 @@ def _homes(chain: Chain) -> dict[Node, int]:
         if copied in chain.stage_of:
             homes.setdefault(node, chain.stage_of[copied])
     return homes
-
-
-def _require_one(homes: Mapping[Node, int], nodes: Mapping[Node, bool], whole: bool) -> None:
-    """All that touches some memory, from the first write on, is in one stage; ``whole`` for: before it too."""
-    first: Node | None = None
-    begun: Node | None = None
-    for node, writes in nodes.items():
-        begun = begun or node
-        first = first or (node if writes else None)
-        if first is None:
-            continue
-        start = begun if whole else first
-        if homes[node] != homes[start]:
-            raise _shared(start, node)
 
 
 def _shared(a: Node, b: Node) -> PipelineError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,13 @@ class Carried:
         name: of the node that makes it.
         like: a tensor on ``meta`` of the same shape, dtype and ``requires_grad``; of no dimension for a number.
         scalar: the type of a number.
+        written: whether a stage may write its memory.
     """
 
     name: str
     like: torch.Tensor
     scalar: type | None = None
+    written: bool = False
 
     def packed(self, value: Any, device: torch.device, where: str) -> Any:
         """As it goes over the border: contiguous, with a history of its own.
@@ -47,7 +49,9 @@ class Carried:
 
     def unpacked(self, value: torch.Tensor) -> Any:
         """As the stage behind the border reads it."""
-        return self.scalar(value.item()) if self.scalar is not None else value
+        if self.scalar is not None:
+            return self.scalar(value.item())
+        return value.clone() if self.written else value  # what was received is a leaf, and torch's own
 
     def _require(self, value: Any, where: str) -> None:
         found = _look(value)
@@ -93,14 +97,14 @@ def carried(chain: Chain, values: Iterable[Node], train: bool) -> tuple[Carried,
         PipelineError: SK801 for what is neither a tensor nor a number.
     """
     needed = chain.split.flow.fact(Gradients).needed if train else set()
-    return tuple(_carried(chain.original(node), needed) for node in values)
+    return tuple(_carried(chain.original(node), needed, chain.written) for node in values)
 
 
-def _carried(node: Node, needed: set[Node]) -> Carried:
+def _carried(node: Node, needed: set[Node], written: Set[Node]) -> Carried:
     value = value_of(node)
     if isinstance(value, torch.Tensor):
         like = torch.empty([_torch.size_hint(n) for n in value.shape], dtype=value.dtype, device="meta")
-        return Carried(node.name, like.requires_grad_(node in needed))
+        return Carried(node.name, like.requires_grad_(node in needed), written=node in written)
     value = _torch.size_hint(value) if isinstance(value, torch.SymInt) else value
     if type(value) in _SCALARS:
         return Carried(node.name, torch.empty((), dtype=_SCALARS[type(value)], device="meta"), type(value))

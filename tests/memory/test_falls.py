@@ -1,4 +1,4 @@
-"""By how much the memory of a stretch falls as it grows: never more than `Falls` says, on real graphs and drawn ones."""
+"""By how much the memory of a stretch falls as it grows: never more than `Falls` says, on real and drawn graphs."""
 
 from __future__ import annotations
 

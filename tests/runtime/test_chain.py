@@ -1,0 +1,67 @@
+"""What a chain of stages refuses before anything runs, and what goes over its borders."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import splitkit as sk
+from splitkit.errors import PipelineError
+from splitkit.runtime.chain import chain_of
+
+
+class Net(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.a, self.b = kind, nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        if self.kind == "before":
+            return self.b(y.relu_())
+        if self.kind == "view":
+            part = y[0]
+            y.mul_(2)
+            return self.b(y) + part
+        if self.kind == "buffer":
+            self.seen.add_(1)
+            return self.b(y) + self.seen
+        if self.kind == "input":
+            x.mul_(2)
+            return self.b(y) + x
+        return self.b(y)
+
+
+def chain(kind: str, second: str):
+    """Nodes from the one of that name on are in the second stage."""
+    gm = sk.capture(Net(kind), torch.randn(2, 4))
+    nodes = sk.analyze(gm).nodes
+    start = next(i for i, n in enumerate(nodes) if n.name == second)
+    return chain_of(sk.split(gm, {n: int(i >= start) for i, n in enumerate(nodes)}))
+
+
+@pytest.mark.parametrize("second", ["relu_", "linear_1"])
+def test_a_value_is_written_before_or_after_it_crosses(second):
+    found = chain("before", second)
+    (value,) = found.border(0, ())
+    assert found.original(value) in found.written
+
+
+@pytest.mark.parametrize(("kind", "second"), [("view", "mul_"), ("buffer", "linear_1"), ("input", "linear_1")])
+def test_memory_that_stages_would_share_is_refused(kind, second):
+    with pytest.raises(PipelineError, match="SK801") as error:
+        chain(kind, second)
+    assert error.value.nodes and error.value.remedy
+
+
+def test_inputs_are_not_sent():
+    class Late(nn.Module):
+        def forward(self, x, mask):
+            return x.relu() * mask
+
+    gm = sk.capture(Late(), torch.randn(2), torch.ones(2))
+    found = chain_of(sk.split(gm, {"relu": 0, "mul": 1}))
+    assert [n.name for n in found.inputs(0)] == ["x"] and [n.name for n in found.inputs(1)] == ["mask"]
+    assert len(found.border(0, ())) == 1
