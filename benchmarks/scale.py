@@ -133,14 +133,14 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def memory_row(count: int) -> dict[str, Any]:
-    """Cut one graph for memory, each part within 7 % of what adam's training of the whole takes, about."""
+def memory_row(count: int, share: float) -> dict[str, Any]:
+    """Cut one graph for memory, each part within a share of what adam's training of the whole takes, about."""
     gm = graphs.module("layered", count)
     trained = 16 * sum(p.numel() for p in gm.parameters())
     values = sum(node.meta["val"].nbytes for node in gm.graph.nodes if node.op == "call_function")
     flow, costs = sk.analyze(gm), sk.costs.flops(gm)
     start = time.process_time()
-    plan = MemoryBudget(int(0.07 * (trained + values))).assign(flow, costs)
+    plan = MemoryBudget(int(share * (trained + values))).assign(flow, costs)
     assert plan.claim is not None
     return {
         "nodes": count,
@@ -161,10 +161,11 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", type=int, default=[1000, 10_000, 100_000], help="nodes of the graphs")
     parser.add_argument("--devices", nargs="+", type=int, default=[2, 8, 64])
     parser.add_argument("--kinds", nargs="+", choices=sorted(graphs.KINDS), default=list(graphs.KINDS))
+    parser.add_argument("--share", type=float, default=0.07, help="of the memory of training, for each part")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     rows = [row(kind, n, d) for n in options.sizes for kind in options.kinds for d in options.devices]
-    data = {"rows": rows, "summary": summary(rows), "memory": memory_row(options.sizes[-1])}
+    data = {"rows": rows, "summary": summary(rows), "memory": memory_row(options.sizes[-1], options.share)}
     if options.json:
         print(json.dumps(data, indent=1))
         return

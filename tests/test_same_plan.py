@@ -23,7 +23,7 @@ from splitkit.costs import roofline, unit
 from splitkit.errors import NoPlanError
 from splitkit.policies import Acyclic, Budget, MinCut, Precompute, RoundRobin, SaveAll, Stages
 
-FORWARD_GRAPH, JOINT_GRAPHS = "tied language model, exported", ("conv", "branches")
+FORWARD_GRAPH, JOINT_GRAPHS = "tied language model, exported", ("branches",)
 CUT = "cut short by time: another machine may find another plan"
 BUDGETS = ((0.8, "peak"), (0.5, "saved"), (0.85, "peak"), ("least", "peak"), (0.85, "saved"), (0.95, "peak"))
 

@@ -58,7 +58,9 @@ def test_rules_divide_the_nodes(scale, work, count):
 
 def test_rows_have_values_above_the_bound_and_below_the_rules(scale, monkeypatch, capsys):
     monkeypatch.setattr(
-        sys, "argv", ["scale.py", "--sizes", "120", "--devices", "2", "3", "--kinds", "cells", "--json"]
+        sys,
+        "argv",
+        ["scale.py", "--sizes", "120", "--devices", "2", "3", "--kinds", "cells", "--share", "0.5", "--json"],
     )
     scale.main()
     data = json.loads(capsys.readouterr().out)
@@ -68,6 +70,8 @@ def test_rows_have_values_above_the_bound_and_below_the_rules(scale, monkeypatch
         assert 0 < row["bound"] <= row["value"] and row["gap"] == pytest.approx(1 - row["bound"] / row["value"])
         assert all(ratio >= 1 - 1e-9 for ratio in row["ratios"].values())
         assert row["contiguous"]["ratio"] >= 1 - 1e-9
-    monkeypatch.setattr(sys, "argv", ["scale.py", "--sizes", "60", "--devices", "2", "--kinds", "chain"])
+    monkeypatch.setattr(
+        sys, "argv", ["scale.py", "--sizes", "60", "--devices", "2", "--kinds", "chain", "--share", "0.5"]
+    )
     scale.main()
     assert "greedy" in capsys.readouterr().out

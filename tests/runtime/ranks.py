@@ -18,6 +18,7 @@ def main() -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules["script"] = module
     spec.loader.exec_module(module)
+    getattr(module, "prepare", lambda: None)()  # what all ranks do alike
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"WORLD_SIZE": str(count), "SPLITKIT_STORE": f"file://{folder}/store"}
         children = {}

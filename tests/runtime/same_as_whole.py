@@ -72,10 +72,20 @@ def square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return ((output - target) ** 2).mean()
 
 
-def run(case: dict[str, Any]) -> dict[str, Any]:
-    model, inputs = example(case["model"])
-    gm = sk.capture(model, **inputs)
-    split = sk.split(gm, sk.policies.Stages(case["stages"]))
+PREPARED: list[tuple[dict[str, Any], dict[str, torch.Tensor], sk.Split]] = []
+
+
+def prepare() -> None:
+    """Capture and split once for all ranks, before they are processes of their own."""
+    torch.set_num_threads(1)
+    for case in json.loads(sys.argv[1]):
+        model, inputs = example(case["model"])
+        gm = sk.capture(model, **inputs)
+        PREPARED.append((case, inputs, sk.split(gm, sk.policies.Stages(case["stages"]))))
+
+
+def run(case: dict[str, Any], inputs: dict[str, torch.Tensor], split: sk.Split) -> dict[str, Any]:
+    gm = split.flow.root
     by_output = case["model"] == "unet"
     count = case["microbatches"]
     pipe = pipeline(split, case["schedule"], count, seed=7, loss=square if by_output else None)
@@ -100,6 +110,6 @@ def main() -> None:
         "gloo", init_method=os.environ["SPLITKIT_STORE"], rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
     )  # fmt: skip
-    for case in json.loads(sys.argv[1]):
-        print(json.dumps(case | run(case) | {"rank": dist.get_rank()}), flush=True)
+    for case, inputs, split in PREPARED:
+        print(json.dumps(case | run(case, inputs, split) | {"rank": dist.get_rank()}), flush=True)
     dist.destroy_process_group()

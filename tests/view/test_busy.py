@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import time
 
 import pytest
 
@@ -20,7 +21,7 @@ def test_a_terminal_shows_what_is_done(seconds, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setenv("TERM", "xterm")
     with busy("planning [4] stages", seconds):
-        pass
+        time.sleep(0.3 if seconds else 0)  # of ten seconds: a bar has something to show
     shown = sys.stderr.getvalue()
     assert "planning" in shown and ("━" in shown) == (seconds is not None)
 
