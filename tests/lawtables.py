@@ -73,7 +73,7 @@ PLACERS: dict[str, Policy] = {
         4, replicas=(1, 2), schedule="1f1b", memory="1GiB", links="nvlink4", seconds=0.1
     ),
     "Devices": Devices(["h100", "h100", "a100"], links="pcie4", seconds=0.5),
-    "Devices(pieces=None)": Devices(["h100"] * 2, links="pcie4", pieces=None, seconds=0.05),
+    "Devices(pieces=None)": Devices(["h100"] * 2, links="pcie4", pieces=None, seconds=0.5),
     "Devices('latency')": Devices({"cuda:0": "h100", "cuda:1": "l4"}, links="pcie4", objective="latency", seconds=0.5),
     "Acyclic(3, links)": Acyclic(3, links="pcie4"),
     "MemoryBudget(parts=2)": MemoryBudget("1GiB", parts=2),
