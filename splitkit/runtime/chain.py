@@ -25,6 +25,7 @@ from splitkit.graph.effects import memory_of
 from splitkit.graph.ops import PURE
 from splitkit.graph.storages import attribute
 from splitkit.plans.parts import HOST, PartKey
+from splitkit.runtime.parent import calls_of, values_of
 from splitkit.runtime.written import written_memory
 
 
@@ -66,7 +67,8 @@ class Chain:
     def own(self, stage: int) -> dict[str, Any]:
         """What the parent holds and a stage reads: parameters that were hoisted, buffers that the stage writes."""
         module = self.split.module
-        return {str(n.target): attribute(module, str(n.target)) for n in self.nodes(stage) if n.op == "get_attr"}
+        read = [str(n.target) for n in self.nodes(stage) if n.op == "get_attr"]
+        return {name: attribute(module, name) for name in read if name not in self.split.names.values()}
 
     def border(self, stage: int, wanted: Iterable[Node]) -> tuple[Node, ...]:
         """The values that go from a stage to the next one, in the order of the graph.
@@ -79,12 +81,7 @@ class Chain:
         return tuple(
             node
             for node, home in self.stage_of.items()
-            if home <= stage
-            and not _is_tuple(node)
-            and (
-                any(self.stage_of.get(user, 0) > stage for user in node.users)
-                or (node in out and stage < self.stages - 1)
-            )
+            if home <= stage and (node in out or any(self.stage_of.get(user, 0) > stage for user in node.users))
         )
 
     def original(self, node: Node) -> Node:
@@ -93,24 +90,8 @@ class Chain:
 
     @cached_property
     def _originals(self) -> Mapping[Node, Node]:
-        found = {copied: node for node, copied in self.split.copies[HOST].items()}
-        part_of = {name: key for key, name in self.split.names.items()}
-        for node in self.split.module.graph.find_nodes(op="call_module"):
-            outputs = self.split.subgraphs[part_of[str(node.target)]].outputs
-            if not _is_tuple(node):
-                found[node] = outputs[0] if outputs else node
-            else:
-                found |= {user: outputs[int(str(user.args[1]))] for user in node.users if _unpacks(user, node)}
-        return found
-
-
-def _is_tuple(node: Node) -> bool:
-    """Whether it is a part that yields several values, each of which is read by a getitem."""
-    return node.op == "call_module" and any(_unpacks(user, node) for user in node.users)
-
-
-def _unpacks(user: Node, node: Node) -> bool:
-    return user.op == "call_function" and getattr(user.target, "__name__", "") == "getitem" and user.args[0] is node
+        own = {copied: node for node, copied in self.split.copies[HOST].items()}
+        return {**own, **values_of(self.split.module.graph, self.split)}
 
 
 def chain_of(split: Split) -> Chain:
@@ -119,16 +100,21 @@ def chain_of(split: Split) -> Chain:
     Raises:
         PipelineError: SK801 where parts share memory that one of them writes, or the parent holds what several read.
     """
-    names = {name: stage for stage, name in enumerate(split.names.values())}
+    graph = split.module.graph
+    stages = {key: stage for stage, key in enumerate(split.parts)}
+    calls = calls_of(graph, split)
+    bodies = {split.names[key]: stage for key, stage in stages.items()}
     stage_of: dict[Node, int] = {}
-    for node in split.module.graph.nodes:
-        if node.op == "call_module":
-            stage_of[node] = names[str(node.target)]
+    for node in graph.nodes:
+        if node in calls:
+            stage_of[node] = stages[calls[node]]
         elif node.op.startswith("call_"):
             stage_of[node] = max((stage_of[n] for n in node.all_input_nodes if n in stage_of), default=0)
-    for node in split.module.graph.find_nodes(op="get_attr"):
+    for node in graph.find_nodes(op="get_attr"):
         readers = {stage_of[user] for user in node.users if user in stage_of}
-        if len(readers) != 1 or any(user.op == "output" for user in node.users):
+        if str(node.target) in bodies:  # of a part that is checkpointed
+            stage_of[node] = bodies[str(node.target)]
+        elif len(readers) != 1 or any(user.op == "output" for user in node.users):
             raise PipelineError(
                 "SK801",
                 f"{node.target} is in the parent, for {len(readers)} stages"
@@ -136,8 +122,9 @@ def chain_of(split: Split) -> Chain:
                 'Split with parameters="own", and put all that reads a buffer that is written into one stage.',
                 [node],
             )
-        stage_of[node] = readers.pop()
-    order = {node: i for i, node in enumerate(split.module.graph.nodes)}
+        else:
+            stage_of[node] = readers.pop()
+    order = {node: i for i, node in enumerate(graph.nodes)}
     chain = Chain(split, dict(sorted(stage_of.items(), key=lambda item: order[item[0]])))
     return replace(chain, written=_require_own_memory(chain))
 

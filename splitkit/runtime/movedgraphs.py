@@ -20,6 +20,7 @@ from splitkit.graph.storages import attribute
 from splitkit.plans.parts import HOST, PartKey
 from splitkit.runtime.burntin import body_on, names_devices, rewrite_devices
 from splitkit.runtime.moves import Lanes, Send, Take, There
+from splitkit.runtime.parent import values_of
 from splitkit.runtime.places import DevicePlaces, captured_types, stays
 
 _HELD = "whole"  # what parts call the module that holds all parameters
@@ -58,11 +59,12 @@ class MovedGraphs:
     """Makes the parts and their parent.
 
     Attributes:
+        split: what they are made of.
         moves: what the parent moves in each call.
     """
 
     def __init__(self, split: Split, places: DevicePlaces, held: nn.Module) -> None:
-        self._split, self._places, self._held = split, places, held
+        self.split, self._places, self._held = split, places, held
         self._captured = captured_types(split)
         self._lanes = Lanes()
         self.moves: list[Move] = []
@@ -71,7 +73,7 @@ class MovedGraphs:
 
     def parent(self) -> fx.GraphModule:
         """The graph that calls the parts, with the hooks of the split."""
-        split = self._split
+        split = self.split
         before = split.module.graph
         graph = copy.deepcopy(before)
         new = dict(zip(before.nodes, graph.nodes, strict=True))
@@ -98,7 +100,7 @@ class MovedGraphs:
 
     def _part(self, key: PartKey) -> fx.GraphModule:
         """A part that reads what it has on its device from the whole, and is given the rest."""
-        split, device = self._split, self._places.parts[key]
+        split, device = self.split, self._places.parts[key]
         before = split.parts[key].graph
         graph = copy.deepcopy(before)
         new = dict(zip(before.nodes, graph.nodes, strict=True))
@@ -135,7 +137,7 @@ class MovedGraphs:
 
     def _read_held(self, module: fx.GraphModule, node: Node, target: str, device: torch.device | None) -> None:
         """Let a node read an attribute of the whole; a graph with devices burnt in is copied for its device."""
-        value = attribute(self._split.flow.root, target)
+        value = attribute(self.split.flow.root, target)
         node.target = f"{_HELD}.{target}"
         if not isinstance(value, fx.GraphModule) or device is None or not names_devices(value, device, self._captured):
             return
@@ -169,7 +171,7 @@ class MovedGraphs:
                     with graph.inserting_before(first):
                         made = read[target] = graph.get_attr(f"{_HELD}.{target}")
                     made.meta, known[made] = dict(original.meta), original
-                    homes[made] = self._places.tensors[id(attribute(self._split.flow.root, target))]
+                    homes[made] = self._places.tensors[id(attribute(self.split.flow.root, target))]
                 for caller in [node] if call else list(node.users):
                     caller.args = (*caller.args, read[target])
 
@@ -207,7 +209,7 @@ class _Moving:
     def write(self) -> None:
         order = {node: i for i, node in enumerate(self.graph.nodes)}
         made = {node: list(node.users) for node in order if node.op != "output" and not is_state_op(node)}
-        values_of = self._originals_of_outputs()
+        originals = {**self.originals, **values_of(self.graph, self.graphs.split)}
         for node, users in made.items():
             source = self.homes.get(node)
             if (source is None and node.op != "placeholder") or not self.graphs.is_moved(node):
@@ -217,7 +219,7 @@ class _Moving:
                 if user in self.homes and self.homes[user] != source:
                     readers.setdefault(self.homes[user], []).append(user)
             for target, those in readers.items():
-                self._move(node, source, target, those, values_of.get(node))
+                self._move(node, source, target, those, originals.get(node))
 
     def _move(
         self, node: Node, source: torch.device | None, target: torch.device, readers: list[Node], original: Node | None
@@ -257,29 +259,10 @@ class _Moving:
     def _require_plain(self, reader: Node) -> None:
         """A value that is sent late must not be sent inside of a region of the host, which may switch gradients off."""
         original = self.originals.get(reader)
-        if original is not None and self.graphs._split.flow.scope[original].grad is not None:
+        if original is not None and self.graphs.split.flow.scope[original].grad is not None:
             raise PipelineError(
                 "SK808",
                 f"{reader.name} reads what is written from another device, in a region that sets the grad mode",
                 "Give it a part: the host runs it now.",
                 [reader],
             )
-
-    def _originals_of_outputs(self) -> Mapping[Node, Node]:
-        """Values of the parent -> the nodes of the original that they stand for."""
-        split = self.graphs._split
-        found = dict(self.originals)
-        keys = {name: key for key, name in split.names.items()}
-        for node in self.graph.nodes:
-            key = keys.get(str(node.target)) if node.op == "call_module" else None
-            if node.op == "call_function" and node.args and isinstance(node.args[0], Node):
-                body = node.args[0]
-                key = keys.get(str(body.target)) if body.op == "get_attr" else key
-            if key is None:
-                continue
-            outputs = split.subgraphs[key].outputs
-            if len(outputs) == 1:
-                found[node] = outputs[0]
-            else:
-                found |= {user: outputs[int(str(user.args[1]))] for user in node.users}
-        return found

@@ -248,7 +248,6 @@ class Pipeline:
         batch.keep = keep
         batch.outputs, batch.losses = {}, {}
         self.steps += train
-        batch.progress = self._progress
         with named(self._progress):
             runs.step()
         return batch
@@ -259,7 +258,7 @@ class _Runs:
 
     def __init__(self, pipe: Pipeline, train: bool) -> None:
         chain: Chain = pipe._chain
-        self.batch, self._count, self._device = Batch(), pipe.microbatches, pipe.device
+        self.batch, self._count = Batch(pipe._progress), pipe.microbatches
         ends = _ends(chain, pipe._loss, train)
         modules = [ChainStage(chain, s, ends, self.batch, pipe.device) for s in pipe.stages]
         require_support(pipe.order, tuple(modules))
@@ -281,12 +280,9 @@ def _handed(loss: torch.Tensor, target: object) -> torch.Tensor:
 
 
 def _ends(chain: Chain, loss: Loss | None, train: bool) -> Ends:
-    """What the last stage needs: the loss alone where the model returns it."""
-    output = chain.split.module.graph.output_node()
-    every = tuple(dict.fromkeys(output.all_input_nodes))
-    if not train:
-        return Ends(every, None)
-    return Ends(every, loss if loss is not None else _own_loss)
+    """What the last stage has: every output, and in training the loss."""
+    every = tuple(chain.split.module.graph.output_node().all_input_nodes)
+    return Ends(every, (loss or _own_loss) if train else None)
 
 
 def _own_loss(result: Any, target: object) -> torch.Tensor:

@@ -25,22 +25,22 @@ class Batch:
     """What a step works on; shared by the stages of a rank.
 
     Attributes:
+        progress: what the rank is at.
         inputs: microbatch -> the inputs of the graph by name.
         targets: microbatch -> what the loss is given besides the output.
         seeds: microbatch -> its seed.
         outputs: microbatch -> what the graph returns, on the last rank.
         losses: microbatch -> its loss, on the last rank.
         keep: whether outputs are wanted.
-        progress: what the rank is at.
     """
 
+    progress: Progress
     inputs: Sequence[Mapping[str, Any]] = ()
     targets: Sequence[Any] = ()
     seeds: Sequence[int] = ()
     outputs: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     keep: bool = False
-    progress: Progress | None = None
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,9 @@ class ChainStage(nn.Module):
 
     def __init__(self, chain: Chain, stage: int, ends: Ends, batch: Batch, device: torch.device) -> None:
         super().__init__()
-        self.part = chain.split.parts[chain.keys[stage]]
-        self._own = chain.own(stage)
+        key = chain.keys[stage]
+        self.part = chain.split.parts[key]
+        self._read = {**chain.own(stage), chain.split.names[key]: self.part}  # the part itself where it is checkpointed
         self._stage, self._stages, self._ends, self._batch, self.device = stage, chain.stages, ends, batch, device
         self._nodes, self._inputs = chain.nodes(stage), chain.inputs(stage)
         self._received = chain.border(stage - 1, ends.wanted) if stage else ()
@@ -92,7 +93,6 @@ class ChainStage(nn.Module):
     def forward(self, *received: torch.Tensor, microbatch: torch.Tensor) -> Any:
         """Run one microbatch."""
         number = int(microbatch)
-        assert self._batch.progress is not None
         with self._batch.progress.computing(self._stage, "F", number):
             return self._forward(received, number)
 
@@ -118,13 +118,13 @@ class ChainStage(nn.Module):
         """Note when the gradient comes that the backward of this microbatch waits for."""
         progress, stage = self._batch.progress, self._stage
         for value in given:
-            if value.requires_grad and progress is not None:
+            if value.requires_grad:
                 value.register_hook(lambda _: progress.begun(stage, "B", number))  # type: ignore[no-untyped-call]
                 return
 
     def _run(self, node: Node, values: Mapping[Node, Any]) -> Any:
         if node.op == "get_attr":
-            return self._own[str(node.target)]
+            return self._read[str(node.target)]
         args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
         if node.op == "call_module":
             return self.part(*args, **kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,7 +82,9 @@ def prepare() -> None:
     for case in json.loads(sys.argv[1]):
         model, inputs = example(case["model"])
         gm = sk.capture(model, **inputs)
-        PREPARED.append((case, inputs, sk.split(gm, sk.policies.Stages(case["stages"]))))
+        plan = sk.plan(gm, sk.policies.Stages(case["stages"]))
+        calls = {key: replace(part, call=case.get("call", part.call)) for key, part in plan.parts.items()}
+        PREPARED.append((case, inputs, sk.split(gm, replace(plan, parts=calls))))
 
 
 def run(case: dict[str, Any], inputs: dict[str, torch.Tensor], split: sk.Split) -> dict[str, Any]:

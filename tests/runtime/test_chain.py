@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -65,3 +67,17 @@ def test_inputs_are_not_sent():
     found = chain_of(sk.split(gm, {"relu": 0, "mul": 1}))
     assert [n.name for n in found.inputs(0)] == ["x"] and [n.name for n in found.inputs(1)] == ["mask"]
     assert len(found.border(0, ())) == 1
+
+
+def test_a_part_that_is_checkpointed_is_a_stage():
+    """It was run by the stage before it, whose optimizer did not know its parameters."""
+    gm = sk.capture(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(2, 4))
+    plan = sk.plan(gm, {"linear": 0, "tanh": 0, "linear_1": 1})
+    parts = {key: replace(part, call="checkpoint") for key, part in plan.parts.items()}
+    found = chain_of(sk.split(gm, replace(plan, parts=parts)))
+    assert [[n.name for n in found.nodes(s) if n.op == "call_function"] for s in (0, 1)] == [
+        ["checkpoint"],
+        ["checkpoint_1"],
+    ]
+    assert [found.original(n).name for n in found.border(0, ())] == ["tanh"]
+    assert found.own(0) == found.own(1) == {}
