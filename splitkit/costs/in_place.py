@@ -17,22 +17,24 @@ from splitkit.costs.timing import ROUNDS, Record
 MOST_ROUNDS = 9
 
 
-class Again(MeasuringRun):
-    """One run more, which times the ops of a first run where they stand."""
+class TimedRun(MeasuringRun):
+    """One run more, which times the ops of a first run where they stand.
 
-    def __init__(self, run: MeasuringRun, times: dict[str, list[float]]) -> None:
-        private = Private(run.flow, run.private.device)
+    Attributes:
+        seconds: what each op takes.
+    """
+
+    def __init__(self, run: MeasuringRun, trained: bool = False) -> None:
+        private = Private(run.flow, run.private.device, trained=trained)
         super().__init__(run.flow, private, run.cache, run.min_run_time, lambda: None)
-        self._asked, self._times = run.keys, times
+        self.seconds: dict[Node, float] = {}
 
     def _measured(self, n: Node) -> Any:
         args, kwargs = self.private.moved(self.fetch_args_kwargs_from_env(n))
         call = call_of(n, self.private.module(str(n.target)) if n.op == "call_module" else n.target, args, kwargs)
         start = time.perf_counter()
         result = call()
-        took = time.perf_counter() - start
-        if (key := self._asked.get(n)) is not None:
-            self._times.setdefault(key, []).append(took)
+        self.seconds[n] = time.perf_counter() - start
         return result
 
 
@@ -46,26 +48,33 @@ def time_in_place(run: MeasuringRun, inputs: Any, dice: torch.Tensor) -> None:
         inputs: as they were given.
         dice: the state of the random generator before it.
     """
-    runs: list[dict[str, list[float]]] = []
+    runs: list[Mapping[Node, float]] = []
     for _ in rounds(len(set(run.keys.values())), run.min_run_time):
         torch.random.set_rng_state(dice)
-        runs.append({})
-        again = Again(run, runs[-1])
+        again = TimedRun(run)
         with again.safely():
             again.run(*again.private.inputs(inputs), enable_io_processing=False)
-    seconds = undisturbed(runs)
+        runs.append(again.seconds)
+    seconds = undisturbed(run.keys, runs)
     for node, key in run.keys.items():
         run.keep(node, key, Record(seconds[key], run.found[node].workspace))
     run.cache.save()
 
 
-def undisturbed(runs: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+def undisturbed(keys: Mapping[Node, str], runs: Sequence[Mapping[Node, float]]) -> dict[str, float]:
     """What each group takes: the mean of its nodes in the run where that is least.
 
     The least, for whatever else the machine does only ever adds; the mean within a run, so that the prices of all nodes
     add up to what a run takes.
+
+    Args:
+        keys: the group of each node.
+        runs: seconds by node; 0 for a node that has none.
     """
-    return {key: min(fmean(times[key]) for times in runs) for key in runs[0]}
+    groups: dict[str, list[Node]] = {}
+    for node, key in keys.items():
+        groups.setdefault(key, []).append(node)
+    return {key: min(fmean(run.get(n, 0.0) for n in nodes) for run in runs) for key, nodes in groups.items()}
 
 
 def rounds(groups: int, min_run_time: float) -> Iterator[int]:

@@ -20,9 +20,9 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit.brief import brief
-from splitkit.costs.copies import Private, unfit
-from splitkit.costs.in_place import rounds, undisturbed
-from splitkit.costs.measuring import Measured, MeasuringRun, call_of
+from splitkit.costs.copies import unfit
+from splitkit.costs.in_place import TimedRun, rounds, undisturbed
+from splitkit.costs.measuring import Measured, MeasuringRun
 from splitkit.costs.timing import Record
 from splitkit.costs.training import FromFormula
 from splitkit.errors import CostError
@@ -146,48 +146,38 @@ def _backward_of(key: str) -> str:
 
 
 def _time_steps(run: MeasuringRun, keys: Mapping[Node, str], inputs: Any, dice: torch.Tensor) -> None:
-    forward, backward = list[dict[str, list[float]]](), list[dict[str, list[float]]]()
+    forward, backward = list[Mapping[Node, float]](), list[Mapping[Node, float]]()
     for number in rounds(1 + len(set(keys.values())), run.min_run_time):
         torch.random.set_rng_state(dice)
         step = _Step(run)
         with step.safely(), torch.enable_grad():
             step.run(*step.private.inputs(inputs), enable_io_processing=False)
-        if number == 0:  # a warm-up
-            continue
-        for runs, times in ((forward, step.forward), (backward, step.backward)):
-            runs.append({})
-            for node, key in keys.items():
-                runs[-1].setdefault(key, []).append(times.get(node, 0.0))
-    for key, seconds in undisturbed(forward).items():
+        if number > 0:  # the first is a warm-up
+            forward.append(step.seconds)
+            backward.append(step.backward)
+    for key, seconds in undisturbed(keys, forward).items():
         run.remember(key, Record(seconds, 0))
-    for key, seconds in undisturbed(backward).items():
+    for key, seconds in undisturbed(keys, backward).items():
         run.remember(_backward_of(key), Record(seconds, 0))
     run.cache.save()
 
 
-class _Step(MeasuringRun):
-    """One step.
+class _Step(TimedRun):
+    """One step of training; the seconds of a node hold what autograd does in forward.
 
     Attributes:
-        forward: seconds of each node, with what autograd does then.
         backward: seconds of each node that has a backward.
     """
 
     def __init__(self, run: MeasuringRun) -> None:
-        private = Private(run.flow, run.private.device, trained=True)
-        super().__init__(run.flow, private, run.cache, run.min_run_time, lambda: None)
-        self.forward: dict[Node, float] = {}
+        super().__init__(run, trained=True)
         self.backward: dict[Node, float] = {}
         self._met: set[Any] = set()  # autograd's nodes
         self._now: Node | None = None
         self._since = 0.0
 
     def _measured(self, n: Node) -> Any:
-        args, kwargs = self.private.moved(self.fetch_args_kwargs_from_env(n))
-        call = call_of(n, self.private.module(str(n.target)) if n.op == "call_module" else n.target, args, kwargs)
-        start = time.perf_counter()
-        result = call()
-        self.forward[n] = time.perf_counter() - start
+        result = super()._measured(n)
         self._watch(n, result)
         return result
 

@@ -12,7 +12,6 @@ from torch.fx import Node
 from splitkit.errors import PlanError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.effects import NO_MEMORY, Memory, memory_of
-from splitkit.graph.ops import PURE
 from splitkit.graph.storages import attribute, storage_key
 from splitkit.plans.localize import recompute_locally
 from splitkit.plans.parts import HOST, PartKey
@@ -135,8 +134,7 @@ def _fixed_in_time(flow: Dataflow) -> dict[Node, None]:
 
 def _users_of_written(flow: Dataflow) -> Iterator[Node]:
     """Writers, and readers of what is written; what opaque code may reach besides its arguments does not count."""
-    acting = {n: e for n, e in flow.effects.items() if e is not PURE}
-    found = memory_of(acting, flow.effects, flow.root)
+    found = memory_of(flow.effects, flow.root)
     memory = Memory(found.members, found.written)
     running = ((n, e) for n, e in flow.effects.items() if n.op not in ("placeholder", "get_attr", "output"))
     uses = {n: memory.use(n, e) for n, e in running if n not in flow.followers}

@@ -135,16 +135,16 @@ def overlap_check(
         units: the parts, and the host's own nodes, in the order of the parent.
         qualified_names: gives the parameters and buffers of the parent, each with its name in the original.
     """
-    acting = {n: e for n, e in flow.effects.items() if e is not PURE}
+    acting = [e for e in flow.effects.values() if e is not PURE]
     inputs = [n for n in flow.scope if n.op == "placeholder"]
-    if not inputs or not any(e.writes or e.writes_state or not e.known for e in acting.values()):
+    if not inputs or not any(e.writes or e.writes_state or not e.known for e in acting):
         return None
     moments = _moments(units)
     if _keeps_order(flow, moments):
         return None
-    held = [storage_key(t) for e in acting.values() for t in e.reads_state]
+    held = [storage_key(t) for e in acting for t in e.reads_state]
     attributes = [n for n in flow.scope if n.op == "get_attr"]
-    memory = memory_of(acting, flow.effects, flow.root, besides=[*inputs, *attributes, *held])
+    memory = memory_of(flow.effects, flow.root, besides=[*inputs, *attributes, *held])
     roots = {_class_in(memory, item) for item in (*inputs, *attributes, *held)}
     uses = _uses(flow, memory, roots, moments)
     if _out_of_order({use for found in uses.values() for use in found}) is None:

@@ -74,8 +74,8 @@ def order_of(effects: Mapping[Node, Effects], root: torch.nn.Module, is_referenc
         root: the module that owns the graph's attributes.
         is_reference: nodes that only pass a reference on (getitem of a tuple).
     """
-    acting = {n: e for n, e in effects.items() if e is not PURE}
-    memory = memory_of(acting, effects, root)
+    acting = _acting(effects)
+    memory = memory_of(effects, root)
     members, written = memory.members, memory.written
     after, once = _Edges(), dict[Node, str]()
     last_write: dict[Hashable, Node] = {}
@@ -161,20 +161,15 @@ class Memory:
             writes[LENT] = touched[LENT] = None
 
 
-def memory_of(
-    acting: Mapping[Node, Effects],
-    effects: Mapping[Node, Effects],
-    root: torch.nn.Module,
-    besides: Iterable[Hashable] = (),
-) -> Memory:
+def memory_of(effects: Mapping[Node, Effects], root: torch.nn.Module, besides: Iterable[Hashable] = ()) -> Memory:
     """The classes of memory that matter to the order of nodes.
 
     Args:
-        acting: the effects of nodes that do more than compute.
-        effects: those of all nodes, in graph order.
+        effects: what each node of the graph does, in graph order.
         root: the module that owns the graph's attributes.
         besides: nodes and storages to look at as if they were written.
     """
+    acting = _acting(effects)
     written = {w for e in acting.values() for w in _written(e)}
     if not any(e.writes or e.writes_state or not e.known for e in acting.values()):
         return Memory({}, written)
@@ -190,6 +185,11 @@ def memory_of(
     matter = found | reached
     members = {item: c for item in list(classes.parent) if (c := classes.find(item)) in matter}
     return Memory(members, found, reached, lent)
+
+
+def _acting(effects: Mapping[Node, Effects]) -> dict[Node, Effects]:
+    """The nodes that do more than compute."""
+    return {n: e for n, e in effects.items() if e is not PURE}
 
 
 def _concerned(

@@ -127,6 +127,12 @@ def start_of(tensor: torch.Tensor) -> Hashable:
         return storage_key(tensor)
 
 
+def parameters_and_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """All of a module, under each of their names."""
+    found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    return found | dict(module.named_buffers(remove_duplicate=False))
+
+
 def registered(value: object) -> tuple[torch.Tensor, ...]:
     """The parameters and buffers of a module, or the tensor itself."""
     if isinstance(value, torch.nn.Module):

@@ -161,13 +161,15 @@ class ScheduleRun(StepTrace):
         ]
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
+    @property
+    def figures(self) -> str:
+        """Step, bubble and peak in words."""
+        step = f"step {duration(self.seconds, self.unit)}, bubble {self.bubble:.1%}"
+        return f"{step}, peak {size(max(self.peaks))} on rank {self.limiting_rank}"
+
     def __str__(self) -> str:
-        stages, most = len(self.stages), max(self.peaks)
-        head = (
-            f"{self.order.name} of {stages} stages on {self.ranks} ranks, {self.order.microbatches} microbatches: "
-            f"step {duration(self.seconds, self.unit)}, bubble {self.bubble:.1%}, "
-            f"peak {size(most)} on rank {self.limiting_rank}"
-        )
+        where = f"{len(self.stages)} stages on {self.ranks} ranks"
+        head = f"{self.order.name} of {where}, {self.order.microbatches} microbatches: {self.figures}"
         titles = [*_TITLES[:2], "replicas", *_TITLES[2:]] if max(self.replicas) > 1 else _TITLES
         rows = [
             titles,

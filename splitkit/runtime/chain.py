@@ -22,7 +22,6 @@ from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.effects import memory_of
-from splitkit.graph.ops import PURE
 from splitkit.graph.storages import attribute
 from splitkit.plans.parts import HOST, PartKey
 from splitkit.runtime.parent import calls_of, values_of
@@ -143,8 +142,7 @@ def _require_own_memory(chain: Chain) -> frozenset[Node]:
     except PipelineError as error:
         reason = f"stages would share memory that is written: {error.reason}"
         raise PipelineError("SK801", reason, "Put the nodes that share it into one stage.", error.nodes) from error
-    acting = {n: e for n, e in flow.effects.items() if e is not PURE}
-    memory = memory_of(acting, flow.effects, flow.root)
+    memory = memory_of(flow.effects, flow.root)
     given = {memory.members[node] for node in found.homes if node in memory.members}
     first: dict[object, Node] = {}
     for node, effect in flow.effects.items():

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as write
 from torch.optim import Optimizer
 
 from splitkit.errors import FileError
+from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.pipeline import Pipeline
 
 _PREFIX = "step-"
@@ -86,8 +87,7 @@ def _read(place: Path, named: Mapping[str, torch.Tensor], optimizer: Optimizer, 
 def _known(place: Path, model: nn.Module) -> dict[str, torch.Tensor]:
     """The tensors of a model that a checkpoint has; it knows one name of what has several."""
     known = FileSystemReader(place).read_metadata().state_dict_metadata
-    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    return {name: tensor for name, tensor in named.items() if f"model.{name}" in known}
+    return {name: tensor for name, tensor in parameters_and_buffers(model).items() if f"model.{name}" in known}
 
 
 def _state(named: Mapping[str, torch.Tensor], optimizer: Optimizer) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from splitkit.brief import brief
 from splitkit.checks import is_whole, shown
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
+from splitkit.graph.storages import parameters_and_buffers
 from splitkit.pipeline.torch_orders import pipeline_order
 from splitkit.runtime.actions import schedule_of
 from splitkit.runtime.agreement import require_same
@@ -197,7 +198,7 @@ class Pipeline:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of this rank, each once, under the names that they have in the graph that was split."""
-        return {name: p for name, p in self.named_tensors(buffers=False).items() if isinstance(p, nn.Parameter)}
+        return {name: p for name, p in self.named_tensors().items() if isinstance(p, nn.Parameter)}
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of this rank, each once: for an optimizer."""
@@ -205,7 +206,7 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The parameters and buffers of this rank under the names that they have in the graph that was split."""
-        return {name: t.detach() for name, t in self.named_tensors(buffers=True).items()}
+        return {name: t.detach() for name, t in self.named_tensors().items()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take what this rank holds from the state of the unsplit model, or of any pipeline of it.
@@ -213,7 +214,7 @@ class Pipeline:
         Raises:
             PipelineError: SK802 for a name that lacks, or a shape that differs; nothing is loaded then.
         """
-        own = self.named_tensors(buffers=True)
+        own = self.named_tensors()
         for name, tensor in own.items():
             if name not in state or state[name].shape != tensor.shape:
                 what = f"has the shape {list(state[name].shape)}" if name in state else "is not in the state"
@@ -224,15 +225,12 @@ class Pipeline:
             for name, tensor in own.items():
                 tensor.copy_(state[name])
 
-    def named_tensors(self, buffers: bool = True) -> dict[str, torch.Tensor]:
+    def named_tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of this rank, under the names that they have in the graph that was split."""
         split, found = self.split, dict[str, torch.Tensor]()
         for stage in self.stages:
             child = split.names[self._chain.keys[stage]]
-            part = split.module.get_submodule(child)
-            held: dict[str, torch.Tensor] = dict(part.named_parameters(remove_duplicate=False))
-            if buffers:
-                held |= part.named_buffers(remove_duplicate=False)
+            held = parameters_and_buffers(split.module.get_submodule(child))
             own = {f"{child}.{name}": t for name, t in held.items()} | self._chain.own(stage)
             found |= {split.qualified_names.get(name, name): t for name, t in own.items()}
         return found

@@ -20,7 +20,6 @@ from torch.fx import Node
 from splitkit.errors import PipelineError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.effects import AMBIENT, NO_MEMORY, OUTSIDE, RANDOM, SIZES, Memory, memory_of
-from splitkit.graph.ops import PURE
 
 _FREE = frozenset({RANDOM, OUTSIDE, AMBIENT, *((SIZES, token) for token in (RANDOM, OUTSIDE, AMBIENT))})
 _GIVEN = ("placeholder", "get_attr")
@@ -55,8 +54,7 @@ def written_memory(flow: Dataflow, devices: Devices) -> WrittenMemory:
     Raises:
         PipelineError: SK808 where no copies could keep the values right.
     """
-    acting = {n: e for n, e in flow.effects.items() if e is not PURE}
-    memory = memory_of(acting, flow.effects, flow.root)
+    memory = memory_of(flow.effects, flow.root)
     members = {n: item for n, item in memory.members.items() if isinstance(n, Node) and item in memory.written}
     sharing: dict[Hashable, list[Node]] = {}
     for node in sorted(members, key=flow.index.__getitem__):

@@ -160,10 +160,7 @@ class ReplicaWorth:
         words += _limits(self.demand.seconds, self.devices, self.degrees[-1])
         if self.demand.schedule is not None:
             run = self._run(plan)
-            words.append(
-                f"{run.order.name} of {run.order.microbatches} microbatches: step {duration(run.seconds, run.unit)}, "
-                f"bubble {run.bubble:.1%}, peak {size(max(run.peaks))} on rank {run.limiting_rank}"
-            )
+            words.append(f"{run.order.name} of {run.order.microbatches} microbatches: {run.figures}")
         elif self.limited:
             peaks = self.peaks(plan)
             words.append(f"peak {size(max(peaks))} on each device of stage {peaks.index(max(peaks))}")

@@ -315,10 +315,7 @@ class Staging:
         words = [said, *limits(self.demand.seconds, len(of_rank))]
         if self.demand.schedule is not None:
             run = self._run(plan)
-            words.append(
-                f"{run.order.name} of {run.order.microbatches} microbatches: step {duration(run.seconds, run.unit)}, "
-                f"bubble {run.bubble:.1%}, peak {size(max(run.peaks))} on rank {run.limiting_rank}"
-            )
+            words.append(f"{run.order.name} of {run.order.microbatches} microbatches: {run.figures}")
         elif self._limited:
             peaks = self._peaks(plan)
             words.append(f"peak {size(max(peaks))} on rank {peaks.index(max(peaks))}")

@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from splitkit.brief import brief
 from splitkit.errors import CheckError
+from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.pipeline import Pipeline, PipelineStep
 
 TOLERANCE = 1e-6
@@ -70,7 +71,7 @@ class Unsplit:
 
     def deviation(self, found: PipelineStep, losses: torch.Tensor) -> Deviation:
         """Compare what this rank holds after a step of both."""
-        whole = _named(self.model)
+        whole = parameters_and_buffers(self.model)
         own = self.pipe.named_tensors()
         weights = {name: _apart(t.detach(), whole[name].detach()) for name, t in own.items()}
         grads = {name: _apart(_grad(t), _grad(whole[name])) for name, t in own.items() if isinstance(t, nn.Parameter)}
@@ -118,11 +119,6 @@ def train_both(
         for each in (mine, theirs):
             each.zero_grad()
     return seen
-
-
-def _named(module: nn.Module) -> dict[str, torch.Tensor]:
-    named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    return named | dict(module.named_buffers(remove_duplicate=False))
 
 
 def _grad(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.frontends.outputs import inside, named_leaves
 from splitkit.graph.ambient import SETTINGS
-from splitkit.graph.storages import storage_key
+from splitkit.graph.storages import parameters_and_buffers, storage_key
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
@@ -103,8 +103,7 @@ def _backward(value: object, is_ours: bool) -> str:
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All parameters, buffers and tensors that are plain attributes, under each of their names."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
+    yield from parameters_and_buffers(module).items()
     for path, owner in module.named_modules(remove_duplicate=False):
         plain = ((name, value) for name, value in vars(owner).items() if isinstance(value, Tensor))
         yield from ((f"{path}.{name}" if path else name, value) for name, value in plain)

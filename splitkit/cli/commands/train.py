@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -85,7 +85,7 @@ def _train(args: Namespace) -> dict[str, Any]:
 
     work, split = _split(args)
     pipe = pipeline(split, args.schedule, args.microbatches, seed=work.source.seed)
-    optimizer = _optimizer(args, pipe)
+    optimizer = _optimizer(args, pipe.parameters())
     beside = _Beside(args, pipe) if args.check else None
     first = 0
     if args.resume:
@@ -129,12 +129,12 @@ def _split(args: Namespace) -> tuple[Work, Any]:
     return work, sk.split(work.gm, once)
 
 
-def _optimizer(args: Namespace, pipe: Pipeline, parameters: Any = None) -> Any:
+def _optimizer(args: Namespace, parameters: Iterable[Any]) -> Any:
     import torch
 
     rate = args.lr if args.lr is not None else RATES[args.optimizer]
     made = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.SGD
-    return made(pipe.parameters() if parameters is None else parameters, lr=rate)
+    return made(parameters, lr=rate)
 
 
 class _Beside:
@@ -150,7 +150,7 @@ class _Beside:
         from splitkit.testing.pipelines import Unsplit
 
         self.whole = Unsplit(pipe)
-        self.optimizer = _optimizer(args, pipe, list(self.whole.model.parameters()))
+        self.optimizer = _optimizer(args, self.whole.model.parameters())
         self.seen: list[Any] = []
 
     def step(self, batch: Any, found: Any, optimizer: Any) -> None:
