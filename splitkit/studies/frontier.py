@@ -240,7 +240,7 @@ class Frontier:
             taken = self.taken(point)
             numbers = (size(taken), f"{taken / most:.1%}", duration(point.seconds, self.unit))
             rows.append((*numbers, f"{point.seconds / step:.1%}", *(size(getattr(point, other)) for other in others)))
-        return table(titles, rows, titles, getattr(self._costs, "note", ""))
+        return table(titles, rows, titles, getattr(self._costs, "note", ""), spare=(*others, "of most", "of step"))
 
     def to_svg(self, marks: Mapping[str, Spot] | None = None) -> str:
         """A picture that stands alone.

@@ -115,7 +115,8 @@ class Sweep:
         """All rows as a table for `rich`, which shows it whole; ``each`` is the time of a microbatch."""
         limit = f"{size(self.memory)} a rank" if self.memory is not None else ""
         right = [title for title in _TITLES if title not in ("schedule", "fits", "best")]
-        return table(_TITLES, self._cells(), right, "; ".join(filter(None, (self.note, limit))))
+        note = "; ".join(filter(None, (self.note, limit)))
+        return table(_TITLES, self._cells(), right, note, spare=("bubble", "ranks"))
 
     def _cells(self) -> Iterator[tuple[str, ...]]:
         best = set(self.pareto)

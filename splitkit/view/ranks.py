@@ -27,6 +27,7 @@ _TITLES = (
     "peak",
     "memory",
 )
+_SPARE = ("in flight", "temporary", "fixed", "saved", "stages", "bubble", "memory")
 
 
 def rank_table(ranks: ScheduleRun | Sequence[RankRow], devices: Sequence[str] = (), memory: Memory = None) -> Table:
@@ -48,4 +49,5 @@ def rank_table(ranks: ScheduleRun | Sequence[RankRow], devices: Sequence[str] = 
     rows = [rank.cells(number) for number, rank in enumerate(ranks)]
     same = [title for title in ("device", "memory") if len({row[title] for row in rows}) == 1]
     titles = [title for title in _TITLES if title not in same and any(row[title] for row in rows)]
-    return table(titles, ([row[title] for title in titles] for row in rows), [t for t in titles if t != "device"])
+    cells, numbers = ([row[title] for title in titles] for row in rows), [t for t in titles if t != "device"]
+    return table(titles, cells, numbers, spare=_SPARE)

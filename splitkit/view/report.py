@@ -182,4 +182,5 @@ def _table(report: Report) -> Table:
         ]
 
     rows = map(cells, report.parts)
-    return table(titles, rows, numbers, report.note, least={"modules": 24}, total=cells(report.total))
+    spare = ("parameters", "bytes in", "FLOPs", "ops", "bytes out")
+    return table(titles, rows, numbers, report.note, least={"modules": 24}, total=cells(report.total), spare=spare)

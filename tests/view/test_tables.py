@@ -33,6 +33,24 @@ def test_nothing_is_truncated_on_a_narrow_terminal():
     assert to_text(facts({"a": 1, "long name": 2})).splitlines()[1].split() == ["long", "name", "2"]
 
 
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_columns_that_matter_less_go_where_a_terminal_is_narrow(width):
+    titles = ("part", "modules", *(f"bytes of kind {i}" for i in range(8)), "share")
+    rows = [(str(k), "transformer.h.0-3, transformer.h.4 (12 of 37)", *["123.45 MiB"] * 8, "12.5%") for k in range(3)]
+    spare = [f"bytes of kind {i}" for i in range(8)]
+    made = table(titles, rows, titles[2:], "a note", least={"modules": 24}, total=rows[0], spare=spare)
+    out = io.StringIO()
+    Console(file=out, width=width).print(made)
+    lines = out.getvalue().splitlines()
+    head = next(line for line in lines if "part" in line)
+    shown = [name for name in spare if name in head]
+    assert max(map(len, lines)) <= width and "…" not in out.getvalue() and "share" in head
+    assert shown == spare[len(spare) - len(shown) :] and 0 < len(shown) < len(spare)  # the first went first
+    assert lines[-1] == f"(too narrow for: {', '.join(spare[: len(spare) - len(shown)])})"
+    assert out.getvalue().count("123.45 MiB") == len(shown) * 4 and out.getvalue().count("12.5%") == 4
+    assert all(name in to_text(made) for name in titles)  # off a terminal all are there
+
+
 def test_ranks_of_a_simulated_step():
     run = simulate_schedule([STAGE, STAGE], "1f1b", 4)
     assert titles(rank_table(run)) == [

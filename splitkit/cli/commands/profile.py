@@ -90,7 +90,8 @@ def _measured(found: MeasuredMemory, predicted: int) -> dict[str, Any]:
 def _text(data: dict[str, Any], args: Namespace) -> list[RenderableType]:
     measured = ("measured", "error", "allocator") if args.run else ()
     titles = ("peak of", "predicted", *measured, "before", "saved", "at")
-    lines: list[RenderableType] = [table(titles, (_cells(row, args.run) for row in data["rows"]), titles[1:-1])]
+    cells, spare = (_cells(row, args.run) for row in data["rows"]), ("allocator", "before", "saved")
+    lines: list[RenderableType] = [table(titles, cells, titles[1:-1], spare=spare)]
     if data["why_no_training"] and not args.forward_only:
         lines += ["", f"no forward + backward: {data['why_no_training']}"]
     for what in ("forward", "training"):
