@@ -249,7 +249,7 @@ def test_blocks_that_export_hides():
         assert simulate_memory(gm).peak == sk.measure_memory(gm, torch.zeros(8, 32)).peak
 
 
-@few_of_many(30, 120, st.data())
+@few_of_many(30, 60, st.data())
 def test_random_graphs_to_the_byte(data):
     _same_peak(lambda n: data.draw(st.integers(0, n - 1)), 0)
 
