@@ -5,30 +5,42 @@ from __future__ import annotations
 import gc
 
 import pytest
-import torch
-from torch import fx, nn
 
 gc.disable()  # until all is imported, which takes a third less time so
+
+
+SELDOM = 30_000
+"""New objects before the collector looks at them; Python's 700 takes a tenth of the suite."""
 
 
 def pytest_collection_finish():
     """What was imported lives to the end: the collector need not look at it again and again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(SELDOM, *gc.get_threshold()[1:])
     gc.enable()
 
 
 @pytest.fixture(autouse=True)
 def _one_seed_one_thread():
-    torch.manual_seed(0)
+    import torch  # not above: the process that only hands out tests to others needs none
+
+    _seed(torch)
     torch.set_num_threads(1)
     yield
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)
-    _leave_autocast()
+    _leave_autocast(torch)
 
 
-def _leave_autocast():
+def _seed(torch):
+    """`torch.manual_seed` writes the whole stack down for each device that is not there, in every test."""
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
+
+
+def _leave_autocast(torch):
     """Regions that interleave leave torch's count of open ones too high; then casts of weights are never dropped."""
     torch.autocast_increment_nesting()
     while torch.autocast_decrement_nesting() > 0:
@@ -39,6 +51,7 @@ def _leave_autocast():
 @pytest.fixture
 def chain():
     """x -> add -> mul -> sub -> out"""
+    from torch import fx, nn
 
     class Chain(nn.Module):
         def forward(self, x):

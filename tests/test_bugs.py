@@ -1798,7 +1798,7 @@ def test_a_model_that_was_never_called_is_called_once(how):
 
 def test_capture_joint_of_a_transformers_model_that_was_never_called():
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 1, 2, 2]}
+    sizes = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_attention_heads": [1, 2], "num_encoder_blocks": 2}
     config = transformers.SegformerConfig(**sizes, decoder_hidden_size=16, num_labels=4)
     model = transformers.SegformerForSemanticSegmentation(config)
     inputs = {"pixel_values": torch.randn(1, 3, 32, 32), "labels": torch.randint(0, 4, (1, 32, 32))}

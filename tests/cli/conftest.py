@@ -6,7 +6,10 @@ import json
 
 import pytest
 
+import splitkit as sk
 from splitkit import cli
+from splitkit.testing import models
+from splitkit.testing.models import Example
 
 
 @pytest.fixture
@@ -31,3 +34,54 @@ def data(call):
         return code, json.loads(out)
 
     return run
+
+
+class Once:
+    """Known models that are made once for all commands, and captured once; each is as new whenever it is asked for."""
+
+    def __init__(self):
+        self._build, self._capture = models.build, {"capture": sk.capture, "capture_joint": sk.capture_joint}
+        self._made, self._graphs = {}, {}
+
+    def build(self, name, seed=0, **sizes):
+        key = (name, seed, *sorted(sizes.items()))
+        kept = self._made.get(key)
+        if kept is None or written(kept[0].model) != kept[1]:
+            example = self._build(name, seed=seed, **sizes)
+            self._made[key] = kept = (example, written(example.model), modes(example.model))
+        example, _, training = kept
+        for module, mode in training.items():
+            module.training = mode
+        example.model.zero_grad()
+        return Example(example.model, example.args, dict(example.kwargs))
+
+    def capture(self, verb, model, *args, **kwargs):
+        inputs = [*args, *kwargs.values()]  # both are kept in the values, so that an id is of one object
+        key = (verb, id(model), model.training, written(model), *map(id, inputs), *kwargs)
+        if not any(model is example.model for example, _, _ in self._made.values()):
+            return self._capture[verb](model, *args, **kwargs)
+        if key not in self._graphs:
+            self._graphs[key] = (self._capture[verb](model, *args, **kwargs), model, inputs)
+        return self._graphs[key][0]
+
+
+def written(model):
+    """How often each parameter and buffer was written."""
+    return tuple(t._version for t in (*model.parameters(), *model.buffers()))
+
+
+def modes(model):
+    return {module: module.training for module in model.modules()}
+
+
+@pytest.fixture(scope="module")
+def once():
+    return Once()
+
+
+@pytest.fixture(autouse=True)
+def _captured_once(once, monkeypatch):
+    """No command changes the model or the graph that it asks for."""
+    monkeypatch.setattr(models, "build", once.build)
+    for verb in ("capture", "capture_joint"):
+        monkeypatch.setattr(sk, verb, lambda *args, _verb=verb, **kwargs: once.capture(_verb, *args, **kwargs))

@@ -97,7 +97,7 @@ def test_modules_run(module):
 
 
 def test_real_process_off_utf8_and_with_a_closed_pipe(factory):
-    words = ["-m", "splitkit", "plan", f"{factory}:make", "--stages", "2"]
+    words = ["-m", "splitkit", "plan", f"{factory}:make", "--stages", "2", "--how", "symbolic_trace"]
     done = python(*words, env={"PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0, done.stderr
     assert done.stdout.isascii() and "2 stages" in done.stdout and "…" not in done.stdout

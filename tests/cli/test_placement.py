@@ -19,6 +19,8 @@ from splitkit.testing import models
 ROOT = Path(sk.__file__).parent.parent
 SIZE = ["--size", "layers=1,width=64,heads=2", "--size", "vocab=512,seq=16"]
 GPT2 = ["plan", "gpt2", *SIZE]
+TINY = f"{Path(__file__).parent / 'tinynet.py'}:net"
+PLAN = ["plan", TINY]
 
 DEVICES = """
 links = "ethernet100"
@@ -223,24 +225,24 @@ def test_what_people_read(call):
 
 
 def test_an_interleaved_schedule_has_two_stages_on_each_device(data):
-    code, found = data(*GPT2, "--devices", "2xh200", "--schedule", "zbv", "--links", "none", "--optimizer", "sgd")
+    code, found = data(*PLAN, "--devices", "2xh200", "--schedule", "zbv", "--links", "none", "--optimizer", "sgd")
     assert code == 0 and found["placement"]["stages"] == 4 and found["placement"]["links"] is None
     assert [r["stages"] for r in found["ranks"]] == [[0, 3], [1, 2]]
     assert len(found["report"]["parts"]) == 4
 
 
 def test_inference_is_meant_without_a_schedule(data, call):
-    code, found = data(*GPT2, "--devices", "2xl4", "--links", "pcie5")
+    code, found = data(*PLAN, "--devices", "2xl4", "--links", "pcie5")
     assert code == 0 and found["step"] is None and found["placement"]["optimizer"] is None
     assert found["placement"]["links"] == "pcie5"
     for rank in found["ranks"]:
         assert rank["bubble"] is rank["in_flight"] is None and rank["memory"]["saved"] == 0
         assert rank["memory"]["limit"] == 24_000_000_000
-    code, trained = data(*GPT2, "--devices", "2xl4", "--links", "pcie5", "--optimizer", "adam")
+    code, trained = data(*PLAN, "--devices", "2xl4", "--links", "pcie5", "--optimizer", "adam")
     assert code == 0
     (fixed, busy), (trained_fixed, trained_busy) = sums(found), sums(trained)
     assert trained_fixed > 3.5 * fixed and trained_busy > 1.5 * busy  # gradients and two moments; backward
-    out = call(*GPT2, "--devices", "2xl4")[1]
+    out = call(*PLAN, "--devices", "2xl4")[1]
     assert "bubble" not in out and "in flight" not in out and re.search("purpose +inference", out)
 
 
@@ -249,24 +251,24 @@ def sums(found):
 
 
 def test_devices_that_differ(data, described, tmp_path):
-    code, found = data(*GPT2, "--devices", "h200,h200,a100", "-o", tmp_path / "p.json")
+    code, found = data(*PLAN, "--devices", "h200,h200,a100", "-o", tmp_path / "p.json")
     assert code == 0 and found["placement"]["links"] == "pcie4" and found["placement"]["stages"] is None
     assert [r["device"] for r in found["ranks"]] == ["h200", "h200", "a100"]
     assert [r["memory"]["limit"] for r in found["ranks"]] == [141_000_000_000] * 2 + [80_000_000_000]
     used = [r for r in found["ranks"] if r["stages"]]
     assert sorted(str(s) for r in used for s in r["stages"]) == sorted(p["part"] for p in found["report"]["parts"])
-    code, checked = data("run", tmp_path / "p.json", "--check")
+    code, checked = data("run", tmp_path / "p.json", "--model", TINY, "--check")
     assert code == 0 and checked["check"]["same"]
 
-    code, found = data(*GPT2, "--devices", described())
+    code, found = data(*PLAN, "--devices", described())
     assert code == 0 and found["placement"]["devices"] == ["fast"] * 3 + ["slow"]
     assert found["placement"]["links"] == "ethernet100"
-    code, found = data(*GPT2, "--devices", "h200,cpu")
+    code, found = data(*PLAN, "--devices", "h200,cpu")
     assert code == 0 and [r["memory"]["limit"] for r in found["ranks"]] == [141_000_000_000, None]
 
 
 def test_latency(data):
-    code, found = data(*GPT2, "--devices", "2xh200", "--objective", "latency")
+    code, found = data(*PLAN, "--devices", "2xh200", "--objective", "latency")
     claim = found["report"]["claim"]
     assert code == 0 and claim["objective"] == "makespan" and 0 < claim["bound"] <= claim["value"]
     assert sum(r["busy"] for r in found["ranks"]) >= claim["value"] * 0.999 or len(found["report"]["parts"]) > 1
@@ -274,17 +276,17 @@ def test_latency(data):
 
 
 def test_stages_without_a_kind_of_device(data):
-    code, found = data(*GPT2, "--stages", "3", "--schedule", "gpipe", "--costs", "unit", "--memory", "1GiB")
+    code, found = data(*PLAN, "--stages", "3", "--schedule", "gpipe", "--costs", "unit", "--memory", "1GiB")
     assert code == 0 and found["placement"]["devices"] is None and found["placement"]["links"] is None
     assert [r["device"] for r in found["ranks"]] == [None] * 3
     assert [r["memory"]["limit"] for r in found["ranks"]] == [2**30] * 3
     assert found["step"]["microbatches"] == 6  # two a stage
-    code, found = data(*GPT2, "--stages", "3")  # as ever
+    code, found = data(*PLAN, "--stages", "3")  # as ever
     assert code == 0 and "ranks" not in found
 
 
 def test_stages_on_several_devices(data, call):
-    words = (*GPT2, "--devices", "4xh200", "--replicas", "1,2,4", "--schedule", "1f1b")
+    words = (*PLAN, "--devices", "4xh200", "--replicas", "1,2,4", "--schedule", "1f1b")
     code, found = data(*words)
     replicas = [rank["replicas"] for rank in found["ranks"]]
     assert code == 0 and max(replicas) > 1 and sum(replicas) <= 4
@@ -296,7 +298,7 @@ def test_stages_on_several_devices(data, call):
 
 
 def test_no_plan_fits(call, data, tmp_path):
-    words = (*GPT2, "--devices", "2xl4", "--memory", "100KiB", "--schedule", "1f1b", "-o", tmp_path / "p.json")
+    words = (*PLAN, "--devices", "2xl4", "--memory", "100KiB", "--schedule", "1f1b", "-o", tmp_path / "p.json")
     code, out, err = call(*words)
     assert (code, out) == (3, "") and err.startswith("error: SK303: ") and "100 KiB" in err
     code, found = data(*words)
@@ -307,8 +309,8 @@ def test_no_plan_fits(call, data, tmp_path):
 
 
 def test_the_least_memory(data):
-    code, found = data(*GPT2, "--stages", "2", "--schedule", "1f1b", "--costs", "unit", "--memory", "least")
-    code_then, free = data(*GPT2, "--stages", "2", "--schedule", "1f1b", "--costs", "unit")
+    code, found = data(*PLAN, "--stages", "2", "--schedule", "1f1b", "--costs", "unit", "--memory", "least")
+    code_then, free = data(*PLAN, "--stages", "2", "--schedule", "1f1b", "--costs", "unit")
     assert code == code_then == 0 and found["placement"]["memory"] == "least"
     assert found["step"]["peak"] < free["step"]["peak"]
 

@@ -6,8 +6,10 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from campaigns import these_first
 
 TINY = ["--size", "layers=1,width=16,heads=2", "--size", "vocab=32,seq=4", "--seed", "3"]
 
@@ -24,15 +26,19 @@ def train(*words, cwd):
     return json.loads(run.stdout)
 
 
-def test_a_plan_trains_as_the_unsplit_model_and_goes_on_from_a_checkpoint(tmp_path, call):
-    code, _, _ = call("plan", "gpt2", *TINY, "--stages", "2", "-o", str(tmp_path / "plan.json"))
+@pytest.mark.parametrize("model", these_first(["tinynet"], ["gpt2"]))
+def test_a_plan_trains_as_the_unsplit_model_and_goes_on_from_a_checkpoint(tmp_path, call, model):
+    spec = model if model == "gpt2" else f"{Path(__file__).parent / 'tinynet.py'}:net"
+    name = [] if model == "gpt2" else ["--model", spec]
+    code, _, _ = call("plan", spec, *TINY, "--stages", "2", "-o", str(tmp_path / "plan.json"))
     assert code == 0
-    whole = train("plan.json", "--steps", "3", "--check", "--checkpoint", "kept", "--every", "2", cwd=tmp_path)
+    words = ["plan.json", *name, "--steps", "3", "--checkpoint", "kept"]
+    whole = train(*words, "--check", "--every", "2", cwd=tmp_path)
     assert whole["check"]["same"] and whole["check"]["loss"] < 1e-6 > whole["check"]["gradient"]
     assert [r["stages"] for r in whole["ranks"]] == [[0], [1]] and whole["schedule"] == "1F1B"
     assert len(set(whole["losses"])) == 3
     shutil.rmtree(tmp_path / "kept" / "step-3")
-    again = train("plan.json", "--steps", "3", "--checkpoint", "kept", "--resume", cwd=tmp_path)
+    again = train(*words, "--resume", cwd=tmp_path)
     assert again["first_step"] == 2 and again["losses"] == whole["losses"][2:]
     assert sorted(p.name for p in (tmp_path / "kept").iterdir()) == ["step-2", "step-3"]
 

@@ -1,11 +1,13 @@
 """Models and runs after PyTorch's own tests of pipelining (test/distributed/pipelining, BSD-3-Clause), in our words.
 
-As a script, one rank of a pipeline: ``python pipemodels.py RANK FILE``, where two ranks meet at ``FILE``.
+As a script, two ranks of a pipeline, which meet at a file: ``python pipemodels.py FILE``.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from collections import namedtuple
 
 import torch
@@ -131,5 +133,30 @@ def run_rank(rank: int, meeting: str) -> None:
     print("the same")
 
 
+def fork_ranks(meeting: str) -> None:
+    """Both ranks, of a process that has imported for both."""
+    import torch.distributed.pipelining  # noqa: F401
+
+    import splitkit as sk
+
+    sk.split_module  # noqa: B018
+    children = []
+    for rank in range(2):
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                run_rank(rank, meeting)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    sys.exit(any(codes))
+
+
 if __name__ == "__main__":
-    run_rank(int(sys.argv[1]), sys.argv[2])
+    fork_ranks(sys.argv[1])

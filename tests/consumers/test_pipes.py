@@ -145,24 +145,20 @@ def test_a_schedule_over_two_ranks(tmp_path):
     """As test_schedule_multiproc.py: stages are built from the pipe, and each rank runs one."""
     root = Path(pipemodels.__file__).parents[2]
     paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    words = [sys.executable, pipemodels.__file__]
-    ranks = [
-        subprocess.Popen(
-            [*words, str(rank), str(tmp_path / "meeting")],
-            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    ranks = subprocess.Popen(
+        [sys.executable, pipemodels.__file__, str(tmp_path / "meeting")],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        for rank in ranks:
-            said, _ = rank.communicate(timeout=300)
-            assert rank.returncode == 0 and "the same" in said, said
+        said, _ = ranks.communicate(timeout=300)
+        assert ranks.returncode == 0 and said.count("the same") == 2, said
     finally:
-        for rank in ranks:
-            rank.kill()
+        if ranks.poll() is None:
+            os.killpg(ranks.pid, 9)
 
 
 def test_stages_are_found_by_the_affix_that_makes_the_parent_flat():

@@ -27,6 +27,9 @@ from splitkit.frontends.joint import capture_joint
 from splitkit.policies import RecomputeAll, Remat, RoundRobin, SaveAll
 from splitkit.training.flow import BACKWARD, FORWARD, homes, unrepeatable
 
+CAPTURED = ["gpt2", "llama", "t5", "conv"]
+"""Those that the other tests of this file capture as well."""
+
 
 @pytest.fixture(scope="module", name="captured")
 def _captured():
@@ -201,12 +204,12 @@ def test_saved_values_have_one_name_and_one_storage_in_both_halves(captured):
         assert all(gives[n].meta["val"] is takes[n].meta["val"] for n in pair.saved)
 
 
-def test_save_all_saves_what_torch_saves_by_default(captured):
-    for name in MODELS:
-        joint = captured(name)[0]
-        ours, theirs = joint.split(SaveAll()), joint.partition(default_partition)
-        assert storages(ours) == storages(theirs), name
-        assert ours.plan.members(FORWARD) and all(len(keys) == 1 for keys in ours.plan.values() if keys)
+@pytest.mark.parametrize("name", these_first(CAPTURED, [n for n in MODELS if n not in CAPTURED]))
+def test_save_all_saves_what_torch_saves_by_default(captured, name):
+    joint = captured(name)[0]
+    ours, theirs = joint.split(SaveAll()), joint.partition(default_partition)
+    assert storages(ours) == storages(theirs)
+    assert ours.plan.members(FORWARD) and all(len(keys) == 1 for keys in ours.plan.values() if keys)
 
 
 def storages(pair):
@@ -216,16 +219,16 @@ def storages(pair):
     return sum({s._cdata: s.nbytes() for s in saved}.values())
 
 
-def test_recompute_all_saves_inputs_and_what_may_not_be_repeated(captured):
-    for name in MODELS:
-        joint = captured(name)[0]
-        pair, fixed = joint.split(RecomputeAll()), unrepeatable(joint.flow)
-        nodes = {n.name: n for n in joint.graph_module.graph.nodes}
-        for saved in (nodes[n] for n in pair.saved):
-            assert saved.op == "placeholder" or joint.flow.producer(saved) in fixed, saved
-        random = [n for n in fixed if "bernoulli" in n.name or "dropout" in n.name or "rand" in n.name]
-        assert all(pair.plan[n] == (FORWARD,) for n in random)
-        assert bool(random) == (name in ("gpt2", "bert", "t5", "conv"))
+@pytest.mark.parametrize("name", these_first(CAPTURED, [n for n in MODELS if n not in CAPTURED]))
+def test_recompute_all_saves_inputs_and_what_may_not_be_repeated(captured, name):
+    joint = captured(name)[0]
+    pair, fixed = joint.split(RecomputeAll()), unrepeatable(joint.flow)
+    nodes = {n.name: n for n in joint.graph_module.graph.nodes}
+    for saved in (nodes[n] for n in pair.saved):
+        assert saved.op == "placeholder" or joint.flow.producer(saved) in fixed, saved
+    random = [n for n in fixed if "bernoulli" in n.name or "dropout" in n.name or "rand" in n.name]
+    assert all(pair.plan[n] == (FORWARD,) for n in random)
+    assert bool(random) == (name in ("gpt2", "bert", "t5", "conv"))
 
 
 def test_remat_by_modules_recomputes_only_there(captured):

@@ -7,8 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from campaigns import these_first
-from hypothesis import HealthCheck, given, settings
+from campaigns import few_of_many, these_first
 from hypothesis import strategies as st
 from torch import nn
 from zoographs import specimens
@@ -250,8 +249,7 @@ def test_blocks_that_export_hides():
         assert simulate_memory(gm).peak == sk.measure_memory(gm, torch.zeros(8, 32)).peak
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
+@few_of_many(30, 60, st.data())
 def test_random_graphs_to_the_byte(data):
     _same_peak(lambda n: data.draw(st.integers(0, n - 1)), 0)
 

@@ -107,7 +107,7 @@ def stretch_peak(prices, nodes, smaller, larger):
 
 
 @few_of_many(
-    10,
+    6,
     25,
     nets(),
     st.floats(0.2, 1.1),

@@ -157,10 +157,11 @@ def test_the_same_as_the_reference_rule():
 PLACES = ((BACKWARD,), (FORWARD,), (FORWARD, BACKWARD))
 
 
-def test_the_fewest_bytes_that_any_move_saves():
+@pytest.mark.parametrize("seeds", these_first([range(40)], [range(40, 200)]), ids=str)
+def test_the_fewest_bytes_that_any_move_saves(seeds):
     """All ways to place the nodes that forward could compute, one by one."""
     better = 0
-    for seed in range(80):
+    for seed in seeds:
         flow, _ = drawn(seed)
         free = [n for n in flow.nodes if n.name.startswith("m")]
         if len(free) > 4:
@@ -172,7 +173,7 @@ def test_the_fewest_bytes_that_any_move_saves():
                 least = min(least, saved_bytes(flow, plan))
         assert saved_bytes(flow, Precompute()) == least
         better += least < first
-    assert better > 10
+    assert better > len(seeds) / 8
 
 
 def worked_twice(joint, pair):

@@ -1,4 +1,7 @@
-"""``python ranks.py SCRIPT RANKS ARGS...``: imports a script once, and runs its ``main`` in a process for each rank."""
+"""``python ranks.py SCRIPT RANKS ARGS...``: imports a script once, and runs its ``main`` in a process for each rank.
+
+``ARGS -- ARGS -- ...`` are several runs, one after another, each after a line that says ``{"next": its ARGS}``.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,29 @@ import os
 import sys
 import tempfile
 import traceback
+from itertools import pairwise
 from pathlib import Path
 
 
 def main() -> None:
-    script, count = sys.argv[1], int(sys.argv[2])
-    sys.argv = sys.argv[:1] + sys.argv[3:]
+    script, count, words = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+    starts = [0, *(number + 1 for number, word in enumerate(words) if word == "--"), len(words) + 1]
+    runs = [words[start : end - 1] for start, end in pairwise(starts)]
+    sys.argv = sys.argv[:1] + runs[0]
     spec = importlib.util.spec_from_file_location("script", script)
     module = importlib.util.module_from_spec(spec)
     sys.modules["script"] = module
     spec.loader.exec_module(module)
     getattr(module, "prepare", lambda: None)()  # what all ranks do alike
+    for args in runs:
+        if len(runs) > 1:
+            print(json.dumps({"next": args}), flush=True)
+        sys.argv = sys.argv[:1] + args
+        start(module, count)
+
+
+def start(module: object, count: int) -> None:
+    """One run; what its ranks write is written when all have ended."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"WORLD_SIZE": str(count), "SPLITKIT_STORE": f"file://{folder}/store"}
         children = {}
