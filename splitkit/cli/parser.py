@@ -33,6 +33,7 @@ def make_parser() -> Parser:
     _run(commands)
     _train(commands)
     _profile(commands)
+    _view(commands)
     _sweep(commands)
     _command(commands, "policies", "list the policies that --policy knows", "splitkit policies --json")
     _command(commands, "doctor", "check the installation, and split a tiny model", "splitkit doctor")
@@ -232,6 +233,26 @@ def _profile(commands: _Commands[Parser]) -> None:
     parser.add_argument("--predict", dest="run", action="store_false", help="do not run the model")
     parser.add_argument("--forward-only", action="store_true", help="leave out forward + backward")
     parser.add_argument("--top", type=positive, default=10, metavar="N", help="largest values to show (default 10)")
+
+
+def _view(commands: _Commands[Parser]) -> None:
+    example = (
+        "splitkit view plan.json -o page.html --schedule 1f1b --microbatches 8 --memory 80GiB\n"
+        "splitkit view gpt2 --stages 4 --costs roofline:h100 -o page.html"
+    )
+    parser = _command(commands, "view", "draw forward, backward, saved bytes and cuts as a page to steer", example)
+    _add_plan_or_model(parser)
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", required=True, help="the page; it needs nothing but a browser"
+    )
+    group = parser.add_argument_group("below the picture")
+    group.add_argument("--schedule", metavar="NAME", help="the timeline of a step: gpipe, 1f1b, ...; as of plan")
+    group.add_argument("--microbatches", type=positive, metavar="N", help="of a step (default: two a stage)")
+    _add_links(group)
+    group.add_argument("--memory", metavar="SIZE", help="bytes of each device, such as 80GiB: what exceeds it is red")
+    group.add_argument(
+        "--optimizer", choices=("adam", "momentum", "sgd", "none"), help="none: inference (default adam)"
+    )
 
 
 def _command(commands: _Commands[Parser], name: str, what: str, example: str) -> Parser:

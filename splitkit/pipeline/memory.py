@@ -67,10 +67,33 @@ _SAVED, _MESSAGES, _TEMPORARIES = range(3)
 
 def memory_of(run: StepTrace) -> tuple[RankMemory, ...]:
     """Of each rank, at its peak; the first of equal peaks."""
-    changes = [c for c in (*_of_actions(run), *_of_messages(run)) if c.nbytes.any()]
     fixed, static = _fixed(run), _static(run)
+    return tuple(_peak(fixed[r], static[r], live, seconds) for r, (live, seconds) in enumerate(_live(run)))
+
+
+def memory_over_time(run: StepTrace) -> tuple[tuple[tuple[float, int], ...], ...]:
+    """What each rank holds: (seconds, bytes from then on), from the start of the step.
+
+    Of what happens at one time the most is said, so that the most of all is the peak of `memory_of`.
+    """
+    found = []
+    for fixed, static, (live, seconds) in zip(_fixed(run), _static(run), _live(run), strict=True):
+        held = sum(fixed) + static
+        most: dict[float, int] = {0.0: held}
+        after: dict[float, int] = {}
+        for nbytes, time in zip(live.sum(axis=1).tolist(), seconds.tolist(), strict=True):
+            most[time] = max(most.get(time, 0), held + nbytes)
+            after[time] = held + nbytes
+        points = [point for t, top in most.items() for point in ((t, top), (t, after.get(t, top)))]
+        found.append(tuple(dict.fromkeys(points)))
+    return tuple(found)
+
+
+def _live(run: StepTrace) -> list[tuple[Ints, Floats]]:
+    """Of each rank, what comes and goes: (n, 3) bytes saved, of messages and temporary, and from when on."""
+    changes = [c for c in (*_of_actions(run), *_of_messages(run)) if c.nbytes.any()]
     if not changes:
-        return tuple(RankMemory(*fixed[rank], 0, static[rank], 0, 0.0) for rank in range(len(fixed)))
+        return [(np.zeros((0, 3), np.int64), np.zeros(0))] * run.ranks
     rank, seconds, place = (np.concatenate([getattr(c, n) for c in changes]) for n in ("rank", "seconds", "place"))
     amounts = np.zeros((len(rank), 3), np.int64)
     amounts[np.arange(len(rank)), np.repeat([c.column for c in changes], [len(c.rank) for c in changes])] = (
@@ -83,7 +106,7 @@ def memory_of(run: StepTrace) -> tuple[RankMemory, ...]:
     last[:-1] = (np.diff(rank) != 0) | (np.diff(seconds) != 0) | (np.diff(place) != 0)
     found = np.flatnonzero(last)
     ranks = np.split(found, np.searchsorted(rank[found], np.arange(1, run.ranks)))
-    return tuple(_peak(fixed[r], static[r], live[at], seconds[at]) for r, at in enumerate(ranks))
+    return [(live[at], seconds[at]) for at in ranks]
 
 
 def _peak(fixed: tuple[int, int, int], static: int, live: Ints, seconds: Floats) -> RankMemory:

@@ -1,0 +1,36 @@
+"""The interactive picture as one HTML file, without dependencies and without a network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+
+def page(data: Mapping[str, Any], *, height: int | None = None) -> str:
+    """A page that stands alone.
+
+    Args:
+        data: what `splitkit.view.ladder.LadderView.to_dict` gives.
+        height: pixels; that of the window if ``None``.
+    """
+    here = files(__package__)
+    css, script = (here.joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
+    # "<" can end the element that the data stands in; nothing else can
+    told = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    options = json.dumps({"height": height})
+    whole = (
+        "" if height else "html,body{margin:0;height:100%}.sk{--h:100vh;border:0!important;border-radius:0!important}"
+    )
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+    head = f'<meta charset="utf-8"><title>{escape(str(data["title"]))} · splitkit</title>'
+    head += f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+    head += f'<meta name="viewport" content="width=device-width"><style>{css}{whole}</style>'
+    start = 'JSON.parse(document.getElementById("splitkit-data").textContent)'
+    return (
+        f'<!doctype html><html lang="en"><head>{head}</head><body>'
+        f'<script type="application/json" id="splitkit-data">{told}</script>'
+        f"<script>{script}\nwindow.splitkit = new Ladder(document.body, {start}, {options});</script></body></html>"
+    )

@@ -1,0 +1,638 @@
+// The ladder: one picture of a plan, drawn from the data of splitkit/view/ladder.py. No dependencies, no network.
+// Text from models goes through textContent and fillText only.
+"use strict";
+// Okabe and Ito's palette, which colour-blind readers can tell apart; with it go the numbers of the parts.
+const COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c6bb1", "#7f7f00"];
+const KINDS = {F: "forward", B: "backward", I: "backward (input)", W: "backward (weight)"};
+const ROW = 26, GAP = 10, BOX = 220, RIBBONS = 190, LEFT = 170, OP = 19, OPW = 178;
+
+function scaled(value, base, units) {
+  let power = 0;
+  while (Math.abs(value) >= base * 0.9995 && power < units.length - 1) { value /= base; power++; }
+  const whole = power === 0 && Number.isInteger(value);
+  return `${whole || Math.abs(value) >= 100 ? value.toFixed(0) : value.toFixed(2)} ${units[power]}`.trimEnd();
+}
+const size = b => scaled(b, 1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]);
+function duration(s, unit) {
+  if (unit !== "s") return `${scaled(s, 1000, ["", "k", "M", "G", "T", "P"])} ${unit}`;
+  for (const [scale, name] of [[1, "s"], [1e-3, "ms"], [1e-6, "us"]])
+    if (s >= scale * 0.9995) return `${Number((s / scale).toPrecision(3))} ${name}`;
+  return `${Number((s / 1e-6).toPrecision(2))} us`;
+}
+
+/** What stages cost that are stretches of rows: the numbers of Python, looked up. */
+class Prices {
+  constructor(data) { this.data = data; this.rows = data.rows.length; }
+  of(start, end) { return this.at(this.data.stretches, start * this.rows - start * (start - 1) / 2 + (end - start - 1)); }
+  at(s, at) {
+    const [forward, backward, saved, temporary, fixed] = ["forward", "backward", "saved", "temporary", "fixed"].map(c => s[c][at]);
+    return {forward, backward, saved, temporary, fixed, seconds: forward + backward, peak: fixed + saved + temporary};
+  }
+  /** Those of the plan as it came are what Python says of it; others are looked up. */
+  stages(borders, shipped) {
+    const own = (k, end) => shipped ? this.at(this.data.stages, k) : this.of(borders[k], end);
+    return borders.slice(1).map((end, k) => ({...own(k, end), start: borders[k], end, down: this.data.down[end], up: this.data.up[borders[k]]}));
+  }
+  /** Borders of so many stages with the least longest one; of equal ones the most even (dynamic programming). */
+  even(count) {
+    const n = this.rows, best = [Array(n + 1).fill(null)];
+    best[0][0] = [0, 0, -1];
+    for (let k = 1; k <= count; k++) {
+      best.push(Array(n + 1).fill(null));
+      for (let end = k; end <= n; end++) for (let start = k - 1; start < end; start++) {
+        const before = best[k - 1][start];
+        if (!before) continue;
+        const own = this.of(start, end).seconds, most = Math.max(before[0], own), squares = before[1] + own * own, now = best[k][end];
+        if (!now || most < now[0] * (1 - 1e-9) || (most <= now[0] * (1 + 1e-9) && squares < now[1])) best[k][end] = [most, squares, start];
+      }
+    }
+    const borders = [n];
+    for (let k = count; k > 0; k--) borders.unshift(best[k][borders[0]][2]);
+    return borders;
+  }
+}
+
+/** The borders of the plan as it came. */
+function bordersOf(data) {
+  const found = [0];
+  data.rows.forEach((row, i) => { if (i && row.part !== data.rows[i - 1].part) found.push(i); });
+  return [...found, data.rows.length];
+}
+
+function el(tag, text, attributes = {}) {
+  const made = document.createElement(tag);
+  if (text !== undefined) made.textContent = text;
+  for (const [name, value] of Object.entries(attributes)) name.startsWith("on") ? made.addEventListener(name.slice(2), value) : made.setAttribute(name, value);
+  return made;
+}
+
+class Ladder {
+  constructor(host, data, options = {}) {
+    Object.assign(this, {data, options, prices: new Prices(data), shipped: bordersOf(data), open: new Set(), zoom: 1, x: 0, y: 0, untouched: true});
+    this.borders = [...this.shipped];
+    this.folded = data.rows.length > 40;
+    this.selected = this.hovered = this.query = null;
+    this.opsOf = data.rows.map(() => []);
+    data.ops.row.forEach((row, op) => this.opsOf[row].push(op));
+    this.readers = data.ops.name.map(() => []);
+    data.ops.reads.forEach((reads, op) => reads.forEach(read => this.readers[read].push(op)));
+    this.build(host);
+    this.layout();
+    this.fit();
+    this.showSide();
+  }
+
+  // ---- the frame
+  build(host) {
+    const {data} = this, root = this.root = el("div", undefined, {class: `sk${this.options.dark ? " dark" : ""}`});
+    if (this.options.height) root.style.setProperty("--h", `${this.options.height}px`);
+    const head = el("header");
+    this.slider = el("input", undefined, {type: "range", min: 1, max: Math.min(data.rows.length, 16), "aria-label": "stages"});
+    this.count = el("b");
+    this.slider.addEventListener("input", () => this.setCount(Number(this.slider.value)));
+    this.reset = el("button", "as planned", {onclick: () => this.setBorders(this.shipped)});
+    this.fold = el("button", "", {onclick: () => { this.folded = !this.folded; this.layout(); this.fit(); }});
+    this.search = el("input", undefined, {type: "search", placeholder: "search op or module", "aria-label": "search op or module"});
+    this.hits = el("span", "", {class: "mut", "aria-live": "polite"});
+    this.search.addEventListener("input", () => this.find(this.search.value));
+    this.search.addEventListener("keydown", e => { if (e.key === "Enter") this.nextHit(); });
+    head.append(el("b", "splitkit"), el("span", `${data.title}${data.title ? " · " : ""}${data.ops.name.length} ops`, {class: "mut"}));
+    const label = el("label", "stages ");
+    label.append(this.slider, " ", this.count);
+    head.append(label, this.reset, this.fold, el("button", "fit", {onclick: () => this.fit()}), this.search, this.hits,
+      el("button", "◐", {title: "dark or light", "aria-label": "dark or light", onclick: () => { root.classList.toggle("dark"); this.draw(); }}));
+    this.main = el("main");
+    this.canvas = el("canvas", undefined, {tabindex: 0, role: "img", "aria-label": "forward, backward and the cuts of the plan; arrow keys select, Enter opens"});
+    this.tip = el("div", "", {class: "tip"});
+    this.main.append(this.canvas, this.tip);
+    this.side = el("aside");
+    root.append(head, this.main, this.side);
+    if (data.run) this.timeline = new Timeline(this, root);
+    host.append(root);
+    this.listen();
+    this.observer = new ResizeObserver(() => this.untouched ? this.fit() : this.draw());
+    this.observer.observe(this.main);
+  }
+
+  // ---- what is shown: items are rows, or runs of equal rows of one stage that are folded
+  stageOf(row) { let k = 0; while (this.borders[k + 1] <= row) k++; return k; }
+  layout() {
+    const {rows} = this.data, items = [];
+    for (let row = 0; row < rows.length;) {
+      let end = row + 1;
+      if (this.folded && !this.open.has(row))
+        while (end < rows.length && rows[end].kind === rows[row].kind && this.stageOf(end) === this.stageOf(row) && !this.open.has(end)) end++;
+      items.push({start: row, end});
+      row = end;
+    }
+    let y = 0;
+    this.itemOf = [];
+    for (const item of items) {
+      item.y = y;
+      item.inner = this.open.has(item.start) ? layered(this.opsOf[item.start], this.data.ops.reads) : null;
+      item.h = item.inner ? item.inner.height + ROW + 8 : ROW;
+      item.w = item.inner ? Math.max(BOX, item.inner.width + 16) : BOX;
+      for (let row = item.start; row < item.end; row++) this.itemOf[row] = item;
+      y += item.h + GAP;
+    }
+    this.items = items;
+    this.height = y - GAP;
+    this.wide = Math.max(BOX, ...items.map(item => item.w));
+    this.right = LEFT + this.wide + (this.data.trains ? RIBBONS + BOX : 0);
+    this.fold.textContent = this.folded ? "unfold" : "fold equal layers";
+    this.draw();
+  }
+  name(item) {
+    const {rows} = this.data, count = item.end - item.start;
+    return count === 1 ? rows[item.start].name : `${rows[item.start].name} … ${rows[item.end - 1].name.split(".").pop()}  ×${count}`;
+  }
+  setCount(count) { this.setBorders(this.shipped.length - 1 === count ? this.shipped : this.prices.even(count)); }
+  setBorders(borders) {
+    this.borders = [...borders];
+    this.layout();
+    this.showSide();
+    if (this.options.onplan) this.options.onplan(this.borders);
+  }
+  get isShipped() { return this.borders.join() === this.shipped.join(); }
+  /** What can be read on a colour. */
+  on(stage) {
+    const [r, g, b] = [1, 3, 5].map(i => parseInt(this.colour(stage).slice(i, i + 2), 16));
+    return 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#10151c" : "#fff";
+  }
+  colour(stage) { return COLOURS[stage % COLOURS.length]; }
+  partName(stage) { return this.isShipped ? this.data.parts[this.data.rows[this.borders[stage]].part] : String(stage); }
+
+  // ---- the side: stages, and what is selected
+  showSide() {
+    const {data, side} = this, stages = this.prices.stages(this.borders, this.isShipped);
+    this.slider.value = stages.length;
+    this.count.textContent = stages.length;
+    this.reset.disabled = this.isShipped;
+    const most = Math.max(...stages.map(s => s.seconds)), total = stages.reduce((sum, s) => sum + s.seconds, 0);
+    side.replaceChildren(el("h3", `${stages.length} stages, balance ${(100 * total / (most * stages.length || 1)).toFixed(0)} %${this.isShipped ? "" : ", moved by hand"}`));
+    const table = el("table"), head = el("tr"), body = el("tbody");
+    const titles = ["stage", "time", ...(data.trains ? ["saved"] : []), "peak", "▼", ...(data.trains ? ["▲"] : [])];
+    titles.forEach(title => head.append(el("th", title)));
+    stages.forEach((stage, k) => {
+      const row = el("tr", undefined, {tabindex: 0, onclick: () => this.select({stage: k}), onkeydown: e => { if (e.key === "Enter") this.select({stage: k}); },
+        onmouseenter: () => this.hover({stage: k}), onmouseleave: () => this.hover(null)});
+      const first = el("td"), dot = el("i");
+      dot.style.background = this.colour(k);
+      first.append(dot, `${this.partName(k)}${this.isShipped && data.devices[k] ? ` ${data.devices[k]}` : ""}`);
+      row.append(first, el("td", duration(stage.seconds, data.unit), stage.seconds === most && stages.length > 1 ? {class: "bad"} : {}));
+      if (data.trains) row.append(el("td", size(stage.saved)));
+      row.append(el("td", size(stage.peak), data.memory && stage.peak > data.memory ? {class: "bad"} : {}), el("td", stage.down ? size(stage.down) : "–"));
+      if (data.trains) row.append(el("td", stage.up ? size(stage.up) : "–"));
+      if (this.selected && this.selected.stage === k) row.classList.add("on");
+      body.append(row);
+    });
+    table.append(el("thead"), body);
+    table.firstChild.append(head);
+    side.append(table);
+    if (data.memory) side.append(el("p", `limit ${size(data.memory)} a device; peak of one microbatch`, {class: "mut"}));
+    this.describe();
+    if (data.note && this.isShipped) side.append(el("h3", "plan"), el("p", data.note, {class: "mut"}));
+    side.append(el("h3", "help"), el("p", "Double-click a module to open it. Drag a dashed cut to move it. Wheel zooms, dragging moves. Arrow keys select, Enter opens, Alt + arrows move a cut.", {class: "mut"}));
+  }
+  describe() {
+    const at = this.selected, {data} = this;
+    if (!at) return;
+    const list = el("dl"), facts = [];
+    if (at.op !== undefined) {
+      const ops = data.ops, op = at.op;
+      facts.push(["op", ops.op.words[ops.op.which[op]]], ["node", ops.name[op]], ["module", ops.module.words[ops.module.which[op]] || "(top level)"],
+        ["value", ops.value.words[ops.value.which[op]]], ["bytes", size(ops.bytes[op])], ["time", duration(ops.seconds[op], data.unit)], ["stage", this.partName(this.stageOf(ops.row[op]))]);
+    } else if (at.row !== undefined) {
+      const item = this.itemOf[at.row], price = this.prices.of(item.start, item.end);
+      facts.push(["module", this.name(item)], ["ops", String(sum(data.rows.slice(item.start, item.end).map(r => r.ops)))], ["forward", duration(price.forward, data.unit)]);
+      if (data.trains) facts.push(["backward", duration(price.backward, data.unit)], ["saved", size(price.saved)]);
+      facts.push(["weights, state", size(price.fixed)], ["stage", this.partName(this.stageOf(at.row))]);
+    } else {
+      const stage = this.prices.stages(this.borders, this.isShipped)[at.stage];
+      facts.push(["stage", this.partName(at.stage)], ["forward", duration(stage.forward, data.unit)], ["backward", duration(stage.backward, data.unit)],
+        ["weights, state", size(stage.fixed)], ["saved", size(stage.saved)], ["temporary", size(stage.temporary)]);
+    }
+    facts.forEach(([name, value]) => list.append(el("dt", name), el("dd", value)));
+    this.side.append(el("h3", "selected"), list);
+  }
+  select(at, reveal = false) {
+    this.selected = at;
+    if (at && at.op !== undefined && !this.open.has(this.data.ops.row[at.op])) { this.open.add(this.data.ops.row[at.op]); this.layout(); }
+    if (reveal) this.centre(at);
+    this.showSide();
+    this.draw();
+    if (this.options.onselect) this.options.onselect(at);
+  }
+  hover(at) {
+    if (JSON.stringify(at) === JSON.stringify(this.hovered)) return;
+    this.hovered = at;
+    this.draw();
+  }
+  toggle(row) {
+    const item = this.itemOf[row];
+    if (this.open.has(item.start)) this.open.delete(item.start);
+    else this.open.add(item.start);
+    const before = item.y;
+    this.layout();
+    this.y += (before - this.itemOf[row].y) * this.zoom;
+    this.draw();
+  }
+
+  // ---- search
+  find(text) {
+    const wanted = text.trim().toLowerCase(), {ops, rows} = this.data;
+    this.query = null;
+    if (wanted) {
+      const words = key => ops[key].words.map(word => word.toLowerCase().includes(wanted)), op = words("op"), module = words("module");
+      this.query = ops.name.map((name, i) => i).filter(i => op[ops.op.which[i]] || module[ops.module.which[i]] || ops.name[i].toLowerCase().includes(wanted) || rows[ops.row[i]].name.toLowerCase().includes(wanted));
+      this.at = -1;
+    }
+    this.found = this.query && new Set(this.query.map(i => ops.row[i]));
+    this.hits.textContent = this.query ? `${this.query.length} found` : "";
+    this.draw();
+  }
+  nextHit() {
+    if (!this.query || !this.query.length) return;
+    this.at = (this.at + 1) % this.query.length;
+    this.select({op: this.query[this.at]}, true);
+  }
+  centre(at) {
+    const item = at.stage !== undefined ? this.itemOf[this.borders[at.stage]] : this.itemOf[at.op !== undefined ? this.data.ops.row[at.op] : at.row];
+    const box = at.op !== undefined && item.inner ? item.inner.boxes.get(at.op) : {x: 0, y: 0};
+    this.zoom = Math.max(this.zoom, 0.8);
+    this.x = this.main.clientWidth / 2 - (LEFT + box.x + OPW / 2) * this.zoom;
+    this.y = this.main.clientHeight / 2 - (item.y + box.y + ROW) * this.zoom;
+  }
+  fit() {
+    const w = this.main.clientWidth, h = this.main.clientHeight;
+    if (!w) return;
+    this.zoom = Math.max(0.05, Math.min(w / (this.right + 200), h / (this.height + 70), 1.5));
+    this.x = Math.max(12, (w - (this.right + 160) * this.zoom) / 2);
+    this.y = 40 * this.zoom + Math.max(0, (h - (this.height + 60) * this.zoom) / 2);
+    this.draw();
+  }
+
+  // ---- drawing
+  draw() {
+    if (this.pending) return;
+    this.pending = requestAnimationFrame(() => { this.pending = 0; this.paint(); if (this.timeline) this.timeline.paint(); });
+  }
+  colourOf(name) { return getComputedStyle(this.root).getPropertyValue(name).trim(); }
+  paint() {
+    const [c, w, h] = context(this.canvas);
+    this.ink = {fg: this.colourOf("--fg"), mut: this.colourOf("--mut"), bg: this.colourOf("--bg"), bad: this.colourOf("--bad"), rib: this.colourOf("--rib")};
+    c.clearRect(0, 0, w, h);
+    c.save();
+    c.translate(this.x, this.y);
+    c.scale(this.zoom, this.zoom);
+    this.seen = {top: -this.y / this.zoom, bottom: (h - this.y) / this.zoom};
+    this.bands(c);
+    if (this.data.trains) this.ribbons(c);
+    this.skips(c);
+    for (const item of this.items) if (item.y + item.h > this.seen.top && item.y < this.seen.bottom) this.box(c, item);
+    this.cuts(c);
+    c.restore();
+  }
+  bands(c) {
+    const stages = this.prices.stages(this.borders, this.isShipped);
+    stages.forEach((stage, k) => {
+      const top = this.itemOf[stage.start].y - GAP / 2, last = this.itemOf[stage.end - 1], bottom = last.y + last.h + GAP / 2, colour = this.colour(k);
+      const on = [this.selected, this.hovered].some(at => at && at.stage === k);
+      c.globalAlpha = on ? 0.28 : 0.12;
+      c.fillStyle = colour;
+      c.fillRect(0, top, this.right + 20, bottom - top);
+      c.globalAlpha = 1;
+      c.fillRect(0, top, 5, bottom - top);
+      const lines = [[`stage ${this.partName(k)}`, "600 13px system-ui", colour], [duration(stage.seconds, this.data.unit), "11px system-ui", this.ink.mut], [`peak ${size(stage.peak)}`, "11px system-ui", this.data.memory && stage.peak > this.data.memory ? this.ink.bad : this.ink.mut]];
+      lines.slice(0, Math.max(1, Math.floor((bottom - top) / 15))).forEach(([text, font, ink], i) => put(c, text, 12, top + 14 + 15 * i, font, ink));
+    });
+    put(c, "forward ↓", LEFT + this.wide / 2, -14, "600 12px system-ui", this.ink.mut, "center");
+    if (!this.data.trains) return;
+    put(c, "saved for backward", LEFT + this.wide + RIBBONS / 2, -14, "600 12px system-ui", this.ink.mut, "center");
+    put(c, "backward ↑", this.right - BOX / 2, -14, "600 12px system-ui", this.ink.mut, "center");
+  }
+  box(c, item) {
+    const stage = this.stageOf(item.start), price = this.prices.of(item.start, item.end), x = LEFT + (this.wide - item.w) / 2;
+    const faint = this.found && ![...Array(item.end - item.start).keys()].some(i => this.found.has(item.start + i));
+    const marked = at => at && at.row !== undefined && this.itemOf[at.row] === item;
+    const line = marked(this.selected) ? this.ink.fg : marked(this.hovered) ? this.ink.mut : null;
+    c.globalAlpha = faint ? 0.25 : 1;
+    this.rect(c, x, item.y, item.w, item.h, item.inner ? this.ink.bg : this.colour(stage), line || this.colour(stage));
+    const ink = item.inner ? this.ink.fg : this.on(stage), time = duration(price.forward, this.data.unit);
+    this.label(c, `${item.inner ? "▾" : "▸"} ${this.name(item)}`, time, x, item.y, item.w, ink);
+    if (this.data.trains) {
+      this.rect(c, this.right - BOX, item.y, BOX, ROW, this.colour(stage), line || this.colour(stage));
+      this.label(c, `∇ ${this.name(item)}`, duration(price.backward, this.data.unit), this.right - BOX, item.y, BOX, this.on(stage));
+    }
+    if (item.inner) this.inner(c, item, x);
+    c.globalAlpha = 1;
+  }
+  inner(c, item, x) {
+    const {ops} = this.data, stage = this.stageOf(item.start), left = x + 8, top = item.y + ROW;
+    c.strokeStyle = this.ink.rib;
+    c.lineWidth = 1;
+    c.beginPath();
+    for (const [op, box] of item.inner.boxes) for (const read of ops.reads[op]) {
+      const from = item.inner.boxes.get(read);
+      if (from) { c.moveTo(left + from.x + OPW / 2, top + from.y + OP); c.lineTo(left + box.x + OPW / 2, top + box.y); }
+    }
+    c.stroke();
+    const hits = this.query && new Set(this.query);
+    for (const [op, box] of item.inner.boxes) {
+      const on = this.selected && this.selected.op === op;
+      c.globalAlpha = hits && !hits.has(op) ? 0.25 : 1;
+      this.rect(c, left + box.x, top + box.y, OPW, OP, this.colour(stage), on ? this.ink.fg : this.colour(stage));
+      this.label(c, ops.op.words[ops.op.which[op]].replace(/^aten\.(\w+)\.\w+$/, "$1"), ops.value.words[ops.value.which[op]].replace(/^\w+\[(.*)\]$/, (_, dims) => dims.replace(/, /g, "×")), left + box.x, top + box.y, OPW, this.on(stage), OP);
+    }
+  }
+  rect(c, x, y, w, h, fill, line) {
+    c.beginPath();
+    c.roundRect(x, y, w, h, 5);
+    c.fillStyle = fill;
+    c.fill();
+    c.lineWidth = line === this.ink.fg ? 3 : 1;
+    c.strokeStyle = line;
+    c.stroke();
+  }
+  label(c, text, right, x, y, w, ink, h = ROW) {
+    if (h * this.zoom < 8) return;
+    c.font = "11px system-ui";
+    const room = w - 16, tail = c.measureText(right).width;
+    const gives = tail < room * 0.6;
+    put(c, cut(c, text, room - (gives ? tail + 8 : 0)), x + 8, y + h / 2 + 4, c.font, ink);
+    if (gives) put(c, right, x + w - 8, y + h / 2 + 4, c.font, ink, "right");
+  }
+  /** Arrows from a row to the next, and bows for values that skip rows: forward on the left, gradients on the right. */
+  skips(c) {
+    const merged = merge(this.data.edges, this.itemOf);
+    const most = Math.max(1, ...merged.map(e => e[2]));
+    for (const [from, to, nbytes] of merged) {
+      const a = this.items[from], b = this.items[to], skip = to > from + 1;
+      if (Math.max(a.y, b.y + b.h) < this.seen.top || Math.min(a.y, b.y) > this.seen.bottom) continue;
+      c.strokeStyle = this.ink.rib;
+      c.lineWidth = 1 + 3 * Math.sqrt(nbytes / most);
+      c.globalAlpha = skip ? 0.55 : 1;
+      c.beginPath();
+      if (skip) this.bow(c, LEFT + (this.wide - a.w) / 2, a.y + ROW / 2, LEFT + (this.wide - b.w) / 2, b.y + ROW / 2, -1, to - from);
+      else { c.moveTo(LEFT + this.wide / 2, a.y + a.h); c.lineTo(LEFT + this.wide / 2, b.y); }
+      if (this.data.trains) {
+        if (skip) this.bow(c, this.right, a.y + ROW / 2, this.right, b.y + ROW / 2, 1, to - from);
+        else { c.moveTo(this.right - BOX / 2, a.y + ROW); c.lineTo(this.right - BOX / 2, b.y); }
+      }
+      c.stroke();
+      c.globalAlpha = 1;
+    }
+  }
+  bow(c, x, y, x2, y2, side, far) {
+    const out = side * Math.min(18, 6 + far * 2);
+    c.moveTo(x, y);
+    c.bezierCurveTo(x + out, y, x2 + out, y2, x2, y2);
+  }
+  ribbons(c) {
+    const merged = merge(this.data.saved, this.itemOf), most = Math.max(1, ...merged.map(e => e[2])), taken = [];
+    const left = LEFT + this.wide, right = this.right - BOX;
+    for (const [from, to, nbytes] of [...merged].sort((a, b) => a[2] - b[2])) {
+      const a = this.items[from], b = this.items[to], y = a.y + ROW / 2, y2 = b.y + ROW / 2, wide = Math.max(1, 16 * nbytes / most);
+      const crosses = this.stageOf(a.start) !== this.stageOf(b.start);
+      c.strokeStyle = crosses ? this.ink.bad : this.ink.rib;
+      c.globalAlpha = crosses ? 0.8 : 0.55;
+      c.lineWidth = wide;
+      c.beginPath();
+      const start = left - (this.wide - a.w) / 2;
+      c.moveTo(start, y);
+      c.lineTo(left, y);
+      c.bezierCurveTo(left + 70, y, right - 70, y2, right, y2);
+      c.stroke();
+      c.globalAlpha = 1;
+    }
+    for (const [from, to, nbytes] of [...merged].sort((a, b) => b[2] - a[2])) {
+      const y = (this.items[from].y + this.items[to].y) / 2 + ROW / 2 - 3;
+      if (nbytes < most / 50 || taken.some(t => Math.abs(t - y) < 14)) continue;
+      taken.push(y);
+      put(c, size(nbytes), (left + right) / 2, y, "600 10px system-ui", this.ink.fg, "center", this.ink.bg);
+    }
+  }
+  cuts(c) {
+    this.borders.slice(1, -1).forEach((row, k) => {
+      const y = this.itemOf[row].y - GAP / 2;
+      c.strokeStyle = this.ink.fg;
+      c.lineWidth = this.hovered && this.hovered.cut === k + 1 ? 2.5 : 1.3;
+      c.setLineDash([7, 5]);
+      c.beginPath();
+      c.moveTo(0, y);
+      c.lineTo(this.right + 20, y);
+      c.stroke();
+      c.setLineDash([]);
+      const text = `▼ ${size(this.data.down[row])}${this.data.trains ? `   ▲ ${size(this.data.up[row])}` : ""}`;
+      put(c, text, this.right + 26, y + 4, "600 11px system-ui", this.ink.fg);
+    });
+  }
+
+  // ---- input
+  at(event) { return [(event.offsetX - this.x) / this.zoom, (event.offsetY - this.y) / this.zoom]; }
+  pick(event) {
+    const [x, y] = this.at(event);
+    const cutAt = this.borders.findIndex((row, k) => k > 0 && k < this.borders.length - 1 && Math.abs(this.itemOf[row].y - GAP / 2 - y) * this.zoom < 6);
+    if (cutAt > 0 && x > 0 && x < this.right + 20) return {cut: cutAt};
+    const item = this.items.find(i => y >= i.y && y <= i.y + i.h);
+    if (!item || x < 0 || x > this.right + 20) return null;
+    const left = LEFT + (this.wide - item.w) / 2;
+    if (item.inner) for (const [op, box] of item.inner.boxes) {
+      const bx = left + 8 + box.x, by = item.y + ROW + box.y;
+      if (x >= bx && x <= bx + OPW && y >= by && y <= by + OP) return {op};
+    }
+    const inside = (x >= left && x <= left + item.w) || (this.data.trains && x >= this.right - BOX && x <= this.right);
+    return inside ? {row: item.start} : {stage: this.stageOf(item.start)};
+  }
+  listen() {
+    const {canvas} = this;
+    let drag = null;
+    canvas.addEventListener("wheel", e => {
+      e.preventDefault();
+      this.untouched = false;
+      const next = Math.max(0.05, Math.min(4, this.zoom * Math.exp(-e.deltaY * 0.0015)));
+      this.x = e.offsetX - (e.offsetX - this.x) * next / this.zoom;
+      this.y = e.offsetY - (e.offsetY - this.y) * next / this.zoom;
+      this.zoom = next;
+      this.draw();
+    }, {passive: false});
+    canvas.addEventListener("pointerdown", e => {
+      canvas.setPointerCapture(e.pointerId);
+      this.untouched = false;
+      const at = this.pick(e);
+      drag = at && at.cut ? {cut: at.cut} : {x: e.clientX - this.x, y: e.clientY - this.y, moved: false};
+    });
+    canvas.addEventListener("pointermove", e => {
+      if (drag && drag.cut) return this.moveCut(drag.cut, this.rowNear(this.at(e)[1]));
+      if (drag) {
+        const x = e.clientX - drag.x, y = e.clientY - drag.y;
+        if (drag.moved || Math.hypot(x - this.x, y - this.y) > 3) Object.assign(this, {x, y}), drag.moved = true, this.draw();
+        return;
+      }
+      const at = this.pick(e);
+      canvas.style.cursor = at && at.cut ? "ns-resize" : at && at.stage === undefined ? "pointer" : "grab";
+      this.hover(at);
+      this.showTip(at, e);
+    });
+    canvas.addEventListener("pointerup", e => { if (drag && !drag.cut && !drag.moved) { const at = this.pick(e); this.select(at && at.cut ? null : at); } drag = null; });
+    canvas.addEventListener("pointerleave", () => { this.tip.style.display = "none"; this.hover(null); });
+    canvas.addEventListener("dblclick", e => { const at = this.pick(e); if (at && at.row !== undefined) this.toggle(at.row); });
+    canvas.addEventListener("keydown", e => this.key(e));
+  }
+  key(e) {
+    const row = this.selected && (this.selected.row ?? (this.selected.op !== undefined ? this.data.ops.row[this.selected.op] : this.borders[this.selected.stage]));
+    const step = {ArrowDown: 1, ArrowUp: -1}[e.key];
+    if (step && e.altKey && row !== null) {
+      const stage = this.stageOf(row), k = stage + 1 < this.borders.length - 1 ? stage + 1 : stage;
+      if (k > 0) this.moveCut(k, this.borders[k] + step);
+    } else if (step) {
+      const item = row === null ? -1 : this.items.indexOf(this.itemOf[row]);
+      const next = this.items[Math.max(0, Math.min(this.items.length - 1, item + step))];
+      this.select({row: next.start}, true);
+    } else if (e.key === "Enter" && row !== null) this.toggle(row);
+    else if (e.key === "Escape") this.select(null);
+    else if (e.key === "+" || e.key === "-") { this.zoom *= e.key === "+" ? 1.2 : 1 / 1.2; this.draw(); }
+    else return;
+    e.preventDefault();
+  }
+  rowNear(y) {
+    let best = 1;
+    for (let row = 1; row < this.data.rows.length; row++) if (this.itemOf[row].start === row && Math.abs(this.itemOf[row].y - y) < Math.abs(this.itemOf[best].y - y)) best = row;
+    return best;
+  }
+  moveCut(k, row) {
+    if (row <= this.borders[k - 1] || row >= this.borders[k + 1] || row === this.borders[k]) return;
+    this.setBorders(this.borders.map((b, i) => i === k ? row : b));
+  }
+  showTip(at, e) {
+    let text = "";
+    if (at && at.op !== undefined) {
+      const ops = this.data.ops, i = at.op;
+      text = `${ops.name[i]}  (${ops.op.words[ops.op.which[i]]})\n${ops.value.words[ops.value.which[i]]}  ${duration(ops.seconds[i], this.data.unit)}`;
+    } else if (at && at.row !== undefined) {
+      const item = this.itemOf[at.row], price = this.prices.of(item.start, item.end);
+      text = `${this.name(item)}\nforward ${duration(price.forward, this.data.unit)}${this.data.trains ? `, backward ${duration(price.backward, this.data.unit)}, saved ${size(price.saved)}` : ""}`;
+    }
+    this.tip.textContent = text;
+    Object.assign(this.tip.style, {display: text ? "block" : "none", left: `${Math.min(e.offsetX + 14, this.main.clientWidth - 280)}px`, top: `${e.offsetY + 16}px`});
+  }
+  destroy() { this.observer.disconnect(); cancelAnimationFrame(this.pending); this.root.remove(); }
+}
+
+/** When each rank computes what, and what it holds. */
+class Timeline {
+  constructor(ladder, root) {
+    this.ladder = ladder;
+    this.run = ladder.data.run;
+    this.canvas = el("canvas", undefined, {role: "img", "aria-label": "what each rank computes when, and its memory"});
+    const foot = el("footer");
+    root.style.setProperty("--t", `${Math.min(260, 46 + 40 * this.run.ranks)}px`);
+    foot.append(this.canvas);
+    root.append(foot);
+    this.canvas.addEventListener("pointermove", e => { const hit = this.pick(e); this.microbatch = hit ? hit[3] : null; ladder.hover(hit ? {stage: hit[2]} : null); ladder.draw(); });
+    this.canvas.addEventListener("pointerleave", () => { this.microbatch = null; ladder.hover(null); ladder.draw(); });
+    this.canvas.addEventListener("click", e => { const hit = this.pick(e); if (hit) ladder.select({stage: hit[2]}, true); });
+  }
+  x(seconds) { return 70 + (this.w - 160) * seconds / this.run.seconds; }
+  y(rank) { return 24 + rank * this.high; }
+  paint() {
+    const [c, w, h] = context(this.canvas), {ladder, run} = this;
+    Object.assign(this, {w, h, high: (h - 44) / run.ranks});
+    c.clearRect(0, 0, w, h);
+    if (!ladder.isShipped) return put(c, "the schedule is of the plan as it came", 70, h / 2, "12px system-ui", ladder.ink.mut);
+    put(c, `${run.name} of ${run.microbatches} microbatches: step ${duration(run.seconds, run.unit)}, bubble ${(100 * run.bubble).toFixed(1)} %`, 70, 15, "600 11px system-ui", ladder.ink.fg);
+    const most = Math.max(ladder.data.memory || 0, ...run.peaks);
+    for (const event of run.events) {
+      const [rank, kind, stage, microbatch, start, end] = event, x = this.x(start), wide = Math.max(0.5, this.x(end) - x), y = this.y(rank);
+      const faint = this.microbatch !== null && this.microbatch !== undefined && this.microbatch !== microbatch;
+      c.globalAlpha = (faint ? 0.15 : 1) * (kind === "F" ? 0.55 : kind === "W" ? 0.75 : 1);
+      c.fillStyle = ladder.colour(stage);
+      c.fillRect(x, y, wide, this.high * 0.5);
+      c.globalAlpha = 1;
+      if (wide > 12) put(c, String(microbatch), x + wide / 2, y + this.high * 0.25 + 4, "10px system-ui", kind === "F" && !ladder.root.classList.contains("dark") ? "#10151c" : ladder.on(stage), "center");
+    }
+    for (let rank = 0; rank < run.ranks; rank++) {
+      const base = this.y(rank) + this.high * 0.95, top = this.y(rank) + this.high * 0.55;
+      put(c, `rank ${rank}`, 64, this.y(rank) + this.high * 0.25 + 4, "11px system-ui", ladder.ink.mut, "right");
+      c.beginPath();
+      c.moveTo(this.x(0), base);
+      let now = run.memory[rank][0][1];
+      for (const [seconds, nbytes] of run.memory[rank]) {
+        c.lineTo(this.x(seconds), base - (base - top) * now / most);
+        c.lineTo(this.x(seconds), base - (base - top) * nbytes / most);
+        now = nbytes;
+      }
+      c.lineTo(this.x(run.seconds), base - (base - top) * now / most);
+      c.lineTo(this.x(run.seconds), base);
+      c.fillStyle = ladder.ink.rib;
+      c.globalAlpha = 0.6;
+      c.fill();
+      c.globalAlpha = 1;
+      if (ladder.data.memory) {
+        c.strokeStyle = ladder.ink.bad;
+        c.beginPath();
+        const y = base - (base - top) * ladder.data.memory / most;
+        c.moveTo(this.x(0), y);
+        c.lineTo(this.x(run.seconds), y);
+        c.stroke();
+      }
+      put(c, size(run.peaks[rank]), w - 6, base, "11px system-ui", ladder.data.memory && run.peaks[rank] > ladder.data.memory ? ladder.ink.bad : ladder.ink.mut, "right");
+    }
+    put(c, "0", this.x(0), h - 6, "10px system-ui", ladder.ink.mut);
+    put(c, duration(run.seconds, run.unit), this.x(run.seconds), h - 6, "10px system-ui", ladder.ink.mut, "right");
+  }
+  pick(e) {
+    if (!this.ladder.isShipped) return null;
+    return this.run.events.find(([rank, , , , start, end]) => e.offsetX >= this.x(start) && e.offsetX <= this.x(end) && e.offsetY >= this.y(rank) && e.offsetY <= this.y(rank) + this.high) || null;
+  }
+}
+
+const sum = numbers => numbers.reduce((a, b) => a + b, 0);
+/** [from row, to row, bytes] as [from item, to item, bytes], summed. */
+function merge(triples, itemOf) {
+  const items = [...new Set(itemOf)], place = new Map(items.map((item, i) => [item, i])), found = new Map();
+  for (const [from, to, nbytes] of triples) {
+    const a = place.get(itemOf[from]), b = place.get(itemOf[to]), key = a * items.length + b;
+    found.set(key, (found.get(key) || 0) + nbytes);
+  }
+  return [...found].map(([key, nbytes]) => [Math.floor(key / items.length), key % items.length, nbytes]).filter(([a, b]) => a <= b);
+}
+/** Ops in layers: as far down as their longest path from above. */
+function layered(ops, reads) {
+  const own = new Set(ops), depth = new Map(), boxes = new Map(), used = [];
+  for (const op of ops) depth.set(op, 1 + Math.max(-1, ...reads[op].filter(r => own.has(r)).map(r => depth.get(r))));
+  for (const op of ops) {
+    const layer = depth.get(op), column = used[layer] || 0;
+    used[layer] = column + 1;
+    boxes.set(op, {x: column * (OPW + 10), y: layer * (OP + 9)});
+  }
+  const wide = Math.max(...used, 1);
+  for (const box of boxes.values()) box.x += (wide - used[box.y / (OP + 9)]) * (OPW + 10) / 2;
+  return {boxes, width: wide * (OPW + 10) - 10, height: used.length * (OP + 9)};
+}
+function context(canvas) {
+  const box = canvas.getBoundingClientRect(), ratio = window.devicePixelRatio || 1, c = canvas.getContext("2d");
+  const w = Math.round(box.width * ratio), h = Math.round(box.height * ratio);
+  if (canvas.width !== w || canvas.height !== h) Object.assign(canvas, {width: w, height: h});
+  c.setTransform(ratio, 0, 0, ratio, 0, 0);
+  return [c, box.width, box.height];
+}
+function put(c, text, x, y, font, ink, align = "left", back = "") {
+  c.font = font;
+  c.textAlign = align;
+  if (back) {
+    const w = c.measureText(text).width, left = align === "right" ? x - w : align === "center" ? x - w / 2 : x;
+    c.globalAlpha = 0.85;
+    c.fillStyle = back;
+    c.fillRect(left - 3, y - 10, w + 6, 13);
+    c.globalAlpha = 1;
+  }
+  c.fillStyle = ink;
+  c.fillText(text, x, y);
+}
+function cut(c, text, room) {
+  if (c.measureText(text).width <= room) return text;
+  let low = 0, high = text.length;
+  while (low < high) { const middle = (low + high + 1) >> 1; c.measureText(`${text.slice(0, middle)}…`).width <= room ? low = middle : high = middle - 1; }
+  return `${text.slice(0, low)}…`;
+}

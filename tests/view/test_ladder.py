@@ -1,0 +1,68 @@
+"""The picture's data: what it says of stages is what `stage_costs` says of the same parts."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+
+import splitkit as sk
+from splitkit.pipeline.memory import memory_over_time
+from splitkit.testing import models
+from splitkit.view.ladder import COLUMNS, LadderView, _figure
+from splitkit.view.page import page
+
+
+@pytest.fixture(scope="module", params=["gpt2", "t5"])
+def ladder(request):
+    example = models.build(request.param)
+    gm = sk.capture(example.model, *example.args, **example.kwargs)
+    flow, costs = sk.analyze(gm), sk.costs.training(sk.costs.roofline(gm, "h100"))
+    return LadderView(flow, sk.plan(gm, sk.policies.Stages(3), costs), costs, "a <script>alert(1)</script> title")
+
+
+def test_the_shipped_stages_and_every_stretch_are_those_of_stage_costs(ladder):
+    data, flow, count = ladder.to_dict(), ladder.flow, len(ladder.rows)
+    stages = sk.stage_costs(flow, ladder.plan, ladder.costs)
+    assert data["stages"] == {c: [_figure(s, c) for s in stages] for c in COLUMNS}
+    for borders in ([0, 1, count], [0, 2, count // 2, count - 1, count]):
+        part = {n: sum(row >= b for b in borders[1:-1]) for n, row in ladder.rows.of.items()}
+        moved = sk.stage_costs(flow, sk.plan(flow.root, lambda n, part=part: part.get(n, 0)), ladder.costs)
+        for k, (a, b) in enumerate(pairwise(borders)):
+            at = a * count - a * (a - 1) // 2 + (b - a - 1)  # as the page looks it up
+            for column in COLUMNS:
+                assert data["stretches"][column][at] == pytest.approx(_figure(moved[k], column), rel=1e-12), column
+            assert data["down"][b] == moved[k].activation_bytes and data["up"][a] == moved[k].input_gradient_bytes
+
+
+def test_ribbons_and_edges_go_down(ladder):
+    data = ladder.to_dict()
+    assert data["trains"] and all(a <= b for a, b, _ in data["saved"]) and all(a < b for a, b, _ in data["edges"])
+    assert len(data["ops"]["name"]) == len(ladder.flow.nodes) == sum(row["ops"] for row in data["rows"])
+    assert all(read < op for op, reads in enumerate(data["ops"]["reads"]) for read in reads)
+
+
+def test_inference_has_no_right_column(ladder):
+    data = LadderView(ladder.flow, ladder.plan, ladder.costs, optimizer=None).to_dict()
+    assert not data["trains"] and data["saved"] == [] and not any(data["up"]) and not any(data["stages"]["saved"])
+
+
+def test_memory_over_time_has_the_peaks(ladder):
+    stages = sk.stage_costs(ladder.flow, ladder.plan, ladder.costs)
+    for schedule in ("gpipe", "1f1b"):
+        run = sk.simulate_schedule(stages, schedule, 6, links="nvlink4")
+        held = memory_over_time(run)
+        assert [max(nbytes for _, nbytes in rank) for rank in held] == list(run.peaks)
+        assert all([t for t, _ in rank] == sorted(t for t, _ in rank) for rank in held)
+        assert [rank[-1][1] for rank in held] == [stage.fixed_bytes for stage in stages]  # all that came went
+
+
+def test_the_page_stands_alone_and_text_stays_text(ladder):
+    run = sk.simulate_schedule(sk.stage_costs(ladder.flow, ladder.plan, ladder.costs), "1f1b", 6)
+    data = LadderView(ladder.flow, ladder.plan, ladder.costs, ladder.title, memory=2**30, run=run).to_dict()
+    html = page(data)
+    assert "<script>alert" not in html and "http" not in html.replace("http-equiv", "")
+    inside = html.partition('id="splitkit-data">')[2].partition("</script>")[0]
+    assert json.loads(inside) == json.loads(json.dumps(data))
+    assert len(html.encode()) - len(inside.encode()) < 60_000  # what is ours

@@ -1,0 +1,60 @@
+"""Rows: every value goes down, each part is a band of its own, and modules keep their names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import splitkit as sk
+from splitkit.graph.dataflow import waits_for
+from splitkit.testing import models
+from splitkit.view.rows import rows_of
+
+
+def rows(gm, plan):
+    flow = sk.analyze(gm)
+    order = sorted({plan.home(n) for n in flow.nodes})
+    return flow, rows_of(flow, {n: order.index(plan.home(n)) for n in flow.nodes})
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral", "vit"])
+def test_values_go_down_and_parts_are_bands(name):
+    example = models.build(name)
+    gm = sk.capture(example.model, *example.args, **example.kwargs)
+    plan = sk.plan(gm, sk.policies.Stages(3))
+    flow, found = rows(gm, plan)
+    assert all(found.of[read] <= found.of[n] for n in flow.nodes for read in waits_for(flow, n))
+    assert all(found.parts[found.of[n]] == plan.home(n) for n in flow.nodes)
+    assert list(found.parts) == sorted(found.parts) and set(found.of.values()) == set(range(len(found)))
+    assert len(set(found.names)) == len(found) < len(flow.nodes) / 3
+
+
+def test_names_are_those_of_modules():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Module()
+            self.body.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))
+            self.body.norm = nn.LayerNorm(4)
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x):
+            for layer in self.body.layers:
+                x = layer(x)
+            return self.head(self.body.norm(x)) * 2
+
+    gm = sk.capture(Net(), torch.randn(3, 4))
+    _, found = rows(gm, sk.plan(gm, sk.policies.Stages(1)))
+    assert found.names == ("body.layers.0", "body.layers.1", "body.norm", "head", "(top level)")
+    first = next(iter(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)))
+    _, found = rows(gm, sk.plan(gm, lambda n: int(n is not first)))
+    assert found.names[:2] == ("body.layers.0", "body.layers.0 (part 2)") and found.parts[:2] == (0, 1)
+
+
+def test_backward_of_a_joint_graph_stands_beside_its_forward():
+    joint = sk.capture_joint(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)), torch.randn(3, 4))
+    flow = sk.analyze(joint.graph_module)
+    found = rows_of(flow, {})
+    assert found.backward and found.backward < set(flow.nodes) and set(found.of) == set(flow.nodes)
+    assert {found.of[n] for n in found.backward} == set(range(len(found)))
