@@ -12,20 +12,26 @@ from splitkit.testing import models
 from splitkit.view.rows import rows_of
 
 
+def thirds(gm):
+    place = {n: i for i, n in enumerate(gm.graph.nodes)}
+    return sk.plan(gm, lambda n: 3 * place[n] // len(place))
+
+
 def rows(gm, plan):
     flow = sk.analyze(gm)
     order = sorted({plan.home(n) for n in flow.nodes})
-    return flow, rows_of(flow, {n: order.index(plan.home(n)) for n in flow.nodes})
+    part = {n: order.index(plan.home(n)) for n in flow.nodes}
+    return flow, part, rows_of(flow, part)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral", "vit"])
 def test_values_go_down_and_parts_are_bands(name):
-    example = models.build(name)
+    example = models.build(name, layers=2)
     gm = sk.capture(example.model, *example.args, **example.kwargs)
-    plan = sk.plan(gm, sk.policies.Stages(3))
-    flow, found = rows(gm, plan)
+    plan = thirds(gm)
+    flow, part, found = rows(gm, plan)
     assert all(found.of[read] <= found.of[n] for n in flow.nodes for read in waits_for(flow, n))
-    assert all(found.parts[found.of[n]] == plan.home(n) for n in flow.nodes)
+    assert all(found.parts[found.of[n]] == part[n] for n in flow.nodes)
     assert list(found.parts) == sorted(found.parts) and set(found.of.values()) == set(range(len(found)))
     assert len(set(found.names)) == len(found) < len(flow.nodes) / 3
 
@@ -45,10 +51,10 @@ def test_names_are_those_of_modules():
             return self.head(self.body.norm(x)) * 2
 
     gm = sk.capture(Net(), torch.randn(3, 4))
-    _, found = rows(gm, sk.plan(gm, sk.policies.Stages(1)))
+    _, _, found = rows(gm, sk.plan(gm, lambda n: 0))
     assert found.names == ("body.layers.0", "body.layers.1", "body.norm", "head", "(top level)")
     first = next(iter(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)))
-    _, found = rows(gm, sk.plan(gm, lambda n: int(n is not first)))
+    _, _, found = rows(gm, sk.plan(gm, lambda n: int(n is not first)))
     assert found.names[:2] == ("body.layers.0", "body.layers.0 (part 2)") and found.parts[:2] == (0, 1)
 
 
