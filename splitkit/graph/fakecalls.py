@@ -193,7 +193,7 @@ def hint(size: int | torch.SymInt, sizes: Mapping[str, int] = NO_SIZES) -> int:
 
 def hints(shape: Iterable[int | torch.SymInt], sizes: Mapping[str, int] = NO_SIZES) -> tuple[int, ...]:
     """Plain ints for sizes."""
-    return tuple(hint(size, sizes) for size in shape)
+    return tuple(size if isinstance(size, int) else hint(size, sizes) for size in shape)
 
 
 def rounds(node: Node) -> int:

@@ -136,6 +136,11 @@ def bytes_made_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tenso
     return storage_nbytes(tensor) if rule is None else rule(_bound(op, args, kwargs), tensor)
 
 
+def shows_all(op: Any) -> bool:
+    """Whether what an op makes is as large as the fakes show that it yields."""
+    return op not in _LARGER
+
+
 def hinted_bytes(node: Node, tensor: torch.Tensor) -> int:
     """`bytes_made`, as seen at capture."""
     return as_seen(bytes_made(node, tensor), tensor)

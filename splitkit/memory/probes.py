@@ -84,7 +84,9 @@ class Probes:
 
     def _flags(self, node: Node) -> list[bool]:
         """For each leaf among the arguments whether it is the value of a node that requires grad."""
-        return [isinstance(a, Node) and a in self.requires for a in pytree.tree_leaves((node.args, node.kwargs))]
+        flat = not node.kwargs and not any(isinstance(a, tuple | list | dict) for a in node.args)
+        leaves = node.args if flat else pytree.tree_leaves((node.args, node.kwargs))
+        return [isinstance(a, Node) and a in self.requires for a in leaves]
 
 
 @dataclass(frozen=True)
