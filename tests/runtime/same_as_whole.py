@@ -83,8 +83,9 @@ def prepare() -> None:
         model, inputs = example(case["model"])
         gm = sk.capture(model, **inputs)
         plan = sk.plan(gm, sk.policies.Stages(case["stages"]))
-        calls = {key: replace(part, call=case.get("call", part.call)) for key, part in plan.parts.items()}
-        PREPARED.append((case, inputs, sk.split(gm, replace(plan, parts=calls))))
+        how = {name: case[name] for name in ("call", "replicas") if name in case}
+        parts = {key: replace(part, **how) for key, part in plan.parts.items()}
+        PREPARED.append((case, inputs, sk.split(gm, replace(plan, parts=parts))))
 
 
 def run(case: dict[str, Any], inputs: dict[str, torch.Tensor], split: sk.Split) -> dict[str, Any]:
@@ -103,6 +104,7 @@ def run(case: dict[str, Any], inputs: dict[str, torch.Tensor], split: sk.Split) 
     return {
         "gradient": max(s.gradient for s in seen), "weight": max(s.weight for s in seen), "steps": len(seen),
         "loss": max(s.loss for s in seen), "state": state, "own": pipe.stages, "borders": pipe.borders,
+        "replica": pipe.replicas.own,
         "outputs": None if outputs is None else [type(o).__name__ for o in outputs],
     }  # fmt: skip
 

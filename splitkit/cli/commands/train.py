@@ -220,7 +220,7 @@ def _loss(pipe: Pipeline, losses: torch.Tensor | None, step: int) -> float:
 
     found = losses if losses is not None else torch.zeros(pipe.microbatches)
     found = found.to(pipe.device, torch.float64)
-    dist.broadcast(found, group=pipe.group, group_src=pipe.order.rank_of[-1])
+    dist.broadcast(found, group=pipe.group, group_src=pipe.replicas.ranks[pipe.order.rank_of[-1]][0])
     bad = [number for number, loss in enumerate(found.tolist()) if loss != loss]
     if bad:
         raise PipelineError(
