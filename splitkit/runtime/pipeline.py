@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from splitkit._torch import pytree
 from splitkit.brief import brief
@@ -140,11 +139,6 @@ class Pipeline:
             split.parts[self._chain.keys[stage]].to(self.device)
 
     __repr__ = brief
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The ranks by place in a pipeline and replica, ``("pp", "dp")``; ``None`` where there is one pipeline."""
-        return self.replicas.mesh
 
     def step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> PipelineStep:
         """Forward and backward of one batch; gradients are added to those that are there, as by ``backward()``.

@@ -58,7 +58,8 @@ def test_what_the_command_writes_is_for_people_too():
     rank = {"rank": 0, "stages": [0, 3], "parameters": 2048, "peak": 4096}
     data = {
         "schedule": "1F1B", "microbatches": 4, "replicas": 1, "ranks": [rank], "losses": [3.0, 2.0, 1.0, 0.5, 0.25],
-        "first_step": 0, "steps": 5, "step_seconds": 0.5, "check": {"loss": 0.0, "gradient": 1e-7, "weight": 2e-7, "same": True},
+        "first_step": 0, "steps": 5, "step_seconds": 0.5,
+        "check": {"loss": 0.0, "gradient": 1e-7, "weight": 2e-7, "same": True},
     }  # fmt: skip
     facts, _, table = _text(data)
     assert table.row_count == 1 and facts is not None
