@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from splitkit._torch import pytree
 from splitkit.brief import brief
 from splitkit.checks import is_whole, shown
 from splitkit.engine.split import Split
@@ -22,13 +21,12 @@ from splitkit.runtime.actions import schedule_of
 from splitkit.runtime.agreement import require_same
 from splitkit.runtime.batches import Inputs
 from splitkit.runtime.chain import Chain, chain_of
+from splitkit.runtime.ends import Loss, ends_of, own_loss
 from splitkit.runtime.faults import Progress, named
 from splitkit.runtime.replicas import replicas, replicas_of, require_replicable
-from splitkit.runtime.stage import Batch, ChainStage, Ends, torch_stage
+from splitkit.runtime.stage import Batch, ChainStage, torch_stage
 from splitkit.runtime.support import require_support
 from splitkit.runtime.ties import Ties
-
-Loss = Callable[[Any, Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,8 @@ class Pipeline:
             args: the inputs of the model: of all microbatches, one behind the other in dimension 0; what has the shape
                 of one microbatch goes to each of them.
             target: as ``args``, for the loss.
-            outputs: whether to return what the model returned.
+            outputs: whether to return what the model returned. If no rank asks in the first step, what the loss does
+                not need is not sent, and no later step has it.
             kwargs: as ``args``.
 
         Raises:
@@ -192,12 +191,13 @@ class Pipeline:
 
     def loss_of(self, output: Any, target: Any) -> torch.Tensor:
         """The loss of one microbatch."""
-        return (self._loss or _own_loss)(output, target)
+        return (self._loss or own_loss)(output, target)
 
     @property
     def borders(self) -> tuple[tuple[str, ...], ...]:
         """What goes over each border in training, by the names of the nodes: from each stage to the next one."""
-        wanted = _ends(self._chain, self._loss, True).wanted
+        runs = self._runs.get(True)
+        wanted = ends_of(self._chain, self._loss, True, runs is not None and runs.outputs).wanted
         edges = (self._chain.border(stage, wanted) for stage in range(self._chain.stages - 1))
         return tuple(tuple(self._chain.original(node).name for node in edge) for edge in edges)
 
@@ -248,7 +248,11 @@ class Pipeline:
     def _run(self, train: bool, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, keep: bool) -> Batch:
         runs = self._runs.get(train)
         if runs is None:
-            runs = self._runs[train] = _Runs(self, train)
+            runs = self._runs[train] = _Runs(self, train, self._asked(keep))
+        if keep and not runs.outputs:
+            raise PipelineError(
+                "SK802", "outputs are asked for after steps without", "Ask in the first step: step(..., outputs=True)."
+            )
         batch = runs.batch
         batch.inputs = self.cut(*args, **kwargs)
         batch.targets = self.cut_target(target)
@@ -262,6 +266,12 @@ class Pipeline:
                 batch.found = self.replicas.gathered(torch.stack([batch.losses[i].flatten() for i in self._share]))
         return batch
 
+    def _asked(self, outputs: bool) -> bool:
+        """Whether a rank asks for outputs; all must send alike."""
+        asked = torch.tensor(int(outputs), device=self.device)
+        dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.group)
+        return bool(asked)
+
     @property
     def _share(self) -> range:
         """The microbatches of this replica."""
@@ -271,10 +281,11 @@ class Pipeline:
 class _Runs:
     """The stages of a rank and their schedule, for training or for inference."""
 
-    def __init__(self, pipe: Pipeline, train: bool) -> None:
+    def __init__(self, pipe: Pipeline, train: bool, outputs: bool) -> None:
         chain: Chain = pipe._chain
+        self.outputs = outputs
         self.batch, self._share = Batch(pipe._progress), pipe._share
-        ends = _ends(chain, pipe._loss, train)
+        ends = ends_of(chain, pipe._loss, train, outputs)
         modules = [ChainStage(chain, s, ends, self.batch, pipe.device) for s in pipe.stages]
         require_support(pipe.order, tuple(modules))
         stages = [
@@ -294,25 +305,6 @@ class _Runs:
 def _handed(loss: torch.Tensor, target: object) -> torch.Tensor:
     """The loss as the last stage gave it."""
     return loss
-
-
-def _ends(chain: Chain, loss: Loss | None, train: bool) -> Ends:
-    """What the last stage has: every output, and in training the loss."""
-    every = tuple(chain.split.module.graph.output_node().all_input_nodes)
-    return Ends(every, (loss or _own_loss) if train else None)
-
-
-def _own_loss(result: Any, target: object) -> torch.Tensor:
-    """The loss that the model returns: the one number among the outputs that requires grad."""
-    leaves = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-    found = [t for t in leaves if t.requires_grad and t.numel() == 1]
-    if len(found) != 1:
-        raise PipelineError(
-            "SK802",
-            f"the model returns {len(found)} numbers that require grad",
-            "Give a loss: pipeline(split, loss=lambda output, target: ...).",
-        )
-    return found[0]
 
 
 def _device_of(device: torch.device | str | None, group: dist.ProcessGroup | None) -> torch.device:

@@ -19,6 +19,7 @@ from splitkit.errors import PipelineError
 from splitkit.runtime.chain import Chain
 from splitkit.runtime.dice import Dice
 from splitkit.runtime.divided import divisible
+from splitkit.runtime.ends import Ends
 from splitkit.runtime.faults import Progress
 from splitkit.runtime.values import Carried, carried, fresh
 
@@ -46,19 +47,6 @@ class Batch:
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     found: torch.Tensor | None = None
     keep: bool = False
-
-
-@dataclass(frozen=True)
-class Ends:
-    """What the last stage makes of the outputs.
-
-    Attributes:
-        wanted: nodes of the parent that the last stage must have.
-        loss: gives the loss of ``(output, target)``; ``None`` to keep outputs only.
-    """
-
-    wanted: tuple[Node, ...]
-    loss: Callable[[Any, Any], torch.Tensor] | None
 
 
 class ChainStage(nn.Module):
@@ -156,7 +144,10 @@ class ChainStage(nn.Module):
         def value(node: Node) -> Any:
             return values[node] if node in values else inputs.get(str(node.target))
 
-        result = self._module.graph.process_outputs(map_arg(self._output.args[0], value))
+        if self._ends.own is not None:
+            result = values[self._ends.own]
+        else:
+            result = self._module.graph.process_outputs(map_arg(self._output.args[0], value))
         if self._ends.loss is None:
             self._batch.outputs[number] = result
             return torch.zeros((), device=self.device)

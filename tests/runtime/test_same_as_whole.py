@@ -61,6 +61,11 @@ def test_losses_gradients_and_weights_are_those_of_the_unsplit_model(ran, ranks,
         assert len(last["outputs"]) == case["microbatches"] // replicas and case["stages"] - 1 in last["own"]
 
 
+def test_outputs_that_nobody_asked_for_in_the_first_step_are_refused_later(ran):
+    assert {line["late"] for line in ran["2 ranks odd-2-1f1b"]} == {"SK802"}
+    assert {line["late"] for line in ran["4 ranks unet-4-1f1b"]} == {None, 4}, "a loss of one's own has all outputs"
+
+
 def test_outputs_keep_their_form(ran):
     (last,) = [line for line in ran["2 ranks odd-2-1f1b"] if line["outputs"]]
     assert set(last["outputs"]) == {"dict"}
