@@ -283,9 +283,9 @@ class _Runs:
 
     def __init__(self, pipe: Pipeline, train: bool, outputs: bool) -> None:
         chain: Chain = pipe._chain
-        self.outputs = outputs
         self.batch, self._share = Batch(pipe._progress), pipe._share
         ends = ends_of(chain, pipe._loss, train, outputs)
+        self.outputs = ends.own is None
         modules = [ChainStage(chain, s, ends, self.batch, pipe.device) for s in pipe.stages]
         require_support(pipe.order, tuple(modules))
         stages = [

@@ -76,7 +76,7 @@ def _add_up(gradients: Sequence[torch.Tensor], group: dist.ProcessGroup | None) 
     for bucket in _buckets(gradients):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         dist.all_reduce(flat, group=group)
-        for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+        for gradient, total in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
             gradient.copy_(total.view_as(gradient))
 
 
