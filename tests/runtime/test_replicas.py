@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import splitkit as sk
+from splitkit import _torch
 from splitkit.errors import PipelineError, ScheduleError
-from splitkit.runtime.replicas import Replicas, replicas_of, require_replicable
+from splitkit.runtime.replicas import Replicas, replicas, replicas_of, require_replicable, subgroup
 from splitkit.runtime.ties import BUCKET, _buckets
 
 
@@ -57,3 +60,15 @@ def test_gradients_go_in_buckets_of_one_dtype():
     large = torch.zeros(BUCKET // 4)
     found = [len(bucket) for bucket in _buckets([small, small, half, small, large, small])]
     assert found == [2, 1, 1, 1, 1] and not list(_buckets([]))
+
+
+def test_groups_have_the_time_limit_of_the_one_that_they_are_of(tmp_path):
+    """It was half an hour for the ranks of a tied weight, whatever was asked for."""
+    limit = timedelta(seconds=7)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1, timeout=limit)
+    try:
+        assert _torch.timeout_of(None) == limit == _torch.timeout_of(subgroup(None, [0]))
+        alone = replicas(1, None, torch.device("cpu"))
+        assert alone.mesh is None and alone.ranks == ((0,),) and list(alone.share(4)) == [0, 1, 2, 3]
+    finally:
+        dist.destroy_process_group()
