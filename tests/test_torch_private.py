@@ -241,6 +241,12 @@ def test_the_layout_of_mkldnn():
     assert torch.ones(2, 2).to_mkldnn().layout is _torch.MKLDNN
 
 
+def test_a_module_says_whether_it_is_compiled():
+    plain, own, wrapped = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    own.compile(backend="eager")
+    assert [_torch.is_compiled(m) for m in (plain, own, torch.compile(wrapped))] == [False, True, True]
+
+
 OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
 
 

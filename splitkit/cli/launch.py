@@ -8,8 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 GRACE = 10.0
 """Seconds that ranks have to say what they waited for, once one has ended with an error."""
@@ -33,19 +33,35 @@ def ranks(words: Sequence[str], count: int, wait: float) -> tuple[int, str]:
     env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     command = [sys.executable, "-m", "splitkit", *words]
     started: list[subprocess.Popen[str]] = []
+    with _raised():
+        try:
+            for rank in range(count):
+                own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+                started.append(subprocess.Popen(command, env=own, stdout=out, text=True, start_new_session=True))
+            code = _wait(started, wait)
+            return code, started[0].stdout.read() if started[0].stdout else ""
+        finally:
+            for process in started:
+                if process.poll() is None:
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+
+
+@contextmanager
+def _raised() -> Iterator[None]:
+    """Let signals that would end this process at once raise, so that it ends the ranks first."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        for rank in range(count):
-            own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-            started.append(subprocess.Popen(command, env=own, stdout=out, text=True, start_new_session=True))
-        code = _wait(started, wait)
-        return code, started[0].stdout.read() if started[0].stdout else ""
+        yield
     finally:
-        for process in started:
-            if process.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _wait(started: Sequence[subprocess.Popen[str]], wait: float) -> int:

@@ -6,6 +6,7 @@ import argparse
 
 from splitkit import __version__
 from splitkit.cli.arguments import Parser, above_zero, natural, numbers, positive, sizes, words
+from splitkit.cli.partflags import BACKENDS
 from splitkit.testing.models import NAMES
 
 MODEL_HELP = f"an example ({', '.join(NAMES)}), package.module:factory, or path.py:factory"
@@ -153,6 +154,7 @@ def _train(commands: _Commands[Parser]) -> None:
     example = (
         "splitkit train plan.json --nproc 4 --check\n"
         "splitkit train gpt2 --stages 4 --nproc 2 --schedule zbv --microbatches 8 --steps 20\n"
+        "splitkit train plan.json --nproc 4 --dp 2 --recompute\n"
         "torchrun --nproc-per-node 4 -m splitkit train plan.json --steps 20 --schedule 1f1b --check"
     )
     parser = _command(commands, "train", "train a split model as a pipeline of several processes", example)
@@ -165,7 +167,14 @@ def _train(commands: _Commands[Parser]) -> None:
         type=positive,
         default=8,
         metavar="N",
-        help="of a step, each as the example's inputs (default 8)",
+        help="of a step, each as the example's inputs, of all pipelines together (default 8)",
+    )
+    group.add_argument(
+        "--dp", type=positive, metavar="N", help="N pipelines side by side (default: the replicas of the plan's parts)"
+    )
+    group.add_argument("--recompute", action="store_true", help="keep only the inputs of parts, and compute them again")
+    group.add_argument(
+        "--compile", nargs="?", const="inductor", choices=BACKENDS, help="compile each part (default inductor)"
     )
     group.add_argument(
         "--steps", type=positive, default=10, metavar="N", help="in all, those before --resume too (default 10)"

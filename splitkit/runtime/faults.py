@@ -16,6 +16,7 @@ import torch.distributed as dist
 from splitkit import _torch
 from splitkit.errors import PipelineError, SplitError
 from splitkit.pipeline.order import KINDS, Action, PipelineOrder
+from splitkit.runtime.replicas import Replicas
 
 KEY = "splitkit: a rank failed"
 PATIENCE = 3.0
@@ -27,18 +28,25 @@ class Progress:
     """What a rank is at.
 
     Attributes:
-        order: what each rank does.
-        rank: this one.
+        order: what each rank of a pipeline does.
+        replicas: the pipelines side by side, and where this rank is.
+        first: the number of this pipeline's first microbatch.
         names: border -> the values that go over it.
         inside: the action that computes now.
         last: the action that was begun last.
     """
 
     order: PipelineOrder
-    rank: int
+    replicas: Replicas
+    first: int
     names: Sequence[Sequence[str]]
     inside: Action | None = None
     last: Action | None = None
+
+    @property
+    def rank(self) -> int:
+        """In the group."""
+        return self.replicas.ranks[self.replicas.place][self.replicas.own]
 
     @contextmanager
     def computing(self, stage: int, kind: str, microbatch: int) -> Iterator[None]:
@@ -53,7 +61,8 @@ class Progress:
 
     def waits(self) -> str:
         """What comes next on this rank, and from whom."""
-        row = self.order.ranks[self.rank]
+        own = self.order.ranks[self.replicas.place]
+        row = [a._replace(microbatch=a.microbatch + self.first) for a in own]
         if self.last is None:
             found = row[0]
         else:
@@ -69,14 +78,15 @@ class Progress:
         border = min(source, found.stage)
         what = ", ".join(self.names[border][:4]) if border < len(self.names) else "the loss"
         of = "gradients of " if found.kind != "F" else ""
-        return f"waited for {of}{what} from stage {source} (rank {self.order.rank_of[source]}), for {_text(found)}"
+        rank = self.replicas.ranks[self.order.rank_of[source]][self.replicas.own]
+        return f"waited for {of}{what} from stage {source} (rank {rank}), for {_text(found)}"
 
     def _from(self, action: Action) -> int | None:
         """The stage of another rank whose result an action waits for."""
         source = action.stage + (-1 if action.kind == "F" else 1)
         if action.kind == "W" or not 0 <= source < len(self.order.rank_of):
             return None
-        return source if self.order.rank_of[source] != self.rank else None
+        return source if self.order.rank_of[source] != self.replicas.place else None
 
 
 def _is(action: Action, other: Action, kinds: str) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from splitkit._torch import pytree
 from splitkit.brief import brief
 from splitkit.checks import is_whole, shown
 from splitkit.engine.split import Split
@@ -21,12 +21,12 @@ from splitkit.runtime.actions import schedule_of
 from splitkit.runtime.agreement import require_same
 from splitkit.runtime.batches import Inputs
 from splitkit.runtime.chain import Chain, chain_of
+from splitkit.runtime.ends import Loss, ends_of, own_loss
 from splitkit.runtime.faults import Progress, named
-from splitkit.runtime.stage import Batch, ChainStage, Ends, torch_stage
+from splitkit.runtime.replicas import replicas, replicas_of, require_replicable
+from splitkit.runtime.stage import Batch, ChainStage, torch_stage
 from splitkit.runtime.support import require_support
 from splitkit.runtime.ties import Ties
-
-Loss = Callable[[Any, Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class PipelineStep:
     Attributes:
         loss: the mean of the microbatches' losses, on the rank of the last stage; ``None`` elsewhere.
         losses: that of each microbatch, ``[microbatches]``; as ``loss``.
-        outputs: what the model returned for each microbatch, if asked for; as ``loss``.
+        outputs: what the model returned for each microbatch of this replica, if asked for; as ``loss``.
     """
 
     loss: torch.Tensor | None
@@ -62,18 +62,23 @@ def pipeline(
     takes what it reads from the batch itself; values go from stage to stage with static metadata, so that nothing runs
     on made-up values, and parameters that several stages read get the sum of their gradients.
 
+    Parts with replicas (`Part.replicas`, the same number in all of them) make as many pipelines side by side: each runs
+    its share of the microbatches, and all have the sum of the gradients after a step, so that the numbers are those of
+    one pipeline of all microbatches.
+
     Args:
         split: parts in the order of the stages, captured with the inputs of one microbatch.
         schedule: torch's name: gpipe, 1f1b, interleaved1f1b, loopedbfs, interleavedzerobubble, zbvzerobubble or
             dualpipev.
-        microbatches: how many in a step.
+        microbatches: how many in a step, of all replicas together.
         loss: gives the loss of ``(output, target)`` of one microbatch; ``None`` for models that return their loss.
         group: the ranks of the pipeline; all of the process group by default.
         device: of this rank; the current CUDA device where the group's backend is NCCL, else the CPU.
         seed: of the random numbers, see `Pipeline.seed_of`.
 
     Raises:
-        PipelineError: SK801 for a split that cannot run on several ranks; SK804 where the ranks do not run the same.
+        PipelineError: SK801 for a split that cannot run on several ranks, or whose parts have different numbers of
+            replicas; SK804 where the ranks do not run the same.
         ScheduleError: SK330 where the schedule does not go with the numbers of stages, ranks and microbatches.
     """
     return Pipeline(split, schedule, microbatches, loss, group, device, seed)
@@ -84,11 +89,12 @@ class Pipeline:
 
     Attributes:
         split: what is run.
-        order: what each rank does.
+        order: what each rank of a pipeline does.
+        replicas: the pipelines side by side.
         rank: of this process in the group.
         stages: those of this rank.
         device: of this rank.
-        microbatches: how many in a step.
+        microbatches: how many in a step, of all replicas together.
         group: the ranks; ``None`` for all.
         steps: how many steps of training were begun; seeds go by it.
     """
@@ -115,15 +121,18 @@ class Pipeline:
         self.device = _device_of(device, group)
         same = {"schedule": schedule, "number of microbatches": microbatches, "seed": seed}
         require_same(self._chain, same, group)
-        self.order = pipeline_order(schedule, self._chain.stages, microbatches, dist.get_world_size(group))
-        self.stages = tuple(s for s, rank in enumerate(self.order.rank_of) if rank == self.rank)
+        count, ranks = replicas_of(split.plan), dist.get_world_size(group)
+        require_replicable(split.flow, count, ranks, microbatches)
+        self.order = pipeline_order(schedule, self._chain.stages, microbatches // count, ranks // count)
+        self.replicas = replicas(count, group, self.device)
+        self.stages = tuple(s for s, rank in enumerate(self.order.rank_of) if rank == self.replicas.place)
         if not is_whole(seed):
             raise PipelineError("SK802", f"the seed is {shown(seed)}", "Give a whole number.")
         self._seed, self._loss, self.steps = int(seed), loss, 0
         self._inputs = Inputs(self._chain, microbatches, self.device)
-        self._ties = Ties(self._chain, self.order.rank_of, group)
+        self._ties = Ties(self._chain, self.order.rank_of, self.replicas, group, self.parameters())
         self._runs: dict[bool, _Runs] = {}
-        self._progress = Progress(self.order, self.rank, self.borders)
+        self._progress = Progress(self.order, self.replicas, self.replicas.share(microbatches).start, self.borders)
         for stage in self.stages:
             split.parts[self._chain.keys[stage]].to(self.device)
 
@@ -138,7 +147,8 @@ class Pipeline:
             args: the inputs of the model: of all microbatches, one behind the other in dimension 0; what has the shape
                 of one microbatch goes to each of them.
             target: as ``args``, for the loss.
-            outputs: whether to return what the model returned.
+            outputs: whether to return what the model returned. If no rank asks in the first step, what the loss does
+                not need is not sent, and no later step has it.
             kwargs: as ``args``.
 
         Raises:
@@ -146,23 +156,22 @@ class Pipeline:
                 is not what was captured; SK805 where this rank or another one failed; SK806 for
                 what this version of torch cannot run.
         """
-        with self._ties.added_up():
-            losses = self._run(True, args, kwargs, target, outputs)
-        if losses.losses:
-            found = torch.stack([losses.losses[i] for i in range(self.microbatches)])
-            made = tuple(losses.outputs[i] for i in range(self.microbatches)) if outputs else None
-            return PipelineStep(found.mean(), found.flatten(), made)
+        batch = self._run(True, args, kwargs, target, outputs)
+        if batch.found is not None:
+            made = tuple(batch.outputs[i] for i in self._share) if outputs else None
+            return PipelineStep(batch.found.mean(), batch.found, made)
         return PipelineStep(None, None)
 
     def infer(self, *args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
         """Forward only, without gradients.
 
         Returns:
-            What the model returns for each microbatch, on the rank of the last stage; ``None`` elsewhere.
+            What the model returns for each microbatch of this replica, on the rank of the last stage; ``None``
+            elsewhere.
         """
         with torch.no_grad():
             batch = self._run(False, args, kwargs, None, True)
-        return tuple(batch.outputs[i] for i in range(self.microbatches)) if batch.outputs else None
+        return tuple(batch.outputs[i] for i in self._share) if batch.outputs else None
 
     def cut(self, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
         """The inputs of each microbatch, by the names of the graph's inputs.
@@ -182,12 +191,13 @@ class Pipeline:
 
     def loss_of(self, output: Any, target: Any) -> torch.Tensor:
         """The loss of one microbatch."""
-        return (self._loss or _own_loss)(output, target)
+        return (self._loss or own_loss)(output, target)
 
     @property
     def borders(self) -> tuple[tuple[str, ...], ...]:
         """What goes over each border in training, by the names of the nodes: from each stage to the next one."""
-        wanted = _ends(self._chain, self._loss, True).wanted
+        runs = self._runs.get(True)
+        wanted = ends_of(self._chain, self._loss, True, runs is not None and runs.outputs).wanted
         edges = (self._chain.border(stage, wanted) for stage in range(self._chain.stages - 1))
         return tuple(tuple(self._chain.original(node).name for node in edge) for edge in edges)
 
@@ -238,35 +248,55 @@ class Pipeline:
     def _run(self, train: bool, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, keep: bool) -> Batch:
         runs = self._runs.get(train)
         if runs is None:
-            runs = self._runs[train] = _Runs(self, train)
+            runs = self._runs[train] = _Runs(self, train, self._asked(keep))
+        if keep and not runs.outputs:
+            raise PipelineError(
+                "SK802", "outputs are asked for after steps without", "Ask in the first step: step(..., outputs=True)."
+            )
         batch = runs.batch
         batch.inputs = self.cut(*args, **kwargs)
         batch.targets = self.cut_target(target)
         batch.seeds = [self.seed_of(self.steps, i) for i in range(self.microbatches)]
         batch.keep = keep
-        batch.outputs, batch.losses = {}, {}
+        batch.outputs, batch.losses, batch.found = {}, {}, None
         self.steps += train
-        with named(self._progress):
+        with named(self._progress), self._ties.added_up() if train else nullcontext():
             runs.step()
+            if batch.losses:
+                batch.found = self.replicas.gathered(torch.stack([batch.losses[i].flatten() for i in self._share]))
         return batch
+
+    def _asked(self, outputs: bool) -> bool:
+        """Whether a rank asks for outputs; all must send alike."""
+        asked = torch.tensor(int(outputs), device=self.device)
+        dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.group)
+        return bool(asked)
+
+    @property
+    def _share(self) -> range:
+        """The microbatches of this replica."""
+        return self.replicas.share(self.microbatches)
 
 
 class _Runs:
     """The stages of a rank and their schedule, for training or for inference."""
 
-    def __init__(self, pipe: Pipeline, train: bool) -> None:
+    def __init__(self, pipe: Pipeline, train: bool, outputs: bool) -> None:
         chain: Chain = pipe._chain
-        self.batch, self._count = Batch(pipe._progress), pipe.microbatches
-        ends = _ends(chain, pipe._loss, train)
+        self.batch, self._share = Batch(pipe._progress), pipe._share
+        ends = ends_of(chain, pipe._loss, train, outputs)
+        self.outputs = ends.own is None
         modules = [ChainStage(chain, s, ends, self.batch, pipe.device) for s in pipe.stages]
         require_support(pipe.order, tuple(modules))
-        stages = [torch_stage(m, s, chain.stages, pipe.group) for m, s in zip(modules, pipe.stages, strict=True)]
+        stages = [
+            torch_stage(m, s, chain.stages, pipe.replicas.line) for m, s in zip(modules, pipe.stages, strict=True)
+        ]
         self._schedule = schedule_of(pipe.order, stages, _handed if train else None)
         self._last = any(m.last for m in modules)
 
     def step(self) -> None:
         """One step on what lies in the batch."""
-        number = torch.arange(self._count)
+        number = torch.tensor(self._share)
         self._schedule.step(
             microbatch=number, target=number if self._last else None, return_outputs=False,
         )  # fmt: skip
@@ -275,25 +305,6 @@ class _Runs:
 def _handed(loss: torch.Tensor, target: object) -> torch.Tensor:
     """The loss as the last stage gave it."""
     return loss
-
-
-def _ends(chain: Chain, loss: Loss | None, train: bool) -> Ends:
-    """What the last stage has: every output, and in training the loss."""
-    every = tuple(chain.split.module.graph.output_node().all_input_nodes)
-    return Ends(every, (loss or _own_loss) if train else None)
-
-
-def _own_loss(result: Any, target: object) -> torch.Tensor:
-    """The loss that the model returns: the one number among the outputs that requires grad."""
-    leaves = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-    found = [t for t in leaves if t.requires_grad and t.numel() == 1]
-    if len(found) != 1:
-        raise PipelineError(
-            "SK802",
-            f"the model returns {len(found)} numbers that require grad",
-            "Give a loss: pipeline(split, loss=lambda output, target: ...).",
-        )
-    return found[0]
 
 
 def _device_of(device: torch.device | str | None, group: dist.ProcessGroup | None) -> torch.device:

@@ -1,4 +1,7 @@
-"""Parameters that several stages read: each rank has a copy, and all get the sum of their gradients."""
+"""Parameters of which several ranks have a copy: all get the sum of their gradients.
+
+Stages of several ranks may read one parameter, and each replica of a pipeline has all parameters of its stages.
+"""
 
 from __future__ import annotations
 
@@ -10,36 +13,50 @@ import torch.distributed as dist
 from torch import nn
 
 from splitkit.runtime.chain import Chain
+from splitkit.runtime.replicas import Replicas, subgroup
+
+BUCKET = 25 * 2**20
+"""Bytes of gradients that replicas send in one message, as torch's DDP."""
 
 
 class Ties:
-    """The parameters that stages of several ranks read.
+    """The parameters of this rank that other ranks have too.
 
     On one rank the copies are one object, and autograd adds up what its stages find.
     """
 
-    def __init__(self, chain: Chain, rank_of: Sequence[int], group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        chain: Chain,
+        rank_of: Sequence[int],
+        replicas: Replicas,
+        group: dist.ProcessGroup | None,
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
         split = chain.split
         stage_of = {split.names[key]: stage for stage, key in enumerate(chain.keys)}
-        me = dist.get_rank(group)
         self._shared: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for names in split.shared:
             owners = {name: stage_of[child] for name in names if (child := name.split(".")[0]) in stage_of}
-            ranks = tuple(sorted({rank_of[stage] for stage in owners.values()}))
-            if len(ranks) < 2:
+            places = tuple(sorted({rank_of[stage] for stage in owners.values()}))
+            if len(places) < 2:
                 continue
-            if ranks not in groups:  # made by all ranks in one order, as torch asks
-                groups[ranks] = dist.new_group([_global(group, r) for r in ranks])
-            if me in ranks:
-                name = next(name for name, stage in owners.items() if rank_of[stage] == me)
-                self._shared.append((split.module.get_parameter(name), groups[ranks]))
+            if places not in groups:
+                groups[places] = subgroup(group, [rank for place in places for rank in replicas.ranks[place]])
+            if replicas.place in places:
+                name = next(name for name, stage in owners.items() if rank_of[stage] == replicas.place)
+                self._shared.append((split.module.get_parameter(name), groups[places]))
+        shared = {id(parameter) for parameter, _ in self._shared}
+        self._across = replicas.across
+        self._replicated = [p for p in parameters if id(p) not in shared] if self._across is not None else []
 
     @contextmanager
     def added_up(self) -> Iterator[None]:
         """Around a step: what it adds to the gradient of one copy is added to all."""
-        before = [parameter.grad for parameter, _ in self._shared]
-        for parameter, _ in self._shared:
+        held = [*(parameter for parameter, _ in self._shared), *self._replicated]
+        before = [parameter.grad for parameter in held]
+        for parameter in held:
             parameter.grad = None
         try:
             yield
@@ -47,11 +64,31 @@ class Ties:
                 if parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                     dist.all_reduce(parameter.grad, group=group)
+            _add_up([p.grad for p in self._replicated if p.grad is not None], self._across)
         finally:
-            for (parameter, _), grad in zip(self._shared, before, strict=True):
+            for parameter, grad in zip(held, before, strict=True):
                 if grad is not None:
                     parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 
 
-def _global(group: dist.ProcessGroup | None, rank: int) -> int:
-    return rank if group is None else dist.get_global_rank(group, rank)
+def _add_up(gradients: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Give all ranks of a group the sum of what each has; they have the same ones in the same order."""
+    for bucket in _buckets(gradients):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        dist.all_reduce(flat, group=group)
+        for gradient, total in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
+            gradient.copy_(total.view_as(gradient))
+
+
+def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Tensors that follow each other, of one dtype and of `BUCKET` bytes, or one that is larger."""
+    bucket: list[torch.Tensor] = []
+    held = 0
+    for tensor in tensors:
+        if bucket and (tensor.dtype != bucket[0].dtype or held + tensor.nbytes > BUCKET):
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(tensor)
+        held += tensor.nbytes
+    if bucket:
+        yield bucket

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from campaigns import these_first
@@ -62,8 +63,30 @@ def test_what_the_command_writes_is_for_people_too():
 
     rank = {"rank": 0, "stages": [0, 3], "parameters": 2048, "peak": 4096}
     data = {
-        "schedule": "1F1B", "microbatches": 4, "ranks": [rank], "losses": [3.0, 2.0, 1.0, 0.5, 0.25], "first_step": 0,
-        "steps": 5, "step_seconds": 0.5, "check": {"loss": 0.0, "gradient": 1e-7, "weight": 2e-7, "same": True},
+        "schedule": "1F1B", "microbatches": 4, "replicas": 1, "ranks": [rank], "losses": [3.0, 2.0, 1.0, 0.5, 0.25],
+        "first_step": 0, "steps": 5, "step_seconds": 0.5,
+        "check": {"loss": 0.0, "gradient": 1e-7, "weight": 2e-7, "same": True},
     }  # fmt: skip
     facts, _, table = _text(data)
     assert table.row_count == 1 and facts is not None
+
+
+def test_a_loss_that_is_no_number_is_said_with_its_microbatch(tmp_path):
+    import torch
+    import torch.distributed as dist
+
+    from splitkit.cli.commands.train import _loss
+    from splitkit.errors import PipelineError
+
+    pipe = SimpleNamespace(
+        microbatches=3, device=torch.device("cpu"), group=None, order=SimpleNamespace(rank_of=(0,)),
+        replicas=SimpleNamespace(ranks=((0,),)), seed_of=lambda step, number: 100 * step + number,
+    )  # fmt: skip
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert _loss(pipe, torch.tensor([1.0, 2.0, 6.0]), 4) == 3.0
+        with pytest.raises(PipelineError, match="SK805: the loss of microbatch 1 in step 4 is nan") as error:
+            _loss(pipe, torch.tensor([1.0, float("nan"), 6.0]), 4)
+        assert "seed 401" in error.value.remedy
+    finally:
+        dist.destroy_process_group()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import splitkit as sk
+from splitkit.errors import PipelineError
 from splitkit.runtime import pipeline
 from splitkit.testing import models
 from splitkit.testing.nets import UNet
@@ -83,8 +84,9 @@ def prepare() -> None:
         model, inputs = example(case["model"])
         gm = sk.capture(model, **inputs)
         plan = sk.plan(gm, sk.policies.Stages(case["stages"]))
-        calls = {key: replace(part, call=case.get("call", part.call)) for key, part in plan.parts.items()}
-        PREPARED.append((case, inputs, sk.split(gm, replace(plan, parts=calls))))
+        how = {name: case[name] for name in ("call", "replicas") if name in case}
+        parts = {key: replace(part, **how) for key, part in plan.parts.items()}
+        PREPARED.append((case, inputs, sk.split(gm, replace(plan, parts=parts))))
 
 
 def run(case: dict[str, Any], inputs: dict[str, torch.Tensor], split: sk.Split) -> dict[str, Any]:
@@ -97,12 +99,18 @@ def run(case: dict[str, Any], inputs: dict[str, torch.Tensor], split: sk.Split) 
         batch = batch_of(inputs, count, step)
         batches.append(batch | ({"target": torch.randn(2 * count, *gm(**inputs).shape[1:])} if by_output else {}))
     seen = train_both(pipe, batches, lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3), case.get("tolerance", 1e-6))
+    try:
+        late: Any = pipe.step(**batches[0], outputs=True).outputs
+        late = len(late) if late is not None else None
+    except PipelineError as error:
+        late = error.code
     given = {k: v for k, v in batches[0].items() if k != "target"}
     outputs = pipe.infer(**given)
     state = {name: list(t.shape) for name, t in pipe.state_dict().items()}
     return {
         "gradient": max(s.gradient for s in seen), "weight": max(s.weight for s in seen), "steps": len(seen),
         "loss": max(s.loss for s in seen), "state": state, "own": pipe.stages, "borders": pipe.borders,
+        "replica": pipe.replicas.own, "late": late,
         "outputs": None if outputs is None else [type(o).__name__ for o in outputs],
     }  # fmt: skip
 

@@ -11,6 +11,7 @@ from torch import nn
 import splitkit as sk
 from splitkit.errors import PipelineError
 from splitkit.runtime.chain import chain_of
+from splitkit.runtime.ends import ends_of
 
 
 class Net(nn.Module):
@@ -81,3 +82,51 @@ def test_a_part_that_is_checkpointed_is_a_stage():
     ]
     assert [found.original(n).name for n in found.border(0, ())] == ["tanh"]
     assert found.own(0) == found.own(1) == {}
+
+
+class Early(nn.Module):
+    """Its first layer gives an output too, and a number that has no gradient."""
+
+    def __init__(self, losses: int = 1) -> None:
+        super().__init__()
+        self.a, self.b, self.losses = nn.Linear(4, 4), nn.Linear(4, 4), losses
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.a(x)
+        z = self.b(y.tanh())
+        found = {"hidden": y, "count": (z > 0).sum(), "loss": z.square().mean()}
+        return found | ({"other": z.abs().mean()} if self.losses > 1 else {})
+
+
+@pytest.mark.parametrize(
+    ("losses", "loss", "outputs", "wanted"),
+    [
+        (1, None, False, ["mean"]),
+        (1, None, True, ["linear", "sum_1", "mean"]),
+        (1, lambda output, target: output["loss"], False, ["linear", "sum_1", "mean"]),
+        (2, None, False, ["linear", "sum_1", "mean", "mean_1"]),
+    ],
+)
+def test_only_the_loss_is_wanted_where_nobody_asks_for_outputs(losses, loss, outputs, wanted):
+    gm = sk.capture(Early(losses), torch.randn(2, 4))
+    names = [n.name for n in sk.analyze(gm).nodes]
+    found = chain_of(sk.split(gm, {n: int(names.index(n) > names.index("tanh")) for n in names}))
+    ends = ends_of(found, loss, True, outputs)
+    assert [found.original(n).name for n in ends.wanted] == wanted
+    border = [found.original(n).name for n in found.border(0, ends.wanted)]
+    assert border == (["tanh"] if wanted == ["mean"] else ["linear", "tanh"])
+    assert len(ends_of(found, loss, False, True).wanted) == 2 + losses
+
+
+def test_outputs_go_on_where_no_gradient_of_the_loss_would_cross_a_border():
+    class Apart(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.a(x), self.b(x).mean()
+
+    gm = sk.capture(Apart(), torch.randn(2, 4))
+    found = chain_of(sk.split(gm, {"linear": 0, "linear_1": 1, "mean": 1}))
+    assert [found.original(n).name for n in ends_of(found, None, True, False).wanted] == ["linear", "mean"]

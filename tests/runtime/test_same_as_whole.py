@@ -18,16 +18,21 @@ ON_TWO: list[dict[str, Any]] = [
     {"model": "odd", "stages": 4, "schedule": "interleavedzerobubble", "microbatches": 4},
     {"model": "gpt2", "stages": 4, "schedule": "zbvzerobubble", "microbatches": 4},
     {"model": "odd", "stages": 4, "schedule": "dualpipev", "microbatches": 4},
+    {"model": "t5", "stages": 4, "schedule": "zbvzerobubble", "microbatches": 4},  # lost gradients, and would not send
+    {"model": "gpt2", "stages": 4, "schedule": "interleavedzerobubble", "microbatches": 4, "call": "checkpoint"},
 ]
 ON_FOUR: list[dict[str, Any]] = [
     {"model": "t5", "stages": 4, "schedule": "1f1b", "microbatches": 4},
     {"model": "unet", "stages": 4, "schedule": "1f1b", "microbatches": 4},
     {"model": "gpt2", "stages": 4, "schedule": "1f1b", "microbatches": 4},
+    {"model": "gpt2", "stages": 2, "schedule": "1f1b", "microbatches": 6, "replicas": 2},  # with a tie and dropout
+    {"model": "unet", "stages": 1, "schedule": "gpipe", "microbatches": 4, "replicas": 4},
 ]
 
 
 def named(case: dict[str, Any]) -> str:
-    return f"{case['model']}-{case['stages']}-{case['schedule']}"
+    more = f"-x{case['replicas']}" if "replicas" in case else f"-{case['call']}" if "call" in case else ""
+    return f"{case['model']}-{case['stages']}-{case['schedule']}{more}"
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +53,17 @@ def test_losses_gradients_and_weights_are_those_of_the_unsplit_model(ran, ranks,
     assert len(lines) == ranks
     for line in lines:  # the first step is held to 1e-6 there, on every rank, the others to 1e-4
         assert line["steps"] == case.get("steps", 2) and line["gradient"] <= 1e-4 >= line["weight"]
-    assert sorted(s for line in lines for s in line["own"]) == list(range(case["stages"]))
-    (last,) = [line for line in lines if line["outputs"]]
-    assert len(last["outputs"]) == case["microbatches"] and case["stages"] - 1 in last["own"]
+    replicas = case.get("replicas", 1)
+    for replica in range(replicas):
+        own = [line for line in lines if line["replica"] == replica]
+        assert sorted(s for line in own for s in line["own"]) == list(range(case["stages"]))
+        (last,) = [line for line in own if line["outputs"]]
+        assert len(last["outputs"]) == case["microbatches"] // replicas and case["stages"] - 1 in last["own"]
+
+
+def test_outputs_that_nobody_asked_for_in_the_first_step_are_refused_later(ran):
+    assert {line["late"] for line in ran["2 ranks odd-2-1f1b"]} == {"SK802"}
+    assert {line["late"] for line in ran["4 ranks unet-4-1f1b"]} == {None, 4}, "a loss of one's own has all outputs"
 
 
 def test_outputs_keep_their_form(ran):

@@ -18,6 +18,7 @@ import splitkit as sk
 from splitkit.cli import launch
 from splitkit.cli.checks import DIFFERENT
 from splitkit.cli.outcome import Outcome, seconds
+from splitkit.cli.partflags import asked, compile_parts, require_compiler
 from splitkit.cli.work import Work, decoded, make_plan, plan_file, prepare
 from splitkit.errors import PipelineError, UsageError
 from splitkit.units import size
@@ -36,6 +37,7 @@ def run(args: Namespace) -> Outcome:
     """See the module."""
     if args.resume and args.checkpoint is None:
         raise UsageError("SK601", "--resume needs a folder", "Add --checkpoint FOLDER.")
+    require_compiler(args)
     if "RANK" in os.environ:
         return _rank(args)
     if args.nproc is None:
@@ -87,6 +89,7 @@ def _train(args: Namespace) -> dict[str, Any]:
     pipe = pipeline(split, args.schedule, args.microbatches, seed=work.source.seed)
     optimizer = _optimizer(args, pipe.parameters())
     beside = _Beside(args, pipe) if args.check else None
+    compile_parts(pipe, args.compile)
     first = 0
     if args.resume:
         from splitkit.runtime import checkpoint
@@ -96,6 +99,7 @@ def _train(args: Namespace) -> dict[str, Any]:
     found = _steps(args, work, pipe, optimizer, first, beside)
     own = {
         "rank": pipe.rank,
+        "replica": pipe.replicas.own,
         "stages": list(pipe.stages),
         "parameters": sum(p.numel() * p.element_size() for p in pipe.parameters()),
         "peak": _peak(),
@@ -107,6 +111,7 @@ def _train(args: Namespace) -> dict[str, Any]:
         "note": split.plan.note,
         "schedule": pipe.order.name,
         "microbatches": pipe.microbatches,
+        "replicas": pipe.replicas.count,
         "first_step": first,
         **found,
         "ranks": _gathered(pipe, own),
@@ -126,15 +131,16 @@ def _split(args: Namespace) -> tuple[Work, Any]:
         work = prepare(source.from_plan(args.target, file, args))
     graph = work.gm.graph
     once = planned_once(work.gm, lambda: plan if file is None else decoded(graph, args.target, file))
-    return work, sk.split(work.gm, once)
+    return work, sk.split(work.gm, asked(once, args))
 
 
 def _optimizer(args: Namespace, parameters: Iterable[Any]) -> Any:
     import torch
 
     rate = args.lr if args.lr is not None else RATES[args.optimizer]
-    made = torch.optim.AdamW if args.optimizer == "adamw" else torch.optim.SGD
-    return made(parameters, lr=rate)
+    if args.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=rate)
+    return torch.optim.AdamW(parameters, lr=rate, eps=1e-6)  # with 1e-8, gradients of mere rounding take whole steps
 
 
 class _Beside:
@@ -220,7 +226,7 @@ def _loss(pipe: Pipeline, losses: torch.Tensor | None, step: int) -> float:
 
     found = losses if losses is not None else torch.zeros(pipe.microbatches)
     found = found.to(pipe.device, torch.float64)
-    dist.broadcast(found, group=pipe.group, group_src=pipe.order.rank_of[-1])
+    dist.broadcast(found, group=pipe.group, group_src=pipe.replicas.ranks[pipe.order.rank_of[-1]][0])
     bad = [number for number, loss in enumerate(found.tolist()) if loss != loss]
     if bad:
         raise PipelineError(
@@ -281,7 +287,8 @@ def _bar(rank: int, steps: int) -> Iterator[Any]:
 
 def _text(data: dict[str, Any]) -> list[RenderableType]:
     losses, check = data["losses"], data["check"]
-    rows = {"schedule": f"{data['schedule']}, {data['microbatches']} microbatches on {len(data['ranks'])} ranks"}
+    ranks = f"{len(data['ranks'])} ranks" + (f", {data['replicas']} pipelines" if data["replicas"] > 1 else "")
+    rows = {"schedule": f"{data['schedule']}, {data['microbatches']} microbatches on {ranks}"}
     if losses:
         shown = losses if len(losses) < 5 else [*losses[:2], *losses[-2:]]
         rows["steps"] = f"{data['first_step']} to {data['steps']}, {seconds(data['step_seconds'])} each"
@@ -293,7 +300,7 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
     if check:
         differ = f"loss {check['loss']:.1e}, gradients {check['gradient']:.1e}, weights {check['weight']:.1e}"
         rows["same"] = f"{'yes' if check['same'] else 'NO'} (relative to the unsplit model: {differ})"
-    ranks = [
+    each = [
         (r["rank"], ", ".join(map(str, r["stages"])), size(r["parameters"]), size(r["peak"])) for r in data["ranks"]
     ]
-    return [facts(rows), "", table(("rank", "stages", "parameters", "peak of the process"), ranks, ("rank",))]
+    return [facts(rows), "", table(("rank", "stages", "parameters", "peak of the process"), each, ("rank",))]

@@ -1,0 +1,74 @@
+"""Which pipelines run side by side, and what is refused before anything does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import splitkit as sk
+from splitkit import _torch
+from splitkit.errors import PipelineError, ScheduleError
+from splitkit.runtime.replicas import Replicas, replicas, replicas_of, require_replicable, subgroup
+from splitkit.runtime.ties import BUCKET, _buckets
+
+
+def planned(*counts: int) -> sk.Plan:
+    gm = sk.capture(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(2, 4))
+    plan = sk.plan(gm, {"linear": 0, "tanh": 0, "linear_1": 1})
+    parts = {key: replace(part, replicas=count) for (key, part), count in zip(plan.parts.items(), counts, strict=True)}
+    return replace(plan, parts=parts)
+
+
+def test_parts_of_as_many_replicas_are_as_many_pipelines():
+    assert replicas_of(planned(1, 1)) == 1 and replicas_of(planned(3, 3)) == 3
+
+
+def test_parts_of_other_numbers_of_replicas_are_refused_with_what_runs():
+    with pytest.raises(PipelineError, match=r"SK801: .*\(0: 2, 1: 1\)") as error:
+        replicas_of(planned(2, 1))
+    assert "--dp 2" in error.value.remedy
+
+
+def test_numbers_that_do_not_divide_are_refused():
+    flow = sk.analyze(sk.capture(nn.Linear(2, 2), torch.randn(2, 2)))
+    require_replicable(flow, 2, ranks=4, microbatches=6)
+    for ranks, microbatches, says in ((3, 6, "3 ranks for 2 replicas"), (4, 5, "5 microbatches for 2 replicas")):
+        with pytest.raises(ScheduleError, match=f"SK330: {says}"):
+            require_replicable(flow, 2, ranks, microbatches)
+
+
+def test_buffers_that_forward_writes_are_refused_in_replicas():
+    flow = sk.analyze(sk.capture(nn.BatchNorm1d(4), torch.randn(2, 4)))
+    require_replicable(flow, 1, ranks=2, microbatches=2)
+    with pytest.raises(PipelineError, match=r"SK801: forward writes (num_batches_tracked|running_)"):
+        require_replicable(flow, 2, ranks=2, microbatches=2)
+    require_replicable(sk.analyze(sk.capture(nn.BatchNorm1d(4).eval(), torch.randn(2, 4))), 2, 2, 2)
+
+
+def test_each_pipeline_has_its_share_of_the_microbatches():
+    shares = [list(Replicas(((0, 1), (2, 3)), 0, own, None).share(6)) for own in (0, 1)]
+    assert shares == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_gradients_go_in_buckets_of_one_dtype():
+    small, half = torch.zeros(4), torch.zeros(4, dtype=torch.float64)
+    large = torch.zeros(BUCKET // 4)
+    found = [len(bucket) for bucket in _buckets([small, small, half, small, large, small])]
+    assert found == [2, 1, 1, 1, 1] and not list(_buckets([]))
+
+
+def test_groups_have_the_time_limit_of_the_one_that_they_are_of(tmp_path):
+    """It was half an hour for the ranks of a tied weight, whatever was asked for."""
+    limit = timedelta(seconds=7)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1, timeout=limit)
+    try:
+        assert _torch.timeout_of(None) == limit == _torch.timeout_of(subgroup(None, [0]))
+        alone = replicas(1, None, torch.device("cpu"))
+        assert alone.mesh is None and alone.ranks == ((0,),) and list(alone.share(4)) == [0, 1, 2, 3]
+    finally:
+        dist.destroy_process_group()
