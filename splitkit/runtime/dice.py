@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from splitkit.runtime.chain import Chain, draws
+from splitkit.runtime.chain import Chain
 
 
 class Dice:
@@ -35,8 +35,7 @@ class Dice:
     @classmethod
     def of(cls, chain: Chain, stage: int, device: torch.device) -> Dice:
         """That of a stage of a chain."""
-        flow = chain.split.flow
-        who = [s for s, key in enumerate(chain.keys) if draws(flow, chain.split.subgraphs[key].nodes)]
+        who = [s for s, draws in enumerate(chain.facts.draws) if draws]
         first, last = (min(who), max(who)) if who else (0, 0)
         return cls(stage in who, first < stage <= last, first <= stage < last, device)
 

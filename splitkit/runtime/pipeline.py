@@ -189,7 +189,7 @@ class Pipeline:
         """What goes over each border in training, by the names of the nodes: from each stage to the next one."""
         wanted = _ends(self._chain, self._loss, True).wanted
         edges = (self._chain.border(stage, wanted) for stage in range(self._chain.stages - 1))
-        return tuple(tuple(self._chain.original(node).name for node in edge) for edge in edges)
+        return tuple(tuple(self._chain.value(node).name for node in edge) for edge in edges)
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:

@@ -17,7 +17,7 @@ from splitkit.errors import PipelineError
 from splitkit.runtime.chain import Chain
 from splitkit.runtime.dice import Dice
 from splitkit.runtime.faults import Progress
-from splitkit.runtime.values import Carried, carried, fresh
+from splitkit.runtime.values import Carried, fresh
 
 
 @dataclass
@@ -74,8 +74,8 @@ class ChainStage(nn.Module):
         self._nodes, self._inputs = chain.nodes(stage), chain.inputs(stage)
         self._received = chain.border(stage - 1, ends.wanted) if stage else ()
         self._handed = chain.border(stage, ends.wanted) if not self.last else ()
-        self.takes: tuple[Carried, ...] = carried(chain, self._received, ends.loss is not None)
-        self.gives: tuple[Carried, ...] = carried(chain, self._handed, ends.loss is not None)
+        self.takes: tuple[Carried, ...] = _carried(chain, self._received, ends)
+        self.gives: tuple[Carried, ...] = _carried(chain, self._handed, ends)
         self._output = chain.split.module.graph.output_node()
         self._module = chain.split.module
         self.dice = Dice.of(chain, stage, device)
@@ -162,6 +162,10 @@ class ChainStage(nn.Module):
         if self.last:
             return (torch.empty((), device="meta", requires_grad=self._ends.loss is not None),)
         return (*([self.dice.like] if self.dice.gives else []), *(value.like for value in self.gives))
+
+
+def _carried(chain: Chain, values: Sequence[Node], ends: Ends) -> tuple[Carried, ...]:
+    return tuple(chain.value(node).sent(ends.loss is not None) for node in values)
 
 
 def torch_stage(module: ChainStage, stage: int, stages: int, group: dist.ProcessGroup | None) -> PipelineStage:
