@@ -143,6 +143,7 @@ def form_outputs(gm: fx.GraphModule, data: Field) -> None:
         codegen = _torch.codegen_of(gm.graph)
         codegen.pytree_info = codegen.pytree_info._replace(out_spec=treespecs.decode(signature["out_spec"]))
         gm.graph.set_codegen(codegen)
+        gm.recompile()
 
 
 def _appended(

@@ -5,3 +5,6 @@ from splitkit.runtime.devices import to_devices as to_devices
 from splitkit.runtime.pipeline import Pipeline as Pipeline
 from splitkit.runtime.pipeline import PipelineStep as PipelineStep
 from splitkit.runtime.pipeline import pipeline as pipeline
+from splitkit.runtime.savestages import save_stages as save_stages
+from splitkit.runtime.stagefolder import StageFolder as StageFolder
+from splitkit.runtime.stagefolder import open_stages as open_stages

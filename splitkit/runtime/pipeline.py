@@ -23,6 +23,7 @@ from splitkit.runtime.batches import Inputs
 from splitkit.runtime.chain import Chain, chain_of
 from splitkit.runtime.faults import Progress, named
 from splitkit.runtime.stage import Batch, ChainStage, Ends, torch_stage
+from splitkit.runtime.stagefolder import StageFolder
 from splitkit.runtime.support import require_support
 from splitkit.runtime.ties import Ties
 
@@ -47,7 +48,7 @@ class PipelineStep:
 
 
 def pipeline(
-    split: Split,
+    split: Split | StageFolder,
     schedule: str = "1f1b",
     microbatches: int = 8,
     *,
@@ -63,7 +64,8 @@ def pipeline(
     on made-up values, and parameters that several stages read get the sum of their gradients.
 
     Args:
-        split: parts in the order of the stages, captured with the inputs of one microbatch.
+        split: parts in the order of the stages, captured with the inputs of one microbatch; or stages on disk
+            (`splitkit.runtime.open_stages`), of which each rank loads its own.
         schedule: torch's name: gpipe, 1f1b, interleaved1f1b, loopedbfs, interleavedzerobubble, zbvzerobubble or
             dualpipev.
         microbatches: how many in a step.
@@ -95,7 +97,7 @@ class Pipeline:
 
     def __init__(
         self,
-        split: Split,
+        split: Split | StageFolder,
         schedule: str,
         microbatches: int,
         loss: Loss | None,
@@ -110,7 +112,7 @@ class Pipeline:
                 "Start with torchrun, and call torch.distributed.init_process_group.",
             )
         self.split, self.microbatches = split, microbatches
-        self._chain = chain_of(split)
+        self._chain = chain_of(split) if isinstance(split, Split) else split.chain
         self.group, self.rank = group, dist.get_rank(group)
         self.device = _device_of(device, group)
         same = {"schedule": schedule, "number of microbatches": microbatches, "seed": seed}
@@ -120,6 +122,8 @@ class Pipeline:
         if not is_whole(seed):
             raise PipelineError("SK802", f"the seed is {shown(seed)}", "Give a whole number.")
         self._seed, self._loss, self.steps = int(seed), loss, 0
+        if isinstance(split, StageFolder):
+            split.load(self.stages, self.device)
         self._inputs = Inputs(self._chain, microbatches, self.device)
         self._ties = Ties(self._chain, self.order.rank_of, group)
         self._runs: dict[bool, _Runs] = {}

@@ -1,0 +1,41 @@
+"""Pipelines whose ranks load their stages from a folder give the losses, gradients and weights of the unsplit model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from launch import launch
+
+CASES: list[dict[str, Any]] = [
+    {"model": "gpt2", "stages": 2, "schedule": "1f1b", "microbatches": 2},  # a tie across ranks, dropout
+    {"model": "odd", "stages": 4, "schedule": "zbvzerobubble", "microbatches": 4},  # a tie on one rank, BatchNorm
+    {"model": "t5", "stages": 4, "schedule": "interleaved1f1b", "microbatches": 2},  # skips, late inputs, constants
+    {"model": "llama", "stages": 2, "schedule": "gpipe", "microbatches": 2},  # buffers that no state has
+    {"model": "unet", "stages": 2, "schedule": "1f1b", "microbatches": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
+    lines = launch("from_folder.py", 2, json.dumps(CASES), str(tmp_path_factory.mktemp("stages")))
+    return {case["model"]: [line for line in lines if line["model"] == case["model"]] for case in CASES}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['model']}-{case['stages']}-{case['schedule']}")
+def test_stages_from_a_folder_train_as_the_unsplit_model(ran, case):
+    lines = ran[case["model"]]
+    assert len(lines) == 2
+    for line in lines:  # the first step is held to 1e-6 there, on every rank, the others to 1e-4
+        assert line["gradient"] <= 1e-4 >= line["weight"]
+        assert line["loaded"] == len(line["own"]) == case["stages"] // 2
+    (last,) = [line for line in lines if line["outputs"]]
+    assert len(last["outputs"]) == case["microbatches"] and case["stages"] - 1 in last["own"]
+
+
+def test_outputs_keep_their_form_and_names_are_the_models(ran):
+    outputs = {model: next(line["outputs"] for line in lines if line["outputs"])[0] for model, lines in ran.items()}
+    assert outputs["odd"] == "dict" and outputs["t5"] == "Seq2SeqLMOutput"
+    first, last = (set(line["names"]) for line in sorted(ran["gpt2"], key=lambda line: line["rank"]))
+    assert first & last == {"lm_head.weight"}
