@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict, namedtuple
 from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +18,7 @@ from splitkit.fields import Field
 _KINDS: Mapping[str, Any] = MappingProxyType(
     {"tuple": tuple, "list": list, "dict": dict, "OrderedDict": OrderedDict}
 )  # fmt: skip
+_OUTPUTS = "transformers.modeling_outputs"  # the one module that is imported: its classes are what most models return
 
 
 def encode(spec: Any) -> Any:
@@ -39,7 +42,7 @@ def encode(spec: Any) -> Any:
 def decode(data: Field) -> Any:
     """The tree spec of data.
 
-    Classes are those that this process has registered with torch's pytree; nothing is imported.
+    Classes are those that this process has registered with torch's pytree.
 
     Raises:
         FileError: SK505 for damaged data; SK508 for a class that is not there.
@@ -69,6 +72,8 @@ def _name(kind: type) -> str:
 def _class(data: Field) -> type:
     module, _, name = data.text().partition(":")
     found: Any = sys.modules.get(module)
+    if found is None and module == _OUTPUTS and find_spec(_OUTPUTS.partition(".")[0]) is not None:
+        found = import_module(_OUTPUTS)
     for atom in name.split("."):
         found = vars(found).get(atom) if found is not None and hasattr(found, "__dict__") else None
     if not isinstance(found, type):

@@ -28,6 +28,7 @@ from splitkit.brief import brief
 from splitkit.engine import graphdata, values
 from splitkit.errors import FileError
 from splitkit.fields import WRITE_AGAIN, Field
+from splitkit.graph.storages import parameters_and_buffers
 from splitkit.plans import file as planfile
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
@@ -41,6 +42,7 @@ MANIFEST = "manifest.json"
 EXAMPLE = "example.safetensors"
 KIND = "splitkit stages"
 SCHEMA = 1
+_NONE = torch.empty(0)  # of a shape that no weight has
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,17 @@ class StageFolder:
                 if stage == self.chain.stages - 1:
                     graphdata.form_outputs(self.module, self.manifest["parent"])
         self._fill(fresh)
+
+    def fill(self, whole: nn.Module) -> None:
+        """Give the unsplit model the parameters and saved buffers that the stages are filled with.
+
+        Raises:
+            FileError: SK507 where they are not those of this model.
+        """
+        held, place = parameters_and_buffers(whole), self.weights or Weights.at(self.path)
+        rows = [self._row(index) for index in range(len(self.manifest["tensors"].value))]
+        found = [[name.text() for name in row["names"].items()] for row in rows if row["saved"].flag()]
+        place.read([(names, next((held[name] for name in names if name in held), _NONE)) for names in found])
 
     def example(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword inputs of one microbatch, as they were saved.
