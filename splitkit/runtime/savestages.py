@@ -21,7 +21,7 @@ from splitkit.graph.storages import attribute, parameters_and_buffers, storage_k
 from splitkit.runtime import factsdata
 from splitkit.runtime.chain import Chain, chain_of
 from splitkit.runtime.stagefolder import EXAMPLE, KIND, MANIFEST, SCHEMA
-from splitkit.runtime.tensorfiles import dtype_name, write
+from splitkit.runtime.tensorfiles import dtype_name, is_dense, write
 from splitkit.runtime.weights import INDEX
 
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
@@ -122,7 +122,7 @@ class _Tensors:
                     "names": names,
                     "dtype": values.name_of_dtype(tensor.dtype),
                     "shape": list(tensor.shape),
-                    "order": _order(tensor),
+                    "strides": _strides(tensor),
                     "parameter": isinstance(tensor, nn.Parameter),
                     "requires_grad": tensor.requires_grad,
                     "saved": any(name in self._saved for name in names),
@@ -157,13 +157,11 @@ def _numbers(program: Mapping[str, Any]) -> list[int]:
     return [*program["tensors"].values(), *(n for inner in program["modules"].values() for n in _numbers(inner))]
 
 
-def _order(tensor: torch.Tensor) -> list[int] | None:
-    """The dimensions by the steps between their elements, for what is dense but not contiguous: channels last."""
-    if tensor.is_contiguous():
-        return None
-    steps = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda d: (-steps[d], d))
-    return order if tensor.permute(order).is_contiguous() else None
+def _strides(tensor: torch.Tensor) -> list[int] | None:
+    """Those of a tensor that is dense and lies otherwise than most: channels last. Kernels go by them."""
+    strides = list(tensor.stride())
+    usual = strides == list(torch.empty(tensor.shape, device="meta").stride())
+    return None if usual or not is_dense(tensor.shape, strides) else strides
 
 
 def _stages(split: Split, texts: Sequence[str]) -> list[dict[str, Any]]:

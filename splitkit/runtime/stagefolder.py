@@ -35,7 +35,7 @@ from splitkit.plans.record import Plan
 from splitkit.runtime import factsdata
 from splitkit.runtime.chain import Chain, stages_of
 from splitkit.runtime.factsdata import like_of
-from splitkit.runtime.tensorfiles import contents
+from splitkit.runtime.tensorfiles import contents, is_dense
 from splitkit.runtime.weights import Weights
 
 MANIFEST = "manifest.json"
@@ -175,14 +175,11 @@ class StageFolder:
     def _empty(self, index: int, device: torch.device) -> torch.Tensor:
         """A tensor without its numbers yet."""
         row = self._row(index)
-        like, order = like_of(row), row["order"]
-        made = torch.empty(like.shape, dtype=like.dtype, device=device)
-        if order.value is not None:
-            dims = order.sizes()
-            if sorted(dims) != list(range(like.dim())):
-                raise order.damaged("null or the order of the dimensions")
-            inverse = [dims.index(d) for d in range(len(dims))]
-            made = torch.empty([like.shape[d] for d in dims], dtype=like.dtype, device=device).permute(inverse)
+        like, strides = like_of(row), row["strides"]
+        steps = like.stride() if strides.value is None else tuple(strides.sizes())
+        if len(steps) != like.dim() or not is_dense(like.shape, steps):
+            raise strides.damaged("null or the strides of a dense tensor")
+        made = torch.empty_strided(like.shape, steps, dtype=like.dtype, device=device)
         grad = row["requires_grad"].flag()
         if grad and not like.is_floating_point() and not like.is_complex():
             raise row["requires_grad"].damaged("false, for it is no float")
@@ -233,7 +230,7 @@ def open_stages(folder: str | os.PathLike[str], weights: str | os.PathLike[str] 
     if manifest["schema"].value != SCHEMA:
         raise FileError(
             "SK503",
-            f"{path} has schema {manifest['schema'].value!r}, this splitkit reads {SCHEMA}",
+            f"{path / MANIFEST} has schema {manifest['schema'].value!r}, this splitkit reads {SCHEMA}",
             "Split again with this version, or use the version of splitkit that wrote it.",
         )
     plan = _plan(manifest["plan"])

@@ -9,7 +9,7 @@ what it has touched counts as memory of the process::
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -115,6 +115,16 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
             file.write(_bytes_of(tensor.detach().cpu().contiguous()))
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements lie side by side, in whatever order of the dimensions."""
+    step = 1
+    for stride, length in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1):
+        if stride != step and 0 not in shape:
+            return False
+        step *= length
+    return True
 
 
 def dtype_name(name: str, tensor: torch.Tensor) -> str:
