@@ -12,7 +12,7 @@ from splitkit.errors import FileError
 
 
 @dataclass(frozen=True)
-class Field:
+class JsonField:
     """A value of a file.
 
     Attributes:
@@ -25,7 +25,7 @@ class Field:
     place: str
     value: Any
 
-    def __getitem__(self, name: str) -> Field:
+    def __getitem__(self, name: str) -> JsonField:
         """A field of an object."""
         if not isinstance(self.value, dict):
             raise self.damaged("an object")
@@ -36,21 +36,21 @@ class Field:
                 WRITE_AGAIN,
                 [self._below(name)],
             )
-        return Field(self.file, self._below(name), self.value[name])
+        return JsonField(self.file, self._below(name), self.value[name])
 
-    def items(self) -> Iterator[Field]:
+    def items(self) -> Iterator[JsonField]:
         """The items of a list."""
         if not isinstance(self.value, list):
             raise self.damaged("a list")
         for i, value in enumerate(self.value):
-            yield Field(self.file, f"{self.place}[{i}]", value)
+            yield JsonField(self.file, f"{self.place}[{i}]", value)
 
-    def fields(self) -> Iterator[tuple[str, Field]]:
+    def fields(self) -> Iterator[tuple[str, JsonField]]:
         """The fields of an object by name."""
         if not isinstance(self.value, dict):
             raise self.damaged("an object")
         for name, value in self.value.items():
-            yield name, Field(self.file, self._below(name), value)
+            yield name, JsonField(self.file, self._below(name), value)
 
     def text(self) -> str:
         """A string that can be printed."""

@@ -22,7 +22,7 @@ from splitkit.engine.partmodules import EagerPart
 from splitkit.engine.targets import function_of, name_of_function, signature_of
 from splitkit.engine.writer import LeanGraph, Writer
 from splitkit.errors import FileError
-from splitkit.fields import Field
+from splitkit.fields import JsonField
 from splitkit.graph.storages import attribute
 
 EXPORT = "Capture the model with splitkit.capture(model, ...), by torch.export."
@@ -56,7 +56,7 @@ def encode(gm: fx.GraphModule, number_of: Callable[[torch.Tensor], int], parts: 
 
 
 def decode(
-    data: Field, tensor_of: Callable[[Field], torch.Tensor], parts: Mapping[str, nn.Module] | None = None
+    data: JsonField, tensor_of: Callable[[JsonField], torch.Tensor], parts: Mapping[str, nn.Module] | None = None
 ) -> fx.GraphModule:
     """The module of data. Runs nothing that the data brings: it can only name functions that are known here.
 
@@ -113,7 +113,7 @@ def _signature(graph: fx.Graph) -> dict[str, Any]:
     return {"signature": {"names": list(info.orig_args), "in_spec": treespecs.encode(info.in_spec), "out_spec": out}}
 
 
-def _graph(data: Field, names: Mapping[str, Collection[str]]) -> fx.Graph:
+def _graph(data: JsonField, names: Mapping[str, Collection[str]]) -> fx.Graph:
     for name, signature in data["ops"].fields():
         _require_op(name, signature)
     graph = LeanGraph()
@@ -130,7 +130,7 @@ def _graph(data: Field, names: Mapping[str, Collection[str]]) -> fx.Graph:
     return graph
 
 
-def form_outputs(gm: fx.GraphModule, data: Field) -> None:
+def form_outputs(gm: fx.GraphModule, data: JsonField) -> None:
     """Let a module of data return what the original does, and not a flat list.
 
     It is another step, as the classes of outputs may take more memory to import than a stage, and one stage needs them.
@@ -147,7 +147,7 @@ def form_outputs(gm: fx.GraphModule, data: Field) -> None:
 
 
 def _appended(
-    writer: Writer, item: Field, nodes: Mapping[str, Node], attributes: Mapping[str, Collection[str]]
+    writer: Writer, item: JsonField, nodes: Mapping[str, Node], attributes: Mapping[str, Collection[str]]
 ) -> Node:
     op, name = item["op"].text(), _identifier(item["name"])
     if name in nodes or name == "self":
@@ -169,10 +169,10 @@ def _appended(
     return writer.node(op, target, args, kwargs, name)
 
 
-def _require_op(name: str, signature: Field) -> None:
+def _require_op(name: str, signature: JsonField) -> None:
     found = function_of(name)
     if found is None:
-        raise _unknown(Field(signature.file, signature.place, name))
+        raise _unknown(JsonField(signature.file, signature.place, name))
     if signature_of(found) != signature.text():
         raise FileError(
             "SK508",
@@ -182,7 +182,7 @@ def _require_op(name: str, signature: Field) -> None:
         )
 
 
-def _unknown(target: Field) -> FileError:
+def _unknown(target: JsonField) -> FileError:
     return FileError(
         "SK508",
         f"{target.file} calls {target.text()!r}, which this process does not know",
@@ -191,7 +191,7 @@ def _unknown(target: Field) -> FileError:
     )
 
 
-def _identifier(data: Field, text: str | None = None) -> str:
+def _identifier(data: JsonField, text: str | None = None) -> str:
     """A name that may stand in code."""
     name = data.text() if text is None else text
     if not name.isidentifier() or keyword.iskeyword(name) or not name.isascii():
@@ -199,14 +199,14 @@ def _identifier(data: Field, text: str | None = None) -> str:
     return name
 
 
-def _path(data: Field, name: str) -> list[str]:
+def _path(data: JsonField, name: str) -> list[str]:
     atoms = name.split(".")
     if not all(re.fullmatch(r"\w+", atom, re.ASCII) for atom in atoms):
         raise data.damaged("the dotted name of an attribute")
     return atoms
 
 
-def _put(root: nn.Module, path: list[str], data: Field, value: torch.Tensor | nn.Module) -> None:
+def _put(root: nn.Module, path: list[str], data: JsonField, value: torch.Tensor | nn.Module) -> None:
     *way, last = path
     for atom in way:
         below = getattr(root, atom, None)

@@ -13,7 +13,7 @@ from typing import Any
 from splitkit._torch import pytree
 from splitkit.engine import values
 from splitkit.errors import FileError
-from splitkit.fields import Field
+from splitkit.fields import JsonField
 
 _KINDS: Mapping[str, Any] = MappingProxyType(
     {"tuple": tuple, "list": list, "dict": dict, "OrderedDict": OrderedDict}
@@ -39,7 +39,7 @@ def encode(spec: Any) -> Any:
     return {"kind": "namedtuple" if named else "class", "class": name, "context": described, "children": children}
 
 
-def decode(data: Field) -> Any:
+def decode(data: JsonField) -> Any:
     """The tree spec of data.
 
     Classes are those that this process has registered with torch's pytree.
@@ -69,7 +69,7 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def _class(data: Field) -> type:
+def _class(data: JsonField) -> type:
     module, _, name = data.text().partition(":")
     found: Any = sys.modules.get(module)
     if found is None and module == _OUTPUTS and find_spec(_OUTPUTS.partition(".")[0]) is not None:
@@ -81,7 +81,7 @@ def _class(data: Field) -> type:
     return found
 
 
-def _absent(data: Field) -> FileError:
+def _absent(data: JsonField) -> FileError:
     module = data.text().partition(":")[0]
     return FileError(
         "SK508",

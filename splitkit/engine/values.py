@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from splitkit.errors import FileError
-from splitkit.fields import Field
+from splitkit.fields import JsonField
 
 
 def encode(value: Any, where: str) -> Any:
@@ -50,7 +50,7 @@ def encode(value: Any, where: str) -> Any:
     )
 
 
-def decode(data: Field, nodes: Mapping[str, Node]) -> Any:
+def decode(data: JsonField, nodes: Mapping[str, Node]) -> Any:
     """The value of data.
 
     Args:
@@ -87,21 +87,21 @@ def decode(data: Field, nodes: Mapping[str, Node]) -> Any:
     raise data.damaged("a value")
 
 
-def _pair(data: Field, nodes: Mapping[str, Node]) -> tuple[Any, Any]:
+def _pair(data: JsonField, nodes: Mapping[str, Node]) -> tuple[Any, Any]:
     items = [decode(item, nodes) for item in data.items()]
     if len(items) != 2 or isinstance(items[0], list | dict | slice | Node):
         raise data.damaged("a key and a value")
     return items[0], items[1]
 
 
-def _number(kind: str, data: Field) -> float | complex:
+def _number(kind: str, data: JsonField) -> float | complex:
     try:
         return float(data.text()) if kind == "float" else complex(data.text())
     except ValueError as error:
         raise data.damaged("a number") from error
 
 
-def _of_torch(kind: str, data: Field) -> Any:
+def _of_torch(kind: str, data: JsonField) -> Any:
     wanted, make = _OF_TORCH[kind]
     try:
         found = make(data.text())
@@ -124,7 +124,7 @@ _OF_TORCH: Mapping[str, tuple[Any, Any]] = {
 }
 
 
-def dtype_of(data: Field) -> torch.dtype:
+def dtype_of(data: JsonField) -> torch.dtype:
     """The dtype that a field names."""
     found = _of_name(data.text())
     if not isinstance(found, torch.dtype):

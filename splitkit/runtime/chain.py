@@ -66,7 +66,7 @@ class Staged(Protocol):
 
 
 @dataclass(frozen=True)
-class Facts:
+class ChainFacts:
     """What must be known of the graph that was split, besides its parts.
 
     Attributes:
@@ -97,7 +97,7 @@ class Chain:
 
     split: Staged
     stage_of: Mapping[Node, int]
-    facts: Facts
+    facts: ChainFacts
 
     __repr__ = brief
 
@@ -189,7 +189,7 @@ def stages_of(split: Staged) -> Mapping[Node, int]:
     return dict(sorted(stage_of.items(), key=lambda item: order[item[0]]))
 
 
-def _facts(split: Split, stage_of: Mapping[Node, int]) -> Facts:
+def _facts(split: Split, stage_of: Mapping[Node, int]) -> ChainFacts:
     flow = split.flow
     written = _require_own_memory(split, stage_of)
     needed = flow.fact(Gradients).needed
@@ -203,7 +203,7 @@ def _facts(split: Split, stage_of: Mapping[Node, int]) -> Facts:
         "plan": _digest(json.dumps(split.plan.to_dict(), sort_keys=True)),
         "code of the parts": _digest("".join(part.code for part in split.parts.values())),
     }
-    return Facts(
+    return ChainFacts(
         values,
         {str(node.target): _like(value_of(original)) for node, original in given},
         tuple(_draws(flow, sub.nodes) for sub in split.subgraphs.values()),

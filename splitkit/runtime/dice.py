@@ -21,13 +21,14 @@ class Dice:
     """The generator of one stage.
 
     Attributes:
+        draws: whether the stage draws random numbers.
         takes: whether its state comes from the stage before.
         gives: whether it goes to the stage behind.
         like: what a state looks like, on ``meta``.
     """
 
     def __init__(self, rolls: bool, takes: bool, gives: bool, device: torch.device) -> None:
-        self.takes, self.gives, self._rolls, self._device = takes, gives, rolls, device
+        self.draws, self.takes, self.gives, self._device = rolls, takes, gives, device
         self._before: torch.Tensor | None = None
         self._passed: torch.Tensor | None = None
         self.like = torch.empty_like(self._get(), device="meta")
@@ -43,7 +44,7 @@ class Dice:
         """Set the generator for a microbatch; what was received besides its state."""
         state, rest = (received[0], received[1:]) if self.takes else (None, received)
         self._passed = state
-        if self._rolls:
+        if self.draws:
             self._before = self._get()
             if state is None:
                 self._seed(seed)

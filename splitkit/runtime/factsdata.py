@@ -1,4 +1,4 @@
-"""What a pipeline must know of the graph that was split, as JSON-ready data; see `splitkit.runtime.chain.Facts`."""
+"""What a pipeline must know of the graph that was split (`ChainFacts`), as JSON-ready data."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from splitkit.engine.values import dtype_of, name_of_dtype
-from splitkit.fields import Field
-from splitkit.runtime.chain import Chain, Facts
+from splitkit.fields import JsonField
+from splitkit.runtime.chain import Chain, ChainFacts
 from splitkit.runtime.values import SCALARS, Carried
 
 
 def encode(chain: Chain) -> dict[str, Any]:
-    """The facts of a chain: of its values those that go over a border.
+    """The facts of a chain: of its values those that go over a border, and the outputs.
 
     Raises:
         PipelineError: SK801 for a value that cannot be sent.
@@ -21,8 +21,9 @@ def encode(chain: Chain) -> dict[str, Any]:
     facts = chain.facts
     wanted = chain.split.module.graph.output_node().all_input_nodes
     crossing = dict.fromkeys(n for stage in range(chain.stages - 1) for n in chain.border(stage, wanted))
+    outputs = dict.fromkeys(n for n in wanted if n in chain.stage_of and not chain.value(n).odd)
     return {
-        "values": {node.name: _carried(chain.value(node).sent(True)) for node in crossing},
+        "values": {node.name: _carried(chain.value(node).sent(True)) for node in {**crossing, **outputs}},
         "inputs": {name: None if like is None else _like(like) for name, like in facts.inputs.items()},
         "draws": list(facts.draws),
         "writes": list(facts.writes),
@@ -30,14 +31,14 @@ def encode(chain: Chain) -> dict[str, Any]:
     }
 
 
-def decode(data: Field) -> Facts:
+def decode(data: JsonField) -> ChainFacts:
     """The facts of data.
 
     Raises:
         FileError: SK505.
     """
     inputs = {name: None if like.value is None else like_of(like) for name, like in data["inputs"].fields()}
-    return Facts(
+    return ChainFacts(
         {name: _carried_of(value) for name, value in data["values"].fields()},
         inputs,
         tuple(item.flag() for item in data["draws"].items()),
@@ -46,7 +47,7 @@ def decode(data: Field) -> Facts:
     )
 
 
-def like_of(data: Field) -> torch.Tensor:
+def like_of(data: JsonField) -> torch.Tensor:
     """A tensor on ``meta`` of the shape and dtype of data."""
     return torch.empty(data["shape"].sizes(), dtype=dtype_of(data["dtype"]), device="meta")
 
@@ -61,7 +62,7 @@ def _carried(value: Carried) -> dict[str, Any]:
     return {"name": value.name, **_like(value.like), **rest}
 
 
-def _carried_of(data: Field) -> Carried:
+def _carried_of(data: JsonField) -> Carried:
     scalar = data["scalar"]
     kind = next((kind for kind in SCALARS if kind.__name__ == scalar.value), None)
     if kind is None and scalar.value is not None:

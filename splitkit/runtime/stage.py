@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,7 @@ class Batch:
     """What a step works on; shared by the stages of a rank.
 
     Attributes:
-        progress: what the rank is at.
+        progress: what the rank is at; ``None`` under a schedule of others.
         inputs: microbatch -> the inputs of the graph by name.
         targets: microbatch -> what the loss is given besides the output.
         seeds: microbatch -> its seed.
@@ -34,7 +35,7 @@ class Batch:
         keep: whether outputs are wanted.
     """
 
-    progress: Progress
+    progress: Progress | None = None
     inputs: Sequence[Mapping[str, Any]] = ()
     targets: Sequence[Any] = ()
     seeds: Sequence[int] = ()
@@ -93,7 +94,8 @@ class ChainStage(nn.Module):
     def forward(self, *received: torch.Tensor, microbatch: torch.Tensor) -> Any:
         """Run one microbatch."""
         number = int(microbatch)
-        with self._batch.progress.computing(self._stage, "F", number):
+        progress = self._batch.progress
+        with nullcontext() if progress is None else progress.computing(self._stage, "F", number):
             return self._forward(received, number)
 
     def _forward(self, received: tuple[torch.Tensor, ...], number: int) -> Any:
@@ -117,6 +119,8 @@ class ChainStage(nn.Module):
     def _watch(self, given: Sequence[torch.Tensor], number: int) -> None:
         """Note when the gradient comes that the backward of this microbatch waits for."""
         progress, stage = self._batch.progress, self._stage
+        if progress is None:
+            return
         for value in given:
             if value.requires_grad:
                 value.register_hook(lambda _: progress.begun(stage, "B", number))  # type: ignore[no-untyped-call]

@@ -27,7 +27,7 @@ from splitkit._torch import attributes_of, codegen_of, pytree
 from splitkit.brief import brief
 from splitkit.engine import graphdata, values
 from splitkit.errors import FileError
-from splitkit.fields import WRITE_AGAIN, Field
+from splitkit.fields import WRITE_AGAIN, JsonField
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.plans import file as planfile
 from splitkit.plans.parts import PartKey
@@ -63,7 +63,7 @@ class StageFolder:
     """
 
     path: Path
-    manifest: Field
+    manifest: JsonField
     weights: Weights | None
     module: fx.GraphModule
     plan: Plan
@@ -100,7 +100,7 @@ class StageFolder:
         """
         fresh: dict[int, torch.Tensor] = {}
 
-        def tensor_of(number: Field) -> torch.Tensor:
+        def tensor_of(number: JsonField) -> torch.Tensor:
             index = number.whole(below=len(self.manifest["tensors"].value))
             if index not in self.tensors:
                 self.tensors[index] = fresh[index] = self._empty(index, torch.device(device))
@@ -158,19 +158,19 @@ class StageFolder:
         info = getattr(codegen_of(self.module.graph), "pytree_info", None)
         return (tuple(found), {}) if info is None else pytree.tree_unflatten(found, info.in_spec)
 
-    def _stage(self, stage: int) -> Field:
+    def _stage(self, stage: int) -> JsonField:
         row = [*self.manifest["stages"].items()][stage]
         file = self.path / _plain(row["file"])
-        data = Field(file.name, "", _read(file))
+        data = JsonField(file.name, "", _read(file))
         if hashlib.sha256(file.read_bytes()).hexdigest() != row["sha256"].text():
             raise FileError(
                 "SK505", f"{file} is not the file that {MANIFEST} was written with", WRITE_AGAIN, ["sha256"]
             )
         return data
 
-    def _row(self, index: int) -> Field:
+    def _row(self, index: int) -> JsonField:
         tensors = self.manifest["tensors"]
-        return Field(tensors.file, f"tensors[{index}]", tensors.value[index])
+        return JsonField(tensors.file, f"tensors[{index}]", tensors.value[index])
 
     def _empty(self, index: int, device: torch.device) -> torch.Tensor:
         """A tensor without its numbers yet."""
@@ -197,7 +197,7 @@ class StageFolder:
         if own:
             Weights.at(self.path).read(own)
 
-    def _forget_unsaved(self, module: nn.Module, numbers: Field) -> None:
+    def _forget_unsaved(self, module: nn.Module, numbers: JsonField) -> None:
         """Buffers that a state of the model has not, this one has not either."""
         for name, number in numbers.fields():
             if not self._row(number.whole())["saved"].flag():
@@ -224,7 +224,7 @@ def open_stages(folder: str | os.PathLike[str], weights: str | os.PathLike[str] 
         FileError: SK503 for another schema, SK504 where something cannot be read, SK505 where it is damaged.
     """
     path = Path(folder)
-    manifest = Field(MANIFEST, "", _read(path / MANIFEST))
+    manifest = JsonField(MANIFEST, "", _read(path / MANIFEST))
     if manifest["kind"].value != KIND:
         raise manifest["kind"].damaged(repr(KIND))
     if manifest["schema"].value != SCHEMA:
@@ -251,20 +251,20 @@ def open_stages(folder: str | os.PathLike[str], weights: str | os.PathLike[str] 
     )
 
 
-def _meta(manifest: Field, number: Field) -> torch.Tensor:
+def _meta(manifest: JsonField, number: JsonField) -> torch.Tensor:
     row = [*manifest["tensors"].items()][number.whole(len(manifest["tensors"].value))]
     like = like_of(row)
     return nn.Parameter(like, row["requires_grad"].flag()) if row["parameter"].flag() else like
 
 
-def _plan(data: Field) -> Plan:
+def _plan(data: JsonField) -> Plan:
     try:
         return Plan({}, planfile.parts_of(data.value), str(data["note"].value))
     except FileError as error:
         raise FileError("SK505", f"{data.file} is damaged: {error.reason}", WRITE_AGAIN, error.nodes) from error
 
 
-def _plain(data: Field) -> str:
+def _plain(data: JsonField) -> str:
     if Path(data.text()).name != data.text():
         raise data.damaged("the name of a file in this folder")
     return data.text()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from splitkit.errors import FileError
-from splitkit.fields import Field
+from splitkit.fields import JsonField
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -85,8 +85,8 @@ def contents(path: Path) -> dict[str, Stored]:
     try:
         data = json.loads(header)
     except (ValueError, RecursionError) as error:
-        raise Field(path.name, "", header[:40]).damaged("a header of safetensors") from error
-    header_field = Field(path.name, "", data)
+        raise JsonField(path.name, "", header[:40]).damaged("a header of safetensors") from error
+    header_field = JsonField(path.name, "", data)
     first = 8 + length
     entries = ((name, entry) for name, entry in header_field.fields() if name != "__metadata__")
     return {name: _stored(path, entry, first, size) for name, entry in entries}
@@ -143,7 +143,7 @@ def dtype_name(name: str, tensor: torch.Tensor) -> str:
     return _NAMES[tensor.dtype]
 
 
-def _stored(path: Path, entry: Field, first: int, size: int) -> Stored:
+def _stored(path: Path, entry: JsonField, first: int, size: int) -> Stored:
     dtype, shape = entry["dtype"], entry["shape"].sizes()
     if dtype.text() not in DTYPES:
         raise dtype.damaged(f"one of {', '.join(DTYPES)}")

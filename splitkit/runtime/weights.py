@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from splitkit.errors import FileError
-from splitkit.fields import Field
+from splitkit.fields import JsonField
 from splitkit.plans.file import read
 from splitkit.runtime.tensorfiles import contents
 
@@ -115,7 +115,7 @@ class Weights:
 
 
 def _indexed(folder: Path) -> dict[str, Path]:
-    index = Field(INDEX, "", read(folder / INDEX))
+    index = JsonField(INDEX, "", read(folder / INDEX))
     found: dict[str, Path] = {}
     for name, file in index["weight_map"].fields():
         if Path(file.text()).name != file.text():

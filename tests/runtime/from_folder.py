@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -11,9 +12,10 @@ import torch
 import torch.distributed as dist
 from same_as_whole import batch_of, example, square, start
 from torch import fx
+from torch.distributed.pipelining import Schedule1F1B, ScheduleZBVZeroBubble
 
 import splitkit as sk
-from splitkit.runtime import open_stages, pipeline, save_stages
+from splitkit.runtime import form_output, open_stages, pipeline, reduced_ties, save_stages, stage
 from splitkit.testing.pipelines import train_both
 
 PREPARED: list[tuple[dict[str, Any], dict[str, torch.Tensor], fx.GraphModule, Path]] = []
@@ -47,8 +49,34 @@ def run(case: dict[str, Any], inputs: dict[str, torch.Tensor], gm: fx.GraphModul
     }  # fmt: skip
 
 
+def by_torch(folder: Path, inputs: dict[str, torch.Tensor], gm: fx.GraphModule, homes: list[int]) -> dict[str, float]:
+    """Two steps of torch's own schedule, whose gradients are added up, beside the unsplit model."""
+    count, held, whole = 4, open_stages(folder), copy.deepcopy(gm)
+    own = stage(held, dist.get_rank(), rank_of=homes)
+    kind = Schedule1F1B if len(homes) == 2 else ScheduleZBVZeroBubble
+    schedule = kind(own, count, loss_fn=lambda out, _: form_output(own, out)["loss"] / count, scale_grads=False)
+    for step in range(2):
+        batch, seeds = batch_of(inputs, count, step), torch.arange(count) + 7 * step
+        with reduced_ties(own):
+            number = torch.arange(count) if dist.get_rank() == homes[-1] else None
+            schedule.step(**batch, microbatch_seed=seeds, target=number, return_outputs=False)
+        for i in range(count):
+            torch.manual_seed(int(seeds[i]))
+            (whole(**{name: t.chunk(count)[i] for name, t in batch.items()})["loss"] / count).backward()
+    found = {}
+    for name, parameter in held.module.named_parameters():
+        if name.split(".")[0] in {held.names[key] for key in held.parts}:
+            wants = whole.get_parameter(held.qualified_names[name]).grad
+            found[name] = float((parameter.grad - wants).abs().max() / wants.abs().max().clamp(min=1e-12))
+    return found
+
+
 def main() -> None:
     start()
     for prepared in PREPARED:
+        if homes := prepared[0].get("homes"):
+            case, inputs, gm, folder = prepared
+            print(json.dumps(case | {"apart": by_torch(folder, inputs, gm, homes), "model": "by torch"}), flush=True)
+            continue
         print(json.dumps(prepared[0] | run(*prepared) | {"rank": dist.get_rank()}), flush=True)
     dist.destroy_process_group()
