@@ -75,7 +75,8 @@ def decode(
         _put(root, _path(number, name), number, tensor_of(number))
     for name, inner in data["modules"].fields():
         _put(root, _path(inner, name), inner, decode(inner, tensor_of))
-    graph = _graph(data, {"call_module": known, "get_attr": {*known, *data["tensors"].value, *data["modules"].value}})
+    attributes = {*known, *data["tensors"].value, *data["modules"].value}
+    graph = _graph(data, {"call_function": data["ops"].value, "call_module": known, "get_attr": attributes})
     try:
         module = EagerPart(root, graph, class_name="GraphModule")
     except (SyntaxError, RuntimeError, AttributeError, TypeError) as error:
@@ -146,9 +147,7 @@ def form_outputs(gm: fx.GraphModule, data: JsonField) -> None:
         gm.recompile()
 
 
-def _appended(
-    writer: Writer, item: JsonField, nodes: Mapping[str, Node], attributes: Mapping[str, Collection[str]]
-) -> Node:
+def _appended(writer: Writer, item: JsonField, nodes: Mapping[str, Node], known: Mapping[str, Collection[str]]) -> Node:
     op, name = item["op"].text(), _identifier(item["name"])
     if name in nodes or name == "self":
         raise item["name"].damaged("a name of its own")
@@ -159,8 +158,10 @@ def _appended(
         target = function_of(target)
         if target is None:
             raise _unknown(item["target"])
-    elif op in attributes:
-        if target not in attributes[op]:  # any other attribute of a module leads to all of Python
+        if signature_of(target) and item["target"].value not in known["call_function"]:
+            raise item["target"].damaged("one of the ops of this file")
+    elif op in ("get_attr", "call_module"):
+        if target not in known[op]:  # any other attribute of a module leads to all of Python
             raise item["target"].damaged("the name of a tensor or module of this file")
     elif op == "placeholder":
         _identifier(item["target"])

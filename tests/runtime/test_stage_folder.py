@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -9,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import splitkit as sk
 from splitkit.errors import FileError, SplitError
-from splitkit.runtime import open_stages, save_stages
+from splitkit.runtime import open_stages, pipeline, save_stages
 from splitkit.runtime.chain import chain_of
 
 HERE = Path(__file__).parent
@@ -215,6 +217,7 @@ FLAWS = [
     ("stage-0.json", ["tensors"], {"__class__": 0}, "SK505", "__class__"),
     ("stage-0.json", ["tensors"], {'a"]) or x': 0}, "SK505", "dotted name"),
     ("stage-0.json", ["ops"], {"op.aten.linear.default": "linear(Tensor x) -> Tensor"}, "SK508", "here it is"),
+    ("stage-0.json", ["ops"], {}, "SK505", "one of the ops of this file"),
     ("stage-0.json", ["ops"], {"op.mine.op.default": ""}, "SK508", "op.mine.op.default"),
 ]
 
@@ -301,6 +304,27 @@ def test_weights_that_share_memory_are_refused(tmp_path):
     gm = sk.capture(Shares(), torch.rand(4))
     with pytest.raises(FileError, match="SK506: a and b share memory"):
         save_stages(sk.split(gm, dict.fromkeys(sk.analyze(gm).nodes, 0)), tmp_path)
+
+
+def test_a_state_goes_through_1_2_4_and_1_parts(split, tmp_path):
+    gm, nodes = split.flow.root, sk.analyze(split.flow.root).nodes
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        state = pipeline(sk.split(gm, dict.fromkeys(nodes, 0)), "gpipe", 1).state_dict()
+        first = {name: t.clone() for name, t in state.items()}
+        for count in (2, 4, 1):
+            parts = {n: min(count * i // len(nodes), count - 1) for i, n in enumerate(nodes)}
+            other = copy.deepcopy(sk.split(gm, parts))  # with other numbers
+            for tensor in (*other.module.parameters(), *other.module.buffers()):
+                torch.nn.init.zeros_(tensor)
+            save_stages(other, tmp_path / str(count))
+            pipe = pipeline(open_stages(tmp_path / str(count)), "gpipe" if count == 1 else "loopedbfs", count)
+            assert not any(t.any() for t in pipe.state_dict().values())
+            pipe.load_state_dict(state)
+            state = {name: t.clone() for name, t in pipe.state_dict().items()}
+    finally:
+        dist.destroy_process_group()
+    assert state.keys() == first.keys() and all(torch.equal(t, first[name]) for name, t in state.items())
 
 
 def test_a_process_never_holds_more_than_the_stages_that_it_loads(tmp_path):
