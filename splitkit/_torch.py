@@ -136,6 +136,16 @@ def codegen_of(graph: fx.Graph) -> Any:
     return copy.copy(graph._codegen)
 
 
+def pytree_codegen(names: list[str], ins: Any, outs: Any) -> Any:
+    """A code generator as graphs of ``torch.export`` have: names of the inputs, and the forms of inputs and outputs.
+
+    2.11, 2.13, 2.15; ``tests/test_torch_private.py`` fails when it goes away.
+    """
+    from torch.fx import graph
+
+    return graph._PyTreeCodeGen(graph._PyTreeInfo(names, ins, outs))
+
+
 def size_hint(value: object) -> int:
     """A plain int for an int or a ``SymInt``: the value seen at capture.
 

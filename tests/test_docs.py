@@ -154,3 +154,31 @@ def test_its_table_names_each_test_beside_torchs_partitioner_once():
     source = (ROOT / "tests" / "frontends" / "test_against_torchs_partitioner.py").read_text()
     section = STEP.split("## What torch's partitioner gets wrong")[1].split("\n## ")[0]
     assert sorted(re.findall(r"`(test_\w+)`", section)) == sorted(re.findall(r"^def (test_\w+)", source, re.M))
+
+
+# ---- docs/runtime.md
+
+
+def test_the_python_blocks_of_stages_run_one_after_another(tmp_path, monkeypatch):
+    """In a group of one rank; `tests/runtime` has several."""
+    import torch.distributed as dist
+
+    page = (ROOT / "docs" / "runtime.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.S)[1:]
+    assert len(blocks) == 2
+    monkeypatch.chdir(tmp_path)
+    model, one = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.Linear(2, 2)), {"input": torch.ones(1, 2)}
+    gm = sk.capture(model, **one)
+    batch, target = {"input": torch.rand(8, 2)}, torch.rand(8, 2)
+    scope = {"torch": torch, "dist": dist, "sk": sk, "gm": gm, "plan": sk.plan(gm, policies.Stages(1))}
+    scope |= {"inputs_of_one_microbatch": one, "batch": batch, "target": target, "loss": nn.functional.mse_loss}
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for block in blocks:
+            exec(block.replace("microbatches=8)", "microbatches=8, loss=loss)").replace(*WITH_TARGET), scope)
+    finally:
+        dist.destroy_process_group()
+    assert scope["result"].loss > 0 and all(p.grad is not None for p in scope["own"].submod.parameters())
+
+
+WITH_TARGET = ("step(**batch)", "step(**batch, target=target)")  # for a model that returns no loss

@@ -17,6 +17,14 @@ def test_autocast_regions():
     assert not torch.is_autocast_enabled("cpu")
 
 
+def test_a_code_generator_has_names_and_forms():
+    _, ins = _torch.pytree.tree_flatten(((), {"x": 0}))
+    graph = fx.Graph()
+    graph.set_codegen(_torch.pytree_codegen(["x"], ins, None))
+    graph.output((graph.placeholder("x"),))
+    assert fx.GraphModule({}, graph)(x=3) == (3,)
+
+
 def test_grad_mode():
     _torch.SET_GRAD(False)
     assert not torch.is_grad_enabled()

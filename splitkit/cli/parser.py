@@ -138,7 +138,12 @@ def _split(commands: _Commands[Parser]) -> None:
     example = "splitkit split plan.json -o parts\nsplitkit split gpt2 --stages 2"
     parser = _command(commands, "split", "split a model and show the code of the parts", example)
     _add_plan_or_model(parser)
-    parser.add_argument("-o", "--output", metavar="DIR", help="write parent.py, one file a part, and split.json")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="DIR",
+        help="write the code of the parts, and their stages: `splitkit train DIR` runs them",
+    )
     parser.add_argument("--force", action="store_true", help="write into a folder that is not empty")
 
 
@@ -155,7 +160,8 @@ def _train(commands: _Commands[Parser]) -> None:
         "splitkit train plan.json --nproc 4 --check\n"
         "splitkit train gpt2 --stages 4 --nproc 2 --schedule zbv --microbatches 8 --steps 20\n"
         "splitkit train plan.json --nproc 4 --dp 2 --recompute\n"
-        "torchrun --nproc-per-node 4 -m splitkit train plan.json --steps 20 --schedule 1f1b --check"
+        "torchrun --nproc-per-node 4 -m splitkit train plan.json --steps 20 --schedule 1f1b --check\n"
+        "splitkit split plan.json -o stages && splitkit train stages --nproc 4"
     )
     parser = _command(commands, "train", "train a split model as a pipeline of several processes", example)
     _add_plan_or_model(parser)
@@ -176,6 +182,7 @@ def _train(commands: _Commands[Parser]) -> None:
     group.add_argument(
         "--compile", nargs="?", const="inductor", choices=BACKENDS, help="compile each part (default inductor)"
     )
+    group.add_argument("--weights", metavar="PATH", help="of a folder of stages: safetensors, or a torch checkpoint")
     group.add_argument(
         "--steps", type=positive, default=10, metavar="N", help="in all, those before --resume too (default 10)"
     )

@@ -90,17 +90,22 @@ def from_plan(path: str, data: Mapping[str, Any], args: Namespace) -> Source:
         if args.model is None:
             raise UsageError("SK601", f"{path} does not say which model it is for", "Pass --model MODEL.")
         return from_args(args.model, args)
-    recorded = _validated(path, record)
-    if args.model is None and recorded.spec not in NAMES:
+    found = recorded(path, record)
+    if args.model is None and found.spec not in NAMES:
         raise UsageError(
             "SK601",
-            f"this plan was made for {recorded.spec!r}",
-            f"Pass --model {recorded.spec} to run that code.",
+            f"this plan was made for {found.spec!r}",
+            f"Pass --model {found.spec} to run that code.",
         )
-    return with_options(replace(recorded, spec=args.model or recorded.spec), args)
+    return with_options(replace(found, spec=args.model or found.spec), args)
 
 
-def _validated(path: str, record: Any) -> Source:
+def recorded(path: str, record: Any) -> Source:
+    """The model that a file says it was made for.
+
+    Raises:
+        FileError: SK501 when the record is damaged.
+    """
     if not isinstance(record, dict) or not isinstance(record.get("spec"), str):
         raise _damaged(path, "model")
     source = Source(**{"sizes": {}} | {k: v for k, v in record.items() if k in Source.__dataclass_fields__})

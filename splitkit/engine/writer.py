@@ -101,6 +101,10 @@ class Writer:
         """Append a node; its name gets a number if another has it."""
         return self._append(self.graph, op, target, args, {}, name, type_expr, self._name)
 
+    def node(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Node:
+        """Append a node under its name in another graph."""
+        return self._append(self.graph, op, target, args, kwargs, name, None, _kept)
+
     def call(self, target: Any, args: tuple[Any, ...]) -> Node:
         """Append a call of a function, called like it."""
         name = self._bases.get(id(target)) or self._base_of(target)

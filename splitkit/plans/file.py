@@ -91,6 +91,17 @@ def decode(graph: fx.Graph, data: Mapping[str, Any]) -> Fields:
     return Fields(places, {p.key: p for p in parts}, str(note), _routing(routing), _claim(claim))
 
 
+def parts_of(data: object) -> Mapping[PartKey, Part]:
+    """The parts of a plan's data, which need no graph.
+
+    Raises:
+        FileError: SK501, SK503 as `decode`.
+    """
+    _check_header(data)
+    assert isinstance(data, Mapping)
+    return {part.key: part for part in _parts(data["parts"])}
+
+
 def _part_to_json(part: Part, name: Any) -> dict[str, Any]:
     """What is known of a part; files of before there were replicas have none, nor have those of plans without."""
     known = {"key": name, "device": str(part.device) if part.device else None, "call": part.call}

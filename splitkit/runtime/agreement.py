@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -57,13 +55,9 @@ def require_same(chain: Chain, facts: Mapping[str, object], group: dist.ProcessG
     Raises:
         PipelineError: SK804 on every rank, naming the first rank that differs from rank 0, and in what.
     """
-    split = chain.split
-    code = "".join(part.code for part in split.parts.values())
     own = {
         "version of torch": torch.__version__,
-        "graph": fingerprint(split.flow.graph),
-        "plan": _digest(json.dumps(split.plan.to_dict(), sort_keys=True)),
-        "code of the parts": _digest(code),
+        **chain.facts.identity,
         **{name: str(value) for name, value in facts.items()},
     }
     every: list[Any] = [None] * dist.get_world_size(group)
@@ -76,7 +70,3 @@ def require_same(chain: Chain, facts: Mapping[str, object], group: dist.ProcessG
 
 def _differs(rank: int, what: str, own: str, first: str) -> PipelineError:
     return PipelineError("SK804", f"rank {rank} has another {what} than rank 0: {own:.24}, not {first:.24}", _REMEDY)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from splitkit import _torch
+from splitkit._torch import pytree
 from splitkit.errors import PipelineError
 from splitkit.graph.signature import bound
-from splitkit.graph.symbols import value_of
 from splitkit.runtime.chain import Chain
 
 
@@ -18,12 +17,8 @@ class Inputs:
     """Cuts what a step is given, by the shapes that the graph was captured with."""
 
     def __init__(self, chain: Chain, microbatches: int, device: torch.device) -> None:
-        graph = chain.split.module.graph
         self._module, self._count, self._device = chain.split.module, microbatches, device
-        self._wanted = {
-            str(node.target): value_of(chain.split.flow.root.graph.find_nodes(op="placeholder")[i])
-            for i, node in enumerate(graph.find_nodes(op="placeholder"))
-        }
+        self._wanted = chain.facts.inputs
 
     def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The inputs of each microbatch by the names of the graph.
@@ -48,14 +43,14 @@ class Inputs:
         Raises:
             PipelineError: SK802 where a tensor cannot be cut into as many.
         """
-        leaves, spec = _torch.pytree.tree_flatten(target)
+        leaves, spec = pytree.tree_flatten(target)
         parts = [self._even(leaf) for leaf in leaves]
-        return [_torch.pytree.tree_unflatten([part[i] for part in parts], spec) for i in range(self._count)]
+        return [pytree.tree_unflatten([part[i] for part in parts], spec) for i in range(self._count)]
 
-    def _parts(self, name: str, like: Any, value: Any) -> list[Any]:
-        if not isinstance(value, torch.Tensor) or not isinstance(like, torch.Tensor):
+    def _parts(self, name: str, like: torch.Tensor | None, value: Any) -> list[Any]:
+        if not isinstance(value, torch.Tensor) or like is None:
             return [value] * self._count
-        shape = [_torch.size_hint(n) for n in like.shape]
+        shape = list(like.shape)
         whole = [shape[0] * self._count, *shape[1:]] if shape else shape
         if value.dtype != like.dtype or list(value.shape) not in (shape, whole):
             dtype, wants = (str(t.dtype).removeprefix("torch.") for t in (value, like))

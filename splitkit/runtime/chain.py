@@ -9,23 +9,80 @@ Inputs of the graph go nowhere: each stage takes those that it reads from the ba
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import fx
 from torch.fx import Node
 
+from splitkit import _torch
 from splitkit.brief import brief
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.effects import memory_of
+from splitkit.graph.gradients import Gradients
 from splitkit.graph.storages import attribute
+from splitkit.graph.symbols import value_of
+from splitkit.plans.file import fingerprint
 from splitkit.plans.parts import HOST, PartKey
+from splitkit.plans.record import Plan
 from splitkit.runtime.parent import calls_of, values_of
+from splitkit.runtime.values import Carried, carried
 from splitkit.runtime.written import written_memory
+
+
+class Staged(Protocol):
+    """What stages are taken from: a `Split`, or a folder of stages; the names are those of `Split`."""
+
+    @property
+    def module(self) -> fx.GraphModule:
+        """The parent."""
+
+    @property
+    def plan(self) -> Plan:
+        """What is known of the parts."""
+
+    @property
+    def parts(self) -> Mapping[PartKey, fx.GraphModule]:
+        """Part -> its module; of a folder those that were loaded."""
+
+    @property
+    def names(self) -> Mapping[PartKey, str]:
+        """Part -> what its module is called in the parent, in the order of execution."""
+
+    @property
+    def qualified_names(self) -> Mapping[str, str]:
+        """Name of every parameter and buffer in ``module`` -> its name in the original."""
+
+    @property
+    def shared(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of names in ``module`` that are one Parameter in several parts."""
+
+
+@dataclass(frozen=True)
+class ChainFacts:
+    """What must be known of the graph that was split, besides its parts.
+
+    Attributes:
+        values: node of the parent, by name -> how its value goes over a border.
+        inputs: input of the graph -> a tensor on ``meta`` of the shape and dtype of one microbatch; ``None`` for what
+            is no tensor.
+        draws: whether each stage draws random numbers.
+        writes: buffers that forward writes, by their names in the original.
+        identity: what must be the same on all ranks, by what it is.
+    """
+
+    values: Mapping[str, Carried]
+    inputs: Mapping[str, torch.Tensor | None]
+    draws: tuple[bool, ...]
+    writes: tuple[str, ...]
+    identity: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -35,24 +92,24 @@ class Chain:
     Attributes:
         split: what is run.
         stage_of: call nodes of the parent's graph -> the stage that runs them.
-        written: the original nodes whose memory is written.
+        facts: about the graph that was split.
     """
 
-    split: Split
+    split: Staged
     stage_of: Mapping[Node, int]
-    written: frozenset[Node] = frozenset()
+    facts: ChainFacts
 
     __repr__ = brief
 
     @property
     def stages(self) -> int:
         """How many there are: one a part."""
-        return len(self.split.parts)
+        return len(self.split.names)
 
     @cached_property
     def keys(self) -> tuple[PartKey, ...]:
         """Stage -> its part."""
-        return tuple(self.split.parts)
+        return tuple(self.split.names)
 
     def nodes(self, stage: int) -> tuple[Node, ...]:
         """What a stage runs, in order."""
@@ -83,14 +140,9 @@ class Chain:
             if home <= stage and (node in out or any(self.stage_of.get(user, 0) > stage for user in node.users))
         )
 
-    def original(self, node: Node) -> Node:
-        """The node of the graph that was split which a node of the parent stands for."""
-        return self._originals[node]
-
-    @cached_property
-    def _originals(self) -> Mapping[Node, Node]:
-        own = {copied: node for node, copied in self.split.copies[HOST].items()}
-        return {**own, **values_of(self.split.module.graph, self.split)}
+    def value(self, node: Node) -> Carried:
+        """What is known of a value of the parent."""
+        return self.facts.values[node.name]
 
 
 def chain_of(split: Split) -> Chain:
@@ -99,9 +151,19 @@ def chain_of(split: Split) -> Chain:
     Raises:
         PipelineError: SK801 where parts share memory that one of them writes, or the parent holds what several read.
     """
+    stage_of = stages_of(split)
+    return Chain(split, stage_of, _facts(split, stage_of))
+
+
+def stages_of(split: Staged) -> Mapping[Node, int]:
+    """Call nodes of the parent, and attributes that it reads -> the stage that runs them.
+
+    Raises:
+        PipelineError: SK801 where the parent holds what several stages read.
+    """
     graph = split.module.graph
-    stages = {key: stage for stage, key in enumerate(split.parts)}
-    calls = calls_of(graph, split)
+    stages = {key: stage for stage, key in enumerate(split.names)}
+    calls = calls_of(graph, split.names)
     bodies = {split.names[key]: stage for key, stage in stages.items()}
     stage_of: dict[Node, int] = {}
     for node in graph.nodes:
@@ -124,11 +186,43 @@ def chain_of(split: Split) -> Chain:
         else:
             stage_of[node] = readers.pop()
     order = {node: i for i, node in enumerate(graph.nodes)}
-    chain = Chain(split, dict(sorted(stage_of.items(), key=lambda item: order[item[0]])))
-    return replace(chain, written=_require_own_memory(chain))
+    return dict(sorted(stage_of.items(), key=lambda item: order[item[0]]))
 
 
-def _require_own_memory(chain: Chain) -> frozenset[Node]:
+def _facts(split: Split, stage_of: Mapping[Node, int]) -> ChainFacts:
+    flow = split.flow
+    written = _require_own_memory(split, stage_of)
+    needed = flow.fact(Gradients).needed
+    originals = {copied: node for node, copied in split.copies[HOST].items()} | dict(
+        values_of(split.module.graph, split)
+    )
+    values = {n.name: carried(originals[n], needed, written) for n in stage_of if n in originals}
+    given = zip(split.module.graph.find_nodes(op="placeholder"), flow.graph.find_nodes(op="placeholder"), strict=True)
+    identity = {
+        "graph": fingerprint(flow.graph),
+        "plan": _digest(json.dumps(split.plan.to_dict(), sort_keys=True)),
+        "code of the parts": _digest("".join(part.code for part in split.parts.values())),
+    }
+    return ChainFacts(
+        values,
+        {str(node.target): _like(value_of(original)) for node, original in given},
+        tuple(_draws(flow, sub.nodes) for sub in split.subgraphs.values()),
+        tuple(sorted(str(node.target) for node in flow.written if node.op == "get_attr")),
+        identity,
+    )
+
+
+def _like(value: object) -> torch.Tensor | None:
+    if not isinstance(value, torch.Tensor):
+        return None
+    return torch.empty([_torch.size_hint(n) for n in value.shape], dtype=value.dtype, device="meta")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _require_own_memory(split: Split, stage_of: Mapping[Node, int]) -> frozenset[Node]:
     """Memory that is written lies in one stage, as on one device (`splitkit.runtime.written`).
 
     Inputs and buffers do not cross: each stage has its own, so that all that touches one that is written is in one.
@@ -136,7 +230,7 @@ def _require_own_memory(chain: Chain) -> frozenset[Node]:
     Returns:
         The nodes whose memory is written.
     """
-    flow, homes = chain.split.flow, _homes(chain)
+    flow, homes = split.flow, _homes(split, stage_of)
     try:
         found = written_memory(flow, {node: [torch.device("cpu", stage)] for node, stage in homes.items()})
     except PipelineError as error:
@@ -153,12 +247,12 @@ def _require_own_memory(chain: Chain) -> frozenset[Node]:
     return found.values
 
 
-def _homes(chain: Chain) -> dict[Node, int]:
-    split, stages = chain.split, {key: i for i, key in enumerate(chain.keys)}
+def _homes(split: Split, stage_of: Mapping[Node, int]) -> dict[Node, int]:
+    stages = {key: i for i, key in enumerate(split.parts)}
     homes = {node: stages[key] for key, sub in split.subgraphs.items() for node in sub.nodes}
     for node, copied in split.copies[HOST].items():
-        if copied in chain.stage_of:
-            homes.setdefault(node, chain.stage_of[copied])
+        if copied in stage_of:
+            homes.setdefault(node, stage_of[copied])
     return homes
 
 
@@ -172,6 +266,6 @@ def _shared(a: Node, b: Node) -> PipelineError:
     )
 
 
-def draws(flow: Dataflow, nodes: Iterable[Node]) -> bool:
+def _draws(flow: Dataflow, nodes: Iterable[Node]) -> bool:
     """Whether one of these nodes draws random numbers."""
     return any((effect := flow.effects.get(n)) is not None and effect.random for n in nodes)

@@ -5,9 +5,7 @@ The files are those of ``torch.distributed.checkpoint``; each rank writes what i
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from torch.optim import Optimizer
 from splitkit.errors import FileError
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.pipeline import Pipeline
+from splitkit.runtime.weights import quiet
 
 _PREFIX = "step-"
 
@@ -33,7 +32,7 @@ def save(folder: Path, pipe: Pipeline, optimizer: Optimizer) -> Path:
         The folder of this step. It is complete once ``.metadata`` is in it, which torch writes last.
     """
     place = folder / f"{_PREFIX}{pipe.steps}"
-    with _quiet():
+    with quiet():
         write(_state(pipe.named_tensors(), optimizer), checkpoint_id=place, process_group=pipe.group)
     return place
 
@@ -80,7 +79,7 @@ def _last(folder: Path) -> int:
 
 def _read(place: Path, named: Mapping[str, torch.Tensor], optimizer: Optimizer, group: Any) -> None:
     _begin(optimizer)
-    with _quiet():
+    with quiet():
         load(_state(named, optimizer), checkpoint_id=place, process_group=group)
 
 
@@ -112,15 +111,3 @@ def _begin(optimizer: Optimizer) -> None:
         parameter.grad = grad
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's lines about planners."""
-    logger = logging.getLogger("torch.distributed.checkpoint")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -14,20 +14,21 @@ from collections.abc import Sequence
 
 import torch
 
-from splitkit.runtime.chain import Chain, draws
+from splitkit.runtime.chain import Chain
 
 
 class Dice:
     """The generator of one stage.
 
     Attributes:
+        draws: whether the stage draws random numbers.
         takes: whether its state comes from the stage before.
         gives: whether it goes to the stage behind.
         like: what a state looks like, on ``meta``.
     """
 
     def __init__(self, rolls: bool, takes: bool, gives: bool, device: torch.device) -> None:
-        self.takes, self.gives, self._rolls, self._device = takes, gives, rolls, device
+        self.draws, self.takes, self.gives, self._device = rolls, takes, gives, device
         self._before: torch.Tensor | None = None
         self._passed: torch.Tensor | None = None
         self.like = torch.empty_like(self._get(), device="meta")
@@ -35,8 +36,7 @@ class Dice:
     @classmethod
     def of(cls, chain: Chain, stage: int, device: torch.device) -> Dice:
         """That of a stage of a chain."""
-        flow = chain.split.flow
-        who = [s for s, key in enumerate(chain.keys) if draws(flow, chain.split.subgraphs[key].nodes)]
+        who = [s for s, draws in enumerate(chain.facts.draws) if draws]
         first, last = (min(who), max(who)) if who else (0, 0)
         return cls(stage in who, first < stage <= last, first <= stage < last, device)
 
@@ -44,7 +44,7 @@ class Dice:
         """Set the generator for a microbatch; what was received besides its state."""
         state, rest = (received[0], received[1:]) if self.takes else (None, received)
         self._passed = state
-        if self._rolls:
+        if self.draws:
             self._before = self._get()
             if state is None:
                 self._seed(seed)

@@ -11,8 +11,6 @@ from torch.fx import Node
 
 from splitkit._torch import pytree
 from splitkit.errors import PipelineError
-from splitkit.graph.gradients import Gradients
-from splitkit.graph.symbols import value_of
 from splitkit.runtime.chain import Chain
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -70,16 +68,14 @@ def own_loss(result: Any, target: object) -> torch.Tensor:
 
 def _joined(chain: Chain, loss: Node) -> bool:
     """Whether a gradient of the loss goes over each border: torch's stages wait for one."""
-    needed = chain.split.flow.fact(Gradients).needed
     borders = [chain.border(stage, (loss,)) for stage in range(chain.stages - 1)]
-    return all(any(chain.original(node) in needed for node in border) for border in borders)
+    return all(any(chain.value(node).like.requires_grad for node in border) for border in borders)
 
 
 def _may_be_loss(chain: Chain, node: Node) -> bool:
     """Whether it may be what `own_loss` finds: a size that is not known may be 1."""
     if node.op == "placeholder":
         return False  # it goes nowhere
-    original = chain.original(node)
-    value = value_of(original)
-    one = isinstance(value, torch.Tensor) and all(not isinstance(n, int) or n == 1 for n in value.shape)
-    return one and original in chain.split.flow.fact(Gradients).needed
+    how = chain.value(node)
+    one = not how.odd and how.scalar is None and all(not isinstance(n, int) or n == 1 for n in how.like.shape)
+    return one and how.like.requires_grad

@@ -11,9 +11,14 @@ from splitkit.engine.split import Split
 from splitkit.plans.parts import PartKey
 
 
-def calls_of(graph: fx.Graph, split: Split) -> Mapping[Node, PartKey]:
-    """The nodes that run a part, in order: calls of its module, and of ``checkpoint`` with it."""
-    keys = {name: key for key, name in split.names.items()}
+def calls_of(graph: fx.Graph, names: Mapping[PartKey, str]) -> Mapping[Node, PartKey]:
+    """The nodes that run a part, in order: calls of its module, and of ``checkpoint`` with it.
+
+    Args:
+        graph: of the parent.
+        names: part -> what its module is called there.
+    """
+    keys = {name: key for key, name in names.items()}
     found: dict[Node, PartKey] = {}
     for node in graph.nodes:
         body = node.args[0] if node.op == "call_function" and node.args else None
@@ -26,7 +31,7 @@ def calls_of(graph: fx.Graph, split: Split) -> Mapping[Node, PartKey]:
 def values_of(graph: fx.Graph, split: Split) -> Mapping[Node, Node]:
     """The values that parts give, in the parent's graph or a copy of it -> the nodes that were split."""
     found: dict[Node, Node] = {}
-    for node, key in calls_of(graph, split).items():
+    for node, key in calls_of(graph, split.names).items():
         outputs = split.subgraphs[key].outputs
         if len(outputs) == 1:
             found[node] = outputs[0]

@@ -25,6 +25,7 @@ from splitkit.runtime.ends import Loss, ends_of, own_loss
 from splitkit.runtime.faults import Progress, named
 from splitkit.runtime.replicas import replicas, replicas_of, require_replicable
 from splitkit.runtime.stage import Batch, ChainStage, torch_stage
+from splitkit.runtime.stagefolder import StageFolder
 from splitkit.runtime.support import require_support
 from splitkit.runtime.ties import Ties
 
@@ -47,7 +48,7 @@ class PipelineStep:
 
 
 def pipeline(
-    split: Split,
+    split: Split | StageFolder,
     schedule: str = "1f1b",
     microbatches: int = 8,
     *,
@@ -67,7 +68,8 @@ def pipeline(
     one pipeline of all microbatches.
 
     Args:
-        split: parts in the order of the stages, captured with the inputs of one microbatch.
+        split: parts in the order of the stages, captured with the inputs of one microbatch; or stages on disk
+            (`splitkit.runtime.open_stages`), of which each rank loads its own.
         schedule: torch's name: gpipe, 1f1b, interleaved1f1b, loopedbfs, interleavedzerobubble, zbvzerobubble or
             dualpipev.
         microbatches: how many in a step, of all replicas together.
@@ -101,7 +103,7 @@ class Pipeline:
 
     def __init__(
         self,
-        split: Split,
+        split: Split | StageFolder,
         schedule: str,
         microbatches: int,
         loss: Loss | None,
@@ -116,19 +118,21 @@ class Pipeline:
                 "Start with torchrun, and call torch.distributed.init_process_group.",
             )
         self.split, self.microbatches = split, microbatches
-        self._chain = chain_of(split)
+        self._chain = chain_of(split) if isinstance(split, Split) else split.chain
         self.group, self.rank = group, dist.get_rank(group)
         self.device = _device_of(device, group)
         same = {"schedule": schedule, "number of microbatches": microbatches, "seed": seed}
         require_same(self._chain, same, group)
         count, ranks = replicas_of(split.plan), dist.get_world_size(group)
-        require_replicable(split.flow, count, ranks, microbatches)
+        require_replicable(self._chain.facts.writes, count, ranks, microbatches)
         self.order = pipeline_order(schedule, self._chain.stages, microbatches // count, ranks // count)
         self.replicas = replicas(count, group, self.device)
         self.stages = tuple(s for s, rank in enumerate(self.order.rank_of) if rank == self.replicas.place)
         if not is_whole(seed):
             raise PipelineError("SK802", f"the seed is {shown(seed)}", "Give a whole number.")
         self._seed, self._loss, self.steps = int(seed), loss, 0
+        if isinstance(split, StageFolder):
+            split.load(self.stages, self.device)
         self._inputs = Inputs(self._chain, microbatches, self.device)
         self._ties = Ties(self._chain, self.order.rank_of, self.replicas, group, self.parameters())
         self._runs: dict[bool, _Runs] = {}
@@ -199,7 +203,7 @@ class Pipeline:
         runs = self._runs.get(True)
         wanted = ends_of(self._chain, self._loss, True, runs is not None and runs.outputs).wanted
         edges = (self._chain.border(stage, wanted) for stage in range(self._chain.stages - 1))
-        return tuple(tuple(self._chain.original(node).name for node in edge) for edge in edges)
+        return tuple(tuple(self._chain.value(node).name for node in edge) for edge in edges)
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from splitkit import _torch
 from splitkit.brief import brief
 from splitkit.errors import PipelineError, ScheduleError
-from splitkit.graph.dataflow import Dataflow
 from splitkit.plans.record import Plan
 
 
@@ -81,8 +80,14 @@ def replicas_of(plan: Plan) -> int:
     return next(iter(counts.values()), 1)
 
 
-def require_replicable(flow: Dataflow, count: int, ranks: int, microbatches: int) -> None:
+def require_replicable(writes: Sequence[str], count: int, ranks: int, microbatches: int) -> None:
     """Refuse what cannot be shared out among several pipelines.
+
+    Args:
+        writes: the buffers that forward writes.
+        count: how many pipelines.
+        ranks: of all of them.
+        microbatches: of all of them.
 
     Raises:
         ScheduleError: SK330 for numbers that do not divide.
@@ -93,13 +98,12 @@ def require_replicable(flow: Dataflow, count: int, ranks: int, microbatches: int
             raise ScheduleError(
                 "SK330", f"{number} {what} for {count} replicas of the pipeline", f"Use a multiple of {count}."
             )
-    if count > 1 and flow.written:
-        nodes = sorted(flow.written, key=lambda node: node.name)
+    if count > 1 and writes:
         raise PipelineError(
             "SK801",
-            f"forward writes {nodes[0].target}, and each of {count} replicas would have another one",
+            f"forward writes {min(writes)}, and each of {count} replicas would have another one",
             "Capture in eval mode (BatchNorm then writes nothing), or run one pipeline: --dp 1.",
-            nodes,
+            sorted(writes),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from splitkit.runtime.dice import Dice
 from splitkit.runtime.divided import divisible
 from splitkit.runtime.ends import Ends
 from splitkit.runtime.faults import Progress
-from splitkit.runtime.values import Carried, carried, fresh
+from splitkit.runtime.values import Carried, fresh
 
 
 @dataclass
@@ -29,7 +30,7 @@ class Batch:
     """What a step works on; shared by the stages of a rank.
 
     Attributes:
-        progress: what the rank is at.
+        progress: what the rank is at; ``None`` under a schedule of others.
         inputs: microbatch -> the inputs of the graph by name.
         targets: microbatch -> what the loss is given besides the output.
         seeds: microbatch -> its seed.
@@ -39,7 +40,7 @@ class Batch:
         keep: whether outputs are wanted.
     """
 
-    progress: Progress
+    progress: Progress | None = None
     inputs: Sequence[Mapping[str, Any]] = ()
     targets: Sequence[Any] = ()
     seeds: Sequence[int] = ()
@@ -68,8 +69,8 @@ class ChainStage(nn.Module):
         self._nodes, self._inputs = chain.nodes(stage), chain.inputs(stage)
         self._received = chain.border(stage - 1, ends.wanted) if stage else ()
         self._handed = chain.border(stage, ends.wanted) if not self.last else ()
-        self.takes: tuple[Carried, ...] = carried(chain, self._received, ends.loss is not None)
-        self.gives: tuple[Carried, ...] = carried(chain, self._handed, ends.loss is not None)
+        self.takes: tuple[Carried, ...] = _carried(chain, self._received, ends)
+        self.gives: tuple[Carried, ...] = _carried(chain, self._handed, ends)
         self.ran: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] | None = None
         self._output = chain.split.module.graph.output_node()
         self._module = chain.split.module
@@ -95,8 +96,12 @@ class ChainStage(nn.Module):
     def forward(self, *received: torch.Tensor, microbatch: torch.Tensor) -> Any:
         """Run one microbatch."""
         number = int(microbatch)
-        with self._batch.progress.computing(self._stage, "F", number):
-            made = self._forward(received, number)
+        progress = self._batch.progress
+        with nullcontext() if progress is None else progress.computing(self._stage, "F", number):
+            return self._watched(received, number)
+
+    def _watched(self, received: tuple[torch.Tensor, ...], number: int) -> Any:
+        made = self._forward(received, number)
         if self.ran is not None and self.trains:
             self.ran(received, made if isinstance(made, tuple) else (made,))
             self.ran = None
@@ -123,6 +128,8 @@ class ChainStage(nn.Module):
     def _watch(self, given: Sequence[torch.Tensor], number: int) -> None:
         """Note when the gradient comes that the backward of this microbatch waits for."""
         progress, stage = self._batch.progress, self._stage
+        if progress is None:
+            return
         for value in given:
             if value.requires_grad:
                 value.register_hook(lambda _: progress.begun(stage, "B", number))  # type: ignore[no-untyped-call]
@@ -173,13 +180,22 @@ class ChainStage(nn.Module):
         return (*([self.dice.like] if self.dice.gives else []), *(value.like for value in self.gives))
 
 
+def _carried(chain: Chain, values: Sequence[Node], ends: Ends) -> tuple[Carried, ...]:
+    return tuple(chain.value(node).sent(ends.loss is not None) for node in values)
+
+
 def torch_stage(module: ChainStage, stage: int, stages: int, group: dist.ProcessGroup | None) -> PipelineStage:
     """What torch's schedules take, with static metadata: nothing runs on made-up values."""
     made = PipelineStage(
         module, stage, stages, module.device, input_args=module.arrives, output_args=module.leaves, group=group
     )
-    module.ran = partial(_divide, made, module)
+    divided_rightly(made, module)
     return made
+
+
+def divided_rightly(made: PipelineStage, module: ChainStage) -> None:
+    """After the first microbatch, see to it that zero-bubble schedules lose no gradient of a stage."""
+    module.ran = partial(_divide, made, module)
 
 
 def _divide(made: Any, module: ChainStage, received: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,11 +11,9 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit.errors import PipelineError
-from splitkit.graph.gradients import Gradients
 from splitkit.graph.symbols import value_of
-from splitkit.runtime.chain import Chain
 
-_SCALARS: Mapping[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
+SCALARS: Mapping[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 @dataclass(frozen=True)
@@ -27,12 +25,29 @@ class Carried:
         like: a tensor on ``meta`` of the same shape, dtype and ``requires_grad``; of no dimension for a number.
         scalar: the type of a number.
         written: whether a stage may write its memory.
+        odd: the type of what cannot be sent; empty for what can.
     """
 
     name: str
     like: torch.Tensor
     scalar: type | None = None
     written: bool = False
+    odd: str = ""
+
+    def sent(self, train: bool) -> Carried:
+        """How it goes over a border, with a gradient that comes back or without.
+
+        Raises:
+            PipelineError: SK801 for what is neither a tensor nor a number.
+        """
+        if self.odd:
+            raise PipelineError(
+                "SK801",
+                f"{self.name} is a {self.odd}, which cannot be sent to another process",
+                "Put the ops that make it and read it into one stage.",
+                [self.name],
+            )
+        return self if train or not self.like.requires_grad else replace(self, like=self.like.detach())
 
     def packed(self, value: Any, device: torch.device, where: str) -> Any:
         """As it goes over the border: contiguous, with a history of its own.
@@ -92,33 +107,25 @@ def fresh(x: torch.Tensor) -> Any:
     return Fresh.apply(x)  # type: ignore[no-untyped-call]
 
 
-def carried(chain: Chain, values: Iterable[Node], train: bool) -> tuple[Carried, ...]:
-    """How values of the parent go over a border, by what the graph says of them.
+def carried(node: Node, needed: Set[Node], written: Set[Node]) -> Carried:
+    """What the graph says of a value of it.
 
     Args:
-        train: whether gradients come back.
-
-    Raises:
-        PipelineError: SK801 for what is neither a tensor nor a number.
+        node: of the graph that was split.
+        needed: nodes that have a part in backward.
+        written: nodes whose memory is written.
     """
-    needed = chain.split.flow.fact(Gradients).needed if train else set()
-    return tuple(_carried(chain.original(node), needed, chain.written) for node in values)
-
-
-def _carried(node: Node, needed: set[Node], written: Set[Node]) -> Carried:
     value = value_of(node)
-    if isinstance(value, torch.Tensor):
-        like = torch.empty([_torch.size_hint(n) for n in value.shape], dtype=value.dtype, device="meta")
-        return Carried(node.name, like.requires_grad_(node in needed), written=node in written)
-    value = _torch.size_hint(value) if isinstance(value, torch.SymInt) else value
-    if type(value) in _SCALARS:
-        return Carried(node.name, torch.empty((), dtype=_SCALARS[type(value)], device="meta"), type(value))
-    raise PipelineError(
-        "SK801",
-        f"{node.name} is a {type(value).__name__}, which cannot be sent to another process",
-        "Put the ops that make it and read it into one stage.",
-        [node],
-    )
+    try:
+        if isinstance(value, torch.Tensor):
+            like = torch.empty([_torch.size_hint(n) for n in value.shape], dtype=value.dtype, device="meta")
+            return Carried(node.name, like.requires_grad_(node in needed), written=node in written)
+        value = _torch.size_hint(value) if isinstance(value, torch.SymInt) else value
+    except TypeError:
+        return Carried(node.name, torch.empty((), device="meta"), odd="value whose size depends on data")
+    if type(value) in SCALARS:
+        return Carried(node.name, torch.empty((), dtype=SCALARS[type(value)], device="meta"), type(value))
+    return Carried(node.name, torch.empty((), device="meta"), odd=type(value).__name__)
 
 
 def _look(value: Any) -> str:

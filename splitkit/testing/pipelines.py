@@ -11,7 +11,8 @@ import torch
 from torch import fx, nn
 
 from splitkit.brief import brief
-from splitkit.errors import CheckError
+from splitkit.engine.split import Split
+from splitkit.errors import CheckError, PipelineError
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.pipeline import Pipeline, PipelineStep
 
@@ -43,7 +44,8 @@ class Deviation:
 class Unsplit:
     """The graph that was split, with weights of its own, run microbatch by microbatch from the pipeline's seeds.
 
-    Make it before the pipeline's first step, on each rank.
+    Make it before the pipeline's first step, on each rank; of stages from a folder, which do not have the graph that
+    was split, with that graph.
 
     Attributes:
         model: the graph.
@@ -51,8 +53,13 @@ class Unsplit:
         steps: how many were run: seeds go by it.
     """
 
-    def __init__(self, pipe: Pipeline) -> None:
-        self.model: fx.GraphModule = copy.deepcopy(pipe.split.flow.root).to(pipe.device)
+    def __init__(self, pipe: Pipeline, whole: fx.GraphModule | None = None) -> None:
+        if whole is None:
+            if not isinstance(pipe.split, Split):
+                reason = "stages of a folder do not have the unsplit model"
+                raise PipelineError("SK802", reason, "Capture it, and give it too.")
+            whole = pipe.split.flow.root
+        self.model: fx.GraphModule = copy.deepcopy(whole).to(pipe.device)
         self.pipe, self.steps = pipe, 0
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
@@ -98,8 +105,16 @@ def train_both(
     batches: Iterable[Mapping[str, Any]],
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     tolerance: float = TOLERANCE,
+    whole: fx.GraphModule | None = None,
 ) -> list[Deviation]:
     """Train a pipeline and the unsplit model with the same optimizer on the same batches.
+
+    Args:
+        pipe: the pipeline.
+        batches: keyword inputs of each step, and a ``target`` where there is one.
+        optimizer: makes that of some parameters.
+        tolerance: relative.
+        whole: as of `Unsplit`.
 
     Returns:
         How far they were apart after each step on this rank.
@@ -107,15 +122,15 @@ def train_both(
     Raises:
         CheckError: SK701 where they differ by more than ``tolerance``, after the first step by `DRIFT` times as much.
     """
-    whole = Unsplit(pipe)
-    mine, theirs = optimizer(pipe.parameters()), optimizer(list(whole.model.parameters()))
+    unsplit = Unsplit(pipe, whole)
+    mine, theirs = optimizer(pipe.parameters()), optimizer(list(unsplit.model.parameters()))
     seen: list[Deviation] = []
     for batch in batches:
-        found, losses = pipe.step(**batch), whole.step(**batch)
-        whole.require_same(found, losses, tolerance * (DRIFT if seen else 1))
+        found, losses = pipe.step(**batch), unsplit.step(**batch)
+        unsplit.require_same(found, losses, tolerance * (DRIFT if seen else 1))
         for each in (mine, theirs):
             each.step()
-        seen.append(whole.require_same(found, losses, tolerance * DRIFT))
+        seen.append(unsplit.require_same(found, losses, tolerance * DRIFT))
         for each in (mine, theirs):
             each.zero_grad()
     return seen

@@ -191,7 +191,9 @@ def test_split(call, data, tmp_path, gpt2_plan, factory):
     folder = tmp_path / "parts"
     code, out, _ = call("split", gpt2_plan, "-o", folder)
     assert code == 0 and "self.submod_1(" in out
-    assert {f.name for f in folder.iterdir()} == {"parent.py", "submod_0.py", "submod_1.py", "split.json"}
+    stages = {"manifest.json", "example.safetensors", "model.safetensors.index.json"}
+    stages |= {f"stage-{i}.{kind}" for i in range(2) for kind in ("json", "safetensors")}
+    assert {f.name for f in folder.iterdir()} == {"parent.py", "submod_0.py", "submod_1.py", "split.json"} | stages
     for file in folder.glob("*.py"):
         compile(file.read_text(), file.name, "exec")
     told = json.loads((folder / "split.json").read_text())
@@ -203,7 +205,8 @@ def test_split(call, data, tmp_path, gpt2_plan, factory):
     (folder / "mine.txt").write_text("stays")
     code, found = data("split", f"{factory}:make", "--policy", "Stages(1)", "-o", folder, "--force")
     assert code == 0 and len(found["parts"]) == 1 and "submod_0" in found["code"]
-    assert {f.name for f in folder.iterdir()} == {"parent.py", "submod_0.py", "split.json", "mine.txt"}
+    left = {"parent.py", "submod_0.py", "split.json", "mine.txt"}
+    assert {f.name for f in folder.iterdir()} == left | {name for name in stages if "stage-1" not in name}
     assert [f.name for f in tmp_path.iterdir() if f.name.startswith(".")] == []
     assert call("split", f"{factory}:make", "--stages", "2")[0] == 0
 

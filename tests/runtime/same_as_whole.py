@@ -115,12 +115,17 @@ def run(case: dict[str, Any], inputs: dict[str, torch.Tensor], split: sk.Split) 
     }  # fmt: skip
 
 
-def main() -> None:
+def start() -> None:
+    """Join the group of the ranks."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=os.environ["SPLITKIT_STORE"], rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
     )  # fmt: skip
+
+
+def main() -> None:
+    start()
     for case, inputs, split in PREPARED:
         print(json.dumps(case | run(case, inputs, split) | {"rank": dist.get_rank()}), flush=True)
     dist.destroy_process_group()

@@ -49,7 +49,7 @@ def chain(kind: str, second: str):
 def test_a_value_is_written_before_or_after_it_crosses(second):
     found = chain("before", second)
     (value,) = found.border(0, ())
-    assert found.original(value) in found.written
+    assert found.value(value).written
 
 
 @pytest.mark.parametrize(("kind", "second"), [("view", "mul_"), ("buffer", "linear_1"), ("input", "linear_1")])
@@ -80,7 +80,7 @@ def test_a_part_that_is_checkpointed_is_a_stage():
         ["checkpoint"],
         ["checkpoint_1"],
     ]
-    assert [found.original(n).name for n in found.border(0, ())] == ["tanh"]
+    assert [found.value(n).name for n in found.border(0, ())] == ["tanh"]
     assert found.own(0) == found.own(1) == {}
 
 

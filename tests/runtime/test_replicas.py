@@ -13,6 +13,7 @@ from torch import nn
 import splitkit as sk
 from splitkit import _torch
 from splitkit.errors import PipelineError, ScheduleError
+from splitkit.runtime.chain import chain_of
 from splitkit.runtime.replicas import Replicas, replicas, replicas_of, require_replicable, subgroup
 from splitkit.runtime.ties import BUCKET, _buckets
 
@@ -35,19 +36,23 @@ def test_parts_of_other_numbers_of_replicas_are_refused_with_what_runs():
 
 
 def test_numbers_that_do_not_divide_are_refused():
-    flow = sk.analyze(sk.capture(nn.Linear(2, 2), torch.randn(2, 2)))
-    require_replicable(flow, 2, ranks=4, microbatches=6)
+    require_replicable((), 2, ranks=4, microbatches=6)
     for ranks, microbatches, says in ((3, 6, "3 ranks for 2 replicas"), (4, 5, "5 microbatches for 2 replicas")):
         with pytest.raises(ScheduleError, match=f"SK330: {says}"):
-            require_replicable(flow, 2, ranks, microbatches)
+            require_replicable((), 2, ranks, microbatches)
+
+
+def written(model):
+    gm = sk.capture(model, torch.randn(2, 4))
+    return chain_of(sk.split(gm, lambda node: 0)).facts.writes
 
 
 def test_buffers_that_forward_writes_are_refused_in_replicas():
-    flow = sk.analyze(sk.capture(nn.BatchNorm1d(4), torch.randn(2, 4)))
-    require_replicable(flow, 1, ranks=2, microbatches=2)
+    writes = written(nn.BatchNorm1d(4))
+    require_replicable(writes, 1, ranks=2, microbatches=2)
     with pytest.raises(PipelineError, match=r"SK801: forward writes (num_batches_tracked|running_)"):
-        require_replicable(flow, 2, ranks=2, microbatches=2)
-    require_replicable(sk.analyze(sk.capture(nn.BatchNorm1d(4).eval(), torch.randn(2, 4))), 2, 2, 2)
+        require_replicable(writes, 2, ranks=2, microbatches=2)
+    require_replicable(written(nn.BatchNorm1d(4).eval()), 2, 2, 2)
 
 
 def test_each_pipeline_has_its_share_of_the_microbatches():

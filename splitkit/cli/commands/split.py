@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit import files
+from splitkit.cli import stagefolders
 from splitkit.cli.outcome import Outcome
-from splitkit.cli.work import planned, versions
+from splitkit.cli.work import Work, planned, versions
 from splitkit.errors import FileError, UsageError
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from splitkit.engine.split import Split
 
 KIND = "splitkit split"
+LISTS = ("split.json", "manifest.json")
+PARTS = ("submod_*.py", "stage-*.json", "stage-*.safetensors")
 
 
 def run(args: Namespace) -> Outcome:
@@ -32,10 +35,11 @@ def run(args: Namespace) -> Outcome:
         split = sk.split(work.gm, plan)
     data = {"command": "split", "model": work.source.to_dict(), **describe(split)}
     if args.output:
-        _write(Path(args.output), split, {**data, "kind": KIND, **versions()})
+        data["no_stages"] = _write(Path(args.output), split, work, {**data, "kind": KIND, **versions()})
     table = sk.report(work.gm, split.plan, costs).table()
     data |= {"code": split.module.code, "seconds": work.clock.seconds, "folder": args.output}
-    written = ["", f"wrote {args.output} ({len(split.parts)} parts)"] if args.output else []
+    lacks = f"; no stages to train: {data['no_stages']}" if args.output and data["no_stages"] else ""
+    written = ["", f"wrote {args.output} ({len(split.parts)} parts{lacks})"] if args.output else []
     return Outcome(data, [table, "", split.module.code.strip(), *written])
 
 
@@ -68,8 +72,12 @@ def part_names(split: Split) -> dict[Any, str]:
     return {module: name for name, module in split.module.named_children() if module in parts}
 
 
-def _write(folder: Path, split: Split, data: dict[str, Any]) -> None:
-    """All files are made in a folder beside the target first, then moved: whole or not at all."""
+def _write(folder: Path, split: Split, work: Work, data: dict[str, Any]) -> str | None:
+    """All files are made in a folder beside the target first, then moved: whole or not at all.
+
+    Returns:
+        Why there are no stages among them, if so.
+    """
     from splitkit.plans import file as planfile
 
     target = Path(os.path.realpath(folder))  # a link to a folder stays one
@@ -82,8 +90,10 @@ def _write(folder: Path, split: Split, data: dict[str, Any]) -> None:
             (draft / f"{name}.py").write_text(_readable(part), encoding="utf-8")
         (draft / "parent.py").write_text(split.module.code.lstrip(), encoding="utf-8")
         planfile.write(draft / "split.json", data)
+        lacks = stagefolders.save(draft, split, work)
         draft.chmod(0o755)
         _move(draft, target)
+        return lacks
     except OSError as error:
         raise FileError("SK504", f"cannot write {folder}: {error.strerror}", "Name another folder.") from error
     finally:
@@ -95,14 +105,18 @@ def _move(draft: Path, target: Path) -> None:
         draft.rename(target)
         return
     _drop_earlier_parts(target)
-    for file in sorted(draft.iterdir(), key=lambda f: f.name == "split.json"):  # the list of the parts comes last
-        files.write(target / file.name, file.read_text(encoding="utf-8"))  # links among them stay links
+    for file in sorted(draft.iterdir(), key=lambda f: f.name in LISTS):  # the lists of the parts come last
+        if file.suffix == ".safetensors":
+            shutil.move(file, target / file.name)
+        else:
+            files.write(target / file.name, file.read_text(encoding="utf-8"))  # links among them stay links
 
 
 def _drop_earlier_parts(target: Path) -> None:
     """Parts of an earlier split that would look like parts of this one; nothing else is removed."""
     if (target / "split.json").is_file():
-        for file in target.glob("submod_*.py"):
+        (target / "manifest.json").unlink(missing_ok=True)
+        for file in (f for pattern in PARTS for f in target.glob(pattern)):
             file.unlink()
 
 

@@ -15,7 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
-from splitkit.cli import launch
+from splitkit.cli import launch, stagefolders
 from splitkit.cli.checks import DIFFERENT
 from splitkit.cli.outcome import Outcome, seconds
 from splitkit.cli.partflags import asked, compile_parts, require_compiler
@@ -88,7 +88,7 @@ def _train(args: Namespace) -> dict[str, Any]:
     work, split = _split(args)
     pipe = pipeline(split, args.schedule, args.microbatches, seed=work.source.seed)
     optimizer = _optimizer(args, pipe.parameters())
-    beside = _Beside(args, pipe) if args.check else None
+    beside = _Beside(args, pipe, work) if args.check else None
     compile_parts(pipe, args.compile)
     first = 0
     if args.resume:
@@ -119,9 +119,13 @@ def _train(args: Namespace) -> dict[str, Any]:
 
 
 def _split(args: Namespace) -> tuple[Work, Any]:
-    """The model of this rank, cut by the plan of rank 0."""
+    """The model of this rank, cut by the plan of rank 0; or stages of a folder."""
     from splitkit.runtime.agreement import planned_once
 
+    if stagefolders.is_folder(args.target):
+        return stagefolders.opened(args)
+    if args.weights is not None:
+        raise UsageError("SK601", "--weights goes with a folder of stages", "Write one: splitkit split PLAN -o FOLDER.")
     file = plan_file(args)
     if file is None:
         work, plan, _ = make_plan(args, args.target)
@@ -152,10 +156,10 @@ class _Beside:
         seen: how far the two were apart on this rank: after backward, and after the optimizer's step.
     """
 
-    def __init__(self, args: Namespace, pipe: Pipeline) -> None:
+    def __init__(self, args: Namespace, pipe: Pipeline, work: Work) -> None:
         from splitkit.testing.pipelines import Unsplit
 
-        self.whole = Unsplit(pipe)
+        self.whole = Unsplit(pipe, work.gm)
         self.optimizer = _optimizer(args, self.whole.model.parameters())
         self.seen: list[Any] = []
 

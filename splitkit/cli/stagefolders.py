@@ -1,0 +1,69 @@
+"""Folders of stages on the command line: written by ``splitkit split -o``, trained by ``splitkit train``."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from splitkit.cli import source
+from splitkit.cli.source import Source
+from splitkit.cli.work import Stopwatch, Work, prepare, versions
+from splitkit.errors import PipelineError, SplitError, UsageError
+from splitkit.testing.models import Example
+
+if TYPE_CHECKING:
+    from splitkit.engine.split import Split
+    from splitkit.runtime.stagefolder import StageFolder
+
+_MANIFEST = "manifest.json"
+_DECIDED = ("stages", "policy", "costs", "training", "on_cycle", "size", "how", "dynamic", "eval")
+
+
+def save(folder: Path, split: Split, work: Work) -> str | None:
+    """Write the stages of a split into a folder; why there are none where it is no pipeline, or no data."""
+    from splitkit.runtime import save_stages
+
+    example = work.example
+    record = {"model": work.source.to_dict(), **versions()}
+    try:
+        save_stages(split, folder, inputs=(tuple(example.args), dict(example.kwargs)), record=record)
+    except SplitError as error:
+        if not isinstance(error, PipelineError) and error.code != "SK506":
+            raise
+        return f"{error.code}: {error.reason}"
+    return None
+
+
+def is_folder(target: str) -> bool:
+    """Whether what a command names is a folder of stages."""
+    return (Path(target) / _MANIFEST).is_file()
+
+
+def opened(args: Namespace) -> tuple[Work, StageFolder]:
+    """The stages of a folder; the model is made again only where ``--check`` compares with it.
+
+    Raises:
+        UsageError: SK601 for options that the folder has decided.
+    """
+    from splitkit.runtime import open_stages
+
+    for name in _DECIDED:
+        if getattr(args, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError("SK601", f"{option} does not go with a folder of stages", "Split again with it.")
+    held = open_stages(args.target, args.weights)
+    inputs, named = held.example()
+    example = Example(held.module, inputs, named)
+    if not args.check:
+        return Work(_source(args, held.manifest.value), example, held.module, Stopwatch()), held
+    whole = prepare(source.from_plan(args.target, held.manifest.value, args))
+    held.fill(whole.gm)
+    return replace(whole, example=example), held
+
+
+def _source(args: Namespace, manifest: dict[str, Any]) -> Source:
+    record = manifest.get("model")
+    found = Source(args.target, {}) if record is None else source.recorded(args.target, record)
+    return found if args.seed is None else replace(found, seed=args.seed)

@@ -1,0 +1,73 @@
+"""What a pipeline must know of the graph that was split (`ChainFacts`), as JSON-ready data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from splitkit.engine.values import dtype_of, name_of_dtype
+from splitkit.fields import JsonField
+from splitkit.runtime.chain import Chain, ChainFacts
+from splitkit.runtime.values import SCALARS, Carried
+
+
+def encode(chain: Chain) -> dict[str, Any]:
+    """The facts of a chain: of its values those that go over a border, and the outputs.
+
+    Raises:
+        PipelineError: SK801 for a value that cannot be sent.
+    """
+    facts = chain.facts
+    wanted = chain.split.module.graph.output_node().all_input_nodes
+    crossing = dict.fromkeys(n for stage in range(chain.stages - 1) for n in chain.border(stage, wanted))
+    outputs = dict.fromkeys(n for n in wanted if n in chain.stage_of and not chain.value(n).odd)
+    return {
+        "values": {node.name: _carried(chain.value(node).sent(True)) for node in {**crossing, **outputs}},
+        "inputs": {name: None if like is None else _like(like) for name, like in facts.inputs.items()},
+        "draws": list(facts.draws),
+        "writes": list(facts.writes),
+        "identity": dict(facts.identity),
+    }
+
+
+def decode(data: JsonField) -> ChainFacts:
+    """The facts of data.
+
+    Raises:
+        FileError: SK505.
+    """
+    inputs = {name: None if like.value is None else like_of(like) for name, like in data["inputs"].fields()}
+    return ChainFacts(
+        {name: _carried_of(value) for name, value in data["values"].fields()},
+        inputs,
+        tuple(item.flag() for item in data["draws"].items()),
+        tuple(item.text() for item in data["writes"].items()),
+        {name: value.text() for name, value in data["identity"].fields()},
+    )
+
+
+def like_of(data: JsonField) -> torch.Tensor:
+    """A tensor on ``meta`` of the shape and dtype of data."""
+    return torch.empty(data["shape"].sizes(), dtype=dtype_of(data["dtype"]), device="meta")
+
+
+def _like(like: torch.Tensor) -> dict[str, Any]:
+    return {"dtype": name_of_dtype(like.dtype), "shape": list(like.shape)}
+
+
+def _carried(value: Carried) -> dict[str, Any]:
+    scalar = None if value.scalar is None else value.scalar.__name__
+    rest = {"requires_grad": value.like.requires_grad, "written": value.written, "scalar": scalar}
+    return {"name": value.name, **_like(value.like), **rest}
+
+
+def _carried_of(data: JsonField) -> Carried:
+    scalar = data["scalar"]
+    kind = next((kind for kind in SCALARS if kind.__name__ == scalar.value), None)
+    if kind is None and scalar.value is not None:
+        raise scalar.damaged("null, bool, int or float")
+    like, grad = like_of(data), data["requires_grad"].flag()
+    if grad and not like.is_floating_point() and not like.is_complex():
+        raise data["requires_grad"].damaged("false, for it is no float")
+    return Carried(data["name"].text(), like.requires_grad_(grad), kind, data["written"].flag())
