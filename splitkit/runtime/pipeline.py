@@ -205,8 +205,8 @@ class Pipeline:
         return list({id(p): p for p in self.named_parameters().values()}.values())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The parameters and buffers of this rank under the names that they have in the graph that was split."""
-        return {name: t.detach() for name, t in self.named_tensors().items()}
+        """The parameters and buffers of this rank that a checkpoint of the model has, under its names."""
+        return {name: t.detach() for name, t in self._saved().items()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take what this rank holds from the state of the unsplit model, or of any pipeline of it.
@@ -214,7 +214,7 @@ class Pipeline:
         Raises:
             PipelineError: SK802 for a name that lacks, or a shape that differs; nothing is loaded then.
         """
-        own = self.named_tensors()
+        own = self._saved()
         for name, tensor in own.items():
             if name not in state or state[name].shape != tensor.shape:
                 what = f"has the shape {list(state[name].shape)}" if name in state else "is not in the state"
@@ -234,6 +234,12 @@ class Pipeline:
             own = {f"{child}.{name}": t for name, t in held.items()} | self._chain.own(stage)
             found |= {split.qualified_names.get(name, name): t for name, t in own.items()}
         return found
+
+    def _saved(self) -> dict[str, torch.Tensor]:
+        """Without buffers that are not persistent, and constants of the graph."""
+        module, names = self.split.module, self.split.qualified_names
+        saved = {names.get(name, name) for name in module.state_dict()}
+        return {name: t for name, t in self.named_tensors().items() if name in saved}
 
     def _run(self, train: bool, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, keep: bool) -> Batch:
         runs = self._runs.get(train)

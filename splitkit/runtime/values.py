@@ -51,6 +51,8 @@ class Carried:
         """As the stage behind the border reads it."""
         if self.scalar is not None:
             return self.scalar(value.item())
+        if self.like.requires_grad:
+            value = _received(value)
         return value.clone() if self.written else value  # what was received is a leaf, and torch's own
 
     def _require(self, value: Any, where: str) -> None:
@@ -85,6 +87,24 @@ class Fresh(torch.autograd.Function):
 def fresh(x: torch.Tensor) -> Any:
     """See `Fresh`."""
     return Fresh.apply(x)  # type: ignore[no-untyped-call]
+
+
+class Received(torch.autograd.Function):
+    """The same memory; its gradient is contiguous, as what goes over a border must be."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """The tensor, detached."""
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient, which zero-bubble schedules send as autograd made it."""
+        return grad.contiguous()
+
+
+def _received(x: torch.Tensor) -> Any:
+    return Received.apply(x)  # type: ignore[no-untyped-call]
 
 
 def carried(chain: Chain, values: Iterable[Node], train: bool) -> tuple[Carried, ...]:

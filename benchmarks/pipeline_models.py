@@ -1,0 +1,400 @@
+"""Unmodified models as pipelines of real processes, beside the model itself: ``--json`` for machines.
+
+Each model has random weights and tiny sizes, and is called as its documentation calls it: keyword inputs, attention
+masks, labels, default ``use_cache``, dropout on. It is captured, cut by ``Stages(n)`` and trained for some steps of
+AdamW on 2 and 4 gloo processes, on microbatches that differ. Every process trains the model itself beside it, microbatch
+by microbatch from the pipeline's seeds, and compares: each loss, each gradient, and each parameter and buffer after the
+optimizer's step, relative to the largest number of the tensor (of a gradient that is nothing but rounding, to
+`NOTHING` of the largest gradient); then what `Pipeline.infer` returns, leaf by leaf.
+
+A case is *right* where all of these are within 1e-6 in the first step, and within 1e-4 in those after it; *wrong*;
+*refused*, by an error with a code; or *fails*, by any other error.
+
+Without arguments: the eleven of transformers under each of the seven schedules. ``--zoo``: the architectures of
+`zoo_models.py`, most of which no test of the suite names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.utils import _pytree as pytree
+from zoo_models import Row, rows
+from zoo_senses import VISION, image
+from zoo_transformers import SIZES, TEXT, causal, hf, masked, seq2seq
+
+import splitkit as sk
+from splitkit.frontends.trainstep import sum_of_outputs
+from splitkit.graph.storages import parameters_and_buffers
+from splitkit.runtime import pipeline
+from splitkit.runtime.pipeline import Pipeline
+
+FIRST, LATER = 1e-6, 1e-4
+NOTHING = 1e-4
+SECONDS = 120.0
+MICROBATCHES = 4
+Inputs = Mapping[str, Any]
+
+ELEVEN = {
+    "gpt2": hf("decoder", "GPT2LMHeadModel", causal, None, n_layer=2, n_embd=32, n_head=4, vocab_size=96,
+               bos_token_id=1, eos_token_id=2),
+    "llama": hf("decoder", "LlamaForCausalLM", causal),
+    "bert": hf("encoder", "BertForMaskedLM", masked, TEXT),
+    "t5": hf("encoder-decoder", "T5ForConditionalGeneration", seq2seq, {}, vocab_size=96, d_model=32, d_kv=8, d_ff=64,
+             num_layers=2, num_heads=4, decoder_start_token_id=0),
+    "vit": hf("vision", "ViTForImageClassification", image, VISION),
+    "whisper": "WhisperForConditionalGeneration",
+    "mixtral": hf("MoE", "MixtralForCausalLM", causal, num_local_experts=4, num_experts_per_tok=2),
+    "clip": "CLIPModel",
+    "mamba": "MambaForCausalLM",
+    "swin": "SwinForImageClassification",
+    "resnet": "ResNetForImageClassification",
+}  # fmt: skip
+"""A row of its own, or the name of one of `zoo_models.py`."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a model is run."""
+
+    stages: int
+    ranks: int
+    schedule: str
+
+
+EVERY = (
+    *(Case(2, 2, name) for name in ("gpipe", "1f1b")),
+    *(Case(4, 2, name) for name in (
+        "interleaved1f1b", "loopedbfs", "interleavedzerobubble", "zbvzerobubble", "dualpipev")),
+    *(Case(4, 4, name) for name in ("gpipe", "1f1b")),
+)  # fmt: skip
+SOME = (Case(2, 2, "1f1b"), Case(4, 4, "1f1b"), Case(4, 2, "interleavedzerobubble"))
+
+
+def drawn(row: Row, seed: int) -> tuple[nn.Module, Inputs]:
+    """The model and inputs of a seed."""
+    torch.manual_seed(seed)
+    model, inputs = row.make(True)
+    return model.train(), inputs
+
+
+def batch_of(parts: list[Inputs]) -> Inputs:
+    """Microbatches one behind the other."""
+    flat = [pytree.tree_flatten(dict(part)) for part in parts]
+    leaves = [
+        torch.cat(values) if isinstance(values[0], torch.Tensor) and values[0].dim() else values[0]
+        for values in zip(*(leaves for leaves, _ in flat), strict=True)
+    ]
+    return pytree.tree_unflatten(leaves, flat[0][1])
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def apart(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:
+    """The largest difference, relative to the largest number of ``b``, or to ``least``."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return float("inf")
+    if not a.numel() or torch.equal(a, b):
+        return 0.0
+    a, b = (t.detach().to(torch.complex128 if t.is_complex() else torch.float64) for t in (a, b))
+    same_infinite = (a == b) & a.isinf() if not a.is_complex() else torch.zeros_like(a, dtype=torch.bool)
+    a, b = a.masked_fill(same_infinite, 0), b.masked_fill(same_infinite, 0)
+    return float((a - b).abs().max() / b.abs().max().clamp(min=max(least, 1e-30)))
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The model's own, else the sum of what it returns."""
+    own = getattr(output, "loss", None)
+    found = own if isinstance(own, torch.Tensor) else sum_of_outputs(output)
+    assert found is not None
+    return found
+
+
+class Beside:
+    """The model itself, which goes the same steps on this rank."""
+
+    def __init__(self, model: nn.Module, pipe: Pipeline) -> None:
+        self.model, self.pipe = model, pipe
+        self.own = pipe.named_tensors()
+        self.whole = parameters_and_buffers(model)
+        self.worst: dict[str, tuple[float, str]] = {}
+
+    def call(self, inputs: Inputs, step: int, number: int) -> Any:
+        with torch.random.fork_rng():
+            torch.manual_seed(self.pipe.seed_of(step, number))
+            return self.model(**copy.deepcopy(dict(inputs)))
+
+    def train(self, parts: list[Inputs], step: int) -> torch.Tensor:
+        """Forward and backward; the losses."""
+        losses = []
+        for number, inputs in enumerate(parts):
+            loss = loss_of(self.call(inputs, step, number))
+            (loss / len(parts)).sum().backward()
+            losses.append(loss.detach().reshape(()))
+        return torch.stack(losses)
+
+    def note(self, what: str, found: float, name: str) -> None:
+        if not found <= self.worst.get(what, (-1.0, ""))[0]:
+            self.worst[what] = found, name
+
+    def compare_gradients(self) -> None:
+        mine = {n: t for n, t in self.own.items() if isinstance(t, nn.Parameter)}
+        grads = {n: t.grad for n, t in self.whole.items() if isinstance(t, nn.Parameter) and t.grad is not None}
+        least = NOTHING * max((float(g.abs().max()) for g in grads.values()), default=0.0)
+        for name, p in mine.items():
+            theirs = grads.get(name)
+            zero = torch.zeros_like(p)
+            self.note("gradient", apart(zero if p.grad is None else p.grad, zero if theirs is None else theirs, least), name)
+
+    def compare_state(self) -> None:
+        for name, t in self.own.items():
+            if name in self.whole:  # else a constant that capture made an attribute of
+                self.note("state", apart(t.detach(), self.whole[name].detach()), name)
+
+
+def run(split: sk.Split, model: nn.Module, case: Case, batches: list[list[Inputs]]) -> dict[str, Any]:
+    """A rank trains both, and compares."""
+    own_loss = isinstance(getattr(model(**copy.deepcopy(dict(batches[0][0]))), "loss", None), torch.Tensor)
+    model = copy.deepcopy(model)
+    pipe = pipeline(split, case.schedule, MICROBATCHES, seed=7, loss=None if own_loss else lambda out, _: loss_of(out))
+    beside = Beside(model, pipe)
+    optimizers = [torch.optim.AdamW(p, lr=1e-3, eps=1e-3) for p in (pipe.parameters(), list(model.parameters()))]
+    found: dict[str, Any] = {}
+    pipe.load_state_dict(model.state_dict())
+    if others := pipe.state_dict().keys() - model.state_dict().keys():
+        beside.note("state", float("inf"), f"{min(others)} is not in the state of the model")
+    for step, parts in enumerate(batches):
+        made, losses = pipe.step(**batch_of(parts)), beside.train(parts, step)
+        if made.losses is not None:
+            beside.note("loss", apart(made.losses, losses), "")
+        beside.compare_gradients()
+        for optimizer in optimizers:
+            optimizer.step()
+        beside.compare_state()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        found["first" if step == 0 else "later"], beside.worst = beside.worst, {}
+    outputs = pipe.infer(**batch_of(batches[0]))
+    if outputs is not None:
+        with torch.no_grad():
+            wanted = [beside.call(inputs, pipe.steps, i) for i, inputs in enumerate(batches[0])]
+        for a, b in zip(outputs, wanted, strict=True):
+            if pytree.tree_structure(a) != pytree.tree_structure(b):
+                beside.note("outputs", float("inf"), f"{pytree.tree_structure(a)}, not {pytree.tree_structure(b)}"[:300])
+                continue
+            for x, y in zip(tensors(a), tensors(b), strict=True):
+                beside.note("outputs", apart(x, y), str(list(y.shape)))
+        found["infer"] = beside.worst
+    return found | {"borders": [len(names) for names in pipe.borders]}
+
+
+def rank_of(split: sk.Split, model: nn.Module, case: Case, batches: list[list[Inputs]], rank: int, folder: str) -> None:
+    """The process of a rank: its answer goes to a file."""
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=case.ranks,
+            timeout=timedelta(seconds=SECONDS / 2),
+        )  # fmt: skip
+        answer = run(split, model, case, batches)
+    except BaseException as error:
+        answer = said(error)
+    Path(folder, f"{rank}.json").write_text(json.dumps(answer))
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def said(error: BaseException) -> dict[str, Any]:
+    text = " | ".join(line.strip() for line in str(error).splitlines() if line.strip())[:600]
+    if os.environ.get("SPLITKIT_TRACE"):
+        traceback.print_exception(error)
+    if isinstance(error, sk.SplitError):
+        own = error.code != "SK805"
+        return {"verdict": "refused" if own else "fails", "why": text}
+    return {"verdict": "fails", "why": f"{type(error).__name__}: {text}"}
+
+
+def judged(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the ranks say together."""
+    bad = [a for a in answers if "verdict" in a]
+    if bad:
+        return min(bad, key=lambda a: (a["verdict"] != "refused", "another rank" in a["why"], "waited" in a["why"]))
+    worst: dict[str, tuple[float, str]] = {}
+    for answer in answers:
+        for when, limit in (("first", FIRST), ("later", LATER), ("infer", LATER)):
+            for what, (value, name) in answer.get(when, {}).items():
+                key = f"{what} {when}"
+                if not value <= worst.get(key, (-1.0, ""))[0]:
+                    worst[key] = value, name
+                if not value <= limit:
+                    bad.append({"why": f"{key} differs by {value:.1e}: {name}"})
+    found = {key: value for key, (value, _) in worst.items()} | {"borders": answers[0]["borders"]}
+    return found | ({"verdict": "wrong", "why": bad[0]["why"]} if bad else {"verdict": "right"})
+
+
+def ran(split: sk.Split, model: nn.Module, case: Case, batches: list[list[Inputs]]) -> dict[str, Any]:
+    """Run a case on processes of its own."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=rank_of, args=(split, model, case, batches, rank, folder))
+            for rank in range(case.ranks)
+        ]
+        for process in processes:
+            process.start()
+        end = time.monotonic() + SECONDS
+        for process in processes:
+            process.join(max(0.0, end - time.monotonic()))
+        for process in processes:
+            process.kill()
+            process.join()
+        answers = []
+        for rank, process in enumerate(processes):
+            file = Path(folder, f"{rank}.json")
+            gone = {"verdict": "fails", "why": f"rank {rank} does not answer (exit {process.exitcode})"}
+            answers.append(json.loads(file.read_text()) if file.exists() else gone)
+    return judged(answers)
+
+
+def examine(row: Row, cases: tuple[Case, ...], steps: int, tell: Callable[[dict[str, Any]], None]) -> None:
+    """All cases of a model."""
+    model, inputs = drawn(row, 0)
+    reference = copy.deepcopy(model)
+    try:
+        gm = sk.capture(model, **inputs)
+    except Exception as error:
+        tell({"case": "capture", **said(error)})
+        return
+    batches = [[drawn(row, 1 + step * MICROBATCHES + i)[1] for i in range(MICROBATCHES)] for step in range(steps)]
+    for case in cases:
+        start = time.perf_counter()
+        try:
+            found = ran(sk.split(gm, sk.policies.Stages(case.stages)), reference, case, batches)
+        except Exception as error:
+            found = said(error)
+        tell({**asdict(case), **found, "seconds": time.perf_counter() - start})
+
+
+def inside(row: Row, cases: tuple[Case, ...], steps: int, pipe: Any) -> None:
+    """What the process of a model does; what models print is not shown."""
+    os.setsid()
+    if not os.environ.get("SPLITKIT_TRACE"):
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 1)
+        os.dup2(nothing, 2)
+    warnings.filterwarnings("ignore")
+    examine(row, cases, steps, pipe.send)
+
+
+def examined(row: Row, cases: tuple[Case, ...], steps: int) -> dict[str, Any]:
+    """A row of the table, whatever becomes of its process."""
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=inside, args=(row, cases, steps, sending))
+    process.start()
+    sending.close()
+    found: list[dict[str, Any]] = []
+    while receiving.poll(SECONDS * 1.5):
+        try:
+            found.append(receiving.recv())
+        except EOFError:
+            break
+    if process.is_alive() and process.pid is not None:
+        process.join(2)
+        if process.is_alive():
+            os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+    verdicts = Counter(case["verdict"] for case in found)
+    print(f"{row.name}: {dict(verdicts)}", file=sys.stderr, flush=True)
+    for case in found:
+        if case["verdict"] != "right":
+            print(f"    {case.get('stages')}-{case.get('ranks')}-{case.get('schedule')}: {case['why']}", file=sys.stderr, flush=True)
+    return {"name": row.name, "family": row.family, "cases": found}
+
+
+def chosen(args: argparse.Namespace) -> list[Row]:
+    named = {row.name: row for row in rows()}
+    if args.zoo:
+        found = [row for row in named.values() if "train" in row.modes and row.installed]
+    else:
+        found = [named[row] if isinstance(row, str) else row for row in ELEVEN.values()]
+    return [row for row in found if not args.only or row.name.lower().startswith(tuple(n.lower() for n in args.only))]
+
+
+def summary_of(table: list[dict[str, Any]]) -> dict[str, Any]:
+    cases = [case for row in table for case in row["cases"]]
+    whole = sum(all(c["verdict"] == "right" for c in row["cases"]) and bool(row["cases"]) for row in table)
+    named = sum(all(c["verdict"] in ("right", "refused") for c in row["cases"]) and bool(row["cases"]) for row in table)
+    keys = sorted({key for c in cases for key in c if key.split()[-1] in ("first", "later", "infer")})
+    return {
+        "models": len(table), "right in every case": whole, "right, or refused by name": named,
+        "cases": dict(Counter(case["verdict"] for case in cases)),
+        "largest relative difference": {key: max(c[key] for c in cases if key in c) for key in keys},
+    }  # fmt: skip
+
+
+def show(table: list[dict[str, Any]]) -> None:
+    """A row a model."""
+    console = Console(width=190)
+    columns = list(dict.fromkeys((c["stages"], c["ranks"], c["schedule"]) for r in table for c in r["cases"] if "stages" in c))
+    shown = Table("model", *(f"{s} stages, {r} ranks: {name}" for s, r, name in columns))
+    for row in table:
+        cells = {(c.get("stages"), c.get("ranks"), c.get("schedule")): c for c in row["cases"]}
+        shown.add_row(row["name"], *(cell(cells.get(key)) for key in columns))
+    console.print(shown)
+    for row in table:
+        for case in row["cases"]:
+            if case["verdict"] != "right":
+                console.print(f"{row['name']} {case.get('schedule', 'capture')}: {case['why']}", markup=False)
+
+
+def cell(case: dict[str, Any] | None) -> str:
+    if case is None or case["verdict"] != "right":
+        return "" if case is None else case["verdict"]
+    return f"{max(case[key] for key in case if key.endswith(' first')):.0e}"
+
+
+def main() -> None:
+    """Run, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--zoo", action="store_true", help="architectures of the zoo instead of the eleven")
+    parser.add_argument("--every", action="store_true", help="each schedule also for the zoo")
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="models whose names begin so")
+    parser.add_argument("--steps", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    cases = EVERY if args.every or not args.zoo else SOME
+    table = [examined(row, cases, args.steps) for row in chosen(args)]
+    summary = summary_of(table)
+    if args.json:
+        print(json.dumps({"rows": table, "summary": summary}))
+    else:
+        show(table)
+        Console(width=190).print(summary)
+
+
+if __name__ == "__main__":
+    main()
