@@ -107,10 +107,13 @@ class ChainStage(nn.Module):
                 values[node] = self._run(node, values)
         finally:
             state = self.dice.end()
+        link = next((value for value in rest if value.requires_grad), None)
         if self.last:
-            return self._finish(number, values, inputs)
+            return self._finish(number, values, inputs, link)
         where = f"after stage {self._stage}, in microbatch {number}"
-        given = [how.packed(values[n], self.device, where) for n, how in zip(self._handed, self.gives, strict=True)]
+        given = [
+            how.packed(values[n], self.device, where, link) for n, how in zip(self._handed, self.gives, strict=True)
+        ]
         self._watch(given, number)
         return (*state, *given)
 
@@ -132,7 +135,9 @@ class ChainStage(nn.Module):
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
-    def _finish(self, number: int, values: Mapping[Node, Any], inputs: Mapping[str, Any]) -> Any:
+    def _finish(
+        self, number: int, values: Mapping[Node, Any], inputs: Mapping[str, Any], link: torch.Tensor | None
+    ) -> Any:
         """The loss, which is all that torch is given; outputs stay here."""
 
         def value(node: Node) -> Any:
@@ -149,7 +154,7 @@ class ChainStage(nn.Module):
         self._batch.losses[number] = loss.detach()
         if self._batch.keep:
             self._batch.outputs[number] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
-        return fresh(loss.reshape(()) / len(self._batch.inputs))
+        return fresh(loss.reshape(()) / len(self._batch.inputs), link)
 
     @property
     def arrives(self) -> tuple[torch.Tensor, ...]:

@@ -34,8 +34,8 @@ class Carried:
     scalar: type | None = None
     written: bool = False
 
-    def packed(self, value: Any, device: torch.device, where: str) -> Any:
-        """As it goes over the border: contiguous, with a history of its own.
+    def packed(self, value: Any, device: torch.device, where: str, link: torch.Tensor | None = None) -> Any:
+        """As it goes over the border: contiguous, with a history of its own, which leads to ``link`` too (`Fresh`).
 
         Raises:
             PipelineError: SK803 where it is not what was planned.
@@ -45,15 +45,15 @@ class Carried:
         self._require(value, where)
         if not self.like.requires_grad:
             return value.detach().contiguous()
-        return fresh(value.contiguous())
+        return fresh(value.contiguous(), link)
 
     def unpacked(self, value: torch.Tensor) -> Any:
         """As the stage behind the border reads it."""
         if self.scalar is not None:
             return self.scalar(value.item())
-        if self.like.requires_grad:
-            value = _received(value)
-        return value.clone() if self.written else value  # what was received is a leaf, and torch's own
+        if self.written:  # what was received is a leaf, and torch's own
+            value = value.clone()
+        return fresh(value) if value.requires_grad else value  # so that the gradient can be sent
 
     def _require(self, value: Any, where: str) -> None:
         found = _look(value)
@@ -71,40 +71,28 @@ class Carried:
 
 
 class Fresh(torch.autograd.Function):
-    """The same memory, as a tensor that is no view and that nobody saved: torch may ``detach_()`` it."""
+    """The same memory, as a tensor that is no view and that nobody saved: torch may ``detach_()`` it.
+
+    Its gradient is contiguous, as what is sent must be.
+
+    It leads to ``link`` too, without a gradient. Where torch divides backward (zero bubble, 2.11 to 2.15), it finds
+    parameters on the way to the inputs of a stage, and leaves out in silence those that no input leads to.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, link: torch.Tensor | None) -> torch.Tensor:
         """The tensor, detached."""
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient as it is."""
-        return grad
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """The gradient as it is, but for its strides."""
+        return grad.contiguous(), None
 
 
-def fresh(x: torch.Tensor) -> Any:
+def fresh(x: torch.Tensor, link: torch.Tensor | None = None) -> Any:
     """See `Fresh`."""
-    return Fresh.apply(x)  # type: ignore[no-untyped-call]
-
-
-class Received(torch.autograd.Function):
-    """The same memory; its gradient is contiguous, as what goes over a border must be."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        """The tensor, detached."""
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient, which zero-bubble schedules send as autograd made it."""
-        return grad.contiguous()
-
-
-def _received(x: torch.Tensor) -> Any:
-    return Received.apply(x)  # type: ignore[no-untyped-call]
+    return Fresh.apply(x, link)  # type: ignore[no-untyped-call]
 
 
 def carried(chain: Chain, values: Iterable[Node], train: bool) -> tuple[Carried, ...]:
