@@ -42,7 +42,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from zoo_models import Row, rows
 from zoo_senses import VISION, image
-from zoo_transformers import SIZES, TEXT, causal, hf, masked, seq2seq
+from zoo_transformers import TEXT, causal, hf, masked, seq2seq
 
 import splitkit as sk
 from splitkit.frontends.trainstep import sum_of_outputs
@@ -53,6 +53,7 @@ from splitkit.runtime.pipeline import Pipeline
 FIRST, LATER = 1e-6, 1e-4
 NOTHING = 1e-4
 RATE = 1e-3
+SEED = 7
 SECONDS = 120.0
 MICROBATCHES = 4
 Inputs = Mapping[str, Any]
@@ -134,93 +135,126 @@ def loss_of(output: Any) -> torch.Tensor:
     return found
 
 
-class Beside:
-    """The model itself, which goes the same steps on this rank."""
+@dataclass(frozen=True)
+class Step:
+    """What a step of the model itself gives: losses, gradients, and then its state."""
 
-    def __init__(self, model: nn.Module, pipe: Pipeline) -> None:
-        self.model, self.pipe = model, pipe
-        self.own = pipe.named_tensors()
-        self.whole = parameters_and_buffers(model)
-        self.worst: dict[str, tuple[float, str]] = {}
+    losses: torch.Tensor
+    gradients: Mapping[str, torch.Tensor]
+    state: Mapping[str, torch.Tensor]
 
-    def call(self, inputs: Inputs, step: int, number: int) -> Any:
-        with torch.random.fork_rng():
-            torch.manual_seed(self.pipe.seed_of(step, number))
-            return self.model(**copy.deepcopy(dict(inputs)))
 
-    def train(self, parts: list[Inputs], step: int) -> torch.Tensor:
-        """Forward and backward; the losses."""
+@dataclass(frozen=True)
+class Alone:
+    """The model itself, trained microbatch by microbatch from the pipeline's seeds.
+
+    Attributes:
+        saved: its ``state_dict`` before.
+        steps: what each step gave.
+        outputs: what it returned for each microbatch of the first batch then, without gradients.
+        loss: whether it returns its loss.
+    """
+
+    saved: Mapping[str, torch.Tensor]
+    steps: tuple[Step, ...]
+    outputs: tuple[Any, ...]
+    loss: bool
+
+
+def seed_of(step: int, number: int) -> int:
+    """As `Pipeline.seed_of`, of a pipeline that is not made yet."""
+    return (SEED * 1_000_003 + step * MICROBATCHES + number) % 2**63
+
+
+def called(model: nn.Module, inputs: Inputs, step: int, number: int) -> Any:
+    torch.manual_seed(seed_of(step, number))
+    return model(**copy.deepcopy(dict(inputs)))
+
+
+def trained(model: nn.Module, batches: list[list[Inputs]]) -> Alone:
+    """See `Alone`."""
+    saved = {name: t.detach().clone() for name, t in model.state_dict().items()}
+    optimizer, steps, own = optimizer_of(list(model.parameters())), list[Step](), False
+    for step, parts in enumerate(batches):
         losses = []
         for number, inputs in enumerate(parts):
-            loss = loss_of(self.call(inputs, step, number))
+            output = called(model, inputs, step, number)
+            own = isinstance(getattr(output, "loss", None), torch.Tensor)
+            loss = loss_of(output)
             (loss / len(parts)).sum().backward()
             losses.append(loss.detach().reshape(()))
-        return torch.stack(losses)
+        held = parameters_and_buffers(model)
+        grads = {name: t.grad.clone() for name, t in held.items() if t.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append(Step(torch.stack(losses), grads, {name: t.detach().clone() for name, t in held.items()}))
+    with torch.no_grad():
+        outputs = tuple(called(model, inputs, len(steps), i) for i, inputs in enumerate(batches[0]))
+    return Alone(saved, tuple(steps), outputs, own)
+
+
+def optimizer_of(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=RATE, eps=1e-3)
+
+
+class Worst(dict[str, tuple[float, str]]):
+    """What was compared -> the largest difference, and of which tensor."""
 
     def note(self, what: str, found: float, name: str) -> None:
-        if not found <= self.worst.get(what, (-1.0, ""))[0]:
-            self.worst[what] = found, name
-
-    def compare_gradients(self) -> None:
-        mine = {n: t for n, t in self.own.items() if isinstance(t, nn.Parameter)}
-        grads = {n: t.grad for n, t in self.whole.items() if isinstance(t, nn.Parameter) and t.grad is not None}
-        least = NOTHING * max((float(g.abs().max()) for g in grads.values()), default=0.0)
-        for name, p in mine.items():
-            theirs = grads.get(name)
-            zero = torch.zeros_like(p)
-            self.note("gradient", apart(zero if p.grad is None else p.grad, zero if theirs is None else theirs, least), name)
-
-    def compare_state(self) -> None:
-        for name, t in self.own.items():
-            if name in self.whole:  # else a constant that capture made an attribute of
-                least = RATE if isinstance(t, nn.Parameter) else 0.0
-                self.note("state", apart(t.detach(), self.whole[name].detach(), least), name)
+        if not found <= self.get(what, (-1.0, ""))[0]:
+            self[what] = found, name
 
 
-def run(split: sk.Split, model: nn.Module, case: Case, batches: list[list[Inputs]]) -> dict[str, Any]:
-    """A rank trains both, and compares."""
-    own_loss = isinstance(getattr(model(**copy.deepcopy(dict(batches[0][0]))), "loss", None), torch.Tensor)
-    model = copy.deepcopy(model)
-    pipe = pipeline(split, case.schedule, MICROBATCHES, seed=7, loss=None if own_loss else lambda out, _: loss_of(out))
-    beside = Beside(model, pipe)
-    optimizers = [torch.optim.AdamW(p, lr=RATE, eps=1e-3) for p in (pipe.parameters(), list(model.parameters()))]
-    found: dict[str, Any] = {}
-    pipe.load_state_dict(model.state_dict())
-    if others := pipe.state_dict().keys() - model.state_dict().keys():
-        beside.note("state", float("inf"), f"{min(others)} is not in the state of the model")
-    for step, parts in enumerate(batches):
-        made, losses = pipe.step(**batch_of(parts)), beside.train(parts, step)
-        if made.losses is not None:
-            beside.note("loss", apart(made.losses, losses), "")
-        beside.compare_gradients()
-        for optimizer in optimizers:
+def compared(pipe: Pipeline, step: Step, losses: torch.Tensor | None, worst: Worst) -> None:
+    """Losses and gradients."""
+    if losses is not None:
+        worst.note("loss", apart(losses, step.losses), "")
+    least = NOTHING * max((float(g.abs().max()) for g in step.gradients.values() if g.numel()), default=0.0)
+    for name, p in pipe.named_parameters().items():
+        zero = torch.zeros_like(p)
+        grad = zero if p.grad is None else p.grad
+        worst.note("gradient", apart(grad, step.gradients.get(name, zero), least), name)
+
+
+def run(split: sk.Split, alone: Alone, case: Case, batches: list[list[Inputs]]) -> dict[str, Any]:
+    """A rank trains its stages, and compares."""
+    loss = None if alone.loss else lambda out, _: loss_of(out)
+    pipe = pipeline(split, case.schedule, MICROBATCHES, seed=SEED, loss=loss)
+    assert pipe.seed_of(1, 1) == seed_of(1, 1)
+    found: dict[str, Any] = {when: Worst() for when in ("first", "later", "infer")}
+    pipe.load_state_dict(alone.saved)
+    if others := pipe.state_dict().keys() - alone.saved.keys():
+        found["first"].note("state", float("inf"), f"{min(others)} is not in the state of the model")
+    optimizer = optimizer_of(pipe.parameters()) if pipe.parameters() else None
+    for number, (parts, step) in enumerate(zip(batches, alone.steps, strict=True)):
+        worst = found["later" if number else "first"]
+        compared(pipe, step, pipe.step(**batch_of(parts)).losses, worst)
+        if optimizer is not None:
             optimizer.step()
-        beside.compare_state()
-        for optimizer in optimizers:
             optimizer.zero_grad()
-        found["first" if step == 0 else "later"], beside.worst = beside.worst, {}
+        for name, t in pipe.named_tensors().items():
+            if name in step.state:  # else a constant that capture made an attribute of
+                least = RATE if isinstance(t, nn.Parameter) else 0.0
+                worst.note("state", apart(t.detach(), step.state[name], least), name)
     outputs = pipe.infer(**batch_of(batches[0]))
-    if outputs is not None:
-        with torch.no_grad():
-            wanted = [beside.call(inputs, pipe.steps, i) for i, inputs in enumerate(batches[0])]
-        for a, b in zip(outputs, wanted, strict=True):
-            if pytree.tree_structure(a) != pytree.tree_structure(b):
-                beside.note("outputs", float("inf"), f"{pytree.tree_structure(a)}, not {pytree.tree_structure(b)}"[:300])
-                continue
+    for a, b in zip(outputs or (), alone.outputs if outputs else (), strict=True):
+        mine, theirs = pytree.tree_structure(a), pytree.tree_structure(b)
+        if mine != theirs:
+            found["infer"].note("outputs", float("inf"), f"{mine}, not {theirs}"[:300])
+        else:
             for x, y in zip(tensors(a), tensors(b), strict=True):
-                beside.note("outputs", apart(x, y), str(list(y.shape)))
-        found["infer"] = beside.worst
+                found["infer"].note("outputs", apart(x, y), str(list(y.shape)))
     return found | {"borders": [len(names) for names in pipe.borders]}
 
 
-def rank_of(split: sk.Split, model: nn.Module, case: Case, batches: list[list[Inputs]], rank: int, folder: str) -> None:
+def rank_of(split: sk.Split, alone: Alone, case: Case, batches: list[list[Inputs]], rank: int, folder: str) -> None:
     """The process of a rank: its answer goes to a file."""
     try:
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=case.ranks,
             timeout=timedelta(seconds=SECONDS / 2),
         )  # fmt: skip
-        answer = run(split, model, case, batches)
+        answer = run(split, alone, case, batches)
     except BaseException as error:
         answer = said(error)
     Path(folder, f"{rank}.json").write_text(json.dumps(answer))
@@ -256,12 +290,12 @@ def judged(answers: list[dict[str, Any]]) -> dict[str, Any]:
     return found | ({"verdict": "wrong", "why": bad[0]["why"]} if bad else {"verdict": "right"})
 
 
-def ran(split: sk.Split, model: nn.Module, case: Case, batches: list[list[Inputs]]) -> dict[str, Any]:
+def ran(split: sk.Split, alone: Alone, case: Case, batches: list[list[Inputs]]) -> dict[str, Any]:
     """Run a case on processes of its own."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=rank_of, args=(split, model, case, batches, rank, folder))
+            context.Process(target=rank_of, args=(split, alone, case, batches, rank, folder))
             for rank in range(case.ranks)
         ]
         for process in processes:
@@ -282,18 +316,22 @@ def ran(split: sk.Split, model: nn.Module, case: Case, batches: list[list[Inputs
 
 def examine(row: Row, cases: tuple[Case, ...], steps: int, tell: Callable[[dict[str, Any]], None]) -> None:
     """All cases of a model."""
-    model, inputs = drawn(row, 0)
-    reference = copy.deepcopy(model)
     try:
+        batches = [[drawn(row, 1 + step * MICROBATCHES + i)[1] for i in range(MICROBATCHES)] for step in range(steps)]
+        alone = trained(drawn(row, 0)[0], batches)
+    except Exception as error:
+        tell({"case": "the model itself", **said(error), "verdict": "no row"})
+        return
+    try:
+        model, inputs = drawn(row, 0)
         gm = sk.capture(model, **inputs)
     except Exception as error:
         tell({"case": "capture", **said(error)})
         return
-    batches = [[drawn(row, 1 + step * MICROBATCHES + i)[1] for i in range(MICROBATCHES)] for step in range(steps)]
     for case in cases:
         start = time.perf_counter()
         try:
-            found = ran(sk.split(gm, sk.policies.Stages(case.stages)), reference, case, batches)
+            found = ran(sk.split(gm, sk.policies.Stages(case.stages)), alone, case, batches)
         except Exception as error:
             found = said(error)
         tell({**asdict(case), **found, "seconds": time.perf_counter() - start})
@@ -332,7 +370,11 @@ def examined(row: Row, cases: tuple[Case, ...], steps: int) -> dict[str, Any]:
     print(f"{row.name}: {dict(verdicts)}", file=sys.stderr, flush=True)
     for case in found:
         if case["verdict"] != "right":
-            print(f"    {case.get('stages')}-{case.get('ranks')}-{case.get('schedule')}: {case['why']}", file=sys.stderr, flush=True)
+            print(
+                f"    {case.get('stages')}-{case.get('ranks')}-{case.get('schedule')}: {case['why']}",
+                file=sys.stderr,
+                flush=True,
+            )
     return {"name": row.name, "family": row.family, "cases": found}
 
 
@@ -360,7 +402,9 @@ def summary_of(table: list[dict[str, Any]]) -> dict[str, Any]:
 def show(table: list[dict[str, Any]]) -> None:
     """A row a model."""
     console = Console(width=190)
-    columns = list(dict.fromkeys((c["stages"], c["ranks"], c["schedule"]) for r in table for c in r["cases"] if "stages" in c))
+    columns = list(
+        dict.fromkeys((c["stages"], c["ranks"], c["schedule"]) for r in table for c in r["cases"] if "stages" in c)
+    )
     shown = Table("model", *(f"{s} stages, {r} ranks: {name}" for s, r, name in columns))
     for row in table:
         cells = {(c.get("stages"), c.get("ranks"), c.get("schedule")): c for c in row["cases"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from splitkit.errors import PipelineError
 from splitkit.runtime.chain import Chain
 from splitkit.runtime.dice import Dice
 from splitkit.runtime.faults import Progress
+from splitkit.runtime.undivided import run_whole_if_needed
 from splitkit.runtime.values import Carried, carried, fresh
 
 
@@ -63,6 +65,7 @@ class ChainStage(nn.Module):
         part: the part's module; its parameters have their original names.
         takes: what comes from the stage before.
         gives: what goes to the stage behind.
+        look: is shown once what the stage gives and what it received.
     """
 
     def __init__(self, chain: Chain, stage: int, ends: Ends, batch: Batch, device: torch.device) -> None:
@@ -79,6 +82,7 @@ class ChainStage(nn.Module):
         self._output = chain.split.module.graph.output_node()
         self._module = chain.split.module
         self.dice = Dice.of(chain, stage, device)
+        self.look: Callable[[Sequence[object], Sequence[torch.Tensor]], None] | None = None
 
     @property
     def trains(self) -> bool:
@@ -94,7 +98,11 @@ class ChainStage(nn.Module):
         """Run one microbatch."""
         number = int(microbatch)
         with self._batch.progress.computing(self._stage, "F", number):
-            return self._forward(received, number)
+            made = self._forward(received, number)
+        if self.look is not None:
+            self.look(made if isinstance(made, tuple) else (made,), received)
+            self.look = None
+        return made
 
     def _forward(self, received: tuple[torch.Tensor, ...], number: int) -> Any:
         inputs = self._batch.inputs[number]
@@ -171,6 +179,9 @@ class ChainStage(nn.Module):
 
 def torch_stage(module: ChainStage, stage: int, stages: int, group: dist.ProcessGroup | None) -> PipelineStage:
     """What torch's schedules take, with static metadata: nothing runs on made-up values."""
-    return PipelineStage(
+    made = PipelineStage(
         module, stage, stages, module.device, input_args=module.arrives, output_args=module.leaves, group=group
     )
+    if module.trains:
+        module.look = partial(run_whole_if_needed, made)
+    return made
