@@ -51,7 +51,7 @@ from splitkit.runtime import pipeline
 from splitkit.runtime.pipeline import Pipeline
 
 FIRST, LATER = 1e-6, 1e-4
-NOTHING = 1e-4
+NOTHING = 1e-2
 RATE = 1e-3
 SEED = 7
 SECONDS = 120.0
