@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from splitkit.errors import PipelineError
 from splitkit.runtime.chain import Chain
 from splitkit.runtime.dice import Dice
 from splitkit.runtime.faults import Progress
-from splitkit.runtime.undivided import run_whole_if_needed
 from splitkit.runtime.values import Carried, carried, fresh
 
 
@@ -65,7 +63,6 @@ class ChainStage(nn.Module):
         part: the part's module; its parameters have their original names.
         takes: what comes from the stage before.
         gives: what goes to the stage behind.
-        look: is shown once what the stage gives and what it received.
     """
 
     def __init__(self, chain: Chain, stage: int, ends: Ends, batch: Batch, device: torch.device) -> None:
@@ -82,7 +79,6 @@ class ChainStage(nn.Module):
         self._output = chain.split.module.graph.output_node()
         self._module = chain.split.module
         self.dice = Dice.of(chain, stage, device)
-        self.look: Callable[[Sequence[object], Sequence[torch.Tensor]], None] | None = None
 
     @property
     def trains(self) -> bool:
@@ -98,11 +94,7 @@ class ChainStage(nn.Module):
         """Run one microbatch."""
         number = int(microbatch)
         with self._batch.progress.computing(self._stage, "F", number):
-            made = self._forward(received, number)
-        if self.look is not None:
-            self.look(made if isinstance(made, tuple) else (made,), received)
-            self.look = None
-        return made
+            return self._forward(received, number)
 
     def _forward(self, received: tuple[torch.Tensor, ...], number: int) -> Any:
         inputs = self._batch.inputs[number]
@@ -115,13 +107,10 @@ class ChainStage(nn.Module):
                 values[node] = self._run(node, values)
         finally:
             state = self.dice.end()
-        link = next((value for value in rest if value.requires_grad), None)
         if self.last:
-            return self._finish(number, values, inputs, link)
+            return self._finish(number, values, inputs)
         where = f"after stage {self._stage}, in microbatch {number}"
-        given = [
-            how.packed(values[n], self.device, where, link) for n, how in zip(self._handed, self.gives, strict=True)
-        ]
+        given = [how.packed(values[n], self.device, where) for n, how in zip(self._handed, self.gives, strict=True)]
         self._watch(given, number)
         return (*state, *given)
 
@@ -143,9 +132,7 @@ class ChainStage(nn.Module):
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
-    def _finish(
-        self, number: int, values: Mapping[Node, Any], inputs: Mapping[str, Any], link: torch.Tensor | None
-    ) -> Any:
+    def _finish(self, number: int, values: Mapping[Node, Any], inputs: Mapping[str, Any]) -> Any:
         """The loss, which is all that torch is given; outputs stay here."""
 
         def value(node: Node) -> Any:
@@ -162,7 +149,7 @@ class ChainStage(nn.Module):
         self._batch.losses[number] = loss.detach()
         if self._batch.keep:
             self._batch.outputs[number] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
-        return fresh(loss.reshape(()) / len(self._batch.inputs), link)
+        return fresh(loss.reshape(()) / len(self._batch.inputs))
 
     @property
     def arrives(self) -> tuple[torch.Tensor, ...]:
@@ -179,9 +166,6 @@ class ChainStage(nn.Module):
 
 def torch_stage(module: ChainStage, stage: int, stages: int, group: dist.ProcessGroup | None) -> PipelineStage:
     """What torch's schedules take, with static metadata: nothing runs on made-up values."""
-    made = PipelineStage(
+    return PipelineStage(
         module, stage, stages, module.device, input_args=module.arrives, output_args=module.leaves, group=group
     )
-    if module.trains:
-        module.look = partial(run_whole_if_needed, made)
-    return made

@@ -34,8 +34,8 @@ class Carried:
     scalar: type | None = None
     written: bool = False
 
-    def packed(self, value: Any, device: torch.device, where: str, link: torch.Tensor | None = None) -> Any:
-        """As it goes over the border: contiguous, with a history of its own, which leads to ``link`` too (`Fresh`).
+    def packed(self, value: Any, device: torch.device, where: str) -> Any:
+        """As it goes over the border: contiguous, with a history of its own.
 
         Raises:
             PipelineError: SK803 where it is not what was planned.
@@ -45,15 +45,13 @@ class Carried:
         self._require(value, where)
         if not self.like.requires_grad:
             return value.detach().contiguous()
-        return fresh(value.contiguous(), link)
+        return fresh(value.contiguous())
 
     def unpacked(self, value: torch.Tensor) -> Any:
         """As the stage behind the border reads it."""
         if self.scalar is not None:
             return self.scalar(value.item())
-        if self.written:  # what was received is a leaf, and torch's own
-            value = value.clone()
-        return fresh(value) if value.requires_grad else value  # so that the gradient can be sent
+        return value.clone() if self.written else value  # what was received is a leaf, and torch's own
 
     def _require(self, value: Any, where: str) -> None:
         found = _look(value)
@@ -71,28 +69,22 @@ class Carried:
 
 
 class Fresh(torch.autograd.Function):
-    """The same memory, as a tensor that is no view and that nobody saved: torch may ``detach_()`` it.
-
-    Its gradient is contiguous, as what is sent must be.
-
-    It leads to ``link`` too, without a gradient. Where torch divides backward (zero bubble, 2.11 to 2.15), it finds
-    parameters on the way to the inputs of a stage, and leaves out in silence those that no input leads to.
-    """
+    """The same memory, as a tensor that is no view and that nobody saved: torch may ``detach_()`` it."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, link: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         """The tensor, detached."""
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The gradient as it is, but for its strides."""
-        return grad.contiguous(), None
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient as it is."""
+        return grad
 
 
-def fresh(x: torch.Tensor, link: torch.Tensor | None = None) -> Any:
+def fresh(x: torch.Tensor) -> Any:
     """See `Fresh`."""
-    return Fresh.apply(x, link)  # type: ignore[no-untyped-call]
+    return Fresh.apply(x)  # type: ignore[no-untyped-call]
 
 
 def carried(chain: Chain, values: Iterable[Node], train: bool) -> tuple[Carried, ...]:
