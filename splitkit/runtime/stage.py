@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.fx import Node, map_arg
 
+from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.errors import PipelineError
 from splitkit.runtime.chain import Chain
 from splitkit.runtime.dice import Dice
+from splitkit.runtime.divided import divisible
 from splitkit.runtime.faults import Progress
 from splitkit.runtime.values import Carried, carried, fresh
 
@@ -31,6 +34,7 @@ class Batch:
         seeds: microbatch -> its seed.
         outputs: microbatch -> what the graph returns, on the last rank.
         losses: microbatch -> its loss, on the last rank.
+        found: the losses of the microbatches of all replicas, on the last rank.
         keep: whether outputs are wanted.
     """
 
@@ -40,6 +44,7 @@ class Batch:
     seeds: Sequence[int] = ()
     outputs: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    found: torch.Tensor | None = None
     keep: bool = False
 
 
@@ -63,6 +68,7 @@ class ChainStage(nn.Module):
         part: the part's module; its parameters have their original names.
         takes: what comes from the stage before.
         gives: what goes to the stage behind.
+        ran: called once with what came in and what goes out, after the first forward that trains.
     """
 
     def __init__(self, chain: Chain, stage: int, ends: Ends, batch: Batch, device: torch.device) -> None:
@@ -76,9 +82,17 @@ class ChainStage(nn.Module):
         self._handed = chain.border(stage, ends.wanted) if not self.last else ()
         self.takes: tuple[Carried, ...] = carried(chain, self._received, ends.loss is not None)
         self.gives: tuple[Carried, ...] = carried(chain, self._handed, ends.loss is not None)
+        self.ran: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] | None = None
         self._output = chain.split.module.graph.output_node()
         self._module = chain.split.module
         self.dice = Dice.of(chain, stage, device)
+
+    @property
+    def once(self) -> bool:
+        """Whether two backward passes would do its work twice: what is compiled or computed again has one."""
+        return any(node.op == "get_attr" and self._read[str(node.target)] is self.part for node in self._nodes) or any(
+            map(_torch.is_compiled, self.part.modules())
+        )
 
     @property
     def trains(self) -> bool:
@@ -94,7 +108,11 @@ class ChainStage(nn.Module):
         """Run one microbatch."""
         number = int(microbatch)
         with self._batch.progress.computing(self._stage, "F", number):
-            return self._forward(received, number)
+            made = self._forward(received, number)
+        if self.ran is not None and self.trains:
+            self.ran(received, made if isinstance(made, tuple) else (made,))
+            self.ran = None
+        return made
 
     def _forward(self, received: tuple[torch.Tensor, ...], number: int) -> Any:
         inputs = self._batch.inputs[number]
@@ -166,6 +184,14 @@ class ChainStage(nn.Module):
 
 def torch_stage(module: ChainStage, stage: int, stages: int, group: dist.ProcessGroup | None) -> PipelineStage:
     """What torch's schedules take, with static metadata: nothing runs on made-up values."""
-    return PipelineStage(
+    made = PipelineStage(
         module, stage, stages, module.device, input_args=module.arrives, output_args=module.leaves, group=group
     )
+    module.ran = partial(_divide, made, module)
+    return made
+
+
+def _divide(made: Any, module: ChainStage, received: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+    """Let backward run as a whole where torch would divide it wrongly: in its part for inputs, none for weights."""
+    if received and (module.once or not divisible(received, given, list(module.parameters()))):
+        made.dw_builder = lambda: lambda: None

@@ -51,7 +51,9 @@ class Carried:
         """As the stage behind the border reads it."""
         if self.scalar is not None:
             return self.scalar(value.item())
-        return value.clone() if self.written else value  # what was received is a leaf, and torch's own
+        if self.written:  # what was received is a leaf, and torch's own
+            value = value.clone()
+        return fresh(value) if value.requires_grad else value  # so that the gradient can be sent
 
     def _require(self, value: Any, where: str) -> None:
         found = _look(value)
@@ -69,7 +71,10 @@ class Carried:
 
 
 class Fresh(torch.autograd.Function):
-    """The same memory, as a tensor that is no view and that nobody saved: torch may ``detach_()`` it."""
+    """The same memory, as a tensor that is no view and that nobody saved: torch may ``detach_()`` it.
+
+    Its gradient is contiguous, as what is sent must be.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -78,8 +83,8 @@ class Fresh(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient as it is."""
-        return grad
+        """The gradient as it is, but for its strides."""
+        return grad.contiguous()
 
 
 def fresh(x: torch.Tensor) -> Any:
