@@ -226,3 +226,21 @@ def default_store() -> Any:
 
     found: Any = distributed_c10d._get_default_store
     return found()
+
+
+def timeout_of(group: Any) -> Any:
+    """The time limit of a process group, ``None`` for the default one; ``new_group`` would take 30 minutes.
+
+    2.11, 2.13, 2.15.
+    """
+    from torch import distributed as dist
+
+    found: Any = group if group is not None else dist.group.WORLD
+    kind = "cuda" if dist.get_backend(found) == "nccl" else "cpu"
+    return getattr(getattr(found._get_backend(torch.device(kind)), "options", None), "_timeout", None)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called, or it is what ``torch.compile`` made of one (2.11, 2.13, 2.15)."""
+    found: Any = module
+    return found._compiled_call_impl is not None or hasattr(module, "_orig_mod")
