@@ -194,7 +194,7 @@ def trained(model: nn.Module, batches: list[list[Inputs]]) -> Alone:
 
 
 def optimizer_of(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=RATE, eps=1e-3)
+    return torch.optim.AdamW(parameters, lr=RATE, eps=1e-2)
 
 
 class Worst(dict[str, tuple[float, str]]):

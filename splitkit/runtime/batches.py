@@ -42,6 +42,10 @@ class Inputs:
                 inputs[name] = part
         return made
 
+    def has(self, name: str) -> bool:
+        """Whether the graph has an input of this name."""
+        return name in self._wanted
+
     def targets(self, target: Any) -> list[Any]:
         """What the loss is given for each microbatch.
 

@@ -137,7 +137,7 @@ class Pipeline:
         Args:
             args: the inputs of the model: of all microbatches, one behind the other in dimension 0; what has the shape
                 of one microbatch goes to each of them.
-            target: as ``args``, for the loss.
+            target: as ``args``, for the loss; of a model with an input of that name, its input.
             outputs: whether to return what the model returned.
             kwargs: as ``args``.
 
@@ -146,6 +146,8 @@ class Pipeline:
                 is not what was captured; SK805 where this rank or another one failed; SK806 for
                 what this version of torch cannot run.
         """
+        if self.takes_target:
+            kwargs, target = {**kwargs, "target": target}, None
         with self._ties.added_up():
             losses = self._run(True, args, kwargs, target, outputs)
         if losses.losses:
@@ -171,6 +173,11 @@ class Pipeline:
             PipelineError: SK802 as `step`.
         """
         return self._inputs.split(args, kwargs)
+
+    @property
+    def takes_target(self) -> bool:
+        """Whether ``target`` is an input of the model, and not for the loss."""
+        return self._inputs.has("target")
 
     def cut_target(self, target: Any) -> list[Any]:
         """The target of each microbatch."""

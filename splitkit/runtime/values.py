@@ -27,12 +27,22 @@ class Carried:
         like: a tensor on ``meta`` of the same shape, dtype and ``requires_grad``; of no dimension for a number.
         scalar: the type of a number.
         written: whether a stage may write its memory.
+        order: its dimensions as they lie in memory, where that is not the usual order: behind a ``transpose`` a
+            ``view`` may take nothing else.
     """
 
     name: str
     like: torch.Tensor
     scalar: type | None = None
     written: bool = False
+    order: tuple[int, ...] = ()
+
+    @property
+    def sent(self) -> torch.Tensor:
+        """What torch is told of it: ``like``, with its dimensions as they lie in memory."""
+        if not self.order:
+            return self.like
+        return self.like.detach().permute(self.order).contiguous().requires_grad_(self.like.requires_grad)
 
     def packed(self, value: Any, device: torch.device, where: str) -> Any:
         """As it goes over the border: contiguous, with a history of its own.
@@ -42,7 +52,10 @@ class Carried:
         """
         if self.scalar is not None:
             return torch.tensor(value, dtype=self.like.dtype, device=device)
+        if self.written and self.like.requires_grad and isinstance(value, torch.Tensor) and not value.requires_grad:
+            value = value.detach().requires_grad_()  # it is filled behind the border, and what comes back is for nobody
         self._require(value, where)
+        value = value.permute(self.order) if self.order else value
         if not self.like.requires_grad:
             return value.detach().contiguous()
         return fresh(value.contiguous())
@@ -51,9 +64,10 @@ class Carried:
         """As the stage behind the border reads it."""
         if self.scalar is not None:
             return self.scalar(value.item())
-        if self.written:  # what was received is a leaf, and torch's own
-            value = value.clone()
-        return fresh(value) if value.requires_grad else value  # so that the gradient can be sent
+        value = fresh(value) if value.requires_grad else value  # so that the gradient can be sent
+        if self.order:
+            value = value.permute([self.order.index(i) for i in range(len(self.order))])
+        return value.clone() if self.written else value  # what was received is a leaf, and torch's own
 
     def _require(self, value: Any, where: str) -> None:
         found = _look(value)
@@ -101,15 +115,22 @@ def carried(chain: Chain, values: Iterable[Node], train: bool) -> tuple[Carried,
     Raises:
         PipelineError: SK801 for what is neither a tensor nor a number.
     """
-    needed = chain.split.flow.fact(Gradients).needed if train else set()
+    needed = chain.split.flow.fact(Gradients).carriers if train else set()
     return tuple(_carried(chain.original(node), needed, chain.written) for node in values)
 
 
-def _carried(node: Node, needed: set[Node], written: Set[Node]) -> Carried:
+def _carried(node: Node, needed: Set[Node], written: Set[Node]) -> Carried:
     value = value_of(node)
     if isinstance(value, torch.Tensor):
-        like = torch.empty([_torch.size_hint(n) for n in value.shape], dtype=value.dtype, device="meta")
-        return Carried(node.name, like.requires_grad_(node in needed), written=node in written)
+        try:
+            like = torch.empty([_torch.size_hint(n) for n in value.shape], dtype=value.dtype, device="meta")
+        except TypeError as error:
+            reason = f"{node.name} has a size that only the data decides: {list(value.shape)}"
+            raise PipelineError(
+                "SK801", reason, "Put the ops that make it and read it into one stage.", [node]
+            ) from error
+        like = like.requires_grad_(node in needed)
+        return Carried(node.name, like, written=node in written, order=_order(value))
     value = _torch.size_hint(value) if isinstance(value, torch.SymInt) else value
     if type(value) in _SCALARS:
         return Carried(node.name, torch.empty((), dtype=_SCALARS[type(value)], device="meta"), type(value))
@@ -119,6 +140,15 @@ def _carried(node: Node, needed: set[Node], written: Set[Node]) -> Carried:
         "Put the ops that make it and read it into one stage.",
         [node],
     )
+
+
+def _order(value: torch.Tensor) -> tuple[int, ...]:
+    """The dimensions of a tensor as they lie in memory; none where that is the usual order."""
+    if value.layout is not torch.strided:
+        return ()
+    strides = [_torch.size_hint(n) for n in value.stride()]
+    found = sorted(range(value.dim()), key=lambda i: -strides[i])
+    return () if found == sorted(found) or value.is_contiguous() else tuple(found)
 
 
 def _look(value: Any) -> str:

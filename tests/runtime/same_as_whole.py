@@ -47,10 +47,28 @@ class Odd(nn.Module):
         return {"loss": loss, "logits": x, "none": None, "index": index}
 
 
+class Filled(nn.Module):
+    """A table that has no history until it is filled, a value that is not contiguous, an input called ``target``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        first = self.a(x)
+        table = x.new_empty(x.shape[0], 8)
+        table[:, :4], table[:, 4:] = first[:, 4:], first[:, :4]
+        turned = first.t().tanh()  # is laid out as `t` made it, so that `view` takes it again:
+        hidden = self.c(self.b(turned.t().view(-1).view(2, -1, 8))).view(-1, 8)
+        return {"loss": (hidden * table - target).square().mean()}
+
+
 def example(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     if name == "odd":
         return Odd(), {"index": torch.randint(16, (6,)), "mask": torch.rand(6) > 0.5, "weight": torch.rand(6)}
+    if name == "filled":
+        return Filled(), {"x": torch.randn(4, 8), "target": torch.randn(4, 8)}
     if name == "unet":
         net = UNet(8, 2)
         return net, {"x": torch.randn(2, 3, 16, 16)}
@@ -82,7 +100,8 @@ def prepare() -> None:
     for case in json.loads(sys.argv[1]):
         model, inputs = example(case["model"])
         gm = sk.capture(model, **inputs)
-        plan = sk.plan(gm, sk.policies.Stages(case["stages"]))
+        cut = sk.policies.AtMarkers(lambda n: n.name == "t_1")
+        plan = sk.plan(gm, cut if case["model"] == "filled" else sk.policies.Stages(case["stages"]))
         calls = {key: replace(part, call=case.get("call", part.call)) for key, part in plan.parts.items()}
         PREPARED.append((case, inputs, sk.split(gm, replace(plan, parts=calls))))
 
@@ -97,7 +116,7 @@ def run(case: dict[str, Any], inputs: dict[str, torch.Tensor], split: sk.Split) 
         batch = batch_of(inputs, count, step)
         batches.append(batch | ({"target": torch.randn(2 * count, *gm(**inputs).shape[1:])} if by_output else {}))
     seen = train_both(pipe, batches, lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3), case.get("tolerance", 1e-6))
-    given = {k: v for k, v in batches[0].items() if k != "target"}
+    given = {k: v for k, v in batches[0].items() if k in inputs}
     outputs = pipe.infer(**given)
     state = {name: list(t.shape) for name, t in pipe.state_dict().items()}
     return {

@@ -11,6 +11,7 @@ from torch import nn
 import splitkit as sk
 from splitkit.errors import PipelineError
 from splitkit.runtime.chain import chain_of
+from splitkit.runtime.values import carried
 
 
 class Net(nn.Module):
@@ -81,3 +82,21 @@ def test_a_part_that_is_checkpointed_is_a_stage():
     ]
     assert [found.original(n).name for n in found.border(0, ())] == ["tanh"]
     assert found.own(0) == found.own(1) == {}
+
+
+def test_a_size_that_only_the_data_decides_is_refused_by_name():
+    """It was a TypeError without a node."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x, mask):
+            return self.a(x)[mask].relu()
+
+    gm = sk.capture(Masked(), torch.randn(3, 4), torch.tensor([True, False, True]))
+    *first, last = sk.analyze(gm).nodes
+    found = chain_of(sk.split(gm, {**dict.fromkeys(first, 0), last: 1}))
+    with pytest.raises(PipelineError, match="SK801: index has a size that only the data decides"):
+        carried(found, found.border(0, ()), True)
