@@ -9,7 +9,7 @@ import torch
 
 from splitkit import _torch
 from splitkit.errors import PipelineError
-from splitkit.graph.signature import bound
+from splitkit.graph.signature import binder
 from splitkit.graph.symbols import value_of
 from splitkit.runtime.chain import Chain
 
@@ -19,7 +19,7 @@ class Inputs:
 
     def __init__(self, chain: Chain, microbatches: int, device: torch.device) -> None:
         graph = chain.split.module.graph
-        self._module, self._count, self._device = chain.split.module, microbatches, device
+        self._binder, self._count, self._device = binder(chain.split.module), microbatches, device
         self._wanted = {
             str(node.target): value_of(chain.split.flow.root.graph.find_nodes(op="placeholder")[i])
             for i, node in enumerate(graph.find_nodes(op="placeholder"))
@@ -32,7 +32,7 @@ class Inputs:
             PipelineError: SK802 for what the graph does not take, or sizes that are not those of the microbatches.
         """
         try:
-            values = bound(self._module, args, kwargs)
+            values = self._binder(*args, **kwargs)
         except Exception as error:
             reason = f"the step was given what the graph does not take: {error}"
             raise PipelineError("SK802", reason, "Give the inputs of the model.") from error

@@ -70,6 +70,13 @@ class Carried:
         return value.clone() if self.written else value  # what was received is a leaf, and torch's own
 
     def _require(self, value: Any, where: str) -> None:
+        like, tensor = self.like, isinstance(value, torch.Tensor)
+        if (
+            tensor
+            and (value.shape, value.dtype) == (like.shape, like.dtype)
+            and value.requires_grad >= like.requires_grad
+        ):
+            return
         found = _look(value)
         wants = _look(self.like)
         grad = isinstance(value, torch.Tensor) and value.requires_grad
