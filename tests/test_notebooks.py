@@ -18,6 +18,7 @@ PRINTED = {
     "2": ("same: True", "SK203"),
     "3": ("SK303", "measured"),
     "4": ("predicted", "measured here"),
+    "5": ("same as the unsplit model: True", "SK805 the loss of microbatch"),
 }
 """By number of the notebook, what it must have printed."""
 

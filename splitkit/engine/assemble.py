@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from splitkit import _torch
 from splitkit.engine.names import Style
 from splitkit.engine.partmodules import Child, EagerParent, EagerPart, LazyParent, LazyPart, bare_part
 from splitkit.graph.storages import attribute
@@ -88,14 +89,18 @@ def _root(original: nn.Module, attributes: Mapping[str, str], parts: Collection[
 
 
 def _like_original(module: nn.Module, name: str, root: nn.Module, original: str) -> None:
-    """Give the owner of an attribute its training flag, and a buffer its persistence, as in the original."""
+    """Give the owner of an attribute its training flag, and a buffer its persistence, as in the original.
+
+    A constant that capture lifted is a plain attribute there, which GraphModule has made a buffer.
+    """
     *path, last = name.split(".")
     *where, field = original.split(".")
     owner, model = module.get_submodule(".".join(path)), root.get_submodule(".".join(where))
     if owner is not model and not isinstance(owner, fx.GraphModule):
         owner.training = model.training
-    if owner is not model and field in model._non_persistent_buffers_set:
-        owner._non_persistent_buffers_set.add(last)
+    its, mine = _torch.attributes_of(model), _torch.attributes_of(owner)
+    if owner is not model and last in mine.buffers and (field not in its.buffers or field in its.unsaved):
+        mine.unsaved.add(last)
 
 
 class _SeenByOriginal:

@@ -11,7 +11,8 @@ back from the outputs, for nobody asks for the gradient of what reaches none::
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Set
+from functools import cached_property
 
 import torch
 from torch import fx, nn
@@ -43,6 +44,18 @@ class Gradients:
         for node in flow.index:
             self._visit(flow.root, node)
         self.needed &= self._wanted(flow.graph)
+
+    @cached_property
+    def carriers(self) -> Set[Node]:
+        """Nodes whose values take a gradient: those in `needed`, and those whose memory one of these writes later.
+
+        A table that is made empty and then filled has no history when it is made, but when it is read.
+        """
+        found = set[Hashable]()
+        for node in self.needed:
+            effects = self._flow.effects.get(node)
+            found.update(self._memory[written] for written in (effects.writes if effects is not None else ()))
+        return self.needed | {node for node, memory in self._memory.items() if memory in found}
 
     def _visit(self, root: nn.Module, node: Node) -> None:
         effects = self._flow.effects.get(node)

@@ -15,10 +15,15 @@ def bound(gm: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
     Raises whatever such a call raises for what it does not take.
     """
+    return list(binder(gm)(*args, **kwargs))
+
+
+def binder(gm: fx.GraphModule) -> fx.GraphModule:
+    """For many calls: takes what ``gm`` takes, and gives the values of its placeholders."""
     graph = fx.Graph()
     graph.output(tuple(graph.node_copy(n) for n in gm.graph.find_nodes(op="placeholder")))
     codegen = _torch.codegen_of(gm.graph)
     if hasattr(codegen, "pytree_info"):  # 2.11, 2.13, 2.15
         codegen.pytree_info = codegen.pytree_info._replace(out_spec=None)
     graph.set_codegen(codegen)
-    return list(fx.GraphModule(nn.Module(), graph)(*args, **kwargs))
+    return fx.GraphModule(nn.Module(), graph)

@@ -9,7 +9,7 @@ import torch
 
 from splitkit._torch import pytree
 from splitkit.errors import PipelineError
-from splitkit.graph.signature import bound
+from splitkit.graph.signature import binder
 from splitkit.runtime.chain import Chain
 
 
@@ -17,7 +17,7 @@ class Inputs:
     """Cuts what a step is given, by the shapes that the graph was captured with."""
 
     def __init__(self, chain: Chain, microbatches: int, device: torch.device) -> None:
-        self._module, self._count, self._device = chain.split.module, microbatches, device
+        self._binder, self._count, self._device = binder(chain.split.module), microbatches, device
         self._wanted = chain.facts.inputs
 
     def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -27,7 +27,7 @@ class Inputs:
             PipelineError: SK802 for what the graph does not take, or sizes that are not those of the microbatches.
         """
         try:
-            values = bound(self._module, args, kwargs)
+            values = self._binder(*args, **kwargs)
         except Exception as error:
             reason = f"the step was given what the graph does not take: {error}"
             raise PipelineError("SK802", reason, "Give the inputs of the model.") from error
@@ -36,6 +36,10 @@ class Inputs:
             for inputs, part in zip(made, self._parts(name, like, value), strict=True):
                 inputs[name] = part
         return made
+
+    def has(self, name: str) -> bool:
+        """Whether the graph has an input of this name."""
+        return name in self._wanted
 
     def targets(self, target: Any) -> list[Any]:
         """What the loss is given for each microbatch.

@@ -192,7 +192,7 @@ def stages_of(split: Staged) -> Mapping[Node, int]:
 def _facts(split: Split, stage_of: Mapping[Node, int]) -> ChainFacts:
     flow = split.flow
     written = _require_own_memory(split, stage_of)
-    needed = flow.fact(Gradients).needed
+    needed = flow.fact(Gradients).carriers
     originals = {copied: node for node, copied in split.copies[HOST].items()} | dict(
         values_of(split.module.graph, split)
     )

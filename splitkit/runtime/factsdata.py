@@ -58,7 +58,12 @@ def _like(like: torch.Tensor) -> dict[str, Any]:
 
 def _carried(value: Carried) -> dict[str, Any]:
     scalar = None if value.scalar is None else value.scalar.__name__
-    rest = {"requires_grad": value.like.requires_grad, "written": value.written, "scalar": scalar}
+    rest = {
+        "requires_grad": value.like.requires_grad,
+        "written": value.written,
+        "scalar": scalar,
+        "order": list(value.order),
+    }
     return {"name": value.name, **_like(value.like), **rest}
 
 
@@ -70,4 +75,7 @@ def _carried_of(data: JsonField) -> Carried:
     like, grad = like_of(data), data["requires_grad"].flag()
     if grad and not like.is_floating_point() and not like.is_complex():
         raise data["requires_grad"].damaged("false, for it is no float")
-    return Carried(data["name"].text(), like.requires_grad_(grad), kind, data["written"].flag())
+    order = tuple(data["order"].sizes())
+    if order and sorted(order) != list(range(like.dim())):
+        raise data["order"].damaged("the dimensions of the shape, each once")
+    return Carried(data["name"].text(), like.requires_grad_(grad), kind, data["written"].flag(), order=order)

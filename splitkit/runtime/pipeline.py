@@ -150,7 +150,7 @@ class Pipeline:
         Args:
             args: the inputs of the model: of all microbatches, one behind the other in dimension 0; what has the shape
                 of one microbatch goes to each of them.
-            target: as ``args``, for the loss.
+            target: as ``args``, for the loss; of a model with an input of that name, its input.
             outputs: whether to return what the model returned. If no rank asks in the first step, what the loss does
                 not need is not sent, and no later step has it.
             kwargs: as ``args``.
@@ -160,6 +160,8 @@ class Pipeline:
                 is not what was captured; SK805 where this rank or another one failed; SK806 for
                 what this version of torch cannot run.
         """
+        if self.takes_target:
+            kwargs, target = {**kwargs, "target": target}, None
         batch = self._run(True, args, kwargs, target, outputs)
         if batch.found is not None:
             made = tuple(batch.outputs[i] for i in self._share) if outputs else None
@@ -184,6 +186,11 @@ class Pipeline:
             PipelineError: SK802 as `step`.
         """
         return self._inputs.split(args, kwargs)
+
+    @property
+    def takes_target(self) -> bool:
+        """Whether ``target`` is an input of the model, and not for the loss."""
+        return self._inputs.has("target")
 
     def cut_target(self, target: Any) -> list[Any]:
         """The target of each microbatch."""
@@ -219,8 +226,8 @@ class Pipeline:
         return list({id(p): p for p in self.named_parameters().values()}.values())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The parameters and buffers of this rank under the names that they have in the graph that was split."""
-        return {name: t.detach() for name, t in self.named_tensors().items()}
+        """The parameters and buffers of this rank that a checkpoint of the model has, under its names."""
+        return {name: t.detach() for name, t in self._saved().items()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take what this rank holds from the state of the unsplit model, or of any pipeline of it.
@@ -228,7 +235,7 @@ class Pipeline:
         Raises:
             PipelineError: SK802 for a name that lacks, or a shape that differs; nothing is loaded then.
         """
-        own = self.named_tensors()
+        own = self._saved()
         for name, tensor in own.items():
             if name not in state or state[name].shape != tensor.shape:
                 what = f"has the shape {list(state[name].shape)}" if name in state else "is not in the state"
@@ -248,6 +255,12 @@ class Pipeline:
             own = {f"{child}.{name}": t for name, t in held.items()} | self._chain.own(stage)
             found |= {split.qualified_names.get(name, name): t for name, t in own.items()}
         return found
+
+    def _saved(self) -> dict[str, torch.Tensor]:
+        """Without buffers that are not persistent, and constants of the graph."""
+        module, names = self.split.module, self.split.qualified_names
+        saved = {names.get(name, name) for name in module.state_dict()}
+        return {name: t for name, t in self.named_tensors().items() if name in saved}
 
     def _run(self, train: bool, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, keep: bool) -> Batch:
         runs = self._runs.get(train)

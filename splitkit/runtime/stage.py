@@ -170,14 +170,14 @@ class ChainStage(nn.Module):
     @property
     def arrives(self) -> tuple[torch.Tensor, ...]:
         """What torch is told of the border before it, on ``meta``."""
-        return (*([self.dice.like] if self.dice.takes else []), *(value.like for value in self.takes))
+        return (*([self.dice.like] if self.dice.takes else []), *(value.told for value in self.takes))
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
         """What torch is told of the border behind it, on ``meta``."""
         if self.last:
             return (torch.empty((), device="meta", requires_grad=self._ends.loss is not None),)
-        return (*([self.dice.like] if self.dice.gives else []), *(value.like for value in self.gives))
+        return (*([self.dice.like] if self.dice.gives else []), *(value.told for value in self.gives))
 
 
 def _carried(chain: Chain, values: Sequence[Node], ends: Ends) -> tuple[Carried, ...]:

@@ -25,7 +25,9 @@ class Carried:
         like: a tensor on ``meta`` of the same shape, dtype and ``requires_grad``; of no dimension for a number.
         scalar: the type of a number.
         written: whether a stage may write its memory.
-        odd: the type of what cannot be sent; empty for what can.
+        odd: what it is if it cannot be sent; empty for what can.
+        order: its dimensions as they lie in memory, where that is not the usual order: behind a ``transpose`` a
+            ``view`` may take nothing else.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Carried:
     scalar: type | None = None
     written: bool = False
     odd: str = ""
+    order: tuple[int, ...] = ()
 
     def sent(self, train: bool) -> Carried:
         """How it goes over a border, with a gradient that comes back or without.
@@ -49,6 +52,13 @@ class Carried:
             )
         return self if train or not self.like.requires_grad else replace(self, like=self.like.detach())
 
+    @property
+    def told(self) -> torch.Tensor:
+        """What torch is told of it: ``like``, with its dimensions as they lie in memory."""
+        if not self.order:
+            return self.like
+        return self.like.detach().permute(self.order).contiguous().requires_grad_(self.like.requires_grad)
+
     def packed(self, value: Any, device: torch.device, where: str) -> Any:
         """As it goes over the border: contiguous, with a history of its own.
 
@@ -57,7 +67,10 @@ class Carried:
         """
         if self.scalar is not None:
             return torch.tensor(value, dtype=self.like.dtype, device=device)
+        if self.written and self.like.requires_grad and isinstance(value, torch.Tensor) and not value.requires_grad:
+            value = value.detach().requires_grad_()  # it is filled behind the border, and what comes back is for nobody
         self._require(value, where)
+        value = value.permute(self.order) if self.order else value
         if not self.like.requires_grad:
             return value.detach().contiguous()
         return fresh(value.contiguous())
@@ -66,11 +79,19 @@ class Carried:
         """As the stage behind the border reads it."""
         if self.scalar is not None:
             return self.scalar(value.item())
-        if self.written:  # what was received is a leaf, and torch's own
-            value = value.clone()
-        return fresh(value) if value.requires_grad else value  # so that the gradient can be sent
+        value = fresh(value) if value.requires_grad else value  # so that the gradient can be sent
+        if self.order:
+            value = value.permute([self.order.index(i) for i in range(len(self.order))])
+        return value.clone() if self.written else value  # what was received is a leaf, and torch's own
 
     def _require(self, value: Any, where: str) -> None:
+        like, tensor = self.like, isinstance(value, torch.Tensor)
+        if (
+            tensor
+            and (value.shape, value.dtype) == (like.shape, like.dtype)
+            and value.requires_grad >= like.requires_grad
+        ):
+            return
         found = _look(value)
         wants = _look(self.like)
         grad = isinstance(value, torch.Tensor) and value.requires_grad
@@ -112,20 +133,30 @@ def carried(node: Node, needed: Set[Node], written: Set[Node]) -> Carried:
 
     Args:
         node: of the graph that was split.
-        needed: nodes that have a part in backward.
+        needed: nodes that may carry a gradient.
         written: nodes whose memory is written.
     """
     value = value_of(node)
     try:
         if isinstance(value, torch.Tensor):
             like = torch.empty([_torch.size_hint(n) for n in value.shape], dtype=value.dtype, device="meta")
-            return Carried(node.name, like.requires_grad_(node in needed), written=node in written)
+            like = like.requires_grad_(node in needed)
+            return Carried(node.name, like, written=node in written, order=_order(value))
         value = _torch.size_hint(value) if isinstance(value, torch.SymInt) else value
     except TypeError:
-        return Carried(node.name, torch.empty((), device="meta"), odd="value whose size depends on data")
+        return Carried(node.name, torch.empty((), device="meta"), odd="value of a size that only the data decides")
     if type(value) in SCALARS:
         return Carried(node.name, torch.empty((), dtype=SCALARS[type(value)], device="meta"), type(value))
     return Carried(node.name, torch.empty((), device="meta"), odd=type(value).__name__)
+
+
+def _order(value: torch.Tensor) -> tuple[int, ...]:
+    """The dimensions of a tensor as they lie in memory; none where that is the usual order."""
+    if value.layout is not torch.strided:
+        return ()
+    strides = [_torch.size_hint(n) for n in value.stride()]
+    found = sorted(range(value.dim()), key=lambda i: -strides[i])
+    return () if found == sorted(found) or value.is_contiguous() else tuple(found)
 
 
 def _look(value: Any) -> str:

@@ -65,6 +65,8 @@ class Unsplit:
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of a batch, as `Pipeline.step`; the losses, ``[microbatches]``."""
         pipe, losses = self.pipe, []
+        if pipe.takes_target:
+            kwargs, target = {**kwargs, "target": target}, None
         targets = pipe.cut_target(target)
         for number, inputs in enumerate(pipe.cut(*args, **kwargs)):
             with torch.random.fork_rng():

@@ -47,6 +47,14 @@ def test_a_plan_trains_as_the_unsplit_model_and_goes_on_from_a_checkpoint(tmp_pa
     assert apart["losses"] == whole["losses"] and [r["stages"] for r in apart["ranks"]] == [[0], [1]]
 
 
+def test_what_fails_on_the_ranks_is_said(tmp_path, call):
+    """The command said KeyError: 'losses' instead."""
+    call("plan", "gpt2", *TINY, "--stages", "2", "-o", str(tmp_path / "plan.json"))
+    words = ("train", "plan.json", "--nproc", "2", "--microbatches", "2", "--optimizer", "sgd", "--lr", "1e38")
+    run = splitkit(*words, cwd=tmp_path)
+    assert run.returncode and "SK805: the loss of microbatch 0 in step 1 is nan" in run.stderr
+
+
 def test_one_process_is_too_few(call, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     code, _, err = call("train", "gpt2", *TINY, "--stages", "2")

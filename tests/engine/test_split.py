@@ -148,6 +148,11 @@ def test_parts_own_what_they_read_under_original_names():
     assert not any(list(p.parameters()) for p in hoisted.parts.values())
 
 
+class Plus(nn.Module):
+    def forward(self, x):
+        return x + 1
+
+
 def test_buffers_stay_persistent_or_not():
     class Model(nn.Module):
         def __init__(self):
@@ -164,6 +169,20 @@ def test_buffers_stay_persistent_or_not():
     made = split(gm, lambda node: "all")
     assert list(made.module.state_dict()) == ["submod_all.inner.kept"]
     assert list(gm.state_dict()) == ["inner.kept"]
+
+
+def test_a_constant_of_the_graph_is_not_in_the_state_of_its_part():
+    """A checkpoint of the model does not have it, and did not load into the parts."""
+    gm = fx.symbolic_trace(Plus())
+    gm.lifted = torch.ones(2)
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        last = gm.graph.output_node().args[0]
+        made = gm.graph.call_function(torch.add, (last, gm.graph.create_node("get_attr", "lifted")))
+    gm.graph.output_node().args = (made,)
+    gm.recompile()
+    module = split(gm, RoundRobin(2)).module
+    assert not gm.state_dict() and not module.state_dict()
+    assert torch.equal(module(torch.ones(2)), gm(torch.ones(2)))
 
 
 def test_a_part_run_alone_leaves_the_caller_as_it_was():

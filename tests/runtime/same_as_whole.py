@@ -48,10 +48,28 @@ class Odd(nn.Module):
         return {"loss": loss, "logits": x, "none": None, "index": index}
 
 
+class Filled(nn.Module):
+    """A table that has no history until it is filled, a value that is not contiguous, an input called ``target``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        first = self.a(x)
+        table = x.new_empty(x.shape[0], 8)
+        table[:, :4], table[:, 4:] = first[:, 4:], first[:, :4]
+        turned = first.t().tanh()  # is laid out as `t` made it, so that `view` takes it again:
+        hidden = self.c(self.b(turned.t().view(-1).view(2, -1, 8))).view(-1, 8)
+        return {"loss": (hidden * table - target).square().mean()}
+
+
 def example(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     if name == "odd":
         return Odd(), {"index": torch.randint(16, (6,)), "mask": torch.rand(6) > 0.5, "weight": torch.rand(6)}
+    if name == "filled":
+        return Filled(), {"x": torch.randn(4, 8), "target": torch.randn(4, 8)}
     if name == "unet":
         net = UNet(8, 2)
         return net, {"x": torch.randn(2, 3, 16, 16)}
@@ -83,7 +101,8 @@ def prepare() -> None:
     for case in json.loads(sys.argv[1]):
         model, inputs = example(case["model"])
         gm = sk.capture(model, **inputs)
-        plan = sk.plan(gm, sk.policies.Stages(case["stages"]))
+        cut = sk.policies.AtMarkers(lambda n: n.name == "t_1")
+        plan = sk.plan(gm, cut if case["model"] == "filled" else sk.policies.Stages(case["stages"]))
         how = {name: case[name] for name in ("call", "replicas") if name in case}
         parts = {key: replace(part, **how) for key, part in plan.parts.items()}
         PREPARED.append((case, inputs, sk.split(gm, replace(plan, parts=parts))))
@@ -104,7 +123,7 @@ def run(case: dict[str, Any], inputs: dict[str, torch.Tensor], split: sk.Split) 
         late = len(late) if late is not None else None
     except PipelineError as error:
         late = error.code
-    given = {k: v for k, v in batches[0].items() if k != "target"}
+    given = {k: v for k, v in batches[0].items() if k in inputs}
     outputs = pipe.infer(**given)
     state = {name: list(t.shape) for name, t in pipe.state_dict().items()}
     return {

@@ -112,8 +112,8 @@ def test_only_the_loss_is_wanted_where_nobody_asks_for_outputs(losses, loss, out
     names = [n.name for n in sk.analyze(gm).nodes]
     found = chain_of(sk.split(gm, {n: int(names.index(n) > names.index("tanh")) for n in names}))
     ends = ends_of(found, loss, True, outputs)
-    assert [found.original(n).name for n in ends.wanted] == wanted
-    border = [found.original(n).name for n in found.border(0, ends.wanted)]
+    assert [found.value(n).name for n in ends.wanted] == wanted
+    border = [found.value(n).name for n in found.border(0, ends.wanted)]
     assert border == (["tanh"] if wanted == ["mean"] else ["linear", "tanh"])
     assert len(ends_of(found, loss, False, True).wanted) == 2 + losses
 
@@ -129,4 +129,22 @@ def test_outputs_go_on_where_no_gradient_of_the_loss_would_cross_a_border():
 
     gm = sk.capture(Apart(), torch.randn(2, 4))
     found = chain_of(sk.split(gm, {"linear": 0, "linear_1": 1, "mean": 1}))
-    assert [found.original(n).name for n in ends_of(found, None, True, False).wanted] == ["linear", "mean"]
+    assert [found.value(n).name for n in ends_of(found, None, True, False).wanted] == ["linear", "mean"]
+
+
+def test_a_size_that_only_the_data_decides_is_refused_by_name():
+    """It was a TypeError without a node."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x, mask):
+            return self.a(x)[mask].relu()
+
+    gm = sk.capture(Masked(), torch.randn(3, 4), torch.tensor([True, False, True]))
+    *first, last = sk.analyze(gm).nodes
+    found = chain_of(sk.split(gm, {**dict.fromkeys(first, 0), last: 1}))
+    with pytest.raises(PipelineError, match="SK801: index is a value of a size that only the data decides"):
+        found.value(found.border(0, ())[0]).sent(True)

@@ -17,6 +17,8 @@ ON_TWO: list[dict[str, Any]] = [
     {"model": "gpt2", "stages": 2, "schedule": "1f1b", "microbatches": 2, "call": "checkpoint"},
     {"model": "odd", "stages": 4, "schedule": "interleavedzerobubble", "microbatches": 4},
     {"model": "gpt2", "stages": 4, "schedule": "zbvzerobubble", "microbatches": 4},
+    {"model": "filled", "stages": 2, "schedule": "1f1b", "microbatches": 2},
+    {"model": "t5", "stages": 4, "schedule": "interleavedzerobubble", "microbatches": 4},  # a bias for two layers
     {"model": "odd", "stages": 4, "schedule": "dualpipev", "microbatches": 4},
     {"model": "t5", "stages": 4, "schedule": "zbvzerobubble", "microbatches": 4},  # lost gradients, and would not send
     {"model": "gpt2", "stages": 4, "schedule": "interleavedzerobubble", "microbatches": 4, "call": "checkpoint"},

@@ -50,6 +50,8 @@ def run(args: Namespace) -> Outcome:
     if not out:
         return Outcome({}, [], code or 1, quiet=True)
     data = json.loads(out)
+    if (error := data.get("error")) is not None:  # as the rank that spoke says it
+        raise PipelineError(error["code"] or "SK805", error["reason"], error["remedy"], error["nodes"])
     return Outcome(data, _text(data), code)
 
 
