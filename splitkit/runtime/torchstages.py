@@ -157,7 +157,7 @@ class KeywordStage(ChainStage):
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
         """What torch is told of what the stage gives, on ``meta``."""
-        return tuple(how.like for how in self._forms) if self.last else super().leaves
+        return tuple(how.told for how in self._forms) if self.last else super().leaves
 
 
 class _Stage(PipelineStage):
