@@ -152,19 +152,24 @@ def _train(commands: _Commands[Parser]) -> None:
     example = (
         "splitkit train plan.json --nproc 4 --check\n"
         "splitkit train gpt2 --stages 4 --nproc 2 --schedule zbv --microbatches 8 --steps 20\n"
+        "splitkit train gpt2 --stages 3 --nproc 2 --schedule order.csv --check\n"
         "torchrun --nproc-per-node 4 -m splitkit train plan.json --steps 20 --schedule 1f1b --check"
     )
     parser = _command(commands, "train", "train a split model as a pipeline of several processes", example)
     _add_plan_or_model(parser)
     group = parser.add_argument_group("pipeline")
     group.add_argument("--nproc", type=positive, metavar="N", help="start N processes here; without it torchrun does")
-    group.add_argument("--schedule", default="1f1b", metavar="NAME", help="as of plan (default 1f1b)")
+    group.add_argument(
+        "--schedule",
+        default="1f1b",
+        metavar="NAME|FILE.csv",
+        help="as of plan (default 1f1b), or an order of your own as torch writes it: a row for each rank, 0F0,0F1,0B0",
+    )
     group.add_argument(
         "--microbatches",
         type=positive,
-        default=8,
         metavar="N",
-        help="of a step, each as the example's inputs (default 8)",
+        help="of a step, each as the example's inputs (default: 8, or as many as the file has)",
     )
     group.add_argument(
         "--steps", type=positive, default=10, metavar="N", help="in all, those before --resume too (default 10)"

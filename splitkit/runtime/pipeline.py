@@ -16,8 +16,8 @@ from splitkit.checks import is_whole, shown
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
 from splitkit.graph.storages import parameters_and_buffers
-from splitkit.pipeline.torch_orders import pipeline_order
-from splitkit.runtime.actions import schedule_of
+from splitkit.pipeline.order import PipelineOrder
+from splitkit.runtime.actions import order_of, schedule_of
 from splitkit.runtime.agreement import require_same
 from splitkit.runtime.batches import Inputs
 from splitkit.runtime.chain import Chain, chain_of
@@ -48,8 +48,8 @@ class PipelineStep:
 
 def pipeline(
     split: Split,
-    schedule: str = "1f1b",
-    microbatches: int = 8,
+    schedule: str | PipelineOrder = "1f1b",
+    microbatches: int | None = None,
     *,
     loss: Loss | None = None,
     group: dist.ProcessGroup | None = None,
@@ -65,8 +65,9 @@ def pipeline(
     Args:
         split: parts in the order of the stages, captured with the inputs of one microbatch.
         schedule: torch's name: gpipe, 1f1b, interleaved1f1b, loopedbfs, interleavedzerobubble, zbvzerobubble or
-            dualpipev.
-        microbatches: how many in a step.
+            dualpipev; or an order of your own, with any number of stages on each rank (`splitkit.pipeline.orderfile`
+            reads torch's CSV).
+        microbatches: how many in a step; as many as the order has, else 8.
         loss: gives the loss of ``(output, target)`` of one microbatch; ``None`` for models that return their loss.
         group: the ranks of the pipeline; all of the process group by default.
         device: of this rank; the current CUDA device where the group's backend is NCCL, else the CPU.
@@ -74,7 +75,8 @@ def pipeline(
 
     Raises:
         PipelineError: SK801 for a split that cannot run on several ranks; SK804 where the ranks do not run the same.
-        ScheduleError: SK330 where the schedule does not go with the numbers of stages, ranks and microbatches.
+        ScheduleError: SK330 where the schedule does not go with the numbers of stages, ranks and microbatches. An order
+            that would wait for ever is refused where it is made (SK331).
     """
     return Pipeline(split, schedule, microbatches, loss, group, device, seed)
 
@@ -96,8 +98,8 @@ class Pipeline:
     def __init__(
         self,
         split: Split,
-        schedule: str,
-        microbatches: int,
+        schedule: str | PipelineOrder,
+        microbatches: int | None,
         loss: Loss | None,
         group: dist.ProcessGroup | None,
         device: torch.device | str | None,
@@ -109,18 +111,19 @@ class Pipeline:
                 "there is no process group",
                 "Start with torchrun, and call torch.distributed.init_process_group.",
             )
-        self.split, self.microbatches = split, microbatches
+        self.split = split
         self._chain = chain_of(split)
         self.group, self.rank = group, dist.get_rank(group)
         self.device = _device_of(device, group)
-        same = {"schedule": schedule, "number of microbatches": microbatches, "seed": seed}
-        require_same(self._chain, same, group)
-        self.order = pipeline_order(schedule, self._chain.stages, microbatches, dist.get_world_size(group))
+        what = schedule if isinstance(schedule, str) else getattr(schedule, "ranks", schedule)
+        require_same(self._chain, {"schedule": what, "number of microbatches": microbatches, "seed": seed}, group)
+        self.order = order_of(schedule, self._chain.stages, microbatches, dist.get_world_size(group))
+        self.microbatches = self.order.microbatches
         self.stages = tuple(s for s, rank in enumerate(self.order.rank_of) if rank == self.rank)
         if not is_whole(seed):
             raise PipelineError("SK802", f"the seed is {shown(seed)}", "Give a whole number.")
         self._seed, self._loss, self.steps = int(seed), loss, 0
-        self._inputs = Inputs(self._chain, microbatches, self.device)
+        self._inputs = Inputs(self._chain, self.microbatches, self.device)
         self._ties = Ties(self._chain, self.order.rank_of, group)
         self._runs: dict[bool, _Runs] = {}
         self._progress = Progress(self.order, self.rank, self.borders)

@@ -27,9 +27,11 @@ def train(*words, cwd):
 def test_a_plan_trains_as_the_unsplit_model_and_goes_on_from_a_checkpoint(tmp_path, call):
     code, _, _ = call("plan", "gpt2", *TINY, "--stages", "2", "-o", str(tmp_path / "plan.json"))
     assert code == 0
-    whole = train("plan.json", "--steps", "3", "--check", "--checkpoint", "kept", "--every", "2", cwd=tmp_path)
+    (tmp_path / "mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    words = ("--steps", "3", "--checkpoint", "kept", "--every", "2", "--schedule", "mine.csv")
+    whole = train("plan.json", "--check", *words, cwd=tmp_path)
     assert whole["check"]["same"] and whole["check"]["loss"] < 1e-6 > whole["check"]["gradient"]
-    assert [r["stages"] for r in whole["ranks"]] == [[0], [1]] and whole["schedule"] == "1F1B"
+    assert [r["stages"] for r in whole["ranks"]] == [[0], [1]] and whole["schedule"] == "mine.csv"
     assert len(set(whole["losses"])) == 3
     shutil.rmtree(tmp_path / "kept" / "step-3")
     again = train("plan.json", "--steps", "3", "--checkpoint", "kept", "--resume", cwd=tmp_path)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import RenderableType
 
+    from splitkit.pipeline.order import PipelineOrder
     from splitkit.runtime.pipeline import Pipeline
 
 RATES = {"adamw": 1e-3, "sgd": 1e-2}
@@ -84,7 +85,7 @@ def _train(args: Namespace) -> dict[str, Any]:
     from splitkit.runtime.pipeline import pipeline
 
     work, split = _split(args)
-    pipe = pipeline(split, args.schedule, args.microbatches, seed=work.source.seed)
+    pipe = pipeline(split, schedule_of(args.schedule), args.microbatches, seed=work.source.seed)
     optimizer = _optimizer(args, pipe.parameters())
     beside = _Beside(args, pipe) if args.check else None
     first = 0
@@ -127,6 +128,13 @@ def _split(args: Namespace) -> tuple[Work, Any]:
     graph = work.gm.graph
     once = planned_once(work.gm, lambda: plan if file is None else decoded(graph, args.target, file))
     return work, sk.split(work.gm, once)
+
+
+def schedule_of(word: str) -> str | PipelineOrder:
+    """A schedule by its name, or an order in a file of torch's format."""
+    from splitkit.pipeline.orderfile import load_order
+
+    return load_order(word) if word.endswith(".csv") else word
 
 
 def _optimizer(args: Namespace, parameters: Iterable[Any]) -> Any:
