@@ -230,13 +230,26 @@ def _sweep(commands: _Commands[Parser]) -> None:
 
 def _profile(commands: _Commands[Parser]) -> None:
     example = (
-        "splitkit profile gpt2 --size layers=4\nsplitkit profile gpt2 --stages 4\nsplitkit profile plan.json --predict"
+        "splitkit profile gpt2 --size layers=4\n"
+        "splitkit profile gpt2 --stages 4\n"
+        "splitkit profile plan.json --predict\n"
+        "splitkit profile gpt2 --stages 4 --ranks 2 --microbatches 8"
     )
     parser = _command(commands, "profile", "predict the peak of memory, and measure it in a real run", example)
     _add_plan_or_model(parser)
     parser.add_argument("--predict", dest="run", action="store_false", help="do not run the model")
     parser.add_argument("--forward-only", action="store_true", help="leave out forward + backward")
     parser.add_argument("--top", type=positive, default=10, metavar="N", help="largest values to show (default 10)")
+    group = parser.add_argument_group("pipeline: steps as simulated from measured stages and links, and as they ran")
+    group.add_argument("--ranks", type=positive, metavar="N", help="start N processes, and run schedules on them")
+    group.add_argument(
+        "--schedules",
+        type=words,
+        metavar="NAME,NAME",
+        help="names or order.csv (default: all of torch's that go with stages and ranks)",
+    )
+    group.add_argument("--microbatches", type=positive, default=8, metavar="N", help="of a step, 2 or more (default 8)")
+    group.add_argument("--repeat", type=positive, default=3, metavar="N", help="steps that are timed (default 3)")
 
 
 def _command(commands: _Commands[Parser], name: str, what: str, example: str) -> Parser:

@@ -68,7 +68,7 @@ _SAVED, _MESSAGES, _TEMPORARIES = range(3)
 def memory_of(run: StepTrace) -> tuple[RankMemory, ...]:
     """Of each rank, at its peak; the first of equal peaks."""
     changes = [c for c in (*_of_actions(run), *_of_messages(run)) if c.nbytes.any()]
-    fixed, static = _fixed(run), _static(run)
+    fixed, static = _fixed(run), static_bytes(run)
     if not changes:
         return tuple(RankMemory(*fixed[rank], 0, static[rank], 0, 0.0) for rank in range(len(fixed)))
     rank, seconds, place = (np.concatenate([getattr(c, n) for c in changes]) for n in ("rank", "seconds", "place"))
@@ -164,7 +164,7 @@ def _held(rank: Ints, nbytes: Ints, start: Floats, stop: Floats, first: Ints, la
     yield _Changes(rank, stop, last, -nbytes, _MESSAGES)
 
 
-def _static(run: StepTrace) -> Sequence[int]:
+def static_bytes(run: StepTrace) -> Sequence[int]:
     """Bytes of the receive buffers that each rank holds all the time."""
     held = [0] * run.ranks
     if run.static_buffers:

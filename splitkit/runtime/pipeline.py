@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
 
 from splitkit._torch import pytree
 from splitkit.brief import brief
@@ -195,6 +196,11 @@ class Pipeline:
         return tuple(tuple(self._chain.original(node).name for node in edge) for edge in edges)
 
     @property
+    def torch_stages(self) -> tuple[PipelineStage, ...]:
+        """Torch's stages of this rank for training, as of the first step."""
+        return self._runs[True].stages if True in self._runs else ()
+
+    @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The parts of this rank."""
         return tuple(self.split.parts[self._chain.keys[stage]] for stage in self.stages)
@@ -264,6 +270,7 @@ class _Runs:
         modules = [ChainStage(chain, s, ends, self.batch, pipe.device) for s in pipe.stages]
         require_support(pipe.order, tuple(modules))
         stages = [torch_stage(m, s, chain.stages, pipe.group) for m, s in zip(modules, pipe.stages, strict=True)]
+        self.stages = tuple(stages)
         self._schedule = schedule_of(pipe.order, stages, _handed if train else None)
         self._last = any(m.last for m in modules)
 

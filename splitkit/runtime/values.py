@@ -51,6 +51,8 @@ class Carried:
         """As the stage behind the border reads it."""
         if self.scalar is not None:
             return self.scalar(value.item())
+        if value.requires_grad:
+            value = fresh(value)  # for a gradient that can be sent
         return value.clone() if self.written else value  # what was received is a leaf, and torch's own
 
     def _require(self, value: Any, where: str) -> None:
@@ -78,8 +80,8 @@ class Fresh(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient as it is."""
-        return grad
+        """The gradient, as gloo and NCCL send it: that of a value that is read transposed is not contiguous."""
+        return grad.contiguous()
 
 
 def fresh(x: torch.Tensor) -> Any:

@@ -84,7 +84,7 @@ def _rank(args: Namespace) -> Outcome:
 def _train(args: Namespace) -> dict[str, Any]:
     from splitkit.runtime.pipeline import pipeline
 
-    work, split = _split(args)
+    work, split = split_of(args)
     pipe = pipeline(split, schedule_of(args.schedule), args.microbatches, seed=work.source.seed)
     optimizer = _optimizer(args, pipe.parameters())
     beside = _Beside(args, pipe) if args.check else None
@@ -114,7 +114,7 @@ def _train(args: Namespace) -> dict[str, Any]:
     }
 
 
-def _split(args: Namespace) -> tuple[Work, Any]:
+def split_of(args: Namespace) -> tuple[Work, Any]:
     """The model of this rank, cut by the plan of rank 0."""
     from splitkit.runtime.agreement import planned_once
 
@@ -178,7 +178,7 @@ def _steps(
     losses, times = list[float](), list[float]()
     with _bar(pipe.rank, args.steps - first) as advance:
         for step in range(first, args.steps):
-            batch = _batch(work, pipe.microbatches, step)
+            batch = batch_of(work, pipe.microbatches, step)
             start = time.perf_counter()
             found = pipe.step(*batch[0], **batch[1])
             times.append(time.perf_counter() - start)
@@ -198,7 +198,7 @@ def _steps(
     }
 
 
-def _batch(work: Work, count: int, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def batch_of(work: Work, count: int, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Microbatches of the example's inputs, each rolled along its last dimension by another number."""
     import torch
 
