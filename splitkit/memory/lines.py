@@ -171,6 +171,15 @@ class Units:
                 found[node] = given[0]
         return found
 
+    @property
+    def storage_sizes(self) -> Sequence[int]:
+        """Bytes of each storage by number: those of the run with gradients, and what autocast makes of weights."""
+        return self._sizes
+
+    def bytes_of(self, node: Node) -> int:
+        """Bytes of the tensors that a node yields."""
+        return self._nbytes[node]
+
     def line(self, parts: Sequence[Sequence[Node]], homes: Mapping[Node, int] | None = None) -> Line:
         """The line of the nodes of parts, one part after the other.
 

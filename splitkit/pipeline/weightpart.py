@@ -183,7 +183,7 @@ class _Stage:
 
     def _nbytes(self, value: Node) -> int:
         wide = (self._units[node].wide.get(value, 0) for node in self._readers.get(value, ()))
-        return max(self._all.units._nbytes[value], *wide, 0)
+        return max(self._all.units.bytes_of(value), *wide, 0)
 
     def _released(self, captures: Sequence[Node]) -> int:
         """Bytes that only nodes behind all that captures have saved: torch detaches the output."""
@@ -206,4 +206,4 @@ class _Stage:
         return (v for v in self._made if v in self._all.outputs or lives[v][1] > self._number)
 
     def _storages(self, numbers: Iterable[int]) -> int:
-        return sum(self._all.units._sizes[number] for number in numbers)
+        return sum(self._all.units.storage_sizes[number] for number in numbers)
