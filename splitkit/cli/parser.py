@@ -160,6 +160,7 @@ def _train(commands: _Commands[Parser]) -> None:
         "splitkit train plan.json --nproc 4 --check\n"
         "splitkit train gpt2 --stages 4 --nproc 2 --schedule zbv --microbatches 8 --steps 20\n"
         "splitkit train plan.json --nproc 4 --dp 2 --recompute\n"
+        "splitkit train gpt2 --stages 3 --nproc 2 --schedule order.csv --check\n"
         "torchrun --nproc-per-node 4 -m splitkit train plan.json --steps 20 --schedule 1f1b --check\n"
         "splitkit split plan.json -o stages && splitkit train stages --nproc 4"
     )
@@ -167,13 +168,17 @@ def _train(commands: _Commands[Parser]) -> None:
     _add_plan_or_model(parser)
     group = parser.add_argument_group("pipeline")
     group.add_argument("--nproc", type=positive, metavar="N", help="start N processes here; without it torchrun does")
-    group.add_argument("--schedule", default="1f1b", metavar="NAME", help="as of plan (default 1f1b)")
+    group.add_argument(
+        "--schedule",
+        default="1f1b",
+        metavar="NAME|FILE.csv",
+        help="as of plan (default 1f1b), or an order of your own as torch writes it: a row for each rank, 0F0,0F1,0B0",
+    )
     group.add_argument(
         "--microbatches",
         type=positive,
-        default=8,
         metavar="N",
-        help="of a step, each as the example's inputs, of all pipelines together (default 8)",
+        help="of a step, each as the example's inputs, of all pipelines together (default: 8, or as the file has)",
     )
     group.add_argument(
         "--dp", type=positive, metavar="N", help="N pipelines side by side (default: the replicas of the plan's parts)"
@@ -242,13 +247,26 @@ def _sweep(commands: _Commands[Parser]) -> None:
 
 def _profile(commands: _Commands[Parser]) -> None:
     example = (
-        "splitkit profile gpt2 --size layers=4\nsplitkit profile gpt2 --stages 4\nsplitkit profile plan.json --predict"
+        "splitkit profile gpt2 --size layers=4\n"
+        "splitkit profile gpt2 --stages 4\n"
+        "splitkit profile plan.json --predict\n"
+        "splitkit profile gpt2 --stages 4 --ranks 2 --microbatches 8"
     )
     parser = _command(commands, "profile", "predict the peak of memory, and measure it in a real run", example)
     _add_plan_or_model(parser)
     parser.add_argument("--predict", dest="run", action="store_false", help="do not run the model")
     parser.add_argument("--forward-only", action="store_true", help="leave out forward + backward")
     parser.add_argument("--top", type=positive, default=10, metavar="N", help="largest values to show (default 10)")
+    group = parser.add_argument_group("pipeline: steps as simulated from measured stages and links, and as they ran")
+    group.add_argument("--ranks", type=positive, metavar="N", help="start N processes, and run schedules on them")
+    group.add_argument(
+        "--schedules",
+        type=words,
+        metavar="NAME,NAME",
+        help="names or order.csv (default: all of torch's that go with stages and ranks)",
+    )
+    group.add_argument("--microbatches", type=positive, default=8, metavar="N", help="of a step, 2 or more (default 8)")
+    group.add_argument("--repeat", type=positive, default=3, metavar="N", help="steps that are timed (default 3)")
 
 
 def _view(commands: _Commands[Parser]) -> None:

@@ -35,6 +35,7 @@ class LineNode:
         saves: storages that autograd keeps for it; without training, its weights as autocast casts them.
         contributes: what its backward yields gradients of: values that it reads, and keys of parameters.
         wide: of these values, those whose gradient is a view of larger memory, and its bytes.
+        handed: of these values, those whose gradient lies in the memory of that of the node's own value.
         parameters: keys of the parameters and buffers that it reads.
         forward: bytes that it takes for a while.
         backward: the same of its backward.
@@ -46,6 +47,7 @@ class LineNode:
     saves: tuple[int, ...]
     contributes: tuple[object, ...]
     wide: Mapping[object, int]
+    handed: frozenset[object]
     parameters: tuple[object, ...]
     forward: int
     backward: int
@@ -104,7 +106,7 @@ class Units:
         contributes: list[object] = [r for r in reads if r in known.requires] if wants else []
         contributes += [key for key in parameters if wants and self._owned[key].trained]
         inside = known.inside.get(node, NOTHING)
-        leaves = pytree.tree_leaves((node.args, node.kwargs)) if inside.wide else []
+        leaves = pytree.tree_leaves((node.args, node.kwargs)) if inside.wide or inside.handed else []
         saves = dict.fromkeys(s for n in (node, *followers) for s in known.saved.get(n, ())) if self.training else {}
         forward = inside.forward
         regions = tuple(r for r in self.flow.scope[node].regions if r.target is _torch.ENTER_AUTOCAST)
@@ -122,6 +124,7 @@ class Units:
             saves=tuple(saves),
             contributes=tuple(contributes),
             wide={leaves[i]: nbytes for i, nbytes in inside.wide},
+            handed=frozenset(leaves[i] for i in inside.handed),
             parameters=parameters,
             forward=forward,
             backward=inside.backward,
@@ -167,6 +170,15 @@ class Units:
             if same and not any(u.op == "output" for u in given[0].users):
                 found[node] = given[0]
         return found
+
+    @property
+    def storage_sizes(self) -> Sequence[int]:
+        """Bytes of each storage by number: those of the run with gradients, and what autocast makes of weights."""
+        return self._sizes
+
+    def bytes_of(self, node: Node) -> int:
+        """Bytes of the tensors that a node yields."""
+        return self._nbytes[node]
 
     def line(self, parts: Sequence[Sequence[Node]], homes: Mapping[Node, int] | None = None) -> Line:
         """The line of the nodes of parts, one part after the other.

@@ -20,7 +20,7 @@ from splitkit._torch import pytree
 from splitkit.graph.fakecalls import NO_SIZES, CallMemo, acts, bodies, stand_in
 from splitkit.graph.scope import Scope, scopes
 from splitkit.graph.sizes import storage_bytes, tensor_bytes, value_bytes
-from splitkit.graph.storages import tensors
+from splitkit.graph.storages import storage_key, tensors
 from splitkit.graph.symbols import value_of
 from splitkit.memory.measure import measure_memory
 
@@ -35,14 +35,16 @@ class BackwardBytes:
             that it yields.
         wide: (argument, bytes) where the gradient of an argument is a view of larger memory, as are those of what
             ``cat`` joins; arguments by position among the leaves.
+        handed: arguments whose gradient lies in the memory of that of a result, as with the addends of a sum.
     """
 
     forward: int
     backward: int
     wide: tuple[tuple[int, int], ...] = ()
+    handed: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.forward or self.backward or self.wide)
+        return bool(self.forward or self.backward or self.wide or self.handed)
 
 
 NOTHING = BackwardBytes(0, 0)
@@ -113,11 +115,14 @@ class _SavedWatch:
             if not outputs or not inputs:
                 return BackwardBytes(forward.peak - forward.end, 0)
             found: list[torch.Tensor | None] = []
-            backward = measure_memory(_backward, outputs, inputs, list(map(torch.empty_like, outputs)), found)
+            come = list(map(torch.empty_like, outputs))
+            backward = measure_memory(_backward, outputs, inputs, come, found)
         where = [i for i, t in enumerate(given) if isinstance(t, torch.Tensor) and t.requires_grad]
         memory = [(i, g, storage_bytes(g)) for i, g in zip(where, found, strict=True) if g is not None]
         wide = tuple((i, nbytes) for i, g, nbytes in memory if nbytes > tensor_bytes(g))
-        return BackwardBytes(forward.peak - forward.end, backward.peak - backward.end, wide)
+        there = {storage_key(g) for g in come}
+        handed = tuple(i for i, g, _ in memory if storage_key(g) in there)
+        return BackwardBytes(forward.peak - forward.end, backward.peak - backward.end, wide, handed)
 
     def _given(self, leaf: Any, flag: bool) -> Any:
         """An argument that requires grad if it should, and may be written to."""

@@ -23,7 +23,7 @@ class RankMemory:
         parameters: bytes of the parameters and buffers of its stages.
         gradients: bytes of the gradients of the parameters.
         optimizer: the state of the optimizer.
-        saved: for backward, of the microbatches in flight.
+        saved: for backward, of the microbatches in flight, and gradients that wait for its weight part.
         messages: on their way, or not yet read.
         temporaries: bytes that the action which runs takes besides.
         seconds: when that is.
@@ -67,7 +67,7 @@ _SAVED, _MESSAGES, _TEMPORARIES = range(3)
 
 def memory_of(run: StepTrace) -> tuple[RankMemory, ...]:
     """Of each rank, at its peak; the first of equal peaks."""
-    fixed, static = _fixed(run), _static(run)
+    fixed, static = _fixed(run), static_bytes(run)
     return tuple(_peak(fixed[r], static[r], live, seconds) for r, (live, seconds) in enumerate(_live(run)))
 
 
@@ -77,7 +77,7 @@ def memory_over_time(run: StepTrace) -> tuple[tuple[tuple[float, int], ...], ...
     Of what happens at one time the most is said, so that the most of all is the peak of `memory_of`.
     """
     found = []
-    for fixed, static, (live, seconds) in zip(_fixed(run), _static(run), _live(run), strict=True):
+    for fixed, static, (live, seconds) in zip(_fixed(run), static_bytes(run), _live(run), strict=True):
         held = sum(fixed) + static
         most: dict[float, int] = {0.0: held}
         after: dict[float, int] = {}
@@ -128,25 +128,27 @@ def _fixed(run: StepTrace) -> list[tuple[int, int, int]]:
 def _of_actions(run: StepTrace) -> Iterator[_Changes]:
     """What is saved, and what an action needs besides."""
     rank, stage, kind, _ = run.order.columns
-    saved, later = np.array([_saved(run, s) for s in range(len(run.stages))]).T
+    saved, left, captured = np.array([_saved(run, s) for s in range(len(run.stages))]).T
     ends = [kind == BACKWARD, kind == BACKWARD_INPUT, kind == BACKWARD_WEIGHT]
-    freed = np.select(ends, [saved[stage], (saved - later)[stage], later[stage]], 0)
+    taken = np.select([kind == FORWARD, kind == BACKWARD_INPUT], [saved[stage], captured[stage]], 0)
+    freed = np.select(ends, [saved[stage], (saved - left)[stage], (left + captured)[stage]], 0)
     temporary = np.array([s.temporary_bytes for s in run.stages])[stage]
     first, last = 2 * np.arange(len(rank)), 2 * np.arange(len(rank)) + 1
-    yield _Changes(rank, run.starts, first, np.where(kind == FORWARD, saved[stage], 0), _SAVED)
+    yield _Changes(rank, run.starts, first, taken, _SAVED)
     yield _Changes(rank, run.ends, last, -freed, _SAVED)
     yield _Changes(rank, run.starts, first, temporary, _TEMPORARIES)
     yield _Changes(rank, run.ends, last, -temporary, _TEMPORARIES)
 
 
-def _saved(run: StepTrace, stage: int) -> tuple[int, int]:
-    """Bytes from forward to the end of backward, and those of them that wait for its weight part."""
+def _saved(run: StepTrace, stage: int) -> tuple[int, int, int]:
+    """Bytes from forward to the end of backward; those of them that wait for its weight part; what waits besides."""
     costs = run.stages[stage]
     later = costs.saved_bytes if costs.deferred_bytes is None else costs.deferred_bytes
     # An input in a static buffer is there anyway.
     static = run.static_buffers and _remote(run, stage, stage - 1)
     apart = share(bytes_on(run.stages, stage - 1), costs.replicas) if static else 0
-    return max(0, costs.saved_bytes - apart), max(0, min(later, costs.saved_bytes - apart))
+    saved = max(0, costs.saved_bytes - apart)
+    return saved, min(later, saved), max(0, later - costs.saved_bytes)
 
 
 def _of_messages(run: StepTrace) -> Iterator[_Changes]:
@@ -185,7 +187,7 @@ def _held(rank: Ints, nbytes: Ints, start: Floats, stop: Floats, first: Ints, la
     yield _Changes(rank, stop, last, -nbytes, _MESSAGES)
 
 
-def _static(run: StepTrace) -> Sequence[int]:
+def static_bytes(run: StepTrace) -> Sequence[int]:
     """Bytes of the receive buffers that each rank holds all the time."""
     held = [0] * run.ranks
     if run.static_buffers:

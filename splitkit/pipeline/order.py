@@ -23,8 +23,12 @@ KINDS = {"F": "forward", "B": "backward", "I": "backward, input part", "W": "bac
 LETTERS = "".join(KINDS)
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = range(4)
 
-_COMPUTES = re.compile(r"(\d+)([FBIW])(\d+)")
-_ELSE = re.compile(r"\d*(OVERLAP_F_B|UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|(WAIT_)?SEND_[FB]|RECV_[FB])\d*")
+ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
+"""An action that computes, as torch writes it."""
+
+BESIDES = re.compile(r"\d*(OVERLAP_F_B|UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|(WAIT_)?SEND_[FB]|RECV_[FB])\d*", re.ASCII)
+"""What else torch writes: what communicates, shards, or overlaps two actions."""
+
 _REMEDY = "Give every microbatch of every stage one F, and one B or one I and later one W, on one rank."
 _NOTHING, _NOWHERE = -1, -2
 
@@ -128,11 +132,18 @@ class PipelineOrder:
         return _linked(self)
 
 
+def action_of(word: str) -> Action:
+    """The action that a word writes, which `ACTION` matches."""
+    found = ACTION.fullmatch(word)
+    assert found is not None
+    return Action(int(found[1]), found[2], int(found[3]))
+
+
 def _parsed(line: str) -> Iterator[Action]:
     for word in filter(None, re.split(r"[\s,;()]+", line)):
-        if found := _COMPUTES.fullmatch(word):
-            yield Action(int(found[1]), found[2], int(found[3]))
-        elif not _ELSE.fullmatch(word):
+        if ACTION.fullmatch(word):
+            yield action_of(word)
+        elif not BESIDES.fullmatch(word):
             raise ScheduleError("SK331", f"{word!r} is no action", "Write stage, F, B, I or W, and microbatch: 3F0.")
 
 
@@ -141,6 +152,10 @@ def _check(order: PipelineOrder) -> None:
     unknown = [a for actions in order.ranks for a in actions if a.kind not in KINDS or min(a.stage, a.microbatch) < 0]
     if unknown:
         raise ScheduleError("SK331", f"{unknown[0]!r} is no action", "Give stage, F, B, I or W, and microbatch.")
+    total = sum(map(len, order.ranks))
+    far = [action for actions in order.ranks for action in actions if max(action.stage, action.microbatch) >= total]
+    if far:  # before there is a table of all
+        raise ScheduleError("SK331", f"{far[0]} is one of {total} actions", "Number stages and microbatches from 0.")
     rank, stage, kind, _ = order.columns
     stages = np.unique(stage)
     if stages.tolist() != list(range(max(1, len(stages)))):

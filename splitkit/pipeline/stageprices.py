@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Literal
 
 from torch import nn
@@ -22,6 +23,7 @@ from splitkit.memory.lines import Units, units_of
 from splitkit.memory.stretch import Line
 from splitkit.pipeline.replication import replica_of, trained_bytes, undivided
 from splitkit.pipeline.stagecosts import StageCosts
+from splitkit.pipeline.weightpart import WeightPart, checked_weight_part, deferred_bytes
 from splitkit.plans.order import part_order
 from splitkit.plans.parts import HOST, PartKey
 from splitkit.plans.record import Plan, plan_of
@@ -48,6 +50,7 @@ def stage_costs(
     *,
     optimizer: Optimizer = "adam",
     activations: Activations | None = None,
+    weight_part: WeightPart = "torch",
 ) -> tuple[StageCosts, ...]:
     """What each part costs for one microbatch, of the size that was captured, in the order in which they run.
 
@@ -56,6 +59,9 @@ def stage_costs(
       for weights (``backward_weight``).
     * ``saved_bytes``: each storage once that autograd keeps, or that the part takes or gives; no parameters. Exact
       but for the nodes that `Activations.estimated` names.
+    * ``deferred_bytes``: what waits for the weight part where a schedule divides backward, from above. Torch's way,
+      which pipelines run by, keeps all that the graph still holds, captures gradients besides, and has no input part
+      in the first stage: all of its backward is ``backward_weight`` (`splitkit.pipeline.weightpart`).
     * ``temporary_bytes``: the most that forward or backward hold beyond that, from above: gradients that share memory
       (those of the two addends of a sum) count apart. Parameters have a gradient from a microbatch before, so that the
       new one counts besides.
@@ -75,16 +81,17 @@ def stage_costs(
         costs: prices of its nodes, with or without their backward (`splitkit.costs.training`).
         optimizer: ``"adam"``, ``"momentum"`` or ``"sgd"``: 2, 1 or 0 times the bytes of the gradients; ``None``: none.
         activations: what `splitkit.memory.autograd.activations` says of the graph, if it is known.
+        weight_part: who divides backward: ``"torch"``, or ``"own"`` for graphs of your own for the two parts.
 
     Raises:
-        PolicyError: SK302 for an optimizer that is not known.
+        PolicyError: SK302 for an optimizer or a way to divide backward that is not known.
         PlanError: SK208 if nodes have no part: the host has no stage.
         CycleError: SK203 if parts wait for each other in a cycle.
         CostError: SK323 for costs of a joint graph.
         GraphError: SK102 when nodes have no ``meta["val"]``.
     """
     in_order = isinstance(plan, Sequence) and not isinstance(plan, str)
-    prices = StagePrices(facts_of(flow), require_costs(costs), optimizer, activations)
+    prices = StagePrices(facts_of(flow), require_costs(costs), optimizer, activations, weight_part)
     return prices.of(plan if in_order else plan_of(plan))
 
 
@@ -97,17 +104,20 @@ class StagePrices:
         costs: prices of its nodes.
         optimizer: as in `stage_costs`.
         activations: as in `stage_costs`.
+        weight_part: as in `stage_costs`.
     """
 
     flow: Dataflow
     costs: Costs
     optimizer: Optimizer = "adam"
     activations: Activations | None = None
+    weight_part: WeightPart = "torch"
     units: Units = field(init=False)
     _times: _Times = field(init=False)
 
     def __post_init__(self) -> None:
         checked_optimizer(self.optimizer)
+        checked_weight_part(self.weight_part)
         given: object = self.activations
         if given is not None and not isinstance(given, Activations):
             remedy = "Give splitkit.memory.autograd.activations of the graph, or none."
@@ -121,14 +131,24 @@ class StagePrices:
     def of(self, plan: Plan | Sequence[Collection[Node]]) -> tuple[StageCosts, ...]:
         """The costs of the parts of a plan."""
         parts, homes, replicas = self._parts(plan)
-        line = self.units.line(parts, homes)
-        found, start = [], 0
-        for nodes, count in zip(parts, replicas, strict=True):
-            whole = self.stage(line, start, start + len(nodes), nodes)
+        found = []
+        for whole, nodes, count in zip(self._divided(parts, homes), parts, replicas, strict=True):
             trained = [trained_bytes(self.flow, node) for node in nodes] if count > 1 and whole.gradient_bytes else []
             found.append(replica_of(whole, count, undivided(trained, whole.gradient_bytes)))
-            start += len(nodes)
         return tuple(found)
+
+    def _divided(self, parts: Sequence[Sequence[Node]], homes: Mapping[Node, int]) -> list[StageCosts]:
+        """The costs of parts, and what waits for the weight part of their backward."""
+        line = self.units.line(parts, homes)
+        ends = list(accumulate(map(len, parts)))
+        stages = [self.stage(line, end - len(nodes), end, nodes) for nodes, end in zip(parts, ends, strict=True)]
+        if self.optimizer is None:
+            return stages
+        waits = deferred_bytes(self.units, parts, homes, [stage.saved_bytes for stage in stages], self.weight_part)
+        stages = [replace(stage, deferred_bytes=nbytes) for stage, nbytes in zip(stages, waits, strict=True)]
+        if self.weight_part == "torch" and stages:
+            stages[0] = replace(stages[0], backward_input=0.0, backward_weight=stages[0].backward)
+        return stages
 
     def stage(self, line: Line, start: int, end: int, nodes: Sequence[Node]) -> StageCosts:
         """The costs of a stretch of a line, whose nodes are these."""

@@ -9,12 +9,42 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 from splitkit import _torch
+from splitkit.errors import ScheduleError
 from splitkit.pipeline.order import Action, PipelineOrder
-from splitkit.pipeline.torch_orders import SCHEDULES
+from splitkit.pipeline.torch_orders import SCHEDULES, pipeline_order
 
 _SINGLE = ("GPipe", "1F1B")
 
 Loss = Callable[[Any, Any], Any] | None
+
+
+def order_of(schedule: str | PipelineOrder, stages: int, microbatches: int | None, ranks: int) -> PipelineOrder:
+    """The order that a schedule stands for, on so many ranks.
+
+    Args:
+        schedule: a name of torch's, or an order.
+        stages: how many the split has.
+        microbatches: how many in a step; ``None`` for as many as the order has, 8 for a schedule that is named.
+        ranks: how many there are.
+
+    Raises:
+        ScheduleError: SK330 where it does not go with these numbers.
+    """
+    if not isinstance(schedule, PipelineOrder):
+        return pipeline_order(schedule, stages, 8 if microbatches is None else microbatches, ranks)
+    for what, has, given in (
+        ("stages", len(schedule.rank_of), stages),
+        ("ranks", len(schedule.ranks), ranks),
+        ("microbatches", schedule.microbatches, microbatches),
+    ):
+        if given not in (None, has):
+            remedy = f"Use as many, or another order: a row for each of {ranks} ranks, {stages} stages."
+            raise ScheduleError("SK330", f"{schedule.name} has {has} {what}, not {given}", remedy)
+    idle = [rank for rank, actions in enumerate(schedule.ranks) if not actions]
+    if idle:
+        text = f"rank {idle[0]} of {schedule.name} has no stage"
+        raise ScheduleError("SK330", text, f"Put a stage there, or start {ranks - len(idle)} processes.")
+    return schedule
 
 
 def schedule_of(order: PipelineOrder, stages: Sequence[PipelineStage], loss: Loss) -> Any:
@@ -29,11 +59,22 @@ def schedule_of(order: PipelineOrder, stages: Sequence[PipelineStage], loss: Los
     count = order.microbatches
     if loss is None:
         return _torch.action_schedule(list(stages), count, None, [_forward(row) for row in order.ranks])
-    if order.name not in SCHEDULES.values():
+    if not _is_torchs(order):
         return _torch.action_schedule(list(stages), count, loss, order.ranks)
     made = getattr(pipelining, f"Schedule{order.name}")
     given = stages[0] if order.name in _SINGLE else list(stages)
     return made(given, count, loss_fn=loss, scale_grads=False)
+
+
+def _is_torchs(order: PipelineOrder) -> bool:
+    """Whether it is the order of the schedule of torch whose name it has: anybody may call an order so."""
+    if order.name not in SCHEDULES.values():
+        return False
+    try:
+        found = pipeline_order(order.name, len(order.rank_of), order.microbatches, len(order.ranks))
+    except ScheduleError:
+        return False
+    return found.ranks == order.ranks
 
 
 def _forward(row: Sequence[Action]) -> list[Action]:

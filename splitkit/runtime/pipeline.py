@@ -10,14 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
 
 from splitkit.brief import brief
 from splitkit.checks import is_whole, shown
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
 from splitkit.graph.storages import parameters_and_buffers
-from splitkit.pipeline.torch_orders import pipeline_order
-from splitkit.runtime.actions import schedule_of
+from splitkit.pipeline.order import PipelineOrder
+from splitkit.runtime.actions import order_of, schedule_of
 from splitkit.runtime.agreement import require_same
 from splitkit.runtime.batches import Inputs
 from splitkit.runtime.chain import Chain, chain_of
@@ -49,8 +50,8 @@ class PipelineStep:
 
 def pipeline(
     split: Split | StageFolder,
-    schedule: str = "1f1b",
-    microbatches: int = 8,
+    schedule: str | PipelineOrder = "1f1b",
+    microbatches: int | None = None,
     *,
     loss: Loss | None = None,
     group: dist.ProcessGroup | None = None,
@@ -71,8 +72,9 @@ def pipeline(
         split: parts in the order of the stages, captured with the inputs of one microbatch; or stages on disk
             (`splitkit.runtime.open_stages`), of which each rank loads its own.
         schedule: torch's name: gpipe, 1f1b, interleaved1f1b, loopedbfs, interleavedzerobubble, zbvzerobubble or
-            dualpipev.
-        microbatches: how many in a step, of all replicas together.
+            dualpipev; or an order of your own, with any number of stages on each rank (`splitkit.pipeline.orderfile`
+            reads torch's CSV).
+        microbatches: how many in a step, of all replicas together; as many as the order has, else 8.
         loss: gives the loss of ``(output, target)`` of one microbatch; ``None`` for models that return their loss.
         group: the ranks of the pipeline; all of the process group by default.
         device: of this rank; the current CUDA device where the group's backend is NCCL, else the CPU.
@@ -81,7 +83,8 @@ def pipeline(
     Raises:
         PipelineError: SK801 for a split that cannot run on several ranks, or whose parts have different numbers of
             replicas; SK804 where the ranks do not run the same.
-        ScheduleError: SK330 where the schedule does not go with the numbers of stages, ranks and microbatches.
+        ScheduleError: SK330 where the schedule does not go with the numbers of stages, ranks and microbatches. An order
+            that would wait for ever is refused where it is made (SK331).
     """
     return Pipeline(split, schedule, microbatches, loss, group, device, seed)
 
@@ -104,8 +107,8 @@ class Pipeline:
     def __init__(
         self,
         split: Split | StageFolder,
-        schedule: str,
-        microbatches: int,
+        schedule: str | PipelineOrder,
+        microbatches: int | None,
         loss: Loss | None,
         group: dist.ProcessGroup | None,
         device: torch.device | str | None,
@@ -117,15 +120,18 @@ class Pipeline:
                 "there is no process group",
                 "Start with torchrun, and call torch.distributed.init_process_group.",
             )
-        self.split, self.microbatches = split, microbatches
+        self.split = split
         self._chain = chain_of(split) if isinstance(split, Split) else split.chain
         self.group, self.rank = group, dist.get_rank(group)
         self.device = _device_of(device, group)
-        same = {"schedule": schedule, "number of microbatches": microbatches, "seed": seed}
-        require_same(self._chain, same, group)
+        if microbatches is None and isinstance(schedule, str):
+            microbatches = 8
+        what = schedule if isinstance(schedule, str) else getattr(schedule, "ranks", schedule)
+        require_same(self._chain, {"schedule": what, "number of microbatches": microbatches, "seed": seed}, group)
         count, ranks = replicas_of(split.plan), dist.get_world_size(group)
-        require_replicable(self._chain.facts.writes, count, ranks, microbatches)
-        self.order = pipeline_order(schedule, self._chain.stages, microbatches // count, ranks // count)
+        each = require_replicable(self._chain.facts.writes, count, ranks, microbatches)
+        self.order = order_of(schedule, self._chain.stages, each, ranks // count)
+        self.microbatches = self.order.microbatches * count
         self.replicas = replicas(count, group, self.device)
         self.stages = tuple(s for s, rank in enumerate(self.order.rank_of) if rank == self.replicas.place)
         if not is_whole(seed):
@@ -133,10 +139,10 @@ class Pipeline:
         self._seed, self._loss, self.steps = int(seed), loss, 0
         if isinstance(split, StageFolder):
             split.load(self.stages, self.device)
-        self._inputs = Inputs(self._chain, microbatches, self.device)
+        self._inputs = Inputs(self._chain, self.microbatches, self.device)
         self._ties = Ties(self._chain, self.order.rank_of, self.replicas, group, self.parameters())
         self._runs: dict[bool, _Runs] = {}
-        self._progress = Progress(self.order, self.replicas, self.replicas.share(microbatches).start, self.borders)
+        self._progress = Progress(self.order, self.replicas, self.replicas.share(self.microbatches).start, self.borders)
         for stage in self.stages:
             split.parts[self._chain.keys[stage]].to(self.device)
 
@@ -211,6 +217,11 @@ class Pipeline:
         wanted = ends_of(self._chain, self._loss, True, runs is not None and runs.outputs).wanted
         edges = (self._chain.border(stage, wanted) for stage in range(self._chain.stages - 1))
         return tuple(tuple(self._chain.value(node).name for node in edge) for edge in edges)
+
+    @property
+    def torch_stages(self) -> tuple[PipelineStage, ...]:
+        """Torch's stages of this rank for training, as of the first step."""
+        return self._runs[True].stages if True in self._runs else ()
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -305,9 +316,9 @@ class _Runs:
         self.outputs = ends.own is None
         modules = [ChainStage(chain, s, ends, self.batch, pipe.device) for s in pipe.stages]
         require_support(pipe.order, tuple(modules))
-        stages = [
-            torch_stage(m, s, chain.stages, pipe.replicas.line) for m, s in zip(modules, pipe.stages, strict=True)
-        ]
+        group = pipe.replicas.line
+        stages = [torch_stage(m, s, chain.stages, group) for m, s in zip(modules, pipe.stages, strict=True)]
+        self.stages = tuple(stages)
         self._schedule = schedule_of(pipe.order, stages, _handed if train else None)
         self._last = any(m.last for m in modules)
 

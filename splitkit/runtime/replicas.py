@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from splitkit import _torch
 from splitkit.brief import brief
+from splitkit.checks import is_whole, shown
 from splitkit.errors import PipelineError, ScheduleError
 from splitkit.plans.record import Plan
 
@@ -80,31 +81,37 @@ def replicas_of(plan: Plan) -> int:
     return next(iter(counts.values()), 1)
 
 
-def require_replicable(writes: Sequence[str], count: int, ranks: int, microbatches: int) -> None:
+def require_replicable(writes: Sequence[str], count: int, ranks: int, microbatches: int | None) -> int | None:
     """Refuse what cannot be shared out among several pipelines.
 
     Args:
         writes: the buffers that forward writes.
         count: how many pipelines.
         ranks: of all of them.
-        microbatches: of all of them.
+        microbatches: of all of them; ``None`` if that is not said.
+
+    Returns:
+        How many microbatches each pipeline has.
 
     Raises:
         ScheduleError: SK330 for numbers that do not divide.
         PipelineError: SK801 for a buffer that forward writes: each pipeline would have another one.
     """
+    if count == 1:
+        return microbatches
     for what, number in (("ranks", ranks), ("microbatches", microbatches)):
-        if number % count:
+        if number is not None and (not is_whole(number, 1) or number % count):
             raise ScheduleError(
-                "SK330", f"{number} {what} for {count} replicas of the pipeline", f"Use a multiple of {count}."
+                "SK330", f"{shown(number)} {what} for {count} replicas of the pipeline", f"Use a multiple of {count}."
             )
-    if count > 1 and writes:
+    if writes:
         raise PipelineError(
             "SK801",
             f"forward writes {min(writes)}, and each of {count} replicas would have another one",
             "Capture in eval mode (BatchNorm then writes nothing), or run one pipeline: --dp 1.",
             sorted(writes),
         )
+    return None if microbatches is None else microbatches // count
 
 
 def replicas(count: int, group: dist.ProcessGroup | None, device: torch.device) -> Replicas:

@@ -33,10 +33,11 @@ def test_a_plan_trains_as_the_unsplit_model_and_goes_on_from_a_checkpoint(tmp_pa
     name = [] if model == "gpt2" else ["--model", spec]
     code, _, _ = call("plan", spec, *TINY, "--stages", "2", "-o", str(tmp_path / "plan.json"))
     assert code == 0
-    words = ["plan.json", *name, "--steps", "3", "--checkpoint", "kept"]
-    whole = train(*words, "--check", "--every", "2", cwd=tmp_path)
+    (tmp_path / "mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    words = ["plan.json", *name, "--steps", "3", "--checkpoint", "kept", "--every", "2", "--schedule", "mine.csv"]
+    whole = train(*words, "--check", cwd=tmp_path)
     assert whole["check"]["same"] and whole["check"]["loss"] < 1e-6 > whole["check"]["gradient"]
-    assert [r["stages"] for r in whole["ranks"]] == [[0], [1]] and whole["schedule"] == "1F1B"
+    assert [r["stages"] for r in whole["ranks"]] == [[0], [1]] and whole["schedule"] == "mine.csv"
     assert len(set(whole["losses"])) == 3
     shutil.rmtree(tmp_path / "kept" / "step-3")
     again = train(*words, "--resume", cwd=tmp_path)

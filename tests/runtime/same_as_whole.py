@@ -14,6 +14,7 @@ from torch import nn
 
 import splitkit as sk
 from splitkit.errors import PipelineError
+from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime import pipeline
 from splitkit.testing import models
 from splitkit.testing.nets import UNet
@@ -112,7 +113,9 @@ def run(case: dict[str, Any], inputs: dict[str, torch.Tensor], split: sk.Split) 
     gm = split.flow.root
     by_output = case["model"] == "unet"
     count = case["microbatches"]
-    pipe = pipeline(split, case["schedule"], count, seed=7, loss=square if by_output else None)
+    mine = PipelineOrder.parse(case["order"], "1F1B") if "order" in case else None  # not torch's, for all its name
+    pipe = pipeline(split, mine or case["schedule"], count, seed=7, loss=square if by_output else None)
+    assert mine is None or pipe.order.ranks == mine.ranks
     batches = []
     for step in range(case.get("steps", 2)):
         batch = batch_of(inputs, count, step)

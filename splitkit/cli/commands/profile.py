@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit.cli import source
+from splitkit.cli.commands import profile_ranks
 from splitkit.cli.outcome import Outcome
 from splitkit.cli.work import Work, planned, prepare
 from splitkit.errors import CaptureError
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 def run(args: Namespace) -> Outcome:
     """See the module."""
+    if args.ranks is not None:
+        return profile_ranks.run(args)
     work, split = _split(args)
     with work.clock.step("simulate", "simulating the memory"):
         profile = sk.simulate_memory(split or work.gm)

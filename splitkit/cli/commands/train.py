@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import RenderableType
 
+    from splitkit.pipeline.order import PipelineOrder
     from splitkit.runtime.pipeline import Pipeline
 
 RATES = {"adamw": 1e-3, "sgd": 1e-2}
@@ -87,8 +88,8 @@ def _rank(args: Namespace) -> Outcome:
 def _train(args: Namespace) -> dict[str, Any]:
     from splitkit.runtime.pipeline import pipeline
 
-    work, split = _split(args)
-    pipe = pipeline(split, args.schedule, args.microbatches, seed=work.source.seed)
+    work, split = split_of(args)
+    pipe = pipeline(split, schedule_of(args.schedule), args.microbatches, seed=work.source.seed)
     optimizer = _optimizer(args, pipe.parameters())
     beside = _Beside(args, pipe, work) if args.check else None
     compile_parts(pipe, args.compile)
@@ -120,7 +121,7 @@ def _train(args: Namespace) -> dict[str, Any]:
     }
 
 
-def _split(args: Namespace) -> tuple[Work, Any]:
+def split_of(args: Namespace) -> tuple[Work, Any]:
     """The model of this rank, cut by the plan of rank 0; or stages of a folder."""
     from splitkit.runtime.agreement import planned_once
 
@@ -138,6 +139,13 @@ def _split(args: Namespace) -> tuple[Work, Any]:
     graph = work.gm.graph
     once = planned_once(work.gm, lambda: plan if file is None else decoded(graph, args.target, file))
     return work, sk.split(work.gm, asked(once, args))
+
+
+def schedule_of(word: str) -> str | PipelineOrder:
+    """A schedule by its name, or an order in a file of torch's format."""
+    from splitkit.pipeline.orderfile import load_order
+
+    return load_order(word) if word.endswith(".csv") else word
 
 
 def _optimizer(args: Namespace, parameters: Iterable[Any]) -> Any:
@@ -182,7 +190,7 @@ def _steps(
     losses, times = list[float](), list[float]()
     with _bar(pipe.rank, args.steps - first) as advance:
         for step in range(first, args.steps):
-            batch = _batch(work, pipe.microbatches, step)
+            batch = batch_of(work, pipe.microbatches, step)
             start = time.perf_counter()
             found = pipe.step(*batch[0], **batch[1])
             times.append(time.perf_counter() - start)
@@ -202,7 +210,7 @@ def _steps(
     }
 
 
-def _batch(work: Work, count: int, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def batch_of(work: Work, count: int, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Microbatches of the example's inputs, each rolled along its last dimension by another number."""
     import torch
 

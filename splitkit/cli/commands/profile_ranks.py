@@ -1,0 +1,196 @@
+"""``splitkit profile PLAN --ranks N``: steps of a pipeline as simulated, beside those that real processes ran."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+import splitkit as sk
+from splitkit.cli import launch
+from splitkit.cli.commands import train
+from splitkit.cli.outcome import Outcome, seconds
+from splitkit.errors import ScheduleError, UsageError
+from splitkit.units import size
+from splitkit.view.tables import facts, table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from splitkit.pipeline.order import PipelineOrder
+    from splitkit.pipeline.run import ScheduleRun
+    from splitkit.runtime.measured import RankStep
+
+_PATIENCE = 300
+"""Seconds that ranks wait for each other."""
+
+
+def run(args: Namespace) -> Outcome:
+    """See the module."""
+    if args.microbatches < 2:
+        raise UsageError("SK601", "--microbatches 1 is no pipeline", "Give 2 or more.")
+    if "RANK" in os.environ:
+        return _rank(args)
+    words = sys.argv[1:]
+    code, out = launch.ranks(words if "--json" in words else [*words, "--json"], args.ranks, _PATIENCE)
+    if not out:
+        return Outcome({}, [], code or 1, quiet=True)
+    data = json.loads(out)
+    if "schedules" not in data:  # an error, which the ranks have said
+        return Outcome(data, [], code or 1, quiet="--json" not in words)
+    return Outcome(data, _text(data), code)
+
+
+def _rank(args: Namespace) -> Outcome:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=_PATIENCE))
+    try:
+        data = _profile(args)
+    finally:
+        if sys.exc_info()[0] is None:  # else it would wait for the others
+            dist.destroy_process_group()
+    return Outcome(data, _text(data), quiet=data["rank"] != 0)
+
+
+def _profile(args: Namespace) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from splitkit.runtime import measured
+    from splitkit.runtime.pipeline import pipeline
+
+    work, split = train.split_of(args)
+    orders, left_out = _orders(args, len(split.parts), dist.get_world_size())
+    costs = sk.costs.flops(split.flow.root)  # bytes are by autograd, and times by the clock
+    stages = sk.stage_costs(split.flow, split.plan, costs, optimizer="sgd")
+    batch = train.batch_of(work, args.microbatches, 0)
+    widest = next(filter(measured.is_divided, orders), orders[0])
+    alone = measured.run_steps(pipeline(split, measured.one_by_one(widest, args.microbatches)), batch, args.repeat)
+    times = {key: found for actions in _gathered(dict(alone.actions)) for key, found in actions.items()}
+    runs = []
+    for order in orders:
+        links = measured.ping(order, max(stage.activation_bytes for stage in stages))
+        found = _gathered(measured.run_steps(pipeline(split, order), batch, args.repeat))
+        priced = measured.timed_stages(stages, times, measured.is_divided(order))
+        static = measured.STATIC_BUFFERS
+        runs.append(_compared(sk.simulate_schedule(priced, order, links=links, static_buffers=static), found, links))
+    cores = len(os.sched_getaffinity(0))
+    return {
+        "command": "profile",
+        "rank": dist.get_rank(),
+        "model": work.source.to_dict(),
+        "note": split.plan.note,
+        "microbatches": args.microbatches,
+        "cores": cores,
+        "oversubscribed": dist.get_world_size() > cores,
+        "stages": [{k: measured.middle(times.get((s, k))) for k in "FBIW"} for s in range(len(stages))],
+        "schedules": runs,
+        "left_out": left_out,
+        "pairs": _pairs(runs),
+    }
+
+
+def _orders(args: Namespace, stages: int, ranks: int) -> tuple[list[PipelineOrder], dict[str, str]]:
+    """The schedules that were asked for; or all of torch's that go with these numbers, and why others do not."""
+    from splitkit.pipeline.torch_orders import SCHEDULES
+    from splitkit.runtime.actions import order_of
+
+    found, left_out = [], dict[str, str]()
+    for name in args.schedules or SCHEDULES.values():
+        try:
+            found.append(order_of(train.schedule_of(name), stages, args.microbatches, ranks))
+        except ScheduleError as error:
+            if args.schedules:
+                raise
+            left_out[name] = error.reason
+    if not found:
+        reason = "; ".join(left_out.values())
+        raise ScheduleError("SK330", f"no schedule goes: {reason}", f"Split into {ranks} or {2 * ranks} stages.")
+    return found, left_out
+
+
+def _gathered(own: Any) -> list[Any]:
+    import torch.distributed as dist
+
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    return every
+
+
+def _compared(run: ScheduleRun, found: Sequence[RankStep], links: Any) -> dict[str, Any]:
+    """A step as simulated and as it ran; peaks are of what comes and goes during the step."""
+    from splitkit.pipeline.memory import static_bytes
+
+    static, ranks = static_bytes(run), []
+    for rank, (real, held) in enumerate(zip(found, run.memory, strict=True)):
+        moving = held.saved + held.messages - static[rank] + held.temporaries
+        ranks.append(
+            {
+                "rank": rank,
+                "stages": [s for s, on in enumerate(run.order.rank_of) if on == rank],
+                "busy": _both(run.busy[rank], real.busy),
+                "peak": _both(moving, real.nbytes),
+            }
+        )
+    return {
+        "schedule": run.order.name,
+        "step": _both(run.seconds, max(real.seconds for real in found)),
+        "links": [
+            {"ranks": list(pair), "latency": link.latency, "bandwidth": link.bandwidth}
+            for pair, link in sorted(links.pairs.items())
+        ],
+        "ranks": ranks,
+    }
+
+
+def _both(predicted: float, real: float) -> dict[str, float]:
+    return {"predicted": predicted, "measured": real, "error": predicted / real - 1 if real else 0.0}
+
+
+def _pairs(runs: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Of how many pairs of schedules the faster one was predicted."""
+    steps = [(found["step"]["predicted"], found["step"]["measured"]) for found in runs]
+    both = list(combinations(steps, 2))
+    return {"right": sum((a[0] - b[0]) * (a[1] - b[1]) > 0 for a, b in both), "all": len(both)}
+
+
+def _text(data: dict[str, Any]) -> list[RenderableType]:
+    rows = {"pipeline": f"{data['microbatches']} microbatches on {len(data['schedules'][0]['ranks'])} ranks"}
+    if data["oversubscribed"]:
+        rows["beware"] = f"processes share {data['cores']} cores: measured times include waiting for one"
+    pairs = data["pairs"]
+    rows["order"] = f"the faster of two schedules was predicted in {pairs['right']} of {pairs['all']} pairs"
+    cells = []
+    for found in data["schedules"]:
+        for row in found["ranks"]:
+            head = (found["schedule"], *_cells(found["step"], seconds)) if row["rank"] == 0 else ("", "", "", "")
+            stages = ", ".join(map(str, row["stages"]))
+            cells.append((*head, row["rank"], stages, *_cells(row["busy"], seconds), *_cells(row["peak"], size)))
+    titles = (
+        "schedule",
+        "step",
+        "real",
+        "error",
+        "rank",
+        "stages",
+        "busy",
+        "real ",
+        "error ",
+        "peak",
+        " real",
+        " error",
+    )
+    note = "peak: bytes above the start of a step, by torch's allocator; busy: seconds in the actions of a rank"
+    return [facts(rows), "", table(titles, cells, titles[1:]), "", note]
+
+
+def _cells(both: dict[str, float], shown: Any) -> tuple[str, str, str]:
+    measured = both["measured"]
+    return shown(both["predicted"]), shown(measured), f"{100 * both['error']:+.0f} %"

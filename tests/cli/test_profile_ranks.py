@@ -1,0 +1,84 @@
+"""``splitkit profile --ranks`` on two real processes: what it compares, and bounds; no time is held to anything."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from splitkit.cli.commands.profile_ranks import _pairs, _text
+from splitkit.pipeline.order import PipelineOrder
+from splitkit.pipeline.stagecosts import StageCosts
+from splitkit.pipeline.torch_orders import pipeline_order
+from splitkit.runtime.measured import one_by_one, timed_stages
+
+TINY = ["--size", "layers=2,width=32,heads=2", "--size", "vocab=64,seq=8", "--seed", "3"]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    words = ["profile", "gpt2", *TINY, "--stages", "2", "--ranks", "2", "--microbatches", "4", "--repeat", "1"]
+    run = subprocess.run(
+        [sys.executable, "-m", "splitkit", *words, "--schedules", "gpipe,1f1b,interleavedzerobubble", "--json"],
+        cwd=tmp_path_factory.mktemp("profile"), text=True, capture_output=True, timeout=300,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def test_each_schedule_is_predicted_and_run(found):
+    assert [run["schedule"] for run in found["schedules"]] == ["GPipe", "1F1B", "InterleavedZeroBubble"]
+    for run in found["schedules"]:
+        assert [row["rank"] for row in run["ranks"]] == [0, 1] and [row["stages"] for row in run["ranks"]] == [[0], [1]]
+        for both in (run["step"], *(row["busy"] for row in run["ranks"])):
+            assert both["predicted"] > 0 < both["measured"]
+            assert both["error"] == pytest.approx(both["predicted"] / both["measured"] - 1)
+        assert all(row["busy"]["measured"] <= run["step"]["measured"] for row in run["ranks"])
+        assert all(link["bandwidth"] > 0 <= link["latency"] for link in run["links"]) and len(run["links"]) == 2
+    assert found["pairs"]["all"] == 3 and 0 <= found["pairs"]["right"] <= 3
+    assert all(set(stage) == set("FBIW") and None not in stage.values() for stage in found["stages"])
+
+
+def test_peaks_are_those_of_the_allocator(found):
+    """Bytes do not depend on the clock: they are counted, not timed."""
+    peaks = {run["schedule"]: [row["peak"] for row in run["ranks"]] for run in found["schedules"]}
+    for schedule, ranks in peaks.items():
+        for both in ranks:
+            assert 0.85 * both["measured"] <= both["predicted"] <= 1.5 * both["measured"], schedule
+    assert peaks["1F1B"][1]["measured"] < peaks["GPipe"][1]["measured"]
+    assert peaks["1F1B"][1]["predicted"] < peaks["GPipe"][1]["predicted"]
+
+
+def test_what_the_command_writes_is_for_people_too(found):
+    facts, _, table, _, note = _text(found | {"oversubscribed": True})
+    assert table.row_count == 6 and "allocator" in note and facts is not None
+
+
+def test_pairs_are_counted():
+    def step(predicted, measured):
+        return {"step": {"predicted": predicted, "measured": measured}}
+
+    assert _pairs([step(1, 2), step(2, 3), step(3, 1)]) == {"right": 1, "all": 3}
+
+
+def test_stages_are_timed_one_after_the_other():
+    order = one_by_one(pipeline_order("zbv", 4, 2), 2)
+    assert order.rank_of == (0, 1, 1, 0) and order.microbatches == 2
+    assert " ".join(map(str, order.ranks[0])) == "0F0 3F0 3B0 0B0 0F1 3F1 3I1 0I1 3W1 0W1"
+    whole = one_by_one(PipelineOrder.parse(["0F0 0B0", "1F0 1B0"]), 2)
+    assert {a.kind for row in whole.ranks for a in row} == {"F", "B"}
+
+
+def test_measured_times_replace_those_of_the_prices():
+    seconds = {(0, "F"): [1.0, 9.0, 2.0], (0, "B"): [4.0], (0, "I"): [3.0], (0, "W"): [2.0]}
+    stage = StageCosts(7, 7, 7, saved_bytes=5, unit="FLOP")
+    (plain,), (divided,) = timed_stages([stage], seconds, False), timed_stages([stage], seconds, True)
+    assert (plain.forward, plain.backward, plain.backward_weight) == (2, 4, 0) and plain.unit == "s"
+    assert (divided.backward_input, divided.backward_weight, divided.saved_bytes) == (3, 2, 5)
+
+
+def test_one_microbatch_is_refused(call):
+    code, _, err = call("profile", "gpt2", *TINY, "--stages", "2", "--ranks", "2", "--microbatches", "1")
+    assert code == 2 and "SK601" in err
