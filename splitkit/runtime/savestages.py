@@ -102,6 +102,8 @@ class _Tensors:
         self._names: dict[int, dict[str, None]] = {}
         for name, tensor in {**{n: attribute(root, n) for n in read}, **parameters_and_buffers(root)}.items():
             self._names.setdefault(id(tensor), {})[name] = None
+        for name, tensor in parameters_and_buffers(split.module).items():  # of a copy, or made anew since
+            self._names.setdefault(id(tensor), {})[split.qualified_names.get(name, name)] = None
         self._saved = set(root.state_dict())
         self._numbers: dict[int, int] = {}
         self._held: list[torch.Tensor] = []

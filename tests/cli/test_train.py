@@ -43,7 +43,7 @@ def test_a_plan_trains_as_the_unsplit_model_and_goes_on_from_a_checkpoint(tmp_pa
     again = train(*words, "--resume", cwd=tmp_path)
     assert again["first_step"] == 2 and again["losses"] == whole["losses"][2:]
     assert sorted(p.name for p in (tmp_path / "kept").iterdir()) == ["step-2", "step-3"]
-    assert call("split", str(tmp_path / "plan.json"), "-o", str(tmp_path / "stages"))[0] == 0
+    assert call("split", str(tmp_path / "plan.json"), *name, "-o", str(tmp_path / "stages"))[0] == 0
     apart = train("stages", "--steps", "3", cwd=tmp_path)  # no rank captures the model
     assert apart["losses"] == whole["losses"] and [r["stages"] for r in apart["ranks"]] == [[0], [1]]
 
