@@ -66,7 +66,8 @@ def _profile(args: Namespace) -> dict[str, Any]:
     from splitkit.runtime import measured
     from splitkit.runtime.pipeline import pipeline
 
-    work, split = train.split_of(args)
+    work, plan = train.planned_together(args)
+    split = sk.split(work.gm, plan)
     orders, left_out = _orders(args, len(split.parts), dist.get_world_size())
     costs = sk.costs.flops(split.flow.root)  # bytes are by autograd, and times by the clock
     stages = sk.stage_costs(split.flow, split.plan, costs, optimizer="sgd")

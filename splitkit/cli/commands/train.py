@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from splitkit.pipeline.order import PipelineOrder
+    from splitkit.plans.record import Plan
     from splitkit.runtime.pipeline import Pipeline
 
 RATES = {"adamw": 1e-3, "sgd": 1e-2}
@@ -88,7 +89,7 @@ def _rank(args: Namespace) -> Outcome:
 def _train(args: Namespace) -> dict[str, Any]:
     from splitkit.runtime.pipeline import pipeline
 
-    work, split = split_of(args)
+    work, split = _split(args)
     pipe = pipeline(split, schedule_of(args.schedule), args.microbatches, seed=work.source.seed)
     optimizer = _optimizer(args, pipe.parameters())
     beside = _Beside(args, pipe, work) if args.check else None
@@ -121,14 +122,20 @@ def _train(args: Namespace) -> dict[str, Any]:
     }
 
 
-def split_of(args: Namespace) -> tuple[Work, Any]:
-    """The model of this rank, cut by the plan of rank 0; or stages of a folder."""
-    from splitkit.runtime.agreement import planned_once
-
+def _split(args: Namespace) -> tuple[Work, Any]:
+    """The model of this rank, cut by the plan of rank 0 with what the flags ask of parts; or stages of a folder."""
     if stagefolders.is_folder(args.target):
         return stagefolders.opened(args)
     if args.weights is not None:
         raise UsageError("SK601", "--weights goes with a folder of stages", "Write one: splitkit split PLAN -o FOLDER.")
+    work, plan = planned_together(args)
+    return work, sk.split(work.gm, asked(plan, args))
+
+
+def planned_together(args: Namespace) -> tuple[Work, Plan]:
+    """The model of this rank, and the plan of rank 0."""
+    from splitkit.runtime.agreement import planned_once
+
     file = plan_file(args)
     if file is None:
         work, plan, _ = make_plan(args, args.target)
@@ -137,8 +144,7 @@ def split_of(args: Namespace) -> tuple[Work, Any]:
 
         work = prepare(source.from_plan(args.target, file, args))
     graph = work.gm.graph
-    once = planned_once(work.gm, lambda: plan if file is None else decoded(graph, args.target, file))
-    return work, sk.split(work.gm, asked(once, args))
+    return work, planned_once(work.gm, lambda: plan if file is None else decoded(graph, args.target, file))
 
 
 def schedule_of(word: str) -> str | PipelineOrder:
