@@ -20,6 +20,8 @@ from torch.fx import graph_module as _graph_module
 from torch.nn.modules import module as _module
 from torch.utils import _pytree as pytree  # the public torch.utils.pytree lacks paths (2.11)
 
+from splitkit._gc import collector_at_rest
+
 __all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "OpOverloadPacket", "pytree"]
 
 # Dynamo and pre-dispatch graphs write these targets for `with` blocks (2.11, 2.13, 2.15).
@@ -199,7 +201,8 @@ def allocations(run: Callable[[], Any]) -> list[int]:
     profiler._enable_profiler_legacy(config)
     result: Any = None
     try:
-        result = run()
+        with collector_at_rest():  # garbage of others that it frees would count as taken back
+            result = run()
     finally:
         threads = profiler._disable_profiler_legacy()
         del result

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from tempfile import TemporaryFile
 
 GRACE = 10.0
 """Seconds that ranks have to say what they waited for, once one has ended with an error."""
@@ -32,21 +33,25 @@ def ranks(words: Sequence[str], count: int, wait: float) -> tuple[int, str]:
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
     env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     command = [sys.executable, "-m", "splitkit", *words]
-    started: list[subprocess.Popen[str]] = []
-    with _raised():
+    started: list[subprocess.Popen[bytes]] = []
+    with (
+        _raised(),
+        TemporaryFile("w+", encoding="utf-8") as said,
+    ):  # a pipe may be full
         try:
             for rank in range(count):
                 own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-                started.append(subprocess.Popen(command, env=own, stdout=out, text=True, start_new_session=True))
+                out = said if rank == 0 else subprocess.DEVNULL
+                started.append(subprocess.Popen(command, env=own, stdout=out, start_new_session=True))
             code = _wait(started, wait)
-            return code, started[0].stdout.read() if started[0].stdout else ""
         finally:
             for process in started:
                 if process.poll() is None:
                     with suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
+        said.seek(0)
+        return code, said.read()
 
 
 @contextmanager
@@ -64,7 +69,7 @@ def _raised() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _wait(started: Sequence[subprocess.Popen[str]], wait: float) -> int:
+def _wait(started: Sequence[subprocess.Popen[bytes]], wait: float) -> int:
     end: float | None = None
     while True:
         codes = [process.poll() for process in started]

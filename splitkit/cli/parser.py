@@ -5,11 +5,19 @@ from __future__ import annotations
 import argparse
 
 from splitkit import __version__
-from splitkit.cli.arguments import Parser, above_zero, natural, numbers, positive, sizes, words
+from splitkit.cli.arguments import Parser, above_zero, numbers, positive, words
+from splitkit.cli.options import (
+    MODEL_HELP,
+    Commands,
+    add_costs,
+    add_links,
+    add_model_options,
+    add_plan_or_model,
+    add_policy_options,
+    command,
+)
 from splitkit.cli.partflags import BACKENDS
-from splitkit.testing.models import NAMES
 
-MODEL_HELP = f"an example ({', '.join(NAMES)}), package.module:factory, or path.py:factory"
 EPILOG = """exit codes:
   0 fine   1 error   2 wrong usage   3 no plan fits   4 the split differs from the whole   130 interrupted
 
@@ -36,24 +44,21 @@ def make_parser() -> Parser:
     _profile(commands)
     _view(commands)
     _sweep(commands)
-    _command(commands, "policies", "list the policies that --policy knows", "splitkit policies --json")
-    _command(commands, "doctor", "check the installation, and split a tiny model", "splitkit doctor")
+    command(commands, "policies", "list the policies that --policy knows", "splitkit policies --json")
+    command(commands, "doctor", "check the installation, and split a tiny model", "splitkit doctor")
     return parser
 
 
-_Commands = argparse._SubParsersAction  # argparse has no public name for it
-
-
-def _capture(commands: _Commands[Parser]) -> None:
+def _capture(commands: Commands[Parser]) -> None:
     example = "splitkit capture gpt2 --size layers=4,width=256,heads=4\nsplitkit capture my_model.py:make -o graph.json"
-    parser = _command(commands, "capture", "capture a model as a graph and describe it", example)
+    parser = command(commands, "capture", "capture a model as a graph and describe it", example)
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    _add_model_options(parser)
+    add_model_options(parser)
     parser.add_argument("--code", action="store_true", help="also print the code of the graph")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the nodes as JSON (- for standard output)")
 
 
-def _plan(commands: _Commands[Parser]) -> None:
+def _plan(commands: Commands[Parser]) -> None:
     example = (
         "splitkit plan gpt2 --stages 4 -o plan.json\n"
         "splitkit plan gpt2 --policy \"ByName({'transformer.h.[0-5]': 0, 'transformer.h.*': 1})\"\n"
@@ -63,10 +68,10 @@ def _plan(commands: _Commands[Parser]) -> None:
         "splitkit plan llama --devices h200,h200,a100 --objective latency\n"
         "splitkit plan gpt2 --what fwd-bwd --memory 2GiB -o step.json && splitkit run step.json --check"
     )
-    parser = _command(commands, "plan", "decide which part computes which node", example)
+    parser = command(commands, "plan", "decide which part computes which node", example)
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    _add_model_options(parser)
-    _add_policy_options(parser, "policy", "flops; with --devices their roofline; with fwd-bwd roofline:a100")
+    add_model_options(parser)
+    add_policy_options(parser, "policy", "flops; with --devices their roofline; with fwd-bwd roofline:a100")
     parser.add_argument(
         "--what",
         choices=("parts", "fwd-bwd"),
@@ -102,7 +107,7 @@ def _add_placement(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="of a step, each of the size that is captured (default: two a stage)",
     )
-    _add_links(group)
+    add_links(group)
     group.add_argument(
         "--replicas",
         type=numbers,
@@ -125,19 +130,10 @@ def _add_placement(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_links(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--links",
-        metavar="NAME",
-        help="nvlink3, nvlink4, nvlink5, pcie4, pcie5, ethernet100, ethernet400, shared-memory or none (default: what "
-        "the devices usually have, pcie4 where they differ)",
-    )
-
-
-def _split(commands: _Commands[Parser]) -> None:
+def _split(commands: Commands[Parser]) -> None:
     example = "splitkit split plan.json -o parts\nsplitkit split gpt2 --stages 2"
-    parser = _command(commands, "split", "split a model and show the code of the parts", example)
-    _add_plan_or_model(parser)
+    parser = command(commands, "split", "split a model and show the code of the parts", example)
+    add_plan_or_model(parser)
     parser.add_argument(
         "-o",
         "--output",
@@ -147,15 +143,15 @@ def _split(commands: _Commands[Parser]) -> None:
     parser.add_argument("--force", action="store_true", help="write into a folder that is not empty")
 
 
-def _run(commands: _Commands[Parser]) -> None:
+def _run(commands: Commands[Parser]) -> None:
     example = "splitkit run plan.json --check\nsplitkit run gpt2 --stages 4 --repeat 5"
-    parser = _command(commands, "run", "run a split model, or a divided training step, forward and backward", example)
-    _add_plan_or_model(parser)
+    parser = command(commands, "run", "run a split model, or a divided training step, forward and backward", example)
+    add_plan_or_model(parser)
     parser.add_argument("--check", action="store_true", help="compare with the unsplit model; exit 4 if not the same")
     parser.add_argument("--repeat", type=positive, default=1, metavar="N", help="time the best of N runs (default 1)")
 
 
-def _train(commands: _Commands[Parser]) -> None:
+def _train(commands: Commands[Parser]) -> None:
     example = (
         "splitkit train plan.json --nproc 4 --check\n"
         "splitkit train gpt2 --stages 4 --nproc 2 --schedule zbv --microbatches 8 --steps 20\n"
@@ -164,8 +160,8 @@ def _train(commands: _Commands[Parser]) -> None:
         "torchrun --nproc-per-node 4 -m splitkit train plan.json --steps 20 --schedule 1f1b --check\n"
         "splitkit split plan.json -o stages && splitkit train stages --nproc 4"
     )
-    parser = _command(commands, "train", "train a split model as a pipeline of several processes", example)
-    _add_plan_or_model(parser)
+    parser = command(commands, "train", "train a split model as a pipeline of several processes", example)
+    add_plan_or_model(parser)
     group = parser.add_argument_group("pipeline")
     group.add_argument("--nproc", type=positive, metavar="N", help="start N processes here; without it torchrun does")
     group.add_argument(
@@ -213,7 +209,7 @@ def _train(commands: _Commands[Parser]) -> None:
     group.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the folder, if any")
 
 
-def _sweep(commands: _Commands[Parser]) -> None:
+def _sweep(commands: Commands[Parser]) -> None:
     example = (
         "splitkit sweep gpt2 --costs roofline:h100\n"
         "splitkit sweep llama --size layers=4 --points 12 --json\n"
@@ -222,10 +218,10 @@ def _sweep(commands: _Commands[Parser]) -> None:
         "splitkit sweep llama --stages 4 --microbatches 8,32 --schedules 1f1b,zbv,dualpipev"
     )
     what = "show what less memory for training costs; or, with --stages, which pipelines are fastest and smallest"
-    parser = _command(commands, "sweep", what, example)
+    parser = command(commands, "sweep", what, example)
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    _add_model_options(parser)
-    _add_costs(parser.add_argument_group("prices"), "roofline:a100")
+    add_model_options(parser)
+    add_costs(parser.add_argument_group("prices"), "roofline:a100")
     parser.add_argument("--points", type=positive, metavar="N", help="without --stages: rows to show (default 10)")
     parser.add_argument(
         "--of", choices=("saved", "peak"), help="without --stages: the memory that is bounded (default saved)"
@@ -241,19 +237,19 @@ def _sweep(commands: _Commands[Parser]) -> None:
     )
     group.add_argument("--devices", metavar="KIND", help="what all ranks are: h200, or devices.toml with one table")
     group.add_argument("--memory", metavar="SIZE", help="bytes of each rank, such as 80GiB (default: that of KIND)")
-    _add_links(group)
+    add_links(group)
     group.add_argument("--optimizer", choices=("adam", "momentum", "sgd"), help="whose state is held (default adam)")
 
 
-def _profile(commands: _Commands[Parser]) -> None:
+def _profile(commands: Commands[Parser]) -> None:
     example = (
         "splitkit profile gpt2 --size layers=4\n"
         "splitkit profile gpt2 --stages 4\n"
         "splitkit profile plan.json --predict\n"
         "splitkit profile gpt2 --stages 4 --ranks 2 --microbatches 8"
     )
-    parser = _command(commands, "profile", "predict the peak of memory, and measure it in a real run", example)
-    _add_plan_or_model(parser)
+    parser = command(commands, "profile", "predict the peak of memory, and measure it in a real run", example)
+    add_plan_or_model(parser)
     parser.add_argument("--predict", dest="run", action="store_false", help="do not run the model")
     parser.add_argument("--forward-only", action="store_true", help="leave out forward + backward")
     parser.add_argument("--top", type=positive, default=10, metavar="N", help="largest values to show (default 10)")
@@ -269,80 +265,21 @@ def _profile(commands: _Commands[Parser]) -> None:
     group.add_argument("--repeat", type=positive, default=3, metavar="N", help="steps that are timed (default 3)")
 
 
-def _view(commands: _Commands[Parser]) -> None:
+def _view(commands: Commands[Parser]) -> None:
     example = (
         "splitkit view plan.json -o page.html --schedule 1f1b --microbatches 8 --memory 80GiB\n"
         "splitkit view gpt2 --stages 4 --costs roofline:h100 -o page.html"
     )
-    parser = _command(commands, "view", "draw forward, backward, saved bytes and cuts as a page to steer", example)
-    _add_plan_or_model(parser)
+    parser = command(commands, "view", "draw forward, backward, saved bytes and cuts as a page to steer", example)
+    add_plan_or_model(parser)
     parser.add_argument(
         "-o", "--output", metavar="FILE", required=True, help="the page; it needs nothing but a browser"
     )
     group = parser.add_argument_group("below the picture")
     group.add_argument("--schedule", metavar="NAME", help="the timeline of a step: gpipe, 1f1b, ...; as of plan")
     group.add_argument("--microbatches", type=positive, metavar="N", help="of a step (default: two a stage)")
-    _add_links(group)
+    add_links(group)
     group.add_argument("--memory", metavar="SIZE", help="bytes of each device, such as 80GiB: what exceeds it is red")
     group.add_argument(
         "--optimizer", choices=("adam", "momentum", "sgd", "none"), help="none: inference (default adam)"
-    )
-
-
-def _command(commands: _Commands[Parser], name: str, what: str, example: str) -> Parser:
-    indented = "\n".join(f"  {line}" for line in example.splitlines())
-    parser = commands.add_parser(
-        name,
-        help=what,
-        description=f"{what[0].upper()}{what[1:]}.",
-        epilog=f"example:\n{indented}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(parser=parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks and warnings")
-    return parser
-
-
-def _add_plan_or_model(parser: Parser) -> None:
-    parser.add_argument("target", metavar="PLAN.json|MODEL", help=f"a plan, or {MODEL_HELP}")
-    parser.add_argument("--model", metavar="SPEC", help="the model of the plan; needed to run a factory's code")
-    _add_model_options(parser)
-    _add_policy_options(parser, "policy (with MODEL)")
-
-
-def _add_model_options(parser: Parser) -> None:
-    """Options default to None, so that those of a plan file hold unless others are given."""
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "--size", type=sizes, action="append", metavar="NAME=N", help="sizes of the model: layers=4,width=256"
-    )
-    group.add_argument("--how", choices=("export", "symbolic_trace"), help="way of capture (default export)")
-    group.add_argument("--dynamic", action="store_true", default=None, help="let the sizes of the inputs vary")
-    group.add_argument("--eval", action="store_true", default=None, help="evaluation mode: no dropout")
-    group.add_argument("--seed", type=natural, metavar="N", help="random seed of weights and inputs (default 0)")
-
-
-def _add_policy_options(parser: Parser, title: str, costs: str = "flops") -> None:
-    group = parser.add_argument_group(title)
-    one = group.add_mutually_exclusive_group()
-    one.add_argument("--stages", type=positive, metavar="N", help="N pipeline stages; short for --policy 'Stages(N)'")
-    one.add_argument("--policy", metavar="EXPR", help="a policy with its parameters; see `splitkit policies`")
-    _add_costs(group, costs)
-    group.add_argument("--training", action="store_true", default=None, help="let costs include the backward of a node")
-    group.add_argument(
-        "--on-cycle",
-        choices=("error", "refine", "merge"),
-        help="parts that depend on each other in a cycle: refuse (default), visit them several times, or join them",
-    )
-
-
-def _add_costs(group: argparse._ArgumentGroup, default: str = "flops") -> None:
-    group.add_argument(
-        "--costs",
-        metavar="KIND",
-        help=f"what a node costs (default: {default}): flops, unit, measured (on this CPU; with --training backward "
-        "too), measured:DEVICE, roofline:DEVICE or fused:DEVICE (cpu, a100, h100, h200, rtx-4090, l4, or "
-        "devices.toml:NAME; fused: as Inductor fuses)",
     )

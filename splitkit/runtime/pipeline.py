@@ -18,16 +18,16 @@ from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.pipeline.order import PipelineOrder
-from splitkit.runtime.actions import order_of, schedule_of
+from splitkit.runtime.actions import order_of
 from splitkit.runtime.agreement import require_same
 from splitkit.runtime.batches import Inputs
-from splitkit.runtime.chain import Chain, chain_of
+from splitkit.runtime.chain import chain_of
 from splitkit.runtime.ends import Loss, ends_of, own_loss
 from splitkit.runtime.faults import Progress, named
 from splitkit.runtime.replicas import replicas, replicas_of, require_replicable
-from splitkit.runtime.stage import Batch, ChainStage, torch_stage
+from splitkit.runtime.runs import Runs
+from splitkit.runtime.stage import Batch
 from splitkit.runtime.stagefolder import StageFolder
-from splitkit.runtime.support import require_support
 from splitkit.runtime.ties import Ties
 
 
@@ -141,7 +141,7 @@ class Pipeline:
             split.load(self.stages, self.device)
         self._inputs = Inputs(self._chain, self.microbatches, self.device)
         self._ties = Ties(self._chain, self.order.rank_of, self.replicas, group, self.parameters())
-        self._runs: dict[bool, _Runs] = {}
+        self._runs: dict[bool, Runs] = {}
         self._progress = Progress(self.order, self.replicas, self.replicas.share(self.microbatches).start, self.borders)
         for stage in self.stages:
             split.parts[self._chain.keys[stage]].to(self.device)
@@ -276,7 +276,9 @@ class Pipeline:
     def _run(self, train: bool, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, keep: bool) -> Batch:
         runs = self._runs.get(train)
         if runs is None:
-            runs = self._runs[train] = _Runs(self, train, self._asked(keep))
+            ends = ends_of(self._chain, self._loss, train, self._asked(keep))
+            where = self.order, self.stages, self.device, self.replicas.line
+            runs = self._runs[train] = Runs(self._chain, ends, Batch(self._progress), self._share, *where)
         if keep and not runs.outputs:
             raise PipelineError(
                 "SK802", "outputs are asked for after steps without", "Ask in the first step: step(..., outputs=True)."
@@ -304,35 +306,6 @@ class Pipeline:
     def _share(self) -> range:
         """The microbatches of this replica."""
         return self.replicas.share(self.microbatches)
-
-
-class _Runs:
-    """The stages of a rank and their schedule, for training or for inference."""
-
-    def __init__(self, pipe: Pipeline, train: bool, outputs: bool) -> None:
-        chain: Chain = pipe._chain
-        self.batch, self._share = Batch(pipe._progress), pipe._share
-        ends = ends_of(chain, pipe._loss, train, outputs)
-        self.outputs = ends.own is None
-        modules = [ChainStage(chain, s, ends, self.batch, pipe.device) for s in pipe.stages]
-        require_support(pipe.order, tuple(modules))
-        group = pipe.replicas.line
-        stages = [torch_stage(m, s, chain.stages, group) for m, s in zip(modules, pipe.stages, strict=True)]
-        self.stages = tuple(stages)
-        self._schedule = schedule_of(pipe.order, stages, _handed if train else None)
-        self._last = any(m.last for m in modules)
-
-    def step(self) -> None:
-        """One step on what lies in the batch."""
-        number = torch.tensor(self._share)
-        self._schedule.step(
-            microbatch=number, target=number if self._last else None, return_outputs=False,
-        )  # fmt: skip
-
-
-def _handed(loss: torch.Tensor, target: object) -> torch.Tensor:
-    """The loss as the last stage gave it."""
-    return loss
 
 
 def _device_of(device: torch.device | str | None, group: dist.ProcessGroup | None) -> torch.device:

@@ -50,8 +50,22 @@ def test_a_plan_trains_as_the_unsplit_model_and_goes_on_from_a_checkpoint(tmp_pa
 
 def test_what_fails_on_the_ranks_is_said(tmp_path, call):
     """The command said KeyError: 'losses' instead."""
-    call("plan", "gpt2", *TINY, "--stages", "2", "-o", str(tmp_path / "plan.json"))
-    words = ("train", "plan.json", "--nproc", "2", "--microbatches", "2", "--optimizer", "sgd", "--lr", "1e38")
+    spec = f"{Path(__file__).parent / 'tinynet.py'}:net"
+    call("plan", spec, *TINY, "--stages", "2", "-o", str(tmp_path / "plan.json"))
+    words = (
+        "train",
+        "plan.json",
+        "--model",
+        spec,
+        "--nproc",
+        "2",
+        "--microbatches",
+        "2",
+        "--optimizer",
+        "sgd",
+        "--lr",
+        "1e38",
+    )
     run = splitkit(*words, cwd=tmp_path)
     assert run.returncode and "SK805: the loss of microbatch 0 in step 1 is nan" in run.stderr
 

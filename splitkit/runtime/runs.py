@@ -1,0 +1,53 @@
+"""The stages of a rank under a schedule: one set for training, one for inference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from splitkit.pipeline.order import PipelineOrder
+from splitkit.runtime.actions import schedule_of
+from splitkit.runtime.chain import Chain
+from splitkit.runtime.ends import Ends
+from splitkit.runtime.stage import Batch, ChainStage, torch_stage
+from splitkit.runtime.support import require_support
+
+
+class Runs:
+    """The stages of a rank and their schedule.
+
+    Attributes:
+        batch: what they work on.
+        outputs: whether every output reaches the last stage.
+        stages: torch's stages.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        ends: Ends,
+        batch: Batch,
+        share: range,
+        order: PipelineOrder,
+        stages: Sequence[int],
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.batch, self.outputs, self._share = batch, ends.own is None, share
+        modules = [ChainStage(chain, s, ends, batch, device) for s in stages]
+        require_support(order, tuple(modules))
+        self.stages = tuple(torch_stage(m, s, chain.stages, group) for m, s in zip(modules, stages, strict=True))
+        self._schedule = schedule_of(order, self.stages, _handed if ends.loss is not None else None)
+        self._last = any(m.last for m in modules)
+
+    def step(self) -> None:
+        """One step on what lies in the batch."""
+        number = torch.tensor(self._share)
+        self._schedule.step(microbatch=number, target=number if self._last else None, return_outputs=False)
+
+
+def _handed(loss: torch.Tensor, target: object) -> torch.Tensor:
+    """The loss as the last stage gave it."""
+    return loss
