@@ -198,13 +198,15 @@ def allocations(run: Callable[[], Any]) -> list[int]:
         False,  # modules
         torch._C._profiler._ExperimentalConfig(),
     )
-    profiler._enable_profiler_legacy(config)
     result: Any = None
-    try:
-        with collector_at_rest():  # garbage of others that it frees would count as taken back
+    # Garbage of others that is freed would count as taken back. The collector rests until the profiler is off: its
+    # count of new objects goes on while it rests, so that it may look at the first object after it.
+    with collector_at_rest():
+        profiler._enable_profiler_legacy(config)
+        try:
             result = run()
-    finally:
-        threads = profiler._disable_profiler_legacy()
+        finally:
+            threads = profiler._disable_profiler_legacy()
         del result
     return [event.cpu_memory_usage() for events in threads for event in events if event.kind() == "memory_alloc"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import fx, nn
@@ -154,6 +156,21 @@ def test_allocations_of_a_call_in_order():
     size = x.nbytes
     assert _torch.allocations(run) == [size, -size, size]
     assert _torch.allocations(lambda: x.t()) == []
+
+
+def test_garbage_at_the_end_of_a_call_is_not_taken_back():
+    """Bug: the collector, once it was on again, freed what others had left before the profiler was off."""
+    threshold = gc.get_threshold()
+
+    def run():
+        cycle = [torch.empty(64)]
+        cycle.append(cycle)
+        gc.set_threshold(1)
+
+    try:
+        assert _torch.allocations(run) == [256]
+    finally:
+        gc.set_threshold(*threshold)
 
 
 def test_descriptors_say_what_inputs_and_outputs_of_a_joint_graph_are():
