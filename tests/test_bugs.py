@@ -538,8 +538,13 @@ def test_splits_were_never_collected():
     """`gc.freeze` sets all counts back to zero and makes everything old: a loop of splits kept every one of them."""
     gm = fx.symbolic_trace(nn.Sequential(*[nn.ReLU() for _ in range(10)]))
     gc.collect()
-    made = [weakref.ref(sk.split(gm, RoundRobin(2)).module) for _ in range(400)]
-    assert sum(ref() is not None for ref in made) < 300
+    threshold = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    try:
+        made = [weakref.ref(sk.split(gm, RoundRobin(2)).module) for _ in range(60)]
+    finally:
+        gc.set_threshold(*threshold)
+    assert sum(ref() is not None for ref in made) < 45
 
 
 def test_pow_of_tensors_as_a_function_was_a_value_error():
