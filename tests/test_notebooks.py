@@ -10,6 +10,7 @@ from types import ModuleType
 
 import nbformat
 import pytest
+import torch
 from campaigns import these_first
 from nbclient import NotebookClient
 
@@ -42,6 +43,8 @@ def test_committed_without_outputs(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_every_cell_runs(path, monkeypatch, capsys):
     """In a module of its own; what a cell ends in is shown as a page and as a picture, as far as it can be."""
+    if path.stem[0] == "5" and torch.__version__ < "2.13":
+        pytest.skip("dropout in several stages needs torch 2.13, as the notebook says")
     module = ModuleType("notebook")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for number, cell in enumerate(c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"):
