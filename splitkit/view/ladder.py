@@ -6,7 +6,6 @@ as `splitkit.pipeline.stageprices.StagePrices` says it, so that a cut that is dr
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,10 +13,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from splitkit import _torch
-from splitkit.graph.dataflow import Dataflow, module_path, readers_of
-from splitkit.graph.storages import tensors
-from splitkit.graph.symbols import value_of
+from splitkit.graph.dataflow import Dataflow, readers_of
 from splitkit.memory.autograd import activations
 from splitkit.pipeline.memory import memory_over_time
 from splitkit.pipeline.run import ScheduleRun
@@ -26,6 +22,7 @@ from splitkit.pipeline.stageprices import Optimizer, StagePrices, run_order
 from splitkit.plans.parts import HOST
 from splitkit.plans.record import Plan
 from splitkit.prices import Costs
+from splitkit.view.opdata import kind_of, ops_data, rounded
 from splitkit.view.rows import LadderRows, rows_of
 
 SCHEMA = "splitkit.ladder/1"
@@ -45,6 +42,7 @@ class LadderView:
         optimizer: as in `splitkit.stage_costs`; ``None`` for inference.
         memory: bytes of each device, if they are limited.
         run: a simulated step of these stages, to be drawn below.
+        beside: another plan of the graph, to be compared with.
     """
 
     flow: Dataflow
@@ -54,17 +52,33 @@ class LadderView:
     optimizer: Optimizer | None = "adam"
     memory: int | None = None
     run: ScheduleRun | None = None
+    beside: Plan | None = None
 
     @cached_property
     def _keys(self) -> list[Any]:
         return run_order(self.flow, self.plan)
 
     @cached_property
+    def _ranks(self) -> list[tuple[int, int]]:
+        """The parts of both plans in which a node may stand, in an order in which they may run.
+
+        A part of either plan reads only from itself and earlier ones, so a pair reads only from pairs that are no
+        greater in either, and none of those comes later in the order of the pairs.
+        """
+        return sorted(set(self._parts.values()))
+
+    @cached_property
+    def _parts(self) -> dict[Node, tuple[int, int]]:
+        """Node -> the numbers of its parts in the plan and in the one beside it."""
+        own = _numbers(self.flow, self.plan)
+        other = own if self.beside is None else _numbers(self.flow, self.beside)
+        return {node: (part, other.get(node, 0)) for node, part in own.items()}
+
+    @cached_property
     def rows(self) -> LadderRows:
-        """From top to bottom."""
-        number = {key: i for i, key in enumerate(self._keys)}
-        homes = {node: self.plan.home(node) for node in self.flow.nodes if node in self.plan.places}
-        return rows_of(self.flow, {node: number[key] for node, key in homes.items() if key is not HOST})
+        """From top to bottom; where two plans are compared, each row is in one part of either."""
+        number = {pair: i for i, pair in enumerate(self._ranks)}
+        return rows_of(self.flow, {node: number[pair] for node, pair in self._parts.items()})
 
     @cached_property
     def _nodes(self) -> list[list[Node]]:
@@ -101,20 +115,30 @@ class LadderView:
             "unit": next(iter(stretches.values())).unit,
             "trains": self.trains,
             "memory": self.memory,
-            "parts": [" ".join(map(str, k)) if isinstance(k, tuple) else str(k) for k in self._keys],
+            "parts": _names(self._keys),
             "devices": [str(p.device) if (p := self.plan.parts.get(k)) and p.device else "" for k in self._keys],
             "rows": [
-                {"name": name, "part": part, "ops": len(nodes), "kind": _kind(nodes)}
-                for name, part, nodes in zip(self.rows.names, self.rows.parts, self._nodes, strict=True)
+                {"name": name, "part": self._ranks[rank][0], "ops": len(nodes), "kind": kind_of(nodes)}
+                for name, rank, nodes in zip(self.rows.names, self.rows.parts, self._nodes, strict=True)
             ],
-            "stretches": {c: [_figure(s, c) for s in stretches.values()] for c in COLUMNS},
+            "stretches": {c: [rounded(_figure(s, c)) for s in stretches.values()] for c in COLUMNS},
             "stages": {c: [_figure(s, c) for s in self._prices.of(self.plan)] for c in COLUMNS},
             "down": [int(line.messages[end]) for end in ends],
             "up": [int(line.gradient_messages[end]) if self.trains else 0 for end in ends],
             "edges": _triples(self._edges()),
             "saved": _triples(self._saved()),
-            "ops": self._ops(),
+            "ops": ops_data(self.flow, [n for row in self._nodes for n in row], self.rows.of.__getitem__, self.costs),
             "run": None if self.run is None else _run(self.run),
+            "beside": None if self.beside is None else self._beside(self.beside),
+        }
+
+    def _beside(self, plan: Plan) -> dict[str, Any]:
+        """The other plan: the part of each row, and its stages."""
+        return {
+            "note": plan.note,
+            "parts": _names(run_order(self.flow, plan)),
+            "rows": [self._ranks[rank][1] for rank in self.rows.parts],
+            "stages": {c: [_figure(s, c) for s in self._prices.of(plan)] for c in COLUMNS},
         }
 
     def _edges(self) -> dict[tuple[int, int], int]:
@@ -144,21 +168,16 @@ class LadderView:
             found[key] = found.get(key, 0) + known.nbytes[storage]
         return found
 
-    def _ops(self) -> dict[str, Any]:
-        """The nodes, column by column; words that stand often are told once."""
-        nodes = [node for row in self._nodes for node in row]
-        place = {node: i for i, node in enumerate(nodes)}
-        reads = [[place[n] for n in self.flow.inputs(node) if n in place] for node in nodes]
-        return {
-            "name": [node.name for node in nodes],
-            "row": [self.rows.of[node] for node in nodes],
-            "op": _words(_torch.target_name(node) for node in nodes),
-            "module": _words(module_path(node) for node in nodes),
-            "value": _words(_text_of(node) for node in nodes),
-            "bytes": [self.costs.nbytes(node) for node in nodes],
-            "seconds": [float(f"{self.costs.seconds(node):.6g}") for node in nodes],
-            "reads": reads,
-        }
+
+def _numbers(flow: Dataflow, plan: Plan) -> dict[Node, int]:
+    """Node -> the number of its part in the order in which the parts run."""
+    number = {key: i for i, key in enumerate(run_order(flow, plan))}
+    homes = {node: plan.home(node) for node in flow.nodes if node in plan.places}
+    return {node: number[key] for node, key in homes.items() if key is not HOST}
+
+
+def _names(keys: Iterable[Any]) -> list[str]:
+    return [" ".join(map(str, k)) if isinstance(k, tuple) else str(k) for k in keys]
 
 
 def _run(run: ScheduleRun) -> dict[str, Any]:
@@ -189,23 +208,3 @@ def _figure(stage: StageCosts, column: str) -> float:
 
 def _triples(found: Mapping[tuple[int, int], int]) -> list[tuple[int, int, int]]:
     return [(a, b, nbytes) for (a, b), nbytes in sorted(found.items())]
-
-
-def _kind(nodes: Iterable[Node]) -> int:
-    """The same number for rows that compute the same, however the numbers in their names differ."""
-    shape = "|".join(f"{_torch.target_name(node)} {_text_of(node)}" for node in nodes)
-    return zlib.crc32(shape.encode())
-
-
-def _text_of(node: Node) -> str:
-    """``float32[2, 16, 64]``."""
-    texts = (
-        f"{str(t.dtype).removeprefix('torch.')}{[*map(str, t.shape)]}".replace("'", "") for t in tensors(value_of(node))
-    )
-    return ", ".join(texts)
-
-
-def _words(words: Iterable[str]) -> dict[str, list[Any]]:
-    numbers: dict[str, int] = {}
-    which = [numbers.setdefault(word, len(numbers)) for word in words]
-    return {"words": list(numbers), "which": which}

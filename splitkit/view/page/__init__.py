@@ -13,7 +13,7 @@ def page(data: Mapping[str, Any], *, height: int | None = None) -> str:
     """A page that stands alone.
 
     Args:
-        data: what `splitkit.view.ladder.LadderView.to_dict` gives.
+        data: what `splitkit.view.ladder.LadderView.to_dict` or `splitkit.view.halves.HalvesView.to_dict` gives.
         height: pixels; that of the window if ``None``.
     """
     here = files(__package__)
@@ -32,5 +32,5 @@ def page(data: Mapping[str, Any], *, height: int | None = None) -> str:
     return (
         f'<!doctype html><html lang="en"><head>{head}</head><body>'
         f'<script type="application/json" id="splitkit-data">{told}</script>'
-        f"<script>{script}\nwindow.splitkit = new Ladder(document.body, {start}, {options});</script></body></html>"
+        f"<script>{script}\nwindow.splitkit = show(document.body, {start}, {options});</script></body></html>"
     )

@@ -66,38 +66,60 @@ function el(tag, text, attributes = {}) {
   return made;
 }
 
+/** The columns of ops, unfolded. */
+class Ops {
+  constructor(told) {
+    Object.assign(this, {told, count: told.name.length, name: told.name, row: told.row});
+    this.reads = told.reads.map((steps, op) => steps.map(step => op - step));
+  }
+  op(i) { return this.told.sorts[this.told.sort[i]][0]; }
+  value(i) { return this.told.sorts[this.told.sort[i]][1]; }
+  bytes(i) { return this.told.sorts[this.told.sort[i]][2]; }
+  seconds(i) { return this.told.sorts[this.told.sort[i]][3]; }
+  module(i) { return this.told.modules[this.told.module[i]]; }
+  /** Which of them have the text in their op, name, module or row. */
+  find(text, rows) {
+    const has = word => word.toLowerCase().includes(text), sorts = this.told.sorts.map(sort => has(sort[0])), modules = this.told.modules.map(has), named = rows.map(row => has(row.name));
+    return [...this.name.keys()].filter(i => sorts[this.told.sort[i]] || modules[this.told.module[i]] || named[this.row[i]] || has(this.name[i]));
+  }
+}
+
 class Ladder {
   constructor(host, data, options = {}) {
-    Object.assign(this, {data, options, prices: new Prices(data), shipped: bordersOf(data), open: new Set(), zoom: 1, x: 0, y: 0, untouched: true});
+    Object.assign(this, {data, options, ops: new Ops(data.ops), open: new Set(), zoom: 1, x: 0, y: 0, untouched: true});
+    this.selected = this.hovered = this.query = null;
+    this.prepare();
     this.borders = [...this.shipped];
     this.folded = data.rows.length > 40;
-    this.selected = this.hovered = this.query = null;
     this.opsOf = data.rows.map(() => []);
-    data.ops.row.forEach((row, op) => this.opsOf[row].push(op));
-    this.readers = data.ops.name.map(() => []);
-    data.ops.reads.forEach((reads, op) => reads.forEach(read => this.readers[read].push(op)));
+    this.lateOf = data.rows.map(() => []);
+    this.ops.row.forEach((row, op) => (op < this.late ? this.opsOf : this.lateOf)[row].push(op));
     this.build(host);
     this.layout();
     this.fit();
     this.showSide();
   }
 
+  /** What the picture is of. */
+  prepare() {
+    const {data} = this;
+    Object.assign(this, {prices: new Prices(data), shipped: bordersOf(data), trains: data.trains, late: this.ops.count, saved: data.saved, edges: data.edges});
+  }
   // ---- the frame
   build(host) {
     const {data} = this, root = this.root = el("div", undefined, {class: `sk${this.options.dark ? " dark" : ""}`});
     if (this.options.height) root.style.setProperty("--h", `${this.options.height}px`);
     const head = el("header");
-    this.slider = el("input", undefined, {type: "range", min: 1, max: Math.min(data.rows.length, 16), "aria-label": "stages"});
     this.count = el("b");
-    this.slider.addEventListener("input", () => this.setCount(Number(this.slider.value)));
-    this.reset = el("button", "as planned", {onclick: () => this.setBorders(this.shipped)});
+    this.slider = this.makeSlider();
+    this.reset = el("button", "as planned", {onclick: () => this.asPlanned()});
     this.fold = el("button", "", {onclick: () => { this.folded = !this.folded; this.layout(); this.fit(); }});
     this.search = el("input", undefined, {type: "search", placeholder: "search op or module", "aria-label": "search op or module"});
     this.hits = el("span", "", {class: "mut", "aria-live": "polite"});
     this.search.addEventListener("input", () => this.find(this.search.value));
     this.search.addEventListener("keydown", e => { if (e.key === "Enter") this.nextHit(); });
-    head.append(el("b", "splitkit"), el("span", `${data.title}${data.title ? " · " : ""}${data.ops.name.length} ops`, {class: "mut"}));
-    const label = el("label", "stages ");
+    head.append(el("b", "splitkit"), el("span", `${data.title}${data.title ? " · " : ""}${this.ops.count} ops`, {class: "mut"}));
+    const label = el("label", `${this.slider.getAttribute("aria-label")} `);
     label.append(this.slider, " ", this.count);
     head.append(label, this.reset, this.fold, el("button", "fit", {onclick: () => this.fit()}), this.search, this.hits,
       el("button", "◐", {title: "dark or light", "aria-label": "dark or light", onclick: () => { root.classList.toggle("dark"); this.draw(); }}));
@@ -107,21 +129,30 @@ class Ladder {
     this.main.append(this.canvas, this.tip);
     this.side = el("aside");
     root.append(head, this.main, this.side);
-    if (data.run) this.timeline = new Timeline(this, root);
+    this.timeline = this.makeTimeline(root);
     host.append(root);
     this.listen();
     this.observer = new ResizeObserver(() => this.untouched ? this.fit() : this.draw());
     this.observer.observe(this.main);
   }
 
+  makeSlider() {
+    const slider = el("input", undefined, {type: "range", min: 1, max: Math.min(this.data.rows.length, 16), "aria-label": "stages"});
+    slider.addEventListener("input", () => this.setCount(Number(slider.value)));
+    return slider;
+  }
+  makeTimeline(root) { return this.data.run ? new Timeline(this, root) : null; }
+  asPlanned() { this.setBorders(this.shipped); }
+
   // ---- what is shown: items are rows, or runs of equal rows of one stage that are folded
   stageOf(row) { let k = 0; while (this.borders[k + 1] <= row) k++; return k; }
+  otherOf(row) { return this.data.beside ? this.data.beside.rows[row] : -1; }
   layout() {
     const {rows} = this.data, items = [];
     for (let row = 0; row < rows.length;) {
       let end = row + 1;
       if (this.folded && !this.open.has(row))
-        while (end < rows.length && rows[end].kind === rows[row].kind && this.stageOf(end) === this.stageOf(row) && !this.open.has(end)) end++;
+        while (end < rows.length && rows[end].kind === rows[row].kind && this.stageOf(end) === this.stageOf(row) && this.otherOf(end) === this.otherOf(row) && !this.open.has(end)) end++;
       items.push({start: row, end});
       row = end;
     }
@@ -129,19 +160,25 @@ class Ladder {
     this.itemOf = [];
     for (const item of items) {
       item.y = y;
-      item.inner = this.open.has(item.start) ? layered(this.opsOf[item.start], this.data.ops.reads) : null;
-      item.h = item.inner ? item.inner.height + ROW + 8 : ROW;
-      item.w = item.inner ? Math.max(BOX, item.inner.width + 16) : BOX;
+      const open = this.open.has(item.start);
+      item.inner = open ? layered(this.opsOf[item.start], this.ops.reads) : null;
+      item.mirror = open ? this.mirrored(item.start) : null;
+      item.h = open ? Math.max(item.inner.height, item.mirror ? item.mirror.height : 0) + ROW + 8 : ROW;
+      item.w = open ? Math.max(BOX, item.inner.width + 16) : BOX;
+      item.w2 = item.mirror ? Math.max(BOX, item.mirror.width + 16) : BOX;
       for (let row = item.start; row < item.end; row++) this.itemOf[row] = item;
       y += item.h + GAP;
     }
     this.items = items;
     this.height = y - GAP;
     this.wide = Math.max(BOX, ...items.map(item => item.w));
-    this.right = LEFT + this.wide + (this.data.trains ? RIBBONS + BOX : 0);
+    this.wide2 = Math.max(BOX, ...items.map(item => item.w2));
+    this.right = LEFT + this.wide + (this.trains ? RIBBONS + this.wide2 : 0);
     this.fold.textContent = this.folded ? "unfold" : "fold equal layers";
     this.draw();
   }
+  /** The ops of backward of a row, which read up; of a plan in stages it is not known op by op. */
+  mirrored() { return null; }
   name(item) {
     const {rows} = this.data, count = item.end - item.start;
     return count === 1 ? rows[item.start].name : `${rows[item.start].name} … ${rows[item.end - 1].name.split(".").pop()}  ×${count}`;
@@ -154,11 +191,6 @@ class Ladder {
     if (this.options.onplan) this.options.onplan(this.borders);
   }
   get isShipped() { return this.borders.join() === this.shipped.join(); }
-  /** What can be read on a colour. */
-  on(stage) {
-    const [r, g, b] = [1, 3, 5].map(i => parseInt(this.colour(stage).slice(i, i + 2), 16));
-    return 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#10151c" : "#fff";
-  }
   colour(stage) { return COLOURS[stage % COLOURS.length]; }
   partName(stage) { return this.isShipped ? this.data.parts[this.data.rows[this.borders[stage]].part] : String(stage); }
 
@@ -168,45 +200,59 @@ class Ladder {
     this.slider.value = stages.length;
     this.count.textContent = stages.length;
     this.reset.disabled = this.isShipped;
-    const most = Math.max(...stages.map(s => s.seconds)), total = stages.reduce((sum, s) => sum + s.seconds, 0);
-    side.replaceChildren(el("h3", `${stages.length} stages, balance ${(100 * total / (most * stages.length || 1)).toFixed(0)} %${this.isShipped ? "" : ", moved by hand"}`));
-    const table = el("table"), head = el("tr"), body = el("tbody");
-    const titles = ["stage", "time", ...(data.trains ? ["saved"] : []), "peak", "▼", ...(data.trains ? ["▲"] : [])];
-    titles.forEach(title => head.append(el("th", title)));
-    stages.forEach((stage, k) => {
-      const row = el("tr", undefined, {tabindex: 0, onclick: () => this.select({stage: k}), onkeydown: e => { if (e.key === "Enter") this.select({stage: k}); },
-        onmouseenter: () => this.hover({stage: k}), onmouseleave: () => this.hover(null)});
-      const first = el("td"), dot = el("i");
-      dot.style.background = this.colour(k);
-      first.append(dot, `${this.partName(k)}${this.isShipped && data.devices[k] ? ` ${data.devices[k]}` : ""}`);
-      row.append(first, el("td", duration(stage.seconds, data.unit), stage.seconds === most && stages.length > 1 ? {class: "bad"} : {}));
-      if (data.trains) row.append(el("td", size(stage.saved)));
-      row.append(el("td", size(stage.peak), data.memory && stage.peak > data.memory ? {class: "bad"} : {}), el("td", stage.down ? size(stage.down) : "–"));
-      if (data.trains) row.append(el("td", stage.up ? size(stage.up) : "–"));
-      if (this.selected && this.selected.stage === k) row.classList.add("on");
-      body.append(row);
-    });
-    table.append(el("thead"), body);
-    table.firstChild.append(head);
-    side.append(table);
+    side.replaceChildren();
+    this.table(stages, this.isShipped ? "" : ", moved by hand", (k, stage) => `${this.partName(k)}${this.isShipped && data.devices[k] ? ` ${data.devices[k]}` : ""}`, true);
+    if (data.beside) this.tableBeside(data.beside);
     if (data.memory) side.append(el("p", `limit ${size(data.memory)} a device; peak of one microbatch`, {class: "mut"}));
     this.describe();
     if (data.note && this.isShipped) side.append(el("h3", "plan"), el("p", data.note, {class: "mut"}));
     side.append(el("h3", "help"), el("p", "Double-click a module to open it. Drag a dashed cut to move it. Wheel zooms, dragging moves. Arrow keys select, Enter opens, Alt + arrows move a cut.", {class: "mut"}));
   }
+  table(stages, more, name, links) {
+    const {data} = this, most = Math.max(...stages.map(s => s.seconds)), total = sum(stages.map(s => s.seconds));
+    this.side.append(el("h3", `${stages.length} stages, balance ${(100 * total / (most * stages.length || 1)).toFixed(0)} %${more}`));
+    const table = el("table"), head = el("tr"), body = el("tbody"), cuts = stages[0].down !== undefined;
+    const titles = ["stage", "time", ...(this.trains ? ["saved"] : []), "peak", ...(cuts ? ["▼", ...(this.trains ? ["▲"] : [])] : [])];
+    titles.forEach(title => head.append(el("th", title)));
+    stages.forEach((stage, k) => {
+      const row = el("tr", undefined, links ? {tabindex: 0, onclick: () => this.select({stage: k}), onkeydown: e => { if (e.key === "Enter") this.select({stage: k}); },
+        onmouseenter: () => this.hover({stage: k}), onmouseleave: () => this.hover(null)} : {});
+      const first = el("td"), dot = el("i");
+      dot.style.background = this.colour(k);
+      first.append(dot, name(k, stage));
+      row.append(first, el("td", duration(stage.seconds, data.unit), stage.seconds === most && stages.length > 1 ? {class: "bad"} : {}));
+      if (this.trains) row.append(el("td", size(stage.saved)));
+      row.append(el("td", size(stage.peak), data.memory && stage.peak > data.memory ? {class: "bad"} : {}));
+      if (cuts) row.append(el("td", stage.down ? size(stage.down) : "–"));
+      if (cuts && this.trains) row.append(el("td", stage.up ? size(stage.up) : "–"));
+      if (links && this.selected && this.selected.stage === k) row.classList.add("on");
+      body.append(row);
+    });
+    table.append(el("thead"), body);
+    table.firstChild.append(head);
+    this.side.append(table);
+  }
+  tableBeside(beside) {
+    const moved = this.data.rows.filter((row, i) => beside.rows[i] !== this.stageOf(i)).map(row => row.name);
+    this.table(beside.parts.map((part, k) => this.prices.at(beside.stages, k)), ", beside", k => beside.parts[k], false);
+    this.side.append(el("p", moved.length ? `in another stage there: ${moved.join(", ")}` : "every row is in the same stage there", {class: "mut"}));
+    if (beside.note) this.side.append(el("p", beside.note, {class: "mut"}));
+  }
+  factsOfRow(row, price) { return [["weights, state", size(price.fixed)], ["stage", this.partName(this.stageOf(row))]]; }
+  factsOf(op) { return [["stage", this.partName(this.stageOf(this.ops.row[op]))]]; }
   describe() {
     const at = this.selected, {data} = this;
     if (!at) return;
     const list = el("dl"), facts = [];
     if (at.op !== undefined) {
-      const ops = data.ops, op = at.op;
-      facts.push(["op", ops.op.words[ops.op.which[op]]], ["node", ops.name[op]], ["module", ops.module.words[ops.module.which[op]] || "(top level)"],
-        ["value", ops.value.words[ops.value.which[op]]], ["bytes", size(ops.bytes[op])], ["time", duration(ops.seconds[op], data.unit)], ["stage", this.partName(this.stageOf(ops.row[op]))]);
+      const {ops} = this, op = at.op;
+      facts.push(["op", ops.op(op)], ["node", ops.name[op]], ["module", ops.module(op) || "(top level)"],
+        ["value", ops.value(op)], ["bytes", size(ops.bytes(op))], ["time", duration(ops.seconds(op), data.unit)], ...this.factsOf(op));
     } else if (at.row !== undefined) {
       const item = this.itemOf[at.row], price = this.prices.of(item.start, item.end);
       facts.push(["module", this.name(item)], ["ops", String(sum(data.rows.slice(item.start, item.end).map(r => r.ops)))], ["forward", duration(price.forward, data.unit)]);
-      if (data.trains) facts.push(["backward", duration(price.backward, data.unit)], ["saved", size(price.saved)]);
-      facts.push(["weights, state", size(price.fixed)], ["stage", this.partName(this.stageOf(at.row))]);
+      if (this.trains) facts.push(["backward", duration(price.backward, data.unit)], ["saved", size(price.saved)]);
+      facts.push(...this.factsOfRow(at.row, price));
     } else {
       const stage = this.prices.stages(this.borders, this.isShipped)[at.stage];
       facts.push(["stage", this.partName(at.stage)], ["forward", duration(stage.forward, data.unit)], ["backward", duration(stage.backward, data.unit)],
@@ -217,7 +263,7 @@ class Ladder {
   }
   select(at, reveal = false) {
     this.selected = at;
-    if (at && at.op !== undefined && !this.open.has(this.data.ops.row[at.op])) { this.open.add(this.data.ops.row[at.op]); this.layout(); }
+    if (at && at.op !== undefined && !this.open.has(this.ops.row[at.op])) { this.open.add(this.ops.row[at.op]); this.layout(); }
     if (reveal) this.centre(at);
     this.showSide();
     this.draw();
@@ -240,14 +286,10 @@ class Ladder {
 
   // ---- search
   find(text) {
-    const wanted = text.trim().toLowerCase(), {ops, rows} = this.data;
-    this.query = null;
-    if (wanted) {
-      const words = key => ops[key].words.map(word => word.toLowerCase().includes(wanted)), op = words("op"), module = words("module");
-      this.query = ops.name.map((name, i) => i).filter(i => op[ops.op.which[i]] || module[ops.module.which[i]] || ops.name[i].toLowerCase().includes(wanted) || rows[ops.row[i]].name.toLowerCase().includes(wanted));
-      this.at = -1;
-    }
-    this.found = this.query && new Set(this.query.map(i => ops.row[i]));
+    const wanted = text.trim().toLowerCase();
+    this.query = wanted ? this.ops.find(wanted, this.data.rows) : null;
+    this.at = -1;
+    this.found = this.query && new Set(this.query.map(i => this.ops.row[i]));
     this.hits.textContent = this.query ? `${this.query.length} found` : "";
     this.draw();
   }
@@ -257,17 +299,23 @@ class Ladder {
     this.select({op: this.query[this.at]}, true);
   }
   centre(at) {
-    const item = at.stage !== undefined ? this.itemOf[this.borders[at.stage]] : this.itemOf[at.op !== undefined ? this.data.ops.row[at.op] : at.row];
-    const box = at.op !== undefined && item.inner ? item.inner.boxes.get(at.op) : {x: 0, y: 0};
+    const item = at.stage !== undefined ? this.itemOf[this.borders[at.stage]] : this.itemOf[at.op !== undefined ? this.ops.row[at.op] : at.row];
+    const here = at.op !== undefined && this.innerOf(item).find(([, , inner]) => inner.boxes.has(at.op)), box = here ? here[2].boxes.get(at.op) : {x: 0, y: 0};
     this.zoom = Math.max(this.zoom, 0.8);
-    this.x = this.main.clientWidth / 2 - (LEFT + box.x + OPW / 2) * this.zoom;
+    this.x = this.main.clientWidth / 2 - ((here ? here[0] : LEFT) + box.x + OPW / 2) * this.zoom;
     this.y = this.main.clientHeight / 2 - (item.y + box.y + ROW) * this.zoom;
+  }
+  /** [left, top, inner graph] of an open item: forward's, and backward's if it is known. */
+  innerOf(item) {
+    const top = item.y + ROW, found = item.inner ? [[LEFT + (this.wide - item.w) / 2 + 8, top, item.inner]] : [];
+    return item.mirror ? [...found, [this.right - this.wide2 + 8, top, item.mirror]] : found;
   }
   fit() {
     const w = this.main.clientWidth, h = this.main.clientHeight;
     if (!w) return;
-    this.zoom = Math.max(0.05, Math.min(w / (this.right + 200), h / (this.height + 70), 1.5));
-    this.x = Math.max(12, (w - (this.right + 160) * this.zoom) / 2);
+    const left = this.data.beside ? 50 : 12;
+    this.zoom = Math.max(0.05, Math.min((w - left) / (this.right + 190), h / (this.height + 70), 1.5));
+    this.x = Math.max(left, (w - (this.right + 160) * this.zoom) / 2);
     this.y = 40 * this.zoom + Math.max(0, (h - (this.height + 60) * this.zoom) / 2);
     this.draw();
   }
@@ -287,8 +335,9 @@ class Ladder {
     c.scale(this.zoom, this.zoom);
     this.seen = {top: -this.y / this.zoom, bottom: (h - this.y) / this.zoom};
     this.bands(c);
-    if (this.data.trains) this.ribbons(c);
+    if (this.trains) this.ribbons(c);
     this.skips(c);
+    if (this.data.beside) this.besides(c);
     for (const item of this.items) if (item.y + item.h > this.seen.top && item.y < this.seen.bottom) this.box(c, item);
     this.cuts(c);
     c.restore();
@@ -307,42 +356,57 @@ class Ladder {
       lines.slice(0, Math.max(1, Math.floor((bottom - top) / 15))).forEach(([text, font, ink], i) => put(c, text, 12, top + 14 + 15 * i, font, ink));
     });
     put(c, "forward ↓", LEFT + this.wide / 2, -14, "600 12px system-ui", this.ink.mut, "center");
-    if (!this.data.trains) return;
+    if (!this.trains) return;
     put(c, "saved for backward", LEFT + this.wide + RIBBONS / 2, -14, "600 12px system-ui", this.ink.mut, "center");
-    put(c, "backward ↑", this.right - BOX / 2, -14, "600 12px system-ui", this.ink.mut, "center");
+    put(c, "backward ↑", this.right - this.wide2 + BOX / 2, -14, "600 12px system-ui", this.ink.mut, "center");
   }
+  /** On the left the stages of the plan beside, and a mark where a row is in another stage there. */
+  besides(c) {
+    put(c, "beside", -17, -14, "600 12px system-ui", this.ink.mut, "center");
+    this.items.forEach((item, i) => {
+      const other = this.otherOf(item.start), colour = this.colour(other), first = !i || this.otherOf(this.items[i - 1].start) !== other;
+      c.fillStyle = colour;
+      c.fillRect(-28, item.y - GAP / 2 + (first ? 2 : 0), 22, item.h + GAP - (first ? 2 : 0));
+      if (first) put(c, String(other), -17, item.y + 14, "600 12px system-ui", legible(colour), "center");
+      if (other !== this.stageOf(item.start)) put(c, "moved", LEFT - 8, item.y + ROW / 2 + 4, "600 10px system-ui", this.ink.bad, "right");
+    });
+  }
+  /** The colour of a box; of its half in backward if it is late. */
+  paintOf(row) { return this.colour(this.stageOf(row)); }
   box(c, item) {
-    const stage = this.stageOf(item.start), price = this.prices.of(item.start, item.end), x = LEFT + (this.wide - item.w) / 2;
+    const price = this.prices.of(item.start, item.end), x = LEFT + (this.wide - item.w) / 2, colour = this.paintOf(item.start, false);
     const faint = this.found && ![...Array(item.end - item.start).keys()].some(i => this.found.has(item.start + i));
     const marked = at => at && at.row !== undefined && this.itemOf[at.row] === item;
     const line = marked(this.selected) ? this.ink.fg : marked(this.hovered) ? this.ink.mut : null;
     c.globalAlpha = faint ? 0.25 : 1;
-    this.rect(c, x, item.y, item.w, item.h, item.inner ? this.ink.bg : this.colour(stage), line || this.colour(stage));
-    const ink = item.inner ? this.ink.fg : this.on(stage), time = duration(price.forward, this.data.unit);
-    this.label(c, `${item.inner ? "▾" : "▸"} ${this.name(item)}`, time, x, item.y, item.w, ink);
-    if (this.data.trains) {
-      this.rect(c, this.right - BOX, item.y, BOX, ROW, this.colour(stage), line || this.colour(stage));
-      this.label(c, `∇ ${this.name(item)}`, duration(price.backward, this.data.unit), this.right - BOX, item.y, BOX, this.on(stage));
+    this.rect(c, x, item.y, item.w, item.h, item.inner ? this.ink.bg : colour, line || colour);
+    this.label(c, `${item.inner ? "▾" : "▸"} ${this.name(item)}`, duration(price.forward, this.data.unit), x, item.y, item.w, item.inner ? this.ink.fg : legible(colour));
+    if (this.trains) {
+      const left = this.right - this.wide2, late = this.paintOf(item.start, true);
+      this.rect(c, left, item.y, item.w2, item.mirror ? item.h : ROW, item.mirror ? this.ink.bg : late, line || late);
+      if (!item.mirror) this.hatch(c, item, left);
+      this.label(c, `∇ ${this.name(item)}`, duration(price.backward, this.data.unit), left, item.y, item.w2, item.mirror ? this.ink.fg : legible(late));
     }
-    if (item.inner) this.inner(c, item, x);
+    for (const [left, top, inner] of this.innerOf(item)) this.inner(c, inner, left, top, item.start);
     c.globalAlpha = 1;
   }
-  inner(c, item, x) {
-    const {ops} = this.data, stage = this.stageOf(item.start), left = x + 8, top = item.y + ROW;
+  hatch() {}
+  inner(c, inner, left, top, row) {
+    const {ops} = this, hits = this.query && new Set(this.query);
     c.strokeStyle = this.ink.rib;
     c.lineWidth = 1;
     c.beginPath();
-    for (const [op, box] of item.inner.boxes) for (const read of ops.reads[op]) {
-      const from = item.inner.boxes.get(read);
-      if (from) { c.moveTo(left + from.x + OPW / 2, top + from.y + OP); c.lineTo(left + box.x + OPW / 2, top + box.y); }
+    for (const [op, box] of inner.boxes) for (const read of ops.reads[op]) {
+      const from = inner.boxes.get(read), down = inner.up ? 0 : OP;
+      if (from) { c.moveTo(left + from.x + OPW / 2, top + from.y + down); c.lineTo(left + box.x + OPW / 2, top + box.y + OP - down); }
     }
     c.stroke();
-    const hits = this.query && new Set(this.query);
-    for (const [op, box] of item.inner.boxes) {
-      const on = this.selected && this.selected.op === op;
+    for (const [op, box] of inner.boxes) {
+      const on = this.selected && this.selected.op === op, colour = this.paintOf(row, inner.up && op >= this.late);
       c.globalAlpha = hits && !hits.has(op) ? 0.25 : 1;
-      this.rect(c, left + box.x, top + box.y, OPW, OP, this.colour(stage), on ? this.ink.fg : this.colour(stage));
-      this.label(c, ops.op.words[ops.op.which[op]].replace(/^aten\.(\w+)\.\w+$/, "$1"), ops.value.words[ops.value.which[op]].replace(/^\w+\[(.*)\]$/, (_, dims) => dims.replace(/, /g, "×")), left + box.x, top + box.y, OPW, this.on(stage), OP);
+      this.rect(c, left + box.x, top + box.y, OPW, OP, colour, on ? this.ink.fg : colour);
+      if (inner.up && op < this.late) stripes(c, left + box.x, top + box.y, OPW, OP);
+      this.label(c, ops.op(op).replace(/^aten\.(\w+)\.\w+$/, "$1"), ops.value(op).replace(/^\w+\[(.*)\]$/, (_, dims) => dims.replace(/, /g, "×")), left + box.x, top + box.y, OPW, legible(colour), OP);
     }
   }
   rect(c, x, y, w, h, fill, line) {
@@ -364,7 +428,7 @@ class Ladder {
   }
   /** Arrows from a row to the next, and bows for values that skip rows: forward on the left, gradients on the right. */
   skips(c) {
-    const merged = merge(this.data.edges, this.itemOf);
+    const merged = merge(this.edges, this.itemOf);
     const most = Math.max(1, ...merged.map(e => e[2]));
     for (const [from, to, nbytes] of merged) {
       const a = this.items[from], b = this.items[to], skip = to > from + 1;
@@ -375,9 +439,10 @@ class Ladder {
       c.beginPath();
       if (skip) this.bow(c, LEFT + (this.wide - a.w) / 2, a.y + ROW / 2, LEFT + (this.wide - b.w) / 2, b.y + ROW / 2, -1, to - from);
       else { c.moveTo(LEFT + this.wide / 2, a.y + a.h); c.lineTo(LEFT + this.wide / 2, b.y); }
-      if (this.data.trains) {
-        if (skip) this.bow(c, this.right, a.y + ROW / 2, this.right, b.y + ROW / 2, 1, to - from);
-        else { c.moveTo(this.right - BOX / 2, a.y + ROW); c.lineTo(this.right - BOX / 2, b.y); }
+      if (this.trains) {
+        const left = this.right - this.wide2;
+        if (skip) this.bow(c, left + a.w2, a.y + ROW / 2, left + b.w2, b.y + ROW / 2, 1, to - from);
+        else { c.moveTo(left + BOX / 2, a.y + (a.mirror ? a.h : ROW)); c.lineTo(left + BOX / 2, b.y); }
       }
       c.stroke();
       c.globalAlpha = 1;
@@ -389,8 +454,8 @@ class Ladder {
     c.bezierCurveTo(x + out, y, x2 + out, y2, x2, y2);
   }
   ribbons(c) {
-    const merged = merge(this.data.saved, this.itemOf), most = Math.max(1, ...merged.map(e => e[2])), taken = [];
-    const left = LEFT + this.wide, right = this.right - BOX;
+    const merged = merge(this.saved, this.itemOf), most = Math.max(1, ...merged.map(e => e[2])), taken = [];
+    const left = LEFT + this.wide, right = this.right - this.wide2;
     for (const [from, to, nbytes] of [...merged].sort((a, b) => a[2] - b[2])) {
       const a = this.items[from], b = this.items[to], y = a.y + ROW / 2, y2 = b.y + ROW / 2, wide = Math.max(1, 16 * nbytes / most);
       const crosses = this.stageOf(a.start) !== this.stageOf(b.start);
@@ -423,7 +488,7 @@ class Ladder {
       c.lineTo(this.right + 20, y);
       c.stroke();
       c.setLineDash([]);
-      const text = `▼ ${size(this.data.down[row])}${this.data.trains ? `   ▲ ${size(this.data.up[row])}` : ""}`;
+      const text = `▼ ${size(this.data.down[row])}${this.trains ? `   ▲ ${size(this.data.up[row])}` : ""}`;
       put(c, text, this.right + 26, y + 4, "600 11px system-ui", this.ink.fg);
     });
   }
@@ -436,12 +501,10 @@ class Ladder {
     if (cutAt > 0 && x > 0 && x < this.right + 20) return {cut: cutAt};
     const item = this.items.find(i => y >= i.y && y <= i.y + i.h);
     if (!item || x < 0 || x > this.right + 20) return null;
-    const left = LEFT + (this.wide - item.w) / 2;
-    if (item.inner) for (const [op, box] of item.inner.boxes) {
-      const bx = left + 8 + box.x, by = item.y + ROW + box.y;
-      if (x >= bx && x <= bx + OPW && y >= by && y <= by + OP) return {op};
-    }
-    const inside = (x >= left && x <= left + item.w) || (this.data.trains && x >= this.right - BOX && x <= this.right);
+    for (const [left, top, inner] of this.innerOf(item)) for (const [op, box] of inner.boxes)
+      if (x >= left + box.x && x <= left + box.x + OPW && y >= top + box.y && y <= top + box.y + OP) return {op};
+    const left = LEFT + (this.wide - item.w) / 2, right = this.right - this.wide2;
+    const inside = (x >= left && x <= left + item.w) || (this.trains && x >= right && x <= right + item.w2);
     return inside ? {row: item.start} : {stage: this.stageOf(item.start)};
   }
   listen() {
@@ -480,7 +543,7 @@ class Ladder {
     canvas.addEventListener("keydown", e => this.key(e));
   }
   key(e) {
-    const row = this.selected && (this.selected.row ?? (this.selected.op !== undefined ? this.data.ops.row[this.selected.op] : this.borders[this.selected.stage]));
+    const row = this.selected && (this.selected.row ?? (this.selected.op !== undefined ? this.ops.row[this.selected.op] : this.borders[this.selected.stage]));
     const step = {ArrowDown: 1, ArrowUp: -1}[e.key];
     if (step && e.altKey && row !== null) {
       const stage = this.stageOf(row), k = stage + 1 < this.borders.length - 1 ? stage + 1 : stage;
@@ -507,11 +570,11 @@ class Ladder {
   showTip(at, e) {
     let text = "";
     if (at && at.op !== undefined) {
-      const ops = this.data.ops, i = at.op;
-      text = `${ops.name[i]}  (${ops.op.words[ops.op.which[i]]})\n${ops.value.words[ops.value.which[i]]}  ${duration(ops.seconds[i], this.data.unit)}`;
+      const {ops} = this, i = at.op;
+      text = `${ops.name[i]}  (${ops.op(i)})\n${ops.value(i)}  ${duration(ops.seconds(i), this.data.unit)}`;
     } else if (at && at.row !== undefined) {
       const item = this.itemOf[at.row], price = this.prices.of(item.start, item.end);
-      text = `${this.name(item)}\nforward ${duration(price.forward, this.data.unit)}${this.data.trains ? `, backward ${duration(price.backward, this.data.unit)}, saved ${size(price.saved)}` : ""}`;
+      text = `${this.name(item)}\nforward ${duration(price.forward, this.data.unit)}${this.trains ? `, backward ${duration(price.backward, this.data.unit)}, saved ${size(price.saved)}` : ""}`;
     }
     this.tip.textContent = text;
     Object.assign(this.tip.style, {display: text ? "block" : "none", left: `${Math.min(e.offsetX + 14, this.main.clientWidth - 280)}px`, top: `${e.offsetY + 16}px`});
@@ -549,7 +612,7 @@ class Timeline {
       c.fillStyle = ladder.colour(stage);
       c.fillRect(x, y, wide, this.high * 0.5);
       c.globalAlpha = 1;
-      if (wide > 12) put(c, String(microbatch), x + wide / 2, y + this.high * 0.25 + 4, "10px system-ui", kind === "F" && !ladder.root.classList.contains("dark") ? "#10151c" : ladder.on(stage), "center");
+      if (wide > 12) put(c, String(microbatch), x + wide / 2, y + this.high * 0.25 + 4, "10px system-ui", kind === "F" && !ladder.root.classList.contains("dark") ? "#10151c" : legible(ladder.colour(stage)), "center");
     }
     for (let rank = 0; rank < run.ranks; rank++) {
       const base = this.y(rank) + this.high * 0.95, top = this.y(rank) + this.high * 0.55;
@@ -587,6 +650,187 @@ class Timeline {
   }
 }
 
+/** Forward and backward of a joint graph: what is saved, what is computed again, and the memory of each step. */
+class Halves extends Ladder {
+  prepare() {
+    const {data, ops} = this, edges = new Map();
+    data.rows.forEach(row => { row.part = 0; });
+    for (let op = 0; op < data.late; op++) for (const read of ops.reads[op]) {
+      const [a, b] = [ops.row[read], ops.row[op]];
+      if (a !== b) edges.set(a * data.rows.length + b, (edges.get(a * data.rows.length + b) || new Set()).add(read));
+    }
+    Object.assign(this, {trains: true, late: data.late, shipped: [0, data.rows.length]});
+    this.edges = [...edges].map(([key, values]) => [Math.floor(key / data.rows.length), key % data.rows.length, sum([...values].map(op => ops.bytes(op)))]);
+    this.take(data.chosen);
+  }
+  take(number) {
+    const choice = this.choice = this.data.choices[this.number = number], saved = this.data.rows.map(() => 0);
+    this.saved = choice.saved;
+    this.again = new Set(choice.again);
+    for (const [from, , nbytes] of choice.saved) saved[from] += nbytes;
+    const over = (column, a, b) => sum(column.slice(a, b));
+    this.prices = {of: (a, b) => ({forward: over(choice.forward, a, b), backward: over(choice.backward, a, b), saved: over(saved, a, b)})};
+  }
+  setChoice(number) {
+    this.take(number);
+    this.layout();
+    this.showSide();
+    if (this.options.onchoice) this.options.onchoice(number);
+  }
+  asPlanned() { this.setChoice(this.data.chosen); }
+  makeSlider() {
+    const slider = el("input", undefined, {type: "range", min: 0, max: this.data.choices.length - 1, "aria-label": "memory", ...(this.data.choices.length === 1 ? {disabled: ""} : {})});
+    slider.addEventListener("input", () => this.setChoice(Number(slider.value)));
+    return slider;
+  }
+  makeTimeline(root) { return new Steps(this, root); }
+  paintOf(row, late) { return COLOURS[late ? 1 : 0]; }
+  /** Hatched as far as its time is spent on computing again. */
+  hatch(c, item, left) {
+    const again = this.choice.again.filter(op => this.itemOf[this.ops.row[op]] === item), share = sum(again.map(op => this.ops.seconds(op))) / (this.prices.of(item.start, item.end).backward || 1);
+    if (again.length) stripes(c, left, item.y, Math.min(1, share) * item.w2, ROW);
+  }
+  mirrored(row) {
+    const inner = layered([...this.opsOf[row].filter(op => this.again.has(op)), ...this.lateOf[row]], this.ops.reads);
+    for (const box of inner.boxes.values()) box.y = inner.height - OP - box.y;
+    return Object.assign(inner, {up: true});
+  }
+  bands(c) {
+    for (const [x, w, text, late] of [[LEFT, this.wide, "forward ↓", false], [this.right - this.wide2, this.wide2, "backward ↑", true]]) {
+      c.globalAlpha = 0.12;
+      c.fillStyle = this.paintOf(0, late);
+      c.fillRect(x - 12, -8, w + 24, this.height + 16);
+      c.globalAlpha = 1;
+      put(c, text, x + w / 2, -14, "600 12px system-ui", this.ink.mut, "center");
+    }
+    const x = LEFT + this.wide + RIBBONS / 2;
+    put(c, `saved: ${size(this.choice.bytes)}`, x, -14, "600 12px system-ui", this.ink.mut, "center");
+    c.strokeStyle = this.ink.fg;
+    c.lineWidth = 1.3;
+    c.setLineDash([7, 5]);
+    c.beginPath();
+    c.moveTo(x, -8);
+    c.lineTo(x, this.height + 8);
+    c.stroke();
+    c.setLineDash([]);
+  }
+  cuts() {}
+  showSide() {
+    const {data, side} = this;
+    this.slider.value = this.number;
+    this.count.textContent = size(this.choice.peak);
+    this.reset.disabled = this.number === data.chosen;
+    const table = el("table"), head = el("tr"), body = el("tbody");
+    ["plan", "saved", "peak", "computed again"].forEach(title => head.append(el("th", title)));
+    data.choices.forEach((choice, i) => {
+      const row = el("tr", undefined, {tabindex: 0, onclick: () => this.setChoice(i), onkeydown: e => { if (e.key === "Enter") this.setChoice(i); }});
+      row.append(el("td", String(i)), el("td", size(choice.bytes)), el("td", size(choice.peak), data.memory && choice.peak > data.memory ? {class: "bad"} : {}), el("td", choice.again.length ? `${choice.again.length} ops, ${duration(choice.seconds, data.unit)}` : "–"));
+      if (i === this.number) row.classList.add("on");
+      body.append(row);
+    });
+    table.append(el("thead"), body);
+    table.firstChild.append(head);
+    side.replaceChildren(el("h3", `${data.choices.length === 1 ? "1 plan" : `${data.choices.length} plans`} of forward and backward`), table);
+    if (data.memory) side.append(el("p", `limit ${size(data.memory)}`, {class: "mut"}));
+    this.describe();
+    if (this.choice.note) side.append(el("h3", "plan"), el("p", this.choice.note, {class: "mut"}));
+    side.append(el("h3", "help"), el("p", "Hatched: computed again in backward. Double-click a module to open it, click on the memory below to see what runs there. Wheel zooms, dragging moves. Arrow keys select, Enter opens.", {class: "mut"}));
+  }
+  factsOf(op) { return [["runs in", op >= this.late ? "backward" : this.again.has(op) ? "forward, and again in backward" : "forward"]]; }
+  factsOfRow(row) {
+    const item = this.itemOf[row], again = this.choice.again.filter(op => this.itemOf[this.ops.row[op]] === item);
+    return [["computed again", again.length ? `${again.length} ops, ${duration(sum(again.map(op => this.ops.seconds(op))), this.data.unit)}` : "nothing"]];
+  }
+  pick(event) {
+    const found = super.pick(event);
+    return found && found.stage !== undefined ? null : found;
+  }
+}
+
+/** The bytes that are alive at each step of forward and backward. */
+class Steps {
+  constructor(ladder, root) {
+    this.ladder = ladder;
+    this.canvas = el("canvas", undefined, {role: "img", "aria-label": "memory at each step of forward and backward"});
+    const foot = el("footer");
+    root.style.setProperty("--t", "150px");
+    foot.append(this.canvas);
+    root.append(foot);
+    this.canvas.addEventListener("pointermove", e => { this.hover = this.pick(e); ladder.draw(); });
+    this.canvas.addEventListener("pointerleave", () => { this.hover = null; ladder.draw(); });
+    this.canvas.addEventListener("click", e => { const step = this.pick(e), op = step === null ? -1 : this.ops[step]; if (op >= 0) ladder.select({op}, true); });
+  }
+  /** The runs of the choice, unfolded. */
+  unfold() {
+    const {memory} = this.ladder.choice;
+    if (this.of === memory) return;
+    this.of = memory;
+    this.ops = [];
+    for (let i = 0; i < memory.steps.length; i += 2) for (let k = 0; k < memory.steps[i + 1]; k++) this.ops.push(memory.steps[i] < 0 ? -1 : memory.steps[i] + k);
+    let live = 0;
+    this.bytes = memory.bytes.flatMap(change => typeof change === "string" ? Array(Number(change)).fill(live) : [live += change]);
+  }
+  x(step) { return 84 + (this.w - 100) * step / Math.max(1, this.bytes.length); }
+  paint() {
+    const [c, w, h] = context(this.canvas), {ladder} = this, {choice, ink} = ladder, {memory} = choice;
+    this.unfold();
+    Object.assign(this, {w, h});
+    c.clearRect(0, 0, w, h);
+    const most = Math.max(ladder.data.memory || 0, ...ladder.data.choices.map(each => each.peak)), base = h - 20, y = nbytes => base - (base - 26) * nbytes / most;
+    for (const [name, start, stop] of memory.calls) {
+      c.globalAlpha = 0.12;
+      c.fillStyle = ladder.paintOf(0, name === "backward");
+      c.fillRect(this.x(start), 20, this.x(stop) - this.x(start), base - 20);
+      c.globalAlpha = 1;
+      put(c, name, (this.x(start) + this.x(stop)) / 2, h - 6, "11px system-ui", ink.mut, "center");
+    }
+    c.beginPath();
+    c.moveTo(this.x(0), base);
+    this.bytes.forEach((nbytes, step) => { c.lineTo(this.x(step), y(nbytes)); c.lineTo(this.x(step + 1), y(nbytes)); });
+    c.lineTo(this.x(this.bytes.length), base);
+    c.fillStyle = ink.rib;
+    c.globalAlpha = 0.6;
+    c.fill();
+    c.globalAlpha = 1;
+    put(c, "0", 78, base, "10px system-ui", ink.mut, "right");
+    put(c, size(most), 78, 30, "10px system-ui", ink.mut, "right");
+    if (ladder.data.memory) this.line(c, y(ladder.data.memory), ink.bad);
+    const marks = ladder.selected && ladder.selected.op !== undefined ? [...this.ops.keys()].filter(step => this.ops[step] === ladder.selected.op) : [];
+    for (const step of this.hover === null || this.hover === undefined ? marks : [...marks, this.hover]) { c.fillStyle = ink.fg; c.fillRect(this.x(step), 20, Math.max(1, this.x(step + 1) - this.x(step)), base - 20); }
+    const at = this.x(memory.at + 0.5), side = at > w / 2 ? "right" : "left";
+    c.fillStyle = ink.bad;
+    c.fillRect(at - 2, y(choice.peak) - 2, 4, 4);
+    const op = this.ops[memory.at], shown = this.hover === null || this.hover === undefined ? `peak ${size(choice.peak)}${op >= 0 ? ` at ${ladder.ops.name[op]}` : ""}` : `${size(this.bytes[this.hover])} at ${this.ops[this.hover] >= 0 ? ladder.ops.name[this.ops[this.hover]] : `step ${this.hover}`}`;
+    put(c, shown, at + (side === "right" ? -6 : 6), 15, "600 11px system-ui", ink.fg, side);
+  }
+  line(c, y, ink) { c.strokeStyle = ink; c.beginPath(); c.moveTo(this.x(0), y); c.lineTo(this.x(this.bytes.length), y); c.stroke(); }
+  pick(e) {
+    const step = Math.floor((e.offsetX - 84) / (this.w - 100) * this.bytes.length);
+    return step >= 0 && step < this.bytes.length ? step : null;
+  }
+}
+
+/** The picture of what the data is of. */
+function show(host, data, options) { return new (data.choices ? Halves : Ladder)(host, data, options); }
+
+/** What can be read on a colour. */
+function legible(colour) {
+  const [r, g, b] = [1, 3, 5].map(i => parseInt(colour.slice(i, i + 2), 16));
+  return 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#10151c" : "#fff";
+}
+/** Hatching, for what is computed again. */
+function stripes(c, x, y, w, h) {
+  c.save();
+  c.beginPath();
+  c.rect(x, y, w, h);
+  c.clip();
+  c.strokeStyle = "#ffffff55";
+  c.lineWidth = 2;
+  c.beginPath();
+  for (let at = x - h; at < x + w; at += 7) { c.moveTo(at, y + h); c.lineTo(at + h, y); }
+  c.stroke();
+  c.restore();
+}
 const sum = numbers => numbers.reduce((a, b) => a + b, 0);
 /** [from row, to row, bytes] as [from item, to item, bytes], summed. */
 function merge(triples, itemOf) {
@@ -597,10 +841,14 @@ function merge(triples, itemOf) {
   }
   return [...found].map(([key, nbytes]) => [Math.floor(key / items.length), key % items.length, nbytes]).filter(([a, b]) => a <= b);
 }
-/** Ops in layers: as far down as their longest path from above. */
+/** Ops in layers: as far down as their longest path from above, then down to just above the first that reads them. */
 function layered(ops, reads) {
-  const own = new Set(ops), depth = new Map(), boxes = new Map(), used = [];
+  const own = new Set(ops), depth = new Map(), first = new Map(), boxes = new Map(), used = [];
   for (const op of ops) depth.set(op, 1 + Math.max(-1, ...reads[op].filter(r => own.has(r)).map(r => depth.get(r))));
+  for (const op of [...ops].reverse()) {
+    if (first.has(op)) depth.set(op, first.get(op) - 1);
+    for (const read of reads[op]) first.set(read, Math.min(first.get(read) ?? Infinity, depth.get(op)));
+  }
   for (const op of ops) {
     const layer = depth.get(op), column = used[layer] || 0;
     used[layer] = column + 1;

@@ -1,0 +1,152 @@
+"""The picture of forward and backward as data: what each plan saves, computes again, and holds over time.
+
+::
+
+      forward            saved             backward
+    [ h.0        ] ====== 12 MiB ====== [ ∇ h.0        ]      each row is a module, as in `splitkit.view.rows`;
+    [ h.1        ] -- 1 MiB ----------- [ ∇ h.1 ////// ]      hatched: what backward computes again
+    [ lm_head    ] ====== 48 MiB ====== [ ∇ lm_head    ]
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby, pairwise
+from typing import Any
+
+from torch import fx
+from torch.fx import Node
+
+from splitkit.costs import unit_of
+from splitkit.engine.pair import Pair
+from splitkit.memory.profile import MemoryProfile, simulate_memory
+from splitkit.prices import Costs
+from splitkit.training.flow import JointFlow
+from splitkit.view.opdata import kind_of, ops_data, rounded
+from splitkit.view.rows import LadderRows, rows_of
+
+SCHEMA = "splitkit.halves/1"
+
+
+@dataclass(frozen=True, eq=False)
+class HalvesView:
+    """One or several pairs of a joint graph, drawn as a ladder.
+
+    Attributes:
+        flow: facts about the joint graph.
+        pairs: cut out of it, by rising memory; the page's slider goes from one to the next.
+        costs: prices of the joint graph's nodes.
+        title: above the picture.
+        chosen: the pair that is shown at first.
+        memory: bytes of the device, if they are limited.
+    """
+
+    flow: JointFlow
+    pairs: Sequence[Pair]
+    costs: Costs
+    title: str = ""
+    chosen: int = 0
+    memory: int | None = None
+
+    @cached_property
+    def rows(self) -> LadderRows:
+        """From top to bottom."""
+        return rows_of(self.flow, {})
+
+    @cached_property
+    def _nodes(self) -> list[Node]:
+        """Forward's by row, as values only go down; then backward's."""
+        late = self.rows.backward
+        forward = sorted((n for n in self.flow.nodes if n not in late), key=self.rows.of.__getitem__)
+        return [*forward, *(n for n in self.flow.nodes if n in late)]
+
+    @cached_property
+    def _place(self) -> dict[str, int]:
+        return {node.name: i for i, node in enumerate(self._nodes)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """All that the page shows, as plain data."""
+        forward = len(self._nodes) - len(self.rows.backward)
+        inside: list[list[Node]] = [[] for _ in self.rows.names]
+        for node in self._nodes:
+            inside[self.rows.of[node]].append(node)
+        return {
+            "schema": SCHEMA,
+            "title": self.title,
+            "unit": unit_of(self.costs),
+            "memory": self.memory,
+            "rows": [
+                {"name": name, "ops": len(nodes), "kind": kind_of(nodes)}
+                for name, nodes in zip(self.rows.names, inside, strict=True)
+            ],
+            "ops": ops_data(self.flow, self._nodes, self.rows.of.__getitem__, self.costs),
+            "late": forward,
+            "choices": [self._choice(pair) for pair in self.pairs],
+            "chosen": self.chosen,
+        }
+
+    def _choice(self, pair: Pair) -> dict[str, Any]:
+        first, second = (self._computed(half) for half in (pair.forward, pair.backward))
+        again = sorted(self._place[name] for name in {*first}.intersection(second))
+        profile = simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
+        return {
+            "note": pair.plan.note if pair.plan else "",
+            "peak": profile.peak,
+            "bytes": profile.saved,
+            "seconds": rounded(sum(self.costs.seconds(self._nodes[op]) for op in again)),
+            "again": again,
+            "forward": self._seconds(first),
+            "backward": self._seconds(second),
+            "saved": [(a, b, nbytes) for (a, b), nbytes in sorted(self._saved(pair).items())],
+            "memory": self._memory(profile),
+        }
+
+    def _computed(self, half: fx.GraphModule) -> list[str]:
+        return [n.name for n in half.graph.nodes if n.op != "placeholder" and n.name in self._place]
+
+    def _seconds(self, names: Iterable[str]) -> list[float]:
+        """Of each row."""
+        found = [0.0] * len(self.rows)
+        for name in names:
+            node = self._nodes[self._place[name]]
+            found[self.rows.of[node]] += self.costs.seconds(node)
+        return [rounded(seconds) for seconds in found]
+
+    def _saved(self, pair: Pair) -> Mapping[tuple[int, int], int]:
+        """(row that makes it, row whose backward reads it first) -> bytes."""
+        readers = {node.name: list(node.users) for node in pair.backward.graph.find_nodes(op="placeholder")}
+        known = {node.name: node for node in self.flow.index}
+        found: Counter[tuple[int, int]] = Counter()
+        for value in pair.saved_values:
+            row = self.rows.of.get(self.flow.producer(known[value.name]))
+            read = next((r.name for r in readers.get(value.name, ()) if r.name in self._place), None)
+            last = row if read is None else self.rows.of[self._nodes[self._place[read]]]
+            if value.nbytes and row is not None and last is not None:
+                found[row, last] += value.nbytes
+        return found
+
+    def _memory(self, profile: MemoryProfile) -> dict[str, Any]:
+        """Bytes alive at each step, as what each adds to the last; ops that follow each other as ``[first, count]``.
+
+        In ``bytes`` so many steps without a change are a text: ``[512, "3", -512]``.
+        """
+        live, ops = profile.timeline, [self._place.get(step.name, -1) for step in profile.steps]
+        runs: list[list[int]] = []
+        for op in ops:
+            if runs and (op == runs[-1][0] + runs[-1][1] if op >= 0 else runs[-1][0] < 0):
+                runs[-1][1] += 1
+            else:
+                runs.append([op, 1])
+        changes: list[int | str] = []
+        for still, group in groupby([*live[:1], *(b - a for a, b in pairwise(live))], key=lambda change: not change):
+            found = list(group)
+            changes += [str(len(found))] if still else found
+        return {
+            "at": profile.index,
+            "steps": [number for run in runs for number in run],
+            "bytes": changes,
+            "calls": [(name, steps.start, steps.stop) for name, steps in profile.calls.items()],
+        }
