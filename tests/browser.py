@@ -57,7 +57,9 @@ class Browser:
     def __call__(self, method: str, **params: Any) -> dict[str, Any]:
         """What the browser answers to a command; what it tells meanwhile is kept in `events`."""
         number = next(self._numbers)
-        told = {"id": number, "method": method, "params": params} | ({"sessionId": self._session} if self._session else {})
+        told = {"id": number, "method": method, "params": params} | (
+            {"sessionId": self._session} if self._session else {}
+        )
         os.write(self._to, json.dumps(told).encode() + b"\0")
         while True:
             message = self._read()

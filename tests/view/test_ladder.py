@@ -30,14 +30,14 @@ def ladder(request):
 def test_the_shipped_stages_and_every_stretch_are_those_of_stage_costs(ladder):
     data, flow, count = ladder.to_dict(), ladder.flow, len(ladder.rows)
     stages = sk.stage_costs(flow, ladder.plan, ladder.costs)
-    assert data["stages"] == {c: [_figure(s, c) for s in stages] for c in COLUMNS}
+    assert data["stages"] == {c: [_figure(s, c) for s in stages] for c in COLUMNS}  # to the last digit
     for borders in ([0, 1, count], [0, 2, count // 2, count - 1, count]):
         part = {n: sum(row >= b for b in borders[1:-1]) for n, row in ladder.rows.of.items()}
         moved = sk.stage_costs(flow, sk.plan(flow.root, lambda n, part=part: part.get(n, 0)), ladder.costs)
         for k, (a, b) in enumerate(pairwise(borders)):
             at = a * count - a * (a - 1) // 2 + (b - a - 1)  # as the page looks it up
             for column in COLUMNS:
-                assert data["stretches"][column][at] == pytest.approx(_figure(moved[k], column), rel=1e-12), column
+                assert data["stretches"][column][at] == pytest.approx(_figure(moved[k], column), rel=1e-6), column
             assert data["down"][b] == moved[k].activation_bytes and data["up"][a] == moved[k].input_gradient_bytes
 
 
@@ -45,7 +45,22 @@ def test_ribbons_and_edges_go_down(ladder):
     data = ladder.to_dict()
     assert data["trains"] and all(a <= b for a, b, _ in data["saved"]) and all(a < b for a, b, _ in data["edges"])
     assert len(data["ops"]["name"]) == len(ladder.flow.nodes) == sum(row["ops"] for row in data["rows"])
-    assert all(read < op for op, reads in enumerate(data["ops"]["reads"]) for read in reads)
+    assert all(0 < step <= op for op, reads in enumerate(data["ops"]["reads"]) for step in reads)
+
+
+def test_two_plans_share_their_rows(ladder):
+    other = sk.plan(ladder.flow.root, sk.policies.Stages(2), ladder.costs)
+    both = LadderView(ladder.flow, ladder.plan, ladder.costs, beside=other)
+    data, flow = both.to_dict(), ladder.flow
+    assert data["stages"] == ladder.to_dict()["stages"] and len(both.rows) >= len(ladder.rows)
+    stages = sk.stage_costs(flow, other, ladder.costs)
+    assert data["beside"]["stages"] == {c: [_figure(s, c) for s in stages] for c in COLUMNS}
+    for node, row in both.rows.of.items():
+        if node in ladder.plan.places:
+            assert data["rows"][row]["part"] == ladder.plan.home(node) and data["beside"]["rows"][row] == other.home(
+                node
+            )
+    assert all(a < b for a, b, _ in data["edges"])
 
 
 def test_inference_has_no_right_column(ladder):
