@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -23,7 +24,7 @@ EVIL = "<script>alert(1)</script> & more"
 
 @pytest.fixture(scope="module")
 def gpt2():
-    example = models.build("gpt2", layers=4, width=32, heads=2, vocab=200)
+    example = models.build("gpt2", layers=6, width=32, heads=2, vocab=200)
     gm = sk.capture(example.model, *example.args, **example.kwargs)
     costs = sk.costs.training(sk.costs.roofline(gm, "h100"))
     return gm, costs, sk.plan(gm, sk.policies.Stages(3), costs)
@@ -101,7 +102,7 @@ def test_the_ladder_says_what_the_page_says(gpt2):
     gm, costs, plan = gpt2
     data = LadderView(sk.analyze(gm), plan, costs, memory=2**20).to_dict()
     drawing = LadderDrawing(data)
-    assert [item.start for item in drawing.items][0] == 0 and drawing.items[-1].end == len(data["rows"])
+    assert drawing.items[0].start == 0 and drawing.items[-1].end == len(data["rows"])
     assert all(a.end == b.start for a, b in zip(drawing.items, drawing.items[1:], strict=False))
     assert any(item.end - item.start > 1 for item in drawing.items), "equal layers are folded"
     texts = [text for text, *_ in texts_of(drawing.to_svg())]
@@ -175,7 +176,7 @@ def test_times_are_written_as_a_trace(shown, run, tmp_path):
 
 
 def test_what_cannot_be_drawn_is_refused_or_told_in_a_notebook(gpt2, run):
-    gm, costs, plan = gpt2
+    gm, _, plan = gpt2
     with pytest.raises(ViewError, match="SK901(.|\n)*splitkit.split"):
         sk.Plan.of({}).view()
     with pytest.raises(ViewError, match="SK901.*3 stages(.|\n)*stage_costs"):
@@ -214,3 +215,10 @@ def test_a_large_plan_is_not_priced_unasked(gpt2, monkeypatch):
     monkeypatch.setattr(showing, "_MOST", 10)
     html = gpt2[2]._repr_mimebundle_()["text/html"]
     assert "<svg" not in html and ".view()" in html and "Plan of" in html
+
+
+def test_without_the_package_it_is_named(gpt2, monkeypatch):
+    monkeypatch.setitem(sys.modules, "anywidget", None)
+    monkeypatch.delitem(sys.modules, "splitkit.view.livewidget", raising=False)
+    with pytest.raises(ViewError, match=r"SK902.*anywidget(.|\n)*splitkit\[notebook\]"):
+        gpt2[2].view(live=True)
