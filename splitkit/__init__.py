@@ -11,6 +11,8 @@ Names load on first use, so that ``import splitkit`` does not wait for torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from splitkit.shown import Shown as _Shown
+
 if TYPE_CHECKING:
     from splitkit import costs as costs
     from splitkit import policies as policies
@@ -68,6 +70,8 @@ if TYPE_CHECKING:
     from splitkit.testing.compare import Comparison as Comparison
     from splitkit.testing.compare import compare as compare
     from splitkit.view.report import report as report
+
+_Shown.drawer = staticmethod(lambda: import_module("splitkit.view.showing"))  # rooms below view do not know it
 
 __version__ = "0.1.0"
 

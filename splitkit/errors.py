@@ -71,6 +71,8 @@ CODES: dict[str, str] = {
     "SK806": "this version of torch cannot run it",
     "SK807": "the parts cannot be put on these devices",
     "SK808": "memory that is shared would lie on several devices",
+    "SK901": "this cannot be drawn",
+    "SK902": "the package for live views is missing",
 }
 
 
@@ -140,6 +142,10 @@ class UsageError(SplitError):
 
 class CheckError(SplitError, AssertionError):
     """A split does not give what the whole gives (SK70x)."""
+
+
+class ViewError(SplitError):
+    """Something cannot be drawn (SK9xx)."""
 
 
 def near(name: str, known: Iterable[str], most: int = 1, cutoff: float = 0.6) -> list[str]:

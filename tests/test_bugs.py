@@ -46,6 +46,7 @@ from splitkit.solvers.recompute import Limit, Program
 from splitkit.testing import assert_emitted_as_planned, assert_legal, assert_same
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks
+from splitkit.view.showing import svg
 
 
 def test_one_tensor_given_twice_was_captured_as_one_input():
@@ -2249,7 +2250,7 @@ def test_prices_that_count_nodes_were_printed_as_seconds():
     joint = sk.capture_joint(model, x)
     prices = unit(joint.graph_module)
     frontier = sk.Frontier(joint, prices)
-    texts = [str(frontier), frontier.points[0].plan.note, frontier.to_svg()]
+    texts = [str(frontier), frontier.points[0].plan.note, svg(frontier)]
     texts += [
         joint.split(policy, prices).plan.note for policy in (MinCut(price=0.0), Budget(1.0), Budget(1.0, "saved"))
     ]
@@ -2722,7 +2723,7 @@ def test_a_frontier_of_the_peak_falls_and_keeps_to_what_it_says():
         assert sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).peak == point.peak
         assert frontier.bound(point.peak) <= point.seconds * (1 + 1e-9)
     assert frontier.less(0.05).peak <= 0.95 * peaks[-1] < frontier.points[-1].peak
-    assert "peak" in frontier.to_svg() and "at the peak" in str(frontier)
+    assert "peak" in svg(frontier) and "at the peak" in str(frontier)
     with pytest.raises(NoPlanError, match=f"lowest is .*[\\s\\S]*{peaks[0]} bytes"):
         frontier.within(peaks[0] - 1)
     with pytest.raises(PolicyError, match="SK302"):
@@ -3262,3 +3263,15 @@ def test_bytes_of_a_device_and_of_an_allocators_block_took_no_text(tmp_path):
     assert sk.simulate_memory(gm, block="2KiB").peak == sk.simulate_memory(gm, block=2048).peak
     with pytest.raises(GraphError, match="SK110: block is 'lots'"):
         sk.simulate_memory(gm, block="lots")
+
+
+def test_points_of_pictures_were_written_as_an_element_that_svg_does_not_have():
+    joint, prices = step_of(2)
+    profile = sk.simulate_memory(nn_linear_graph())
+    for shown, dots in ((sk.Frontier(joint, prices), 2), (profile, 1)):
+        picture = svg(shown)
+        assert picture.count("<circle") >= dots and "<cycle" not in picture
+
+
+def nn_linear_graph():
+    return sk.capture(nn.Linear(4, 4), torch.zeros(2, 4))

@@ -72,6 +72,15 @@ def test_the_tables_name_each_test_of_a_file_once(file):
     assert sorted(named) == sorted(set(tests) - {"test_the_result_is_another"})
 
 
+def test_the_python_block_of_view_writes_what_it_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "view.md").read_text(), re.S)
+    scope = {}
+    exec(block, scope)
+    assert {path.name for path in tmp_path.iterdir()} == {"page.html", "ladder.svg", "timeline.json"}
+    assert scope["frame"].html == (tmp_path / "page.html").read_text()
+
+
 # ---- docs/forward_backward.md
 
 

@@ -62,7 +62,7 @@ def test_every_cell_runs(path, monkeypatch, capsys):
 def shown(value):
     """What Jupyter asks of the value of a cell."""
     assert repr(value)
-    for form in ("_repr_html_", "_repr_svg_"):
+    for form in ("_repr_html_", "_repr_mimebundle_"):
         assert getattr(value, form, lambda: "nothing to show")()
 
 

@@ -39,6 +39,11 @@ def command(commands: Commands[Parser], name: str, what: str, example: str) -> P
     return parser
 
 
+def add_view(parser: Parser, what: str) -> None:
+    """A page besides."""
+    parser.add_argument("--view", metavar="FILE", help=f"also write a page to look at: {what}")
+
+
 def add_plan_or_model(parser: Parser) -> None:
     """A plan file, or a model and a policy."""
     parser.add_argument("target", metavar="PLAN.json|MODEL", help=f"a plan, or {MODEL_HELP}")

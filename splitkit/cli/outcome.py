@@ -19,14 +19,14 @@ class Outcome:
         data: what ``--json`` prints.
         text: strings and rich tables for people.
         code: exit code.
-        files: path -> data to write there as JSON, before anything is printed.
+        files: path -> data to write there as JSON, or text, before anything is printed.
         quiet: whether nothing is printed: another process does.
     """
 
     data: Mapping[str, Any]
     text: Sequence[RenderableType]
     code: int = 0
-    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    files: Mapping[str, Mapping[str, Any] | str] = field(default_factory=dict)
     quiet: bool = False
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,19 @@ def check(args: Namespace) -> None:
         UsageError: SK603.
     """
     wanted = {}
-    for option in ("output", "trace"):
+    for option in ("output", "trace", "view"):
         path = getattr(args, option, None)
         if path is None:
             continue
         if path == "-" and args.command != "split":
             path = STDOUT
             setattr(args, option, path)
-        wanted["-o" if option == "output" else "--trace"] = path
+        wanted["-o" if option == "output" else f"--{option}"] = path
     for option, path in wanted.items():
         _require_other(option, path, args)
-    if len(wanted) == 2 and _same(*wanted.values()):
-        raise UsageError("SK603", f"-o and --trace both name {args.output}", "Name two files.")
+    for (one, path), (other, again) in combinations(wanted.items(), 2):
+        if _same(path, again):
+            raise UsageError("SK603", f"{one} and {other} both name {path}", "Name two files.")
     if args.command == "split":
         if args.output is not None:
             _require_folder(args.output, args.force)
@@ -97,12 +99,22 @@ def _require_folder(folder: str, force: bool) -> None:
         raise FileError("SK504", f"cannot write {folder}: {error.strerror}", "Name another folder.") from error
 
 
-def write(wanted: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Write data as JSON, each file whole or not at all; whether one of them is standard output."""
+def write(wanted: Mapping[str, Mapping[str, Any] | str]) -> bool:
+    """Write data as JSON, and text, each file whole or not at all; whether one of them is standard output."""
     if not wanted:
         return False
     from splitkit.plans import file as planfile  # it waits for torch
 
     for path, data in wanted.items():
-        planfile.write(path, data)
+        if isinstance(data, str):
+            _write_text(path, data)
+        else:
+            planfile.write(path, data)
     return any(files.descriptor(path) == 1 for path in wanted)
+
+
+def _write_text(path: str, text: str) -> None:
+    try:
+        files.write(path, text)
+    except (OSError, ValueError) as error:
+        raise files.refusal(path, error) from error

@@ -14,6 +14,7 @@ from splitkit.cli.options import (
     add_model_options,
     add_plan_or_model,
     add_policy_options,
+    add_view,
     command,
 )
 from splitkit.cli.partflags import BACKENDS
@@ -79,6 +80,7 @@ def _plan(commands: Commands[Parser]) -> None:
         help="cut the forward into parts (default), or a training step into forward and backward",
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON (- for standard output)")
+    add_view(parser, "the plan, as splitkit view draws it")
     _add_placement(parser.add_argument_group("placement (with --devices, or --stages N)"))
 
 
@@ -226,6 +228,7 @@ def _sweep(commands: Commands[Parser]) -> None:
     parser.add_argument(
         "--of", choices=("saved", "peak"), help="without --stages: the memory that is bounded (default saved)"
     )
+    add_view(parser, "the picture and the table of all that was found")
     group = parser.add_argument_group("pipelines: stages x microbatches x schedules, each planned and simulated")
     group.add_argument("--stages", type=numbers, metavar="N,N", help="numbers of stages, such as 2,4,8")
     group.add_argument("--microbatches", type=numbers, metavar="N,N", help="of a step (default 4,8,16)")
@@ -253,6 +256,7 @@ def _profile(commands: Commands[Parser]) -> None:
     parser.add_argument("--predict", dest="run", action="store_false", help="do not run the model")
     parser.add_argument("--forward-only", action="store_true", help="leave out forward + backward")
     parser.add_argument("--top", type=positive, default=10, metavar="N", help="largest values to show (default 10)")
+    add_view(parser, "the bytes over time")
     group = parser.add_argument_group("pipeline: steps as simulated from measured stages and links, and as they ran")
     group.add_argument("--ranks", type=positive, metavar="N", help="start N processes, and run schedules on them")
     group.add_argument(

@@ -19,6 +19,7 @@ from splitkit.graph.symbols import value_of
 from splitkit.plans.parts import PartKey
 from splitkit.plans.policy import PolicyLike, as_plan
 from splitkit.plans.record import Plan
+from splitkit.shown import Shown
 from splitkit.training.checkpoints import honour
 from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, homes, is_size, nodes_in
 from splitkit.training.order import EmissionOrder, crossing
@@ -29,14 +30,14 @@ _SHOWN = 5  # saved values that a pair prints
 
 
 @dataclass(frozen=True)
-class Pair:
+class Pair(Shown):
     """The two halves of a training step, in the calling convention that AOTAutograd has for them::
 
         forward(*primals)                    ->  (*outputs, *saved, *sizes)
         backward(*sizes, *saved, *tangents)  ->  gradients
 
     Nodes of both have the names, and the very ``meta["val"]``, of the joint graph: a saved value is called alike in
-    both, and has the same storage.
+    both, and has the same storage. In a notebook a pair draws how large both are and what is saved.
 
     Attributes:
         forward: takes parameters, buffers and inputs; gives the outputs and what backward needs.

@@ -28,6 +28,7 @@ from splitkit.plans.parts import HOST, PartKey
 from splitkit.plans.policy import Policy, PolicyLike, as_plan
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import condense, refine
+from splitkit.shown import Shown
 
 if TYPE_CHECKING:
     from networkx import DiGraph
@@ -42,8 +43,10 @@ _WAYS_OUT: Mapping[str, Callable[[Dataflow, Plan], Plan]] = {"refine": refine, "
 
 
 @dataclass(frozen=True)
-class Split:
+class Split(Shown):
     """A graph that was split. Calling it runs it like the original.
+
+    In a notebook it draws itself, and `view` is a page to steer: see `splitkit.Plan`, whose options it takes.
 
     Attributes:
         module: the parent; its children are the parts.

@@ -18,6 +18,7 @@ from splitkit.graph.dataflow import module_path
 from splitkit.memory.options import SplitLike, bytes_of_block, check, checked, leaves_returned, unfit
 from splitkit.memory.run import MemoryRun, Value
 from splitkit.memory.stored import BEFORE, HELD, Buffer
+from splitkit.shown import ShownOverTime
 from splitkit.units import at_most, size
 
 CUDA_BLOCK = 512
@@ -25,8 +26,11 @@ CUDA_BLOCK = 512
 
 
 @dataclass(frozen=True)
-class MemoryProfile:
+class MemoryProfile(ShownOverTime):
     """The memory of one run, as simulated.
+
+    In a notebook it draws the bytes over time; `view`, `to_html` and `to_svg` take ``memory``, the bytes that there are
+    (``"80GiB"``).
 
     Attributes:
         peak: the most bytes that are alive at once: parameters, inputs and outputs included.
@@ -136,11 +140,18 @@ class MemoryProfile:
         bounds = ", ".join(f"{symbol} = {bound}" for symbol, bound in self.bounds.items())
         return f"{text}; for {bounds}, which only the data decides" if bounds else text
 
-    def _repr_svg_(self) -> str:
-        from splitkit.memory.plot import Plot
-
-        label = "" if self.at is None else f"{self.at.name} {module_path(self.at)}".rstrip()
-        return Plot(self.timeline, self.calls, self.baseline, self.peak, self.index, label).to_svg()
+    def to_chrome_trace(self) -> dict[str, Any]:
+        """The bytes that are alive, and the node that runs, in the Trace Event Format; a step lasts a microsecond."""
+        events: list[dict[str, Any]] = [
+            {"ph": "C", "name": "bytes alive", "pid": 0, "ts": step, "args": {"bytes": nbytes}}
+            for step, nbytes in enumerate(self.timeline)
+        ]
+        for name, steps, row in ((name, steps, 0) for name, steps in self.calls.items() if len(steps)):
+            events.append({"ph": "X", "name": name, "pid": 0, "tid": row, "ts": steps.start, "dur": len(steps)})
+        for step, node in enumerate(self.steps):
+            about = {"module": module_path(node)}
+            events.append({"ph": "X", "name": node.name, "pid": 0, "tid": 1, "ts": step, "dur": 1, "args": about})
+        return {"traceEvents": events, "displayTimeUnit": "ns"}
 
 
 def simulate_memory(

@@ -15,14 +15,19 @@ from splitkit.pipeline.memory import RankMemory, memory_of
 from splitkit.pipeline.order import BACKWARD_INPUT, FORWARD, KINDS
 from splitkit.pipeline.rankrows import RankRow
 from splitkit.pipeline.trace import StepTrace
+from splitkit.shown import ShownOverTime
 from splitkit.units import duration, size
 
 _TITLES = ["rank", "stages", "busy", "bubble", "in flight", "peak", "fixed", "saved", "messages", "temporaries"]
 
 
 @dataclass(frozen=True, eq=False)
-class ScheduleRun(StepTrace):
-    """One step of a pipeline, as simulated: what follows from the times of its actions, which a `StepTrace` holds."""
+class ScheduleRun(ShownOverTime, StepTrace):
+    """One step of a pipeline, as simulated: what follows from the times of its actions, which a `StepTrace` holds.
+
+    In a notebook it draws what each rank computes and holds when; `view`, `to_html` and `to_svg` take ``memory``, the
+    bytes of each rank (``"80GiB"``). ``split.view(run=run)`` draws the stages above it.
+    """
 
     __repr__ = brief
 
@@ -178,11 +183,6 @@ class ScheduleRun(StepTrace):
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         return "\n".join([head, *lines])
-
-    def _repr_svg_(self) -> str:
-        from splitkit.pipeline.plot import SchedulePlot
-
-        return SchedulePlot(self.timeline, self.seconds, self.peaks, self.unit).to_svg()
 
 
 def _complete(

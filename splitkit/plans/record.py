@@ -15,6 +15,7 @@ from splitkit.brief import brief, few
 from splitkit.errors import PlanError, PolicyError
 from splitkit.plans import file as planfile
 from splitkit.plans.parts import HOST, NAMING, Claim, Part, PartKey, flaw_of_key
+from splitkit.shown import Shown
 
 ROUTINGS = ("direct", "relay")
 
@@ -73,13 +74,18 @@ def _flaw_of_place(keys: object) -> bool:
 
 
 @dataclass(frozen=True)
-class Plan(Mapping[Node, tuple[PartKey, ...]]):
+class Plan(Shown, Mapping[Node, tuple[PartKey, ...]]):
     """Node -> the parts that compute it, home first. More than one part means copies.
 
     A part reads its own copy of a value if it has one, else the home's copy. Nodes that a plan leaves out stay in
     `HOST`. Only placeable nodes count (``Dataflow.nodes``): inputs and the output are the host's, attributes are
     with each of their readers, and the members of a tuple are with the node that makes it. A node whose place is the
     empty tuple is computed nowhere; `splitkit.prune` gives it to nodes that nobody reads.
+
+    In a notebook a plan draws itself as a ladder: forward, backward, what is saved, and the cuts. `view`, `to_html` and
+    `to_svg` take ``costs`` (FLOPs by default), ``optimizer`` (as `splitkit.stage_costs`), ``memory`` of each device
+    (``"80GiB"``: what exceeds it is red), ``run`` (a step of these stages by `splitkit.simulate_schedule`, drawn below)
+    and a ``title``; SK901 where the nodes do not know the module that they are of, as `splitkit.split` does.
 
     Attributes:
         places: the mapping.

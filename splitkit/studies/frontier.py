@@ -21,10 +21,12 @@ from splitkit.prices import checked, require_costs
 from splitkit.search.recompute.hull import Hull
 from splitkit.search.recompute.peakfront import PeakFront
 from splitkit.search.recompute.pool import Seen
-from splitkit.studies.frontierplot import FrontierPlot, Spot
+from splitkit.shown import Shown
 from splitkit.training.choices import Choice, savings
 from splitkit.training.flow import JointFlow, as_joint
 from splitkit.units import duration, size
+from splitkit.view.pictures import Picture, pictured
+from splitkit.view.svgscatter import ScatterDrawing, Spot
 from splitkit.view.tables import table
 
 if TYPE_CHECKING:
@@ -82,7 +84,7 @@ class Point:
 
 
 @dataclass(frozen=True, eq=False)
-class Frontier:
+class Frontier(Shown):
     """The best compromises between memory and recompute time of a joint graph.
 
     ::
@@ -96,7 +98,10 @@ class Frontier:
 
     ``Frontier(joint, costs, of="peak")`` bounds the true peak. Its points are the best of all plans that searches for
     several budgets meet, from ``Budget("least")`` on: each with a higher peak than the last, and less to compute again;
-    better ones may exist. It takes about as long as those searches. In a notebook a frontier draws itself.
+    better ones may exist. It takes about as long as those searches.
+
+    In a notebook a frontier draws itself; `view`, `to_html` and `to_svg` take ``marks``: name -> a point of it, or
+    (bytes, seconds) of another plan to compare with, such as one of torch.
 
     Attributes:
         joint: a joint graph, or the facts about one.
@@ -242,19 +247,6 @@ class Frontier:
             rows.append((*numbers, f"{point.seconds / step:.1%}", *(size(getattr(point, other)) for other in others)))
         return table(titles, rows, titles, getattr(self._costs, "note", ""), spare=(*others, "of most", "of step"))
 
-    def to_svg(self, marks: Mapping[str, Spot] | None = None) -> str:
-        """A picture that stands alone.
-
-        Args:
-            marks: name -> (bytes, seconds) of other plans to compare with, such as those of torch.
-        """
-        title = "peak" if self.of == "peak" else "saved for backward"
-        spots = [(self.taken(point), point.seconds) for point in self.points]
-        return FrontierPlot(spots, marks or {}, title, self.unit).to_svg()
-
-    def _repr_svg_(self) -> str:
-        return self.to_svg()
-
     def __str__(self) -> str:
         first, last = self.points[0], self.points[-1]
         what = "at the peak" if self.of == "peak" else "saved"
@@ -265,3 +257,27 @@ class Frontier:
 def _nbytes(method: str, value: float | str) -> float:
     """A number of bytes as it was given, perhaps infinite; SK302 for what is none."""
     return value if checks.is_number(value) else checks.nbytes(f"Frontier.{method}", "nbytes", value)
+
+
+Mark = Point | tuple[float, float]
+"""What is compared: a point, or (bytes, seconds of recompute)."""
+
+
+@pictured.register
+def _frontier(frontier: Frontier, *, marks: Mapping[str, Mark] | None = None) -> Picture:
+    what = "peak" if frontier.of == "peak" else "saved for backward"
+
+    def told(point: Point) -> str:
+        return f"{size(frontier.taken(point))} {what}, {duration(point.seconds, frontier.unit)} computed again"
+
+    def svg() -> str:
+        line = [Spot(frontier.taken(point), point.seconds, told=told(point)) for point in frontier.points]
+        others = []
+        for number, (name, mark) in enumerate((marks or {}).items(), 1):
+            nbytes, seconds = (frontier.taken(mark), mark.seconds) if isinstance(mark, Point) else mark
+            about = f"{name}: {size(nbytes)}, {duration(seconds, frontier.unit)}"
+            others.append(Spot(nbytes, seconds, name, about, True, number))
+        axes = f"{what} (bytes)", "computed again"
+        return ScatterDrawing(str(frontier), axes, line, others, frontier.unit).to_svg()
+
+    return Picture("frontier", svg, lambda: [frontier.table()])

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 from splitkit.brief import brief
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.plans.record import Plan
+from splitkit.shown import Shown
 from splitkit.units import duration, size
+from splitkit.view.pictures import Picture, pictured
+from splitkit.view.svgscatter import ScatterDrawing, Spot
 from splitkit.view.tables import table
 
 if TYPE_CHECKING:
@@ -74,8 +76,8 @@ class SweepRow:
 
 
 @dataclass(frozen=True, eq=False)
-class Sweep:
-    """All combinations; in a notebook it is a table with the best in bold.
+class Sweep(Shown):
+    """All combinations; in a notebook it is a picture of peak against time, and a table.
 
     Attributes:
         rows: in the order of stages, schedules, microbatches.
@@ -135,16 +137,29 @@ class Sweep:
 
         return "\n".join([to_text(self.table()), *self.refused])
 
-    def _repr_html_(self) -> str:
-        lines = [f"<table><caption>{escape(self.note)}</caption>", _html("th", _TITLES)]
-        lines += [_html("td", cells, bold=cells[-1] == "best") for cells in self._cells()]
-        return "".join([*lines, "</table>", *(f"<p>{escape(why)}</p>" for why in self.refused)])
-
 
 def _beats(one: Sequence[float], other: Sequence[float]) -> bool:
     return one != other and all(a <= b for a, b in zip(one, other, strict=True))
 
 
-def _html(tag: str, cells: Sequence[str], bold: bool = False) -> str:
-    style = ' style="font-weight: bold"' if bold else ""
-    return f"<tr{style}>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+@pictured.register
+def _sweep(sweep: Sweep) -> Picture:
+    ran = [row for row in sweep.rows if row.run is not None]
+    best = sweep.pareto
+    unit = next((row.run.unit for row in ran if row.run), "s")
+    schedules = list(dict.fromkeys(row.schedule for row in ran))
+
+    def spot(row: SweepRow) -> Spot:
+        each, peak, ranks = row.numbers
+        name = f"{row.schedule} {row.stages}×{row.microbatches}"
+        told = f"{row.schedule} of {row.stages} stages, {row.microbatches} microbatches on {ranks} ranks"
+        told += f": {duration(each, unit)} a microbatch, peak {size(peak)}"
+        return Spot(peak, each, name if row in best else "", told, row in best, schedules.index(row.schedule))
+
+    def svg() -> str:
+        found = "the best are named: schedule, stages×microbatches" if best else "none fits the memory"
+        title = f"{len(ran)} pipelines; {found}"
+        axes = "peak of the fullest rank (bytes)", "time of a microbatch"
+        return ScatterDrawing(title, axes, [], [*map(spot, ran)], unit, schedules, sweep.memory).to_svg()
+
+    return Picture("sweep", svg, lambda: [sweep.table()], notes=sweep.refused)

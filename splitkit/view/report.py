@@ -21,6 +21,7 @@ from splitkit.graph.sizes import tensor_bytes
 from splitkit.plans.parts import HOST, Claim, PartKey
 from splitkit.plans.record import Plan, plan_of
 from splitkit.prices import checked, require_costs
+from splitkit.shown import Shown
 from splitkit.units import quantity, size
 from splitkit.view.paths import collapse
 from splitkit.view.tables import table
@@ -61,7 +62,7 @@ class PartReport:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Shown):
     """All parts, in the order of execution, the host last if it computes something.
 
     Attributes:

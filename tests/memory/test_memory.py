@@ -291,15 +291,15 @@ def test_plain_data_and_a_picture():
     data = profile.to_dict(top=2)
     assert data["peak"] == profile.peak and data["at"]["node"] == "sum_1" and len(data["live_at_peak"]) == 2
     assert "peak 6.00 KiB at sum_1, 2.00 KiB before" in str(profile)
-    picture = profile._repr_svg_()
-    assert picture.startswith("<svg") and "sum_1" in picture
+    picture = profile._repr_mimebundle_()["text/html"]
+    assert "<svg" in picture and "sum_1" in picture
 
 
 def test_the_picture_escapes_names():
     gm = sk.capture(Chain(), torch.zeros(16, 16))
     last = next(n for n in gm.graph.nodes if n.name == "sum_1")
     last.meta["nn_module_stack"] = {"x": ("L['self'].<script>", nn.Module)}
-    assert "<script>" not in simulate_memory(gm)._repr_svg_()
+    assert "<script>" not in simulate_memory(gm)._repr_mimebundle_()["text/html"]
 
 
 def test_a_graph_that_computes_nothing():
@@ -311,4 +311,4 @@ def test_a_graph_that_computes_nothing():
     sk.propagate(gm, torch.zeros(256))
     profile = simulate_memory(gm)
     assert (profile.peak, profile.at, profile.timeline, profile.live_at_peak) == (KIB, None, (), profile.buffers)
-    assert profile._repr_svg_() and profile.to_dict()["at"] is None
+    assert "<svg" in profile._repr_mimebundle_()["text/html"] and profile.to_dict()["at"] is None

@@ -475,20 +475,3 @@ def test_the_run_as_text(run):
     ]
     assert len(lines) == 4 and lines[2].split()[:4] == ["0", "0,3", "24", "ms"]
     assert len({len(line) for line in lines[1:]}) == 1
-
-
-def test_the_run_as_a_picture(run):
-    picture = run._repr_svg_()
-    assert picture.startswith("<svg") and picture.count("<rect") == len(run.timeline)
-    assert all(text in picture for text in ("rank 0", "rank 1", "backward, weight part", ">forward<"))
-    large = simulate_schedule([EQUAL] * 4, "1f1b", 4000)._repr_svg_()
-    assert large.count("<rect") <= 4 * 2 * 760, "actions that cannot be told apart are drawn together"
-
-
-def test_nothing_is_left_undrawn_where_much_is_drawn_together():
-    picture = simulate_schedule([EQUAL], "gpipe", 5000)._repr_svg_()
-    spans = [
-        (float(x), float(x) + float(w)) for x, w in re.findall(r'<rect x="([\d.]+)" y="\d+" width="([\d.]+)"', picture)
-    ]
-    assert spans[0][0] == 80 and spans[-1][1] == pytest.approx(760 - 84, abs=0.6)
-    assert all(b[0] - a[1] <= 0.02 for a, b in pairwise(spans))

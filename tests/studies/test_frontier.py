@@ -152,11 +152,14 @@ def test_data_and_table(gpt2):
     assert str(gpt2).startswith(f"{len(gpt2.points)} points: ")
 
 
-def test_the_picture_has_every_point_and_mark_and_escapes_names(gpt2):
-    picture = ET.fromstring(gpt2.to_svg({"<torch> & 1.0": (gpt2.points[2].saved, gpt2.points[2].seconds)}))
-    dots = [e for e in picture.iter() if e.tag.endswith("cycle")]
-    assert len(dots) == len(gpt2.points) + 1
-    assert "<torch> & 1.0" in [e.text for e in picture.iter()]
+def test_the_picture_has_every_point_and_mark_and_escapes_names(gpt2, tmp_path):
+    marks = {"<torch> & 1.0": (gpt2.points[2].saved, gpt2.points[2].seconds), "chosen": gpt2.points[1]}
+    gpt2.to_svg(tmp_path / "frontier.svg", marks=marks)
+    picture = ET.parse(tmp_path / "frontier.svg").getroot()
+    dots = [e for e in picture.iter() if e.tag.endswith("}circle")]
+    assert len(dots) == len(gpt2.points) + 2
+    assert {"<torch> & 1.0", "chosen"} <= {e.text for e in picture.iter()}
+    wide, high = map(float, picture.get("viewBox").split()[2:])
     for dot in dots:
-        assert 0 <= float(dot.get("cx")) <= 760 and 0 <= float(dot.get("cy")) <= 300
-    assert gpt2._repr_svg_().startswith("<svg")
+        assert 0 <= float(dot.get("cx")) <= wide and 0 <= float(dot.get("cy")) <= high
+    assert "<svg" in gpt2._repr_mimebundle_()["text/html"] and "sandbox" in gpt2.view(marks=marks)._repr_html_()

@@ -157,7 +157,7 @@ def test_data_table_and_html(found):
         assert "\u2026" not in "".join(shown) and {line[-1] for line in shown} <= set("┓┃┩│┘┤")
     assert len(found.refused) == 1 and "GPipe takes fewer" in found.refused[0] and found.refused[0] in text
     strange = Sweep((SweepRow(2, 2, "<b>", why="a < b & c"),), note="<i>")
-    html = strange._repr_html_()
+    html = strange._repr_mimebundle_()["text/html"]
     assert "&lt;b&gt;" in html and "a &lt; b &amp; c" in html and "<i>" not in html and "<b>" not in html
     with pytest.raises(ValueError, match="nothing runs"):
         strange.rows[0].numbers  # noqa: B018

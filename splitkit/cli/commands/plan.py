@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
 
 import splitkit as sk
 from splitkit.cli import factories, placement
 from splitkit.cli.outcome import Outcome, seconds
+from splitkit.cli.pages import plan_page, wrote
 from splitkit.cli.work import TRAINING, make_plan, versions
 from splitkit.errors import UsageError
 
@@ -40,4 +43,8 @@ def run(args: Namespace) -> Outcome:
         "file": args.output,
     }
     written = [f"wrote {args.output}"] if args.output else []
-    return Outcome(data, [report.table(), "", times, *written], files={args.output: record} if args.output else {})
+    files: dict[str, Mapping[str, Any] | str] = {args.output: record} if args.output else {}
+    if args.view:
+        files[args.view] = text = plan_page(plan, costs=costs, title=work.source.spec)
+        written.append(wrote(args.view, text))
+    return Outcome(data, [report.table(), "", times, *written], files=files)

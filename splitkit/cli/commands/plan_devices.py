@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit.cli import source
 from splitkit.cli.outcome import Outcome, seconds
+from splitkit.cli.pages import plan_page, wrote
 from splitkit.cli.placement import Placement
 from splitkit.cli.work import Work, check_costs, prepare, prices, versions
 from splitkit.costs import Costs, roofline
@@ -53,6 +54,14 @@ def plan(args: Namespace) -> Outcome:
     }
     written = _files(args, work, made, run)
     told = [_wrote(path, args.trace) for path in written]
+    if args.view:
+        limits = {wanted.limit(rank) for rank in range(len(ranks))}
+        memory = limits.pop() if len(limits) == 1 else None
+        optimizer, title = wanted.optimizer, work.source.spec
+        written[args.view] = page = plan_page(
+            made, costs=costs, optimizer=optimizer, memory=memory, run=run, title=title
+        )
+        told.append(wrote(args.view, page))
     summary = facts(_summary(wanted, made.claim, ranks, data))
     text: list[RenderableType] = [report.table(), "", summary, "", rank_table(ranks), *told]
     return Outcome(data, text, files=written)
@@ -68,9 +77,9 @@ def _prices(work: Work, args: Namespace, wanted: Placement) -> Costs:
     return prices(work, args.costs, backward, wanted.devices.devices[0] if wanted.devices else None)
 
 
-def _files(args: Namespace, work: Work, made: Plan, run: ScheduleRun | None) -> dict[str, dict[str, Any]]:
+def _files(args: Namespace, work: Work, made: Plan, run: ScheduleRun | None) -> dict[str, Mapping[str, Any] | str]:
     """Path -> data of the files that are wanted."""
-    wanted: dict[str, dict[str, Any]] = {}
+    wanted: dict[str, Mapping[str, Any] | str] = {}
     if args.trace and run:
         wanted[args.trace] = run.to_chrome_trace()
     if args.output:

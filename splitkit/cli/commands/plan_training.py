@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit.cli import policyspec, source
 from splitkit.cli.outcome import Outcome, seconds
+from splitkit.cli.pages import still_pages, wrote
 from splitkit.cli.placement import MOST_BYTES
 from splitkit.cli.source import Source
 from splitkit.cli.work import TRAINING, Stopwatch, check_costs, example_of, kind_of_costs, versions
@@ -84,7 +85,11 @@ def plan(args: Namespace) -> Outcome:
     record = {**pair.plan.to_dict(), "model": work.source.to_dict(), "what": TRAINING, **versions()}
     data = _data(work, costs, pair, profile) | {"file": args.output}
     text = [*_text(data), *([f"wrote {args.output}"] if args.output else [])]
-    return Outcome(data, text, files={args.output: record} if args.output else {})
+    files: dict[str, Mapping[str, Any] | str] = {args.output: record} if args.output else {}
+    if args.view:
+        files[args.view] = page = still_pages(work.source.spec, {"forward and backward": pair, "memory": profile})
+        text.append(wrote(args.view, page))
+    return Outcome(data, text, files=files)
 
 
 def _policy(args: Namespace) -> Policy:

@@ -10,8 +10,9 @@ import splitkit as sk
 from splitkit.cli import source
 from splitkit.cli.commands import profile_ranks
 from splitkit.cli.outcome import Outcome
+from splitkit.cli.pages import still_pages, wrote
 from splitkit.cli.work import Work, planned, prepare
-from splitkit.errors import CaptureError
+from splitkit.errors import CaptureError, UsageError
 from splitkit.units import at_most, size
 from splitkit.view.tables import facts, table
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 def run(args: Namespace) -> Outcome:
     """See the module."""
     if args.ranks is not None:
+        if args.view:
+            remedy = "splitkit view PLAN.json --schedule 1f1b -o page.html draws a step as simulated."
+            raise UsageError("SK601", "--view does not go with --ranks", remedy)
         return profile_ranks.run(args)
     work, split = _split(args)
     with work.clock.step("simulate", "simulating the memory"):
@@ -54,7 +58,12 @@ def run(args: Namespace) -> Outcome:
         "why_no_training": why_not,
         "seconds": work.clock.seconds,
     }
-    return Outcome(data, _text(data, args))
+    text, files = _text(data, args), {}
+    if args.view:
+        shown = {"forward": profile, **({"forward + backward": training} if training else {})}
+        files[args.view] = page = still_pages(work.source.spec, shown)
+        text += ["", wrote(args.view, page)]
+    return Outcome(data, text, files=files)
 
 
 def _split(args: Namespace) -> tuple[Work, sk.Split | None]:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit.cli import devicelist, placement
 from splitkit.cli.commands import plan_training as trainplan
 from splitkit.cli.outcome import Outcome, seconds
+from splitkit.cli.pages import still_pages, wrote
 from splitkit.errors import UsageError
 from splitkit.studies.frontier import Point
 from splitkit.units import duration, size
 from splitkit.view.tables import facts, table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 PIPELINES = ("microbatches", "schedules", "devices", "memory", "links", "optimizer")
 """Options that go with ``--stages``."""
@@ -74,7 +78,12 @@ def _frontier(args: Namespace) -> Outcome:
     )
     of, other = ("peak", "saved") if frontier.of == "peak" else ("saved", "peak")
     titles = (of, "of all", "computed again", "of the step", other)
-    return Outcome(data, [text, "", table(titles, _cells(rows, frontier, of, other), titles)])
+    files, written = {}, []
+    if args.view:
+        files[args.view] = page = still_pages(work.source.spec, {f"frontier of {work.source.spec}": frontier})
+        written = [wrote(args.view, page)]
+    shown: list[RenderableType] = [text, "", table(titles, _cells(rows, frontier, of, other), titles), *written]
+    return Outcome(data, shown, files=files)
 
 
 def _spread(frontier: sk.Frontier, count: int) -> Iterator[Point]:

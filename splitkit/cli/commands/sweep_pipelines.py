@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from splitkit.cli import devicelist, placement, source
 from splitkit.cli.outcome import Outcome, seconds
+from splitkit.cli.pages import still_pages, wrote
 from splitkit.cli.work import check_costs, prepare, prices
 from splitkit.errors import UsageError
 from splitkit.studies.sweep import MICROBATCHES, SCHEDULES, Sweep, Sweeper, combinations
@@ -16,6 +17,8 @@ from splitkit.units import duration, size
 from splitkit.view.tables import facts
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from splitkit.cli.devicelist import DeviceList
 
 Item = TypeVar("Item")
@@ -58,7 +61,12 @@ def run(args: Namespace) -> Outcome:
         "memory": "no limit" if memory is None else f"{size(memory)} a rank",
         "took": f"capture {seconds(work.clock.seconds['capture'])}, sweep {seconds(work.clock.seconds['sweep'])}",
     }
-    return Outcome(data, [facts(rows), "", found.table(), "", *found.refused, *_advice(found)])
+    text: list[RenderableType] = [facts(rows), "", found.table(), "", *found.refused, *_advice(found)]
+    files = {}
+    if args.view:
+        files[args.view] = page = still_pages(work.source.spec, {f"pipelines of {work.source.spec}": found})
+        text.append(wrote(args.view, page))
+    return Outcome(data, text, files=files)
 
 
 def _kind(text: str | None) -> DeviceList | None:

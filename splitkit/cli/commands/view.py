@@ -6,31 +6,29 @@ from argparse import Namespace
 from typing import Any
 
 import splitkit as sk
-from splitkit import files
 from splitkit.checks import nbytes
 from splitkit.cli.outcome import Outcome
+from splitkit.cli.pages import wrote
 from splitkit.cli.work import planned
 from splitkit.pipeline.stageprices import Optimizer
-from splitkit.units import size
-from splitkit.view.ladder import LadderView
-from splitkit.view.page import page
+from splitkit.view.showing import html
 
 
 def run(args: Namespace) -> Outcome:
     """See the module."""
     optimizer: Optimizer = None if args.optimizer == "none" else args.optimizer or "adam"
+    memory = nbytes("view", "memory", args.memory) if args.memory else None
     if args.training is None and optimizer and not args.target.endswith(".json"):
         args.training = True  # what is drawn is what is to be even
     work, plan, costs = planned(args)
     with work.clock.step("view", "pricing the rows"):
-        run = None
+        step = None
         if args.schedule is not None:
             stages = sk.stage_costs(sk.analyze(work.gm), plan, costs, optimizer=optimizer)
             links = None if args.links in (None, "none") else args.links
-            run = sk.simulate_schedule(stages, args.schedule, args.microbatches or 2 * len(stages), links=links)
-        memory = nbytes("view", "memory", args.memory) if args.memory else None
-        text = page(LadderView(sk.analyze(work.gm), plan, costs, work.source.spec, optimizer, memory, run).to_dict())
-        files.write(args.output, text)
+            step = sk.simulate_schedule(stages, args.schedule, args.microbatches or 2 * len(stages), links=links)
+        title = work.source.spec
+        text = html(plan, costs=costs, optimizer=optimizer, memory=memory, run=step, title=title)
     data: dict[str, Any] = {
         "command": "view",
         "model": work.source.to_dict(),
@@ -38,4 +36,4 @@ def run(args: Namespace) -> Outcome:
         "bytes": len(text.encode()),
         "seconds": work.clock.seconds,
     }
-    return Outcome(data, [f"wrote {args.output} ({size(data['bytes'])}); open it in a browser"])
+    return Outcome(data, [wrote(args.output, text)], files={args.output: text})

@@ -1,8 +1,5 @@
 // The ladder: one picture of a plan, drawn from the data of splitkit/view/ladder.py. No dependencies, no network.
 // Text from models goes through textContent and fillText only.
-"use strict";
-// Okabe and Ito's palette, which colour-blind readers can tell apart; with it go the numbers of the parts.
-const COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c6bb1", "#7f7f00"];
 const KINDS = {F: "forward", B: "backward", I: "backward (input)", W: "backward (weight)"};
 const ROW = 26, GAP = 10, BOX = 220, RIBBONS = 190, LEFT = 170, OP = 19, OPW = 178;
 
@@ -183,7 +180,11 @@ class Ladder {
     const {rows} = this.data, count = item.end - item.start;
     return count === 1 ? rows[item.start].name : `${rows[item.start].name} … ${rows[item.end - 1].name.split(".").pop()}  ×${count}`;
   }
-  setCount(count) { this.setBorders(this.shipped.length - 1 === count ? this.shipped : this.prices.even(count)); }
+  setCount(count) {
+    const own = this.shipped.length - 1 === count;
+    this.setBorders(own ? this.shipped : this.prices.even(count));
+    if (!own && this.options.oncount) this.options.oncount(count); // Python plans better, and answers later
+  }
   setBorders(borders) {
     this.borders = [...borders];
     this.layout();

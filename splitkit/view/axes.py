@@ -1,0 +1,104 @@
+"""Axes: where their marks are, and what stands beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from splitkit.units import size
+from splitkit.view.colours import LINE, MUTED
+from splitkit.view.drawing import Drawing
+from splitkit.view.textwidth import width
+
+
+def marks(most: float, count: int = 5, *, binary: bool = False) -> list[float]:
+    """Round numbers from 0 to ``most``, about so many: 1, 2 or 5 times a power of ten, of bytes in their units."""
+    if not (most > 0 and math.isfinite(most)):
+        return [0.0]
+    scale = 1024.0 ** int(math.log(most, 1024)) if binary and most >= 1 else 1.0
+    step = most / scale / max(1, count)
+    power = 10.0 ** math.floor(math.log10(step))
+    nice = next(power * one for one in (1, 2, 5, 10) if power * one >= step * (1 - 1e-9))
+    if scale > 1 and nice < 1:
+        nice = 2.0 ** math.ceil(math.log2(step) - 1e-9)
+    elif binary:
+        nice = max(1.0, nice)
+    step = nice * scale
+    return [step * number for number in range(int(most / step * (1 + 1e-9)) + 1)]
+
+
+def round_size(nbytes: float) -> str:
+    """``20 MiB`` for a mark, where `splitkit.units.size` says 20.00."""
+    return size(nbytes).replace(".00 ", " ")
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Where a plane of two axes lies on a picture.
+
+    Attributes:
+        left: pixels; like `top`, `right` and `bottom`.
+        most: what is at the right and at the top; 0 is at the other ends.
+    """
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+    most: tuple[float, float]
+
+    def x(self, value: float) -> float:
+        """Where a value of the horizontal axis is."""
+        return self.left + (self.right - self.left) * (value / self.most[0] if self.most[0] else 0.0)
+
+    def y(self, value: float) -> float:
+        """Where a value of the vertical axis is."""
+        return self.bottom - (self.bottom - self.top) * (value / self.most[1] if self.most[1] else 0.0)
+
+
+def below(
+    draw: Drawing, frame: Plane, at: Sequence[float], text: Callable[[float], str], title: str, *, grid: bool = False
+) -> None:
+    """The horizontal axis: its line, marks, what they mean, and what the axis is of."""
+    draw.line((frame.left, frame.bottom), (frame.right, frame.bottom), MUTED)
+    draw.text(frame.right, frame.bottom + 29, title, MUTED, "end", size=10)
+    for value in at:
+        x = frame.x(value)
+        if grid:
+            draw.line((x, frame.top), (x, frame.bottom))
+        draw.line((x, frame.bottom), (x, frame.bottom + 4), MUTED)
+        half = width(text(value), 10) / 2
+        middle = min(max(x, half), draw.width - half)
+        draw.text(middle, frame.bottom + 15, text(value), MUTED, "middle", size=10, spare=True)
+
+
+def beside(draw: Drawing, frame: Plane, at: Sequence[float], text: Callable[[float], str], title: str) -> None:
+    """The vertical axis, with rules across the plane."""
+    draw.text(max(4.0, frame.left - 60), frame.top - 10, title, MUTED, size=10)
+    for value in at:
+        draw.line((frame.left, frame.y(value)), (frame.right, frame.y(value)), LINE)
+        draw.text(frame.left - 6, frame.y(value) + 4, text(value), MUTED, "end", size=10, spare=True)
+
+
+def thinned(points: Sequence[tuple[float, float]], least: float = 0.5) -> list[tuple[float, float]]:
+    """Stairs of pixels without what cannot be seen: of each ``least`` pixels the first, lowest, highest and last point.
+
+    Args:
+        points: by rising x; y grows downwards.
+    """
+    found: list[tuple[float, float]] = []
+    group: list[tuple[float, float]] = []
+    for point in points:
+        if group and point[0] - group[0][0] >= least:
+            found += _ends(group)
+            group = []
+        group.append(point)
+    return found + _ends(group)
+
+
+def _ends(group: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    if len(group) <= 4:
+        return list(group)
+    by_height = sorted(range(len(group)), key=lambda i: group[i][1])
+    return [group[i] for i in sorted({0, by_height[0], by_height[-1], len(group) - 1})]

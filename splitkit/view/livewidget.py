@@ -1,0 +1,104 @@
+"""A plan that is steered from a notebook: the page as a widget of anywidget, whose moves come back to Python."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import anywidget
+import traitlets
+
+from splitkit.costs import training
+from splitkit.engine.split import plan as checked_plan
+from splitkit.errors import SplitError, ViewError
+from splitkit.pipeline.stageprices import run_order
+from splitkit.plans.record import Plan
+from splitkit.policies import Stages
+from splitkit.prices import includes_backward
+from splitkit.view.ladder import LadderView
+from splitkit.view.page import script, style
+
+
+class LadderWidget(anywidget.AnyWidget):  # type: ignore[misc]  # untyped where it is not installed
+    """A plan to steer.
+
+    ::
+
+        w = splitkit.split(gm, splitkit.policies.Stages(4)).view(live=True)
+        w                      # in the last line of a cell: drag the cuts, move the slider
+        w.plan                 # in a later cell: the plan as it is now
+
+    Attributes:
+        ladder: what is drawn: the plan as it was last made by Python.
+        planner: number of stages -> a plan, asked when the slider is moved; by default `splitkit.policies.Stages` by
+            the prices of the picture. Give another one: ``w.planner = lambda n: splitkit.plan(gm, ...)``.
+        borders: the first row of each stage, and the number of rows; may be set.
+    """
+
+    _esm = script(widget=True)
+    _css = style()
+    data = traitlets.Dict().tag(sync=True)
+    borders = traitlets.List(traitlets.Int()).tag(sync=True)
+    height = traitlets.Int(720).tag(sync=True)
+
+    def __init__(self, ladder: LadderView, height: int = 720) -> None:
+        self.ladder = ladder
+        self.planner: Callable[[int], Plan] = self._stages
+        super().__init__(data=ladder.to_dict(), borders=_borders(ladder), height=height)
+        self.on_msg(self._asked)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan as it was dragged, checked; that of Python as it is where nothing was.
+
+        Raises:
+            PlanError: the parts cannot be carried out so.
+        """
+        borders, ladder = list(self.borders), self.ladder
+        if borders == _borders(ladder):
+            return ladder.plan
+        keys = run_order(ladder.flow, ladder.plan)
+        same = len(keys) == len(borders) - 1
+        of = {node: bisect_right(borders, row) - 1 for node, row in ladder.rows.of.items()}
+        places = {node: (keys[stage] if same else stage,) for node, stage in of.items()}
+        parts = {key: ladder.plan.parts[key] for key in keys} if same else {}
+        made = Plan(places, parts, note=f"{len(borders) - 1} stages, moved by hand")
+        return checked_plan(ladder.flow.root, made)
+
+    @traitlets.validate("borders")  # type: ignore[untyped-decorator]
+    def _checked(self, proposal: Mapping[str, Any]) -> list[int]:
+        borders, rows = list(proposal["value"]), len(self.ladder.rows)
+        if len(borders) < 2 or (borders[0], borders[-1]) != (0, rows) or any(a >= b for a, b in pairwise(borders)):
+            raise ViewError("SK901", f"{borders!r:.200} are no borders of {rows} rows", f"Give 0 < ... < {rows}.")
+        return borders
+
+    def _stages(self, count: int) -> Plan:
+        ladder = self.ladder
+        costs, flow = ladder.costs, ladder.flow
+        both = costs if ladder.optimizer is None or includes_backward(costs) else training(costs, flow)
+        return Stages(count).assign(flow, both)
+
+    def _asked(self, _widget: object, content: object, _buffers: object) -> None:
+        """Plan anew for as many stages as the page asks for; what is refused is said there."""
+        count = content.get("stages") if isinstance(content, dict) else None
+        if not isinstance(count, int):
+            return
+        try:
+            ladder = replace(self.ladder, plan=self.planner(count), run=None)
+            data, borders = ladder.to_dict(), _borders(ladder)
+        except SplitError as error:
+            self.send({"refused": f"{error.reason}. {error.remedy}"})
+            return
+        self.ladder = ladder
+        with self.hold_trait_notifications():
+            self.data, self.borders = data, borders
+        self.send({"planned": count})
+
+
+def _borders(ladder: LadderView) -> list[int]:
+    """The first row of each part, and the number of rows."""
+    parts = ladder.rows.parts
+    return [0, *(row for row in range(1, len(parts)) if parts[row] != parts[row - 1]), len(parts)]

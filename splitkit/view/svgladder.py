@@ -1,0 +1,230 @@
+"""The ladder as a still picture: equal layers folded, forward down the left, backward up the right, cuts with bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby, pairwise
+from typing import Any
+
+from splitkit.units import duration, size
+from splitkit.view.colours import BAD, INK, MUTED, RIBBON, colour, ink_on, mixed
+from splitkit.view.drawing import Drawing
+from splitkit.view.textwidth import width
+
+ROW, GAP, BOX, RIBBONS, LEFT, TOP = 24, 9, 214, 176, 150, 46
+_MOST = 80
+"""The most boxes in a column; more are drawn together."""
+_LINES = 240
+"""The most lines from row to row that are drawn."""
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A box: rows from ``start`` to before ``end``, of one stage."""
+
+    start: int
+    end: int
+    stage: int
+    y: float
+
+
+@dataclass(frozen=True)
+class LadderDrawing:
+    """What `splitkit.view.ladder.LadderView.to_dict` says, as SVG.
+
+    Attributes:
+        data: that.
+    """
+
+    data: Mapping[str, Any]
+
+    @cached_property
+    def borders(self) -> list[int]:
+        """The first row of each stage, and the number of rows."""
+        parts = [row["part"] for row in self.data["rows"]]
+        return [0, *(row for row in range(1, len(parts)) if parts[row] != parts[row - 1]), len(parts)]
+
+    @cached_property
+    def items(self) -> list[_Item]:
+        """The boxes: runs of equal rows of a stage are one, and where there are still too many, neighbours are."""
+        runs = [
+            (stage, start + offset, start + offset + count)
+            for stage, (start, end) in enumerate(pairwise(self.borders))
+            for offset, count in _runs([row["kind"] for row in self.data["rows"][start:end]])
+        ]
+        several = -(-len(runs) // _MOST)
+        found: list[_Item] = []
+        for stage, group in groupby(runs, key=lambda run: run[0]):
+            own = list(group)
+            for at in range(0, len(own), several):
+                some = own[at : at + several]
+                found.append(_Item(some[0][1], some[-1][2], stage, TOP + len(found) * (ROW + GAP)))
+        return found
+
+    @cached_property
+    def _item_of(self) -> list[int]:
+        return [number for number, item in enumerate(self.items) for _ in range(item.start, item.end)]
+
+    @property
+    def _trains(self) -> bool:
+        return bool(self.data["trains"])
+
+    @property
+    def _right(self) -> float:
+        """Where boxes end."""
+        return LEFT + BOX + (RIBBONS + BOX if self._trains else 0)
+
+    def to_svg(self) -> str:
+        """The picture."""
+        draw = Drawing(self._right + 20 + max([width(text, 10, True) for text in self._cut_texts], default=0) + 14)
+        bottom = self.items[-1].y + ROW + GAP
+        title = f"{self.data['title']}{' · ' if self.data['title'] else ''}{len(self.borders) - 1} stages"
+        draw.text(8, 16, title, bold=True, size=12, room=draw.width - 16)
+        self._bands(draw)
+        self._cuts(draw)
+        if self._trains:
+            self._ribbons(draw)
+        self._arrows(draw)
+        for item in self.items:
+            self._box(draw, item)
+        if self._trains and any(self._crosses(a, b) for a, b, _ in self._merged("saved")):
+            draw.legend(8, bottom + 12, [(BAD, "saved in one stage, wanted by another")], draw.width - 16)
+            bottom += 20
+        return draw.to_svg(bottom + 4, f"{title}: forward, backward, what is saved, and cuts")
+
+    def _figure(self, column: str, item: _Item) -> float:
+        count = len(self.data["rows"])
+        at = item.start * count - item.start * (item.start - 1) // 2 + item.end - item.start - 1
+        return float(self.data["stretches"][column][at])
+
+    def _time(self, seconds: float) -> str:
+        return duration(seconds, self.data["unit"])
+
+    def _bands(self, draw: Drawing) -> None:
+        for stage, (start, end) in enumerate(pairwise(self.borders)):
+            top, last = self.items[self._item_of[start]].y - GAP / 2, self.items[self._item_of[end - 1]]
+            high, fill = last.y + ROW + GAP / 2 - top, colour(stage)
+            draw.rect(0, top, self._right + 14, high, mixed(fill, 0.12))
+            draw.rect(0, top, 5, high, fill)
+            lines = self._about(stage)
+            for number, (text, ink) in enumerate(lines[: max(1, int((high - 6) / 14))]):
+                told = "\n".join(line for line, _ in lines)
+                draw.text(
+                    12,
+                    top + 15 + 14 * number,
+                    text,
+                    ink,
+                    bold=not number,
+                    room=LEFT - 34,
+                    title=told,
+                    size=10 if number else 12,
+                )
+        middle = LEFT + BOX / 2
+        draw.text(middle, TOP - 12, "forward ↓ (time)", MUTED, "middle", bold=True, size=10)
+        if self._trains:
+            draw.text(
+                LEFT + BOX + RIBBONS / 2, TOP - 12, "saved for backward (bytes)", MUTED, "middle", bold=True, size=10
+            )
+            draw.text(self._right - BOX / 2, TOP - 12, "backward ↑ (time)", MUTED, "middle", bold=True, size=10)
+
+    def _about(self, stage: int) -> list[tuple[str, str]]:
+        """What stands beside a stage, the first line first to be told."""
+        of = {name: column[stage] for name, column in self.data["stages"].items()}
+        device, limit = self.data["devices"][stage], self.data["memory"]
+        peak = of["fixed"] + of["saved"] + of["temporary"]
+        return [
+            (f"stage {self.data['parts'][stage]}{f' {device}' if device else ''}", INK),
+            (self._time(of["forward"] + of["backward"]), MUTED),
+            (f"peak {size(peak)}", BAD if limit and peak > limit else MUTED),
+        ]
+
+    def _name(self, item: _Item) -> str:
+        rows = self.data["rows"][item.start : item.end]
+        if len(rows) == 1:
+            return str(rows[0]["name"])
+        last = str(rows[-1]["name"])
+        same = len({row["kind"] for row in rows}) == 1
+        return f"{rows[0]['name']} … {last.rpartition('.')[2] if same else last} ×{len(rows)}"
+
+    def _box(self, draw: Drawing, item: _Item) -> None:
+        name, fill = self._name(item), colour(item.stage)
+        saved = f", saved {size(self._figure('saved', item))}" if self._trains else ""
+        ops = sum(row["ops"] for row in self.data["rows"][item.start : item.end])
+        times = [("forward", "", LEFT)] + ([("backward", "∇ ", self._right - BOX)] if self._trains else [])
+        for column, sign, x in times:
+            time = self._time(self._figure(column, item))
+            draw.rect(x, item.y, BOX, ROW, fill, f"{name}\n{ops} ops, {column} {time}{saved}", round_=4)
+            draw.text(x + BOX - 8, item.y + 16, time, ink_on(fill), "end")
+            draw.text(x + 8, item.y + 16, sign + name, ink_on(fill), room=BOX - 24 - width(time))
+
+    def _merged(self, what: str) -> list[tuple[int, int, int]]:
+        """(box, box, bytes) from what the rows of boxes hand on or save, the largest first."""
+        found: dict[tuple[int, int], int] = {}
+        for a, b, nbytes in self.data[what]:
+            key = self._item_of[a], self._item_of[b]
+            found[key] = found.get(key, 0) + nbytes
+        return sorted(((a, b, nbytes) for (a, b), nbytes in found.items()), key=lambda one: (-one[2], one))[:_LINES]
+
+    def _crosses(self, a: int, b: int) -> bool:
+        return self.items[a].stage != self.items[b].stage
+
+    def _ribbons(self, draw: Drawing) -> None:
+        merged = self._merged("saved")
+        most, left, right = max((nbytes for *_, nbytes in merged), default=0) or 1, LEFT + BOX, self._right - BOX
+        for a, b, nbytes in reversed(merged):
+            y, end = self.items[a].y + ROW / 2, self.items[b].y + ROW / 2
+            red = self._crosses(a, b)
+            d = f"M{left},{y} C{left + 66},{y} {right - 66},{end} {right},{end}"
+            told = f"{self._name(self.items[a])} → ∇ {self._name(self.items[b])}: {size(nbytes)}"
+            draw.path(d, BAD if red else RIBBON, max(1, 14 * nbytes / most), told, opacity=0.75 if red else 0.55)
+        for a, b, nbytes in merged:
+            if nbytes >= most / (50 if self._crosses(a, b) else 16):
+                y = (self.items[a].y + self.items[b].y) / 2 + ROW / 2 + 4
+                draw.text((left + right) / 2, y, size(nbytes), INK, "middle", bold=True, size=10, spare=True, halo=True)
+
+    def _arrows(self, draw: Drawing) -> None:
+        merged = [one for one in self._merged("edges") if one[0] != one[1]]
+        most = max((nbytes for *_, nbytes in merged), default=0) or 1
+        columns = [(LEFT, LEFT + BOX / 2, -1)] + ([(self._right, self._right - BOX / 2, 1)] if self._trains else [])
+        for a, b, nbytes in merged:
+            wide, far = 1 + 2 * (nbytes / most) ** 0.5, b - a
+            told = f"{self._name(self.items[a])} → {self._name(self.items[b])}: {size(nbytes)}"
+            top, bottom = self.items[a].y + ROW / 2, self.items[b].y + ROW / 2
+            for edge, middle, side in columns:
+                if far == 1:
+                    draw.path(f"M{middle},{top + ROW / 2} L{middle},{bottom - ROW / 2}", RIBBON, wide, told)
+                else:
+                    out = edge + side * min(13, 5 + far)
+                    draw.path(
+                        f"M{edge},{top} C{out},{top} {out},{bottom} {edge},{bottom}", RIBBON, wide, told, opacity=0.6
+                    )
+
+    @property
+    def _cut_texts(self) -> list[str]:
+        up = self.data["up"]
+        return [
+            f"▼ {size(self.data['down'][row])}" + (f"  ▲ {size(up[row])}" if self._trains else "")
+            for row in self.borders[1:-1]
+        ]
+
+    def _cuts(self, draw: Drawing) -> None:
+        for row, text in zip(self.borders[1:-1], self._cut_texts, strict=True):
+            y = self.items[self._item_of[row]].y - GAP / 2
+            draw.line((0, y), (self._right + 14, y), INK, 1.3, dashes="6 4")
+            draw.text(self._right + 20, y + 4, text, INK, size=10, bold=True)
+
+
+def _runs(kinds: list[int]) -> Iterator[tuple[int, int]]:
+    """(where it starts, how many) of each run of equal kinds."""
+    at = 0
+    for _, group in groupby(kinds):
+        count = len(list(group))
+        yield at, count
+        at += count
+
+
+def ladder_svg(data: Mapping[str, Any]) -> str:
+    """The still picture of a ladder's data."""
+    return LadderDrawing(data).to_svg()

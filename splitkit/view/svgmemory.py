@@ -1,0 +1,109 @@
+"""Memory over time as a still picture: bytes alive at each step, what ran when, the peak and the capacity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from splitkit.graph.dataflow import module_path
+from splitkit.memory.profile import MemoryProfile
+from splitkit.units import at_most, size
+from splitkit.view.axes import Plane, below, beside, marks, round_size, thinned
+from splitkit.view.colours import BAD, INK, MUTED, colour, mixed
+from splitkit.view.drawing import Drawing
+from splitkit.view.textwidth import width
+
+WIDTH, HEIGHT = 820, 300
+LEFT, RIGHT, TOP, BOTTOM = 76, 24, 62, 66
+
+
+@dataclass(frozen=True)
+class MemoryDrawing:
+    """What is drawn.
+
+    Attributes:
+        profile: the memory of a run.
+        memory: bytes that there are, if they are limited.
+    """
+
+    profile: MemoryProfile
+    memory: int | None = None
+
+    @cached_property
+    def _frame(self) -> Plane:
+        most = max(self.profile.peak, self.memory or 0, 1)
+        return Plane(LEFT, TOP, WIDTH - RIGHT, HEIGHT - BOTTOM, (max(1, len(self.profile.timeline)), most))
+
+    def to_svg(self) -> str:
+        """The picture."""
+        draw, frame, profile = Drawing(WIDTH), self._frame, self.profile
+        limit = f" of {size(self.memory)}" if self.memory else ""
+        saved = f", {size(profile.saved)} saved for backward" if profile.saved else ""
+        title = f"peak {at_most(profile.peak, profile.bounds)}{limit}, {size(profile.baseline)} before{saved}"
+        draw.text(8, 16, title, bold=True, size=12, room=WIDTH - 16)
+        beside(draw, frame, marks(frame.most[1], binary=True), round_size, "bytes alive")
+        if self.profile.calls:  # what the parent computes between its parts
+            self._area(draw, range(len(profile.timeline)), mixed(MUTED, 0.4), "")
+        for number, (call, steps) in enumerate(self._calls()):
+            self._call(draw, call, steps, colour(number))
+        below(
+            draw,
+            frame,
+            marks(len(profile.timeline)),
+            lambda value: f"{value:.0f}",
+            "step (nodes in the order in which they run)",
+        )
+        self._peak(draw)
+        if self.memory:
+            self._level(draw, self.memory, BAD, f"capacity {size(self.memory)}")
+        self._level(draw, profile.baseline, INK, "before the run")
+        return draw.to_svg(HEIGHT, title)
+
+    def _calls(self) -> Iterator[tuple[str, range]]:
+        calls = self.profile.calls or {"": range(len(self.profile.timeline))}
+        yield from ((call, steps) for call, steps in calls.items() if len(steps))
+
+    def _call(self, draw: Drawing, call: str, steps: range, fill: str) -> None:
+        frame, left, right = self._frame, self._frame.x(steps.start), self._frame.x(steps.stop)
+        most = max(self.profile.timeline[step] for step in steps)
+        told = f"{call}{': ' if call else ''}steps {steps.start} to {steps.stop - 1}, peak {size(most)}"
+        self._area(draw, steps, mixed(fill, 0.55), told)
+        if call:
+            middle, room = (left + right) / 2, right - left - 4
+            draw.rect(left, frame.bottom + 34, max(0.5, right - left - 1), 5, fill, told)
+            draw.text(middle, frame.bottom + 53, call, INK, "middle", size=10, room=room, title=told, spare=True)
+
+    def _area(self, draw: Drawing, steps: range, fill: str, told: str) -> None:
+        frame = self._frame
+        stairs = [(frame.x(at), frame.y(self.profile.timeline[step])) for step in steps for at in (step, step + 1)]
+        ends = (frame.x(steps.start), frame.bottom), (frame.x(steps.stop), frame.bottom)
+        draw.area([ends[0], *thinned(stairs), ends[1]], fill, told)
+
+    def _level(self, draw: Drawing, nbytes: int, ink: str, text: str) -> None:
+        frame = self._frame
+        y = frame.y(nbytes)
+        draw.line((frame.left, y), (frame.right, y), ink, dashes="4 3")
+        for foot in (y - 4, y + 12):
+            if foot < frame.bottom and draw.text(frame.left + 4, foot, text, ink, size=10, spare=True, halo=True):
+                return
+
+    def _peak(self, draw: Drawing) -> None:
+        profile, frame = self.profile, self._frame
+        if profile.at is None:
+            return
+        x, y = frame.x(profile.index + 0.5), frame.y(profile.peak)
+        name = f"{profile.at.name} {module_path(profile.at)}".rstrip()
+        draw.line((frame.left, y), (frame.right, y), INK, dashes="2 3")
+        draw.dot(x, y, 3.5, INK, f"{size(profile.peak)} while {name} runs")
+        text, room = f"peak {size(profile.peak)}: {name}", frame.right - frame.left - 20
+        half = min(width(text, 10, bold=True), room) / 2
+        middle = min(max(x, frame.left + half), frame.right - half)
+        for foot in (y - 8, y + 14):
+            if draw.text(middle, foot, text, INK, "middle", size=10, bold=True, room=room, spare=True, halo=True):
+                return
+
+
+def memory_svg(profile: MemoryProfile, memory: int | None = None) -> str:
+    """The still picture of a profile; with the bytes that there are, if they are limited."""
+    return MemoryDrawing(profile, memory).to_svg()

@@ -1,0 +1,128 @@
+"""A step of a pipeline as a still picture: what each rank computes when, and below it what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+from splitkit.pipeline.memory import memory_over_time
+from splitkit.pipeline.order import KINDS
+from splitkit.pipeline.run import ScheduleRun
+from splitkit.pipeline.trace import Event
+from splitkit.units import duration, size
+from splitkit.view.axes import Plane, below, marks, thinned
+from splitkit.view.colours import BAD, INK, MUTED, RIBBON, colour, ink_on, mixed
+from splitkit.view.drawing import Drawing
+from splitkit.view.textwidth import width
+
+WIDTH, LEFT, RIGHT, TOP = 860, 66, 84, 76
+_SHADES = {"F": 0.5, "B": 1.0, "I": 1.0, "W": 0.72}
+"""How strong the colour of a stage is, by the kind of the action."""
+_LEAST = 0.5
+"""Pixels that an action is drawn with; narrower ones are drawn with the next."""
+_MANY = 16
+"""Ranks beyond which memory is told as a number alone."""
+
+
+@dataclass(frozen=True)
+class TimelineDrawing:
+    """What is drawn.
+
+    Attributes:
+        run: the step.
+        memory: bytes that each rank has, if they are limited.
+    """
+
+    run: ScheduleRun
+    memory: int | None = None
+
+    @property
+    def _high(self) -> tuple[int, int]:
+        """Pixels of actions, and of memory."""
+        return (20, 24) if self.run.ranks <= _MANY else (14, 0)
+
+    @cached_property
+    def _frame(self) -> Plane:
+        bottom = TOP + self.run.ranks * (sum(self._high) + 8)
+        return Plane(LEFT, TOP, WIDTH - RIGHT, bottom, (self.run.seconds, 1))
+
+    def to_svg(self) -> str:
+        """The picture. A microbatch has its number; actions below half a pixel are drawn together."""
+        draw, run = Drawing(WIDTH), self.run
+        title = f"{run.order.name} of {run.order.microbatches} microbatches: {run.figures}"
+        draw.text(8, 16, title, bold=True, size=12, room=WIDTH - 16)
+        used = {event.kind for event in run.timeline}
+        shades = [(mixed("#5b6472", _SHADES[kind]), KINDS[kind]) for kind in KINDS if kind in used]
+        stages = [(colour(stage), f"stage {stage}") for stage in range(len(run.stages))]
+        held = [(mixed(RIBBON, 0.45), "memory")] if self._high[1] else []
+        limit = [(BAD, f"capacity {size(self.memory)}")] if self.memory else []
+        draw.legend(LEFT, 36, [*shades, *held, *limit], WIDTH - LEFT)
+        draw.legend(LEFT, 54, stages, WIDTH - LEFT - RIGHT)
+        draw.text(WIDTH - RIGHT + 6, TOP - 6, "peak bytes", MUTED, size=10, bold=True)
+        for rank, events in groupby(run.timeline, key=lambda event: event.rank):
+            self._actions(draw, rank, events)
+        bytes_held = memory_over_time(run) if self._high[1] else ()
+        for rank in range(run.ranks):
+            draw.text(LEFT - 8, self._y(rank) + self._high[0] - 6, f"rank {rank}", MUTED, "end", size=10)
+            self._held(draw, rank, bytes_held[rank] if bytes_held else ())
+        times = marks(run.seconds)
+        below(draw, self._frame, times, lambda value: duration(value, run.unit) if value else "0", "time of the step")
+        return draw.to_svg(self._frame.bottom + 36, title)
+
+    def _y(self, rank: int) -> float:
+        return TOP + rank * (sum(self._high) + 8)
+
+    def _actions(self, draw: Drawing, rank: int, events: Iterator[Event]) -> None:
+        small: tuple[float, float, Event] | None = None  # what is not wide enough to be drawn yet
+        for event in events:
+            left, right = self._frame.x(event.start), self._frame.x(event.end)
+            if small and left - small[1] > _LEAST:
+                self._action(draw, rank, *small)
+                small = None
+            left = small[0] if small else left
+            small = (left, right, event) if right - left < _LEAST else None
+            if not small:
+                self._action(draw, rank, left, right, event)
+        if small:
+            self._action(draw, rank, *small)
+
+    def _action(self, draw: Drawing, rank: int, left: float, right: float, event: Event) -> None:
+        fill, y, high = mixed(colour(event.stage), _SHADES[event.kind]), self._y(rank), self._high[0]
+        told = ""
+        if right - left >= 4:  # where a mouse can rest
+            times = f"{duration(event.start, self.run.unit)} to {duration(event.end, self.run.unit)}"
+            told = f"{KINDS[event.kind]} of microbatch {event.microbatch}, stage {event.stage}: {times}"
+        gap = min(1.0, (right - left) / 8)
+        draw.rect(left, y, right - left - gap, high, fill, told)
+        number = str(event.microbatch)
+        if right - left >= width(number, 9) + 4:
+            draw.text((left + right) / 2, y + high - 6 + (high < 16), number, ink_on(fill), "middle", size=9)
+
+    def _held(self, draw: Drawing, rank: int, points: tuple[tuple[float, int], ...]) -> None:
+        run, (high, room) = self.run, self._high
+        peak, base = run.peaks[rank], self._y(rank) + high + room + 2
+        told = f"peak {size(peak)}" + (f" of {size(self.memory)}" if self.memory else "")
+        ink = BAD if self.memory and peak > self.memory else INK if peak == max(run.peaks) else MUTED
+        draw.text(WIDTH - RIGHT + 6, base - (4 if room else 6), size(peak), ink, size=10, title=told)
+        if not room:
+            return
+        frame = Plane(LEFT, base - room, WIDTH - RIGHT, base, (run.seconds, max(self.memory or 0, *run.peaks)))
+        stairs: list[tuple[float, float]] = []
+        for seconds, nbytes in points:
+            if stairs:
+                stairs.append((frame.x(seconds), stairs[-1][1]))
+            stairs.append((frame.x(seconds), frame.y(nbytes)))
+        stairs.append((frame.right, stairs[-1][1]))
+        corners = [(frame.left, base), *thinned(stairs), (frame.right, base)]
+        draw.area(corners, mixed(RIBBON, 0.45), f"memory of rank {rank}, {told}")
+        if self.memory:
+            y = frame.y(self.memory)
+            draw.line((frame.left, y), (frame.right, y), BAD, dashes="4 3")
+        draw.line((frame.left, base), (frame.right, base))
+
+
+def timeline_svg(run: ScheduleRun, memory: int | None = None) -> str:
+    """The still picture of a step; with the bytes that each rank has, if they are limited."""
+    return TimelineDrawing(run, memory).to_svg()

@@ -1,0 +1,109 @@
+"""The widget: what the page sends becomes a plan, and a plan that Python makes anew goes to the page."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import splitkit as sk
+from splitkit.errors import NoPlanError, ViewError
+from splitkit.view.ladder import COLUMNS
+
+pytest.importorskip("anywidget")
+
+
+@pytest.fixture(scope="module")
+def gm():
+    layers = [nn.Sequential(nn.Linear(16, 16 + 4 * i), nn.GELU(), nn.Linear(16 + 4 * i, 16)) for i in range(6)]
+    return sk.capture(nn.Sequential(*layers), torch.ones(4, 16))
+
+
+@pytest.fixture
+def widget(gm):
+    return sk.split(gm, sk.policies.Stages(3)).view(live=True)
+
+
+def said(widget):
+    """What goes to the page from now on."""
+    found = []
+    widget.send = lambda content, buffers=None: found.append(content)
+    return found
+
+
+def front(widget, **state):
+    """What the page does: it changes a trait, as its comm says so."""
+    widget._handle_msg({"content": {"data": {"method": "update", "state": state}}, "buffers": []})
+
+
+def ask(widget, **content):
+    widget._handle_msg({"content": {"data": {"method": "custom", "content": content}}, "buffers": []})
+
+
+def test_the_plan_comes_back_as_it_was_dragged(gm, widget):
+    shipped = widget.plan
+    assert shipped is widget.ladder.plan and len(widget.borders) == 4
+    moved = [0, 1, widget.borders[2], widget.borders[3]]
+    assert moved != widget.borders
+    front(widget, borders=moved)
+    plan = widget.plan
+    assert plan is not shipped and set(plan.parts) == set(shipped.parts)
+    flow, data = sk.analyze(gm), widget.data
+    stages = sk.stage_costs(flow, plan, widget.ladder.costs)
+    count = len(data["rows"])
+    for (a, b), stage in zip(pairwise(moved), stages, strict=True):
+        at = a * count - a * (a - 1) // 2 + (b - a - 1)
+        peak = sum(data["stretches"][c][at] for c in COLUMNS if c in ("fixed", "saved", "temporary"))
+        assert peak == stage.fixed_bytes + stage.saved_bytes + stage.temporary_bytes
+    x = torch.ones(4, 16)
+    assert torch.equal(sk.split(gm, plan)(x), gm(x))
+    front(widget, borders=[0, 2, count])
+    assert set(widget.plan.parts) == {0, 1}
+    front(widget, borders=moved[:1] + data_borders(data)[1:])
+    assert widget.plan is shipped
+
+
+def data_borders(data):
+    parts = [row["part"] for row in data["rows"]]
+    return [0, *(i for i in range(1, len(parts)) if parts[i] != parts[i - 1]), len(parts)]
+
+
+def test_the_slider_plans_anew_in_python(widget):
+    heard, before = said(widget), widget.data
+    ask(widget, stages=2)
+    assert heard == [{"planned": 2}] and len(widget.plan.parts) == 2 and widget.data is not before
+    assert widget.borders == data_borders(widget.data) and "bottleneck" in widget.plan.note
+    widget.planner = lambda count: sk.plan(widget.ladder.flow.root, sk.policies.Stages(count + 1))
+    ask(widget, stages=3)
+    assert len(widget.plan.parts) == 4
+
+
+def test_what_no_plan_can_do_is_said_in_the_page(widget):
+    heard, plan = said(widget), widget.plan
+
+    def refused(count):
+        raise NoPlanError("SK303", f"no {count} stages <here>", "Take two.")
+
+    widget.planner = refused
+    ask(widget, stages=5)
+    assert heard == [{"refused": "no 5 stages <here>. Take two."}] and widget.plan is plan
+    ask(widget, stages="many")
+    ask(widget)
+    assert len(heard) == 1
+
+
+@pytest.mark.parametrize("borders", [[], [0], [1, 7], [0, 3, 3, 7], [0, 5, 2, 7], [0, 999]])
+def test_borders_that_are_none_are_refused(widget, borders):
+    before = widget.borders
+    with pytest.raises(ViewError, match="SK901"):
+        widget.borders = borders
+    assert widget.borders == before
+
+
+def test_a_notebook_is_given_the_widget(widget):
+    html = widget._repr_mimebundle_()
+    bundle = html[0] if isinstance(html, tuple) else html
+    assert "application/vnd.jupyter.widget-view+json" in bundle
+    assert "class Ladder" in widget._esm and "export default" in widget._esm and "http" not in widget._css
