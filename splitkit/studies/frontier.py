@@ -25,6 +25,7 @@ from splitkit.shown import Shown
 from splitkit.training.choices import Choice, savings
 from splitkit.training.flow import JointFlow, as_joint
 from splitkit.units import duration, size
+from splitkit.view.halves import HalvesView
 from splitkit.view.pictures import Picture, pictured
 from splitkit.view.svgscatter import ScatterDrawing, Spot
 from splitkit.view.tables import table
@@ -259,12 +260,21 @@ def _nbytes(method: str, value: float | str) -> float:
     return value if checks.is_number(value) else checks.nbytes(f"Frontier.{method}", "nbytes", value)
 
 
+_STEPS = 6
+"""Points of a frontier that its page goes through."""
+
 Mark = Point | tuple[float, float]
 """What is compared: a point, or (bytes, seconds of recompute)."""
 
 
 @pictured.register
-def _frontier(frontier: Frontier, *, marks: Mapping[str, Mark] | None = None) -> Picture:
+def _frontier(
+    frontier: Frontier,
+    *,
+    marks: Mapping[str, Mark] | None = None,
+    memory: float | str | None = None,
+    title: str = "",
+) -> Picture:
     what = "peak" if frontier.of == "peak" else "saved for backward"
 
     def told(point: Point) -> str:
@@ -280,4 +290,19 @@ def _frontier(frontier: Frontier, *, marks: Mapping[str, Mark] | None = None) ->
         axes = f"{what} (bytes)", "computed again"
         return ScatterDrawing(str(frontier), axes, line, others, frontier.unit).to_svg()
 
-    return Picture("frontier", svg, lambda: [frontier.table()])
+    limit = None if memory is None else checks.nbytes("view", "memory", memory)
+    shown = _apart(frontier)
+    view = HalvesView(frontier.flow, [point.pair for point in shown], frontier._costs, title, len(shown) - 1, limit)
+    return Picture(title or "frontier", svg, lambda: [frontier.table()], view)
+
+
+def _apart(frontier: Frontier) -> list[Point]:
+    """Both ends, and a few between them whose memory is far apart."""
+    points = frontier.points
+    first, last = (frontier.taken(points[i]) for i in (0, -1))
+    found = {0: points[0], len(points) - 1: points[-1]}
+    for part in range(1, _STEPS - 1):
+        wanted = first + (last - first) * part / (_STEPS - 1)
+        number = min(range(len(points)), key=lambda i: (abs(frontier.taken(points[i]) - wanted), i))
+        found[number] = points[number]
+    return [found[number] for number in sorted(found)]

@@ -22,9 +22,9 @@ from torch.fx import Node
 
 from splitkit.costs import unit_of
 from splitkit.engine.pair import Pair
+from splitkit.graph.dataflow import Dataflow
 from splitkit.memory.profile import MemoryProfile, simulate_memory
 from splitkit.prices import Costs
-from splitkit.training.flow import JointFlow
 from splitkit.view.opdata import kind_of, ops_data, rounded
 from splitkit.view.rows import LadderRows, rows_of
 
@@ -44,7 +44,7 @@ class HalvesView:
         memory: bytes of the device, if they are limited.
     """
 
-    flow: JointFlow
+    flow: Dataflow
     pairs: Sequence[Pair]
     costs: Costs
     title: str = ""

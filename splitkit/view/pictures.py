@@ -21,6 +21,7 @@ from splitkit.pipeline.stageprices import Optimizer
 from splitkit.plans.record import Plan
 from splitkit.training.savedvalues import SavedValue
 from splitkit.units import size
+from splitkit.view.halves import HalvesView
 from splitkit.view.ladder import LadderView
 from splitkit.view.ranks import rank_table
 from splitkit.view.report import Report, report
@@ -45,7 +46,7 @@ class Picture:
         title: of its page.
         svg: makes the still picture.
         tables: makes the tables below it.
-        ladder: what is to be steered, of a plan.
+        ladder: what is to be steered: a plan, or forward and backward.
         nodes: how many are drawn, of a plan.
         instead: makes another still picture where `svg` is refused.
         notes: what is said below.
@@ -54,7 +55,7 @@ class Picture:
     title: str
     svg: Callable[[], str]
     tables: Callable[[], Iterable[Table]]
-    ladder: LadderView | None = None
+    ladder: LadderView | HalvesView | None = None
     nodes: int = 0
     instead: Callable[[], str] | None = None
     notes: tuple[str, ...] = ()
@@ -80,9 +81,10 @@ def _plan(
     optimizer: Optimizer = "adam",
     memory: float | str | None = None,
     run: ScheduleRun | None = None,
+    beside: Plan | None = None,
     title: str = "",
 ) -> Picture:
-    return _ladder(analyze(_module_of(plan)), plan, costs, optimizer, memory, run, title)
+    return _ladder(analyze(_module_of(plan)), plan, costs, optimizer, memory, run, beside, title)
 
 
 @pictured.register
@@ -93,9 +95,10 @@ def _split(
     optimizer: Optimizer = "adam",
     memory: float | str | None = None,
     run: ScheduleRun | None = None,
+    beside: Plan | None = None,
     title: str = "",
 ) -> Picture:
-    return _ladder(split.flow, split.plan, costs, optimizer, memory, run, title)
+    return _ladder(split.flow, split.plan, costs, optimizer, memory, run, beside, title)
 
 
 def _module_of(plan: Plan) -> fx.GraphModule:
@@ -117,6 +120,7 @@ def _ladder(
     optimizer: Optimizer,
     memory: float | str | None,
     run: ScheduleRun | None,
+    beside: Plan | None,
     title: str,
 ) -> Picture:
     if run is not None and len(run.stages) != len(plan.parts):
@@ -124,7 +128,9 @@ def _ladder(
         raise ViewError("SK901", reason, "Simulate the stages of this plan: splitkit.stage_costs(flow, plan, costs).")
     prices = default(flow) if costs is None else costs
     limit = _limit(memory)
-    view = LadderView(flow, plan, prices, title, optimizer, limit, run)
+    if beside is not None and any(node not in flow.index for node in beside):
+        raise ViewError("SK901", "the plan beside is of another graph", "Compare plans of one graph module.")
+    view = LadderView(flow, plan, prices, title, optimizer, limit, run, beside)
 
     def svg() -> str:
         return ladder_svg(view.to_dict())
@@ -191,7 +197,7 @@ def _profile(profile: MemoryProfile, *, memory: float | str | None = None) -> Pi
 
 
 @pictured.register
-def _pair(pair: Pair) -> Picture:
+def _pair(pair: Pair, *, costs: Costs | None = None, memory: float | str | None = None, title: str = "") -> Picture:
     forward, backward = len(pair.forward.graph.nodes), len(pair.backward.graph.nodes)
     values = [value for value in pair.saved_values if value.nbytes]
     total = sum(value.nbytes for value in values)
@@ -214,7 +220,12 @@ def _pair(pair: Pair) -> Picture:
         more = f" ({len(values) - len(rows)} more)" if len(values) > len(rows) else ""
         return [table(("module", "op", "node", "bytes"), rows, ("bytes",), f"saved, the largest first{more}")]
 
-    return Picture("forward and backward", svg, tables)
+    title = title or "forward and backward"
+    if pair.plan is None:  # by one of torch's partitioners: of what graph it is not known
+        return Picture(title, svg, tables)
+    flow = analyze(_module_of(pair.plan))
+    view = HalvesView(flow, [pair], default(flow) if costs is None else costs, title, memory=_limit(memory))
+    return Picture(title, svg, tables, view)
 
 
 def _bar(label: str, values: Sequence[SavedValue]) -> Bar:

@@ -6,6 +6,7 @@ from typing import Any
 
 from splitkit.errors import SplitError, ViewError
 from splitkit.view.html import FramedPage, fragment, still_page
+from splitkit.view.ladder import LadderView
 from splitkit.view.page import page
 from splitkit.view.pictures import Picture, pictured
 
@@ -81,7 +82,7 @@ def view(shown: object, *, height: int | None = None, live: bool = False, **opti
     picture = pictured(shown, **options)
     if not live:
         return FramedPage(html_of(picture), height or (720 if picture.ladder else 560))
-    if picture.ladder is None:
+    if not isinstance(picture.ladder, LadderView):
         raise ViewError(
             "SK901", f"a {type(shown).__name__} has nothing to steer", "live=True is for plans and splits; use .view()."
         )
