@@ -30,7 +30,7 @@ class Browser:
             "--remote-debugging-pipe", f"--user-data-dir={self._folder}", "about:blank",
         ]  # fmt: skip
         self._process = subprocess.Popen(  # the pipes are 3 and 4 there
-            ["sh", "-c", f'exec "$@" 3<&{take} 4>&{give}', "sh", *words],
+            ["bash", "-c", f'exec "$@" 3<&{take} 4>&{give}', "bash", *words],
             pass_fds=(take, give), stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         os.close(take)

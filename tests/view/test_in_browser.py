@@ -1,0 +1,229 @@
+"""The page in a real browser: what is shown is what Python says, and all of it can be steered by mouse and keys."""
+
+from __future__ import annotations
+
+import pytest
+from browser import BINARY, Browser
+from torch import nn
+
+import splitkit as sk
+from splitkit.policies import RecomputeAll, SaveAll, Stages
+from splitkit.testing import models
+from splitkit.view.halves import HalvesView
+from splitkit.view.ladder import LadderView
+from splitkit.view.page import page
+
+pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
+SIZES = {"layers": 4, "width": 64, "heads": 4, "seq": 16, "vocab": 100}
+HARMFUL = "<img src=x onerror=window.harmed=1></script><script>window.harmed=1</script>"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with Browser() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def ladder():
+    example = models.build("gpt2", **SIZES)
+    gm = sk.capture(example.model, *example.args, **example.kwargs)
+    flow, costs = sk.analyze(gm), sk.costs.training(sk.costs.roofline(gm, "a100"))
+    plan = sk.plan(gm, Stages(3), costs)
+    run = sk.simulate_schedule(sk.stage_costs(flow, plan, costs), "1f1b", 4)
+    return LadderView(flow, plan, costs, HARMFUL, run=run)
+
+
+@pytest.fixture
+def opened(browser, ladder, tmp_path):
+    return shown(browser, tmp_path, ladder)
+
+
+def shown(browser, folder, view):
+    (folder / "page.html").write_text(page(view.to_dict()), "utf-8")
+    browser.open(folder / "page.html")
+    assert_quiet(browser)
+    return browser
+
+
+def assert_quiet(browser):
+    assert browser.faults() == [] and browser.requests() == [] and browser.value("window.harmed") is None
+
+
+def middle(browser, name):
+    """Where a row's box in forward is, in pixels of the window."""
+    return browser.value(
+        f"""(() => {{ const s = splitkit, box = s.canvas.getBoundingClientRect();
+        const item = s.items.find(i => s.name(i) === {name!r});
+        return [box.left + s.x + (170 + s.wide / 2) * s.zoom, box.top + s.y + (item.y + 13) * s.zoom]; }})()"""
+    )
+
+
+def cut(browser, number):
+    """Where a cut is at the left, where no box is."""
+    return browser.value(
+        f"""(() => {{ const s = splitkit, item = s.itemOf[s.borders[{number}]], box = s.canvas.getBoundingClientRect();
+        return [box.left + s.x + 60 * s.zoom, box.top + s.y + (item.y - 5) * s.zoom]; }})()"""
+    )
+
+
+def borders(browser):
+    return browser.value("splitkit.borders")
+
+
+def side(browser):
+    return browser.value("splitkit.side.textContent")
+
+
+def test_it_is_mounted_without_a_request_and_text_stays_text(opened):
+    assert HARMFUL in opened.value("document.querySelector('header').textContent")
+    assert opened.value("document.images.length") == 0
+    assert "3 stages" in side(opened) and "moved by hand" not in side(opened)
+
+
+def test_a_cut_is_dragged_and_put_back_and_the_numbers_are_those_of_python(opened, ladder):
+    before = borders(opened)
+    x, y = cut(opened, 1)
+    opened.drag(x, y, x, y + 60)
+    moved = borders(opened)
+    assert moved[1] > before[1] and moved[2:] == before[2:] and "moved by hand" in side(opened)
+    part = {node: sum(row >= b for b in moved[1:-1]) for node, row in ladder.rows.of.items()}
+    stages = sk.stage_costs(ladder.flow, sk.plan(ladder.flow.root, lambda n: part.get(n, 0)), ladder.costs)
+    told = opened.value("splitkit.prices.stages(splitkit.borders, splitkit.isShipped)")
+    for stage, here in zip(stages, told, strict=True):
+        assert here["forward"] == pytest.approx(stage.forward, rel=1e-6)
+        assert here["backward"] == pytest.approx(stage.backward, rel=1e-6)
+        assert (here["saved"], here["fixed"]) == (stage.saved_bytes, stage.fixed_bytes)
+        assert here["peak"] == stage.fixed_bytes + stage.saved_bytes + stage.temporary_bytes
+    assert [here["down"] for here in told[:-1]] == [stage.activation_bytes for stage in stages[:-1]]
+    opened.value("splitkit.reset.click()")
+    assert borders(opened) == before and "moved by hand" not in side(opened)
+
+
+def test_the_slider_sets_how_many_stages_there_are(opened):
+    for count in (1, 2, 5):
+        opened.value(f"splitkit.slider.value = {count}; splitkit.slider.dispatchEvent(new Event('input'))")
+        assert len(borders(opened)) == count + 1 and f"{count} stages" in side(opened)
+    best = opened.value("splitkit.prices.stages(splitkit.borders, false).map(s => s.seconds)")
+    others = opened.value(
+        """(() => { const s = splitkit, n = s.data.rows.length;
+        const least = (start, left) => left === 1 ? s.prices.of(start, n).seconds : Math.min(
+          ...[...Array(n - left + 1 - start).keys()].map(i => start + 1 + i).map(
+            end => Math.max(s.prices.of(start, end).seconds, least(end, left - 1))));
+        return least(0, 5); })()"""
+    )
+    assert max(best) == pytest.approx(others)
+
+
+def test_boxes_and_tables_and_the_timeline_are_linked_both_ways(opened):
+    opened.click(*middle(opened, "transformer.h.1"))
+    assert opened.value("splitkit.selected") == {
+        "row": opened.value("splitkit.items.find(i => splitkit.name(i) === 'transformer.h.1').start")
+    }
+    assert "transformer.h.1" in side(opened)
+    opened.value("splitkit.side.querySelectorAll('tbody tr')[2].click()")
+    assert opened.value("splitkit.selected") == {"stage": 2}
+    place = opened.value(
+        """(() => { const t = splitkit.timeline, box = t.canvas.getBoundingClientRect();
+        const e = t.run.events.find(e => e[2] === 1 && e[1] === "B");
+        return [box.left + t.x((e[4] + e[5]) / 2), box.top + t.y(e[0]) + 4]; })()"""
+    )
+    opened.click(*place)
+    assert opened.value("splitkit.selected") == {"stage": 1} and opened.value("splitkit.hovered") == {"stage": 1}
+
+
+def test_a_module_opens_and_an_op_is_told_of(opened):
+    opened.click(*middle(opened, "transformer.h.2"), times=2)
+    row = opened.value("[...splitkit.open][0]")
+    assert opened.value("splitkit.itemOf[" + str(row) + "].inner.boxes.size") == opened.value(
+        f"splitkit.data.rows[{row}].ops"
+    )
+    place = opened.value(
+        f"""(() => {{ const s = splitkit, [left, top, inner] = s.innerOf(s.itemOf[{row}])[0];
+        const [op, b] = [...inner.boxes][3], box = s.canvas.getBoundingClientRect();
+        s.fit();
+        return [box.left + s.x + (left + b.x + 20) * s.zoom, box.top + s.y + (top + b.y + 9) * s.zoom, op]; }})()"""
+    )
+    opened.click(*place[:2])
+    assert opened.value("splitkit.selected") == {"op": place[2]}
+    assert opened.value(f"splitkit.ops.op({place[2]})") in side(opened)
+
+
+def test_search_reveals_an_op(opened):
+    opened.value("splitkit.search.focus()")
+    for letter in "gelu":
+        opened.key(letter)
+    opened.value("splitkit.search.value = 'tanh'; splitkit.search.dispatchEvent(new Event('input'))")
+    assert opened.value("splitkit.hits.textContent") == f"{SIZES['layers']} found"
+    opened.key("Enter")
+    op = opened.value("splitkit.selected.op")
+    assert "tanh" in opened.value(f"splitkit.ops.op({op})") and opened.value(
+        f"splitkit.open.has(splitkit.ops.row[{op}])"
+    )
+
+
+def test_keys_select_open_and_move_cuts(opened):
+    opened.value("splitkit.canvas.focus()")
+    opened.key("ArrowDown")
+    opened.key("ArrowDown")
+    assert opened.value("splitkit.selected") == {"row": 1}
+    opened.key("Enter")
+    assert opened.value("splitkit.open.has(1)")
+    before = borders(opened)
+    opened.key("ArrowDown", alt=True)
+    assert borders(opened)[1] == before[1] + 1
+    opened.key("Escape")
+    assert opened.value("splitkit.selected") is None
+
+
+def test_dark_is_dark(opened):
+    light = opened.value("getComputedStyle(splitkit.root).backgroundColor")
+    opened.value("[...document.querySelectorAll('button')].pop().click()")
+    assert opened.value("getComputedStyle(splitkit.root).backgroundColor") != light
+
+
+def test_two_plans_beside_each_other(browser, ladder, tmp_path):
+    other = sk.plan(ladder.flow.root, Stages(2), ladder.costs)
+    shown(browser, tmp_path, LadderView(ladder.flow, ladder.plan, ladder.costs, beside=other))
+    assert "2 stages" in side(browser) and "3 stages" in side(browser) and "in another stage there" in side(browser)
+    assert_quiet(browser)
+
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.add_module(HARMFUL.replace(".", ""), nn.Linear(4, 4))
+
+    def forward(self, x):
+        return next(iter(self.children()))(x).tanh().sum()
+
+
+def test_forward_and_backward_are_steered(browser, tmp_path):
+    import torch
+
+    joint = sk.capture_joint(Odd(), torch.ones(2, 4))
+    costs = sk.costs.roofline(joint.graph_module, "a100")
+    pairs = [joint.split(policy, costs) for policy in (RecomputeAll(), SaveAll())]
+    view = HalvesView(joint.flow, pairs, costs, chosen=1, memory=2**20)
+    shown(browser, tmp_path, view)
+    data = view.to_dict()
+    assert browser.value("splitkit.number") == 1 and "2 plans" in side(browser)
+    browser.value("splitkit.slider.value = 0; splitkit.slider.dispatchEvent(new Event('input'))")
+    assert browser.value("splitkit.number") == 0
+    assert browser.value("[...splitkit.again]") == data["choices"][0]["again"]
+    browser.value("splitkit.draw()")
+    browser.settle()
+    assert browser.value("Math.max(...splitkit.timeline.bytes)") == data["choices"][0]["peak"]
+    step = browser.value("splitkit.timeline.ops.findIndex((op, i) => op >= splitkit.late)")
+    place = browser.value(
+        f"""(() => {{ const t = splitkit.timeline, box = t.canvas.getBoundingClientRect();
+        return [box.left + t.x({step} + 0.5), box.top + 60]; }})()"""
+    )
+    browser.click(*place)
+    op = browser.value("splitkit.selected.op")
+    assert (
+        op >= data["late"]
+        and "backward" in side(browser)
+        and browser.value(f"splitkit.open.has(splitkit.ops.row[{op}])")
+    )
+    assert_quiet(browser)
