@@ -279,6 +279,9 @@ def _view(commands: Commands[Parser]) -> None:
     parser.add_argument(
         "-o", "--output", metavar="FILE", required=True, help="the page; it needs nothing but a browser"
     )
+    parser.add_argument(
+        "--beside", metavar="PLAN.json", help="another plan of the model, to see what is in another stage"
+    )
     group = parser.add_argument_group("below the picture")
     group.add_argument("--schedule", metavar="NAME", help="the timeline of a step: gpipe, 1f1b, ...; as of plan")
     group.add_argument("--microbatches", type=positive, metavar="N", help="of a step (default: two a stage)")

@@ -211,10 +211,15 @@ def plan_file(args: Namespace) -> dict[str, Any] | None:
     if unfit:
         option = f"--{unfit[0].replace('_', '-')}"
         raise UsageError("SK601", f"{option} does not go with a plan file, which has decided", "Plan again with it.")
+    return read_plan(args.target)
+
+
+def read_plan(path: str) -> dict[str, Any]:
+    """The data of a plan file; errors as of `plan_file`."""
     from splitkit.plans import file as planfile
 
-    data = planfile.read(args.target)
-    _require_plan(args.target, data)
+    data = planfile.read(path)
+    _require_plan(path, data)
     return data
 
 

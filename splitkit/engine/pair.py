@@ -37,7 +37,9 @@ class Pair(Shown):
         backward(*sizes, *saved, *tangents)  ->  gradients
 
     Nodes of both have the names, and the very ``meta["val"]``, of the joint graph: a saved value is called alike in
-    both, and has the same storage. In a notebook a pair draws how large both are and what is saved.
+    both, and has the same storage. In a notebook a pair draws how large both are and what is saved; `view` and
+    `to_html` are a page of forward, what is saved, backward and the memory of each step. They take ``costs`` (FLOPs by
+    default), ``memory`` of the device and a ``title``.
 
     Attributes:
         forward: takes parameters, buffers and inputs; gives the outputs and what backward needs.

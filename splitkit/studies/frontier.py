@@ -102,7 +102,8 @@ class Frontier(Shown):
     better ones may exist. It takes about as long as those searches.
 
     In a notebook a frontier draws itself; `view`, `to_html` and `to_svg` take ``marks``: name -> a point of it, or
-    (bytes, seconds) of another plan to compare with, such as one of torch.
+    (bytes, seconds) of another plan to compare with, such as one of torch. The page goes from one point to the next:
+    what is saved and computed again there, and the memory of each step; ``memory`` of the device is a line in it.
 
     Attributes:
         joint: a joint graph, or the facts about one.

@@ -67,3 +67,31 @@ def test_a_plan_that_is_no_ladder_is_a_still_page_that_says_why(tmp_path, call):
     code, out, _ = call("plan", "gpt2", *SMALL, *words)
     assert code == 0 and f"wrote {page}" in out and json.loads(plan.read_text())
     assert "No picture" in page.read_text("utf-8")
+
+
+SMALL = ["--size", "layers=1,width=32,heads=2", "--size", "vocab=64,seq=8"]
+
+
+def test_two_plans_of_a_model_are_drawn_beside_each_other(tmp_path, capsys):
+    one, two, page = (str(tmp_path / name) for name in ("one.json", "two.json", "page.html"))
+    for path, stages in ((one, "2"), (two, "3")):
+        assert main(["plan", "gpt2", *SMALL, "--stages", stages, "-o", path]) == 0
+    assert main(["view", one, "--beside", two, "-o", page]) == 0
+    text = (tmp_path / "page.html").read_text("utf-8")
+    data = json.loads(text.partition('id="splitkit-data">')[2].partition("</script>")[0])
+    assert len(data["parts"]) == 2 and len(data["beside"]["parts"]) == 3
+    (tmp_path / "page.html").unlink()
+    assert main(["view", one, "--beside", str(tmp_path / "none.json"), "-o", page]) == 2
+    assert "SK504" in capsys.readouterr().err and not (tmp_path / "page.html").exists()
+
+
+def test_a_plan_of_forward_and_backward_is_drawn(tmp_path, capsys):
+    plan, first, again = (str(tmp_path / name) for name in ("plan.json", "first.html", "again.html"))
+    words = ["plan", "gpt2", *SMALL, "--what", "fwd-bwd", "--policy", "SaveAll()", "-o", plan, "--view", first]
+    assert main(words) == 0
+    assert main(["view", plan, "-o", again, "--memory", "1GiB"]) == 0
+    for name in (first, again):
+        with open(name, encoding="utf-8") as file:
+            assert '"schema":"splitkit.halves/1"' in file.read()
+    assert main(["view", plan, "-o", again, "--beside", plan]) == 2
+    assert "--beside is for plans in stages" in capsys.readouterr().err

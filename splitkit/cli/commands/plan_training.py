@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import splitkit as sk
 from splitkit.cli import policyspec, source
 from splitkit.cli.outcome import Outcome, seconds
-from splitkit.cli.pages import still_pages, wrote
+from splitkit.cli.pages import wrote
 from splitkit.cli.placement import MOST_BYTES
 from splitkit.cli.source import Source
 from splitkit.cli.work import TRAINING, Stopwatch, check_costs, example_of, kind_of_costs, versions
 from splitkit.errors import UsageError
 from splitkit.units import at_most, duration, read_size, size
+from splitkit.view.showing import html
 from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def plan(args: Namespace) -> Outcome:
     text = [*_text(data), *([f"wrote {args.output}"] if args.output else [])]
     files: dict[str, Mapping[str, Any] | str] = {args.output: record} if args.output else {}
     if args.view:
-        files[args.view] = page = still_pages(work.source.spec, {"forward and backward": pair, "memory": profile})
+        files[args.view] = page = html(pair, costs=costs, title=work.source.spec)
         text.append(wrote(args.view, page))
     return Outcome(data, text, files=files)
 

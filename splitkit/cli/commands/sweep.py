@@ -10,10 +10,11 @@ import splitkit as sk
 from splitkit.cli import devicelist, placement
 from splitkit.cli.commands import plan_training as trainplan
 from splitkit.cli.outcome import Outcome, seconds
-from splitkit.cli.pages import still_pages, wrote
+from splitkit.cli.pages import wrote
 from splitkit.errors import UsageError
 from splitkit.studies.frontier import Point
 from splitkit.units import duration, size
+from splitkit.view.showing import html
 from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def _frontier(args: Namespace) -> Outcome:
     titles = (of, "of all", "computed again", "of the step", other)
     files, written = {}, []
     if args.view:
-        files[args.view] = page = still_pages(work.source.spec, {f"frontier of {work.source.spec}": frontier})
+        files[args.view] = page = html(frontier, title=f"frontier of {work.source.spec}")
         written = [wrote(args.view, page)]
     shown: list[RenderableType] = [text, "", table(titles, _cells(rows, frontier, of, other), titles), *written]
     return Outcome(data, shown, files=files)

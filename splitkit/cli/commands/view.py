@@ -7,10 +7,15 @@ from typing import Any
 
 import splitkit as sk
 from splitkit.checks import nbytes
+from splitkit.cli import source
+from splitkit.cli.commands import plan_training
+from splitkit.cli.commands.plan_training import TrainWork
 from splitkit.cli.outcome import Outcome
 from splitkit.cli.pages import wrote
-from splitkit.cli.work import planned
+from splitkit.cli.work import TRAINING, Work, decoded, plan_file, planned_by, read_plan
+from splitkit.errors import UsageError
 from splitkit.pipeline.stageprices import Optimizer
+from splitkit.plans.record import Plan
 from splitkit.view.showing import html
 
 
@@ -18,9 +23,13 @@ def run(args: Namespace) -> Outcome:
     """See the module."""
     optimizer: Optimizer = None if args.optimizer == "none" else args.optimizer or "adam"
     memory = nbytes("view", "memory", args.memory) if args.memory else None
+    file = plan_file(args)
+    if file is not None and file.get("what") == TRAINING:
+        return _halves(args, file, memory)
     if args.training is None and optimizer and not args.target.endswith(".json"):
         args.training = True  # what is drawn is what is to be even
-    work, plan, costs = planned(args)
+    work, plan, costs = planned_by(args, file)
+    beside = _beside(args, work)
     with work.clock.step("view", "pricing the rows"):
         step = None
         if args.schedule is not None:
@@ -28,7 +37,34 @@ def run(args: Namespace) -> Outcome:
             links = None if args.links in (None, "none") else args.links
             step = sk.simulate_schedule(stages, args.schedule, args.microbatches or 2 * len(stages), links=links)
         title = work.source.spec
-        text = html(plan, costs=costs, optimizer=optimizer, memory=memory, run=step, title=title)
+        text = html(plan, costs=costs, optimizer=optimizer, memory=memory, run=step, beside=beside, title=title)
+    return _outcome(args, work, text)
+
+
+def _beside(args: Namespace, work: Work) -> Plan | None:
+    """The other plan, of the same model captured in the same way."""
+    if args.beside is None:
+        return None
+    return decoded(work.gm.graph, args.beside, read_plan(args.beside))
+
+
+def _halves(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcome:
+    """A plan of forward and backward."""
+    unfit = [name for name in ("schedule", "microbatches", "beside", "optimizer") if getattr(args, name) is not None]
+    if unfit:
+        reason = f"--{unfit[0]} is for plans in stages, and {args.target} divides a step into forward and backward"
+        raise UsageError(
+            "SK601", reason, f"Leave it out, or plan stages: splitkit plan MODEL --stages N -o {args.target}"
+        )
+    work = plan_training.prepare(source.from_plan(args.target, file, args))
+    with work.clock.step("view", "dividing the step"):
+        graph = work.joint.graph_module.graph
+        pair = work.joint.split(decoded(graph, args.target, file))
+        text = html(pair, memory=memory, title=work.source.spec)
+    return _outcome(args, work, text)
+
+
+def _outcome(args: Namespace, work: Work | TrainWork, text: str) -> Outcome:
     data: dict[str, Any] = {
         "command": "view",
         "model": work.source.to_dict(),
