@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -91,7 +92,6 @@ def test_a_plan_of_forward_and_backward_is_drawn(tmp_path, capsys):
     assert main(words) == 0
     assert main(["view", plan, "-o", again, "--memory", "1GiB"]) == 0
     for name in (first, again):
-        with open(name, encoding="utf-8") as file:
-            assert '"schema":"splitkit.halves/1"' in file.read()
+        assert '"schema":"splitkit.halves/1"' in Path(name).read_text("utf-8")
     assert main(["view", plan, "-o", again, "--beside", plan]) == 2
     assert "--beside is for plans in stages" in capsys.readouterr().err
