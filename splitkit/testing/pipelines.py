@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -82,9 +83,13 @@ class Unsplit:
         """Compare what this rank holds after a step of both."""
         whole = parameters_and_buffers(self.model)
         own = self.pipe.named_tensors()
-        weights = {name: _apart(t.detach(), whole[name].detach()) for name, t in own.items()}
-        grads = {name: _apart(_grad(t), _grad(whole[name])) for name, t in own.items() if isinstance(t, nn.Parameter)}
-        lost = _apart(found.losses, losses) if found.losses is not None else 0.0
+        weights = {name: relative_difference(t.detach(), whole[name].detach()) for name, t in own.items()}
+        grads = {
+            name: relative_difference(gradient_of(t), gradient_of(whole[name]))
+            for name, t in own.items()
+            if isinstance(t, nn.Parameter)
+        }
+        lost = relative_difference(found.losses, losses) if found.losses is not None else 0.0
         every = {**{f"gradient of {n}": d for n, d in grads.items()}, **weights}
         worst = max(every, key=every.__getitem__, default="")
         return Deviation(lost, max(grads.values(), default=0.0), max(weights.values(), default=0.0), worst)
@@ -138,14 +143,17 @@ def train_both(
     return seen
 
 
-def _grad(tensor: torch.Tensor) -> torch.Tensor:
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The gradient of a parameter; zeros where there is none."""
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
-def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
+def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference, relative to the largest number of ``b``; infinite where shapes differ, or one has a nan."""
     if a.shape != b.shape:
         return float("inf")
     if not a.numel():
         return 0.0
     a, b = a.detach().double(), b.detach().double()
-    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-12))
+    found = float((a - b).abs().max() / b.abs().max().clamp(min=1e-12))
+    return float("inf") if math.isnan(found) else found
