@@ -149,11 +149,12 @@ def gradient_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference, relative to the largest number of ``b``; infinite where shapes differ, or one has a nan."""
-    if a.shape != b.shape:
+    """The largest difference, relative to the largest number of ``b``; infinite where shapes differ, or for nan."""
+    if a.shape != b.shape or a.is_complex() != b.is_complex():
         return float("inf")
     if not a.numel():
         return 0.0
-    a, b = a.detach().double(), b.detach().double()
+    wide = torch.complex128 if b.is_complex() else torch.float64
+    a, b = a.detach().to(wide), b.detach().to(wide)
     found = float((a - b).abs().max() / b.abs().max().clamp(min=1e-12))
     return float("inf") if math.isnan(found) else found

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     import torch
     from rich.console import RenderableType
 
-    from splitkit.pipeline.order import PipelineOrder
     from splitkit.cli.beside import Beside
+    from splitkit.pipeline.order import PipelineOrder
     from splitkit.plans.record import Plan
     from splitkit.runtime.pipeline import Pipeline
 
