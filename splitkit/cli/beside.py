@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.pipeline import Pipeline
 from splitkit.testing.pipelines import Unsplit, gradient_of, relative_difference
 
@@ -28,9 +27,12 @@ class Beside:
         if self._unsplit is not None:
             self.whole = self._unsplit.model, optimizer(self._unsplit.model.parameters())
         self.apart = {"loss": 0.0, "gradient": 0.0, "weight": 0.0}
-        own = {name: (t.shape, t.dtype, isinstance(t, nn.Parameter)) for name, t in pipe.named_tensors().items()}
+        known: list[Any] = [tuple(self._unsplit.held) if self._unsplit is not None else None]
+        dist.broadcast_object_list(known, group=pipe.group, group_src=0)
+        own = {name: t for name, t in pipe.named_tensors().items() if name in known[0] or isinstance(t, nn.Parameter)}
+        rows = {name: (t.shape, t.dtype, isinstance(t, nn.Parameter)) for name, t in own.items()}
         self._held: list[Any] = [None] * dist.get_world_size(pipe.group)
-        dist.all_gather_object(self._held, own, group=pipe.group)
+        dist.all_gather_object(self._held, rows, group=pipe.group)
 
     def step(self, batch: tuple[Sequence[Any], Mapping[str, Any]], losses: torch.Tensor, optimizer: Any) -> None:
         """A step of the unsplit model and of both optimizers.
@@ -66,11 +68,10 @@ class Beside:
             for name in self._compared(pipe.rank, what):
                 dist.send(_bytes(of(own[name])), group=pipe.group, group_dst=0)
             return
-        whole = parameters_and_buffers(self._unsplit.model)
         for rank, held in enumerate(self._held):
             for name in self._compared(rank, what):
                 mine = of(own[name]) if rank == 0 else _received(pipe, rank, *held[name][:2])
-                self.apart[what] = max(self.apart[what], relative_difference(mine, of(whole[name])))
+                self.apart[what] = max(self.apart[what], self._unsplit.apart_in(what, name, mine))
 
     def _compared(self, rank: int, what: str) -> list[str]:
         held = self._held[rank].items()

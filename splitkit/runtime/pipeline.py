@@ -146,7 +146,9 @@ class Pipeline:
         for stage in self.stages:
             split.parts[self._chain.keys[stage]].to(self.device)
 
-    __repr__ = brief
+    def __repr__(self) -> str:
+        mine = ", ".join(map(str, self.stages))
+        return f"<Pipeline {self.order.name}, rank {self.rank}: stages {mine} of {self._chain.stages}>"
 
     def step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> PipelineStep:
         """Forward and backward of one batch; gradients are added to those that are there, as by ``backward()``.
