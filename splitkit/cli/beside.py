@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from splitkit.runtime.pipeline import Pipeline
+from splitkit.runtime.sharded import whole
 from splitkit.testing.pipelines import Unsplit, gradient_of, relative_difference
 
 
@@ -44,8 +45,8 @@ class Beside:
         """
         if self._unsplit is not None:
             self._unsplit.steps = self._pipe.steps - 1
-            whole = self._unsplit.step(*batch[0], **batch[1])
-            self.apart["loss"] = max(self.apart["loss"], relative_difference(losses, whole))
+            others = self._unsplit.step(*batch[0], **batch[1])
+            self.apart["loss"] = max(self.apart["loss"], relative_difference(losses, others))
         self._compare("gradient", gradient_of)
         optimizer.step()
         if self.whole is not None:
@@ -62,15 +63,15 @@ class Beside:
 
     def _compare(self, what: str, of: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Compare something of what each rank holds: of parameters, and for weights of buffers too."""
-        pipe = self._pipe
-        own = pipe.named_tensors()
+        pipe, held = self._pipe, self._pipe.named_tensors()
+        own = {name: whole(of(held[name])) for name in self._compared(pipe.rank, what)}
         if self._unsplit is None:
-            for name in self._compared(pipe.rank, what):
-                dist.send(_bytes(of(own[name])), group=pipe.group, group_dst=0)
+            for tensor in own.values():
+                dist.send(_bytes(tensor), group=pipe.group, group_dst=0)
             return
         for rank, held in enumerate(self._held):
             for name in self._compared(rank, what):
-                mine = of(own[name]) if rank == 0 else _received(pipe, rank, *held[name][:2])
+                mine = own[name] if rank == 0 else _received(pipe, rank, *held[name][:2])
                 self.apart[what] = max(self.apart[what], self._unsplit.apart_in(what, name, mine))
 
     def _compared(self, rank: int, what: str) -> list[str]:

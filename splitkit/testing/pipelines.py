@@ -15,6 +15,7 @@ from splitkit.brief import brief
 from splitkit.engine.split import Split
 from splitkit.errors import CheckError, PipelineError
 from splitkit.graph.storages import parameters_and_buffers
+from splitkit.runtime import sharded
 from splitkit.runtime.pipeline import Pipeline, PipelineStep
 
 TOLERANCE = 1e-6
@@ -90,7 +91,8 @@ class Unsplit:
         """Compare what this rank holds after a step of both."""
         own = self.pipe.named_tensors()
         trained = {name: t for name, t in own.items() if isinstance(t, nn.Parameter)}
-        weights = {name: self.apart_in("weight", name, own[name].detach()) for name in self.held if name in own}
+        known = {name: sharded.whole(t.detach()) for name, t in own.items() if name in self.held}
+        weights = {name: self.apart_in("weight", name, t) for name, t in known.items()}
         grads = {name: self.apart_in("gradient", name, gradient_of(t)) for name, t in trained.items()}
         lost = relative_difference(found.losses, losses) if found.losses is not None else 0.0
         every = {**{f"gradient of {n}": d for n, d in grads.items()}, **weights}
@@ -155,7 +157,7 @@ def train_both(
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor:
     """The gradient of a parameter; zeros where there is none."""
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+    return sharded.whole(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad).detach()
 
 
 def relative_difference(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:

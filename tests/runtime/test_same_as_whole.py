@@ -32,11 +32,14 @@ ON_FOUR: list[dict[str, Any]] = [
     {"model": "gpt2", "stages": 4, "schedule": "1f1b", "microbatches": 4},
     {"model": "gpt2", "stages": 2, "schedule": "1f1b", "microbatches": 6, "replicas": 2},  # with a tie and dropout
     {"model": "unet", "stages": 1, "schedule": "gpipe", "microbatches": 4, "replicas": 4},
+    {"model": "gpt2", "stages": 2, "schedule": "1f1b", "microbatches": 4, "replicas": 2, "sharded": True},
+    {"model": "unet", "stages": 4, "schedule": "zbvzerobubble", "microbatches": 8, "replicas": 2, "sharded": True},
 ]
 
 
 def named(case: dict[str, Any]) -> str:
     more = f"-x{case['replicas']}" if "replicas" in case else f"-{case['call']}" if "call" in case else ""
+    more += "-sharded" if "sharded" in case else ""
     return f"{case['model']}-{case['stages']}-{case['schedule']}{more}"
 
 

@@ -13,7 +13,7 @@ from splitkit.testing.pipelines import Unsplit, gradient_of
 
 
 class Keys(nn.Module):
-    """Attention whose keys have a bias, of which every softmax is free, and a constant that capture makes an attribute."""
+    """Attention whose keys have a bias, of which every softmax is free, and a constant made an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def test_constants_of_a_graph_are_not_compared(beside):
     """KeyError: 'lifted_tensor_0', of Gemma 3, Falcon and DeBERTa."""
     pipe, whole, found, losses = beside
     assert pipe.named_tensors().keys() > whole.held.keys()
-    assert repr(pipe) == "<Pipeline GPipe, rank 0: stages 0 of 1>"
+    assert repr(pipe) == "<Pipeline GPipe, rank 0: stages (0,) of 1>"
     seen = whole.require_same(found, losses)
     assert seen.gradient < 1e-6 and seen.weight == 0.0
 

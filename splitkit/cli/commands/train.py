@@ -91,9 +91,12 @@ def _rank(args: Namespace) -> Outcome:
 def _train(args: Namespace) -> dict[str, Any]:
     from splitkit.cli.beside import Beside
     from splitkit.runtime.pipeline import pipeline
+    from splitkit.runtime.sharded import local
 
     work, split = _split(args)
     pipe = pipeline(split, schedule_of(args.schedule), args.microbatches, seed=work.source.seed)
+    if args.fsdp:
+        pipe.shard()
     optimizer = _optimizer(args, pipe.parameters())
     beside = Beside(pipe, work.gm, partial(_optimizer, args)) if args.check else None
     compile_parts(pipe, args.compile)
@@ -108,7 +111,7 @@ def _train(args: Namespace) -> dict[str, Any]:
         "rank": pipe.rank,
         "replica": pipe.replicas.own,
         "stages": list(pipe.stages),
-        "parameters": sum(p.numel() * p.element_size() for p in pipe.parameters()),
+        "parameters": sum(local(p).nbytes for p in pipe.parameters()),
         "peak": _peak(),
     }
     return {
