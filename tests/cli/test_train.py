@@ -114,6 +114,17 @@ def test_one_process_is_too_few(call, monkeypatch):
     assert code == 2 and "--checkpoint FOLDER" in err
 
 
+def test_what_no_rank_could_run_is_refused_before_there_are_ranks(call, tmp_path):
+    """Without a policy it said SK302: Stages(n=None), and of replicas only once the model was captured."""
+    code, _, err = call("train", "gpt2", *TINY, "--nproc", "2")
+    assert code == 2 and "SK601: gpt2 needs a policy" in err
+    spec = f"{Path(__file__).parent / 'tinynet.py'}:net"
+    plan = str(tmp_path / "plan.json")
+    assert call("plan", spec, "--policy", "Stages(3, replicas=(1, 2))", "-o", plan)[0] == 0
+    code, _, err = call("train", plan, "--model", spec, "--nproc", "3")
+    assert code and "SK801: the parts have different numbers of replicas" in err and "--dp 2" in err
+
+
 @pytest.mark.campaign
 def test_a_schedule_that_does_not_go_with_the_stages_is_refused_by_all_ranks(tmp_path):
     run = splitkit("train", "gpt2", *TINY, "--stages", "3", "--nproc", "2", cwd=tmp_path)

@@ -20,7 +20,7 @@ from splitkit.cli import launch, stagefolders
 from splitkit.cli.checks import DIFFERENT
 from splitkit.cli.outcome import Outcome, seconds
 from splitkit.cli.partflags import asked, compile_parts, require_compiler
-from splitkit.cli.work import Work, decoded, make_plan, plan_file, prepare
+from splitkit.cli.work import Work, decoded, make_plan, plan_file, prepare, require_policy
 from splitkit.errors import PipelineError, UsageError
 from splitkit.units import size
 from splitkit.view.tables import facts, table
@@ -50,6 +50,7 @@ def run(args: Namespace) -> Outcome:
             "a pipeline runs on several processes, and this is one",
             "Add --nproc N, or start it with: torchrun --nproc-per-node N -m splitkit train ...",
         )
+    _require_target(args)
     code, out = launch.ranks(_words(), args.nproc, args.timeout)
     if not out:
         return Outcome({}, [], code or 1, quiet=True)
@@ -57,6 +58,19 @@ def run(args: Namespace) -> Outcome:
     if (error := data.get("error")) is not None:  # as the rank that spoke says it
         raise PipelineError(error["code"] or "SK805", error["reason"], error["remedy"], error["nodes"])
     return Outcome(data, _text(data), code)
+
+
+def _require_target(args: Namespace) -> None:
+    """Refuse what no rank could run, before there are ranks."""
+    from splitkit.runtime.replicas import same_replicas
+
+    if stagefolders.is_folder(args.target):
+        return
+    file = plan_file(args)
+    if file is None:
+        require_policy(args)
+    elif args.dp is None and isinstance(parts := file.get("parts"), list):
+        same_replicas({str(p["key"]): p.get("replicas", 1) for p in parts if isinstance(p, dict) and "key" in p})
 
 
 def _words() -> list[str]:
@@ -144,6 +158,7 @@ def planned_together(args: Namespace) -> tuple[Work, Plan]:
 
     file = plan_file(args)
     if file is None:
+        require_policy(args)
         work, plan, _ = make_plan(args, args.target)
     else:
         from splitkit.cli import source
