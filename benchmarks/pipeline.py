@@ -2,8 +2,12 @@
 
 All that is compared runs in the same two gloo processes, one thread each, under 1F1B, in turns: a round has one step of
 each, in another order every time, and a figure is the median of the rounds' ratios. ``step`` is the time of the slower
-process from a barrier to the end; ``busy`` the processor seconds of the busier process, which other load of the machine
-changes less.
+process from a barrier to the end; ``busy`` the processor seconds of the busier process; ``waited`` how much of the step
+a process was ready and had no core, the larger of the two.
+
+Beware of other load. Where processes wait for a core, a step takes as long as all the work of both, however it is
+divided, and says nothing of balance: the same two cuts were 0.37 and 0.46 s with cores of their own, and 0.79 and 0.80
+beside four other processes. On a busy Linux give them the cores: ``sudo chrt -r 1 python benchmarks/pipeline.py``.
 
 models    splitkit's stages (``Stages(2)`` at measured prices) against ``torch.distributed.pipelining.pipeline`` with a
           split point by hand after half of the layers, and against that same cut by splitkit; without labels in the
@@ -17,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 import random
 import statistics
@@ -28,6 +31,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -47,6 +51,7 @@ from splitkit.testing import models
 
 RANKS = 2
 SECONDS = 300.0
+FIGURES = ("step", "busy", "waited")
 Step = Callable[[], None]
 Maker = Callable[[int], Step]
 """Rank -> what runs a step there."""
@@ -218,21 +223,30 @@ class Prepared:
             return sk.costs.measured(self.gm, (self.case.x,), cache=False, min_run_time=0.02, backward=True)
 
 
-def rounds_of(makers: Mapping[str, Maker], rank: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Seconds from a barrier and of the processor, of each in each round."""
+def waited() -> float:
+    """Seconds that this thread was ready and had no core; 0 where the system does not count them."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
+
+
+def rounds_of(makers: Mapping[str, Maker], rank: int, rounds: int) -> dict[str, list[tuple[float, ...]]]:
+    """`FIGURES` of each in each round."""
     steps = {name: make(rank) for name, make in makers.items()}
     for step in steps.values():
         for _ in range(2):
             step()
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    found: dict[str, list[tuple[float, ...]]] = {name: [] for name in steps}
     order, dice = list(steps), random.Random(0)
     for _ in range(rounds):
         dice.shuffle(order)
         for name in order:
             dist.barrier()
-            start, busy = time.perf_counter(), time.thread_time()
+            start, busy, idle = time.perf_counter(), time.thread_time(), waited()
             steps[name]()
-            found[name].append((time.perf_counter() - start, time.thread_time() - busy))
+            took = time.perf_counter() - start
+            found[name].append((took, time.thread_time() - busy, (waited() - idle) / took))
     return found
 
 
@@ -249,7 +263,7 @@ def inside(makers: Mapping[str, Maker], rank: int, rounds: int, store: str, queu
 
 
 def run(makers: Mapping[str, Maker], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """For each the ``step`` and ``busy`` seconds of its rounds."""
+    """For each the `FIGURES` of its rounds, of the process that has more."""
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -272,14 +286,14 @@ def run(makers: Mapping[str, Maker], rounds: int) -> dict[str, dict[str, list[fl
             what: [
                 max(times[i] for times in pair) for pair in zip(*(found[r][name] for r in range(RANKS)), strict=True)
             ]
-            for i, what in enumerate(("step", "busy"))
+            for i, what in enumerate(FIGURES)
         }
         for name in makers
     }
 
 
 def ratios(times: Mapping[str, Mapping[str, list[float]]], to: str) -> dict[str, dict[str, Any]]:
-    """Of all others to one: the medians of the rounds' ratios, and the medians themselves."""
+    """Of all others to one: the medians of the rounds' ratios, and the medians themselves; and what was waited."""
     return {
         name: {
             what: {
@@ -288,6 +302,7 @@ def ratios(times: Mapping[str, Mapping[str, list[float]]], to: str) -> dict[str,
             }
             for what in ("step", "busy")
         }
+        | {"waited": statistics.median(mine["waited"])}
         for name, mine in times.items()
     }
 
@@ -326,11 +341,12 @@ def even(layers: int, width: int, rows: int) -> Case:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    table = Table("model", "by", "step (s)", "step ratio", "busy (s)", "busy ratio", "us a microbatch more")
+    table = Table("model", "by", "step (s)", "step ratio", "busy (s)", "busy ratio", "waited", "us a microbatch more")
     for row in rows:
         for name, found in row["ratios"].items():
             cells = [f"{found[what][key]:.4f}" for what in ("step", "busy") for key in ("seconds", "ratio")]
-            table.add_row(row["model"], name, *cells, f"{row.get('more us a microbatch', math.nan):.0f}")
+            more = f"{row['more us a microbatch']:.0f}" if "more us a microbatch" in row else ""
+            table.add_row(row["model"], name, *cells, f"{found['waited']:.0%}", more)
     Console(width=140).print(table)
     for row in rows:
         if "torch cannot" in row:
@@ -367,9 +383,13 @@ def main() -> None:
         "the cut by hand over splitkit's, step": {
             r["model"]: r["ratios"]["same cut by splitkit"]["step"]["ratio"] for r in rows if "splitkit" in r["ratios"]
         },
+        "the cut by hand over splitkit's, busy": {
+            r["model"]: r["ratios"]["same cut by splitkit"]["busy"]["ratio"] for r in rows if "splitkit" in r["ratios"]
+        },
         "overhead of the chain, busy": {
             r["model"]: r["ratios"]["chain"]["busy"]["ratio"] - 1 for r in rows if "chain" in r["ratios"]
         },
+        "waited, at most": max((f["waited"] for r in rows for f in r["ratios"].values()), default=0.0),
     }
     if args.json:
         print(json.dumps({"rows": rows, "summary": summary}))

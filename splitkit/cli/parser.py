@@ -181,6 +181,7 @@ def _train(commands: Commands[Parser]) -> None:
     group.add_argument(
         "--dp", type=positive, metavar="N", help="N pipelines side by side (default: the replicas of the plan's parts)"
     )
+    group.add_argument("--fsdp", action="store_true", help="shard each stage over its replicas: torch's FSDP2")
     group.add_argument("--recompute", action="store_true", help="keep only the inputs of parts, and compute them again")
     group.add_argument(
         "--compile", nargs="?", const="inductor", choices=BACKENDS, help="compile each part (default inductor)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +43,7 @@ def is_folder(target: str) -> bool:
 
 
 def opened(args: Namespace) -> tuple[Work, StageFolder]:
-    """The stages of a folder; the model is made again only where ``--check`` compares with it.
+    """The stages of a folder; the model is made again only where ``--check`` compares with it: on rank 0.
 
     Raises:
         UsageError: SK601 for options that the folder has decided.
@@ -56,7 +57,7 @@ def opened(args: Namespace) -> tuple[Work, StageFolder]:
     held = open_stages(args.target, args.weights)
     inputs, named = held.example()
     example = Example(held.module, inputs, named)
-    if not args.check:
+    if not args.check or int(os.environ["RANK"]):
         return Work(_source(args, held.manifest.value), example, held.module, Stopwatch()), held
     whole = prepare(source.from_plan(args.target, held.manifest.value, args))
     held.fill(whole.gm)

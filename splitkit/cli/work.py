@@ -181,10 +181,19 @@ def planned_by(args: Namespace, file: dict[str, Any] | None) -> tuple[Work, Plan
         return _from_file(args, file)
     if args.model is not None:
         raise UsageError("SK601", "--model goes with a plan file", "Name the model, or a plan that ends in .json.")
+    require_policy(args)
+    return make_plan(args, args.target)
+
+
+def require_policy(args: Namespace) -> None:
+    """Refuse a model without a policy, before it is made.
+
+    Raises:
+        UsageError: SK601.
+    """
     factories.check(args.target, plans=True)
     if args.stages is None and args.policy is None:
         raise UsageError("SK601", f"{args.target} needs a policy", "Add --stages N or --policy EXPR, or give a plan.")
-    return make_plan(args, args.target)
 
 
 def make_plan(args: Namespace, spec: str) -> tuple[Work, Plan, Costs]:

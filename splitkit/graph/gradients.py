@@ -11,7 +11,7 @@ back from the outputs, for nobody asks for the gradient of what reaches none::
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Set
+from collections.abc import Hashable, Sequence, Set
 from functools import cached_property
 
 import torch
@@ -25,6 +25,8 @@ from splitkit.graph.symbols import value_of
 
 _CUTS = ("detach", "new_", "bernoulli", "lift_fresh")
 """How ops begin of which results have no history, whatever the arguments require; others end in ``_like``."""
+_FORMED = ("type_as", "expand_as", "view_as", "reshape_as", "to")
+"""Ops that take only a shape, dtype or device of tensors behind the first."""
 
 
 class Gradients:
@@ -67,7 +69,7 @@ class Gradients:
                 self._live.add(node)
                 self.needed.add(node)
             return
-        reads = frozenset(n for n in node.all_input_nodes if self._memory[n] in self._live and _is_float(n))
+        reads = frozenset(n for n in _sources(node) if self._memory[n] in self._live and _is_float(n))
         self.reads[node] = reads
         written = effects.writes if effects is not None else ()
         if cut or not (written or _is_float(node)) or not (reads or _module_requires_grad(root, node)):
@@ -95,6 +97,13 @@ class Gradients:
             return False
         name = name_of(node.target)
         return name.startswith(_CUTS) or name.endswith("_like")
+
+
+def _sources(node: Node) -> Sequence[Node]:
+    """The nodes whose values an op computes with."""
+    if node.op in ("call_function", "call_method") and name_of(node.target) in _FORMED:
+        return [n for n in node.args[:1] if isinstance(n, Node)]
+    return node.all_input_nodes
 
 
 def _leaf_requires_grad(root: nn.Module, node: Node) -> bool:

@@ -46,7 +46,7 @@ def load_last(
         folder: where `save` wrote.
         pipe: takes the model, and how many steps were done.
         optimizer: of the pipeline's parameters.
-        whole: the unsplit model and its optimizer, which take theirs from it too.
+        whole: the unsplit model and its optimizer, which take theirs from it too; of this rank alone.
 
     Returns:
         How many steps were done, which the pipeline goes on from: 0 where there is none.
@@ -61,10 +61,10 @@ def load_last(
         return 0
     place = folder / f"{_PREFIX}{step}"
     try:
-        _read(place, pipe.named_tensors(), optimizer, pipe.group)
+        _read(place, pipe.named_tensors(), optimizer, process_group=pipe.group)
         if whole is not None:
             model, other = whole
-            _read(place, _known(place, model), other, pipe.group)
+            _read(place, _known(place, model), other, no_dist=True)
     except Exception as error:
         reason = f"{place} does not fit this model: {error}"
         raise FileError("SK504", reason[:600], "Name the folder of a checkpoint of the same model.") from error
@@ -77,10 +77,10 @@ def _last(folder: Path) -> int:
     return max((int(number) for number in done if number.isdigit()), default=0)
 
 
-def _read(place: Path, named: Mapping[str, torch.Tensor], optimizer: Optimizer, group: Any) -> None:
+def _read(place: Path, named: Mapping[str, torch.Tensor], optimizer: Optimizer, **how: Any) -> None:
     _begin(optimizer)
     with quiet():
-        load(_state(named, optimizer), checkpoint_id=place, process_group=group)
+        load(_state(named, optimizer), checkpoint_id=place, **how)
 
 
 def _known(place: Path, model: nn.Module) -> dict[str, torch.Tensor]:

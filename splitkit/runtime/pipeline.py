@@ -26,6 +26,7 @@ from splitkit.runtime.ends import Loss, ends_of, own_loss
 from splitkit.runtime.faults import Progress, named
 from splitkit.runtime.replicas import replicas, replicas_of, require_replicable
 from splitkit.runtime.runs import Runs
+from splitkit.runtime.sharded import like, shard, sum_shards
 from splitkit.runtime.stage import Batch
 from splitkit.runtime.stagefolder import StageFolder
 from splitkit.runtime.ties import Ties
@@ -146,7 +147,8 @@ class Pipeline:
         for stage in self.stages:
             split.parts[self._chain.keys[stage]].to(self.device)
 
-    __repr__ = brief
+    def __repr__(self) -> str:
+        return f"<Pipeline {self.order.name}, rank {self.rank}: stages {self.stages} of {self._chain.stages}>"
 
     def step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> PipelineStep:
         """Forward and backward of one batch; gradients are added to those that are there, as by ``backward()``.
@@ -192,6 +194,17 @@ class Pipeline:
             PipelineError: SK802 as `step`.
         """
         return self._inputs.split(args, kwargs)
+
+    def shard(self) -> None:
+        """Shard the parameters of each stage over its replicas, by torch's FSDP2; call it before an optimizer is made.
+
+        Each rank then holds its share of the parameters, of gradients and of the optimizer's state. What stages on
+        other ranks share stays whole. For other settings, call ``fully_shard`` on each of `modules`.
+
+        Raises:
+            PipelineError: SK801 where there is one pipeline.
+        """
+        shard(self.modules, self.replicas, self._ties.tied)
 
     @property
     def takes_target(self) -> bool:
@@ -255,7 +268,7 @@ class Pipeline:
                 )
         with torch.no_grad():
             for name, tensor in own.items():
-                tensor.copy_(state[name])
+                tensor.copy_(like(tensor, state[name]))
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of this rank, under the names that they have in the graph that was split."""
@@ -290,6 +303,8 @@ class Pipeline:
         batch.keep = keep
         batch.outputs, batch.losses, batch.found = {}, {}, None
         self.steps += train
+        if train:
+            sum_shards(self.modules, self.replicas, self._ties.tied)
         with named(self._progress), self._ties.added_up() if train else nullcontext():
             runs.step()
             if batch.losses:

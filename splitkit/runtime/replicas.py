@@ -9,8 +9,9 @@ The replicas of a stage lie next to each other, so that a machine of several dev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,7 +71,11 @@ def replicas_of(plan: Plan) -> int:
     Raises:
         PipelineError: SK801 where some parts have more than others.
     """
-    counts = {key: part.replicas for key, part in plan.parts.items()}
+    return same_replicas({key: part.replicas for key, part in plan.parts.items()})
+
+
+def same_replicas(counts: Mapping[Any, int]) -> int:
+    """The number of replicas that all parts have, see `replicas_of`."""
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{key}: {count}" for key, count in counts.items())
         raise PipelineError(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.fx import Node, map_arg
 
@@ -78,10 +79,10 @@ class ChainStage(nn.Module):
 
     @property
     def once(self) -> bool:
-        """Whether two backward passes would do its work twice: what is compiled or computed again has one."""
-        return any(node.op == "get_attr" and self._read[str(node.target)] is self.part for node in self._nodes) or any(
-            map(_torch.is_compiled, self.part.modules())
-        )
+        """Whether it has one backward: what is compiled or computed again would do its work twice, and shards of FSDP2
+        are gathered and added up once."""
+        again = any(node.op == "get_attr" and self._read[str(node.target)] is self.part for node in self._nodes)
+        return again or any(_torch.is_compiled(m) or isinstance(m, FSDPModule) for m in self.part.modules())
 
     @property
     def trains(self) -> bool:

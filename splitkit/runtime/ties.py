@@ -23,6 +23,9 @@ class Ties:
     """The parameters of this rank that other ranks have too.
 
     On one rank the copies are one object, and autograd adds up what its stages find.
+
+    Attributes:
+        tied: those of this rank that stages on other ranks have too.
     """
 
     def __init__(
@@ -47,7 +50,8 @@ class Ties:
             if replicas.place in places:
                 name = next(name for name, stage in owners.items() if rank_of[stage] == replicas.place)
                 self._shared.append((split.module.get_parameter(name), groups[places]))
-        shared = {id(parameter) for parameter, _ in self._shared}
+        self.tied = tuple(parameter for parameter, _ in self._shared)
+        shared = {id(parameter) for parameter in self.tied}
         self._across = replicas.across
         self._replicated = [p for p in parameters if id(p) not in shared] if self._across is not None else []
 

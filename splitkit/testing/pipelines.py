@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +15,14 @@ from splitkit.brief import brief
 from splitkit.engine.split import Split
 from splitkit.errors import CheckError, PipelineError
 from splitkit.graph.storages import parameters_and_buffers
+from splitkit.runtime import sharded
 from splitkit.runtime.pipeline import Pipeline, PipelineStep
 
 TOLERANCE = 1e-6
 """Relative to the largest number of a tensor, in a first step."""
+FLOOR = 1e-3
+"""Gradients are relative to this times the model's largest gradient at least, parameters to this: the gradient of the
+bias of attention's keys is mere rounding, 1e-10 of the largest one, and so is what an optimizer makes of it."""
 DRIFT = 100
 """How many times more weights that were rounded differently may differ in the steps after it."""
 
@@ -50,6 +55,7 @@ class Unsplit:
     Attributes:
         model: the graph.
         pipe: the pipeline.
+        held: its parameters and buffers by name; stages have constants of the graph besides, which nobody changes.
         steps: how many were run: seeds go by it.
     """
 
@@ -60,7 +66,8 @@ class Unsplit:
                 raise PipelineError("SK802", reason, "Capture it, and give it too.")
             whole = pipe.split.flow.root
         self.model: fx.GraphModule = copy.deepcopy(whole).to(pipe.device)
-        self.pipe, self.steps = pipe, 0
+        self.held = parameters_and_buffers(self.model)
+        self.pipe, self.steps, self._largest = pipe, 0, 0.0
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of a batch, as `Pipeline.step`; the losses, ``[microbatches]``."""
@@ -76,18 +83,28 @@ class Unsplit:
             (loss / pipe.microbatches).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach().reshape(()))
         self.steps += 1
+        grads = [t.grad for t in self.held.values() if t.grad is not None and t.numel()]
+        self._largest = max((float(grad.abs().max()) for grad in grads), default=0.0)
         return torch.stack(losses)
 
     def deviation(self, found: PipelineStep, losses: torch.Tensor) -> Deviation:
         """Compare what this rank holds after a step of both."""
-        whole = parameters_and_buffers(self.model)
         own = self.pipe.named_tensors()
-        weights = {name: _apart(t.detach(), whole[name].detach()) for name, t in own.items()}
-        grads = {name: _apart(_grad(t), _grad(whole[name])) for name, t in own.items() if isinstance(t, nn.Parameter)}
-        lost = _apart(found.losses, losses) if found.losses is not None else 0.0
+        trained = {name: t for name, t in own.items() if isinstance(t, nn.Parameter)}
+        known = {name: sharded.whole(t.detach()) for name, t in own.items() if name in self.held}
+        weights = {name: self.apart_in("weight", name, t) for name, t in known.items()}
+        grads = {name: self.apart_in("gradient", name, gradient_of(t)) for name, t in trained.items()}
+        lost = relative_difference(found.losses, losses) if found.losses is not None else 0.0
         every = {**{f"gradient of {n}": d for n, d in grads.items()}, **weights}
         worst = max(every, key=every.__getitem__, default="")
         return Deviation(lost, max(grads.values(), default=0.0), max(weights.values(), default=0.0), worst)
+
+    def apart_in(self, what: str, name: str, found: torch.Tensor) -> float:
+        """How far a ``"gradient"`` or ``"weight"`` is from that of this model, relative, see `FLOOR`."""
+        own = self.held[name]
+        if what == "gradient":
+            return relative_difference(found, gradient_of(own), FLOOR * self._largest)
+        return relative_difference(found, own.detach(), FLOOR if isinstance(own, nn.Parameter) else 0.0)
 
     def require_same(self, found: PipelineStep, losses: torch.Tensor, tolerance: float = TOLERANCE) -> Deviation:
         """Raise `CheckError` SK701 where they differ by more."""
@@ -138,14 +155,19 @@ def train_both(
     return seen
 
 
-def _grad(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The gradient of a parameter; zeros where there is none."""
+    return sharded.whole(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad).detach()
 
 
-def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    if a.shape != b.shape:
+def relative_difference(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:
+    """The largest difference, relative to the largest number of ``b``, or to ``least``; infinite for other shapes and
+    nan."""
+    if a.shape != b.shape or a.is_complex() != b.is_complex():
         return float("inf")
     if not a.numel():
         return 0.0
-    a, b = a.detach().double(), b.detach().double()
-    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-12))
+    wide = torch.complex128 if b.is_complex() else torch.float64
+    a, b = a.detach().to(wide), b.detach().to(wide)
+    found = float((a - b).abs().max() / b.abs().max().clamp(min=max(least, 1e-12)))
+    return float("inf") if math.isnan(found) else found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -40,12 +41,47 @@ def test_a_plan_trains_as_the_unsplit_model_and_goes_on_from_a_checkpoint(tmp_pa
     assert [r["stages"] for r in whole["ranks"]] == [[0], [1]] and whole["schedule"] == "mine.csv"
     assert len(set(whole["losses"])) == 3
     shutil.rmtree(tmp_path / "kept" / "step-3")
-    again = train(*words, "--resume", cwd=tmp_path)
-    assert again["first_step"] == 2 and again["losses"] == whole["losses"][2:]
+    again = train(*words, "--resume", "--check", cwd=tmp_path)
+    assert again["first_step"] == 2 and again["losses"] == whole["losses"][2:] and again["check"]["same"]
     assert sorted(p.name for p in (tmp_path / "kept").iterdir()) == ["step-2", "step-3"]
     assert call("split", str(tmp_path / "plan.json"), *name, "-o", str(tmp_path / "stages"))[0] == 0
     apart = train("stages", "--steps", "3", cwd=tmp_path)  # no rank captures the model
     assert apart["losses"] == whole["losses"] and [r["stages"] for r in apart["ranks"]] == [[0], [1]]
+
+
+LOUD = """
+import os, sys, tinynet
+from torch import nn
+
+class Net(tinynet.Net):
+    # On rank 0 the bias of the head has twice its gradient; the rank that trains it is the other one.
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.times, self.bias = 1 + (os.environ.get("RANK") == "0"), nn.Parameter(self.table.weight[:, 0].clone())
+
+    def forward(self, input_ids, labels):
+        bias = self.times * self.bias - (self.times - 1) * self.bias.detach()
+        logits = super().forward(input_ids, labels)["logits"] + bias
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+def net():
+    print("made by rank", os.environ.get("RANK"), file=sys.stderr)
+    return Net(2, 16, 32), {**tinynet.net(vocab=32)[1]}
+"""
+
+
+def test_only_the_rank_that_checks_makes_the_model_and_sees_what_differs_on_another(tmp_path, call, monkeypatch):
+    """All ranks made the model, captured it and ran it."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
+    (tmp_path / "loud.py").write_text(LOUD)
+    spec, folder = f"{tmp_path / 'loud.py'}:net", str(tmp_path / "stages")
+    assert call("split", spec, "--stages", "2", "-o", folder)[0] == 0
+    words = ["--nproc", "2", "--microbatches", "2", "--steps", "1", "--check", "--json"]
+    run = splitkit("train", folder, "--model", spec, *words, cwd=tmp_path)
+    check = json.loads(run.stdout)["check"]
+    assert run.returncode == 4 and not check["same"] and check["loss"] < 1e-6 and check["gradient"] > 0.4
+    assert [line for line in run.stderr.splitlines() if "made by" in line] == ["made by rank 0"]
 
 
 def test_what_fails_on_the_ranks_is_said(tmp_path, call):
@@ -78,6 +114,17 @@ def test_one_process_is_too_few(call, monkeypatch):
     assert code == 2 and "--checkpoint FOLDER" in err
 
 
+def test_what_no_rank_could_run_is_refused_before_there_are_ranks(call, tmp_path):
+    """Without a policy it said SK302: Stages(n=None), and of replicas only once the model was captured."""
+    code, _, err = call("train", "gpt2", *TINY, "--nproc", "2")
+    assert code == 2 and "SK601: gpt2 needs a policy" in err
+    spec = f"{Path(__file__).parent / 'tinynet.py'}:net"
+    plan = str(tmp_path / "plan.json")
+    assert call("plan", spec, "--policy", "Stages(3, replicas=(1, 2))", "-o", plan)[0] == 0
+    code, _, err = call("train", plan, "--model", spec, "--nproc", "3")
+    assert code and "SK801: the parts have different numbers of replicas" in err and "--dp 2" in err
+
+
 @pytest.mark.campaign
 def test_a_schedule_that_does_not_go_with_the_stages_is_refused_by_all_ranks(tmp_path):
     run = splitkit("train", "gpt2", *TINY, "--stages", "3", "--nproc", "2", cwd=tmp_path)
@@ -101,7 +148,7 @@ def test_a_loss_that_is_no_number_is_said_with_its_microbatch(tmp_path):
     import torch
     import torch.distributed as dist
 
-    from splitkit.cli.commands.train import _loss
+    from splitkit.cli.commands.train import _losses
     from splitkit.errors import PipelineError
 
     pipe = SimpleNamespace(
@@ -110,9 +157,9 @@ def test_a_loss_that_is_no_number_is_said_with_its_microbatch(tmp_path):
     )  # fmt: skip
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        assert _loss(pipe, torch.tensor([1.0, 2.0, 6.0]), 4) == 3.0
+        assert _losses(pipe, torch.tensor([1.0, 2.0, 6.0]), 4).tolist() == [1.0, 2.0, 6.0]
         with pytest.raises(PipelineError, match="SK805: the loss of microbatch 1 in step 4 is nan") as error:
-            _loss(pipe, torch.tensor([1.0, float("nan"), 6.0]), 4)
+            _losses(pipe, torch.tensor([1.0, float("nan"), 6.0]), 4)
         assert "seed 401" in error.value.remedy
     finally:
         dist.destroy_process_group()

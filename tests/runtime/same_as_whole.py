@@ -116,6 +116,8 @@ def run(case: dict[str, Any], inputs: dict[str, torch.Tensor], split: sk.Split) 
     mine = PipelineOrder.parse(case["order"], "1F1B") if "order" in case else None  # not torch's, for all its name
     pipe = pipeline(split, mine or case["schedule"], count, seed=7, loss=square if by_output else None)
     assert mine is None or pipe.order.ranks == mine.ranks
+    if case.get("sharded"):
+        pipe.shard()
     batches = []
     for step in range(case.get("steps", 2)):
         batch = batch_of(inputs, count, step)

@@ -9,12 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import splitkit as sk
 from splitkit import _torch
 from splitkit.errors import PipelineError, ScheduleError
 from splitkit.runtime.chain import chain_of
 from splitkit.runtime.replicas import Replicas, replicas, replicas_of, require_replicable, subgroup
+from splitkit.runtime.sharded import like, local, shard, sum_shards, whole
 from splitkit.runtime.ties import BUCKET, _buckets
 
 
@@ -75,5 +78,22 @@ def test_groups_have_the_time_limit_of_the_one_that_they_are_of(tmp_path):
         assert _torch.timeout_of(None) == limit == _torch.timeout_of(subgroup(None, [0]))
         alone = replicas(1, None, torch.device("cpu"))
         assert alone.mesh is None and alone.ranks == ((0,),) and list(alone.share(4)) == [0, 1, 2, 3]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_shards_of_a_tied_weight_are_refused(tmp_path):
+    """Its copy on another rank would not get their gradient."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with pytest.raises(PipelineError, match="SK801: there is one pipeline"):
+            shard([], replicas(1, None, torch.device("cpu")), ())
+        part = nn.Linear(4, 4)
+        weight = part.weight
+        fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
+        sum_shards([part], replicas(1, None, torch.device("cpu")), ())
+        assert local(part.weight).shape == whole(part.weight).shape == like(part.weight, torch.ones(4, 4)).shape
+        with pytest.raises(PipelineError, match=r"SK801: a parameter \[4, 4\] is sharded"):
+            sum_shards([part], replicas(1, None, torch.device("cpu")), (weight,))
     finally:
         dist.destroy_process_group()

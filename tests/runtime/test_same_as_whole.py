@@ -7,8 +7,11 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
+import torch
 from launch import launch
 
+OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+"""It sends floats with a gradient only, and runs no zero-bubble schedule: SK806 for all else."""
 ON_TWO: list[dict[str, Any]] = [
     {"model": "odd", "stages": 2, "schedule": "gpipe", "microbatches": 3},
     {"model": "odd", "stages": 2, "schedule": "1f1b", "microbatches": 4, "steps": 10},
@@ -32,11 +35,18 @@ ON_FOUR: list[dict[str, Any]] = [
     {"model": "gpt2", "stages": 4, "schedule": "1f1b", "microbatches": 4},
     {"model": "gpt2", "stages": 2, "schedule": "1f1b", "microbatches": 6, "replicas": 2},  # with a tie and dropout
     {"model": "unet", "stages": 1, "schedule": "gpipe", "microbatches": 4, "replicas": 4},
+    {"model": "gpt2", "stages": 2, "schedule": "1f1b", "microbatches": 4, "replicas": 2, "sharded": True},
+    {"model": "unet", "stages": 2, "schedule": "1f1b", "microbatches": 4, "replicas": 2, "sharded": True},
+    {"model": "unet", "stages": 4, "schedule": "zbvzerobubble", "microbatches": 8, "replicas": 2, "sharded": True},
 ]
+
+if OLD:
+    ON_TWO, ON_FOUR = [], [c for c in ON_FOUR if c["model"] == "unet" and c["schedule"] in ("1f1b", "gpipe")]
 
 
 def named(case: dict[str, Any]) -> str:
     more = f"-x{case['replicas']}" if "replicas" in case else f"-{case['call']}" if "call" in case else ""
+    more += "-sharded" if "sharded" in case else ""
     return f"{case['model']}-{case['stages']}-{case['schedule']}{more}"
 
 
@@ -44,7 +54,7 @@ def named(case: dict[str, Any]) -> str:
 def ran() -> dict[str, list[dict[str, Any]]]:
     found = defaultdict(list)
     for ranks, cases in ((2, ON_TWO), (4, ON_FOUR)):
-        for line in launch("same_as_whole.py", ranks, json.dumps(cases)):
+        for line in launch("same_as_whole.py", ranks, json.dumps(cases)) if cases else ():
             found[f"{ranks} ranks {named(line)}"].append(line)
     return found
 
@@ -67,21 +77,24 @@ def test_losses_gradients_and_weights_are_those_of_the_unsplit_model(ran, ranks,
 
 
 def test_outputs_that_nobody_asked_for_in_the_first_step_are_refused_later(ran):
-    assert {line["late"] for line in ran["2 ranks odd-2-1f1b"]} == {"SK802"}
+    assert OLD or {line["late"] for line in ran["2 ranks odd-2-1f1b"]} == {"SK802"}
     assert {line["late"] for line in ran["4 ranks unet-4-1f1b"]} == {None, 4}, "a loss of one's own has all outputs"
 
 
+@pytest.mark.skipif(OLD, reason="2.11 does not send what these need")
 def test_outputs_keep_their_form(ran):
     (last,) = [line for line in ran["2 ranks odd-2-1f1b"] if line["outputs"]]
     assert set(last["outputs"]) == {"dict"}
 
 
+@pytest.mark.skipif(OLD, reason="2.11 does not send what these need")
 def test_values_that_cross_are_those_of_the_graph(ran):
     borders = ran["4 ranks t5-4-1f1b"][0]["borders"]
     assert len(borders) == 3 and all(borders)
     assert "dropout_7" in borders[1] and "dropout_7" in borders[2]  # the encoder's output
 
 
+@pytest.mark.skipif(OLD, reason="2.11 does not send what these need")
 def test_a_tied_weight_is_on_both_ranks(ran):
     lines = sorted(ran["4 ranks gpt2-4-1f1b"], key=lambda line: line["rank"])
     states = [set(line["state"]) for line in lines]

@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from splitkit.cli import launch, stagefolders
 from splitkit.cli.checks import DIFFERENT
 from splitkit.cli.outcome import Outcome, seconds
 from splitkit.cli.partflags import asked, compile_parts, require_compiler
-from splitkit.cli.work import Work, decoded, make_plan, plan_file, prepare
+from splitkit.cli.work import Work, decoded, make_plan, plan_file, prepare, require_policy
 from splitkit.errors import PipelineError, UsageError
 from splitkit.units import size
 from splitkit.view.tables import facts, table
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import RenderableType
 
+    from splitkit.cli.beside import Beside
     from splitkit.pipeline.order import PipelineOrder
     from splitkit.plans.record import Plan
     from splitkit.runtime.pipeline import Pipeline
@@ -48,6 +50,7 @@ def run(args: Namespace) -> Outcome:
             "a pipeline runs on several processes, and this is one",
             "Add --nproc N, or start it with: torchrun --nproc-per-node N -m splitkit train ...",
         )
+    _require_target(args)
     code, out = launch.ranks(_words(), args.nproc, args.timeout)
     if not out:
         return Outcome({}, [], code or 1, quiet=True)
@@ -55,6 +58,19 @@ def run(args: Namespace) -> Outcome:
     if (error := data.get("error")) is not None:  # as the rank that spoke says it
         raise PipelineError(error["code"] or "SK805", error["reason"], error["remedy"], error["nodes"])
     return Outcome(data, _text(data), code)
+
+
+def _require_target(args: Namespace) -> None:
+    """Refuse what no rank could run, before there are ranks."""
+    from splitkit.runtime.replicas import same_replicas
+
+    if stagefolders.is_folder(args.target):
+        return
+    file = plan_file(args)
+    if file is None:
+        require_policy(args)
+    elif args.dp is None and isinstance(parts := file.get("parts"), list):
+        same_replicas({str(p["key"]): p.get("replicas", 1) for p in parts if isinstance(p, dict) and "key" in p})
 
 
 def _words() -> list[str]:
@@ -87,25 +103,29 @@ def _rank(args: Namespace) -> Outcome:
 
 
 def _train(args: Namespace) -> dict[str, Any]:
+    from splitkit.cli.beside import Beside
     from splitkit.runtime.pipeline import pipeline
+    from splitkit.runtime.sharded import local
 
     work, split = _split(args)
     pipe = pipeline(split, schedule_of(args.schedule), args.microbatches, seed=work.source.seed)
+    if args.fsdp:
+        pipe.shard()
     optimizer = _optimizer(args, pipe.parameters())
-    beside = _Beside(args, pipe, work) if args.check else None
+    beside = Beside(pipe, work.gm, partial(_optimizer, args)) if args.check else None
     compile_parts(pipe, args.compile)
     first = 0
     if args.resume:
         from splitkit.runtime import checkpoint
 
-        whole = (beside.whole.model, beside.optimizer) if beside is not None else None
+        whole = beside.whole if beside is not None else None
         first = checkpoint.load_last(Path(args.checkpoint), pipe, optimizer, whole)
     found = _steps(args, work, pipe, optimizer, first, beside)
     own = {
         "rank": pipe.rank,
         "replica": pipe.replicas.own,
         "stages": list(pipe.stages),
-        "parameters": sum(p.numel() * p.element_size() for p in pipe.parameters()),
+        "parameters": sum(local(p).nbytes for p in pipe.parameters()),
         "peak": _peak(),
     }
     return {
@@ -138,6 +158,7 @@ def planned_together(args: Namespace) -> tuple[Work, Plan]:
 
     file = plan_file(args)
     if file is None:
+        require_policy(args)
         work, plan, _ = make_plan(args, args.target)
     else:
         from splitkit.cli import source
@@ -163,35 +184,8 @@ def _optimizer(args: Namespace, parameters: Iterable[Any]) -> Any:
     return torch.optim.AdamW(parameters, lr=rate, eps=1e-6)  # with 1e-8, gradients of mere rounding take whole steps
 
 
-class _Beside:
-    """The unsplit model, which goes the same steps.
-
-    Attributes:
-        whole: the model.
-        optimizer: its optimizer.
-        seen: how far the two were apart on this rank: after backward, and after the optimizer's step.
-    """
-
-    def __init__(self, args: Namespace, pipe: Pipeline, work: Work) -> None:
-        from splitkit.testing.pipelines import Unsplit
-
-        self.whole = Unsplit(pipe, work.gm)
-        self.optimizer = _optimizer(args, self.whole.model.parameters())
-        self.seen: list[Any] = []
-
-    def step(self, batch: Any, found: Any, optimizer: Any) -> None:
-        """A step of the unsplit model and of both optimizers."""
-        self.whole.steps = self.whole.pipe.steps - 1
-        losses = self.whole.step(*batch[0], **batch[1])
-        self.seen.append(self.whole.deviation(found, losses))
-        self.optimizer.step()
-        optimizer.step()
-        self.seen.append(self.whole.deviation(found, losses))
-        self.optimizer.zero_grad()
-
-
 def _steps(
-    args: Namespace, work: Work, pipe: Pipeline, optimizer: Any, first: int, beside: _Beside | None
+    args: Namespace, work: Work, pipe: Pipeline, optimizer: Any, first: int, beside: Beside | None
 ) -> dict[str, Any]:
     losses, times = list[float](), list[float]()
     with _bar(pipe.rank, args.steps - first) as advance:
@@ -200,11 +194,12 @@ def _steps(
             start = time.perf_counter()
             found = pipe.step(*batch[0], **batch[1])
             times.append(time.perf_counter() - start)
-            losses.append(_loss(pipe, found.losses, step))
+            each = _losses(pipe, found.losses, step)
+            losses.append(float(each.mean()))
             if beside is None:
                 optimizer.step()
             else:
-                beside.step(batch, found, optimizer)
+                beside.step(batch, each, optimizer)
             optimizer.zero_grad()
             advance(losses[-1])
             _save(args, pipe, optimizer, step + 1)
@@ -212,7 +207,7 @@ def _steps(
         "steps": args.steps,
         "losses": losses,
         "step_seconds": median(times) if times else None,
-        "check": _check(pipe, beside.seen, args.tolerance) if beside is not None else None,
+        "check": _check(beside.found(), args.tolerance) if beside is not None else None,
     }
 
 
@@ -235,8 +230,8 @@ def batch_of(work: Work, count: int, step: int) -> tuple[tuple[Any, ...], dict[s
     return args, kwargs
 
 
-def _loss(pipe: Pipeline, losses: torch.Tensor | None, step: int) -> float:
-    """The loss of a step on every rank.
+def _losses(pipe: Pipeline, losses: torch.Tensor | None, step: int) -> torch.Tensor:
+    """The losses of a step, ``[microbatches]``, on every rank.
 
     Raises:
         PipelineError: SK805 on every rank, naming the first microbatch whose loss is no number.
@@ -254,7 +249,7 @@ def _loss(pipe: Pipeline, losses: torch.Tensor | None, step: int) -> float:
             f"the loss of microbatch {bad[0]} in step {step} is nan",
             f"Run that step from seed {pipe.seed_of(step, bad[0])}, or lower --lr.",
         )
-    return float(found.mean())
+    return found
 
 
 def _save(args: Namespace, pipe: Pipeline, optimizer: Any, done: int) -> None:
@@ -264,16 +259,9 @@ def _save(args: Namespace, pipe: Pipeline, optimizer: Any, done: int) -> None:
         checkpoint.save(Path(args.checkpoint), pipe, optimizer)
 
 
-def _check(pipe: Pipeline, seen: list[Any], tolerance: float) -> dict[str, Any]:
-    """How far the pipeline was from the unsplit model, on all ranks."""
-    own = {
-        "loss": max((d.loss for d in seen), default=0.0),
-        "gradient": max((d.gradient for d in seen), default=0.0),
-        "weight": max((d.weight for d in seen), default=0.0),
-    }
-    every = _gathered(pipe, own)
-    worst = {name: max(found[name] for found in every) for name in own}
-    return {**worst, "tolerance": tolerance, "same": all(value <= tolerance for value in worst.values())}
+def _check(apart: dict[str, float], tolerance: float) -> dict[str, Any]:
+    """How far the pipeline was from the unsplit model."""
+    return {**apart, "tolerance": tolerance, "same": all(value <= tolerance for value in apart.values())}
 
 
 def _gathered(pipe: Pipeline, own: dict[str, Any]) -> list[Any]:

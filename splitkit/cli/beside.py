@@ -1,0 +1,90 @@
+"""``splitkit train --check``: the unsplit model on rank 0, to which the other ranks send what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+from splitkit.runtime.pipeline import Pipeline
+from splitkit.runtime.sharded import whole
+from splitkit.testing.pipelines import Unsplit, gradient_of, relative_difference
+
+
+class Beside:
+    """The unsplit model, which goes the same steps on rank 0.
+
+    Attributes:
+        whole: the model and its optimizer, on rank 0.
+        apart: how far the two were apart in all steps, relative, on rank 0: loss, gradients, weights and buffers.
+    """
+
+    def __init__(self, pipe: Pipeline, gm: fx.GraphModule, optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
+        self._pipe, self._unsplit = pipe, Unsplit(pipe, gm) if pipe.rank == 0 else None
+        self.whole: tuple[nn.Module, torch.optim.Optimizer] | None = None
+        if self._unsplit is not None:
+            self.whole = self._unsplit.model, optimizer(self._unsplit.model.parameters())
+        self.apart = {"loss": 0.0, "gradient": 0.0, "weight": 0.0}
+        known: list[Any] = [tuple(self._unsplit.held) if self._unsplit is not None else None]
+        dist.broadcast_object_list(known, group=pipe.group, group_src=0)
+        own = {name: t for name, t in pipe.named_tensors().items() if name in known[0] or isinstance(t, nn.Parameter)}
+        rows = {name: (t.shape, t.dtype, isinstance(t, nn.Parameter)) for name, t in own.items()}
+        self._held: list[Any] = [None] * dist.get_world_size(pipe.group)
+        dist.all_gather_object(self._held, rows, group=pipe.group)
+
+    def step(self, batch: tuple[Sequence[Any], Mapping[str, Any]], losses: torch.Tensor, optimizer: Any) -> None:
+        """A step of the unsplit model and of both optimizers.
+
+        Args:
+            batch: positional and keyword inputs.
+            losses: of the pipeline, ``[microbatches]``.
+            optimizer: of the pipeline's parameters.
+        """
+        if self._unsplit is not None:
+            self._unsplit.steps = self._pipe.steps - 1
+            others = self._unsplit.step(*batch[0], **batch[1])
+            self.apart["loss"] = max(self.apart["loss"], relative_difference(losses, others))
+        self._compare("gradient", gradient_of)
+        optimizer.step()
+        if self.whole is not None:
+            self.whole[1].step()
+        self._compare("weight", torch.Tensor.detach)
+        if self.whole is not None:
+            self.whole[1].zero_grad()
+
+    def found(self) -> dict[str, float]:
+        """`apart` of rank 0, on all ranks."""
+        found: list[Any] = [self.apart]
+        dist.broadcast_object_list(found, group=self._pipe.group, group_src=0)
+        return dict(found[0])
+
+    def _compare(self, what: str, of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Compare something of what each rank holds: of parameters, and for weights of buffers too."""
+        pipe, held = self._pipe, self._pipe.named_tensors()
+        own = {name: whole(of(held[name])) for name in self._compared(pipe.rank, what)}
+        if self._unsplit is None:
+            for tensor in own.values():
+                dist.send(_bytes(tensor), group=pipe.group, group_dst=0)
+            return
+        for rank, held in enumerate(self._held):
+            for name in self._compared(rank, what):
+                mine = own[name] if rank == 0 else _received(pipe, rank, *held[name][:2])
+                self.apart[what] = max(self.apart[what], self._unsplit.apart_in(what, name, mine))
+
+    def _compared(self, rank: int, what: str) -> list[str]:
+        held = self._held[rank].items()
+        return [name for name, (shape, _, trains) in held if shape.numel() and (trains or what == "weight")]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Messages of bytes, which every backend sends, whatever the dtype."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _received(pipe: Pipeline, rank: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    made = torch.empty(shape, dtype=dtype, device=pipe.device)
+    dist.recv(_bytes(made), group=pipe.group, group_src=rank)
+    return made
