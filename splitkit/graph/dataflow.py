@@ -121,6 +121,11 @@ class Dataflow:
         producers = (self.producer(read) for read in reads(node))
         return {p: None for p in producers if p is not node and self.is_placeable(p)}
 
+    @cached_property
+    def waits(self) -> Mapping[Node, tuple[Node, ...]]:
+        """Placeable node -> the placeable nodes that must run before it: what it reads, then for an effect's sake."""
+        return {node: (*self.inputs(node), *self.after.get(node, ())) for node in self.nodes}
+
     def owned(self, *nodes: Node) -> tuple[torch.Tensor, ...]:
         """The parameters, buffers and constants that nodes read, also in modules that they call and in bodies of
         higher-order operators.
@@ -300,7 +305,8 @@ def given_back(flow: Dataflow) -> set[Node]:
 
 def waits_for(flow: Dataflow, node: Node) -> tuple[Node, ...]:
     """The placeable nodes that must run before ``node``."""
-    return (*flow.inputs(node), *flow.after.get(node, ()))
+    known = flow.waits.get(node)
+    return (*flow.inputs(node), *flow.after.get(node, ())) if known is None else known
 
 
 def crossing(flow: Dataflow, costs: Costs, nodes: Sequence[Node]) -> npt.NDArray[np.float64]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
-import numpy as np
 import torch
 from torch.fx import Node
 
@@ -16,41 +16,10 @@ from splitkit.graph.sizes import storage_bytes, tensor_bytes
 from splitkit.graph.storages import start_of, storage_key, tensors
 from splitkit.graph.symbols import value_of
 from splitkit.memory.autograd import Activations, activations
+from splitkit.memory.linetables import Facts, LineNode, LineTables
 from splitkit.memory.probes import NOTHING
-from splitkit.memory.stretch import BEFORE, Line, Touches
+from splitkit.memory.stretch import Line
 from splitkit.memory.temporaries import Temporaries
-
-Copy = tuple[Node, int]
-"""A node, and the part that computes it; the part is -1 for inputs of the graph."""
-
-
-@dataclass(frozen=True)
-class LineNode:
-    """What a placeable node does, whatever the order; the members of its tuple are with it.
-
-    Attributes:
-        makes: the nodes whose values it makes: itself, or what unpacks its tuple.
-        storages: of these values, and of the tuple.
-        reads: the nodes whose values it reads: placeable ones, members of tuples, inputs.
-        saves: storages that autograd keeps for it; without training, its weights as autocast casts them.
-        contributes: what its backward yields gradients of: values that it reads, and keys of parameters.
-        wide: of these values, those whose gradient is a view of larger memory, and its bytes.
-        handed: of these values, those whose gradient lies in the memory of that of the node's own value.
-        parameters: keys of the parameters and buffers that it reads.
-        forward: bytes that it takes for a while.
-        backward: the same of its backward.
-    """
-
-    makes: tuple[Node, ...]
-    storages: tuple[int, ...]
-    reads: tuple[Node, ...]
-    saves: tuple[int, ...]
-    contributes: tuple[object, ...]
-    wide: Mapping[object, int]
-    handed: frozenset[object]
-    parameters: tuple[object, ...]
-    forward: int
-    backward: int
 
 
 @dataclass(frozen=True)
@@ -187,7 +156,25 @@ class Units:
             parts: placeable nodes, in the order in which they run.
             homes: node -> the part whose copy others read, for nodes that stand in several parts.
         """
-        return _Builder(self, parts, homes or {}).line()
+        return self._tables.line(parts, homes or {})
+
+    @cached_property
+    def _tables(self) -> LineTables:
+        graph, known = self.flow.graph, self.activations
+        return LineTables(
+            Facts(
+                units=self.units,
+                inputs=graph.find_nodes(op="placeholder"),
+                outputs=[n for n in graph.output_node().all_input_nodes if n in known.values and n.op != "get_attr"],
+                training=self.training,
+                storages=known.values,
+                storage_sizes=self._sizes,
+                nbytes=self._nbytes,
+                graded=frozenset(known.requires),
+                views=self._views,
+                owned={key: (owned.nbytes, owned.trained) for key, owned in self._owned.items()},
+            )
+        )
 
 
 def units_of(flow: Dataflow, training: bool) -> Units:
@@ -197,128 +184,3 @@ def units_of(flow: Dataflow, training: bool) -> Units:
 
 def _sizes_of(node: Node) -> list[tuple[int, torch.dtype]]:
     return [(tensor_bytes(t), t.dtype) for t in tensors(value_of(node))]
-
-
-class _Builder:
-    """Numbers what a line touches."""
-
-    def __init__(self, units: Units, parts: Sequence[Sequence[Node]], homes: Mapping[Node, int]) -> None:
-        self.units = units
-        self.copies: list[Copy] = [(node, part) for part, nodes in enumerate(parts) for node in nodes]
-        self.position = {copy: i for i, copy in enumerate(self.copies)}
-        self.homes = {node: part for node, part in self.copies if homes.get(node, part) == part}
-        self.values: dict[Copy, int] = {}
-        self.value_nodes: list[Node] = []
-        self.made: list[int] = []
-        self.parameter_gradients: dict[object, int] = {}
-        self.of_parameter: list[bool] = []
-        self.gradient_bytes: list[int] = []
-        self.gradient_made: list[int] = []
-        self.gradient_of: list[int] = []
-        self.keys = {key: i for i, key in enumerate(units._owned)}
-
-    def line(self) -> Line:
-        """The line."""
-        units, known, length = self.units, self.units.activations, len(self.copies)
-        for node in units.flow.graph.find_nodes(op="placeholder"):
-            self._value((node, BEFORE), BEFORE)
-        touches: list[tuple[int, int]] = []
-        saves: list[tuple[int, int]] = []
-        reads: list[tuple[int, int]] = []
-        adds: list[tuple[int, int]] = []
-        parameters: list[tuple[int, int]] = []
-        for copy, i in self.position.items():
-            unit = units.units[copy[0]]
-            found = [self._source(read, copy[1]) for read in unit.reads]
-            reads += [(i, value) for value in found]
-            for made in unit.makes:
-                self._value((made, copy[1]), i, self._viewed(made, copy[1]))
-            for read in unit.contributes:
-                if units._views.get(copy[0]) is not read:
-                    gradient = self._gradient(read, copy[1])
-                    adds.append((i, gradient))
-                    self.gradient_bytes[gradient] = max(self.gradient_bytes[gradient], unit.wide.get(read, 0))
-            lie = (s for r in unit.reads for s in known.values[r])
-            touches += [(i, s) for s in (*unit.storages, *unit.saves, *lie)]
-            saves += [(i, s) for s in unit.saves]
-            parameters += [(i, self.keys[key]) for key in unit.parameters]
-        members = [units.units[node] for node, _ in self.copies]
-        owned = units._owned.values()
-        lies = [(v, s) for v, n in enumerate(self.value_nodes) for s in known.values.get(n, ())]
-        return Line(
-            length=length,
-            training=units.training,
-            storages=Touches.of(touches, length),
-            storage_bytes=np.array(units._sizes, np.int64),
-            saves=Touches.of(saves, length),
-            reads=Touches.of(reads, length),
-            made=np.array(self.made, np.int64),
-            last=self._last(reads, length),
-            lies=(np.array([v for v, _ in lies], np.int64), np.array([s for _, s in lies], np.int64)),
-            loose=np.array([0 if known.values.get(n) else self._message(n) for n in self.value_nodes], np.int64),
-            value_bytes=np.array([self._message(n) for n in self.value_nodes], np.int64),
-            gradient_of=np.array(self.gradient_of, np.int64),
-            gradient_reads=Touches.of(adds, length),
-            gradient_bytes=np.array(self.gradient_bytes, np.int64),
-            gradient_made=np.array(self.gradient_made, np.int64),
-            is_parameter=np.array(self.of_parameter, np.bool_),
-            parameters=Touches.of(parameters, length),
-            parameter_bytes=np.array([o.nbytes for o in owned], np.int64),
-            trained_bytes=np.array([o.trained for o in owned], np.int64),
-            forward=np.array([u.forward for u in members], np.int64),
-            backward=np.array([u.backward for u in members], np.int64),
-        )
-
-    def _value(self, copy: Copy, made: int, viewed: int = BEFORE) -> int:
-        node = copy[0]
-        self.values[copy] = number = len(self.made)
-        self.value_nodes.append(node)
-        self.made.append(made)
-        own = viewed  # a view has the gradient of what it is a view of, and none of its own
-        if own == BEFORE and self.units.training and node in self.units.activations.requires:
-            own = self._new_gradient(self.units._nbytes[node], made)
-        self.gradient_of.append(own)
-        return number
-
-    def _viewed(self, node: Node, part: int) -> int:
-        """The gradient of what a view is of, -1 if it is no view."""
-        viewed = self.units._views.get(node)
-        return BEFORE if viewed is None else self.gradient_of[self._source(viewed, part)]
-
-    def _new_gradient(self, nbytes: int, made: int, of_parameter: bool = False) -> int:
-        self.gradient_bytes.append(nbytes)
-        self.gradient_made.append(made)
-        self.of_parameter.append(of_parameter)
-        return len(self.gradient_bytes) - 1
-
-    def _gradient(self, of: object, part: int) -> int:
-        """The gradient of a value that the part reads, or of a parameter."""
-        if isinstance(of, Node):
-            return self.gradient_of[self._source(of, part)]
-        if of not in self.parameter_gradients:
-            trained = self.units._owned[of].trained
-            self.parameter_gradients[of] = self._new_gradient(trained, BEFORE, of_parameter=True)
-        return self.parameter_gradients[of]
-
-    def _source(self, node: Node, part: int) -> int:
-        """The value that a part reads: of its own copy if it has one, else of the home's."""
-        if node.op == "placeholder":
-            return self.values[node, BEFORE]
-        return self.values.get((node, part), -1) if (node, part) in self.values else self._at_home(node)
-
-    def _at_home(self, node: Node) -> int:
-        return self.values[node, self.homes[self.units.flow.producer(node)]]
-
-    def _last(self, reads: Sequence[tuple[int, int]], length: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        # What nobody reads dies where it is made; what the graph gives back never does, and that is one step behind the
-        # last.
-        last = np.array(self.made, np.int64)
-        for position, value in reads:
-            last[value] = max(last[value], position)
-        for node in self.units.flow.graph.output_node().all_input_nodes:
-            if node in self.units.activations.values and node.op != "get_attr":
-                last[self._source(node, BEFORE)] = length
-        return last
-
-    def _message(self, node: Node) -> int:
-        return 0 if node.op == "placeholder" else self.units._nbytes[node]

@@ -15,7 +15,6 @@ gradient of a value from its last reader in the stretch down to its maker, besid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -63,12 +62,17 @@ class Touches:
     after: Ints
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[int, int]], length: int) -> Touches:
-        """The same pairs in order."""
-        table = np.array(sorted(set(pairs)), np.int64).reshape(-1, 2)
-        position, item = table[:, 0].copy(), table[:, 1].copy()
+    def of_pairs(cls, position: Ints, item: Ints, length: int) -> Touches:
+        """The pairs in order, each once."""
+        count = int(item.max(initial=0)) + 1
+        keys = np.unique(position * count + item)
+        return cls.in_order(keys // count, keys % count, length)
+
+    @classmethod
+    def in_order(cls, position: Ints, item: Ints, length: int) -> Touches:
+        """Pairs that are in order, by position and then by item, each once."""
         before, after = np.full(len(item), BEFORE, np.int64), np.full(len(item), length, np.int64)
-        by_item = np.lexsort((position, item))
+        by_item = np.argsort(item, kind="stable")
         same = np.flatnonzero(item[by_item][1:] == item[by_item][:-1])
         before[by_item[same + 1]] = position[by_item[same]]
         after[by_item[same]] = position[by_item[same + 1]]

@@ -14,7 +14,7 @@ from splitkit.checks import is_word, items_of, shown
 from splitkit.costs import Costs, unit_of
 from splitkit.costs.training import FromJoint, told_apart, with_backward
 from splitkit.errors import CostError, PlanError, PolicyError
-from splitkit.graph.dataflow import Dataflow, facts_of
+from splitkit.graph.dataflow import Dataflow, facts_of, waits_for
 from splitkit.graph.fakecalls import name_of, target_of
 from splitkit.graph.gradients import Gradients
 from splitkit.graph.joint import is_joint
@@ -105,6 +105,7 @@ class StagePrices:
         optimizer: as in `stage_costs`.
         activations: as in `stage_costs`.
         weight_part: as in `stage_costs`.
+        divided: whether a schedule divides backward; without, `StageCosts.deferred_bytes` are not looked for.
     """
 
     flow: Dataflow
@@ -112,6 +113,7 @@ class StagePrices:
     optimizer: Optimizer = "adam"
     activations: Activations | None = None
     weight_part: WeightPart = "torch"
+    divided: bool = True
     units: Units = field(init=False)
     _times: _Times = field(init=False)
 
@@ -144,8 +146,9 @@ class StagePrices:
         stages = [self.stage(line, end - len(nodes), end, nodes) for nodes, end in zip(parts, ends, strict=True)]
         if self.optimizer is None:
             return stages
-        waits = deferred_bytes(self.units, parts, homes, [stage.saved_bytes for stage in stages], self.weight_part)
-        stages = [replace(stage, deferred_bytes=nbytes) for stage, nbytes in zip(stages, waits, strict=True)]
+        if self.divided:
+            waits = deferred_bytes(self.units, parts, homes, [stage.saved_bytes for stage in stages], self.weight_part)
+            stages = [replace(stage, deferred_bytes=nbytes) for stage, nbytes in zip(stages, waits, strict=True)]
         if self.weight_part == "torch" and stages:
             stages[0] = replace(stages[0], backward_input=0.0, backward_weight=stages[0].backward)
         return stages
@@ -211,15 +214,27 @@ def run_order(flow: Dataflow, plan: Plan) -> list[PartKey]:
     Raises:
         CycleError: SK203 if parts wait for each other in a cycle.
     """
-    keys = [key for key, _ in part_order(flow, plan) if key is not HOST]
+    places = {node: plan.places.get(node) or (HOST,) for node in flow.nodes}
+    numbers = _in_number_order(flow, places)
+    if numbers and not any(HOST in keys for keys in places.values()):
+        return numbers
+    keys = [key for key, _ in part_order(flow, plan) if key is not HOST]  # the host may close a cycle
+    return keys if numbers is None else sorted(keys)  # type: ignore[type-var]
+
+
+def _in_number_order(flow: Dataflow, places: Mapping[Node, tuple[PartKey, ...]]) -> list[PartKey] | None:
+    """The parts in the order of their numbers; None if some have none, or they cannot run so."""
+    keys = {key for own in places.values() for key in own if key is not HOST}
     if not all(type(key) is int for key in keys):
-        return keys
-    for node in flow.nodes:
-        for read in (*flow.inputs(node), *flow.after.get(node, ())):
-            for key in plan.places.get(node, ()):
-                source = plan.source(read, key)
+        return None
+    for node, own in places.items():
+        for read in waits_for(flow, node):
+            if (there := places[read]) == own and len(own) == 1:
+                continue
+            for key in own:
+                source = key if key in there else there[0]
                 if key is not HOST and source is not HOST and source > key:  # type: ignore[operator]
-                    return keys
+                    return None
     return sorted(keys)  # type: ignore[type-var]
 
 

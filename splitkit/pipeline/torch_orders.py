@@ -30,6 +30,7 @@ SCHEDULES = {
 _SINGLE = {"GPipe", "1F1B"}
 _V = {"ZBVZeroBubble", "DualPipeV"}
 _ROUNDS = {"Interleaved1F1B", "InterleavedZeroBubble"}
+_DIVIDING = {"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"}
 
 
 def pipeline_order(schedule: str, stages: int, microbatches: int, ranks: int | None = None) -> PipelineOrder:
@@ -64,6 +65,11 @@ def pipeline_order(schedule: str, stages: int, microbatches: int, ranks: int | N
 def is_single(schedule: str) -> bool:
     """Whether a schedule has one stage on each rank (SK330 if there is no such schedule)."""
     return _torchs_name(schedule) in _SINGLE
+
+
+def divides(schedule: str) -> bool:
+    """Whether a schedule divides backward into a part for the input and one for weights (SK330 as `is_single`)."""
+    return _torchs_name(schedule) in _DIVIDING
 
 
 def _torchs_name(schedule: object) -> str:

@@ -23,7 +23,8 @@ from torch.fx import Node
 from splitkit._torch import pytree
 from splitkit.checks import is_word, shown
 from splitkit.errors import PolicyError
-from splitkit.memory.lines import LineNode, Units
+from splitkit.memory.lines import Units
+from splitkit.memory.linetables import LineNode
 
 WeightPart = Literal["torch", "own"]
 """Who divides backward: torch's pipelining, or graphs of one's own for the two parts."""

@@ -17,6 +17,7 @@ from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stagecosts import StageCosts
 from splitkit.pipeline.stageprices import Optimizer, StagePrices
+from splitkit.pipeline.torch_orders import divides
 from splitkit.plans.record import Plan
 from splitkit.prices import checked
 from splitkit.search.placing import Travel
@@ -73,7 +74,8 @@ class Demand:
     @cached_property
     def stage_prices(self) -> StagePrices:
         """What parts cost as stages."""
-        return StagePrices(self.flow, self.prices, self.optimizer)
+        divided = self.schedule is not None and divides(self.schedule)
+        return StagePrices(self.flow, self.prices, self.optimizer, divided=divided)
 
     def analyze(self) -> None:
         """Find out now what is known of the graph but once: prices, and what autograd keeps."""

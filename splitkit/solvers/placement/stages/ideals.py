@@ -268,10 +268,15 @@ def weights(rows: Ints, bits: Words) -> Ints:
     size = bits.shape[0] * 64
     padded = np.zeros((len(rows), size), np.int64)
     padded[:, : rows.shape[1]] = rows
+    tables = padded.reshape(len(rows), -1, 8) @ _EIGHT.T  # (r, n / 8, 256)
     total = np.zeros((len(rows), bits.shape[1]), np.int64)
-    eight = (np.arange(256)[:, None] >> np.arange(8)) & 1  # (256, 8)
-    for first in range(0, rows.shape[1], 8):
-        table = eight @ padded[:, first : first + 8].T  # (256, r)
-        chosen = (bits[first >> 6] >> np.uint64(first & 63)).astype(np.uint8)
-        total += table[chosen].T
+    weighty = tables.any(axis=2)
+    for block in np.flatnonzero(weighty.any(axis=0)).tolist():
+        chosen = (bits[block >> 3] >> np.uint64(8 * (block & 7))).astype(np.uint8)
+        for row in np.flatnonzero(weighty[:, block]).tolist():
+            total[row] += tables[row, block].take(chosen)
     return total
+
+
+_EIGHT = (np.arange(256)[:, None] >> np.arange(8)) & 1
+"""(256, 8) the bits of each octet."""

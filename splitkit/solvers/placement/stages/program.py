@@ -60,18 +60,33 @@ def stage_relaxation(core: Core, ladder: Ladder, low: int, high: int, clock: Clo
         clock: told if time ends it.
     """
     slots = _slots(ladder)
+
+    def excluded(limit: int) -> bool:
+        known = _windows(core, slots, limit)
+        if known is not None and _open(core, *known) > _MOST_OPEN:
+            return False
+        return known is None or _Program(core, ladder, slots, limit).excludes(clock, *known)
+
+    # What a limit excludes, every lower one does: mostly the lowest of all that may come excludes nothing, and it is
+    # the quickest to solve.
+    lowest = high
     for _ in range(_HALVINGS):
-        middle = (low + high + 1) // 2
+        lowest = _middle(low, lowest)
+    if lowest <= low or clock.is_over() or not excluded(lowest):
+        return low
+    for _ in range(_HALVINGS):
+        middle = _middle(low, high)
         if middle <= low or clock.is_over():
             break
-        known = _windows(core, slots, middle)
-        if known is not None and _open(core, *known) > _MOST_OPEN:
-            high = middle
-        elif known is None or _Program(core, ladder, slots, middle).excludes(clock, *known):
+        if middle <= lowest or excluded(middle):
             low = middle
         else:
             high = middle
-    return low
+    return max(low, lowest)
+
+
+def _middle(low: int, high: int) -> int:
+    return (low + high + 1) // 2
 
 
 def _slots(ladder: Ladder) -> int:
