@@ -20,8 +20,9 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 def html_table(table: Table) -> str:
     """A table of `splitkit.view.tables` with its title; all text is escaped."""
-    right, left = "text-align:right;white-space:nowrap", "text-align:left"
-    sides = [right if column.justify == "right" else left for column in table.columns]
+    sides = [
+        "text-align:right;white-space:nowrap" if c.justify == "right" else "text-align:left" for c in table.columns
+    ]
     heads = [str(column.header) for column in table.columns]
     lines = [
         _row("th", heads, [f"{side};color:{MUTED};font-weight:400;border-bottom:1px solid {LINE}" for side in sides])

@@ -35,6 +35,7 @@ class LadderWidget(anywidget.AnyWidget):  # type: ignore[misc]  # untyped where 
         ladder: what is drawn: the plan as it was last made by Python.
         planner: number of stages -> a plan, asked when the slider is moved; by default `splitkit.policies.Stages` by
             the prices of the picture. Give another one: ``w.planner = lambda n: splitkit.plan(gm, ...)``.
+        answers: how often the page was given a plan; marimo runs cells again by it.
         borders: the first row of each stage, and the number of rows; may be set.
     """
 
@@ -42,6 +43,7 @@ class LadderWidget(anywidget.AnyWidget):  # type: ignore[misc]  # untyped where 
     _css = style()
     data = traitlets.Dict().tag(sync=True)
     borders = traitlets.List(traitlets.Int()).tag(sync=True)
+    answers = traitlets.Int(0).tag(sync=True)
     height = traitlets.Int(720).tag(sync=True)
 
     def __init__(self, ladder: LadderView, height: int = 720) -> None:
@@ -93,7 +95,7 @@ class LadderWidget(anywidget.AnyWidget):  # type: ignore[misc]  # untyped where 
             self.send({"refused": f"{error.reason}. {error.remedy}"})
             return
         self.ladder = ladder
-        with self.hold_trait_notifications():
+        with self.hold_sync():  # in one message: the page never has borders of other rows
             self.data, self.borders = data, borders
         self.send({"planned": count})
 

@@ -15,6 +15,7 @@ export default {
     const answered = message => {
       asked = false;
       note.textContent = message.refused || "";
+      if (!message.refused) { model.set("answers", model.get("answers") + 1); model.save_changes(); }
       if (next === null) return;
       const count = next;
       next = null;
