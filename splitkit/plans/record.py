@@ -84,7 +84,7 @@ class Plan(Shown, Mapping[Node, tuple[PartKey, ...]]):
 
     In a notebook a plan draws itself as a ladder: forward, backward, what is saved, and the cuts. `view`, `to_html` and
     `to_svg` take ``costs`` (FLOPs by default), ``optimizer`` (as `splitkit.stage_costs`), ``memory`` of each device
-    (``"80GiB"``: what exceeds it is red), ``run`` (a step of these stages by `splitkit.simulate_schedule`, drawn below),
+    (``"80GiB"``: what exceeds it is red), ``run`` (a step of these stages by `splitkit.simulate_schedule`, below),
     ``beside`` (another plan: what is in another stage there) and a ``title``; SK901 where the nodes do not know the
     module that they are of, as `splitkit.split` does.
 

@@ -82,7 +82,7 @@ def test_two_plans_of_a_model_are_drawn_beside_each_other(tmp_path, capsys):
     data = json.loads(text.partition('id="splitkit-data">')[2].partition("</script>")[0])
     assert len(data["parts"]) == 2 and len(data["beside"]["parts"]) == 3
     (tmp_path / "page.html").unlink()
-    assert main(["view", one, "--beside", str(tmp_path / "none.json"), "-o", page]) == 2
+    assert main(["view", one, "--beside", str(tmp_path / "none.json"), "-o", page]) == 1
     assert "SK504" in capsys.readouterr().err and not (tmp_path / "page.html").exists()
 
 

@@ -15,7 +15,6 @@ from splitkit.cli.pages import wrote
 from splitkit.cli.work import TRAINING, Work, decoded, plan_file, planned_by, read_plan
 from splitkit.errors import UsageError
 from splitkit.pipeline.stageprices import Optimizer
-from splitkit.plans.record import Plan
 from splitkit.view.showing import html
 
 
@@ -28,8 +27,9 @@ def run(args: Namespace) -> Outcome:
         return _halves(args, file, memory)
     if args.training is None and optimizer and not args.target.endswith(".json"):
         args.training = True  # what is drawn is what is to be even
+    other = None if args.beside is None else read_plan(args.beside)  # refused before a model is made
     work, plan, costs = planned_by(args, file)
-    beside = _beside(args, work)
+    beside = None if other is None else decoded(work.gm.graph, args.beside, other)
     with work.clock.step("view", "pricing the rows"):
         step = None
         if args.schedule is not None:
@@ -39,13 +39,6 @@ def run(args: Namespace) -> Outcome:
         title = work.source.spec
         text = html(plan, costs=costs, optimizer=optimizer, memory=memory, run=step, beside=beside, title=title)
     return _outcome(args, work, text)
-
-
-def _beside(args: Namespace, work: Work) -> Plan | None:
-    """The other plan, of the same model captured in the same way."""
-    if args.beside is None:
-        return None
-    return decoded(work.gm.graph, args.beside, read_plan(args.beside))
 
 
 def _halves(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcome:
