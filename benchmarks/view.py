@@ -27,8 +27,9 @@ from splitkit.view.tables import table
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from browser import Browser
 
-MOUNT = """(() => { const data = splitkit.data, options = splitkit.options; splitkit.destroy();
-  const start = performance.now(); window.splitkit = show(document.body, data, options); splitkit.paint();
+MOUNT = """(() => { const options = splitkit.options; splitkit.destroy(); const start = performance.now();
+  const data = JSON.parse(document.getElementById("splitkit-data").textContent);
+  window.splitkit = show(document.body, data, options); splitkit.paint();
   return performance.now() - start; })()"""
 OPEN = """(() => { splitkit.data.rows.forEach((row, i) => splitkit.open.add(i)); splitkit.folded = false;
   const start = performance.now(); splitkit.layout(); return performance.now() - start; })()"""

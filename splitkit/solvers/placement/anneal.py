@@ -173,7 +173,7 @@ class Population:
         with np.errstate(invalid="ignore", over="ignore"):
             change = (np.maximum(less, 0) / reference) ** power + (more / reference) ** power
             change -= (load_old / reference) ** power + (load_new / reference) ** power
-            rise = np.log(np.maximum(energy + change, 1e-300) / energy)
+            rise = np.log(np.maximum(energy + change, 1e-300) / np.maximum(energy, 1e-300))  # loads may be 0
         taken = allowed & (rise <= heat * random.exponential(size=len(rows)))
         self._apply(np.flatnonzero(taken), unit, old, new, nets, less, more)
         self._keep()
@@ -226,7 +226,7 @@ class Population:
         share = len(self._rows) // 8
         if not share:
             return
-        order = np.argsort(((self.loads / self.loads.max()) ** power).sum(axis=1), kind="stable")
+        order = np.argsort(((self.loads / np.maximum(self.loads.max(), 1e-300)) ** power).sum(axis=1), kind="stable")
         good, bad = order[:share], order[-share:]
         for state in (self.device, self._pins, self.loads, self._bytes, self._count):
             state[bad] = state[good]
