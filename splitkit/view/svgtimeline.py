@@ -62,7 +62,7 @@ class TimelineDrawing:
         shades = [(mixed("#5b6472", _SHADES[kind]), KINDS[kind]) for kind in KINDS if kind in used]
         stages = [(colour(stage), f"stage {stage}") for stage in range(len(run.stages))]
         held = [(mixed(RIBBON, 0.45), "memory")] if self._high[1] else []
-        limit = [(BAD, f"capacity {size(self.memory)}")] if self._limit else []
+        limit = [(BAD, f"capacity {size(self._limit)}")] if self._limit else []
         draw.legend(LEFT, 36, [*shades, *held, *limit], WIDTH - LEFT)
         draw.legend(LEFT, 54, stages, WIDTH - LEFT - RIGHT)
         draw.text(WIDTH - RIGHT + 6, TOP - 6, "peak bytes", MUTED, size=10, bold=True)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit.checks import nbytes
 from splitkit.cli.outcome import Outcome
 from splitkit.cli.pages import wrote
 from splitkit.cli.work import planned
-from splitkit.pipeline.stageprices import Optimizer
-from splitkit.view.showing import html
+
+if TYPE_CHECKING:
+    from splitkit.pipeline.stageprices import Optimizer
 
 
 def run(args: Namespace) -> Outcome:
     """See the module."""
+    from splitkit.view.showing import html
+
     optimizer: Optimizer = None if args.optimizer == "none" else args.optimizer or "adam"
     memory = nbytes("view", "memory", args.memory) if args.memory else None
     if args.training is None and optimizer and not args.target.endswith(".json"):
