@@ -1,4 +1,4 @@
-"""The pages that ``splitkit view`` and ``--view`` write."""
+"""The pages that ``splitkit view`` and ``--view`` write. What draws them waits for torch, and is imported late."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from splitkit.errors import SplitError
 from splitkit.units import size
-from splitkit.view.html import fragment, still_page
-from splitkit.view.pictures import pictured
-from splitkit.view.showing import html_of, without_ladder
 
 if TYPE_CHECKING:
     from splitkit.plans.record import Plan
@@ -17,6 +14,9 @@ if TYPE_CHECKING:
 
 def plan_page(plan: Plan, **options: Any) -> str:
     """The page of a plan to steer; where that is refused, a still one with the reason."""
+    from splitkit.view.pictures import pictured
+    from splitkit.view.showing import html_of, without_ladder
+
     picture = pictured(plan, **options)
     try:
         return html_of(picture)
@@ -26,6 +26,9 @@ def plan_page(plan: Plan, **options: Any) -> str:
 
 def still_pages(title: str, shown: Mapping[str, object]) -> str:
     """One page of still pictures: heading -> an object that shows itself."""
+    from splitkit.view.html import fragment, still_page
+    from splitkit.view.pictures import pictured
+
     parts = []
     for heading, one in shown.items():
         picture = pictured(one)

@@ -33,6 +33,11 @@ def round_size(nbytes: float) -> str:
     return size(nbytes).replace(".00 ", " ")
 
 
+def near(limit: float | None, most: float) -> float | None:
+    """A limit, if it is near enough to be drawn without making all else flat."""
+    return limit if limit is not None and limit <= 3 * most else None
+
+
 @dataclass(frozen=True)
 class Plane:
     """Where a plane of two axes lies on a picture.

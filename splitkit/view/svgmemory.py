@@ -9,7 +9,7 @@ from functools import cached_property
 from splitkit.graph.dataflow import module_path
 from splitkit.memory.profile import MemoryProfile
 from splitkit.units import at_most, size
-from splitkit.view.axes import Plane, below, beside, marks, round_size, thinned
+from splitkit.view.axes import Plane, below, beside, marks, near, round_size, thinned
 from splitkit.view.colours import BAD, INK, MUTED, colour, mixed
 from splitkit.view.drawing import Drawing
 from splitkit.view.textwidth import width
@@ -32,7 +32,7 @@ class MemoryDrawing:
 
     @cached_property
     def _frame(self) -> Plane:
-        most = max(self.profile.peak, self.memory or 0, 1)
+        most = max(self.profile.peak, near(self.memory, self.profile.peak) or 0, 1)
         return Plane(LEFT, TOP, WIDTH - RIGHT, HEIGHT - BOTTOM, (max(1, len(self.profile.timeline)), most))
 
     def to_svg(self) -> str:
@@ -55,10 +55,10 @@ class MemoryDrawing:
             "step (nodes in the order in which they run)",
         )
         self._peak(draw)
-        if self.memory:
+        if self.memory and self.memory <= frame.most[1]:
             self._level(draw, self.memory, BAD, f"capacity {size(self.memory)}")
         self._level(draw, profile.baseline, INK, "before the run")
-        return draw.to_svg(HEIGHT, title)
+        return draw.to_svg(HEIGHT - (0 if profile.calls else 28), title)
 
     def _calls(self) -> Iterator[tuple[str, range]]:
         calls = self.profile.calls or {"": range(len(self.profile.timeline))}

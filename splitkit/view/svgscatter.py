@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from splitkit.units import duration, size
-from splitkit.view.axes import Plane, below, beside, marks, round_size
-from splitkit.view.colours import BAD, INK, colour
+from splitkit.view.axes import Plane, below, beside, marks, near, round_size
+from splitkit.view.colours import BAD, INK, MUTED, colour
 from splitkit.view.drawing import Anchor, Drawing
 
 WIDTH, HEIGHT = 820, 340
@@ -61,7 +61,8 @@ class ScatterDrawing:
     @cached_property
     def _frame(self) -> Plane:
         spots = [*self.line, *self.others]
-        nbytes = max([self.memory or 0, *(spot.nbytes for spot in spots)], default=0) or 1
+        most = max((spot.nbytes for spot in spots), default=0) or 1
+        nbytes = max(near(self.memory, most) or 0, most)
         seconds = max((spot.seconds for spot in spots), default=0) or 1
         return Plane(LEFT, TOP, WIDTH - RIGHT, HEIGHT - BOTTOM, (nbytes * 1.04, seconds * 1.06))
 
@@ -73,7 +74,10 @@ class ScatterDrawing:
         draw.legend(LEFT + 120, 36, entries, WIDTH - LEFT - 120)
         beside(draw, frame, marks(frame.most[1]), self._time, self.axes[1])
         below(draw, frame, marks(frame.most[0], 7, binary=True), round_size, self.axes[0], grid=True)
-        if self.memory:
+        if self.memory and self.memory > frame.most[0]:
+            text = f"capacity {size(self.memory)}: beyond the right edge"
+            draw.text(frame.right - 4, frame.top - 6, text, BAD, "end", size=10, spare=True)
+        elif self.memory:
             x = frame.x(self.memory)
             draw.line((x, frame.top), (x, frame.bottom), BAD, dashes="4 3")
             draw.text(x - 4, frame.top + 10, f"capacity {size(self.memory)}", BAD, "end", size=10, spare=True)
@@ -103,4 +107,6 @@ class ScatterDrawing:
                 if self._frame.top < foot < self._frame.bottom and draw.text(
                     x + step, foot, spot.name, anchor=side, size=10, bold=spot.strong, room=room, spare=True, halo=True
                 ):
+                    if foot != y + 4:
+                        draw.line((x, y), (x + step, foot - 3), MUTED)
                     return

@@ -12,7 +12,7 @@ from splitkit.pipeline.order import KINDS
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.trace import Event
 from splitkit.units import duration, size
-from splitkit.view.axes import Plane, below, marks, thinned
+from splitkit.view.axes import Plane, below, marks, near, thinned
 from splitkit.view.colours import BAD, INK, MUTED, RIBBON, colour, ink_on, mixed
 from splitkit.view.drawing import Drawing
 from splitkit.view.textwidth import width
@@ -39,6 +39,11 @@ class TimelineDrawing:
     memory: int | None = None
 
     @property
+    def _limit(self) -> float | None:
+        """The memory, if a line is drawn for it."""
+        return near(self.memory, max(self.run.peaks)) if self._high[1] else None
+
+    @property
     def _high(self) -> tuple[int, int]:
         """Pixels of actions, and of memory."""
         return (20, 24) if self.run.ranks <= _MANY else (14, 0)
@@ -57,7 +62,7 @@ class TimelineDrawing:
         shades = [(mixed("#5b6472", _SHADES[kind]), KINDS[kind]) for kind in KINDS if kind in used]
         stages = [(colour(stage), f"stage {stage}") for stage in range(len(run.stages))]
         held = [(mixed(RIBBON, 0.45), "memory")] if self._high[1] else []
-        limit = [(BAD, f"capacity {size(self.memory)}")] if self.memory else []
+        limit = [(BAD, f"capacity {size(self._limit)}")] if self._limit else []
         draw.legend(LEFT, 36, [*shades, *held, *limit], WIDTH - LEFT)
         draw.legend(LEFT, 54, stages, WIDTH - LEFT - RIGHT)
         draw.text(WIDTH - RIGHT + 6, TOP - 6, "peak bytes", MUTED, size=10, bold=True)
@@ -108,7 +113,7 @@ class TimelineDrawing:
         draw.text(WIDTH - RIGHT + 6, base - (4 if room else 6), size(peak), ink, size=10, title=told)
         if not room:
             return
-        frame = Plane(LEFT, base - room, WIDTH - RIGHT, base, (run.seconds, max(self.memory or 0, *run.peaks)))
+        frame = Plane(LEFT, base - room, WIDTH - RIGHT, base, (run.seconds, max(self._limit or 0, *run.peaks)))
         stairs: list[tuple[float, float]] = []
         for seconds, nbytes in points:
             if stairs:
@@ -117,8 +122,8 @@ class TimelineDrawing:
         stairs.append((frame.right, stairs[-1][1]))
         corners = [(frame.left, base), *thinned(stairs), (frame.right, base)]
         draw.area(corners, mixed(RIBBON, 0.45), f"memory of rank {rank}, {told}")
-        if self.memory:
-            y = frame.y(self.memory)
+        if self._limit:
+            y = frame.y(self._limit)
             draw.line((frame.left, y), (frame.right, y), BAD, dashes="4 3")
         draw.line((frame.left, base), (frame.right, base))
 

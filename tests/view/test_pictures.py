@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import pytest
 import torch
@@ -162,6 +163,22 @@ def test_memory_has_peak_capacity_and_what_ran(shown):
         "bytes alive",
     ):
         assert part in texts
+
+
+def test_a_limit_that_is_far_off_does_not_make_all_flat(shown, run):
+    for name in ("memory", "run", "sweep"):
+        one = shown[name][0]
+        one = replace(one, memory=2**50) if name == "sweep" else one
+        options = {} if name == "sweep" else {"memory": 2**50}
+        root = ET.fromstring(svg(one, **options))
+        heights = [y for e in root.iter(f"{SVG}polygon") for y in points_of(e)]
+        assert name == "sweep" or max(heights) - min(heights) > 20
+        dots = [float(e.get("cx")) for e in root.iter(f"{SVG}circle")]
+        assert name != "sweep" or max(dots) > 400
+
+
+def points_of(polygon):
+    return [float(point.split(",")[1]) for point in polygon.get("points").split()]
 
 
 def test_times_are_written_as_a_trace(shown, run, tmp_path):

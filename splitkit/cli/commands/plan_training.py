@@ -17,7 +17,6 @@ from splitkit.cli.source import Source
 from splitkit.cli.work import TRAINING, Stopwatch, check_costs, example_of, kind_of_costs, versions
 from splitkit.errors import UsageError
 from splitkit.units import at_most, duration, read_size, size
-from splitkit.view.showing import html
 from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
@@ -88,6 +87,8 @@ def plan(args: Namespace) -> Outcome:
     text = [*_text(data), *([f"wrote {args.output}"] if args.output else [])]
     files: dict[str, Mapping[str, Any] | str] = {args.output: record} if args.output else {}
     if args.view:
+        from splitkit.view.showing import html
+
         files[args.view] = page = html(pair, costs=costs, title=work.source.spec)
         text.append(wrote(args.view, page))
     return Outcome(data, text, files=files)

@@ -14,7 +14,6 @@ from splitkit.cli.pages import wrote
 from splitkit.errors import UsageError
 from splitkit.studies.frontier import Point
 from splitkit.units import duration, size
-from splitkit.view.showing import html
 from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
@@ -81,6 +80,8 @@ def _frontier(args: Namespace) -> Outcome:
     titles = (of, "of all", "computed again", "of the step", other)
     files, written = {}, []
     if args.view:
+        from splitkit.view.showing import html
+
         files[args.view] = page = html(frontier, title=f"frontier of {work.source.spec}")
         written = [wrote(args.view, page)]
     shown: list[RenderableType] = [text, "", table(titles, _cells(rows, frontier, of, other), titles), *written]

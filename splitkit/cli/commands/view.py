@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit.checks import nbytes
 from splitkit.cli import source
 from splitkit.cli.commands import plan_training
-from splitkit.cli.commands.plan_training import TrainWork
 from splitkit.cli.outcome import Outcome
 from splitkit.cli.pages import wrote
 from splitkit.cli.work import TRAINING, Work, decoded, plan_file, planned_by, read_plan
 from splitkit.errors import UsageError
-from splitkit.pipeline.stageprices import Optimizer
-from splitkit.view.showing import html
+
+if TYPE_CHECKING:
+    from splitkit.cli.commands.plan_training import TrainWork
+    from splitkit.pipeline.stageprices import Optimizer
 
 
 def run(args: Namespace) -> Outcome:
     """See the module."""
+    from splitkit.view.showing import html
+
     optimizer: Optimizer = None if args.optimizer == "none" else args.optimizer or "adam"
     memory = nbytes("view", "memory", args.memory) if args.memory else None
     file = plan_file(args)
@@ -43,6 +46,8 @@ def run(args: Namespace) -> Outcome:
 
 def _halves(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcome:
     """A plan of forward and backward."""
+    from splitkit.view.showing import html
+
     unfit = [name for name in ("schedule", "microbatches", "beside", "optimizer") if getattr(args, name) is not None]
     if unfit:
         reason = f"--{unfit[0]} is for plans in stages, and {args.target} divides a step into forward and backward"
