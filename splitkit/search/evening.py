@@ -59,6 +59,7 @@ class Evening:
         orders = [np.arange(len(stage)), np.argsort(stage, kind="stable")]
         if self.travel is None:
             orders.append(np.argsort(self._sunk(stage), kind="stable"))
+        orders = [o for i, o in enumerate(orders) if not any(np.array_equal(o, before) for before in orders[:i])]
         divisions: list[list[list[int]]] = []
         for order in orders:
             if divisions and self.clock.is_over():

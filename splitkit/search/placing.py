@@ -261,19 +261,23 @@ class Placing:
         Each part that sends or receives a value pays for it once; who sends it to several pays for the slowest link;
         ``hosts`` pay nothing.
         """
-        flow, number = self.flow, {key: i for i, key in enumerate(keys)}
-        total = np.zeros(len(keys))
-        for node in flow.nodes:
-            for key in plan.places.get(node, ()):
-                if key in number:
-                    total[number[key]] += self._rows[kinds[number[key]]][node]
+        number, places = {key: i for i, key in enumerate(keys)}, plan.places
+        sums, nowhere = [0.0] * len(keys), ()
+        row_of = [self._rows[kind] for kind in kinds]
+        for node in self.flow.nodes:
+            for key in places.get(node, nowhere):
+                if (part := number.get(key)) is not None:
+                    sums[part] += row_of[part][node]
+        total = np.array(sums)
         if travel is None:
             return total
         for maker, users, nbytes in self._handed_on:
+            held = places.get(maker, nowhere)
+            if all(places.get(user, nowhere) == held for user in users):
+                continue
             home = number.get(plan.home(maker))
             if home is not None:
-                held = plan.places.get(maker, ())
-                parts = {key for user in users for key in plan.places.get(user, ())}
+                parts = {key for user in users for key in places.get(user, nowhere)}
                 readers = {number[key] for key in parts if key not in held and key in number}
                 for part, price in self._prices(travel, nbytes, home, readers).items():
                     total[part] += 0.0 if part in hosts else price

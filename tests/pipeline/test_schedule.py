@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from splitkit.costs import Link, Links
 from splitkit.errors import CostError, ScheduleError
+from splitkit.pipeline.order import BACKWARD_WEIGHT
 from splitkit.pipeline.simulate import PipelineOrder, StageCosts, simulate_schedule
-from splitkit.pipeline.torch_orders import SCHEDULES
+from splitkit.pipeline.torch_orders import SCHEDULES, divides, pipeline_order
 
 SINGLE = ("GPipe", "1F1B")
 EQUAL = StageCosts(1, 1, 1)
@@ -93,6 +94,13 @@ def test_the_numbers_of_four_ranks():
     assert equal("DualPipeV", 4, 8).in_flight == (9, 9, 9, 9)
     assert equal("GPipe", 4, 8).bubble == pytest.approx(0.273, abs=5e-4)
     assert equal("Interleaved1F1B", 4, 8).bubble == pytest.approx(0.158, abs=5e-4)
+
+
+@pytest.mark.parametrize("name", SCHEDULES.values())
+def test_schedules_that_divide_backward_are_known(name):
+    single = name in ("GPipe", "1F1B")
+    order = pipeline_order(name, 4 if single else 8, 8)
+    assert divides(name) == (BACKWARD_WEIGHT in order.columns.kind)
 
 
 @pytest.mark.parametrize("p, m", [(4, 8), (8, 16)])

@@ -19,7 +19,7 @@ from splitkit.solvers.placement.groups import fused
 from splitkit.solvers.placement.problem import Problem, Slot
 from splitkit.solvers.placement.stages.borders import Borders, applies, by_borders
 from splitkit.solvers.placement.stages.ladder import ladder
-from splitkit.solvers.placement.stages.program import stage_relaxation
+from splitkit.solvers.placement.stages.program import _Program, stage_relaxation
 from splitkit.solvers.placement.stages.stages import stage_loads
 from splitkit.solvers.placement.stages.walk import Walk
 
@@ -78,6 +78,21 @@ def layers(wide: int, deep: int, cost: float, devices: int) -> Problem:
         readers.setdefault(first, []).append(then)
     nets = [(cost, (first, *those)) for first, those in readers.items()]
     return Problem.of(np.ones((1, wide * deep)), nets, edges, [Slot()] * devices)
+
+
+@pytest.mark.parametrize("least, solved", [(False, 1), (True, 6)])
+def test_a_relaxation_that_excludes_nothing_is_solved_once(monkeypatch, least, solved):
+    """The lowest of the limits that may come tells for all; where it is excluded, all are bisected."""
+    problem = layers(4, 6, 0.1, 3)
+    core = core_of(problem, fused(problem))
+    asked = []
+    monkeypatch.setattr(_Program, "excludes", lambda self, *_: bool(asked.append(self._limit) or least))
+    steps = ladder(core, (), ordered=False, fill=False)
+    high = int(core.least_work.sum())
+    low = high // 2
+    found = stage_relaxation(core.reversed(), steps, low, high, Clock(60))
+    assert 1 <= len(asked) <= solved and asked[0] == min(asked)
+    assert (found > low) == least
 
 
 def test_two_stages_of_equal_layers_are_proven_to_be_the_best():

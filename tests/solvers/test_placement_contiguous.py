@@ -18,9 +18,12 @@ from splitkit.solvers.placement.contract import contracted
 from splitkit.solvers.placement.core import BIG, core_of
 from splitkit.solvers.placement.evaluate import faults, memory
 from splitkit.solvers.placement.groups import fused
-from splitkit.solvers.placement.orders import orders
+from splitkit.solvers.placement.memory import fewest_devices
+from splitkit.solvers.placement.orders import ORDERS, orders
 from splitkit.solvers.placement.problem import Problem, Slot
 from splitkit.solvers.placement.solution import InfeasibleError
+from splitkit.solvers.placement.stages import search as search_module
+from splitkit.solvers.placement.stages.along import Along
 from splitkit.solvers.placement.stages.contiguous import contiguous
 from splitkit.solvers.placement.stages.idealpath import _Search, best_stages
 from splitkit.solvers.placement.stages.ideals import Effort, TooManyError, ideals, weights
@@ -141,6 +144,32 @@ def test_the_order_of_the_graph_is_among_those_tried():
     core = core_of(problem, fused(problem))
     tried = [order.tolist() for order in own_and_other_orders(core.reversed())]
     assert list(range(89, -1, -1)) in tried
+
+
+def test_the_lines_of_a_search_are_made_once(monkeypatch):
+    """What the search looked for along each order serves the ties too."""
+    problem = chain([1.0] * 12, devices=[Slot()] * 3)
+    core = core_of(problem, fused(problem))
+    made, made_loads = [], []
+    init, computed = Along.__init__, Along._computed
+    monkeypatch.setattr(Along, "__init__", lambda self, *args: made.append(1) or init(self, *args))
+    monkeypatch.setattr(Along, "_computed", lambda self, kind: made_loads.append(1) or computed(self, kind))
+    search = StageSearch(core.reversed(), ladder(core, (), ordered=False, fill=False), 1.0, joinable=False)
+    search.along_orders()
+    before = search.ties()
+    assert len(list(orders(core))) == ORDERS
+    assert len(made) == len(made_loads) == ORDERS + 1  # and its own
+    monkeypatch.setattr(search_module, "_MOST_KEPT", 0)
+    again = StageSearch(core.reversed(), search.ladder, 1.0, joinable=False)
+    again.along_orders()
+    assert [found.rank.tolist() for found in again.ties()] == [found.rank.tolist() for found in before]
+
+
+def test_no_number_of_devices_holds_a_unit_that_none_of_them_does():
+    problem = chain([1.0] * 6, devices=[Slot(capacity=5.0)] * 2, nbytes=np.array([1, 1, 6, 1, 1, 1]))
+    asked = []
+    assert fewest_devices(problem, lambda *_, **__: asked.append(1)) is None
+    assert not asked
 
 
 def chain(weights, **more):

@@ -174,6 +174,9 @@ def _fewest(problem: Problem, fit: Callable[[Problem], bool | None], clock: Cloc
     limited = [d for d in problem.devices if not d.host and np.isfinite(d.capacity)]
     others = [d for d in problem.devices if d.host or np.isinf(d.capacity)]
     largest = max(limited, key=lambda d: d.capacity)
+    held = problem.nbytes + min(problem.in_flight, default=0) * problem.saved
+    if not others and held.max(initial=0) > largest.capacity:
+        return None, True  # one unit alone is too much for each of them
 
     def enough(count: int) -> bool | None:
         devices: list[Slot] = [*others, *[largest] * count]

@@ -12,6 +12,8 @@ from splitkit.solvers.placement.core import Core
 from splitkit.solvers.placement.problem import Floats, Ints
 
 _BLENDS = 3  # random walks beside the fixed ones
+ORDERS = 6 + _BLENDS
+"""How many `orders` there are."""
 
 
 def orders(core: Core) -> Iterator[Ints]:

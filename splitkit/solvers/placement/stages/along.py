@@ -37,6 +37,10 @@ class Along:
         """Whether every place of the order is one."""
         return len(self.places) == self.core.size + 1
 
+    def forget(self) -> None:
+        """Give up the loads of stretches, which are many; they are found again if asked for."""
+        self._loads.clear()
+
     def near(self, cuts: Ints) -> Along:
         """The same order with the places next to given ones."""
         reach = max(1, PLACES // (2 * max(1, len(cuts))))
@@ -113,7 +117,7 @@ class Along:
             loads += pins[None, :] - pins[:, None]
             loads -= self._inside(core.costs[kind])
         loads[barred[None, :] > barred[:, None]] = BIG
-        loads[np.tril_indices(len(self.places))] = BIG
+        loads[np.tri(len(self.places), dtype=np.bool_)] = BIG
         return loads
 
     def _inside(self, costs: Ints) -> Ints:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count, islice
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from splitkit.solvers.placement import bounds
 from splitkit.solvers.placement.anneal import Places
 from splitkit.solvers.placement.contract import relaxed, tightened
 from splitkit.solvers.placement.core import BIG, Core
-from splitkit.solvers.placement.orders import by_key, orders, within
+from splitkit.solvers.placement.orders import ORDERS, by_key, orders, within
 from splitkit.solvers.placement.problem import GRACE, Ints
 from splitkit.solvers.placement.stages.along import PLACES, Along
 from splitkit.solvers.placement.stages.borders import by_borders
@@ -25,6 +26,7 @@ from splitkit.solvers.placement.stages.walk import Walk
 
 MOST_UNITS = 6000
 """Beyond so many units only orders are tried."""
+_MOST_KEPT = 1_000  # of larger cores the loads of stretches are not kept
 _REORDERINGS, _UNIT_STEPS = 150, 1_000
 _REORDERED, _ANNEALED, _PROGRAM = 0.16, 0.4, 0.75  # of the time
 _MOVES = 400_000  # of single units, for each second
@@ -70,6 +72,8 @@ class StageSearch:
         self.clock = Clock(_FAR * seconds + GRACE, clock)
         self._effort = Effort(int(_STEPS * seconds), self.clock)
         self._joinable = joinable
+        self._known: list[Along] = []
+        self._unknown = own_and_other_orders(core)
         self._order: Ints = np.arange(core.size)
         self._reach = 1.0  # of the way from the bound to the value, for the next limit over ideals
 
@@ -112,8 +116,8 @@ class StageSearch:
 
     def along_orders(self, *, any_will_do: bool = False) -> None:
         """The best along each of a few orders, the graph's own among them."""
-        for index, order in enumerate(own_and_other_orders(self.core)):
-            line = Along(self.core, order)
+        for index, line in enumerate(self._lines()):
+            order = line.order
             if not index:
                 self._order = order
             found = line.best(self.ladder, self.limit)
@@ -123,18 +127,32 @@ class StageSearch:
             if found:
                 self._take(found[0], "orders")
                 self._order = order
+            if self.core.size > _MOST_KEPT:
+                line.forget()
             if self.closed or (self.best and (any_will_do or self.clock.is_over())):
                 return
+
+    def _lines(self) -> Iterator[Along]:
+        """The core along each of its orders, made once for all who ask."""
+        for index in count():
+            if index == len(self._known):
+                order = next(self._unknown, None)
+                if order is None:
+                    return
+                self._known.append(Along(self.core, order))
+            yield self._known[index]
 
     def ties(self) -> list[StageRanks]:
         """Some of the stages that are as good as the best."""
         assert self.best
         random = np.random.default_rng(0)
         found: list[StageRanks] = []
-        for order in orders(self.core):
+        for line in islice(self._lines(), ORDERS):  # without its own order
             if self.clock.is_over():
                 break
-            found += Along(self.core, order).ties(self.ladder, self.best.value, _TIES, random)
+            found += line.ties(self.ladder, self.best.value, _TIES, random)
+            if self.core.size > _MOST_KEPT:
+                line.forget()
         return found
 
     def over_ideals(self, share: float = 1.0, failures: int = _MOST_FAILURES) -> None:
