@@ -58,12 +58,31 @@ def own_loss(result: Any, target: object) -> torch.Tensor:
     leaves = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
     found = [t for t in leaves if t.requires_grad and t.numel() == 1]
     if len(found) != 1:
-        raise PipelineError(
-            "SK802",
-            f"the model returns {len(found)} numbers that require grad",
-            "Give a loss: pipeline(split, loss=lambda output, target: ...).",
-        )
+        raise _no_loss(len(found))
     return found[0]
+
+
+def require_loss(chain: Chain, ends: Ends) -> None:
+    """Refuse a model that has no loss of its own where none is given, on all ranks before anything runs.
+
+    Raises:
+        PipelineError: SK802.
+    """
+    if ends.loss is own_loss and not any(_may_be_loss(chain, node) or _is_odd(chain, node) for node in ends.wanted):
+        raise _no_loss(0)
+
+
+def _no_loss(count: int) -> PipelineError:
+    return PipelineError(
+        "SK802",
+        f"the model returns {count} numbers that require grad, and a loss is one",
+        "Give one: pipeline(split, loss=lambda output, target: ...). `splitkit train` needs a model that returns it.",
+    )
+
+
+def _is_odd(chain: Chain, node: Node) -> bool:
+    """Whether it may hold anything."""
+    return node.op != "placeholder" and bool(chain.value(node).odd)
 
 
 def _joined(chain: Chain, loss: Node) -> bool:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.actions import schedule_of
 from splitkit.runtime.chain import Chain
-from splitkit.runtime.ends import Ends
+from splitkit.runtime.ends import Ends, require_loss
 from splitkit.runtime.stage import Batch, ChainStage, torch_stage
 from splitkit.runtime.support import require_support
 
@@ -35,6 +35,7 @@ class Runs:
         device: torch.device,
         group: dist.ProcessGroup | None,
     ) -> None:
+        require_loss(chain, ends)
         self.batch, self.outputs, self._share = batch, ends.own is None, share
         modules = [ChainStage(chain, s, ends, batch, device) for s in stages]
         require_support(order, tuple(modules))

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import splitkit as sk
+from splitkit.errors import PipelineError
 from splitkit.runtime import pipeline
 from splitkit.testing.pipelines import Unsplit, gradient_of
 
@@ -69,3 +70,17 @@ def test_a_gradient_of_mere_rounding_is_no_difference(beside):
         assert whole.apart_in("gradient", name, 1.1 * mine) == pytest.approx(0.1, rel=1e-3)
         assert whole.apart_in("gradient", name, mine * float("nan")) == float("inf")
     assert whole.apart_in("weight", "keys.v.bias", whole.held["keys.v.bias"] * 1.01) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_model_without_a_loss_is_refused_before_anything_runs(tmp_path):
+    """Rank 0 spoke of a connection that was closed, since only the last rank saw that there is no loss."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        x = torch.randn(2, 4)
+        pipe = pipeline(sk.split(sk.capture(nn.Linear(4, 4), x), lambda node: 0), "gpipe", 2)
+        with pytest.raises(PipelineError, match="SK802: the model returns 0 numbers that require grad"):
+            pipe.step(torch.cat([x, x]))
+        outputs = pipe.infer(torch.cat([x, x]))
+        assert outputs is not None and len(outputs) == 2
+    finally:
+        dist.destroy_process_group()
