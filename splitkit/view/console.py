@@ -20,8 +20,10 @@ def to_text(renderable: RenderableType) -> str:
     plain = not sys.stdout.isatty()
     buffer = io.StringIO()
     width = 10**6 if plain else None
-    # Text also in a notebook, where rich would show HTML instead.
-    console = Console(file=buffer, no_color=True, markup=False, emoji=False, width=width, force_jupyter=False)
+    # Text also in a notebook, where rich would show HTML instead, or escapes since Jupyter sets FORCE_COLOR.
+    console = Console(
+        file=buffer, no_color=True, markup=False, emoji=False, width=width, force_jupyter=False, force_terminal=False
+    )
     if plain:
         renderable = _plain(renderable)
         console.width = Measurement.get(console, console.options, renderable).maximum

@@ -442,3 +442,25 @@ class Plain(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x.sin()
+
+
+def test_bug_each_capture_of_a_hugging_face_model_warned_of_what_transformers_puts_back(recwarn):
+    model, args, kwargs = example("gpt2")
+    capture_joint(model, *args, **kwargs)
+    assert not [str(warning.message) for warning in recwarn]
+
+
+def test_what_dynamo_says_of_the_models_own_side_effects_comes_through():
+    class Counting(nn.Module):
+        calls = 0
+
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x):
+            self.calls += 1
+            return self.linear(x)
+
+    with pytest.warns(UserWarning, match="side effects"):
+        capture_joint(Counting(), torch.ones(2, 3))

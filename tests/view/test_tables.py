@@ -33,6 +33,13 @@ def test_nothing_is_truncated_on_a_narrow_terminal():
     assert to_text(facts({"a": 1, "long name": 2})).splitlines()[1].split() == ["long", "name", "2"]
 
 
+def test_bug_text_had_escapes_in_notebooks_where_jupyter_forces_colour(monkeypatch):
+    made = table(("name", "bytes"), [("part", "12")], ["bytes"], "all")
+    expected = to_text(made)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert to_text(made) == expected and "\x1b" not in expected
+
+
 @pytest.mark.parametrize("width", [80, 100, 120])
 def test_columns_that_matter_less_go_where_a_terminal_is_narrow(width):
     titles = ("part", "modules", *(f"bytes of kind {i}" for i in range(8)), "share")
