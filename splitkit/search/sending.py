@@ -18,18 +18,17 @@ from splitkit.graph.dataflow import waits_for
 from splitkit.search.placing import Placing, Travel
 from splitkit.solvers.placement.problem import Bools, Floats, Ints
 
-_ROUNDED = 1 - 1e-13  # relative: sums of floats
+ROUNDED = 1 - 1e-13  # relative: sums of floats
 
 
-def least_without_units(placing: Placing, travel: Travel | None) -> float:
-    """Seconds of a part of shared nodes alone, at least; infinite where none are shared.
+def is_free(placing: Placing, travel: Travel | None) -> bool:
+    """Whether a part of shared nodes alone may pay for nothing.
 
     The last of its nodes is read by another part, so it is sent, or by the output, for which nobody pays. Nobody does
     between parts of one rank either.
     """
     read = any(user.op == "output" for node in placing.shared for user in node.users)
-    free = read or (travel is not None and travel.joins)
-    return 0.0 if free else _message(placing, travel) * _ROUNDED
+    return read or (travel is not None and travel.joins)
 
 
 def least_load(placing: Placing, travel: Travel | None, places: int) -> float:
@@ -40,20 +39,20 @@ def least_load(placing: Placing, travel: Travel | None, places: int) -> float:
     a group depends on are there too. So the limit holds, or the work of the longest group. The best limit is found by
     bisection: the higher, the smaller are groups.
     """
-    work, most = placing.seconds.min(axis=0), _message(placing, travel)
+    work, most = placing.seconds.min(axis=0), least_message(placing, travel)
     best = (float(work.sum()) + sum(placing.shared_work)) / places
     prices = np.zeros(len(placing.values)) if travel is None else travel.seconds(placing.value_bytes)
     limits = [*np.unique(prices[(prices > 0) & (prices < most)]).tolist(), most]
-    low, high, needed = 0, len(limits) if len(work) else 0, _needed(placing)
+    low, high, needed = 0, len(limits) if len(work) else 0, needed_by_units(placing)
     while low < high:
         middle = (low + high) // 2
         longest = _longest(placing, work, needed, _groups(placing, prices >= limits[middle]))
         best = max(best, min(limits[middle], longest))
         low, high = (middle + 1, high) if longest > limits[middle] else (low, middle)
-    return best * _ROUNDED
+    return best * ROUNDED
 
 
-def _message(placing: Placing, travel: Travel | None) -> float:
+def least_message(placing: Placing, travel: Travel | None) -> float:
     """Seconds of the quickest message with a value of shared nodes; infinite where none are shared."""
     if not placing.shared:
         return np.inf
@@ -69,7 +68,7 @@ def _groups(placing: Placing, uncut: Bools) -> Ints:
     return group
 
 
-def _needed(placing: Placing) -> list[int]:
+def needed_by_units(placing: Placing) -> list[int]:
     """The shared nodes that each unit depends on through shared nodes alone, as bits."""
     bit = {node: 1 << place for place, node in enumerate(placing.shared)}
     found: dict[Node, int] = {}

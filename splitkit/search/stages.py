@@ -17,13 +17,14 @@ from splitkit.pipeline.stagecosts import StageCosts
 from splitkit.pipeline.stageprices import peaks_of_visits
 from splitkit.plans.parts import Claim, PartKey, evenness
 from splitkit.plans.record import Plan
+from splitkit.search.copying import with_copies
 from splitkit.search.demand import Demand
 from splitkit.search.evening import Evening, limits, preferred
 from splitkit.search.fitting import Fitting, bad_problems
 from splitkit.search.holding import Holding
+from splitkit.search.messages import counted, without_units
 from splitkit.search.peaksearch import PeakSearch, fewest_stages
 from splitkit.search.placing import Placing, Travel
-from splitkit.search.sending import least_load, least_without_units
 from splitkit.search.tracks import Flights, Tracks
 from splitkit.solvers.clock import Clock, endless
 from splitkit.solvers.placement.memory import stages_fit
@@ -78,13 +79,14 @@ class Staging:
         found, plan = self._found()
         value = self._value(plan)
         near = max(NEAR, self.tolerance)
-        worth = self._placing.shared_seconds > near * value and value > found.bound * (1 + near)
+        bound = max(found.bound, self._least)
+        worth = self._placing.shared_seconds > near * value and value > bound * (1 + near)
         if worth and not self.clock.is_over():
             sending = replace(self, sends=True, seconds=_SENT * self.seconds)
             with suppress(NoPlanError):  # there is one that fits
                 other, sent = sending._found()
                 if sending._value(sent) < value:
-                    found, plan = replace(other, bound=max(found.bound, other.bound)), sent
+                    found, plan = replace(other, bound=max(bound, other.bound)), sent
         return self._described(plan, found)
 
     def least(self) -> Plan:
@@ -162,6 +164,10 @@ class Staging:
     def _value(self, plan: Plan) -> float:
         return float(by_rank(self._loads(plan), self._rank_of)[0].max())
 
+    @cached_property
+    def _least(self) -> float:
+        return counted(self._placing, self._travel, len(self._limits), len(self.keys))
+
     def _held(self, found: Solution) -> Ints:
         """(stages,) bytes by the sums of `Holding`."""
         stage = stages_of(found.device, found.order)
@@ -209,7 +215,7 @@ class Staging:
         in_flight = self.demand.in_flight(len(self.keys))[::-1] if self.demand.schedule else (1,)
         held = self._holding if self._limited else None
         with bad_problems(self.demand.policy, self._placing):
-            return self._placing.problem(
+            problem = self._placing.problem(
                 [Slot(capacity=np.inf if limit is None else float(limit)) for limit in limits],
                 self._travel,
                 nbytes=None if held is None else held.fixed,
@@ -217,6 +223,7 @@ class Staging:
                 in_flight=() if held is None else in_flight,
                 ordered=held is not None or self._uneven,
             )
+            return with_copies(problem, self._placing, self._travel)
 
     @property
     def _uneven(self) -> bool:
@@ -231,7 +238,7 @@ class Staging:
             found = solve(problem)
             if len(found.order) < len(self.keys) and prefer is not None:  # else `Evening` fills the others
                 filled = solve(replace(problem, fill=True), prefer=self._weigher())
-                proven = min(filled.bound, least_without_units(self._placing, self._travel))
+                proven = min(filled.bound, without_units(self._placing, self._travel, len(self.keys)))
                 found = replace(filled, bound=max(found.bound, proven), cut=found.cut or filled.cut)
         self.tries.append(found)
         choices = [found] if len(found.order) == len(self.keys) else []
@@ -305,7 +312,7 @@ class Staging:
         loads = self._loads(plan)
         of_rank, busiest = by_rank(loads, self._rank_of)
         value = float(of_rank.max())
-        bound = min(value, max(found.bound, least_load(self._placing, self._travel, len(self._limits))))
+        bound = min(value, max(found.bound, self._least))
         near, even = max(found.tolerance, self.tolerance), evenness(of_rank.tolist())
         claim = Claim("bottleneck", value, bound, found.solver, self.keys[busiest], near, even)
         what = "slowest" if len(of_rank) == len(loads) else "most loaded rank"

@@ -6,47 +6,19 @@ from itertools import product
 
 import numpy as np
 import pytest
-import torch
 from campaigns import few_of_many
+from copiedgraphs import cases, joined
 from hypothesis import strategies as st
 from placedgraphs import Prices
-from torch import fx, nn
 
 import splitkit as sk
 from splitkit.costs import Link, Links, roofline
 from splitkit.policies import Devices, Stages
 from splitkit.search.placing import Placing, Travel
-from splitkit.search.sending import least_load, least_without_units
+from splitkit.search.sending import least_load
 from splitkit.testing.models import build
 
 ONE = Links(Link(1e9, 1.0))
-
-
-def joined(reads, outputs):
-    """A graph of sums: ``reads`` says what each reads of x (0), a parameter (1) and the sums before it (2 and more)."""
-    root, graph = nn.Module(), fx.Graph()
-    root.w = nn.Parameter(torch.ones(2))
-    values = [graph.placeholder("x"), graph.get_attr("w")]
-    for a, b in reads:
-        values.append(graph.call_function(torch.add, (values[a], values[b])))
-    graph.output(tuple(values[place] for place in outputs))
-    gm = fx.GraphModule(root, graph)
-    sk.propagate(gm, torch.ones(2))
-    return gm, values[2:]
-
-
-@st.composite
-def cases(draw):
-    """A graph whose first sums need no gradient, and may be copied; some of its pieces hang together by these alone."""
-    free, units = draw(st.integers(0, 2)), draw(st.integers(2, 4))
-    reads = [(draw(st.sampled_from([0, *range(2, 2 + i)])), 0) for i in range(free)]
-    for i in range(free, free + units):
-        made = [1, *range(2 + free, 2 + i)]
-        reads.append((draw(st.sampled_from(made)), draw(st.sampled_from([*range(2, 2 + free)] * 2 + made))))
-    read = {place for pair in reads for place in pair}
-    loose = [place for place in range(2, 2 + len(reads)) if place not in read]
-    gm, nodes = joined(reads, draw(st.lists(st.sampled_from(loose), min_size=1, unique=True)))
-    return gm, Prices({n.name: draw(st.sampled_from([0.0, 0.1, 0.7, 1.0, 2.0])) for n in nodes}, 4)
 
 
 def two_links():
@@ -126,25 +98,6 @@ def placing_of(reads, outputs, seconds, nbytes=4):
     costs = Prices({n.name: price for n, price in zip(nodes, seconds, strict=True)}, nbytes)
     flow = sk.analyze(gm)
     return Placing(flow, costs, [{n: costs.seconds(n) for n in flow.nodes}], repeat=True)
-
-
-def test_a_part_without_units_sends():
-    placing = placing_of(PAIR, [3, 4], [0.5, 1.0, 2.0])
-    assert [n.name for n in placing.shared] == ["add"]
-    travel = Travel.over(Links(Link(4.0, 3.0)), (0, 1), training=True)
-    assert least_without_units(placing, travel) == pytest.approx(2 * (3.0 + 4 / 4.0))
-    one_rank = Travel.over(Links(Link(4.0, 3.0)), (0, 0), training=False)
-    assert least_without_units(placing, one_rank) == 0.0, "parts of one rank send each other for nothing"
-
-
-def test_a_part_without_units_may_be_there_for_the_output():
-    placing = placing_of(PAIR, [2, 3, 4], [0.5, 1.0, 2.0])
-    assert placing.shared and least_without_units(placing, Travel.over(ONE, (0, 1), training=False)) == 0.0
-
-
-def test_without_shared_nodes_every_part_has_units():
-    placing = placing_of([(1, 0), (2, 0)], [3], [1.0, 1.0])
-    assert least_without_units(placing, Travel.over(ONE, (0, 1), training=False)) == np.inf
 
 
 @pytest.mark.parametrize(
