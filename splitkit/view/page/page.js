@@ -353,7 +353,7 @@ class Ladder {
       c.fillRect(0, top, this.right + 20, bottom - top);
       c.globalAlpha = 1;
       c.fillRect(0, top, 5, bottom - top);
-      const lines = [[`stage ${this.partName(k)}`, "600 13px system-ui", colour], [duration(stage.seconds, this.data.unit), "11px system-ui", this.ink.mut], [`peak ${size(stage.peak)}`, "11px system-ui", this.data.memory && stage.peak > this.data.memory ? this.ink.bad : this.ink.mut]];
+      const lines = [[`stage ${this.partName(k)}`, "600 13px system-ui", this.ink.fg], [duration(stage.seconds, this.data.unit), "11px system-ui", this.ink.mut], [`peak ${size(stage.peak)}`, "11px system-ui", this.data.memory && stage.peak > this.data.memory ? this.ink.bad : this.ink.mut]];
       lines.slice(0, Math.max(1, Math.floor((bottom - top) / 15))).forEach(([text, font, ink], i) => put(c, text, 12, top + 14 + 15 * i, font, ink));
     });
     put(c, "forward ↓", LEFT + this.wide / 2, -14, "600 12px system-ui", this.ink.mut, "center");
@@ -613,7 +613,7 @@ class Timeline {
       c.fillStyle = ladder.colour(stage);
       c.fillRect(x, y, wide, this.high * 0.5);
       c.globalAlpha = 1;
-      if (wide > 12) put(c, String(microbatch), x + wide / 2, y + this.high * 0.25 + 4, "10px system-ui", kind === "F" && !ladder.root.classList.contains("dark") ? "#10151c" : legible(ladder.colour(stage)), "center");
+      if (wide > 12) put(c, String(microbatch), x + wide / 2, y + this.high * 0.25 + 4, "10px system-ui", kind !== "F" ? legible(ladder.colour(stage)) : ladder.root.classList.contains("dark") ? "#fff" : "#10151c", "center");
     }
     for (let rank = 0; rank < run.ranks; rank++) {
       const base = this.y(rank) + this.high * 0.95, top = this.y(rank) + this.high * 0.55;
