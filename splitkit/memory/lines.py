@@ -16,7 +16,7 @@ from splitkit.graph.sizes import storage_bytes, tensor_bytes
 from splitkit.graph.storages import start_of, storage_key, tensors
 from splitkit.graph.symbols import value_of
 from splitkit.memory.autograd import Activations, activations
-from splitkit.memory.linetables import Facts, LineNode, LineTables
+from splitkit.memory.linetables import LineFacts, LineNode, LineTables
 from splitkit.memory.probes import NOTHING
 from splitkit.memory.stretch import Line
 from splitkit.memory.temporaries import Temporaries
@@ -162,7 +162,7 @@ class Units:
     def _tables(self) -> LineTables:
         graph, known = self.flow.graph, self.activations
         return LineTables(
-            Facts(
+            LineFacts(
                 units=self.units,
                 inputs=graph.find_nodes(op="placeholder"),
                 outputs=[n for n in graph.output_node().all_input_nodes if n in known.values and n.op != "get_attr"],

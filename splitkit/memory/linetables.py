@@ -46,7 +46,7 @@ class LineNode:
 
 
 @dataclass(frozen=True, eq=False)
-class Facts:
+class LineFacts:
     """What a line is made of, of one graph.
 
     Attributes:
@@ -104,7 +104,7 @@ class LineTables:
         facts: what lines are made of.
     """
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: LineFacts) -> None:
         self._facts = facts
         units = list(facts.units.values())
         self._unit: dict[Node, int] = {node: i for i, node in enumerate(facts.units)}

@@ -137,7 +137,8 @@ class Line:
         parameters, trained = self.fixed(start, end)
         taken, given = self._taken(start, end), self._given(start, end)
         lasting = self._lie_in(taken), self._lie_in(given)
-        held = lasting[0] | lasting[1]
+        crosses = lasting[0] | lasting[1]
+        held = crosses.copy()
         pairs = self.saves.within(start, end)
         held[self.saves.item[pairs]] = True
         apart = int(self.loose[np.unique(taken)].sum())
@@ -145,7 +146,7 @@ class Line:
         forward = self._forward(start, end, lasting[0], held) + apart
         if not self.training:
             return Stretch(parameters, 0, 0, forward)
-        backward = self._backward(start, end, lasting[0] | lasting[1], saved, given)
+        backward = self._backward(start, end, crosses, saved, given)
         return Stretch(parameters, trained, saved, max(0, forward - saved, backward - saved))
 
     def fixed(self, start: int, end: int) -> tuple[int, int]:
@@ -237,11 +238,17 @@ class Line:
     def _lie_starts(self) -> Ints:
         return np.searchsorted(self.lies[0], np.arange(len(self.made) + 1))
 
+    @cached_property
+    def _lie_counts(self) -> Ints:
+        return np.diff(self._lie_starts)
+
     def _lie_in(self, values: Ints) -> Bools:
         """Which storages values lie in."""
         found = np.zeros(len(self.storage_bytes), np.bool_)
-        starts, counts = self._lie_starts[values], np.diff(self._lie_starts)[values]
-        offset = np.repeat(starts - np.concatenate([[0], counts.cumsum()[:-1]]), counts) if len(values) else starts
+        if not len(values):
+            return found
+        starts, counts = self._lie_starts[values], self._lie_counts[values]
+        offset = np.repeat(starts - (counts.cumsum() - counts), counts)
         found[self.lies[1][offset + np.arange(len(offset))]] = True
         return found
 
@@ -250,11 +257,11 @@ class Line:
         touches, pairs = self.storages, self.storages.within(start, end)
         item, where = touches.item[pairs], touches.position[pairs]
         stays = taken[item]
-        first, last = touches.before[pairs] < start, touches.after[pairs] >= end
         change = np.zeros(end - start + 1, np.int64)
-        births, deaths = item[first & ~stays], item[last & ~held[item]]
-        np.add.at(change, where[first & ~stays] - start, self.storage_bytes[births])
-        np.subtract.at(change, where[last & ~held[item]] - start + 1, self.storage_bytes[deaths])
+        births = (touches.before[pairs] < start) & ~stays
+        deaths = (touches.after[pairs] >= end) & ~held[item]
+        np.add.at(change, where[births] - start, self.storage_bytes[item[births]])
+        np.subtract.at(change, where[deaths] - start + 1, self.storage_bytes[item[deaths]])
         outside = int(self.storage_bytes[taken].sum())
         return outside + int((change.cumsum()[:-1] + self.forward[start:end]).max(initial=0))
 
