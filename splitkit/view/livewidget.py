@@ -18,8 +18,10 @@ from splitkit.pipeline.stageprices import run_order
 from splitkit.plans.record import Plan
 from splitkit.policies import Stages
 from splitkit.prices import includes_backward
+from splitkit.view.html import fragment
 from splitkit.view.ladder import LadderView
 from splitkit.view.page import script, style
+from splitkit.view.svgladder import ladder_svg
 
 
 class LadderWidget(anywidget.AnyWidget):  # type: ignore[misc]  # untyped where it is not installed
@@ -51,6 +53,15 @@ class LadderWidget(anywidget.AnyWidget):  # type: ignore[misc]  # untyped where 
         self.planner: Callable[[int], Plan] = self._stages
         super().__init__(data=ladder.to_dict(), borders=_borders(ladder), height=height)
         self.on_msg(self._asked)
+
+    def __repr__(self) -> str:
+        return f"<{len(self.borders) - 1} stages to steer: .plan is the plan as it is now>"
+
+    def _repr_mimebundle_(self, **asked: Any) -> Any:
+        """The widget, and the still picture for where no kernel runs: a stored notebook, nbviewer."""
+        made = super()._repr_mimebundle_(**asked)
+        data, metadata = made if isinstance(made, tuple) else (made, {})
+        return {**data, "text/html": fragment(ladder_svg(self.ladder.to_dict()), [])}, metadata
 
     @property
     def plan(self) -> Plan:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 from browser import BINARY, Browser
 from torch import nn
@@ -11,7 +14,7 @@ from splitkit.policies import RecomputeAll, SaveAll, Stages
 from splitkit.testing import models
 from splitkit.view.halves import HalvesView
 from splitkit.view.ladder import LadderView
-from splitkit.view.page import page
+from splitkit.view.page import page, script
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
 SIZES = {"layers": 4, "width": 64, "heads": 4, "seq": 16, "vocab": 100}
@@ -187,6 +190,39 @@ def test_two_plans_beside_each_other(browser, ladder, tmp_path):
     shown(browser, tmp_path, LadderView(ladder.flow, ladder.plan, ladder.costs, beside=other))
     assert "2 stages" in side(browser) and "3 stages" in side(browser) and "in another stage there" in side(browser)
     assert_quiet(browser)
+
+
+MODEL = """<script id=state type=application/json>%s</script><script type=module>%s
+  const listeners = {}, states = JSON.parse(document.getElementById("state").textContent), state = states[0];
+  const model = {
+    get: name => state[name], set: (name, value) => { state[name] = value; }, save_changes() {}, send() {}, off() {},
+    on: (name, listener) => { listeners[name] = listener; },
+  };
+  widget.render({model, el: document.body});
+  window.planned = () => {
+    Object.assign(state, states[1]);
+    for (const name of ["borders", "data"]) listeners["change:" + name]();
+  };
+</script>"""
+"""A page that stands for Jupyter, which may tell of the cuts before it tells of the plan."""
+
+
+def firsts(parts):
+    """The first row of each part, and the number of rows."""
+    return [0, *(row for row in range(1, len(parts)) if parts[row] != parts[row - 1]), len(parts)]
+
+
+def test_bug_cuts_of_a_plan_made_anew_were_drawn_on_the_rows_of_the_one_before(browser, ladder, tmp_path):
+    other = replace(ladder, plan=sk.plan(ladder.flow.root, Stages(5), ladder.costs), run=None)
+    states = [{"data": made.to_dict(), "height": 500, "borders": firsts(made.rows.parts)} for made in (ladder, other)]
+    assert states[0]["borders"][-1] != states[1]["borders"][-1]
+    code = script(widget=True).replace("export default", "const widget =")
+    text = json.dumps(states).replace("<", "\\u003c")
+    (tmp_path / "widget.html").write_text(MODEL % (text, code), "utf-8")
+    browser.open(tmp_path / "widget.html")
+    browser.value("planned()")
+    browser.settle()
+    assert "5 stages" in browser.value("document.body.innerText") and browser.faults() == []
 
 
 class Odd(nn.Module):

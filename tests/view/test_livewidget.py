@@ -102,8 +102,8 @@ def test_borders_that_are_none_are_refused(widget, borders):
     assert widget.borders == before
 
 
-def test_a_notebook_is_given_the_widget(widget):
-    html = widget._repr_mimebundle_()
-    bundle = html[0] if isinstance(html, tuple) else html
-    assert "application/vnd.jupyter.widget-view+json" in bundle
+def test_a_notebook_is_given_the_widget_and_a_still_picture_for_where_no_kernel_runs(widget):
+    bundle, _ = widget._repr_mimebundle_()
+    assert "application/vnd.jupyter.widget-view+json" in bundle and "<svg" in bundle["text/html"]
+    assert bundle["text/plain"] == "<3 stages to steer: .plan is the plan as it is now>"
     assert "class Ladder" in widget._esm and "export default" in widget._esm and "http" not in widget._css

@@ -26,7 +26,11 @@ export default {
       model.set("borders", [...borders]);
       model.save_changes();
     };
-    const follow = () => { if (ladder.borders.join() !== model.get("borders").join()) ladder.setBorders(model.get("borders")); };
+    const follow = () => {
+      const borders = model.get("borders");
+      if (borders.at(-1) !== ladder.data.rows.length) return; // of the plan that comes with them: then all is drawn anew
+      if (ladder.borders.join() !== borders.join()) ladder.setBorders(borders);
+    };
     const mount = () => {
       if (ladder) ladder.destroy();
       ladder = show(place, model.get("data"), {height: model.get("height"), onplan: moved, oncount: ask});
