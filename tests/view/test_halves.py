@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 
 import pytest
+from campaigns import these_first
 
 import splitkit as sk
 from splitkit.policies import RecomputeAll, SaveAll
@@ -12,7 +13,7 @@ from splitkit.testing import models
 from splitkit.view.halves import HalvesView
 
 
-@pytest.fixture(scope="module", params=["gpt2", "t5"])
+@pytest.fixture(scope="module", params=these_first(["gpt2"], ["t5"]))
 def view(request):
     example = models.build(request.param, layers=2, width=64, heads=4, seq=16, vocab=100)
     joint = sk.capture_joint(example.model, *example.args, **example.kwargs)

@@ -6,6 +6,7 @@ import json
 from itertools import pairwise
 
 import pytest
+from campaigns import these_first
 
 import splitkit as sk
 from splitkit.pipeline.memory import memory_over_time
@@ -19,7 +20,7 @@ def thirds(gm):
     return sk.plan(gm, lambda n: 3 * order[n] // len(order))
 
 
-@pytest.fixture(scope="module", params=["gpt2", "t5"])
+@pytest.fixture(scope="module", params=these_first(["gpt2"], ["t5"]))
 def ladder(request):
     example = models.build(request.param, layers=2)
     gm = sk.capture(example.model, *example.args, **example.kwargs)
