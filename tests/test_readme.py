@@ -36,7 +36,7 @@ def test_both_commands_set_everything_up_by_themselves(name):
     assert block, f"the README has no {name} command"
     lines = block[1].splitlines()
     assert len(lines) == 1 and lines[0].startswith(
-        "python3.11 -m venv .venv && .venv/bin/pip install -q --no-compile -c constraints.txt "
+        "python3.11 -m venv .venv && .venv/bin/pip install -q -c constraints.txt "
     )
 
 

@@ -25,7 +25,7 @@ def built(small, name, **sizes):
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", these_first(["gpt2"], [name for name in CASES if name != "gpt2"]))
 def test_stages_run_one_by_one_like_the_whole(use, small, name):
     pipes = {}
     for engine in ("torch", "splitkit"):
