@@ -26,7 +26,7 @@ from splitkit.training.choices import Choice, savings
 from splitkit.training.flow import JointFlow, as_joint
 from splitkit.units import duration, size
 from splitkit.view.halves import HalvesView
-from splitkit.view.pictures import Picture, pictured
+from splitkit.view.pictures import Picture, limit_of, pictured
 from splitkit.view.svgscatter import ScatterDrawing, Spot
 from splitkit.view.tables import table
 
@@ -291,10 +291,13 @@ def _frontier(
         axes = f"{what} (bytes)", "computed again"
         return ScatterDrawing(str(frontier), axes, line, others, frontier.unit).to_svg()
 
-    limit = None if memory is None else checks.nbytes("view", "memory", memory)
-    shown = _apart(frontier)
-    view = HalvesView(frontier.flow, [point.pair for point in shown], frontier._costs, title, len(shown) - 1, limit)
-    return Picture(title or "frontier", svg, lambda: [frontier.table()], view)
+    limit = limit_of(memory)
+
+    def ladder() -> HalvesView:
+        pairs = [point.pair for point in _apart(frontier)]
+        return HalvesView(frontier.flow, pairs, frontier._costs, title, len(pairs) - 1, limit)
+
+    return Picture(title or "frontier", svg, lambda: [frontier.table()], ladder)
 
 
 def _apart(frontier: Frontier) -> list[Point]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
@@ -46,7 +46,7 @@ class Picture:
         title: of its page.
         svg: makes the still picture.
         tables: makes the tables below it.
-        ladder: what is to be steered: a plan, or forward and backward.
+        ladder: makes what is to be steered: a plan, or forward and backward; a still picture does without.
         nodes: how many are drawn, of a plan.
         instead: makes another still picture where `svg` is refused.
         notes: what is said below.
@@ -55,7 +55,7 @@ class Picture:
     title: str
     svg: Callable[[], str]
     tables: Callable[[], Iterable[Table]]
-    ladder: LadderView | HalvesView | None = None
+    ladder: Callable[[], LadderView | HalvesView] | None = None
     nodes: int = 0
     instead: Callable[[], str] | None = None
     notes: tuple[str, ...] = ()
@@ -74,31 +74,13 @@ def pictured(shown: object) -> Picture:
 
 
 @pictured.register
-def _plan(
-    plan: Plan,
-    *,
-    costs: Costs | None = None,
-    optimizer: Optimizer = "adam",
-    memory: float | str | None = None,
-    run: ScheduleRun | None = None,
-    beside: Plan | None = None,
-    title: str = "",
-) -> Picture:
-    return _ladder(analyze(_module_of(plan)), plan, costs, optimizer, memory, run, beside, title)
+def _plan(plan: Plan, **options: Any) -> Picture:
+    return _ladder(analyze(_module_of(plan)), plan, **options)
 
 
 @pictured.register
-def _split(
-    split: Split,
-    *,
-    costs: Costs | None = None,
-    optimizer: Optimizer = "adam",
-    memory: float | str | None = None,
-    run: ScheduleRun | None = None,
-    beside: Plan | None = None,
-    title: str = "",
-) -> Picture:
-    return _ladder(split.flow, split.plan, costs, optimizer, memory, run, beside, title)
+def _split(split: Split, **options: Any) -> Picture:
+    return _ladder(split.flow, split.plan, **options)
 
 
 def _module_of(plan: Plan) -> fx.GraphModule:
@@ -116,18 +98,19 @@ def _module_of(plan: Plan) -> fx.GraphModule:
 def _ladder(
     flow: Dataflow,
     plan: Plan,
-    costs: Costs | None,
-    optimizer: Optimizer,
-    memory: float | str | None,
-    run: ScheduleRun | None,
-    beside: Plan | None,
-    title: str,
+    *,
+    costs: Costs | None = None,
+    optimizer: Optimizer = "adam",
+    memory: float | str | None = None,
+    run: ScheduleRun | None = None,
+    beside: Plan | None = None,
+    title: str = "",
 ) -> Picture:
     if run is not None and len(run.stages) != len(plan.parts):
         reason = f"the run is of {len(run.stages)} stages, the plan has {len(plan.parts)} parts"
         raise ViewError("SK901", reason, "Simulate the stages of this plan: splitkit.stage_costs(flow, plan, costs).")
     prices = default(flow) if costs is None else costs
-    limit = _limit(memory)
+    limit = limit_of(memory)
     if beside is not None and any(node not in flow.index for node in beside):
         raise ViewError("SK901", "the plan beside is of another graph", "Compare plans of one graph module.")
     view = LadderView(flow, plan, prices, title, optimizer, limit, run, beside)
@@ -142,10 +125,11 @@ def _ladder(
     def instead() -> str:
         return _bars(report(flow.root, plan, prices))
 
-    return Picture(title or plan.note or "plan", svg, tables, view, len(flow.nodes), instead)
+    return Picture(title or plan.note or "plan", svg, tables, lambda: view, len(flow.nodes), instead)
 
 
-def _limit(memory: float | str | None) -> int | None:
+def limit_of(memory: float | str | None) -> int | None:
+    """The bytes of a device that a picture is asked to mark; SK302 for what is no number of bytes."""
     return None if memory is None else nbytes("view", "memory", memory)
 
 
@@ -174,13 +158,13 @@ def _bars(found: Report) -> str:
 
 @pictured.register
 def _run(run: ScheduleRun, *, memory: float | str | None = None) -> Picture:
-    limit = _limit(memory)
+    limit = limit_of(memory)
     return Picture(run.order.name, lambda: timeline_svg(run, limit), lambda: [rank_table(run, memory=limit)])
 
 
 @pictured.register
 def _profile(profile: MemoryProfile, *, memory: float | str | None = None) -> Picture:
-    limit = _limit(memory)
+    limit = limit_of(memory)
 
     def tables() -> list[Table]:
         rows = [
@@ -212,20 +196,23 @@ def _pair(pair: Pair, *, costs: Costs | None = None, memory: float | str | None 
             rest = sum(bar.value for bar in left)
             shown = [*shown[:_TOP], Bar(f"{len(left)} smaller ones", rest, size(rest), 0)]
         again = _again(pair)
-        title = f"{size(total)} in {len(values)} values saved for backward{again}"
-        return BarsDrawing(title, [("graphs", halves), ("saved for backward, in bytes", shown)]).to_svg()
+        heading = f"{size(total)} in {len(values)} values saved for backward{again}"
+        return BarsDrawing(heading, [("graphs", halves), ("saved for backward, in bytes", shown)]).to_svg()
 
     def tables() -> list[Table]:
         rows = [(value.module or "(top level)", value.op, value.name, size(value.nbytes)) for value in values[:_TOP]]
         more = f" ({len(values) - len(rows)} more)" if len(values) > len(rows) else ""
         return [table(("module", "op", "node", "bytes"), rows, ("bytes",), f"saved, the largest first{more}")]
 
-    title = title or "forward and backward"
-    if pair.plan is None:  # by one of torch's partitioners: of what graph it is not known
+    title, plan, limit = title or "forward and backward", pair.plan, limit_of(memory)
+    if plan is None:  # by one of torch's partitioners: of what graph it is not known
         return Picture(title, svg, tables)
-    flow = analyze(_module_of(pair.plan))
-    view = HalvesView(flow, [pair], default(flow) if costs is None else costs, title, memory=_limit(memory))
-    return Picture(title, svg, tables, view)
+
+    def ladder() -> HalvesView:
+        flow = analyze(_module_of(plan))
+        return HalvesView(flow, [pair], default(flow) if costs is None else costs, title, memory=limit)
+
+    return Picture(title, svg, tables, ladder)
 
 
 def _bar(label: str, values: Sequence[SavedValue]) -> Bar:

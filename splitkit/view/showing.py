@@ -67,7 +67,7 @@ def html(shown: object, **options: Any) -> str:
 def html_of(picture: Picture) -> str:
     """The page of a picture."""
     if picture.ladder is not None:
-        return page(picture.ladder.to_dict())
+        return page(picture.ladder().to_dict())
     return still_page(picture.title, fragment(picture.svg(), picture.tables(), picture.notes))
 
 
@@ -82,7 +82,8 @@ def view(shown: object, *, height: int | None = None, live: bool = False, **opti
     picture = pictured(shown, **options)
     if not live:
         return FramedPage(html_of(picture), height or (720 if picture.ladder else 560))
-    if not isinstance(picture.ladder, LadderView):
+    ladder = picture.ladder and picture.ladder()
+    if not isinstance(ladder, LadderView):
         raise ViewError(
             "SK901", f"a {type(shown).__name__} has nothing to steer", "live=True is for plans and splits; use .view()."
         )
@@ -91,4 +92,4 @@ def view(shown: object, *, height: int | None = None, live: bool = False, **opti
     except ModuleNotFoundError as error:
         reason = f"view(live=True) needs the package {error.name}"
         raise ViewError("SK902", reason, "pip install 'splitkit[notebook]'; .view() needs no package.") from error
-    return LadderWidget(picture.ladder, height or 720)
+    return LadderWidget(ladder, height or 720)

@@ -84,7 +84,6 @@ def test_only_the_rank_that_checks_makes_the_model_and_sees_what_differs_on_anot
     assert [line for line in run.stderr.splitlines() if "made by" in line] == ["made by rank 0"]
 
 
-@pytest.mark.campaign  # the fifth notebook ends in the same fault
 def test_what_fails_on_the_ranks_is_said(tmp_path, call):
     """The command said KeyError: 'losses' instead."""
     spec = f"{Path(__file__).parent / 'tinynet.py'}:net"

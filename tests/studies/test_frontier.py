@@ -163,3 +163,10 @@ def test_the_picture_has_every_point_and_mark_and_escapes_names(gpt2, tmp_path):
     for dot in dots:
         assert 0 <= float(dot.get("cx")) <= wide and 0 <= float(dot.get("cy")) <= high
     assert "<svg" in gpt2._repr_mimebundle_()["text/html"] and "sandbox" in gpt2.view(marks=marks)._repr_html_()
+
+
+def test_a_still_picture_divides_no_step(monkeypatch):
+    """Bug: showing a frontier in a notebook cut out forward and backward of six of its points, for a page unasked."""
+    frontier = Frontier(blocks(3), Prices(**{f"b{i}": 1.0 for i in range(3)}))
+    monkeypatch.setattr("splitkit.studies.frontier.divide", lambda *given: pytest.fail("divided"))
+    assert "<svg" in frontier._repr_mimebundle_()["text/html"]
