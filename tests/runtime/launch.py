@@ -12,8 +12,8 @@ from typing import Any
 HERE = Path(__file__).parent
 
 
-def launch(script: str, ranks: int, *args: str, seconds: float = 300, check: bool = True) -> list[dict[str, Any]]:
-    """Run a script of this folder on some ranks.
+def launch(script: str, ranks: int | str, *args: str, seconds: float = 300, check: bool = True) -> list[dict[str, Any]]:
+    """Run a script of this folder on some ranks; on "2,4", on two and then on four.
 
     Returns:
         The lines that the ranks printed, each with its ``rank``; with ``check=False`` also one with ``code`` and

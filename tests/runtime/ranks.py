@@ -1,6 +1,7 @@
 """``python ranks.py SCRIPT RANKS ARGS...``: imports a script once, and runs its ``main`` in a process for each rank.
 
-``ARGS -- ARGS -- ...`` are several runs, one after another, each after a line that says ``{"next": its ARGS}``.
+``ARGS -- ARGS -- ...`` are several runs, one after another, each after a line that says ``{"next": its ARGS}``; as
+RANKS, ``2,4`` is each of them on two ranks and on four.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    script, count, words = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+    script, counts, words = sys.argv[1], [int(count) for count in sys.argv[2].split(",")], sys.argv[3:]
     starts = [0, *(number + 1 for number, word in enumerate(words) if word == "--"), len(words) + 1]
     runs = [words[start : end - 1] for start, end in pairwise(starts)]
     sys.argv = sys.argv[:1] + runs[0]
@@ -29,7 +30,8 @@ def main() -> None:
         if len(runs) > 1:
             print(json.dumps({"next": args}), flush=True)
         sys.argv = sys.argv[:1] + args
-        start(module, count)
+        for count in counts:
+            start(module, count)
 
 
 def start(module: object, count: int) -> None:

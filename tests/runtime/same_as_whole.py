@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 
 import splitkit as sk
 from splitkit.errors import PipelineError
@@ -99,9 +100,12 @@ PREPARED: list[tuple[dict[str, Any], dict[str, torch.Tensor], sk.Split]] = []
 def prepare() -> None:
     """Capture and split once for all ranks, before they are processes of their own."""
     torch.set_num_threads(1)
+    captured: dict[str, tuple[fx.GraphModule, dict[str, torch.Tensor]]] = {}
     for case in json.loads(sys.argv[1]):
-        model, inputs = example(case["model"])
-        gm = sk.capture(model, **inputs)
+        if case["model"] not in captured:
+            model, inputs = example(case["model"])
+            captured[case["model"]] = sk.capture(model, **inputs), inputs
+        gm, inputs = copy.deepcopy(captured[case["model"]])
         cut = sk.policies.AtMarkers(lambda n: n.name == "t_1")
         plan = sk.plan(gm, cut if case["model"] == "filled" else sk.policies.Stages(case["stages"]))
         how = {name: case[name] for name in ("call", "replicas") if name in case}
@@ -151,5 +155,7 @@ def start() -> None:
 def main() -> None:
     start()
     for case, inputs, split in PREPARED:
+        if case["ranks"] != dist.get_world_size():
+            continue
         print(json.dumps(case | run(case, inputs, split) | {"rank": dist.get_rank()}), flush=True)
     dist.destroy_process_group()

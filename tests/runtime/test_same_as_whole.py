@@ -53,9 +53,8 @@ def named(case: dict[str, Any]) -> str:
 @pytest.fixture(scope="module")
 def ran() -> dict[str, list[dict[str, Any]]]:
     found = defaultdict(list)
-    for ranks, cases in ((2, ON_TWO), (4, ON_FOUR)):
-        for line in launch("same_as_whole.py", ranks, json.dumps(cases)) if cases else ():
-            found[f"{ranks} ranks {named(line)}"].append(line)
+    for line in launch("same_as_whole.py", "2,4", json.dumps([case | {"ranks": ranks} for ranks, case in CASES])):
+        found[f"{line['ranks']} ranks {named(line)}"].append(line)
     return found
 
 
