@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test starts compiles the package anew
 gc.disable()  # until all is imported, which takes a third less time so
 
 

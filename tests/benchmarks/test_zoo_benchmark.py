@@ -1,4 +1,4 @@
-"""The benchmark of many architectures: its rows, its verdicts, and two architectures through all of it."""
+"""The benchmark of many architectures: its rows, its verdicts, and architectures through all of it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from campaigns import these_first
 from torch import nn
 
 import splitkit as sk
@@ -57,11 +58,12 @@ def test_rows_have_names_of_their_own_and_none_is_of_the_suite(models):
     assert len({row.family for row in models.rows()}) >= 10
 
 
-def test_two_architectures_go_through_all_of_it(zoo, monkeypatch, capsys):
+@pytest.mark.parametrize("names", these_first([["VAE"]], [["VAE", "Siamese"]]), ids=len)
+def test_architectures_go_through_all_of_it(zoo, monkeypatch, capsys, names):
     data = json.loads(
-        run(zoo, monkeypatch, capsys, "--only", "VAE", "Siamese", "--family", "plain torch", "--jobs", "2", "--json")
+        run(zoo, monkeypatch, capsys, "--only", *names, "--family", "plain torch", "--jobs", "2", "--json")
     )
-    assert [row["name"] for row in data["rows"]] == ["VAE", "Siamese"]
+    assert [row["name"] for row in data["rows"]] == names
     for row in data["rows"]:
         assert [mode["mode"] for mode in row["modes"]] == ["eval", "train"]
         for mode in row["modes"]:
@@ -70,8 +72,11 @@ def test_two_architectures_go_through_all_of_it(zoo, monkeypatch, capsys):
         assert {"joint", "SaveAll", "training memory", "budget"} <= row["modes"][1]["verdicts"].keys()
         assert row["modes"][1]["training memory error"] == 0
     summary = data["summary"]
-    assert summary["calls"] == 4 and summary["captured of those that export takes"] == "4 of 4"
-    assert all(summary["aims"].values()) and summary["memory"]["exact"] == summary["memory"]["predicted"] == 6
+    calls = 2 * len(names)
+    assert summary["calls"] == calls and summary["captured of those that export takes"] == f"{calls} of {calls}"
+    assert all(summary["aims"].values()) and summary["memory"]["exact"] == summary["memory"]["predicted"] == 3 * len(
+        names
+    )
     monkeypatch.setattr(zoo, "examined", lambda row, context: data["rows"][0])  # what was learnt just now
     printed = run(zoo, monkeypatch, capsys, "--only", "VAE", "--family", "plain torch")
     assert "VAE" in printed and "exact / exact" in printed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,12 +15,13 @@ from splitkit.pipeline.stagecosts import StageCosts
 from splitkit.pipeline.torch_orders import pipeline_order
 from splitkit.runtime.measured import one_by_one, timed_stages
 
-TINY = ["--size", "layers=2,width=32,heads=2", "--size", "vocab=64,seq=8", "--seed", "3"]
+SPEC = f"{Path(__file__).parent / 'tinynet.py'}:net"
+TINY = ["--size", "layers=4,width=32,heads=2", "--size", "vocab=64,seq=32", "--seed", "3"]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    words = ["profile", "gpt2", *TINY, "--stages", "2", "--ranks", "2", "--microbatches", "4", "--repeat", "1"]
+    words = ["profile", SPEC, *TINY, "--stages", "2", "--ranks", "2", "--microbatches", "4", "--repeat", "1"]
     run = subprocess.run(
         [sys.executable, "-m", "splitkit", *words, "--schedules", "gpipe,1f1b,interleavedzerobubble", "--json"],
         cwd=tmp_path_factory.mktemp("profile"), text=True, capture_output=True, timeout=300,
@@ -80,5 +82,5 @@ def test_measured_times_replace_those_of_the_prices():
 
 
 def test_one_microbatch_is_refused(call):
-    code, _, err = call("profile", "gpt2", *TINY, "--stages", "2", "--ranks", "2", "--microbatches", "1")
+    code, _, err = call("profile", SPEC, *TINY, "--stages", "2", "--ranks", "2", "--microbatches", "1")
     assert code == 2 and "SK601" in err
