@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -198,13 +198,23 @@ def require_policy(args: Namespace) -> None:
 
 def make_plan(args: Namespace, spec: str) -> tuple[Work, Plan, Costs]:
     """The plan that the policy of the command line makes for a model."""
+    work, planned = planner(args, spec)
+    return work, *planned()
+
+
+def planner(args: Namespace, spec: str) -> tuple[Work, Callable[[], tuple[Plan, Costs]]]:
+    """A model, and what makes its plan by the policy of the command line, whose options are checked first."""
     wanted, named = source.from_args(spec, args), policy_of(args)
     check_costs(args.costs)
     policy = named.build()
     work = prepare(wanted)
-    with work.clock.step("plan", f"planning {named.text}", policy):
-        costs = prices(work, args.costs, args.training)
-        return work, sk.plan(work.gm, policy, costs, on_cycle=args.on_cycle or "error"), costs
+
+    def planned() -> tuple[Plan, Costs]:
+        with work.clock.step("plan", f"planning {named.text}", policy):
+            costs = prices(work, args.costs, args.training)
+            return sk.plan(work.gm, policy, costs, on_cycle=args.on_cycle or "error"), costs
+
+    return work, planned
 
 
 def plan_file(args: Namespace) -> dict[str, Any] | None:

@@ -13,6 +13,9 @@ from types import SimpleNamespace
 import pytest
 from campaigns import these_first
 
+from splitkit.cli.commands.train import planned_together
+from splitkit.cli.parser import make_parser
+
 TINY = ["--size", "layers=1,width=16,heads=2", "--size", "vocab=32,seq=4", "--seed", "3"]
 
 
@@ -91,6 +94,16 @@ def test_what_fails_on_the_ranks_is_said(call, monkeypatch):
     monkeypatch.setattr("splitkit.cli.launch.ranks", lambda *given: (3, json.dumps({"error": error})))
     code, _, said = call("train", "gpt2", *TINY, "--stages", "2", "--nproc", "2")
     assert code and f"SK805: {reason}" in said and "Lower --lr." in said
+
+
+def test_a_rank_that_does_not_plan_does_not_search(monkeypatch):
+    """Every rank searched, and threw its plan away for that of rank 0."""
+    spec = f"{Path(__file__).parent / 'tinynet.py'}:net"
+    args = make_parser().parse_args(["train", spec, *TINY, "--stages", "2"])
+    monkeypatch.setattr("splitkit.runtime.agreement.planned_once", lambda gm, make: "sent by rank 0")
+    monkeypatch.setattr("splitkit.plan", lambda *given, **options: pytest.fail("searched"))
+    work, plan = planned_together(args)
+    assert plan == "sent by rank 0" and len(work.gm.graph.nodes) > 9
 
 
 def test_one_process_is_too_few(call, monkeypatch):

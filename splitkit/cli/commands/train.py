@@ -20,7 +20,7 @@ from splitkit.cli import launch, stagefolders
 from splitkit.cli.checks import DIFFERENT
 from splitkit.cli.outcome import Outcome, seconds
 from splitkit.cli.partflags import asked, compile_parts, require_compiler
-from splitkit.cli.work import Work, decoded, make_plan, plan_file, prepare, require_policy
+from splitkit.cli.work import Work, decoded, plan_file, planner, prepare, require_policy
 from splitkit.errors import PipelineError, UsageError
 from splitkit.units import size
 from splitkit.view.tables import facts, table
@@ -159,13 +159,12 @@ def planned_together(args: Namespace) -> tuple[Work, Plan]:
     file = plan_file(args)
     if file is None:
         require_policy(args)
-        work, plan, _ = make_plan(args, args.target)
-    else:
-        from splitkit.cli import source
+        work, planned = planner(args, args.target)
+        return work, planned_once(work.gm, lambda: planned()[0])
+    from splitkit.cli import source
 
-        work = prepare(source.from_plan(args.target, file, args))
-    graph = work.gm.graph
-    return work, planned_once(work.gm, lambda: plan if file is None else decoded(graph, args.target, file))
+    work = prepare(source.from_plan(args.target, file, args))
+    return work, planned_once(work.gm, lambda: decoded(work.gm.graph, args.target, file))
 
 
 def schedule_of(word: str) -> str | PipelineOrder:
