@@ -248,7 +248,9 @@ def show(table: list[dict[str, Any]]) -> None:
     columns = list(
         dict.fromkeys((c["stages"], c["ranks"], c["schedule"]) for r in table for c in r["cases"] if "stages" in c)
     )
-    shown = Table("model", *(f"{s} stages, {r} ranks: {name}" for s, r, name in columns))
+    shown = Table()
+    for heading in ("model", *(f"{s} stages\n{r} ranks\n{name}" for s, r, name in columns)):
+        shown.add_column(heading, no_wrap=True, overflow="ignore")
     for row in table:
         cells = {(c.get("stages"), c.get("ranks"), c.get("schedule")): c for c in row["cases"]}
         shown.add_row(row["name"], *(cell(cells.get(key)) for key in columns))
