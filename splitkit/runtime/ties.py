@@ -66,27 +66,28 @@ class Ties:
             yield
             for parameter, group in self._shared:
                 if parameter.requires_grad:
-                    parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    parameter.grad = found.contiguous()  # gloo adds up memory, and ranks may have it laid out otherwise
                     dist.all_reduce(parameter.grad, group=group)
-            _add_up([p.grad for p in self._replicated if p.grad is not None], self._across)
+            _add_up([p for p in self._replicated if p.grad is not None], self._across)
         finally:
             for parameter, grad in zip(held, before, strict=True):
                 if grad is not None:
                     parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 
 
-def _add_up(gradients: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+def _add_up(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
     """Give all ranks of a group the sum of what each has; they have the same ones in the same order."""
-    for bucket in _buckets(gradients):
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+    for bucket in _buckets(parameters):
+        flat = torch.cat([p.grad.reshape(-1) for p in bucket if p.grad is not None])
         dist.all_reduce(flat, group=group)
-        for gradient, total in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
-            gradient.copy_(total.view_as(gradient))
+        for parameter, total in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
+            parameter.grad = total.view_as(parameter)  # the old one may be expanded, or a view of another's
 
 
-def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Tensors that follow each other, of one dtype and of `BUCKET` bytes, or one that is larger."""
-    bucket: list[torch.Tensor] = []
+def _buckets(tensors: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Those that follow each other, of one dtype and of `BUCKET` bytes, or one that is larger."""
+    bucket: list[nn.Parameter] = []
     held = 0
     for tensor in tensors:
         if bucket and (tensor.dtype != bucket[0].dtype or held + tensor.nbytes > BUCKET):

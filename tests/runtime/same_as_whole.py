@@ -66,10 +66,27 @@ class Filled(nn.Module):
         return {"loss": (hidden * table - target).square().mean()}
 
 
+class Turned(nn.Module):
+    """Its table is its head too, turned and copied: the gradient of one comes with rows for columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+    def forward(self, index: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.table(index)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return {"loss": nn.functional.cross_entropy(x @ self.table.weight.t().contiguous(), index)}
+
+
 def example(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     if name == "odd":
         return Odd(), {"index": torch.randint(16, (6,)), "mask": torch.rand(6) > 0.5, "weight": torch.rand(6)}
+    if name == "turned":
+        return Turned(), {"index": torch.randint(16, (6,))}
     if name == "filled":
         return Filled(), {"x": torch.randn(4, 8), "target": torch.randn(4, 8)}
     if name == "unet":

@@ -25,6 +25,7 @@ ON_TWO: list[dict[str, Any]] = [
     {"model": "odd", "stages": 4, "schedule": "dualpipev", "microbatches": 4},
     {"model": "t5", "stages": 4, "schedule": "zbvzerobubble", "microbatches": 4},  # lost gradients, and would not send
     {"model": "gpt2", "stages": 4, "schedule": "interleavedzerobubble", "microbatches": 4, "call": "checkpoint"},
+    {"model": "turned", "stages": 4, "schedule": "interleavedzerobubble", "microbatches": 4},  # summed with it turned
     {"model": "odd", "stages": 3, "schedule": "uneven", "microbatches": 3, "order": [
         "0F0 0F1 2F0 2I0 2F1 2W0 2B1 0F2 2F2 0B0 2B2 0B1 0I2 0W2", "1F0 1F1 1I0 1F2 1W0 1B1 1I2 1W2",
     ]},
