@@ -11,7 +11,7 @@ from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.actions import schedule_of
 from splitkit.runtime.chain import Chain
 from splitkit.runtime.ends import Ends, require_loss
-from splitkit.runtime.stage import Batch, ChainStage, torch_stage
+from splitkit.runtime.stage import Batch, ChainStage, PartStage
 from splitkit.runtime.support import require_support
 
 
@@ -39,7 +39,7 @@ class Runs:
         self.batch, self.outputs, self._share = batch, ends.own is None, share
         modules = [ChainStage(chain, s, ends, batch, device) for s in stages]
         require_support(order, tuple(modules))
-        self.stages = tuple(torch_stage(m, s, chain.stages, group) for m, s in zip(modules, stages, strict=True))
+        self.stages = tuple(PartStage(m, s, chain.stages, group) for m, s in zip(modules, stages, strict=True))
         self._schedule = schedule_of(order, self.stages, _handed if ends.loss is not None else None)
         self._last = any(m.last for m in modules)
 

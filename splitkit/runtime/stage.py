@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
 from torch.fx import Node, map_arg
 
 from splitkit import _torch
@@ -20,7 +18,7 @@ from splitkit._torch import pytree
 from splitkit.errors import PipelineError
 from splitkit.runtime.chain import Chain
 from splitkit.runtime.dice import Dice
-from splitkit.runtime.divided import divisible
+from splitkit.runtime.divided import DividedStage, divisible, passed_on
 from splitkit.runtime.ends import Ends
 from splitkit.runtime.faults import Progress
 from splitkit.runtime.values import Carried, fresh
@@ -52,7 +50,7 @@ class Batch:
 
 
 class ChainStage(nn.Module):
-    """The part of one stage, for torch's `PipelineStage`.
+    """The part of one stage, for torch's stage.
 
     Attributes:
         part: the part's module; its parameters have their original names.
@@ -185,21 +183,19 @@ def _carried(chain: Chain, values: Sequence[Node], ends: Ends) -> tuple[Carried,
     return tuple(chain.value(node).sent(ends.loss is not None) for node in values)
 
 
-def torch_stage(module: ChainStage, stage: int, stages: int, group: dist.ProcessGroup | None) -> PipelineStage:
-    """What torch's schedules take, with static metadata: nothing runs on made-up values."""
-    made = PipelineStage(
-        module, stage, stages, module.device, input_args=module.arrives, output_args=module.leaves, group=group
-    )
-    divided_rightly(made, module)
-    return made
+class PartStage(DividedStage):
+    """Torch's stage of a part, with static metadata: nothing runs on made-up values."""
 
+    def __init__(self, module: ChainStage, number: int, count: int, group: dist.ProcessGroup | None) -> None:
+        super().__init__(
+            module, number, count, module.device, input_args=module.arrives, output_args=module.leaves, group=group
+        )
+        module.ran = self._divide
 
-def divided_rightly(made: PipelineStage, module: ChainStage) -> None:
-    """After the first microbatch, see to it that zero-bubble schedules lose no gradient of a stage."""
-    module.ran = partial(_divide, made, module)
-
-
-def _divide(made: Any, module: ChainStage, received: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
-    """Let backward run as a whole where torch would divide it wrongly: in its part for inputs, none for weights."""
-    if received and (module.once or not divisible(received, given, list(module.parameters()))):
-        made.dw_builder = lambda: lambda: None
+    def _divide(self, received: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+        """After the first microbatch: let backward run as a whole where torch would divide it wrongly."""
+        module = cast(ChainStage, self.submod)
+        if not received or (divisible(received, given, list(module.parameters())) and not module.once):
+            self.passed_on = passed_on(given)
+        else:
+            self.dw_builder = lambda: lambda: None  # its part for inputs is all, none is left for weights

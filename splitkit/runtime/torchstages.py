@@ -17,7 +17,7 @@ from splitkit.errors import PipelineError
 from splitkit.runtime.chain import Chain, chain_of
 from splitkit.runtime.ends import Ends
 from splitkit.runtime.replicas import Replicas
-from splitkit.runtime.stage import Batch, ChainStage, divided_rightly
+from splitkit.runtime.stage import Batch, ChainStage, PartStage
 from splitkit.runtime.stagefolder import StageFolder
 from splitkit.runtime.support import require_values
 from splitkit.runtime.ties import Ties
@@ -160,16 +160,13 @@ class KeywordStage(ChainStage):
         return tuple(how.told for how in self._forms) if self.last else super().leaves
 
 
-class _Stage(PipelineStage):
+class _Stage(PartStage):
     """Torch's stage; it scales a gradient once where two stages of a rank have one parameter."""
 
     def __init__(
         self, module: KeywordStage, number: int, count: int, group: dist.ProcessGroup | None, seen: set[int]
     ) -> None:
-        super().__init__(
-            module, number, count, module.device, input_args=module.arrives, output_args=module.leaves, group=group
-        )
-        divided_rightly(self, module)
+        super().__init__(module, number, count, group)
         self.owned = [p for p in module.parameters() if id(p) not in seen]
         seen.update(map(id, self.owned))
 

@@ -67,17 +67,18 @@ class Filled(nn.Module):
 
 
 class Turned(nn.Module):
-    """Its table is its head too, turned and copied: the gradient of one comes with rows for columns."""
+    """Gradients as torch finds them: of a table that is turned and copied, and one tensor for two parameters."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(16, 8)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(6))
+        self.ones, self.others = (nn.ParameterList(torch.randn(8) for _ in range(6)) for _ in range(2))
 
     def forward(self, index: torch.Tensor) -> dict[str, torch.Tensor]:
         x = self.table(index)
-        for layer in self.layers:
-            x = layer(x).tanh()
+        for layer, one, other in zip(self.layers, self.ones, self.others, strict=True):
+            x = (layer(x) + (one + other)).tanh()
         return {"loss": nn.functional.cross_entropy(x @ self.table.weight.t().contiguous(), index)}
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import _backward
 
-from splitkit.runtime.divided import divisible
+from splitkit.runtime.divided import divisible, passed_on
 
 Forward = Callable[[nn.ModuleList, torch.Tensor], tuple[torch.Tensor, ...]]
 
@@ -55,3 +55,19 @@ def test_what_torch_does_of_it(name):
     _backward.stage_backward_weight(iter(trained), groups)
     found = modules[1].weight.grad
     assert torch.equal(found, whole) if name == "a block" else found is None
+
+
+@pytest.mark.parametrize("second", ["sum of two", "as large as the output"])
+def test_what_torch_gives_two_owners_is_named(second):
+    """If the gradients have memory of their own one day, torch has learnt it, and `DividedStage` may go."""
+    modules, x = net(), torch.randn(2, 4, requires_grad=True)
+    a, b = (nn.Parameter(torch.randn(4)) for _ in range(2))
+    full = nn.Parameter(torch.randn(2, 4))
+    out = x @ modules[0].weight.t() + ((a + b) if second == "sum of two" else full)
+    own = [a, b] if second == "sum of two" else [full]
+    assert {id(p) for p in passed_on([out])} == {id(p) for p in own}
+    trained, given = [modules[0].weight, *own], torch.ones_like(out)
+    _, groups = _backward.stage_backward_input([out], [given], [x], iter(trained))
+    _backward.stage_backward_weight(iter(trained), groups)
+    other = b.grad if second == "sum of two" else given
+    assert own[0].grad.data_ptr() == other.data_ptr()
