@@ -12,9 +12,9 @@ function scaled(value, base, units) {
 const size = b => scaled(b, 1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]);
 function duration(s, unit) {
   if (unit !== "s") return `${scaled(s, 1000, ["", "k", "M", "G", "T", "P"])} ${unit}`;
-  for (const [scale, name] of [[1, "s"], [1e-3, "ms"], [1e-6, "us"]])
-    if (s >= scale * 0.9995) return `${Number((s / scale).toPrecision(3))} ${name}`;
-  return `${Number((s / 1e-6).toPrecision(2))} us`;
+  for (const [scale, name] of [[1, "s"], [1e-3, "ms"], [1e-6, "us"], [1e-9, "ns"], [1e-12, "ps"]])
+    if (Math.abs(s) >= scale * 0.9995) return `${Math.abs(s / scale) >= 999.5 ? (s / scale).toFixed(0) : Number((s / scale).toPrecision(3))} ${name}`;
+  return s ? `${Number((s / 1e-12).toPrecision(2))} ps` : "0 us";
 }
 
 /** What stages cost that are stretches of rows: the numbers of Python, looked up. */
