@@ -34,7 +34,7 @@ def read_size(text: str) -> int | None:
 
 
 def duration(seconds: float, unit: str = "s") -> str:
-    """``0.0123`` -> ``12.3 ms``, ``4e-10`` -> ``400 ps``; ``3 nodes`` for prices that are no time, whose unit is not ``"s"``."""
+    """``0.0123`` -> ``12.3 ms``, ``4e-10`` -> ``400 ps``; ``3 nodes`` for prices in another unit than ``"s"``."""
     if unit != "s":
         return f"{quantity(seconds)} {unit}"
     for scale, name in _SECONDS:

@@ -116,7 +116,7 @@ def _ladder(
     view = LadderView(flow, plan, prices, title, optimizer, limit, run, beside)
 
     def svg() -> str:
-        return ladder_svg(view.to_dict())
+        return ladder_svg(view)
 
     def tables() -> list[Table]:
         ranks = [] if run is None else [rank_table(run, memory=limit)]

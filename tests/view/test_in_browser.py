@@ -10,6 +10,7 @@ from browser import BINARY, Browser
 from torch import nn
 
 import splitkit as sk
+from splitkit.pipeline.memory import memory_over_time
 from splitkit.policies import RecomputeAll, SaveAll, Stages
 from splitkit.testing import models
 from splitkit.view.halves import HalvesView
@@ -103,10 +104,70 @@ def test_a_cut_is_dragged_and_put_back_and_the_numbers_are_those_of_python(opene
     assert borders(opened) == before and "moved by hand" not in side(opened)
 
 
+ANEW = """(data, borders) => { const prices = new Prices(data);
+return simulated(data.run, prices.stages(borders, false), prices.place); }"""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        ("1f1b", {}),
+        ("1f1b", {"links": "nvlink4"}),
+        ("1f1b", {"links": sk.costs.Links.uniform(1e7, 1e-5), "static_buffers": True}),
+        ("gpipe", {"links": sk.costs.Links.uniform(1e7, 1e-5), "overlap": False}),
+        ("interleaved-1f1b", {"links": sk.costs.Links.matrix([[0, 1e7], [3e7, 0]]), "ranks": 2}),
+    ],
+)
+def test_the_step_of_a_plan_that_was_moved_is_that_of_python(opened, ladder, schedule, options):
+    flow, costs = ladder.flow, ladder.costs
+    plan = sk.plan(flow.root, Stages(4), costs)
+    view = LadderView(
+        flow, plan, costs, run=sk.simulate_schedule(sk.stage_costs(flow, plan, costs), schedule, 6, **options)
+    )
+    data, rows = view.to_dict(), len(view.rows)
+    moved = [[0, 1, 3, 4, rows], [0, 2, rows - 2, rows - 1, rows]]
+    moved += [[0, rows], [0, 3, rows], [0, 1, 2, 3, 4, 5, rows]] if data["run"]["again"]["standard"] else []
+    for borders in moved:
+        part = {node: sum(row >= b for b in borders[1:-1]) for node, row in view.rows.of.items()}
+        stages = sk.stage_costs(flow, sk.plan(flow.root, lambda n, part=part: part.get(n, 0)), costs)
+        run = sk.simulate_schedule(stages, schedule, 6, **options)
+        told = opened.value(f"({ANEW})({json.dumps(data)}, {borders})")
+        assert [tuple(event[:4]) for event in told["events"]] == [tuple(event[:4]) for event in run.timeline]
+        for here, event in zip(told["events"], run.timeline, strict=True):
+            assert here[4:] == pytest.approx(event[4:], rel=1e-9)
+        assert (told["seconds"], told["bubble"]) == pytest.approx((run.seconds, run.bubble), rel=1e-9)
+        assert told["peaks"] == list(run.peaks)
+        assert [held[-1][1] for held in told["memory"]] == [held[-1][1] for held in memory_over_time(run)]
+    if not data["run"]["again"]["standard"]:  # of another number of stages it is not told
+        assert opened.value(f"({ANEW})({json.dumps(data)}, [0, {rows}])") is None
+
+
+def test_the_timeline_follows_a_cut_that_is_dragged(opened):
+    before = opened.value("splitkit.run.seconds")
+    x, y = cut(opened, 1)
+    opened.drag(x, y, x, y + 60)
+    assert opened.value("splitkit.run.seconds") != before
+    place = opened.value(
+        """(() => { const t = splitkit.timeline, box = t.canvas.getBoundingClientRect();
+        const e = t.run.events.find(e => e[2] === 2 && e[1] === "F");
+        return [box.left + t.x((e[4] + e[5]) / 2), box.top + t.y(e[0]) + 4]; })()"""
+    )
+    opened.click(*place)
+    assert opened.value("splitkit.selected") == {"stage": 2}
+    opened.value("splitkit.slider.value = 5; splitkit.slider.dispatchEvent(new Event('input'))")
+    assert opened.value("splitkit.run") is None  # 1F1B of 4 microbatches does not go with 5 stages
+    opened.settle()
+    opened.value("splitkit.reset.click()")
+    assert opened.value("splitkit.run.seconds") == before
+    assert_quiet(opened)
+
+
 def test_the_slider_sets_how_many_stages_there_are(opened):
     for count in (1, 2, 5):
         opened.value(f"splitkit.slider.value = {count}; splitkit.slider.dispatchEvent(new Event('input'))")
-        assert len(borders(opened)) == count + 1 and f"{count} stages" in side(opened)
+        assert len(borders(opened)) == count + 1
+        told = f"{count} stage{'s' if count > 1 else ''}, balance"
+        assert told in side(opened) and "divided evenly" in side(opened) and "by hand" not in side(opened)
     best = opened.value("splitkit.prices.stages(splitkit.borders, false).map(s => s.seconds)")
     others = opened.value(
         """(() => { const s = splitkit, n = s.data.rows.length;

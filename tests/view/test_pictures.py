@@ -101,8 +101,9 @@ def test_every_object_is_text_html_page_and_file(shown, name, tmp_path):
 
 def test_the_ladder_says_what_the_page_says(gpt2):
     gm, costs, plan = gpt2
-    data = LadderView(sk.analyze(gm), plan, costs, memory=2**20).to_dict()
-    drawing = LadderDrawing(data)
+    view = LadderView(sk.analyze(gm), plan, costs, memory=2**20)
+    data = view.to_dict()
+    drawing = LadderDrawing(data, view.saved_bytes)
     assert drawing.items[0].start == 0 and drawing.items[-1].end == len(data["rows"])
     assert all(a.end == b.start for a, b in zip(drawing.items, drawing.items[1:], strict=False))
     assert any(item.end - item.start > 1 for item in drawing.items), "equal layers are folded"
@@ -123,10 +124,11 @@ def test_a_ladder_of_very_many_rows_is_drawn_with_few_boxes():
         {
             "title": "", "unit": "s", "trains": True, "memory": None, "parts": ["0", "1"], "devices": ["", "cuda:1"],
             "rows": [{"name": f"layers.{i}", "part": i // 75, "ops": 1, "kind": i} for i in range(rows)],
-            "stretches": dict.fromkeys(columns, [1.0] * (rows * (rows + 1) // 2)),
+            "times": dict.fromkeys(columns[:2], [1.0] * rows),
             "stages": dict.fromkeys(columns, [75.0] * 2), "down": [1] * (rows + 1), "up": [1] * (rows + 1),
             "edges": [(i, i + 1, 4) for i in range(rows - 1)], "saved": [(i, i, 4) for i in range(rows)],
-        }
+        },
+        lambda start, end: 4 * (end - start),
     )  # fmt: skip
     assert len(drawing.items) <= 80 and drawing.items[-1].end == rows
     picture = drawing.to_svg()
