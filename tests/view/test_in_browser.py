@@ -13,6 +13,7 @@ import splitkit as sk
 from splitkit.pipeline.memory import memory_over_time
 from splitkit.policies import RecomputeAll, SaveAll, Stages
 from splitkit.testing import models
+from splitkit.units import duration, size
 from splitkit.view.halves import HalvesView
 from splitkit.view.ladder import LadderView
 from splitkit.view.page import page, script
@@ -160,6 +161,14 @@ def test_the_timeline_follows_a_cut_that_is_dragged(opened):
     opened.value("splitkit.reset.click()")
     assert opened.value("splitkit.run.seconds") == before
     assert_quiet(opened)
+
+
+def test_bug_numbers_were_rounded_otherwise_than_in_python(opened):
+    sizes = [0, 7, 1000, 1023, 1024, 5760, 5888, 102500, 2**20 - 1, 3 * 2**29, 7 * 2**40 + 2**33]
+    times = [0, 1e-13, 4e-10, 0.9996e-6, 4.021e-6, 0.0123, 0.01225, 0.5, 99.96, 1234, 12345.6]
+    assert opened.value(f"{sizes}.map(size)") == [size(nbytes) for nbytes in sizes]
+    assert opened.value(f'{times}.map(s => duration(s, "s"))') == [duration(seconds) for seconds in times]
+    assert opened.value(f'{sizes}.map(s => duration(s, "FLOPs"))') == [duration(n, "FLOPs") for n in sizes]
 
 
 def test_the_slider_sets_how_many_stages_there_are(opened):

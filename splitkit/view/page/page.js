@@ -7,13 +7,21 @@ function scaled(value, base, units) {
   let power = 0;
   while (Math.abs(value) >= base * 0.9995 && power < units.length - 1) { value /= base; power++; }
   const whole = power === 0 && Number.isInteger(value);
-  return `${whole || Math.abs(value) >= 100 ? value.toFixed(0) : value.toFixed(2)} ${units[power]}`.trimEnd();
+  return `${fixed(value, whole || Math.abs(value) >= 100 ? 0 : 2)} ${units[power]}`.trimEnd();
+}
+/** As Python rounds: to the even digit where both are as near, which toFixed does not. */
+function fixed(value, digits) {
+  const long = value.toFixed(99), at = long.indexOf(".") + digits + (digits ? 1 : 0), low = long.slice(0, at);
+  return /^\.?50*$/.test(long.slice(at)) && "02468".includes(low.at(-1)) ? low : value.toFixed(digits);
 }
 const size = b => !(b >= 0) ? "–" : scaled(b, 1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]);
 function duration(s, unit) {
   if (unit !== "s") return `${scaled(s, 1000, ["", "k", "M", "G", "T", "P"])} ${unit}`;
   for (const [scale, name] of [[1, "s"], [1e-3, "ms"], [1e-6, "us"], [1e-9, "ns"], [1e-12, "ps"]])
-    if (Math.abs(s) >= scale * 0.9995) return `${Math.abs(s / scale) >= 999.5 ? (s / scale).toFixed(0) : Number((s / scale).toPrecision(3))} ${name}`;
+    if (Math.abs(s) >= scale * 0.9995) {
+      const [number, of] = [s / scale, Math.abs(s / scale)];
+      return `${Number(fixed(number, of < 9.995 ? 2 : of < 99.95 ? 1 : 0))} ${name}`;
+    }
   return s ? `${Number((s / 1e-12).toPrecision(2))} ps` : "0 us";
 }
 
@@ -212,7 +220,7 @@ class Ladder {
     head.append(el("b", "splitkit"), el("span", `${data.title}${data.title ? " · " : ""}${this.ops.count} ops`, {class: "mut"}));
     const label = el("label", `${this.slider.getAttribute("aria-label")} `);
     label.append(this.slider, " ", this.count);
-    head.append(label, this.reset, this.fold, el("button", "fit", {onclick: () => this.fit()}), this.search, this.hits,
+    head.append(label, this.reset, this.fold, el("button", "fit", {onclick: () => this.fit(0)}), this.search, this.hits,
       el("button", "◐", {title: "dark or light", "aria-label": "dark or light", onclick: () => { root.classList.toggle("dark"); this.draw(); }}));
     this.main = el("main");
     this.canvas = el("canvas", undefined, {tabindex: 0, role: "img", "aria-label": "forward, backward and the cuts of the plan; arrow keys select, Enter opens"});
@@ -414,12 +422,13 @@ class Ladder {
     const top = item.y + ROW, found = item.inner ? [[LEFT + (this.wide - item.w) / 2 + 8, top, item.inner]] : [];
     return item.mirror ? [...found, [this.right - this.wide2 + 8, top, item.mirror]] : found;
   }
-  fit() {
+  /** All that can be read: a tall ladder from its top, unless it is asked for as a whole. */
+  fit(least = 0.45) {
     const w = this.main.clientWidth, h = this.main.clientHeight;
     if (!w) return;
     const left = this.data.beside ? 50 : 12;
-    this.zoom = Math.max(0.05, Math.min((w - left) / (this.right + 190), h / (this.height + 70), 1.5));
-    this.x = Math.max(left, (w - (this.right + 160) * this.zoom) / 2);
+    this.zoom = Math.max(0.05, Math.min((w - left) / (this.right + 200), Math.max(h / (this.height + 70), least), 1.5));
+    this.x = Math.max(left, (w - (this.right + 200) * this.zoom) / 2);
     this.y = 40 * this.zoom + Math.max(0, (h - (this.height + 60) * this.zoom) / 2);
     this.draw();
   }
