@@ -6,27 +6,20 @@ import json
 from dataclasses import replace
 
 import pytest
-from browser import BINARY, Browser
+from browser import BINARY
+from steeredpages import assert_quiet, borders, cut, middle, shown, side
 from torch import nn
 
 import splitkit as sk
-from splitkit.pipeline.memory import memory_over_time
 from splitkit.policies import RecomputeAll, SaveAll, Stages
 from splitkit.testing import models
-from splitkit.units import duration, size
 from splitkit.view.halves import HalvesView
 from splitkit.view.ladder import LadderView
-from splitkit.view.page import page, script
+from splitkit.view.page import script
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
 SIZES = {"layers": 4, "width": 64, "heads": 4, "seq": 16, "vocab": 100}
 HARMFUL = "<img src=x onerror=window.harmed=1></script><script>window.harmed=1</script>"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with Browser() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -42,42 +35,6 @@ def ladder():
 @pytest.fixture
 def opened(browser, ladder, tmp_path):
     return shown(browser, tmp_path, ladder)
-
-
-def shown(browser, folder, view):
-    (folder / "page.html").write_text(page(view.to_dict()), "utf-8")
-    browser.open(folder / "page.html")
-    assert_quiet(browser)
-    return browser
-
-
-def assert_quiet(browser):
-    assert browser.faults() == [] and browser.requests() == [] and browser.value("window.harmed") is None
-
-
-def middle(browser, name):
-    """Where a row's box in forward is, in pixels of the window."""
-    return browser.value(
-        f"""(() => {{ const s = splitkit, box = s.canvas.getBoundingClientRect();
-        const item = s.items.find(i => s.name(i) === {name!r});
-        return [box.left + s.x + (170 + s.wide / 2) * s.zoom, box.top + s.y + (item.y + 13) * s.zoom]; }})()"""
-    )
-
-
-def cut(browser, number):
-    """Where a cut is at the left, where no box is."""
-    return browser.value(
-        f"""(() => {{ const s = splitkit, item = s.itemOf[s.borders[{number}]], box = s.canvas.getBoundingClientRect();
-        return [box.left + s.x + 60 * s.zoom, box.top + s.y + (item.y - 5) * s.zoom]; }})()"""
-    )
-
-
-def borders(browser):
-    return browser.value("splitkit.borders")
-
-
-def side(browser):
-    return browser.value("splitkit.side.textContent")
 
 
 def test_it_is_mounted_without_a_request_and_text_stays_text(opened):
@@ -105,44 +62,6 @@ def test_a_cut_is_dragged_and_put_back_and_the_numbers_are_those_of_python(opene
     assert borders(opened) == before and "moved by hand" not in side(opened)
 
 
-ANEW = """(data, borders) => { const prices = new Prices(data);
-return simulated(data.run, prices.stages(borders, false), prices.place); }"""
-
-
-@pytest.mark.parametrize(
-    ("schedule", "options"),
-    [
-        ("1f1b", {}),
-        ("1f1b", {"links": "nvlink4"}),
-        ("1f1b", {"links": sk.costs.Links.uniform(1e7, 1e-5), "static_buffers": True}),
-        ("gpipe", {"links": sk.costs.Links.uniform(1e7, 1e-5), "overlap": False}),
-        ("interleaved-1f1b", {"links": sk.costs.Links.matrix([[0, 1e7], [3e7, 0]]), "ranks": 2}),
-    ],
-)
-def test_the_step_of_a_plan_that_was_moved_is_that_of_python(opened, ladder, schedule, options):
-    flow, costs = ladder.flow, ladder.costs
-    plan = sk.plan(flow.root, Stages(4), costs)
-    view = LadderView(
-        flow, plan, costs, run=sk.simulate_schedule(sk.stage_costs(flow, plan, costs), schedule, 6, **options)
-    )
-    data, rows = view.to_dict(), len(view.rows)
-    moved = [[0, 1, 3, 4, rows], [0, 2, rows - 2, rows - 1, rows]]
-    moved += [[0, rows], [0, 3, rows], [0, 1, 2, 3, 4, 5, rows]] if data["run"]["again"]["standard"] else []
-    for borders in moved:
-        part = {node: sum(row >= b for b in borders[1:-1]) for node, row in view.rows.of.items()}
-        stages = sk.stage_costs(flow, sk.plan(flow.root, lambda n, part=part: part.get(n, 0)), costs)
-        run = sk.simulate_schedule(stages, schedule, 6, **options)
-        told = opened.value(f"({ANEW})({json.dumps(data)}, {borders})")
-        assert [tuple(event[:4]) for event in told["events"]] == [tuple(event[:4]) for event in run.timeline]
-        for here, event in zip(told["events"], run.timeline, strict=True):
-            assert here[4:] == pytest.approx(event[4:], rel=1e-9)
-        assert (told["seconds"], told["bubble"]) == pytest.approx((run.seconds, run.bubble), rel=1e-9)
-        assert told["peaks"] == list(run.peaks)
-        assert [held[-1][1] for held in told["memory"]] == [held[-1][1] for held in memory_over_time(run)]
-    if not data["run"]["again"]["standard"]:  # of another number of stages it is not told
-        assert opened.value(f"({ANEW})({json.dumps(data)}, [0, {rows}])") is None
-
-
 def test_the_timeline_follows_a_cut_that_is_dragged(opened):
     before = opened.value("splitkit.run.seconds")
     x, y = cut(opened, 1)
@@ -161,14 +80,6 @@ def test_the_timeline_follows_a_cut_that_is_dragged(opened):
     opened.value("splitkit.reset.click()")
     assert opened.value("splitkit.run.seconds") == before
     assert_quiet(opened)
-
-
-def test_bug_numbers_were_rounded_otherwise_than_in_python(opened):
-    sizes = [0, 7, 1000, 1023, 1024, 5760, 5888, 102500, 2**20 - 1, 3 * 2**29, 7 * 2**40 + 2**33]
-    times = [0, 1e-13, 4e-10, 0.9996e-6, 4.021e-6, 0.0123, 0.01225, 0.5, 99.96, 1234, 12345.6]
-    assert opened.value(f"{sizes}.map(size)") == [size(nbytes) for nbytes in sizes]
-    assert opened.value(f'{times}.map(s => duration(s, "s"))') == [duration(seconds) for seconds in times]
-    assert opened.value(f'{sizes}.map(s => duration(s, "FLOPs"))') == [duration(n, "FLOPs") for n in sizes]
 
 
 def test_the_slider_sets_how_many_stages_there_are(opened):
