@@ -222,6 +222,20 @@ def test_a_plan_that_leaves_nodes_to_the_parent_is_shown_as_bars():
     assert "share of the time" in html and "No picture" in html
 
 
+def test_bug_a_plan_of_forward_and_backward_was_bars_without_what_is_saved(pair, tmp_path):
+    cut, plan = pair[0], pair[0].plan
+    assert svg(plan) == svg(cut) and "No picture" not in plan._repr_mimebundle_()["text/html"]
+    plan.to_html(tmp_path / "plan.html", memory="1MiB", title=EVIL)
+    cut.to_html(tmp_path / "pair.html", memory="1MiB", title=EVIL)
+    assert (tmp_path / "plan.html").read_text() == (tmp_path / "pair.html").read_text()
+    with pytest.raises(SplitError, match="SK302"):
+        plan.view(memory="much")
+    with pytest.raises(TypeError):
+        plan.view(optimizer=None)
+    wrong = plan.place({node: ("backward",) for node in plan.places if node.op != "placeholder"})
+    assert "No picture" in wrong._repr_mimebundle_()["text/html"] and "<svg" in wrong._repr_mimebundle_()["text/html"]
+
+
 def test_a_graph_without_sizes_is_shown_as_bars():
     gm = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     html = sk.plan(gm, sk.policies.Stages(2))._repr_mimebundle_()["text/html"]
