@@ -12,7 +12,7 @@ from splitkit.units import duration, size
 from splitkit.view.colours import BAD, INK, MUTED, RIBBON, colour, ink_on, mixed
 from splitkit.view.drawing import Drawing
 from splitkit.view.ladder import LadderView
-from splitkit.view.textwidth import width
+from splitkit.view.textwidth import shortened, width
 
 ROW, GAP, BOX, RIBBONS, LEFT, TOP = 24, 9, 214, 176, 150, 46
 _MOST = 80
@@ -155,7 +155,8 @@ class LadderDrawing:
             time = self._time(sum(self.data["times"][column][item.start : item.end]))
             draw.rect(x, item.y, BOX, ROW, fill, f"{name}\n{ops} ops, {column} {time}{saved}", round_=4)
             draw.text(x + BOX - 8, item.y + 16, time, ink_on(fill), "end")
-            draw.text(x + 8, item.y + 16, sign + name, ink_on(fill), room=BOX - 24 - width(time))
+            shown = shortened(name, BOX - 24 - width(time) - width(sign), end=True)
+            draw.text(x + 8, item.y + 16, sign + shown, ink_on(fill), title="" if shown == name else name)
 
     def _merged(self, what: str) -> list[tuple[int, int, int]]:
         """(box, box, bytes) from what the rows of boxes hand on or save, the largest first."""
@@ -186,6 +187,7 @@ class LadderDrawing:
         merged = [one for one in self._merged("edges") if one[0] != one[1]]
         most = max((nbytes for *_, nbytes in merged), default=0) or 1
         columns = [(LEFT, LEFT + BOX / 2, -1)] + ([(self._right, self._right - BOX / 2, 1)] if self._trains else [])
+        farthest = max((b - a for a, b, _ in merged), default=1)
         for a, b, nbytes in merged:
             wide, far = 1 + 2 * (nbytes / most) ** 0.5, b - a
             told = f"{self._name(self.items[a])} → {self._name(self.items[b])}: {size(nbytes)}"
@@ -194,7 +196,7 @@ class LadderDrawing:
                 if far == 1:
                     draw.path(f"M{middle},{top + ROW / 2} L{middle},{bottom - ROW / 2}", RIBBON, wide, told)
                 else:
-                    out = edge + side * min(13, 5 + far)
+                    out = edge + side * (4 + 18 * far / farthest)
                     draw.path(
                         f"M{edge},{top} C{out},{top} {out},{bottom} {edge},{bottom}", RIBBON, wide, told, opacity=0.6
                     )

@@ -419,8 +419,8 @@ class Ladder {
   }
   /** [left, top, inner graph] of an open item: forward's, and backward's if it is known. */
   innerOf(item) {
-    const top = item.y + ROW, found = item.inner ? [[LEFT + (this.wide - item.w) / 2 + 8, top, item.inner]] : [];
-    return item.mirror ? [...found, [this.right - this.wide2 + 8, top, item.mirror]] : found;
+    const top = item.y + ROW, found = item.inner ? [[LEFT + (this.wide - item.inner.width) / 2, top, item.inner]] : [];
+    return item.mirror ? [...found, [this.right - this.wide2 + (item.w2 - item.mirror.width) / 2, top, item.mirror]] : found;
   }
   /** All that can be read: a tall ladder from its top, unless it is asked for as a whole. */
   fit(least = 0.45) {
@@ -493,12 +493,12 @@ class Ladder {
     const line = marked(this.selected) ? this.ink.fg : marked(this.hovered) ? this.ink.mut : null;
     c.globalAlpha = faint ? 0.25 : 1;
     this.rect(c, x, item.y, item.w, item.h, item.inner ? this.ink.bg : colour, line || colour);
-    this.label(c, `${item.inner ? "▾" : "▸"} ${this.name(item)}`, duration(price.forward, this.data.unit), x, item.y, item.w, item.inner ? this.ink.fg : legible(colour));
+    this.label(c, item.inner ? "▾ " : "▸ ", this.name(item), duration(price.forward, this.data.unit), x, item.y, item.w, item.inner ? this.ink.fg : legible(colour));
     if (this.trains) {
       const left = this.right - this.wide2, late = this.paintOf(item.start, true);
       this.rect(c, left, item.y, item.w2, item.mirror ? item.h : ROW, item.mirror ? this.ink.bg : late, line || late);
       if (!item.mirror) this.hatch(c, item, left);
-      this.label(c, `∇ ${this.name(item)}`, duration(price.backward, this.data.unit), left, item.y, item.w2, item.mirror ? this.ink.fg : legible(late));
+      this.label(c, "∇ ", this.name(item), duration(price.backward, this.data.unit), left, item.y, item.w2, item.mirror ? this.ink.fg : legible(late));
     }
     for (const [left, top, inner] of this.innerOf(item)) this.inner(c, inner, left, top, item.start);
     c.globalAlpha = 1;
@@ -519,7 +519,7 @@ class Ladder {
       c.globalAlpha = hits && !hits.has(op) ? 0.25 : 1;
       this.rect(c, left + box.x, top + box.y, OPW, OP, colour, on ? this.ink.fg : colour);
       if (inner.up && op < this.late) stripes(c, left + box.x, top + box.y, OPW, OP);
-      this.label(c, ops.op(op).replace(/^aten\.(\w+)\.\w+$/, "$1"), ops.value(op).replace(/^\w+\[(.*)\]$/, (_, dims) => dims.replace(/, /g, "×")), left + box.x, top + box.y, OPW, legible(colour), OP);
+      this.label(c, "", ops.op(op).replace(/^aten\.(\w+)\.\w+$/, "$1"), ops.value(op).replace(/^\w+\[(.*)\]$/, (_, dims) => dims.replace(/, /g, "×")), left + box.x, top + box.y, OPW, legible(colour), OP);
     }
   }
   rect(c, x, y, w, h, fill, line) {
@@ -531,12 +531,13 @@ class Ladder {
     c.strokeStyle = line;
     c.stroke();
   }
-  label(c, text, right, x, y, w, ink, h = ROW) {
+  /** Of what follows a sign, the path of a module, the end is told; else the start. */
+  label(c, sign, text, right, x, y, w, ink, h = ROW) {
     if (h * this.zoom < 8) return;
     c.font = "11px system-ui";
-    const room = w - 16, tail = c.measureText(right).width;
+    const room = w - 16 - c.measureText(sign).width, tail = c.measureText(right).width;
     const gives = tail < room * 0.6;
-    put(c, cut(c, text, room - (gives ? tail + 8 : 0)), x + 8, y + h / 2 + 4, c.font, ink);
+    put(c, sign + cut(c, text, room - (gives ? tail + 8 : 0), sign), x + 8, y + h / 2 + 4, c.font, ink);
     if (gives) put(c, right, x + w - 8, y + h / 2 + 4, c.font, ink, "right");
   }
   /** Arrows from a row to the next, and bows for values that skip rows: forward on the left, gradients on the right. */
@@ -994,9 +995,10 @@ function put(c, text, x, y, font, ink, align = "left", back = "") {
   c.fillStyle = ink;
   c.fillText(text, x, y);
 }
-function cut(c, text, room) {
+function cut(c, text, room, end) {
   if (c.measureText(text).width <= room) return text;
+  const kept = count => end ? `…${text.slice(text.length - count)}` : `${text.slice(0, count)}…`;
   let low = 0, high = text.length;
-  while (low < high) { const middle = (low + high + 1) >> 1; c.measureText(`${text.slice(0, middle)}…`).width <= room ? low = middle : high = middle - 1; }
-  return `${text.slice(0, low)}…`;
+  while (low < high) { const middle = (low + high + 1) >> 1; c.measureText(kept(middle)).width <= room ? low = middle : high = middle - 1; }
+  return kept(low);
 }
