@@ -176,10 +176,12 @@ def test_two_plans_beside_each_other(browser, ladder, tmp_path):
 MODEL = """<script id=state type=application/json>%s</script><script type=module>%s
   const listeners = {}, states = JSON.parse(document.getElementById("state").textContent), state = states[0];
   const model = {
-    get: name => state[name], set: (name, value) => { state[name] = value; }, save_changes() {}, send() {}, off() {},
+    get: name => state[name], set: (name, value) => { state[name] = value; }, save_changes() {}, off() {},
+    send: content => { (window.sent ||= []).push(content); },
     on: (name, listener) => { listeners[name] = listener; },
   };
   widget.render({model, el: document.body});
+  window.told = message => listeners["msg:custom"](message);
   window.planned = () => {
     Object.assign(state, states[1]);
     for (const name of ["borders", "data"]) listeners["change:" + name]();
@@ -193,14 +195,43 @@ def firsts(parts):
     return [0, *(row for row in range(1, len(parts)) if parts[row] != parts[row - 1]), len(parts)]
 
 
+def widget(browser, folder, *views):
+    """The widget of the first, in a page that stands for Jupyter; ``planned()`` there is the answer of Python."""
+    states = [
+        {"data": made.to_dict(), "height": 500, "borders": firsts(made.rows.parts), "answers": 0} for made in views
+    ]
+    code = script(widget=True).replace("export default", "const widget =")
+    (folder / "widget.html").write_text(MODEL % (json.dumps(states).replace("<", "\\u003c"), code), "utf-8")
+    browser.open(folder / "widget.html")
+    return states
+
+
+SLIDE = """(count => { const slider = document.querySelector("input[type=range]");
+slider.value = count; slider.dispatchEvent(new Event("input")); })(%d)"""
+
+
+def test_bug_a_draft_of_the_page_stood_there_as_moved_by_hand_until_python_had_planned(browser, ladder, tmp_path):
+    other = replace(ladder, plan=sk.plan(ladder.flow.root, Stages(5), ladder.costs), run=None)
+    widget(browser, tmp_path, ladder, other)
+    text = "document.body.innerText"
+    browser.value(SLIDE % 5)
+    assert browser.value("sent") == [{"stages": 5}]
+    assert "3 stages, balance" in browser.value(text) and "planning" in browser.value(text)
+    browser.value("told({refused: 'no five stages'})")
+    assert "3 stages, balance" in browser.value(text) and "no five stages" in browser.value(text)
+    assert browser.value("document.querySelector('input[type=range]').value") == "3"
+    browser.value(SLIDE % 5)
+    browser.value("planned(), told({planned: 5})")
+    browser.settle()
+    assert "5 stages, balance" in browser.value(text) and "by hand" not in browser.value(text)
+    browser.value(SLIDE % 5)  # what is there need not be planned
+    assert len(browser.value("sent")) == 2 and browser.faults() == []
+
+
 def test_bug_cuts_of_a_plan_made_anew_were_drawn_on_the_rows_of_the_one_before(browser, ladder, tmp_path):
     other = replace(ladder, plan=sk.plan(ladder.flow.root, Stages(5), ladder.costs), run=None)
-    states = [{"data": made.to_dict(), "height": 500, "borders": firsts(made.rows.parts)} for made in (ladder, other)]
+    states = widget(browser, tmp_path, ladder, other)
     assert states[0]["borders"][-1] != states[1]["borders"][-1]
-    code = script(widget=True).replace("export default", "const widget =")
-    text = json.dumps(states).replace("<", "\\u003c")
-    (tmp_path / "widget.html").write_text(MODEL % (text, code), "utf-8")
-    browser.open(tmp_path / "widget.html")
     browser.value("planned()")
     browser.settle()
     assert "5 stages" in browser.value("document.body.innerText") and browser.faults() == []

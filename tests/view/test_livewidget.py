@@ -79,6 +79,21 @@ def test_the_slider_plans_anew_in_python(widget):
     assert len(widget.plan.parts) == 4
 
 
+def test_the_step_follows_the_slider(gm):
+    flow, plan, costs = sk.analyze(gm), sk.plan(gm, sk.policies.Stages(3)), sk.costs.flops(gm)
+    run = sk.simulate_schedule(sk.stage_costs(flow, plan, costs), "1f1b", 3, links=sk.costs.Links.uniform(1e3))
+    widget = plan.view(live=True, costs=costs, run=run)
+    ask(widget, stages=2)
+    stages = sk.stage_costs(flow, widget.plan, costs)
+    same = sk.simulate_schedule(stages, "1f1b", 3, links=sk.costs.Links.uniform(1e3))
+    told = widget.data["run"]
+    assert (told["stages"], told["seconds"], told["peaks"]) == (2, same.seconds, list(same.peaks))
+    ask(widget, stages=4)  # more than there are microbatches
+    assert len(widget.plan.parts) == 4 and widget.data["run"] is None
+    ask(widget, stages=3)
+    assert widget.data["run"]["stages"] == 3
+
+
 def test_what_no_plan_can_do_is_said_in_the_page(widget):
     heard, plan = said(widget), widget.plan
 

@@ -716,7 +716,7 @@ class Timeline {
   paint() {
     this.grow();
     const [c, w, h] = context(this.canvas), {ladder, run} = this;
-    if (!run) { c.clearRect(0, 0, w, h); return put(c, "the schedule is known of the plan as it came only", 70, h / 2, "12px system-ui", ladder.ink.mut); }
+    if (!run) { c.clearRect(0, 0, w, h); return put(c, `${ladder.data.run.name} is not simulated here for these stages; “as planned” shows the step of the plan as it came`, 70, h / 2, "12px system-ui", ladder.ink.mut); }
     Object.assign(this, {w, h, high: (h - 44) / run.ranks});
     c.clearRect(0, 0, w, h);
     put(c, `${run.name} of ${run.microbatches} microbatches: step ${duration(run.seconds, run.unit)}, bubble ${(100 * run.bubble).toFixed(1)} %${ladder.isShipped ? "" : ladder.how}`, 70, 15, "600 11px system-ui", ladder.ink.fg);
