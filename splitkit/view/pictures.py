@@ -50,6 +50,7 @@ class Picture:
         tables: makes the tables below it.
         ladder: makes what is to be steered: a plan, or forward and backward; a still picture does without.
         nodes: how many are drawn, of a plan.
+        parts: the same of those.
         instead: makes another still picture where `svg` is refused.
         notes: what is said below.
     """
@@ -59,6 +60,7 @@ class Picture:
     tables: Callable[[], Iterable[Table]]
     ladder: Callable[[], LadderView | HalvesView] | None = None
     nodes: int = 0
+    parts: int = 0
     instead: Callable[[], str] | None = None
     notes: tuple[str, ...] = ()
 
@@ -111,7 +113,7 @@ def _halves(
 
     limit_of(memory)
     name = title or plan.note or "plan"
-    return Picture(name, lambda: of().svg(), lambda: of().tables(), ladder, len(gm.graph.nodes), instead)
+    return Picture(name, lambda: of().svg(), lambda: of().tables(), ladder, len(gm.graph.nodes), 2, instead)
 
 
 @pictured.register
@@ -161,7 +163,7 @@ def _ladder(
     def instead() -> str:
         return _bars(report(flow.root, plan, prices))
 
-    return Picture(title or plan.note or "plan", svg, tables, lambda: view, len(flow.nodes), instead)
+    return Picture(title or plan.note or "plan", svg, tables, lambda: view, len(flow.nodes), len(plan.parts), instead)
 
 
 def limit_of(memory: float | str | None) -> int | None:

@@ -250,6 +250,15 @@ def test_a_large_plan_is_not_priced_unasked(gpt2, monkeypatch):
     assert "<svg" not in html and ".view()" in html and "Plan of" in html
 
 
+def test_very_many_parts_are_not_drawn_into_a_notebook_unasked(tmp_path):
+    gm = sk.capture(nn.Sequential(*[nn.Tanh() for _ in range(130)]), torch.ones(2))
+    plan = sk.plan(gm, sk.policies.RoundRobin(2))
+    html = plan._repr_mimebundle_()["text/html"]
+    assert "<svg" not in html and "<table" in html and "130 parts are not drawn unasked" in html
+    plan.to_svg(tmp_path / "plan.svg")
+    assert (tmp_path / "plan.svg").read_text().count("stage ") >= 130
+
+
 def test_without_the_package_it_is_named(gpt2, monkeypatch):
     monkeypatch.setitem(sys.modules, "anywidget", None)
     monkeypatch.delitem(sys.modules, "splitkit.view.livewidget", raising=False)
