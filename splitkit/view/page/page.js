@@ -563,9 +563,9 @@ class Ladder {
     }
   }
   bow(c, x, y, x2, y2, side, far) {
-    const out = side * (6 + 26 * far);
+    const out = side * Math.max(side * x, side * x2) + side * (6 + 26 * far); // beyond the wider of the two boxes
     c.moveTo(x, y);
-    c.bezierCurveTo(x + out, y, x2 + out, y2, x2, y2);
+    c.bezierCurveTo(out, y, out, y2, x2, y2);
   }
   ribbons(c) {
     const merged = merge(this.saved, this.itemOf), most = Math.max(1, ...merged.map(e => e[2])), taken = [];
