@@ -9,6 +9,7 @@ from fractions import Fraction
 _BYTES = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGTP", 1):
     _BYTES |= {f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"), (1e-12, "ps"))
 _SIZE = re.compile(r"\s*(\d{1,2000}(?:\.\d{1,2000})?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
@@ -33,13 +34,14 @@ def read_size(text: str) -> int | None:
 
 
 def duration(seconds: float, unit: str = "s") -> str:
-    """``0.0123`` -> ``12.3 ms``; ``3 nodes`` for prices that are no time, whose unit is not ``"s"``."""
+    """``0.0123`` -> ``12.3 ms``, ``4e-10`` -> ``400 ps``; ``3 nodes`` for prices in another unit than ``"s"``."""
     if unit != "s":
         return f"{quantity(seconds)} {unit}"
-    for scale, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if seconds >= scale * 0.9995:
-            return f"{seconds / scale:.3g} {name}"
-    return f"{seconds / 1e-6:.2g} us"
+    for scale, name in _SECONDS:
+        if abs(seconds) >= scale * 0.9995:
+            number = seconds / scale
+            return f"{number:.0f} {name}" if abs(number) >= 999.5 else f"{number:.3g} {name}"
+    return f"{seconds / 1e-12:.2g} ps" if seconds else "0 us"
 
 
 def _scaled(value: float, base: float, units: tuple[str, ...]) -> str:

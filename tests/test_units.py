@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from splitkit.units import read_size, size
+from splitkit.units import duration, read_size, size
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,27 @@ def test_what_is_no_size(text):
 @pytest.mark.parametrize("nbytes", [1, 1536, 5 * 2**20, 7 * 2**40, 3 * 2**50])
 def test_what_is_printed_is_read_again(nbytes):
     assert read_size(size(nbytes)) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 us"),
+        (12345.6, "12346 s"),
+        (1234, "1234 s"),
+        (99.96, "100 s"),
+        (0.0123, "12.3 ms"),
+        (0.9996e-3, "1 ms"),
+        (4.021e-6, "4.02 us"),
+        (1.5e-8, "15 ns"),
+        (1e-12, "1 ps"),
+        (3e-13, "0.3 ps"),
+        (-2e-3, "-2 ms"),
+    ],
+)
+def test_bug_times_were_printed_as_1e_06_us(seconds, text):
+    assert duration(seconds) == text and "e" not in text
+
+
+def test_what_is_no_time_keeps_its_unit():
+    assert duration(3, "nodes") == "3 nodes" and duration(1234567.0, "FLOPs") == "1.23 M FLOPs"

@@ -56,6 +56,18 @@ def backward_nodes(graph: fx.Graph) -> dict[Node, None]:
     return {node: None for node in tainted if node.op in _COMPUTES}
 
 
+def forward_outputs(graph: fx.Graph) -> int:
+    """How many outputs are forward's: those before the first that is a gradient, or that has none."""
+    late = backward_nodes(graph)
+    outputs = graph.output_node().args[0]
+    found = 0
+    for output in outputs if isinstance(outputs, list | tuple) else [outputs]:
+        if not isinstance(output, Node) or output in late or is_marked_backward(output) or _is_tangent(output):
+            break
+        found += 1
+    return found
+
+
 def owners(graph: fx.Graph) -> dict[Node, Node]:
     """Backward node -> forward node, for every backward node of a graph that computes something in forward."""
     backward = backward_nodes(graph)

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import product
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 
-from splitkit.checks import is_number, shown
-from splitkit.errors import CostError, ScheduleError
+from splitkit.checks import shown
+from splitkit.errors import ScheduleError
 from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, LETTERS, PipelineOrder
 from splitkit.pipeline.replication import rounds, share
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stagecosts import StageCosts, bytes_back, bytes_on
 from splitkit.pipeline.trace import Floats
+from splitkit.pipeline.wires import LinkTimes, Wires, trip
 
 __all__ = ["LinkTimes", "PipelineOrder", "ScheduleRun", "StageCosts", "simulate_schedule"]
-
-
-class LinkTimes(Protocol):
-    """What knows how long messages take: `splitkit.costs.Links`."""
-
-    def seconds(self, source: Hashable, target: Hashable, nbytes: float) -> float:
-        """Seconds for one message of ``nbytes`` from one device to another."""
-        ...
 
 
 def simulate_schedule(
@@ -77,9 +68,10 @@ def simulate_schedule(
     order, links = _order(stages, schedule, microbatches, ranks), _links_of(links)
     replicas = _replicas(order, stages)
     names = _names(replicas, devices)
-    starts, ends, departures, arrivals = _times(order, stages, _messages(order, stages, names, links), overlap)
+    wires = Wires(links, names, overlap)
+    starts, ends, departures, arrivals = _times(order, stages, _messages(order, stages, wires), overlap)
     syncs = () if links is None or max(replicas) == 1 else _syncs(order, stages, names, links)
-    return ScheduleRun(order, tuple(stages), starts, ends, departures, arrivals, static_buffers, syncs)
+    return ScheduleRun(order, tuple(stages), starts, ends, departures, arrivals, static_buffers, syncs, wires)
 
 
 def _order(
@@ -109,14 +101,6 @@ def _links_of(links: object) -> LinkTimes | None:
     from splitkit.costs.links import links_of
 
     return links_of(links)
-
-
-def _trip(links: LinkTimes, here: Hashable, there: Hashable, nbytes: float) -> float:
-    found: object = links.seconds(here, there, nbytes)
-    if not is_number(found) or float(found) == math.inf:
-        reason = f"{nbytes} bytes from {here} to {there} take {shown(found)} seconds"
-        raise CostError("SK322", reason, "Give links whose times are numbers, 0 or more.")
-    return float(found)
 
 
 def _replicas(order: PipelineOrder, stages: Sequence[StageCosts]) -> list[int]:
@@ -152,7 +136,7 @@ def _syncs(
         if stage.gradient_bytes and len(own) > 1:
             each = stage.gradient_bytes / len(own)
             hops = zip(own, [*own[1:], own[0]], strict=True)
-            total[rank] += rounds(len(own)) * max(_trip(links, here, there, each) for here, there in hops)
+            total[rank] += rounds(len(own)) * max(trip(links, here, there, each) for here, there in hops)
     return tuple(total)
 
 
@@ -169,9 +153,7 @@ class _Messages:
     seconds: list[float]
 
 
-def _messages(
-    order: PipelineOrder, stages: Sequence[StageCosts], names: Sequence[Sequence[Hashable]], links: LinkTimes | None
-) -> _Messages:
+def _messages(order: PipelineOrder, stages: Sequence[StageCosts], wires: Wires) -> _Messages:
     count = len(stages)
     wire, seconds = [-1] * (len(LETTERS) * count), [0.0] * (len(LETTERS) * count)
     for stage in range(count):
@@ -181,11 +163,10 @@ def _messages(
             here, there = order.rank_of[stage], order.rank_of[target]
             nbytes = bytes_on(stages, stage) if target > stage else bytes_back(stages, stage)
             each = share(nbytes, min(stages[stage].replicas, stages[target].replicas))
-            pairs = () if links is None else product(names[here], names[there])
-            trip = max((_trip(cast("LinkTimes", links), a, b, each) for a, b in pairs), default=0.0)
+            took = wires.seconds(here, there, each)
             for kind in kinds:
                 wire[kind * count + stage] = here * len(order.ranks) + there
-                seconds[kind * count + stage] = trip
+                seconds[kind * count + stage] = took
     return _Messages(wire, seconds)
 
 

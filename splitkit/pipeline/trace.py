@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from splitkit.pipeline.order import LETTERS, PipelineOrder
 from splitkit.pipeline.stagecosts import StageCosts, bytes_back, bytes_on
+from splitkit.pipeline.wires import Wires
 
 Floats = npt.NDArray[np.float64]
 
@@ -56,6 +57,7 @@ class StepTrace:
         static_buffers: whether each microbatch has receive buffers of its own.
         syncs: seconds that the replicas of each rank take after their last action to add up their gradients; empty
             where no stage has replicas, or messages take no time.
+        wires: how the ranks talk, if that is known.
     """
 
     order: PipelineOrder
@@ -66,6 +68,7 @@ class StepTrace:
     arrivals: Floats
     static_buffers: bool
     syncs: tuple[float, ...] = ()
+    wires: Wires | None = None
 
     @property
     def ranks(self) -> int:

@@ -20,7 +20,7 @@ from splitkit.training.checkpoints import as_eager
 from splitkit.training.choices import savings
 from splitkit.training.flow import as_joint
 from splitkit.training.peaks import Peaks
-from splitkit.units import size
+from splitkit.units import duration, size
 
 LEAST = "least"
 """The budget that is as low as one can go."""
@@ -139,7 +139,7 @@ class Budget:
             least = search.cheapest_at(search.lowest_peak())
             proven = f"no plan is below {size(search.least_peak())}"
         taken = self._taken(least)
-        again = f"{least.seconds:.4g} {least.choice.savings.unit}"
+        again = duration(least.seconds, least.choice.savings.unit)
         note = (
             f"least {self.of}: {size(taken)} ({taken} bytes), {proven}; peak {size(least.peak)}, {size(least.saved)} "
             f"saved, {again} computed again; {len(search.pool)} candidates{search.ending}"
@@ -153,7 +153,7 @@ class Budget:
         of = "" if self.of == "saved" else " (of plans in graph order)"
         return (
             f"{self.of} within {size(limit)}: peak {size(best.peak)}, {size(best.saved)} saved, "
-            f"{best.seconds:.4g} {unit} computed again; at least {bound:.4g} {unit}{of}, gap {gap:.2%}; "
+            f"{duration(best.seconds, unit)} computed again; at least {duration(bound, unit)}{of}, gap {gap:.2%}; "
             f"HiGHS, {proof.programs} programs, {proof.limits} limits; {len(search.pool)} candidates{search.ending}"
         )
 
@@ -162,7 +162,7 @@ class Budget:
         proven = f"; no plan is below {size(search.least_peak())}" if self.of == "peak" else ""
         what = "peak" if self.of == "peak" else "number of saved bytes"
         further = "; Budget('least') looks for lower ones, for longer" if self.of == "peak" else ""
-        again = f"{lowest.seconds:.4g} {lowest.choice.savings.unit}"
+        again = duration(lowest.seconds, lowest.choice.savings.unit)
         return NoPlanError(
             "SK303",
             f"no plan was found whose {what} is within {size(limit)} ({limit} bytes): the smallest is {size(taken)}, "

@@ -20,6 +20,7 @@ from splitkit.search.recompute.network import Cutting, cheapest
 from splitkit.search.recompute.torch_rules import functorch_rules, torch_rules
 from splitkit.training.choices import Savings, savings
 from splitkit.training.flow import as_joint
+from splitkit.units import duration
 from splitkit.units import size as in_bytes
 
 Rules = Callable[[Savings], tuple[Mapping[Node, str], NDArray[np.float64]]]
@@ -99,9 +100,8 @@ class MinCut:
         saves = set(problem.maker[problem.savable].tolist())
         fixed = problem.fixed | np.array([n in banned and i in saves for i, n in enumerate(problem.ops)], np.bool_)
         choice = cheapest(Cutting.of(problem, weights, fixed), rate, {**banned, **problem.why})
-        return choice.plan(
-            f"min-cut: {in_bytes(choice.nbytes)} saved, {choice.seconds:.3g} {problem.unit} computed again"
-        )
+        again = duration(choice.seconds, problem.unit)
+        return choice.plan(f"min-cut: {in_bytes(choice.nbytes)} saved, {again} computed again")
 
 
 def _ruled(problem: Savings, rules: Rules) -> tuple[Mapping[Node, str], NDArray[np.float64]]:

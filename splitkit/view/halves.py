@@ -69,7 +69,7 @@ class HalvesView:
 
     def to_dict(self) -> dict[str, Any]:
         """All that the page shows, as plain data."""
-        forward = len(self._nodes) - len(self.rows.backward)
+        forward = sum(node not in self.rows.backward for node in self._nodes)
         inside: list[list[Node]] = [[] for _ in self.rows.names]
         for node in self._nodes:
             inside[self.rows.of[node]].append(node)

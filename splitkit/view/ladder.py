@@ -1,20 +1,24 @@
 """The picture of a plan as data: rows, what forward saves for backward, cuts, and what every stretch of rows costs.
 
-All bytes and seconds that are shown come from here. Of a stage that is any stretch of rows the page knows the price,
-as `splitkit.pipeline.stageprices.StagePrices` says it, so that a cut that is dragged shows what a plan would.
+All bytes and seconds that are shown come from here. Of a stage between any two `splitkit.view.steering.marks` the page
+knows the price, as `splitkit.pipeline.stageprices.StagePrices` says it, so that a cut that is dragged shows what a plan
+would. A still picture does without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from torch.fx import Node
 
+from splitkit.costs import unit_of
 from splitkit.graph.dataflow import Dataflow, readers_of
 from splitkit.memory.autograd import activations
+from splitkit.memory.stretch import Line
 from splitkit.pipeline.memory import memory_over_time
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stagecosts import StageCosts
@@ -22,12 +26,14 @@ from splitkit.pipeline.stageprices import Optimizer, StagePrices, run_order
 from splitkit.plans.parts import HOST
 from splitkit.plans.record import Plan
 from splitkit.prices import Costs
-from splitkit.view.opdata import kind_of, ops_data, rounded
+from splitkit.view.opdata import kind_of, ops_data
 from splitkit.view.rows import LadderRows, rows_of
+from splitkit.view.steering import marks, simulation
 
-SCHEMA = "splitkit.ladder/1"
+SCHEMA = "splitkit.ladder/2"
 COLUMNS = ("forward", "backward", "saved", "temporary", "fixed")
-"""What is known of each stretch of rows: seconds, seconds, and bytes of the three."""
+"""What is known of a stage: seconds, seconds, and bytes of the three."""
+_BYTES = COLUMNS[2:]
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,29 +96,48 @@ class LadderView:
 
     @cached_property
     def _prices(self) -> StagePrices:
-        return StagePrices(self.flow, self.costs, self.optimizer)
+        return StagePrices(self.flow, self.costs, self.optimizer, divided=False)
+
+    @cached_property
+    def stages(self) -> tuple[StageCosts, ...]:
+        """What the parts of the plan cost; without what waits for the weight part of backward."""
+        return self._prices.of(self.plan)
+
+    @cached_property
+    def _line(self) -> Line:
+        return self._prices.units.line(self._nodes)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """How many nodes there are above each row, and in all."""
+        return list(accumulate(map(len, self._nodes), initial=0))
+
+    @cached_property
+    def _alone(self) -> list[StageCosts]:
+        """What each row would cost as a stage."""
+        return [self._stretch(row, row + 1) for row in range(len(self.rows))]
+
+    def _stretch(self, start: int, end: int) -> StageCosts:
+        """What the rows from ``start`` to before ``end`` would cost as a stage."""
+        nodes = [node for row in self._nodes[start:end] for node in row]
+        return self._prices.stage(self._line, self._ends[start], self._ends[end], nodes)
+
+    def saved_bytes(self, start: int, end: int) -> int:
+        """What a stage of the rows from ``start`` to before ``end`` would hold for backward."""
+        return self._stretch(start, end).saved_bytes
 
     @property
     def trains(self) -> bool:
         """Whether there is a backward to be drawn."""
         return self.optimizer is not None and bool(self._prices.activations and self._prices.activations.saved)
 
-    def to_dict(self) -> dict[str, Any]:
-        """All that the page shows, as plain data."""
-        line = self._prices.units.line(self._nodes)
-        ends = [0]
-        for nodes in self._nodes:
-            ends.append(ends[-1] + len(nodes))
-        stretches = {
-            (a, b): self._prices.stage(line, ends[a], ends[b], [n for row in self._nodes[a:b] for n in row])
-            for a in range(len(self.rows))
-            for b in range(a + 1, len(self.rows) + 1)
-        }
+    def still(self) -> dict[str, Any]:
+        """What a still picture shows, as plain data; in time linear in the graph."""
         return {
             "schema": SCHEMA,
             "title": self.title,
             "note": self.plan.note,
-            "unit": next(iter(stretches.values())).unit,
+            "unit": unit_of(self.costs),
             "trains": self.trains,
             "memory": self.memory,
             "parts": _names(self._keys),
@@ -121,15 +146,49 @@ class LadderView:
                 {"name": name, "part": self._ranks[rank][0], "ops": len(nodes), "kind": kind_of(nodes)}
                 for name, rank, nodes in zip(self.rows.names, self.rows.parts, self._nodes, strict=True)
             ],
-            "stretches": {c: [rounded(_figure(s, c)) for s in stretches.values()] for c in COLUMNS},
-            "stages": {c: [_figure(s, c) for s in self._prices.of(self.plan)] for c in COLUMNS},
-            "down": [int(line.messages[end]) for end in ends],
-            "up": [int(line.gradient_messages[end]) if self.trains else 0 for end in ends],
+            "times": {c: [_figure(row, c) for row in self._alone] for c in ("forward", "backward")},
+            "stages": {c: [_figure(s, c) for s in self.stages] for c in COLUMNS},
+            "down": [int(self._line.messages[end]) for end in self._ends],
+            "up": [int(self._line.gradient_messages[end]) if self.trains else 0 for end in self._ends],
             "edges": _triples(self._edges()),
             "saved": _triples(self._saved()),
-            "ops": ops_data(self.flow, [n for row in self._nodes for n in row], self.rows.of.__getitem__, self.costs),
-            "run": None if self.run is None else _run(self.run),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """All that the page shows, as plain data."""
+        found = self.still()
+        at = marks(self._borders(), [row.forward + row.backward for row in self._alone])
+        stretches = [self._stretch(a, b) for i, a in enumerate(at) for b in at[i + 1 :]]
+        nodes = [node for row in self._nodes for node in row]
+        return found | {
+            "marks": at,
+            "stretches": {c: [_figure(s, c) for s in stretches] for c in _BYTES},
+            "alone": {c: [_figure(row, c) for row in self._alone] for c in _BYTES},
+            "ops": ops_data(self.flow, nodes, self.rows.of.__getitem__, self.costs),
+            "run": None if self.run is None else self._run(self.run, found, at),
             "beside": None if self.beside is None else self._beside(self.beside),
+        }
+
+    def _borders(self) -> list[int]:
+        """The first row of each part, and the number of rows."""
+        parts = [self._ranks[rank][0] for rank in self.rows.parts]
+        return [0, *(row for row in range(1, len(parts)) if parts[row] != parts[row - 1]), len(parts)]
+
+    def _run(self, run: ScheduleRun, found: Mapping[str, Any], at: Sequence[int]) -> dict[str, Any]:
+        """A simulated step: what each rank computes when, what it holds then, and how to simulate it anew."""
+        down, up = ([found[way][row] for row in at] for way in ("down", "up"))
+        return {
+            "name": run.order.name,
+            "microbatches": run.order.microbatches,
+            "stages": len(run.stages),
+            "ranks": run.ranks,
+            "seconds": run.seconds,
+            "unit": run.unit,
+            "bubble": run.bubble,
+            "peaks": list(run.peaks),
+            "events": [(e.rank, e.kind, e.stage, e.microbatch, e.start, e.end) for e in run.timeline],
+            "memory": [list(map(list, held)) for held in memory_over_time(run)],
+            "again": simulation(run, self.stages, down, up),
         }
 
     def _beside(self, plan: Plan) -> dict[str, Any]:
@@ -178,21 +237,6 @@ def _numbers(flow: Dataflow, plan: Plan) -> dict[Node, int]:
 
 def _names(keys: Iterable[Any]) -> list[str]:
     return [" ".join(map(str, k)) if isinstance(k, tuple) else str(k) for k in keys]
-
-
-def _run(run: ScheduleRun) -> dict[str, Any]:
-    """A simulated step: what each rank computes when, and what it holds then."""
-    return {
-        "name": run.order.name,
-        "microbatches": run.order.microbatches,
-        "ranks": run.ranks,
-        "seconds": run.seconds,
-        "unit": run.unit,
-        "bubble": run.bubble,
-        "peaks": list(run.peaks),
-        "events": [(e.rank, e.kind, e.stage, e.microbatch, e.start, e.end) for e in run.timeline],
-        "memory": [list(map(list, held)) for held in memory_over_time(run)],
-    }
 
 
 def _figure(stage: StageCosts, column: str) -> float:

@@ -21,6 +21,7 @@ from splitkit.prices import includes_backward
 from splitkit.view.html import fragment
 from splitkit.view.ladder import LadderView
 from splitkit.view.page import script, style
+from splitkit.view.steering import simulated_anew
 from splitkit.view.svgladder import ladder_svg
 
 
@@ -49,7 +50,7 @@ class LadderWidget(anywidget.AnyWidget):  # type: ignore[misc]  # untyped where 
     height = traitlets.Int(720).tag(sync=True)
 
     def __init__(self, ladder: LadderView, height: int = 720) -> None:
-        self.ladder = ladder
+        self.ladder, self._step = ladder, ladder.run
         self.planner: Callable[[int], Plan] = self._stages
         super().__init__(data=ladder.to_dict(), borders=_borders(ladder), height=height)
         self.on_msg(self._asked)
@@ -61,7 +62,7 @@ class LadderWidget(anywidget.AnyWidget):  # type: ignore[misc]  # untyped where 
         """The widget, and the still picture for where no kernel runs: a stored notebook, nbviewer."""
         made = super()._repr_mimebundle_(**asked)
         data, metadata = made if isinstance(made, tuple) else (made, {})
-        return {**data, "text/html": fragment(ladder_svg(self.ladder.to_dict()), [])}, metadata
+        return {**data, "text/html": fragment(ladder_svg(self.ladder), [])}, metadata
 
     @property
     def plan(self) -> Plan:
@@ -94,13 +95,19 @@ class LadderWidget(anywidget.AnyWidget):  # type: ignore[misc]  # untyped where 
         both = costs if ladder.optimizer is None or includes_backward(costs) else training(costs, flow)
         return Stages(count).assign(flow, both)
 
+    def _planned(self, plan: Plan) -> LadderView:
+        """The picture of another plan, with the same step of its stages if there was one and the schedule allows it."""
+        ladder = replace(self.ladder, plan=plan, run=None)
+        step = self._step
+        return ladder if step is None else replace(ladder, run=simulated_anew(step, ladder.stages))
+
     def _asked(self, _widget: object, content: object, _buffers: object) -> None:
         """Plan anew for as many stages as the page asks for; what is refused is said there."""
         count = content.get("stages") if isinstance(content, dict) else None
         if not isinstance(count, int):
             return
         try:
-            ladder = replace(self.ladder, plan=self.planner(count), run=None)
+            ladder = self._planned(self.planner(count))
             data, borders = ladder.to_dict(), _borders(ladder)
         except SplitError as error:
             self.send({"refused": f"{error.reason}. {error.remedy}"})

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import singledispatch
+from functools import cache, singledispatch
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 from splitkit.checks import nbytes
 from splitkit.costs import Costs, default
-from splitkit.engine.pair import Pair
+from splitkit.engine.pair import Pair, divide
 from splitkit.engine.split import Split
 from splitkit.errors import ViewError
 from splitkit.graph.dataflow import Dataflow, analyze, module_path
+from splitkit.graph.joint import forward_outputs, is_joint
 from splitkit.memory.profile import MemoryProfile
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stageprices import Optimizer
 from splitkit.plans.record import Plan
+from splitkit.training.flow import BACKWARD, FORWARD
 from splitkit.training.savedvalues import SavedValue
 from splitkit.units import size
 from splitkit.view.halves import HalvesView
@@ -48,6 +50,7 @@ class Picture:
         tables: makes the tables below it.
         ladder: makes what is to be steered: a plan, or forward and backward; a still picture does without.
         nodes: how many are drawn, of a plan.
+        parts: the same of those.
         instead: makes another still picture where `svg` is refused.
         notes: what is said below.
     """
@@ -57,6 +60,7 @@ class Picture:
     tables: Callable[[], Iterable[Table]]
     ladder: Callable[[], LadderView | HalvesView] | None = None
     nodes: int = 0
+    parts: int = 0
     instead: Callable[[], str] | None = None
     notes: tuple[str, ...] = ()
 
@@ -75,7 +79,41 @@ def pictured(shown: object) -> Picture:
 
 @pictured.register
 def _plan(plan: Plan, **options: Any) -> Picture:
-    return _ladder(analyze(_module_of(plan)), plan, **options)
+    gm = _module_of(plan)
+    if plan.parts.keys() <= {FORWARD, BACKWARD} and is_joint(gm.graph):
+        return _halves(gm, plan, **options)
+    return _ladder(analyze(gm), plan, **options)
+
+
+def _halves(
+    gm: fx.GraphModule,
+    plan: Plan,
+    *,
+    costs: Costs | None = None,
+    memory: float | str | None = None,
+    title: str = "",
+) -> Picture:
+    """A plan of forward and backward: what the pair shows that is cut by it."""
+    prices = default(gm) if costs is None else costs
+
+    @cache
+    def of() -> Picture:
+        from splitkit.frontends.aot import joint_flow
+
+        pair = divide(joint_flow(gm, forward_outputs(gm.graph)), plan, prices)
+        return _pair(pair, costs=costs, memory=memory, title=title or plan.note)
+
+    def ladder() -> LadderView | HalvesView:
+        found = of().ladder
+        assert found is not None  # the pair knows its plan
+        return found()
+
+    def instead() -> str:
+        return _bars(report(gm, plan, prices))
+
+    limit_of(memory)
+    name = title or plan.note or "plan"
+    return Picture(name, lambda: of().svg(), lambda: of().tables(), ladder, len(gm.graph.nodes), 2, instead)
 
 
 @pictured.register
@@ -116,7 +154,7 @@ def _ladder(
     view = LadderView(flow, plan, prices, title, optimizer, limit, run, beside)
 
     def svg() -> str:
-        return ladder_svg(view.to_dict())
+        return ladder_svg(view)
 
     def tables() -> list[Table]:
         ranks = [] if run is None else [rank_table(run, memory=limit)]
@@ -125,7 +163,7 @@ def _ladder(
     def instead() -> str:
         return _bars(report(flow.root, plan, prices))
 
-    return Picture(title or plan.note or "plan", svg, tables, lambda: view, len(flow.nodes), instead)
+    return Picture(title or plan.note or "plan", svg, tables, lambda: view, len(flow.nodes), len(plan.parts), instead)
 
 
 def limit_of(memory: float | str | None) -> int | None:

@@ -13,6 +13,9 @@ from splitkit.view.pictures import Picture, pictured
 _MOST = 6000
 """Nodes beyond which a plan is not priced and drawn unasked."""
 
+_MOST_PARTS = 120
+"""Parts beyond which a picture, which has a band for each, is too tall to be put into a notebook unasked."""
+
 
 def bundle(shown: object) -> dict[str, str]:
     """Text and a still picture. What cannot be drawn is text with a note why: showing a value never fails."""
@@ -33,9 +36,10 @@ def bundle(shown: object) -> dict[str, str]:
 
 def _still(picture: Picture, notes: list[str]) -> str:
     """The still picture or another one, empty if there is none; why goes to the notes."""
-    if picture.nodes > _MOST:
-        notes.append(f"{picture.nodes} nodes are not drawn unasked: .view() and .to_svg(path) draw them.")
-        return ""
+    for count, most, what in ((picture.nodes, _MOST, "nodes"), (picture.parts, _MOST_PARTS, "parts")):
+        if count > most:
+            notes.append(f"{count} {what} are not drawn unasked: .view() and .to_svg(path) draw them.")
+            return ""
     for draw in filter(None, (picture.svg, picture.instead)):
         try:
             return draw()

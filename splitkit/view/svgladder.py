@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -11,7 +11,8 @@ from typing import Any
 from splitkit.units import duration, size
 from splitkit.view.colours import BAD, INK, MUTED, RIBBON, colour, ink_on, mixed
 from splitkit.view.drawing import Drawing
-from splitkit.view.textwidth import width
+from splitkit.view.ladder import LadderView
+from splitkit.view.textwidth import shortened, width
 
 ROW, GAP, BOX, RIBBONS, LEFT, TOP = 24, 9, 214, 176, 150, 46
 _MOST = 80
@@ -32,13 +33,15 @@ class _Item:
 
 @dataclass(frozen=True)
 class LadderDrawing:
-    """What `splitkit.view.ladder.LadderView.to_dict` says, as SVG.
+    """What `splitkit.view.ladder.LadderView.still` says, as SVG.
 
     Attributes:
         data: that.
+        saved: bytes that the rows from one to before another hold for backward.
     """
 
     data: Mapping[str, Any]
+    saved: Callable[[int, int], int]
 
     @cached_property
     def borders(self) -> list[int]:
@@ -94,11 +97,6 @@ class LadderDrawing:
             bottom += 20
         return draw.to_svg(bottom + 4, f"{title}: forward, backward, what is saved, and cuts")
 
-    def _figure(self, column: str, item: _Item) -> float:
-        count = len(self.data["rows"])
-        at = item.start * count - item.start * (item.start - 1) // 2 + item.end - item.start - 1
-        return float(self.data["stretches"][column][at])
-
     def _time(self, seconds: float) -> str:
         return duration(seconds, self.data["unit"])
 
@@ -150,14 +148,15 @@ class LadderDrawing:
 
     def _box(self, draw: Drawing, item: _Item) -> None:
         name, fill = self._name(item), colour(item.stage)
-        saved = f", saved {size(self._figure('saved', item))}" if self._trains else ""
+        saved = f", saved {size(self.saved(item.start, item.end))}" if self._trains else ""
         ops = sum(row["ops"] for row in self.data["rows"][item.start : item.end])
         times = [("forward", "", LEFT)] + ([("backward", "∇ ", self._right - BOX)] if self._trains else [])
         for column, sign, x in times:
-            time = self._time(self._figure(column, item))
+            time = self._time(sum(self.data["times"][column][item.start : item.end]))
             draw.rect(x, item.y, BOX, ROW, fill, f"{name}\n{ops} ops, {column} {time}{saved}", round_=4)
             draw.text(x + BOX - 8, item.y + 16, time, ink_on(fill), "end")
-            draw.text(x + 8, item.y + 16, sign + name, ink_on(fill), room=BOX - 24 - width(time))
+            shown = shortened(name, BOX - 24 - width(time) - width(sign), end=True)
+            draw.text(x + 8, item.y + 16, sign + shown, ink_on(fill), title="" if shown == name else name)
 
     def _merged(self, what: str) -> list[tuple[int, int, int]]:
         """(box, box, bytes) from what the rows of boxes hand on or save, the largest first."""
@@ -188,6 +187,7 @@ class LadderDrawing:
         merged = [one for one in self._merged("edges") if one[0] != one[1]]
         most = max((nbytes for *_, nbytes in merged), default=0) or 1
         columns = [(LEFT, LEFT + BOX / 2, -1)] + ([(self._right, self._right - BOX / 2, 1)] if self._trains else [])
+        farthest = max((b - a for a, b, _ in merged), default=1)
         for a, b, nbytes in merged:
             wide, far = 1 + 2 * (nbytes / most) ** 0.5, b - a
             told = f"{self._name(self.items[a])} → {self._name(self.items[b])}: {size(nbytes)}"
@@ -196,7 +196,7 @@ class LadderDrawing:
                 if far == 1:
                     draw.path(f"M{middle},{top + ROW / 2} L{middle},{bottom - ROW / 2}", RIBBON, wide, told)
                 else:
-                    out = edge + side * min(13, 5 + far)
+                    out = edge + side * (4 + 18 * far / farthest)
                     draw.path(
                         f"M{edge},{top} C{out},{top} {out},{bottom} {edge},{bottom}", RIBBON, wide, told, opacity=0.6
                     )
@@ -225,6 +225,6 @@ def _runs(kinds: list[int]) -> Iterator[tuple[int, int]]:
         at += count
 
 
-def ladder_svg(data: Mapping[str, Any]) -> str:
-    """The still picture of a ladder's data."""
-    return LadderDrawing(data).to_svg()
+def ladder_svg(ladder: LadderView) -> str:
+    """The still picture of a ladder."""
+    return LadderDrawing(ladder.still(), ladder.saved_bytes).to_svg()

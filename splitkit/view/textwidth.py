@@ -21,13 +21,24 @@ def width(text: str, size: float = 11, bold: bool = False) -> float:
     return thousandths * size / 1000 * (_BOLD if bold else 1)
 
 
-def shortened(text: str, room: float, size: float = 11, bold: bool = False) -> str:
-    """As much of a text as fits, with an ellipsis where something is left out; nothing if not even a letter fits."""
+def shortened(text: str, room: float, size: float = 11, bold: bool = False, *, end: bool = False) -> str:
+    """As much of a text as fits, with an ellipsis where something is left out; nothing if not even a letter fits.
+
+    Args:
+        text: what is to be told.
+        room: pixels.
+        size: of the font.
+        bold: whether it is heavy.
+        end: whether the end is what matters, as in the path of a module.
+    """
     if width(text, size, bold) <= room:
         return text
     room -= width("…", size, bold)
     low, high = 0, len(text)
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if width(text[:middle], size, bold) <= room else (low, middle - 1)
-    return f"{text[:low]}…" if low else ""
+        kept = text[-middle:] if end else text[:middle]
+        low, high = (middle, high) if width(kept, size, bold) <= room else (low, middle - 1)
+    if not low:
+        return ""
+    return f"…{text[-low:]}" if end else f"{text[:low]}…"

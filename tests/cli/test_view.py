@@ -25,7 +25,7 @@ def test_a_plan_is_written_as_a_page(tmp_path, capsys):
         "1GiB",
     ]
     assert main(["view", "bert", *given, "-o", str(page)]) == 0
-    assert "wrote" in capsys.readouterr().out and '"schema":"splitkit.ladder/1"' in page.read_text("utf-8")
+    assert "wrote" in capsys.readouterr().out and '"schema":"splitkit.ladder/2"' in page.read_text("utf-8")
     assert main(["view", "bert", "--size", "layers=1", "--stages", "2", "-o", str(page), "--memory", "much"]) == 2
     assert "SK302" in capsys.readouterr().err
 
@@ -36,7 +36,7 @@ SMALL = ["--size", "layers=1,width=32,heads=2"]
 @pytest.mark.parametrize(
     "words, inside",
     [
-        (["plan", "gpt2", "--stages", "2"], '"schema":"splitkit.ladder/1"'),
+        (["plan", "gpt2", "--stages", "2"], '"schema":"splitkit.ladder/2"'),
         (["plan", "gpt2", "--devices", "2xh100", "--schedule", "1f1b"], '"microbatches":4'),
         (["plan", "gpt2", "--what", "fwd-bwd", "--policy", "SaveAll()"], "saved for backward"),
         (["sweep", "gpt2", "--points", "3"], "frontier of gpt2"),

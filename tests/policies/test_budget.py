@@ -199,9 +199,7 @@ def test_predicted_is_measured_and_gradients_are_eager(name):
 def test_the_note_says_what_is_claimed():
     joint, costs, _, _ = small(Chain, 16)
     plan = Budget(0.5, of="saved").assign(joint.flow, costs)
-    assert re.match(
-        r"saved within .*: peak .* saved, .* s computed again; at least .* s, gap 0\.\d+%; HiGHS", plan.note
-    )
+    assert re.match(r"saved within .*: peak .* saved, .*s computed again; at least .*s, gap 0\.\d+%; HiGHS", plan.note)
     assert "graph order" in Budget(1.0).assign(joint.flow, costs).note
 
 

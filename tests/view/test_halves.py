@@ -5,11 +5,15 @@ from __future__ import annotations
 from itertools import accumulate
 
 import pytest
+import torch
 from campaigns import these_first
+from torch import nn
 
 import splitkit as sk
+from splitkit.graph.joint import backward_nodes, forward_outputs
 from splitkit.policies import RecomputeAll, SaveAll
 from splitkit.testing import models
+from splitkit.testing.nets import UNet
 from splitkit.view.halves import HalvesView
 
 
@@ -62,6 +66,19 @@ def test_forward_goes_down_and_backward_stands_behind_it(view, data):
         for read in (op - step for step in steps):
             assert read < op and (op >= late or (read < late and ops["row"][read] <= ops["row"][op]))
     assert sum(row["ops"] for row in data["rows"]) == len(ops["name"])
+
+
+def test_bug_members_of_tuples_of_backward_counted_as_ops():
+    torch.manual_seed(0)
+    nets = UNet(width=4, levels=2), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    for net, x in zip(nets, (torch.randn(1, 3, 16, 16), torch.randn(2, 4)), strict=True):
+        joint = sk.capture_joint(net, x)
+        data = HalvesView(joint.flow, [joint.split(SaveAll())], sk.costs.flops(joint.graph_module)).to_dict()
+        assert forward_outputs(joint.graph_module.graph) == joint.signature.forward_outputs
+        late = {node.name for node in backward_nodes(joint.graph_module.graph)}
+        names = data["ops"]["name"]
+        assert 0 < data["late"] < len(names) and late.isdisjoint(names[: data["late"]])
+        assert late.issuperset(names[data["late"] :])
 
 
 def test_time_is_that_of_the_prices(view, data):

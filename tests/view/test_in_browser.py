@@ -6,7 +6,8 @@ import json
 from dataclasses import replace
 
 import pytest
-from browser import BINARY, Browser
+from browser import BINARY
+from steeredpages import assert_quiet, borders, cut, middle, shown, side
 from torch import nn
 
 import splitkit as sk
@@ -14,17 +15,11 @@ from splitkit.policies import RecomputeAll, SaveAll, Stages
 from splitkit.testing import models
 from splitkit.view.halves import HalvesView
 from splitkit.view.ladder import LadderView
-from splitkit.view.page import page, script
+from splitkit.view.page import script
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
 SIZES = {"layers": 4, "width": 64, "heads": 4, "seq": 16, "vocab": 100}
 HARMFUL = "<img src=x onerror=window.harmed=1></script><script>window.harmed=1</script>"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with Browser() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -40,42 +35,6 @@ def ladder():
 @pytest.fixture
 def opened(browser, ladder, tmp_path):
     return shown(browser, tmp_path, ladder)
-
-
-def shown(browser, folder, view):
-    (folder / "page.html").write_text(page(view.to_dict()), "utf-8")
-    browser.open(folder / "page.html")
-    assert_quiet(browser)
-    return browser
-
-
-def assert_quiet(browser):
-    assert browser.faults() == [] and browser.requests() == [] and browser.value("window.harmed") is None
-
-
-def middle(browser, name):
-    """Where a row's box in forward is, in pixels of the window."""
-    return browser.value(
-        f"""(() => {{ const s = splitkit, box = s.canvas.getBoundingClientRect();
-        const item = s.items.find(i => s.name(i) === {name!r});
-        return [box.left + s.x + (170 + s.wide / 2) * s.zoom, box.top + s.y + (item.y + 13) * s.zoom]; }})()"""
-    )
-
-
-def cut(browser, number):
-    """Where a cut is at the left, where no box is."""
-    return browser.value(
-        f"""(() => {{ const s = splitkit, item = s.itemOf[s.borders[{number}]], box = s.canvas.getBoundingClientRect();
-        return [box.left + s.x + 60 * s.zoom, box.top + s.y + (item.y - 5) * s.zoom]; }})()"""
-    )
-
-
-def borders(browser):
-    return browser.value("splitkit.borders")
-
-
-def side(browser):
-    return browser.value("splitkit.side.textContent")
 
 
 def test_it_is_mounted_without_a_request_and_text_stays_text(opened):
@@ -103,10 +62,32 @@ def test_a_cut_is_dragged_and_put_back_and_the_numbers_are_those_of_python(opene
     assert borders(opened) == before and "moved by hand" not in side(opened)
 
 
+def test_the_timeline_follows_a_cut_that_is_dragged(opened):
+    before = opened.value("splitkit.run.seconds")
+    x, y = cut(opened, 1)
+    opened.drag(x, y, x, y + 60)
+    assert opened.value("splitkit.run.seconds") != before
+    place = opened.value(
+        """(() => { const t = splitkit.timeline, box = t.canvas.getBoundingClientRect();
+        const e = t.run.events.find(e => e[2] === 2 && e[1] === "F");
+        return [box.left + t.x((e[4] + e[5]) / 2), box.top + t.y(e[0]) + 4]; })()"""
+    )
+    opened.click(*place)
+    assert opened.value("splitkit.selected") == {"stage": 2}
+    opened.value("splitkit.slider.value = 5; splitkit.slider.dispatchEvent(new Event('input'))")
+    assert opened.value("splitkit.run") is None  # 1F1B of 4 microbatches does not go with 5 stages
+    opened.settle()
+    opened.value("splitkit.reset.click()")
+    assert opened.value("splitkit.run.seconds") == before
+    assert_quiet(opened)
+
+
 def test_the_slider_sets_how_many_stages_there_are(opened):
     for count in (1, 2, 5):
         opened.value(f"splitkit.slider.value = {count}; splitkit.slider.dispatchEvent(new Event('input'))")
-        assert len(borders(opened)) == count + 1 and f"{count} stages" in side(opened)
+        assert len(borders(opened)) == count + 1
+        told = f"{count} stage{'s' if count > 1 else ''}, balance"
+        assert told in side(opened) and "divided evenly" in side(opened) and "by hand" not in side(opened)
     best = opened.value("splitkit.prices.stages(splitkit.borders, false).map(s => s.seconds)")
     others = opened.value(
         """(() => { const s = splitkit, n = s.data.rows.length;
@@ -195,10 +176,12 @@ def test_two_plans_beside_each_other(browser, ladder, tmp_path):
 MODEL = """<script id=state type=application/json>%s</script><script type=module>%s
   const listeners = {}, states = JSON.parse(document.getElementById("state").textContent), state = states[0];
   const model = {
-    get: name => state[name], set: (name, value) => { state[name] = value; }, save_changes() {}, send() {}, off() {},
+    get: name => state[name], set: (name, value) => { state[name] = value; }, save_changes() {}, off() {},
+    send: content => { (window.sent ||= []).push(content); },
     on: (name, listener) => { listeners[name] = listener; },
   };
   widget.render({model, el: document.body});
+  window.told = message => listeners["msg:custom"](message);
   window.planned = () => {
     Object.assign(state, states[1]);
     for (const name of ["borders", "data"]) listeners["change:" + name]();
@@ -212,14 +195,43 @@ def firsts(parts):
     return [0, *(row for row in range(1, len(parts)) if parts[row] != parts[row - 1]), len(parts)]
 
 
+def widget(browser, folder, *views):
+    """The widget of the first, in a page that stands for Jupyter; ``planned()`` there is the answer of Python."""
+    states = [
+        {"data": made.to_dict(), "height": 500, "borders": firsts(made.rows.parts), "answers": 0} for made in views
+    ]
+    code = script(widget=True).replace("export default", "const widget =")
+    (folder / "widget.html").write_text(MODEL % (json.dumps(states).replace("<", "\\u003c"), code), "utf-8")
+    browser.open(folder / "widget.html")
+    return states
+
+
+SLIDE = """(count => { const slider = document.querySelector("input[type=range]");
+slider.value = count; slider.dispatchEvent(new Event("input")); })(%d)"""
+
+
+def test_bug_a_draft_of_the_page_stood_there_as_moved_by_hand_until_python_had_planned(browser, ladder, tmp_path):
+    other = replace(ladder, plan=sk.plan(ladder.flow.root, Stages(5), ladder.costs), run=None)
+    widget(browser, tmp_path, ladder, other)
+    text = "document.body.innerText"
+    browser.value(SLIDE % 5)
+    assert browser.value("sent") == [{"stages": 5}]
+    assert "3 stages, balance" in browser.value(text) and "planning" in browser.value(text)
+    browser.value("told({refused: 'no five stages'})")
+    assert "3 stages, balance" in browser.value(text) and "no five stages" in browser.value(text)
+    assert browser.value("document.querySelector('input[type=range]').value") == "3"
+    browser.value(SLIDE % 5)
+    browser.value("planned(), told({planned: 5})")
+    browser.settle()
+    assert "5 stages, balance" in browser.value(text) and "by hand" not in browser.value(text)
+    browser.value(SLIDE % 5)  # what is there need not be planned
+    assert len(browser.value("sent")) == 2 and browser.faults() == []
+
+
 def test_bug_cuts_of_a_plan_made_anew_were_drawn_on_the_rows_of_the_one_before(browser, ladder, tmp_path):
     other = replace(ladder, plan=sk.plan(ladder.flow.root, Stages(5), ladder.costs), run=None)
-    states = [{"data": made.to_dict(), "height": 500, "borders": firsts(made.rows.parts)} for made in (ladder, other)]
+    states = widget(browser, tmp_path, ladder, other)
     assert states[0]["borders"][-1] != states[1]["borders"][-1]
-    code = script(widget=True).replace("export default", "const widget =")
-    text = json.dumps(states).replace("<", "\\u003c")
-    (tmp_path / "widget.html").write_text(MODEL % (text, code), "utf-8")
-    browser.open(tmp_path / "widget.html")
     browser.value("planned()")
     browser.settle()
     assert "5 stages" in browser.value("document.body.innerText") and browser.faults() == []

@@ -37,8 +37,10 @@ def test_the_shipped_stages_and_every_stretch_are_those_of_stage_costs(ladder):
         moved = sk.stage_costs(flow, sk.plan(flow.root, lambda n, part=part: part.get(n, 0)), ladder.costs)
         for k, (a, b) in enumerate(pairwise(borders)):
             at = a * count - a * (a - 1) // 2 + (b - a - 1)  # as the page looks it up
-            for column in COLUMNS:
-                assert data["stretches"][column][at] == pytest.approx(_figure(moved[k], column), rel=1e-6), column
+            for column in ("saved", "temporary", "fixed"):
+                assert data["stretches"][column][at] == _figure(moved[k], column), column
+            for column in ("forward", "backward"):
+                assert sum(data["times"][column][a:b]) == pytest.approx(_figure(moved[k], column), rel=1e-12), column
             assert data["down"][b] == moved[k].activation_bytes and data["up"][a] == moved[k].input_gradient_bytes
 
 

@@ -10,7 +10,6 @@ from torch import nn
 
 import splitkit as sk
 from splitkit.errors import NoPlanError, ViewError
-from splitkit.view.ladder import COLUMNS
 
 pytest.importorskip("anywidget")
 
@@ -55,7 +54,7 @@ def test_the_plan_comes_back_as_it_was_dragged(gm, widget):
     count = len(data["rows"])
     for (a, b), stage in zip(pairwise(moved), stages, strict=True):
         at = a * count - a * (a - 1) // 2 + (b - a - 1)
-        peak = sum(data["stretches"][c][at] for c in COLUMNS if c in ("fixed", "saved", "temporary"))
+        peak = sum(data["stretches"][c][at] for c in ("fixed", "saved", "temporary"))
         assert peak == stage.fixed_bytes + stage.saved_bytes + stage.temporary_bytes
     x = torch.ones(4, 16)
     assert torch.equal(sk.split(gm, plan)(x), gm(x))
@@ -78,6 +77,21 @@ def test_the_slider_plans_anew_in_python(widget):
     widget.planner = lambda count: sk.plan(widget.ladder.flow.root, sk.policies.Stages(count + 1))
     ask(widget, stages=3)
     assert len(widget.plan.parts) == 4
+
+
+def test_the_step_follows_the_slider(gm):
+    flow, plan, costs = sk.analyze(gm), sk.plan(gm, sk.policies.Stages(3)), sk.costs.flops(gm)
+    run = sk.simulate_schedule(sk.stage_costs(flow, plan, costs), "1f1b", 3, links=sk.costs.Links.uniform(1e3))
+    widget = plan.view(live=True, costs=costs, run=run)
+    ask(widget, stages=2)
+    stages = sk.stage_costs(flow, widget.plan, costs)
+    same = sk.simulate_schedule(stages, "1f1b", 3, links=sk.costs.Links.uniform(1e3))
+    told = widget.data["run"]
+    assert (told["stages"], told["seconds"], told["peaks"]) == (2, same.seconds, list(same.peaks))
+    ask(widget, stages=4)  # more than there are microbatches
+    assert len(widget.plan.parts) == 4 and widget.data["run"] is None
+    ask(widget, stages=3)
+    assert widget.data["run"]["stages"] == 3
 
 
 def test_what_no_plan_can_do_is_said_in_the_page(widget):

@@ -101,8 +101,9 @@ def test_every_object_is_text_html_page_and_file(shown, name, tmp_path):
 
 def test_the_ladder_says_what_the_page_says(gpt2):
     gm, costs, plan = gpt2
-    data = LadderView(sk.analyze(gm), plan, costs, memory=2**20).to_dict()
-    drawing = LadderDrawing(data)
+    view = LadderView(sk.analyze(gm), plan, costs, memory=2**20)
+    data = view.to_dict()
+    drawing = LadderDrawing(data, view.saved_bytes)
     assert drawing.items[0].start == 0 and drawing.items[-1].end == len(data["rows"])
     assert all(a.end == b.start for a, b in zip(drawing.items, drawing.items[1:], strict=False))
     assert any(item.end - item.start > 1 for item in drawing.items), "equal layers are folded"
@@ -123,10 +124,11 @@ def test_a_ladder_of_very_many_rows_is_drawn_with_few_boxes():
         {
             "title": "", "unit": "s", "trains": True, "memory": None, "parts": ["0", "1"], "devices": ["", "cuda:1"],
             "rows": [{"name": f"layers.{i}", "part": i // 75, "ops": 1, "kind": i} for i in range(rows)],
-            "stretches": dict.fromkeys(columns, [1.0] * (rows * (rows + 1) // 2)),
+            "times": dict.fromkeys(columns[:2], [1.0] * rows),
             "stages": dict.fromkeys(columns, [75.0] * 2), "down": [1] * (rows + 1), "up": [1] * (rows + 1),
             "edges": [(i, i + 1, 4) for i in range(rows - 1)], "saved": [(i, i, 4) for i in range(rows)],
-        }
+        },
+        lambda start, end: 4 * (end - start),
     )  # fmt: skip
     assert len(drawing.items) <= 80 and drawing.items[-1].end == rows
     picture = drawing.to_svg()
@@ -220,6 +222,20 @@ def test_a_plan_that_leaves_nodes_to_the_parent_is_shown_as_bars():
     assert "share of the time" in html and "No picture" in html
 
 
+def test_bug_a_plan_of_forward_and_backward_was_bars_without_what_is_saved(pair, tmp_path):
+    cut, plan = pair[0], pair[0].plan
+    assert svg(plan) == svg(cut) and "No picture" not in plan._repr_mimebundle_()["text/html"]
+    plan.to_html(tmp_path / "plan.html", memory="1MiB", title=EVIL)
+    cut.to_html(tmp_path / "pair.html", memory="1MiB", title=EVIL)
+    assert (tmp_path / "plan.html").read_text() == (tmp_path / "pair.html").read_text()
+    with pytest.raises(SplitError, match="SK302"):
+        plan.view(memory="much")
+    with pytest.raises(TypeError):
+        plan.view(optimizer=None)
+    wrong = plan.place({node: ("backward",) for node in plan.places if node.op != "placeholder"})
+    assert "No picture" in wrong._repr_mimebundle_()["text/html"] and "<svg" in wrong._repr_mimebundle_()["text/html"]
+
+
 def test_a_graph_without_sizes_is_shown_as_bars():
     gm = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     html = sk.plan(gm, sk.policies.Stages(2))._repr_mimebundle_()["text/html"]
@@ -232,6 +248,15 @@ def test_a_large_plan_is_not_priced_unasked(gpt2, monkeypatch):
     monkeypatch.setattr(showing, "_MOST", 10)
     html = gpt2[2]._repr_mimebundle_()["text/html"]
     assert "<svg" not in html and ".view()" in html and "Plan of" in html
+
+
+def test_very_many_parts_are_not_drawn_into_a_notebook_unasked(tmp_path):
+    gm = sk.capture(nn.Sequential(*[nn.Tanh() for _ in range(130)]), torch.ones(2))
+    plan = sk.plan(gm, sk.policies.RoundRobin(2))
+    html = plan._repr_mimebundle_()["text/html"]
+    assert "<svg" not in html and "<table" in html and "130 parts are not drawn unasked" in html
+    plan.to_svg(tmp_path / "plan.svg")
+    assert (tmp_path / "plan.svg").read_text().count("stage ") >= 130
 
 
 def test_without_the_package_it_is_named(gpt2, monkeypatch):

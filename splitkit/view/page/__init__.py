@@ -14,7 +14,13 @@ from splitkit.view.colours import COLOURS
 def script(*, widget: bool = False) -> str:
     """The code of the picture: a class ``Ladder``, with the colours of all pictures; or the module of a widget."""
     code = f'"use strict";\nconst COLOURS = {json.dumps(COLOURS)};\n{_file("page.js")}'
-    return f"{code}\n{_file('widget.js')}" if widget else code
+    return _dense(f"{code}\n{_file('widget.js')}" if widget else code)
+
+
+def _dense(code: str) -> str:
+    """Without what only those read who change it: indentation, and lines that are a comment."""
+    lines = (line.strip() for line in code.splitlines())
+    return "\n".join(line for line in lines if line and not line.startswith(("//", "/**")))
 
 
 def style() -> str:

@@ -7,24 +7,36 @@ function scaled(value, base, units) {
   let power = 0;
   while (Math.abs(value) >= base * 0.9995 && power < units.length - 1) { value /= base; power++; }
   const whole = power === 0 && Number.isInteger(value);
-  return `${whole || Math.abs(value) >= 100 ? value.toFixed(0) : value.toFixed(2)} ${units[power]}`.trimEnd();
+  return `${fixed(value, whole || Math.abs(value) >= 100 ? 0 : 2)} ${units[power]}`.trimEnd();
 }
-const size = b => scaled(b, 1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]);
+/** As Python rounds: to the even digit where both are as near, which toFixed does not. */
+function fixed(value, digits) {
+  const long = value.toFixed(99), at = long.indexOf(".") + digits + (digits ? 1 : 0), low = long.slice(0, at);
+  return /^\.?50*$/.test(long.slice(at)) && "02468".includes(low.at(-1)) ? low : value.toFixed(digits);
+}
+const size = b => !(b >= 0) ? "–" : scaled(b, 1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]);
 function duration(s, unit) {
   if (unit !== "s") return `${scaled(s, 1000, ["", "k", "M", "G", "T", "P"])} ${unit}`;
-  for (const [scale, name] of [[1, "s"], [1e-3, "ms"], [1e-6, "us"]])
-    if (s >= scale * 0.9995) return `${Number((s / scale).toPrecision(3))} ${name}`;
-  return `${Number((s / 1e-6).toPrecision(2))} us`;
+  for (const [scale, name] of [[1, "s"], [1e-3, "ms"], [1e-6, "us"], [1e-9, "ns"], [1e-12, "ps"]])
+    if (Math.abs(s) >= scale * 0.9995) {
+      const [number, of] = [s / scale, Math.abs(s / scale)];
+      return `${Number(fixed(number, of < 9.995 ? 2 : of < 99.95 ? 1 : 0))} ${name}`;
+    }
+  return s ? `${Number((s / 1e-12).toPrecision(2))} ps` : "0 us";
 }
 
-/** What stages cost that are stretches of rows: the numbers of Python, looked up. */
+/** What stages cost that are stretches of rows: the numbers of Python, looked up. Bytes are known between marks, and of each row. */
 class Prices {
-  constructor(data) { this.data = data; this.rows = data.rows.length; }
-  of(start, end) { return this.at(this.data.stretches, start * this.rows - start * (start - 1) / 2 + (end - start - 1)); }
-  at(s, at) {
-    const [forward, backward, saved, temporary, fixed] = ["forward", "backward", "saved", "temporary", "fixed"].map(c => s[c][at]);
-    return {forward, backward, saved, temporary, fixed, seconds: forward + backward, peak: fixed + saved + temporary};
+  constructor(data) { Object.assign(this, {data, place: new Map(data.marks.map((row, i) => [row, i])), count: data.marks.length - 1}); }
+  has(row) { return this.place.has(row); }
+  of(start, end) {
+    const {data} = this, [a, b] = [start, end].map(row => this.place.get(row)), known = a >= 0 && b >= 0;
+    const [from, at] = known ? [data.stretches, a * this.count - a * (a - 1) / 2 + b - a - 1] : end === start + 1 ? [data.alone, start] : [null];
+    const [saved, temporary, fixed] = ["saved", "temporary", "fixed"].map(c => from ? from[c][at] : NaN);
+    return this.whole(...["forward", "backward"].map(c => sum(data.times[c].slice(start, end))), saved, temporary, fixed);
   }
+  at(s, k) { return this.whole(...["forward", "backward", "saved", "temporary", "fixed"].map(c => s[c][k])); }
+  whole(forward, backward, saved, temporary, fixed) { return {forward, backward, saved, temporary, fixed, seconds: forward + backward, peak: fixed + saved + temporary}; }
   /** Those of the plan as it came are what Python says of it; others are looked up. */
   stages(borders, shipped) {
     const own = (k, end) => shipped ? this.at(this.data.stages, k) : this.of(borders[k], end);
@@ -32,21 +44,111 @@ class Prices {
   }
   /** Borders of so many stages with the least longest one; of equal ones the most even (dynamic programming). */
   even(count) {
-    const n = this.rows, best = [Array(n + 1).fill(null)];
+    const n = this.count, {marks, times} = this.data, best = [Array(n + 1).fill(null)], past = [0];
+    times.forward.forEach((seconds, row) => past.push(past[row] + seconds + times.backward[row]));
     best[0][0] = [0, 0, -1];
     for (let k = 1; k <= count; k++) {
       best.push(Array(n + 1).fill(null));
       for (let end = k; end <= n; end++) for (let start = k - 1; start < end; start++) {
         const before = best[k - 1][start];
         if (!before) continue;
-        const own = this.of(start, end).seconds, most = Math.max(before[0], own), squares = before[1] + own * own, now = best[k][end];
+        const own = past[marks[end]] - past[marks[start]], most = Math.max(before[0], own), squares = before[1] + own * own, now = best[k][end];
         if (!now || most < now[0] * (1 - 1e-9) || (most <= now[0] * (1 + 1e-9) && squares < now[1])) best[k][end] = [most, squares, start];
       }
     }
-    const borders = [n];
-    for (let k = count; k > 0; k--) borders.unshift(best[k][borders[0]][2]);
-    return borders;
+    const ends = [n];
+    for (let k = count; k > 0; k--) ends.unshift(best[k][ends[0]][2]);
+    return ends.map(end => marks[end]);
   }
+}
+
+/** What each rank runs in turn, [rank, kind, stage, microbatch]; null where the schedule does not go with so many stages. */
+function orderOf(run, count) {
+  if (count === run.stages) return run.events;
+  const {standard} = run.again, m = run.microbatches, found = [];
+  if (!standard || (standard === "1F1B" && m < count)) return null;
+  for (let rank = 0; rank < count; rank++) {
+    const ahead = standard === "GPipe" ? m : count - 1 - rank;
+    for (let i = 0; i < ahead; i++) found.push([rank, "F", rank, i]);
+    for (let i = 0; i < m; i++) { if (i + ahead < m) found.push([rank, "F", rank, i + ahead]); found.push([rank, "B", rank, i]); }
+  }
+  return found;
+}
+/** The run of other stages, as splitkit.pipeline.simulate and memory say it; null where Python does not say how. */
+function simulated(run, stages, place) {
+  const order = run && run.again && stages.every(s => s.peak >= 0) && orderOf(run, stages.length);
+  if (!order) return null;
+  const {overlap, trips, down, up} = run.again, ranks = Math.max(...order.map(e => e[0])) + 1, rankOf = [], lists = Array.from({length: ranks}, () => []);
+  const at = Array(ranks).fill(0), free = Array(ranks).fill(0), idle = {}, done = new Map(), name = (kind, stage, m) => `${kind}${stage} ${m}`;
+  order.forEach(([rank, kind, stage, m], i) => { rankOf[stage] = rank; lists[rank].push({rank, kind, stage, m, i}); });
+  const remote = (a, b) => b >= 0 && b < stages.length && rankOf[a] !== rankOf[b];
+  const takes = (table, k, row) => trips[table[k] ?? table[0]][place.get(row)];
+  const ready = a => {
+    const forward = a.kind === "F", from = a.stage + (forward ? -1 : 1), to = a.stage - (forward ? -1 : 1), edge = from < 0 || from >= stages.length, own = stages[a.stage];
+    a.need = edge ? null : done.get(name(a.kind, from, a.m));
+    if ((!edge && !a.need) || (!forward && !done.has(name("F", a.stage, a.m)))) return false;
+    a.far = remote(a.stage, from);
+    a.sends = remote(a.stage, to);
+    a.trip = !a.sends ? 0 : forward ? takes(down, a.stage, own.end) : takes(up, a.stage - 1, own.start);
+    const start = Math.max(free[a.rank], !a.need ? 0 : overlap ? a.need.arrival : a.need.departure) + (!overlap && a.far ? a.need.trip : 0), end = start + (forward ? own.forward : own.backward);
+    Object.assign(a, {forward, start, end, departure: end, arrival: end + a.trip});
+    if (overlap && a.sends) {
+      const wire = `${a.rank} ${rankOf[to]}`;
+      a.departure = Math.max(end, idle[wire] || 0);
+      a.arrival = idle[wire] = a.departure + a.trip;
+    }
+    free[a.rank] = overlap ? end : a.arrival;
+    done.set(name(a.kind, a.stage, a.m), a);
+    return true;
+  };
+  for (let before = -1; before < done.size;) {
+    before = done.size;
+    lists.forEach((list, rank) => { while (at[rank] < list.length && ready(list[at[rank]])) at[rank]++; });
+  }
+  const all = lists.flat(), seconds = Math.max(...all.map(a => a.end)), busy = sum(all.map(a => a.end - a.start));
+  return {...run, ranks, seconds, bubble: seconds ? 1 - busy / (seconds * ranks) : 0, events: all.map(a => [a.rank, a.kind, a.stage, a.m, a.start, a.end]),
+    ...heldBy(lists, stages, run, remote)};
+}
+/** What each rank holds over time, and its peak: of what happens at one time the most, in the order of the actions. */
+function heldBy(lists, stages, run, remote) {
+  const still = run.again.static, changes = lists.map(() => []);
+  const held = (rank, nbytes, start, first, stop, last) => { if (nbytes) changes[rank].push([start, first, nbytes], [stop, last, -nbytes]); };
+  const fixed = lists.map(() => 0), came = k => stages[k - 1].down, back = k => stages[k].up;
+  stages.forEach((stage, k) => {
+    const {rank} = lists.find(list => list.some(a => a.stage === k))[0], m = run.microbatches;
+    fixed[rank] += stage.fixed + (still && remote(k, k - 1) ? m * came(k) : 0) + (still && remote(k, k + 1) ? m * back(k + 1) : 0);
+  });
+  const began = new Map();
+  for (const a of lists.flat()) {
+    const own = stages[a.stage], first = 2 * a.i, last = first + 1;
+    held(a.rank, own.temporary, a.start, first, a.end, last);
+    if (a.forward) began.set(`${a.stage} ${a.m}`, a);
+    else {
+      const f = began.get(`${a.stage} ${a.m}`);
+      held(a.rank, Math.max(0, own.saved - (still && remote(a.stage, a.stage - 1) ? came(a.stage) : 0)), f.start, 2 * f.i, a.end, last);
+      if (a.need && !a.far) held(a.rank, back(a.need.stage), a.need.end, 2 * a.need.i + 1, a.end, last);
+      if (a.arrival > a.end) held(a.rank, own.up, a.end, last, a.arrival, Infinity);
+    }
+    if (a.far && a.need && !still) held(a.rank, a.forward ? came(a.stage) : back(a.need.stage), a.need.departure, -1, ...(a.forward ? [a.start, first] : [a.end, last]));
+  }
+  const memory = changes.map((own, rank) => {
+    let now = fixed[rank];
+    const points = [[0, now]];
+    own.sort((a, b) => a[0] - b[0] || a[1] - b[1]);
+    for (let i = 0; i < own.length;) {
+      const time = own[i][0], before = points[points.length - 1];
+      let most = before[0] === time ? before[1] : 0;
+      while (i < own.length && own[i][0] === time) {
+        const {1: place} = own[i];
+        while (i < own.length && own[i][0] === time && own[i][1] === place) now += own[i++][2];
+        most = Math.max(most, now);
+      }
+      if (before[0] === time) points.pop();
+      points.push([time, most], ...(most === now ? [] : [[time, now]]));
+    }
+    return points;
+  });
+  return {memory, peaks: memory.map(points => Math.max(...points.map(point => point[1])))};
 }
 
 /** The borders of the plan as it came. */
@@ -118,7 +220,7 @@ class Ladder {
     head.append(el("b", "splitkit"), el("span", `${data.title}${data.title ? " · " : ""}${this.ops.count} ops`, {class: "mut"}));
     const label = el("label", `${this.slider.getAttribute("aria-label")} `);
     label.append(this.slider, " ", this.count);
-    head.append(label, this.reset, this.fold, el("button", "fit", {onclick: () => this.fit()}), this.search, this.hits,
+    head.append(label, this.reset, this.fold, el("button", "fit", {onclick: () => this.fit(0)}), this.search, this.hits,
       el("button", "◐", {title: "dark or light", "aria-label": "dark or light", onclick: () => { root.classList.toggle("dark"); this.draw(); }}));
     this.main = el("main");
     this.canvas = el("canvas", undefined, {tabindex: 0, role: "img", "aria-label": "forward, backward and the cuts of the plan; arrow keys select, Enter opens"});
@@ -134,7 +236,7 @@ class Ladder {
   }
 
   makeSlider() {
-    const slider = el("input", undefined, {type: "range", min: 1, max: Math.min(this.data.rows.length, 16), "aria-label": "stages"});
+    const slider = el("input", undefined, {type: "range", min: 1, max: Math.min(this.data.marks.length - 1, Math.max(16, this.shipped.length - 1)), "aria-label": "stages"});
     slider.addEventListener("input", () => this.setCount(Number(slider.value)));
     return slider;
   }
@@ -182,15 +284,24 @@ class Ladder {
   }
   setCount(count) {
     const own = this.shipped.length - 1 === count;
-    this.setBorders(own ? this.shipped : this.prices.even(count));
-    if (!own && this.options.oncount) this.options.oncount(count); // Python plans better, and answers later
+    if (this.options.oncount && this.options.oncount(count, own)) this.count.textContent = count; // Python plans, and its answer is drawn
+    else this.setBorders(own ? this.shipped : this.prices.even(count), ", divided evenly here");
   }
-  setBorders(borders) {
-    this.borders = [...borders];
+  setBorders(borders, how = ", moved by hand") {
+    Object.assign(this, {borders: [...borders], how});
     this.layout();
     this.showSide();
     if (this.options.onplan) this.options.onplan(this.borders);
   }
+  /** The step of the plan as it is now; null where it is not known. */
+  get run() {
+    const {borders, data} = this;
+    if (this.isShipped || !data.run) return data.run;
+    if (this.ranFor !== borders) Object.assign(this, {ranFor: borders, ran: simulated(data.run, this.prices.stages(borders, false), this.prices.place)});
+    return this.ran;
+  }
+  /** Whether cuts can be moved: what each stage would cost is known. */
+  get movable() { return this.borders.every(row => this.prices.has(row)); }
   get isShipped() { return this.borders.join() === this.shipped.join(); }
   colour(stage) { return COLOURS[stage % COLOURS.length]; }
   partName(stage) { return this.isShipped ? this.data.parts[this.data.rows[this.borders[stage]].part] : String(stage); }
@@ -202,16 +313,16 @@ class Ladder {
     this.count.textContent = stages.length;
     this.reset.disabled = this.isShipped;
     side.replaceChildren();
-    this.table(stages, this.isShipped ? "" : ", moved by hand", (k, stage) => `${this.partName(k)}${this.isShipped && data.devices[k] ? ` ${data.devices[k]}` : ""}`, true);
+    this.table(stages, this.isShipped ? "" : this.how, (k, stage) => `${this.partName(k)}${this.isShipped && data.devices[k] ? ` ${data.devices[k]}` : ""}`, true);
     if (data.beside) this.tableBeside(data.beside);
     if (data.memory) side.append(el("p", `limit ${size(data.memory)} a device; peak of one microbatch`, {class: "mut"}));
     this.describe();
     if (data.note && this.isShipped) side.append(el("h3", "plan"), el("p", data.note, {class: "mut"}));
-    side.append(el("h3", "help"), el("p", "Double-click a module to open it. Drag a dashed cut to move it. Wheel zooms, dragging moves. Arrow keys select, Enter opens, Alt + arrows move a cut.", {class: "mut"}));
+    side.append(el("h3", "help"), el("p", `Double-click a module to open it. ${stages.length === 1 ? "" : !this.movable ? "There are too many stages to move cuts." : data.marks.length <= data.rows.length ? `Drag a dashed cut to move it, to ${data.marks.length - 2} places.` : "Drag a dashed cut to move it."} Wheel zooms, dragging moves. Arrow keys select, Enter opens, Alt + arrows move a cut.`, {class: "mut"}));
   }
   table(stages, more, name, links) {
     const {data} = this, most = Math.max(...stages.map(s => s.seconds)), total = sum(stages.map(s => s.seconds));
-    this.side.append(el("h3", `${stages.length} stages, balance ${(100 * total / (most * stages.length || 1)).toFixed(0)} %${more}`));
+    this.side.append(el("h3", `${stages.length} ${stages.length === 1 ? "stage" : "stages"}, balance ${(100 * total / (most * stages.length || 1)).toFixed(0)} %${more}`));
     const table = el("table"), head = el("tr"), body = el("tbody"), cuts = stages[0].down !== undefined;
     const titles = ["stage", "time", ...(this.trains ? ["saved"] : []), "peak", ...(cuts ? ["▼", ...(this.trains ? ["▲"] : [])] : [])];
     titles.forEach(title => head.append(el("th", title)));
@@ -308,15 +419,16 @@ class Ladder {
   }
   /** [left, top, inner graph] of an open item: forward's, and backward's if it is known. */
   innerOf(item) {
-    const top = item.y + ROW, found = item.inner ? [[LEFT + (this.wide - item.w) / 2 + 8, top, item.inner]] : [];
-    return item.mirror ? [...found, [this.right - this.wide2 + 8, top, item.mirror]] : found;
+    const top = item.y + ROW, found = item.inner ? [[LEFT + (this.wide - item.inner.width) / 2, top, item.inner]] : [];
+    return item.mirror ? [...found, [this.right - this.wide2 + (item.w2 - item.mirror.width) / 2, top, item.mirror]] : found;
   }
-  fit() {
+  /** All that can be read: a tall ladder from its top, unless it is asked for as a whole. */
+  fit(least = 0.45) {
     const w = this.main.clientWidth, h = this.main.clientHeight;
     if (!w) return;
     const left = this.data.beside ? 50 : 12;
-    this.zoom = Math.max(0.05, Math.min((w - left) / (this.right + 190), h / (this.height + 70), 1.5));
-    this.x = Math.max(left, (w - (this.right + 160) * this.zoom) / 2);
+    this.zoom = Math.max(0.05, Math.min((w - left) / (this.right + 200), Math.max(h / (this.height + 70), least), 1.5));
+    this.x = Math.max(left, (w - (this.right + 200) * this.zoom) / 2);
     this.y = 40 * this.zoom + Math.max(0, (h - (this.height + 60) * this.zoom) / 2);
     this.draw();
   }
@@ -367,7 +479,7 @@ class Ladder {
     this.items.forEach((item, i) => {
       const other = this.otherOf(item.start), colour = this.colour(other), first = !i || this.otherOf(this.items[i - 1].start) !== other;
       c.fillStyle = colour;
-      c.fillRect(-28, item.y - GAP / 2 + (first ? 2 : 0), 22, item.h + GAP - (first ? 2 : 0));
+      c.fillRect(-28, item.y - GAP / 2 + (first ? 2 : -1), 22, item.h + GAP + (first ? -2 : 1));
       if (first) put(c, String(other), -17, item.y + 14, "600 12px system-ui", legible(colour), "center");
       if (other !== this.stageOf(item.start)) put(c, "moved", LEFT - 8, item.y + ROW / 2 + 4, "600 10px system-ui", this.ink.bad, "right");
     });
@@ -381,12 +493,12 @@ class Ladder {
     const line = marked(this.selected) ? this.ink.fg : marked(this.hovered) ? this.ink.mut : null;
     c.globalAlpha = faint ? 0.25 : 1;
     this.rect(c, x, item.y, item.w, item.h, item.inner ? this.ink.bg : colour, line || colour);
-    this.label(c, `${item.inner ? "▾" : "▸"} ${this.name(item)}`, duration(price.forward, this.data.unit), x, item.y, item.w, item.inner ? this.ink.fg : legible(colour));
+    this.label(c, item.inner ? "▾ " : "▸ ", this.name(item), duration(price.forward, this.data.unit), x, item.y, item.w, item.inner ? this.ink.fg : legible(colour));
     if (this.trains) {
       const left = this.right - this.wide2, late = this.paintOf(item.start, true);
       this.rect(c, left, item.y, item.w2, item.mirror ? item.h : ROW, item.mirror ? this.ink.bg : late, line || late);
       if (!item.mirror) this.hatch(c, item, left);
-      this.label(c, `∇ ${this.name(item)}`, duration(price.backward, this.data.unit), left, item.y, item.w2, item.mirror ? this.ink.fg : legible(late));
+      this.label(c, "∇ ", this.name(item), duration(price.backward, this.data.unit), left, item.y, item.w2, item.mirror ? this.ink.fg : legible(late));
     }
     for (const [left, top, inner] of this.innerOf(item)) this.inner(c, inner, left, top, item.start);
     c.globalAlpha = 1;
@@ -407,7 +519,7 @@ class Ladder {
       c.globalAlpha = hits && !hits.has(op) ? 0.25 : 1;
       this.rect(c, left + box.x, top + box.y, OPW, OP, colour, on ? this.ink.fg : colour);
       if (inner.up && op < this.late) stripes(c, left + box.x, top + box.y, OPW, OP);
-      this.label(c, ops.op(op).replace(/^aten\.(\w+)\.\w+$/, "$1"), ops.value(op).replace(/^\w+\[(.*)\]$/, (_, dims) => dims.replace(/, /g, "×")), left + box.x, top + box.y, OPW, legible(colour), OP);
+      this.label(c, "", ops.op(op).replace(/^aten\.(\w+)\.\w+$/, "$1"), ops.value(op).replace(/^\w+\[(.*)\]$/, (_, dims) => dims.replace(/, /g, "×")), left + box.x, top + box.y, OPW, legible(colour), OP);
     }
   }
   rect(c, x, y, w, h, fill, line) {
@@ -419,18 +531,19 @@ class Ladder {
     c.strokeStyle = line;
     c.stroke();
   }
-  label(c, text, right, x, y, w, ink, h = ROW) {
+  /** Of what follows a sign, the path of a module, the end is told; else the start. */
+  label(c, sign, text, right, x, y, w, ink, h = ROW) {
     if (h * this.zoom < 8) return;
     c.font = "11px system-ui";
-    const room = w - 16, tail = c.measureText(right).width;
+    const room = w - 16 - c.measureText(sign).width, tail = c.measureText(right).width;
     const gives = tail < room * 0.6;
-    put(c, cut(c, text, room - (gives ? tail + 8 : 0)), x + 8, y + h / 2 + 4, c.font, ink);
+    put(c, sign + cut(c, text, room - (gives ? tail + 8 : 0), sign), x + 8, y + h / 2 + 4, c.font, ink);
     if (gives) put(c, right, x + w - 8, y + h / 2 + 4, c.font, ink, "right");
   }
   /** Arrows from a row to the next, and bows for values that skip rows: forward on the left, gradients on the right. */
   skips(c) {
     const merged = merge(this.edges, this.itemOf);
-    const most = Math.max(1, ...merged.map(e => e[2]));
+    const most = Math.max(1, ...merged.map(e => e[2])), far = Math.max(...merged.map(e => e[1] - e[0]));
     for (const [from, to, nbytes] of merged) {
       const a = this.items[from], b = this.items[to], skip = to > from + 1;
       if (Math.max(a.y, b.y + b.h) < this.seen.top || Math.min(a.y, b.y) > this.seen.bottom) continue;
@@ -438,11 +551,11 @@ class Ladder {
       c.lineWidth = 1 + 3 * Math.sqrt(nbytes / most);
       c.globalAlpha = skip ? 0.55 : 1;
       c.beginPath();
-      if (skip) this.bow(c, LEFT + (this.wide - a.w) / 2, a.y + ROW / 2, LEFT + (this.wide - b.w) / 2, b.y + ROW / 2, -1, to - from);
+      if (skip) this.bow(c, LEFT + (this.wide - a.w) / 2, a.y + ROW / 2, LEFT + (this.wide - b.w) / 2, b.y + ROW / 2, -1, (to - from) / far);
       else { c.moveTo(LEFT + this.wide / 2, a.y + a.h); c.lineTo(LEFT + this.wide / 2, b.y); }
       if (this.trains) {
         const left = this.right - this.wide2;
-        if (skip) this.bow(c, left + a.w2, a.y + ROW / 2, left + b.w2, b.y + ROW / 2, 1, to - from);
+        if (skip) this.bow(c, left + a.w2, a.y + ROW / 2, left + b.w2, b.y + ROW / 2, 1, (to - from) / far);
         else { c.moveTo(left + BOX / 2, a.y + (a.mirror ? a.h : ROW)); c.lineTo(left + BOX / 2, b.y); }
       }
       c.stroke();
@@ -450,9 +563,9 @@ class Ladder {
     }
   }
   bow(c, x, y, x2, y2, side, far) {
-    const out = side * Math.min(18, 6 + far * 2);
+    const out = side * Math.max(side * x, side * x2) + side * (6 + 26 * far); // beyond the wider of the two boxes
     c.moveTo(x, y);
-    c.bezierCurveTo(x + out, y, x2 + out, y2, x2, y2);
+    c.bezierCurveTo(out, y, out, y2, x2, y2);
   }
   ribbons(c) {
     const merged = merge(this.saved, this.itemOf), most = Math.max(1, ...merged.map(e => e[2])), taken = [];
@@ -498,7 +611,7 @@ class Ladder {
   at(event) { return [(event.offsetX - this.x) / this.zoom, (event.offsetY - this.y) / this.zoom]; }
   pick(event) {
     const [x, y] = this.at(event);
-    const cutAt = this.borders.findIndex((row, k) => k > 0 && k < this.borders.length - 1 && Math.abs(this.itemOf[row].y - GAP / 2 - y) * this.zoom < 6);
+    const cutAt = !this.movable ? -1 : this.borders.findIndex((row, k) => k > 0 && k < this.borders.length - 1 && Math.abs(this.itemOf[row].y - GAP / 2 - y) * this.zoom < 6);
     if (cutAt > 0 && x > 0 && x < this.right + 20) return {cut: cutAt};
     const item = this.items.find(i => y >= i.y && y <= i.y + i.h);
     if (!item || x < 0 || x > this.right + 20) return null;
@@ -548,7 +661,7 @@ class Ladder {
     const step = {ArrowDown: 1, ArrowUp: -1}[e.key];
     if (step && e.altKey && row !== null) {
       const stage = this.stageOf(row), k = stage + 1 < this.borders.length - 1 ? stage + 1 : stage;
-      if (k > 0) this.moveCut(k, this.borders[k] + step);
+      if (k > 0) this.moveCut(k, this.data.marks[this.prices.place.get(this.borders[k]) + step]);
     } else if (step) {
       const item = row === null ? -1 : this.items.indexOf(this.itemOf[row]);
       const next = this.items[Math.max(0, Math.min(this.items.length - 1, item + step))];
@@ -560,12 +673,12 @@ class Ladder {
     e.preventDefault();
   }
   rowNear(y) {
-    let best = 1;
-    for (let row = 1; row < this.data.rows.length; row++) if (this.itemOf[row].start === row && Math.abs(this.itemOf[row].y - y) < Math.abs(this.itemOf[best].y - y)) best = row;
+    let best = this.data.marks[1];
+    for (const row of this.data.marks.slice(1, -1)) if (this.itemOf[row].start === row && Math.abs(this.itemOf[row].y - y) < Math.abs(this.itemOf[best].y - y)) best = row;
     return best;
   }
   moveCut(k, row) {
-    if (row <= this.borders[k - 1] || row >= this.borders[k + 1] || row === this.borders[k]) return;
+    if (!this.prices.has(row) || row <= this.borders[k - 1] || row >= this.borders[k + 1] || row === this.borders[k]) return;
     this.setBorders(this.borders.map((b, i) => i === k ? row : b));
   }
   showTip(at, e) {
@@ -587,25 +700,27 @@ class Ladder {
 class Timeline {
   constructor(ladder, root) {
     this.ladder = ladder;
-    this.run = ladder.data.run;
     this.canvas = el("canvas", undefined, {role: "img", "aria-label": "what each rank computes when, and its memory"});
     const foot = el("footer");
-    root.style.setProperty("--t", `${Math.min(260, 46 + 40 * this.run.ranks)}px`);
     foot.append(this.canvas);
     root.append(foot);
     this.canvas.addEventListener("pointermove", e => { const hit = this.pick(e); this.microbatch = hit ? hit[3] : null; ladder.hover(hit ? {stage: hit[2]} : null); ladder.draw(); });
     this.canvas.addEventListener("pointerleave", () => { this.microbatch = null; ladder.hover(null); ladder.draw(); });
     this.canvas.addEventListener("click", e => { const hit = this.pick(e); if (hit) ladder.select({stage: hit[2]}, true); });
   }
+  get run() { return this.ladder.run; }
+  /** As high as there are ranks. */
+  grow() { if (this.run) this.ladder.root.style.setProperty("--t", `${Math.min(260, 46 + 40 * this.run.ranks)}px`); }
   x(seconds) { return 70 + (this.w - 160) * seconds / this.run.seconds; }
   y(rank) { return 24 + rank * this.high; }
   paint() {
+    this.grow();
     const [c, w, h] = context(this.canvas), {ladder, run} = this;
+    if (!run) { c.clearRect(0, 0, w, h); return put(c, `${ladder.data.run.name} is not simulated here for these stages; “as planned” shows the step of the plan as it came`, 70, h / 2, "12px system-ui", ladder.ink.mut); }
     Object.assign(this, {w, h, high: (h - 44) / run.ranks});
     c.clearRect(0, 0, w, h);
-    if (!ladder.isShipped) return put(c, "the schedule is of the plan as it came", 70, h / 2, "12px system-ui", ladder.ink.mut);
-    put(c, `${run.name} of ${run.microbatches} microbatches: step ${duration(run.seconds, run.unit)}, bubble ${(100 * run.bubble).toFixed(1)} %`, 70, 15, "600 11px system-ui", ladder.ink.fg);
-    const most = Math.max(ladder.data.memory || 0, ...run.peaks);
+    put(c, `${run.name} of ${run.microbatches} microbatches: step ${duration(run.seconds, run.unit)}, bubble ${(100 * run.bubble).toFixed(1)} %${ladder.isShipped ? "" : ladder.how}`, 70, 15, "600 11px system-ui", ladder.ink.fg);
+    const limit = near(ladder.data.memory, Math.max(...run.peaks)), most = Math.max(limit, ...run.peaks) || 1;
     for (const event of run.events) {
       const [rank, kind, stage, microbatch, start, end] = event, x = this.x(start), wide = Math.max(0.5, this.x(end) - x), y = this.y(rank);
       const faint = this.microbatch !== null && this.microbatch !== undefined && this.microbatch !== microbatch;
@@ -632,10 +747,10 @@ class Timeline {
       c.globalAlpha = 0.6;
       c.fill();
       c.globalAlpha = 1;
-      if (ladder.data.memory) {
+      if (limit) {
         c.strokeStyle = ladder.ink.bad;
         c.beginPath();
-        const y = base - (base - top) * ladder.data.memory / most;
+        const y = base - (base - top) * limit / most;
         c.moveTo(this.x(0), y);
         c.lineTo(this.x(run.seconds), y);
         c.stroke();
@@ -646,8 +761,7 @@ class Timeline {
     put(c, duration(run.seconds, run.unit), this.x(run.seconds), h - 6, "10px system-ui", ladder.ink.mut, "right");
   }
   pick(e) {
-    if (!this.ladder.isShipped) return null;
-    return this.run.events.find(([rank, , , , start, end]) => e.offsetX >= this.x(start) && e.offsetX <= this.x(end) && e.offsetY >= this.y(rank) && e.offsetY <= this.y(rank) + this.high) || null;
+    return this.run && this.run.events.find(([rank, , , , start, end]) => e.offsetX >= this.x(start) && e.offsetX <= this.x(end) && e.offsetY >= this.y(rank) && e.offsetY <= this.y(rank) + this.high) || null;
   }
 }
 
@@ -777,7 +891,7 @@ class Steps {
     this.unfold();
     Object.assign(this, {w, h});
     c.clearRect(0, 0, w, h);
-    const most = Math.max(ladder.data.memory || 0, ...ladder.data.choices.map(each => each.peak)), base = h - 20, y = nbytes => base - (base - 26) * nbytes / most;
+    const peaks = ladder.data.choices.map(each => each.peak), limit = near(ladder.data.memory, Math.max(...peaks)), most = Math.max(limit, ...peaks) || 1, base = h - 20, y = nbytes => base - (base - 26) * nbytes / most;
     for (const [name, start, stop] of memory.calls) {
       c.globalAlpha = 0.12;
       c.fillStyle = ladder.paintOf(0, name === "backward");
@@ -795,7 +909,7 @@ class Steps {
     c.globalAlpha = 1;
     put(c, "0", 78, base, "10px system-ui", ink.mut, "right");
     put(c, size(most), 78, 30, "10px system-ui", ink.mut, "right");
-    if (ladder.data.memory) this.line(c, y(ladder.data.memory), ink.bad);
+    if (limit) this.line(c, y(limit), ink.bad);
     const marks = ladder.selected && ladder.selected.op !== undefined ? [...this.ops.keys()].filter(step => this.ops[step] === ladder.selected.op) : [];
     for (const step of this.hover === null || this.hover === undefined ? marks : [...marks, this.hover]) { c.fillStyle = ink.fg; c.fillRect(this.x(step), 20, Math.max(1, this.x(step + 1) - this.x(step)), base - 20); }
     const at = this.x(memory.at + 0.5), side = at > w / 2 ? "right" : "left";
@@ -832,6 +946,8 @@ function stripes(c, x, y, w, h) {
   c.stroke();
   c.restore();
 }
+/** A limit, if it is near enough to be drawn without making all else flat; else 0. */
+const near = (limit, most) => limit && limit <= 3 * most ? limit : 0;
 const sum = numbers => numbers.reduce((a, b) => a + b, 0);
 /** [from row, to row, bytes] as [from item, to item, bytes], summed. */
 function merge(triples, itemOf) {
@@ -879,9 +995,10 @@ function put(c, text, x, y, font, ink, align = "left", back = "") {
   c.fillStyle = ink;
   c.fillText(text, x, y);
 }
-function cut(c, text, room) {
+function cut(c, text, room, end) {
   if (c.measureText(text).width <= room) return text;
+  const kept = count => end ? `…${text.slice(text.length - count)}` : `${text.slice(0, count)}…`;
   let low = 0, high = text.length;
-  while (low < high) { const middle = (low + high + 1) >> 1; c.measureText(`${text.slice(0, middle)}…`).width <= room ? low = middle : high = middle - 1; }
-  return `${text.slice(0, low)}…`;
+  while (low < high) { const middle = (low + high + 1) >> 1; c.measureText(kept(middle)).width <= room ? low = middle : high = middle - 1; }
+  return kept(low);
 }

@@ -15,11 +15,18 @@ export default {
     const answered = message => {
       asked = false;
       note.textContent = message.refused || "";
+      if (message.refused) ladder.showSide(); // the slider is again where the plan is
       if (!message.refused) { model.set("answers", model.get("answers") + 1); model.save_changes(); }
       if (next === null) return;
       const count = next;
       next = null;
       ask(count);
+    };
+    // whether Python plans; it need not for the plan that is there
+    const count = (stages, own) => {
+      if (own && !asked) return false;
+      ask(stages);
+      return true;
     };
     const moved = borders => {
       if (borders.join() === model.get("borders").join()) return;
@@ -33,7 +40,7 @@ export default {
     };
     const mount = () => {
       if (ladder) ladder.destroy();
-      ladder = show(place, model.get("data"), {height: model.get("height"), onplan: moved, oncount: ask});
+      ladder = show(place, model.get("data"), {height: model.get("height"), onplan: moved, oncount: count});
       follow();
     };
     const events = [["change:data", mount], ["change:borders", follow], ["msg:custom", answered]];

@@ -1,0 +1,77 @@
+"""What the page computes itself, once a cut has moved, is what Python says of that plan."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from browser import BINARY
+from steeredpages import shown
+
+import splitkit as sk
+from splitkit.pipeline.memory import memory_over_time
+from splitkit.policies import Stages
+from splitkit.testing import models
+from splitkit.units import duration, size
+from splitkit.view.ladder import LadderView
+
+pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
+
+
+@pytest.fixture(scope="module")
+def ladder():
+    example = models.build("gpt2", layers=4, width=64, heads=4, seq=16, vocab=100)
+    gm = sk.capture(example.model, *example.args, **example.kwargs)
+    costs = sk.costs.training(sk.costs.roofline(gm, "a100"))
+    return LadderView(sk.analyze(gm), sk.plan(gm, Stages(4), costs), costs)
+
+
+@pytest.fixture(scope="module")
+def opened(browser, ladder, tmp_path_factory):
+    return shown(browser, tmp_path_factory.mktemp("page"), ladder)
+
+
+ANEW = """(data, borders) => { const prices = new Prices(data);
+return simulated(data.run, prices.stages(borders, false), prices.place); }"""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        ("1f1b", {}),
+        ("1f1b", {"links": "nvlink4"}),
+        ("1f1b", {"links": sk.costs.Links.uniform(1e7, 1e-5), "static_buffers": True}),
+        ("gpipe", {"links": sk.costs.Links.uniform(1e7, 1e-5), "overlap": False}),
+        ("interleaved-1f1b", {"links": sk.costs.Links.matrix([[0, 1e7], [3e7, 0]]), "ranks": 2}),
+    ],
+)
+def test_the_step_of_a_plan_that_was_moved_is_that_of_python(opened, ladder, schedule, options):
+    flow, costs = ladder.flow, ladder.costs
+    plan = sk.plan(flow.root, Stages(4), costs)
+    view = LadderView(
+        flow, plan, costs, run=sk.simulate_schedule(sk.stage_costs(flow, plan, costs), schedule, 6, **options)
+    )
+    data, rows = view.to_dict(), len(view.rows)
+    moved = [[0, 1, 3, 4, rows], [0, 2, rows - 2, rows - 1, rows]]
+    moved += [[0, rows], [0, 3, rows], [0, 1, 2, 3, 4, 5, rows]] if data["run"]["again"]["standard"] else []
+    for borders in moved:
+        part = {node: sum(row >= b for b in borders[1:-1]) for node, row in view.rows.of.items()}
+        stages = sk.stage_costs(flow, sk.plan(flow.root, lambda n, part=part: part.get(n, 0)), costs)
+        run = sk.simulate_schedule(stages, schedule, 6, **options)
+        told = opened.value(f"({ANEW})({json.dumps(data)}, {borders})")
+        assert [tuple(event[:4]) for event in told["events"]] == [tuple(event[:4]) for event in run.timeline]
+        for here, event in zip(told["events"], run.timeline, strict=True):
+            assert here[4:] == pytest.approx(event[4:], rel=1e-9)
+        assert (told["seconds"], told["bubble"]) == pytest.approx((run.seconds, run.bubble), rel=1e-9)
+        assert told["peaks"] == list(run.peaks)
+        assert [held[-1][1] for held in told["memory"]] == [held[-1][1] for held in memory_over_time(run)]
+    if not data["run"]["again"]["standard"]:  # of another number of stages it is not told
+        assert opened.value(f"({ANEW})({json.dumps(data)}, [0, {rows}])") is None
+
+
+def test_bug_numbers_were_rounded_otherwise_than_in_python(opened):
+    sizes = [0, 7, 1000, 1023, 1024, 5760, 5888, 102500, 2**20 - 1, 3 * 2**29, 7 * 2**40 + 2**33]
+    times = [0, 1e-13, 4e-10, 0.9996e-6, 4.021e-6, 0.0123, 0.01225, 0.5, 99.96, 1234, 12345.6]
+    assert opened.value(f"{sizes}.map(size)") == [size(nbytes) for nbytes in sizes]
+    assert opened.value(f'{times}.map(s => duration(s, "s"))') == [duration(seconds) for seconds in times]
+    assert opened.value(f'{sizes}.map(s => duration(s, "FLOPs"))') == [duration(n, "FLOPs") for n in sizes]
