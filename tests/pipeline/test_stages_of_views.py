@@ -123,7 +123,7 @@ FIRST, LAST = ["view_2", "split", "view_3", "transpose"], ["split", "view_4", "t
 @pytest.mark.parametrize(
     ("first", "last"),
     these_first(
-        [("view_2", "transpose_2"), ("split", "split"), ("view_3", "transpose_1")],
+        [("split", "split"), ("view_3", "transpose_1")],
         [(a, b) for a in FIRST for b in LAST],
     ),
 )
@@ -167,7 +167,7 @@ def views():
     return sk.capture(Views(), x), [x]
 
 
-@few_of_many(8, 300, st.data())
+@few_of_many(4, 300, st.data())
 def test_any_stretches_of_a_graph_of_views(data):
     gm, inputs = views()
     count = len(sk.analyze(gm).nodes)
