@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from splitkit.memory.stretch import Ints, Line
+from splitkit.memory.stretch import BEFORE, Ints, Line
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,16 @@ class Falls:
         lie = np.zeros(len(line.made), np.int64)
         np.add.at(lie, line.lies[0], line.storage_bytes[line.lies[1]])
         inner = line.made >= 0
-        given = inner & (line.last > line.made) & (line.last < line.length)
+        given = inner & (line.last > line.made)
+        ends = np.where(line.copied_from != BEFORE, line.value_bytes, 0)  # also of what the graph yields
+        within = line.last < line.length
         if not line.training:  # what is given stays to its last reader, and that is in the stretch by then
-            ends = np.zeros(len(line.made), np.int64)
-            starts = lie + line.loose
+            starts = lie + line.value_bytes
         else:
-            ends = flights * lie + _gradients(line)
-            starts = flights * (lie + line.loose)
-        return cls(
-            _sums(line.last[given], ends[given], line.length), _sums(line.made[inner], starts[inner], line.length)
-        )
+            ends = flights * (ends + np.where(within, lie, 0)) + np.where(within, _gradients(line), 0)
+            starts = flights * (lie + line.value_bytes)
+        last = np.minimum(line.last, line.length - 1)
+        return cls(_sums(last[given], ends[given], line.length), _sums(line.made[inner], starts[inner], line.length))
 
 
 def _gradients(line: Line) -> Ints:

@@ -12,6 +12,7 @@ from torch.fx import Node
 from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.fakecalls import hints
 from splitkit.graph.sizes import storage_bytes, tensor_bytes
 from splitkit.graph.storages import start_of, storage_key, tensors
 from splitkit.graph.symbols import value_of
@@ -140,6 +141,19 @@ class Units:
                 found[node] = given[0]
         return found
 
+    def _scattered(self) -> dict[Node, Node]:
+        """A value whose elements do not lie side by side -> the first value that is the same in another shape.
+
+        A stage sends a copy of it; but where that first value came from another stage, the elements lie side by side.
+        """
+        values, found = self.activations.values, dict[Node, Node]()
+        for node in values:
+            if isinstance(value := value_of(node), torch.Tensor) and not lies_together(value):
+                of = node.args[0] if node.args else None
+                alike = isinstance(of, Node) and of in found and values[node] == values[of]
+                found[node] = found[of] if alike and _sizes_of(node) == _sizes_of(of) else node  # type: ignore[index, arg-type]
+        return found
+
     @property
     def storage_sizes(self) -> Sequence[int]:
         """Bytes of each storage by number: those of the run with gradients, and what autocast makes of weights."""
@@ -172,6 +186,7 @@ class Units:
                 nbytes=self._nbytes,
                 graded=frozenset(known.requires),
                 views=self._views,
+                scattered=self._scattered(),
                 owned={key: (owned.nbytes, owned.trained) for key, owned in self._owned.items()},
             )
         )
@@ -180,6 +195,19 @@ class Units:
 def units_of(flow: Dataflow, training: bool) -> Units:
     """The units of a forward graph."""
     return Units(flow, flow.fact(activations), training)
+
+
+def lies_together(tensor: torch.Tensor, turned: bool = True) -> bool:
+    """Whether the elements of a tensor are one piece of memory, in the order of its dimensions or ``turned``."""
+    if tensor.layout is not torch.strided or not tensor_bytes(tensor):
+        return True
+    sizes = zip(hints(tensor.stride()), hints(tensor.shape), strict=True)
+    inner, together = [(stride, size) for stride, size in sizes if size != 1][::-1], 1
+    for stride, size in sorted(inner) if turned else inner:
+        if stride != together:
+            return False
+        together *= size
+    return True
 
 
 def _sizes_of(node: Node) -> list[tuple[int, torch.dtype]]:

@@ -59,6 +59,7 @@ class LineFacts:
         nbytes: node -> bytes of the tensors that it yields.
         graded: nodes whose values have a gradient.
         views: a value that is another one in another shape -> the other; it has no gradient of its own.
+        scattered: a value whose elements do not lie side by side -> the value that it is in another shape, or itself.
         owned: key of a parameter or buffer -> its bytes, and those that require grad.
     """
 
@@ -71,6 +72,7 @@ class LineFacts:
     nbytes: Mapping[Node, int]
     graded: frozenset[Node]
     views: Mapping[Node, Node]
+    scattered: Mapping[Node, Node]
     owned: Mapping[object, tuple[int, int]]
 
 
@@ -128,6 +130,8 @@ class LineTables:
         self._adds = _Lists.of([number[c] if isinstance(c, Node) else values + keys[c] for c in row] for row in adds)
         self._wide = np.array([u.wide.get(c, 0) for u, row in zip(units, adds, strict=True) for c in row], np.int64)
         self._viewed = np.array([number[facts.views[n]] if n in facts.views else BEFORE for n in nodes], np.int64)
+        scattered = facts.scattered
+        self._scattered = np.array([number[scattered[n]] if n in scattered else BEFORE for n in nodes], np.int64)
         self._graded = np.array([facts.training and node in facts.graded for node in nodes], np.bool_)
         self._lies = _Lists.of(lie.get(node, ()) for node in nodes)
         self._nbytes = np.array([facts.nbytes[node] for node in nodes], np.int64)
@@ -207,7 +211,6 @@ class _Making:
         value, lie = tables._lies.at(ids)
         gradient_of, own = self._gradients()
         adds, gradient_bytes = self._added(gradient_of, own)
-        lies_nowhere = np.diff(tables._lies.starts)[ids] == 0
         return Line(
             length=length,
             training=tables._facts.training,
@@ -218,8 +221,8 @@ class _Making:
             made=self._made,
             last=last,
             lies=(value, tables._lies.items[lie]),
-            loose=np.where(lies_nowhere, tables._messages[ids], 0),
             value_bytes=tables._messages[ids],
+            copied_from=self._copied_from(),
             gradient_of=gradient_of,
             gradient_reads=adds,
             gradient_bytes=gradient_bytes,
@@ -235,6 +238,15 @@ class _Making:
     def _touched(self, lists: _Lists) -> Touches:
         copy, where = lists.at(self._units)
         return Touches.in_order(copy, lists.items[where], len(self._units))
+
+    def _copied_from(self) -> Ints:
+        """See `Line.copied_from`; no part is sent an input of the graph, so that each sends copies of views of it."""
+        of = self._tables._scattered[self._ids]
+        found = np.full(len(of), BEFORE, np.int64)
+        values = np.flatnonzero((of != BEFORE) & (self._made != BEFORE))
+        first = self._made[self._sources(of[values], self._parts[self._made[values]])]
+        found[values] = np.where(first == BEFORE, len(self._units), first)
+        return found
 
     def _gradients(self) -> tuple[Ints, Bools]:
         """The gradient of each value, that of what a view is of for a view; and which values have one of their own."""

@@ -97,8 +97,9 @@ class Line:
         made: where each value is made; -1 for an input of the graph.
         last: where each value is last read; the length of the line if the graph yields it.
         lies: (value, storage) pairs, by value.
-        loose: bytes of each value that lies in a parameter or buffer: of its own for a part that takes it.
         value_bytes: of each, as a message; 0 for an input of the graph, which is there for every part.
+        copied_from: the position of the first node such that a part which has it and gives the value sends a copy, as
+            its elements do not lie side by side; -1 for a value that is sent as it lies.
         gradient_of: the gradient that is the value's own, -1 for none. A view has that of what it views.
         gradient_reads: the gradients to which each node's backward adds.
         gradient_bytes: how large each gradient is.
@@ -119,8 +120,8 @@ class Line:
     made: Ints
     last: Ints
     lies: tuple[Ints, Ints]
-    loose: Ints
     value_bytes: Ints
+    copied_from: Ints
     gradient_of: Ints
     gradient_reads: Touches
     gradient_bytes: Ints
@@ -136,18 +137,30 @@ class Line:
         """The bytes of the part of the nodes from ``start`` to before ``end``."""
         parameters, trained = self.fixed(start, end)
         taken, given = self._taken(start, end), self._given(start, end)
-        lasting = self._lie_in(taken), self._lie_in(given)
+        copied = given[self.copied_from[given] >= start] if end < self.length else given[:0]
+        kept = given if not len(copied) else np.setdiff1d(given, copied)
+        lasting = self._lie_in(taken), self._lie_in(kept)
         crosses = lasting[0] | lasting[1]
         held = crosses.copy()
         pairs = self.saves.within(start, end)
         held[self.saves.item[pairs]] = True
-        apart = int(self.loose[np.unique(taken)].sum())
+        apart = self._apart(np.unique(taken)) + int(self.value_bytes[copied].sum())
         saved = int(self.storage_bytes[held].sum()) + apart
         forward = self._forward(start, end, lasting[0], held) + apart
         if not self.training:
             return Stretch(parameters, 0, 0, forward)
         backward = self._backward(start, end, crosses, saved, given)
         return Stretch(parameters, trained, saved, max(0, forward - saved, backward - saved))
+
+    def _apart(self, taken: Ints) -> int:
+        """What values that come from other stages take beyond the storages that they lie in: each is its own there."""
+        starts, counts = self._lie_starts[taken], self._lie_counts[taken]
+        one = counts == 1
+        come, at = self.value_bytes[taken], self.lies[1][starts[one]]
+        sums = np.bincount(at, come[one], len(self.storage_bytes)).astype(np.int64)
+        room = np.where(self._lie_in(taken[self.made[taken] == BEFORE]), 0, self.storage_bytes)  # inputs are there, too
+        beyond = np.maximum(0, sums - room)[np.unique(at)].sum()
+        return int(beyond) + int(come[counts == 0].sum())
 
     def fixed(self, start: int, end: int) -> tuple[int, int]:
         """Bytes of the parameters and buffers of a stretch, and of those that require grad."""

@@ -10,8 +10,10 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from types import BuiltinFunctionType
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx import Node
 
@@ -21,6 +23,7 @@ from splitkit.graph.sizes import storage_bytes
 from splitkit.graph.storages import storage_key, tensors
 from splitkit.graph.symbols import value_of
 from splitkit.memory.measure import measure_memory
+from splitkit.memory.watch import FakesOfReals
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,21 @@ class Temporaries:
         """
         if not (autocast or is_composite(node.target) or _reads_lazily(node)) or acts(gm, node):
             return NOTHING
-        return self._calls.ask(stand_in(gm, node, self.sizes, autocast, given), _inside, lambda: NOTHING)
+        call = stand_in(gm, node, self.sizes, autocast, given)
+        seen = _inside if isinstance(call.target, _torch.OpOverload | BuiltinFunctionType) else _inside_opaque
+        return self._calls.ask(call, seen, lambda: NOTHING)
+
+
+def _inside_opaque(call: Callable[..., Any], *args: Any, **kwargs: Any) -> CallBytes:
+    """Code of users may reach real tensors besides its arguments."""
+    some: Any = torch.empty(0)
+    fakes = FakesOfReals(some.fake_mode)
+
+    def closed(*args: Any, **kwargs: Any) -> Any:
+        with fakes:
+            return call(*args, **kwargs)
+
+    return _inside(closed, *args, **kwargs)
 
 
 def _inside(call: Callable[..., Any], *args: Any, **kwargs: Any) -> CallBytes:

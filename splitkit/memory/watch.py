@@ -170,6 +170,35 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._give_up(self._storages.pop(key).place)
 
 
+class FakesOfReals(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside a fake mode, gives ops one fake for each real tensor, as opaque code may reach some besides its arguments.
+
+    The fake mode itself makes a new one for each op, so that what is written in place would seem to be new memory.
+
+    Args:
+        mode: the fake mode.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, mode: _torch.FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mode = mode
+        self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of the real one, which is held
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _LIFTS:  # of a number that is known
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._fake, (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return tensor  # a fake already, or a subclass, whose own ops come next
+        if id(tensor) not in self._fakes:
+            self._fakes[id(tensor)] = tensor, self._mode.from_tensor(tensor)
+        return self._fakes[id(tensor)][1]
+
+
 @cache
 def _wake_dispatch() -> None:
     """Have done what the first op under any mode does: it imports ``torch._dynamo``; cycles then hold its arguments."""

@@ -57,8 +57,10 @@ def stage_costs(
     * Seconds of forward are those of the costs; backward is as many times dearer as `splitkit.costs.training` says.
       Half of the backward of a product with a parameter, and all of it where only parameters require grad, is its part
       for weights (``backward_weight``).
-    * ``saved_bytes``: each storage once that autograd keeps, or that the part takes or gives; no parameters. Exact
-      but for the nodes that `Activations.estimated` names.
+    * ``saved_bytes``: each storage once that autograd keeps, or that the part takes or gives; no parameters. What comes
+      from another part is memory of its own, no less than all of what it is a part of there; of a value that is given
+      and does not lie side by side (a third of one product for queries, keys and values) a copy is sent. Exact but for
+      that and the nodes that `Activations.estimated` names. Not in it is what a stage only passes on.
     * ``deferred_bytes``: what waits for the weight part where a schedule divides backward, from above. Torch's way,
       which pipelines run by, keeps all that the graph still holds, captures gradients besides, and has no input part
       in the first stage: all of its backward is ``backward_weight`` (`splitkit.pipeline.weightpart`).

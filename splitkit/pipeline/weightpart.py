@@ -23,7 +23,9 @@ from torch.fx import Node
 from splitkit._torch import pytree
 from splitkit.checks import is_word, shown
 from splitkit.errors import PolicyError
-from splitkit.memory.lines import Units
+from splitkit.graph.storages import tensors
+from splitkit.graph.symbols import value_of
+from splitkit.memory.lines import Units, lies_together
 from splitkit.memory.linetables import LineNode
 
 WeightPart = Literal["torch", "own"]
@@ -132,7 +134,7 @@ class _Stage:
         if not self._number:
             return saved + self._sum(came)
         captures = self._captures()
-        gradients = [self._memory(v) for v in (*self._results(captures), *self._come)]
+        gradients = [*map(self._memory, self._results(captures)), *map(self._sent, self._come)]
         return saved - self._released(captures) + self._sum([*came, *gradients])
 
     def by_own_graphs(self) -> int:
@@ -172,6 +174,14 @@ class _Stage:
             if ends or len(readers) != 1 or not self._is_handed(readers[0], value):
                 return value, False
             (value,) = self._units[readers[0]].makes
+
+    def _sent(self, value: Node) -> _Gradient:
+        """The same of a gradient that goes back: it lies side by side there, and is copied where it does not."""
+        found = self._memory(value)
+        alike = self._nbytes(found[0]) == self._nbytes(value)
+        ends = [t for v in (value, found[0]) for t in tensors(value_of(v))]
+        plain = found[0] in self._given or all(lies_together(t, turned=False) for t in ends)
+        return found if alike and plain else (value, False)
 
     def _is_handed(self, node: Node, value: Node) -> bool:
         unit = self._units[node]

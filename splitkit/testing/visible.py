@@ -35,6 +35,7 @@ def observe(x: Tensor) -> Tensor:
 def close_all() -> None:
     """Leave every region that a graph which raised has left open."""
     exit_level(0)
+    torch.set_autocast_enabled("cpu", False)
     while _torch.TOP_HOOKS(True) is not None:
         _torch.POP_HOOKS()
 

@@ -11,6 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import splitkit as sk
 from splitkit.errors import GraphError, SplitError
 from splitkit.memory import estimator
+from splitkit.testing.visible import Hidden
 
 X = torch.randn(8, 16)
 
@@ -222,3 +223,32 @@ def test_prices_of_a_module_that_was_deleted_were_a_raw_error():
     del gm._modules["0"]
     with pytest.raises(GraphError, match="SK104"):
         sum(costs.flops(node) for node in gm.graph.nodes)
+
+
+class Reaching(nn.Module):
+    """Opaque code that writes and reads a tensor which nobody gave it."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.held = [held]
+
+    def forward(self, x):
+        self.held[0].view(-1).add_(x.mean())
+        return x * self.held[0].t()
+
+
+@pytest.mark.parametrize("made", [Reaching, lambda held: Hidden([held], "write"), lambda held: Hidden([held], "read")])
+def test_memory_that_opaque_code_writes_in_place_counted_a_second_time(made):
+    """Random graph 204: inside the fake mode what ``add_`` gave back was a new fake of the real tensor."""
+    root = nn.Module()
+    root.register_buffer("state", torch.zeros(8, 8))
+    root.opaque = made(root.state)
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_module("opaque", (x,)), graph.get_attr("state")))
+    gm = fx.GraphModule(root, graph)
+    sk.propagate(gm, torch.ones(8, 8))
+    before = gm.state.clone()
+    sk.simulate_memory(gm)
+    assert before.equal(gm.state), "nothing real is written"
+    same(gm, torch.ones(8, 8))
