@@ -186,9 +186,9 @@ class Placing:
         prices: Floats = travel.again * (wait[:, None] * count + nbytes / speed[:, None])
         return prices
 
-    def linked(self, problem: Problem, travel: Travel, held: Ints, capacity: Floats, device: Ints) -> Linked:
+    def linked(self, problem: Problem, travel: Travel | None, held: Ints, capacity: Floats, device: Ints) -> Linked:
         """The problem of `problem` with each link as it is, and the stages of a device together."""
-        pins = [pins for _, pins in self.values]
+        pins, travel = [pins for _, pins in self.values], travel or Travel.free(len(capacity))
         return Linked(
             work=problem.seconds[0],
             edges=problem.edges,

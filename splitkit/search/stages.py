@@ -260,10 +260,9 @@ class Staging:
         starts = [at, *even.along(at)]
         yield from (self._moved(found, stage) for stage in starts[1:])
         if (self._uneven or len(self._limits) < len(self.keys)) and problem.units <= _MOST_LINKED:
-            travel, rank_of = self._travel or Travel.free(len(self.keys)), np.array(self._rank_of, np.int64)
-            linked = self._placing.linked(problem, travel, held, capacity, rank_of)
-            different = {stage.tobytes(): stage for stage in starts}.values()
-            yield from (self._moved(found, linked.annealed(stage, self.clock)) for stage in different)
+            linked = self._placing.linked(problem, self._travel, held, capacity, np.array(self._rank_of))
+            for stage in {stage.tobytes(): stage for stage in starts}.values():
+                yield self._moved(found, linked.annealed(stage, self.clock))
 
     def _moved(self, found: Solution, stage: Ints) -> Solution:
         return replace(found, device=stage, order=tuple(range(len(self.keys))))

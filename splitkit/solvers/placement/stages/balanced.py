@@ -45,7 +45,7 @@ class Window:
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
+class LeastCut:
     """What nets that cross a border cost.
 
     Attributes:
@@ -137,7 +137,7 @@ class Balanced:
             inside, outside = in_too, out_too
         return replace(window, inside=inside, outside=outside)
 
-    def least(self, cost: Ints, window: Window, divisions: int) -> Cut:
+    def least(self, cost: Ints, window: Window, divisions: int) -> LeastCut:
         """The least cost of nets that cross a border in a window, or less.
 
         Args:
@@ -153,14 +153,14 @@ class Balanced:
             halves = self._halves(piece) if divisions else ()
             if not halves:
                 parts = zip(piece.ends, (piece.share, 1 - piece.share), strict=True)
-                return Cut(bound, np.sum([share * self._crossing(end.ideal) for end, share in parts], axis=0))
+                return LeastCut(bound, np.sum([share * self._crossing(end.ideal) for end, share in parts], axis=0))
             divisions -= 1
             heappop(heap)
             for half in halves:
                 found = self._piece(cost, half)
                 if found is not None:
                     heappush(heap, (max(bound, found.bound), next(number), found))
-        return Cut(np.inf, np.zeros(len(cost)))
+        return LeastCut(np.inf, np.zeros(len(cost)))
 
     def _with(self, inside: Bools, outside: Bools) -> tuple[Floats, Floats]:
         """(n,) the work inside and of each unit and all before it; that outside and of each unit and all after it."""

@@ -1,5 +1,4 @@
-"""Stages between which links differ, or of which a device has several: annealed on true loads, which exact solvers only
-bound."""
+"""Stages whose links differ, or of which a device has several: annealed on true loads, of which others have bounds."""
 
 from __future__ import annotations
 

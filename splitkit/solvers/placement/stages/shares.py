@@ -22,7 +22,7 @@ from splitkit.solvers.placement.stages.borders import Borders, applies
 
 MOST_UNITS = 1500
 """With more units, a minimum cut takes too long."""
-_DIVISIONS = 6  # of the window of each border
+_DIVISIONS, _EACH = 6, 8  # of the window of each border, at most, and minimum cuts that each takes, about
 _LIMITS, _STEPS = 5, 10  # limits, and subgradient steps for each
 _LENGTH = 0.7  # of Polyak's step
 _NEAR = 0.3  # of the mean work of a stage: so near a border is a net that may cross it
@@ -114,7 +114,8 @@ class Shares:
         """
         for step in range(1, _STEPS + 1):
             was = known.least
-            found = self._stepped(limit, known)
+            left = (flows - self._balanced.flows) // (_EACH * len(self.costs))
+            found = self._stepped(limit, known, max(0, min(_DIVISIONS, left)))
             if found is None:
                 return None
             known = found
@@ -124,7 +125,7 @@ class Shares:
                 break
         return known
 
-    def _stepped(self, limit: int, known: _Known) -> _Known | None:
+    def _stepped(self, limit: int, known: _Known, divisions: int) -> _Known | None:
         """One subgradient step; None if there are no stages below the limit."""
         balanced, count = self._balanced, len(self.costs)
         room = np.minimum(self._reach * (limit / balanced.unit), BIG) * (1 + _MARGIN) + 1
@@ -134,7 +135,7 @@ class Shares:
             least = balanced.total + known.behind[border] - room[count - border]
             most = room[border + 1] - known.before[border]
             window = balanced.narrowed(replace(windows[border], least=float(least), most=float(most)))
-            cut = None if window is None else balanced.least(self.costs[border], window, _DIVISIONS)
+            cut = None if window is None else balanced.least(self.costs[border], window, divisions)
             if window is None or cut is None or cut.bound == np.inf:
                 return None
             windows[border], costs[border], crossing[border] = window, max(0.0, cut.bound), cut.crossing
