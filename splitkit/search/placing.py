@@ -47,6 +47,11 @@ class Travel:
         pairs = self._pairs()
         return np.array([self.again * min(wait + n / speed for wait, speed in pairs) for n in nbytes.tolist()])
 
+    @classmethod
+    def free(cls, count: int) -> Travel:
+        """Between so many places, for nothing."""
+        return cls(np.zeros((count, count)), np.full((count, count), np.inf))
+
     @property
     def joins(self) -> bool:
         """Whether some places are of one rank."""
@@ -181,9 +186,9 @@ class Placing:
         prices: Floats = travel.again * (wait[:, None] * count + nbytes / speed[:, None])
         return prices
 
-    def linked(self, problem: Problem, travel: Travel, held: Ints, capacity: Floats) -> Linked:
-        """The problem of `problem` with each link as it is."""
-        pins = [pins for _, pins in self.values]
+    def linked(self, problem: Problem, travel: Travel | None, held: Ints, capacity: Floats, device: Ints) -> Linked:
+        """The problem of `problem` with each link as it is, and the stages of a device together."""
+        pins, travel = [pins for _, pins in self.values], travel or Travel.free(len(capacity))
         return Linked(
             work=problem.seconds[0],
             edges=problem.edges,
@@ -195,6 +200,7 @@ class Placing:
             again=travel.again,
             held=held,
             capacity=capacity,
+            device=device,
         )
 
     def problem(

@@ -248,7 +248,7 @@ class Staging:
         return plans[self._preferred([self._measures(plan) for _, plan in plans])]
 
     def _again(self, problem: Problem, found: Solution) -> Iterator[Solution]:
-        """Even stages along orders; where links differ, better ones from all of these."""
+        """Even stages along orders; better ones from all of these where links differ, or ranks have several."""
         held = self._held_in_stages
         capacity = np.array([device.capacity for device in problem.devices])
         at = stages_of(found.device, found.order)
@@ -259,9 +259,10 @@ class Staging:
         )  # fmt: skip
         starts = [at, *even.along(at)]
         yield from (self._moved(found, stage) for stage in starts[1:])
-        if self._uneven and self._travel is not None and problem.units <= _MOST_LINKED:
-            linked = self._placing.linked(problem, self._travel, held, capacity)
-            yield from (self._moved(found, linked.annealed(stage, self.clock)) for stage in starts)
+        if (self._uneven or len(self._limits) < len(self.keys)) and problem.units <= _MOST_LINKED:
+            linked = self._placing.linked(problem, self._travel, held, capacity, np.array(self._rank_of))
+            for stage in {stage.tobytes(): stage for stage in starts}.values():
+                yield self._moved(found, linked.annealed(stage, self.clock))
 
     def _moved(self, found: Solution, stage: Ints) -> Solution:
         return replace(found, device=stage, order=tuple(range(len(self.keys))))

@@ -60,6 +60,7 @@ class Borders:
 
     Attributes:
         core: whose units (n), with nets (m).
+        closed: (n, n) whether the second unit is the first or after it.
         cost: (m,) the least that each device pays for a net, counted as least work.
         before: (n,) the least work of each unit and all before it.
         after: (n,) of each unit and all after it.
@@ -67,6 +68,7 @@ class Borders:
     """
 
     core: Core
+    closed: Bools
     cost: Ints
     before: Ints
     after: Ints
@@ -81,9 +83,8 @@ class Borders:
         devices = sorted((r for r, kind in zip(speeds, core.kinds, strict=True) for _ in kind.devices), reverse=True)
         reach = [0.0, *np.cumsum(devices).tolist()]
         closed = _descendants(core)
-        return cls(
-            core, np.min(paid, axis=0), _summed(closed.T, core.least_work), _summed(closed, core.least_work), reach
-        )
+        before, after = _summed(closed.T, core.least_work), _summed(closed, core.least_work)
+        return cls(core, closed, np.min(paid, axis=0), before, after, reach)
 
     def windows(self, limit: int) -> tuple[Bools, Bools] | None:
         """What is known of stages with all loads below a limit; None if there are none.

@@ -1,4 +1,4 @@
-"""Stages between which links differ: annealed on their true loads, which exact solvers only bound."""
+"""Stages whose links differ, or of which a device has several: annealed on true loads, of which others have bounds."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class Linked:
         again: how often each value crosses.
         held: (k, n) bytes of a unit in each stage.
         capacity: (k,) bytes.
+        device: (k,) which one has each stage; its load is that of all its stages.
     """
 
     work: Floats
@@ -41,6 +42,7 @@ class Linked:
     again: int
     held: Ints
     capacity: Floats
+    device: Ints
 
     def loads(self, stage: Ints) -> Floats:
         """(k,) seconds: work, and each value once for each stage that sends or receives it, over the link it takes."""
@@ -66,8 +68,7 @@ class Linked:
         """
         random = np.random.default_rng(0)
         now, best = stage.copy(), stage.copy()
-        value = self._energy(now)
-        least = self.loads(best).max() if self._empty(best) == 0 else np.inf
+        value, least = self._energy(now)
         before, after = self._neighbours()
         for step in range(_STEPS if len(stage) > 1 else 0):
             if clock is not None and step % _ROUND == 0 and clock.is_over():
@@ -80,21 +81,24 @@ class Linked:
             if to == old or not self._fits(now, unit, to):
                 continue
             now[unit] = to
-            energy = self._energy(now)
+            energy, worst = self._energy(now)
             if energy - value > heat * random.exponential():
                 now[unit] = old
                 continue
             value = energy
-            if (worst := self.loads(now).max()) < least * (1 - 1e-12) and not self._empty(now):
+            if worst < least * (1 - 1e-12):
                 best, least = now.copy(), worst
         return best
 
-    def _energy(self, stage: Ints) -> float:
-        """The logarithm of a norm of the loads that is near the greatest, and more for each empty stage."""
-        loads = self.loads(stage)
+    def _energy(self, stage: Ints) -> tuple[float, float]:
+        """The logarithm of a norm of the devices' loads that is near the greatest, and more for each empty stage.
+
+        Then the greatest load, infinite where a stage is empty.
+        """
+        loads, empty = np.bincount(self.device, self.loads(stage)), self._empty(stage)
         top = loads.max() + 1e-300
         norm = float(np.log(top) + np.log(((loads / top) ** _POWER).sum() + 1e-300) / _POWER)
-        return norm + _VOID * self._empty(stage)
+        return norm + _VOID * empty, np.inf if empty else float(loads.max())
 
     def _empty(self, stage: Ints) -> int:
         """How many stages have no unit."""

@@ -21,6 +21,7 @@ from splitkit.solvers.placement.stages.idealpath import best_stages
 from splitkit.solvers.placement.stages.ideals import Effort, TooManyError, ideals
 from splitkit.solvers.placement.stages.ladder import Ladder
 from splitkit.solvers.placement.stages.program import stage_program, stage_relaxation
+from splitkit.solvers.placement.stages.shares import by_shares
 from splitkit.solvers.placement.stages.stages import StageRanks, fits, stage_loads
 from splitkit.solvers.placement.stages.walk import Walk
 
@@ -34,6 +35,7 @@ _FAR = 3.0  # times as long may it take as its steps are counted for
 _STEPS = 9e7  # over ideals, for each second: what a slow machine does
 _QUICKLY = 0.6  # of them before anything else is tried
 _SHARE, _MOST_FAILURES = 0.6, 2  # of what is left of them for each limit; limits for which that may not do
+_PROVEN, _FLOWS = 0.01, 4e5  # relative; minimum cuts for each second, times the units and pins of each
 _RELAXED = (1.0, 0.02, 0.001)  # work on a host that a relaxation leaves out, as shares of the limit
 _TIES = 16  # plans of equal value that are drawn, of each order
 
@@ -109,6 +111,8 @@ class StageSearch:
             self.raise_bound()
         if not self.closed:
             self.over_ideals()
+        if not self.closed and self.best and not self.clock.is_over():
+            self.by_shares()
         if not self.closed and not self.clock.is_over():
             joined = self._joined(self.limit)[0]
             self._prove(stage_relaxation(joined, self.ladder, self.bound, self.limit, self.clock), "relaxation")
@@ -249,6 +253,12 @@ class StageSearch:
         filled = sum(len(kind.devices) for kind in self.core.kinds) if self.ladder.fill else 0
         self._prove(bounds.by_joining(self.core, self.bound, high, acyclic=True, filled=filled), "joining")
         self._prove(by_borders(self.core, self.bound, high), "borders")
+
+    def by_shares(self) -> None:
+        """A bound from what all borders together cost, where there is much to prove."""
+        if self.best and self.bound < self.limit * (1 - _PROVEN):
+            flows = int(_FLOWS * self._seconds / (self.core.size + len(self.core.pins)))
+            self._prove(by_shares(self.core, self.bound, self.limit, self.best.rank, flows, self.clock), "shares")
 
     def by_program(self, seconds: float) -> None:
         """A mixed-integer program."""
