@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from campaigns import these_first
+from launch import launch
 
 from splitkit.cli.commands.train import planned_together
 from splitkit.cli.parser import make_parser
@@ -25,28 +25,25 @@ def splitkit(*words, cwd):
     )
 
 
-def train(*words, cwd):
-    run = splitkit("train", *words, "--nproc", "2", "--microbatches", "2", "--json", cwd=cwd)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
-
-
 @pytest.mark.parametrize("model", these_first(["tinynet"], ["gpt2"]))
 def test_a_plan_trains_as_the_unsplit_model_and_goes_on_from_a_checkpoint(tmp_path, call, model):
+    """Three runs of the command, whose ranks are forked from one process; `--nproc` starts them below."""
     spec = model if model == "gpt2" else f"{Path(__file__).parent / 'tinynet.py'}:net"
     name = [] if model == "gpt2" else ["--model", spec]
-    code, _, _ = call("plan", spec, *TINY, "--stages", "2", "-o", str(tmp_path / "plan.json"))
-    assert code == 0
-    (tmp_path / "mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
-    words = ["plan.json", *name, "--steps", "3", "--checkpoint", "kept", "--every", "2", "--schedule", "mine.csv"]
-    whole = train(*words, "--check", cwd=tmp_path)
-    assert whole["check"]["same"] and whole["check"]["loss"] < 1e-6 > whole["check"]["gradient"]
-    assert [r["stages"] for r in whole["ranks"]] == [[0], [1]] and whole["schedule"] == "mine.csv"
-    assert len(set(whole["losses"])) == 3
-    shutil.rmtree(tmp_path / "kept" / "step-3")
-    again = train(*words, "--resume", "--check", cwd=tmp_path)
-    assert again["first_step"] == 2 and again["losses"] == whole["losses"][2:] and again["check"]["same"]
-    assert sorted(p.name for p in (tmp_path / "kept").iterdir()) == ["step-2", "step-3"]
+    plan, order, kept = (str(tmp_path / name) for name in ("plan.json", "mine.csv", "kept"))
+    assert call("plan", spec, *TINY, "--stages", "2", "-o", plan)[0] == 0
+    Path(order).write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    words = ["train", plan, *name, "--schedule", order, "--microbatches", "2", "--check"]
+    keep = ["--checkpoint", kept, "--every", "2", "--steps"]
+    runs = [*words, "--steps", "3", "--", *words, *keep, "2", "--", *words, *keep, "3", "--resume"]
+    lines = launch("cli/commanded.py", 2, *runs, seconds=200)
+    whole, first, again = (line["data"] for line in lines if "data" in line)
+    for found in (whole, first, again):
+        assert found["check"]["same"] and found["check"]["loss"] < 1e-6 > found["check"]["gradient"]
+        assert [r["stages"] for r in found["ranks"]] == [[0], [1]] and found["schedule"] == "mine.csv"
+    assert len(set(whole["losses"])) == 3 and first["losses"] == whole["losses"][:2]
+    assert again["first_step"] == 2 and again["losses"] == whole["losses"][2:]
+    assert sorted(p.name for p in Path(kept).iterdir()) == ["step-2", "step-3"]
 
 
 LOUD = """

@@ -141,6 +141,7 @@ def test_a_collective_runs_again_at_budget_0(tmp_path):
         dist.destroy_process_group()
 
 
+@pytest.mark.campaign  # shows what torch does, not what we do
 def test_torchs_peak_rises_while_its_budget_falls():
     """The point of a budget of the peak: at the very peak that torch's plan has, less is computed again."""
     example = models.build("llama", layers=2, width=128, heads=4, vocab=100, batch=4, seq=128)

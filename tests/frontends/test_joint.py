@@ -36,9 +36,7 @@ def _captured():
     return captured
 
 
-@pytest.mark.parametrize(
-    "name", these_first(["gpt2", "t5", "conv"], [n for n in MODELS if n not in ("gpt2", "t5", "conv")])
-)
+@pytest.mark.parametrize("name", these_first(["gpt2", "conv"], [n for n in MODELS if n not in ("gpt2", "conv")]))
 def test_a_joint_graph_runs_like_eager(captured, name):
     joint, args, kwargs, expected = captured(name)
     torch.manual_seed(0)

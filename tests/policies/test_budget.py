@@ -121,7 +121,7 @@ def test_what_is_over_the_budget_is_over_the_limit():
         assert not any(limit.holds(choice.runs, saved) for limit in limits)
 
 
-@pytest.mark.parametrize(("name", "of"), some_of_all(["gpt2", "llama", "bert"], ["peak", "saved"], always=()))
+@pytest.mark.parametrize(("name", "of"), some_of_all(["gpt2", "bert"], ["peak", "saved"], always=()))
 def test_a_larger_budget_never_costs_more(name, of):
     joint, _ = wide(name)
     costs = roofline(joint.graph_module)

@@ -19,7 +19,7 @@ ALWAYS = ("raise", "die", "shape", "plan")
 def always() -> dict[str, list[str]]:
     """What the ranks said of the faults that are tried always, whose ranks one process starts."""
     found, said = {}, [""] * RANKS
-    for line in launch("faulty.py", RANKS, *" -- ".join(ALWAYS).split(), check=False, seconds=300):
+    for line in launch("runtime/faulty.py", RANKS, *" -- ".join(ALWAYS).split(), check=False, seconds=300):
         if "next" in line:
             (what,) = line["next"]
             found[what] = said = [""] * RANKS
@@ -31,7 +31,7 @@ def always() -> dict[str, list[str]]:
 def told(what: str) -> list[str]:
     """What the ranks said, in their order; nothing for one that died."""
     said = [""] * RANKS
-    for line in launch("faulty.py", RANKS, what, check=False, seconds=100):
+    for line in launch("runtime/faulty.py", RANKS, what, check=False, seconds=100):
         if "said" in line:
             said[line["rank"]] = _in_time(line)
     return said

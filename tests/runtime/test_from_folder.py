@@ -27,7 +27,7 @@ BY_TORCH: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
-    lines = launch("from_folder.py", 2, json.dumps(CASES + BY_TORCH), str(tmp_path_factory.mktemp("stages")))
+    lines = launch("runtime/from_folder.py", 2, json.dumps(CASES + BY_TORCH), str(tmp_path_factory.mktemp("stages")))
     return {
         case["model"]: [line for line in lines if line["model"] == case["model"]]
         for case in [*CASES, {"model": "by torch"}]

@@ -54,7 +54,9 @@ def named(case: dict[str, Any]) -> str:
 @pytest.fixture(scope="module")
 def ran() -> dict[str, list[dict[str, Any]]]:
     found = defaultdict(list)
-    for line in launch("same_as_whole.py", "2,4", json.dumps([case | {"ranks": ranks} for ranks, case in CASES])):
+    for line in launch(
+        "runtime/same_as_whole.py", "2,4", json.dumps([case | {"ranks": ranks} for ranks, case in CASES])
+    ):
         found[f"{line['ranks']} ranks {named(line)}"].append(line)
     return found
 

@@ -21,6 +21,7 @@ def main() -> None:
     starts = [0, *(number + 1 for number, word in enumerate(words) if word == "--"), len(words) + 1]
     runs = [words[start : end - 1] for start, end in pairwise(starts)]
     sys.argv = sys.argv[:1] + runs[0]
+    sys.path.insert(0, str(Path(script).parent))
     spec = importlib.util.spec_from_file_location("script", script)
     module = importlib.util.module_from_spec(spec)
     sys.modules["script"] = module

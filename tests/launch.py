@@ -13,13 +13,13 @@ HERE = Path(__file__).parent
 
 
 def launch(script: str, ranks: int | str, *args: str, seconds: float = 300, check: bool = True) -> list[dict[str, Any]]:
-    """Run a script of this folder on some ranks; on "2,4", on two and then on four.
+    """Run a script of the tests on some ranks; on "2,4", on two and then on four.
 
     Returns:
         The lines that the ranks printed, each with its ``rank``; with ``check=False`` also one with ``code`` and
         ``error`` for each rank.
     """
-    paths = [str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     run = subprocess.Popen(
         [sys.executable, str(HERE / "ranks.py"), str(HERE / script), str(ranks), *args],

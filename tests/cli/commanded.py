@@ -1,0 +1,33 @@
+"""One rank of a command, as ``--nproc`` starts it: a JSON line of what the command says."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import socket
+import sys
+
+import torch
+
+import splitkit.runtime.pipeline
+import splitkit.testing.models  # noqa: F401
+from splitkit import cli
+
+
+def prepare() -> None:
+    """Where the ranks meet."""
+    torch.set_num_threads(1)
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1])}
+
+
+def main() -> None:
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        code = cli.main([*sys.argv[1:], "--json"])
+    if os.environ["RANK"] == "0":
+        print(json.dumps({"ended": code, "data": json.loads(said.getvalue())}), flush=True)
