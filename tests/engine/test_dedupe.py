@@ -202,8 +202,13 @@ def _twice_an_item(x):
     return ((x * first).sin() + (x * second).cos()).sum()
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
-@pytest.mark.parametrize("function", [_twice_unique, _twice_an_item])
+@pytest.mark.parametrize(
+    ("function", "inner"),
+    these_first(
+        [(_twice_unique, "eager"), (_twice_an_item, "inductor")],
+        [(_twice_unique, "inductor"), (_twice_an_item, "eager")],
+    ),
+)
 def test_what_only_the_data_decides_is_not_merged(function, inner):
     torch._dynamo.reset()
     patch = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
