@@ -70,4 +70,5 @@ def test_what_torch_gives_two_owners_is_named(second):
     _, groups = _backward.stage_backward_input([out], [given], [x], iter(trained))
     _backward.stage_backward_weight(iter(trained), groups)
     other = b.grad if second == "sum of two" else given
-    assert own[0].grad.data_ptr() == other.data_ptr()
+    kept = second == "sum of two" or torch.__version__ >= "2.13"  # before, what comes in was copied
+    assert (own[0].grad.data_ptr() == other.data_ptr()) == kept
