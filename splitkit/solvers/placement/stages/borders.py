@@ -11,20 +11,19 @@ limit.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import maximum_flow
 
 from splitkit.solvers.placement.core import BIG, Core
 from splitkit.solvers.placement.problem import Bools, Ints
+from splitkit.solvers.placement.stages.closure import BITS, Closures
 from splitkit.solvers.placement.stages.ladder import ratios
 
 MOST_UNITS = 4000
 """More units than these have too many pairs of units that depend on each other."""
 _HALVINGS = 12
 _ROUNDS = 8  # of narrower windows and greater cuts, for each limit
-_BITS = 28  # all costs together, as scipy's flows add them in 32 bits
 
 
 def by_borders(core: Core, low: int, high: int) -> int:
@@ -113,29 +112,12 @@ class Borders:
         """The least cost of nets that cross a border with some units before it and some after it, or a little less."""
         if not inside.any() or not outside.any():
             return 0
-        core = self.core
-        vertex = np.where(inside, 0, np.where(outside, 1, 2 + np.arange(core.size)))
-        first = 2 + core.size + np.arange(len(self.cost))
-        then = first + len(self.cost)
-        shift = max(0, int(self.cost.sum()).bit_length() - _BITS)
-        units = self.cost >> shift  # rounded down: the cut is one of lesser costs
-        # A net crosses if some pin is before the border and some behind: an edge between a vertex that all pins lead
-        # to and one that leads to all pins.
-        endless = np.full(len(core.pins), 2**_BITS)
-        ends = [
-            (vertex[core.edges[:, 1]], vertex[core.edges[:, 0]], np.full(len(core.edges), 2**_BITS)),
-            (vertex[core.pins], first[core.pin_nets], endless),
-            (then[core.pin_nets], vertex[core.pins], endless),
-            (first, then, units),
-        ]
-        tails, heads, capacities = (np.concatenate(part) for part in zip(*ends, strict=True))
-        kept = (tails != heads) & (heads != 0) & (tails != 1)
-        size = 2 + core.size + 2 * len(self.cost)
-        keys, which = np.unique(tails[kept] * size + heads[kept], return_inverse=True)
-        most = np.zeros(len(keys), np.int64)
-        np.maximum.at(most, which, capacities[kept])  # parallel edges are endless ones
-        arcs = csr_array((most.astype(np.int32), (keys // size, keys % size)), shape=(size, size))
-        return int(maximum_flow(arcs, 0, 1).flow_value) << shift
+        shift = max(0, int(self.cost.sum()).bit_length() - BITS)
+        return self._closures.least_cost(self.cost >> shift, inside, outside) << shift  # rounded down: lesser costs
+
+    @cached_property
+    def _closures(self) -> Closures:
+        return Closures(self.core, self.closed)
 
 
 def _descendants(core: Core) -> Bools:

@@ -9,7 +9,7 @@ stands for the former itself, one after all others for the latter.
 from __future__ import annotations
 
 import numpy as np
-from scipy.sparse import coo_array
+from scipy.sparse import coo_array, csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from splitkit.solvers.placement.core import Core
@@ -58,6 +58,24 @@ class Closures:
             within: (n,) the price of other units that it has.
             without: (n,) the price of other units that it does not have.
         """
+        arcs, value, flow = self._cut(cost, inside, outside, within, without)
+        rest = arcs - flow
+        rest.data = (rest.data > 0).astype(np.int8)
+        rest.eliminate_zeros()
+        reached = np.zeros(arcs.shape[0], np.bool_)
+        reached[breadth_first_order(rest, 0, return_predecessors=False)] = True
+        ideal: Bools = inside | (reached[2 : 2 + self._size] & ~outside)
+        return value, ideal
+
+    def least_cost(self, cost: Ints, inside: Bools, outside: Bools) -> int:
+        """The least cost of an ideal, where units have no price; arguments as of `least`."""
+        nothing = np.zeros(self._size, np.int64)
+        return self._cut(cost, inside, outside, nothing, nothing)[1]
+
+    def _cut(
+        self, cost: Ints, inside: Bools, outside: Bools, within: Ints, without: Ints
+    ) -> tuple[csr_array, int, csr_array]:
+        """The arcs, from vertex 0, what is inside, to 1, what is outside; the value of a greatest flow, and it."""
         self.flows += 1
         size = 2 + self._size + 2 * self._nets
         vertex = 2 + np.arange(size - 2)
@@ -74,11 +92,5 @@ class Closures:
         kept = (tails != heads) & (heads != 0) & (tails != 1) & (most > 0)
         arcs = coo_array((most[kept], (tails[kept], heads[kept])), shape=(size, size)).tocsr()
         arcs.data = np.minimum(arcs.data, _ENDLESS).astype(np.int32)  # only endless ones are parallel
-        flow = maximum_flow(arcs, 0, 1)
-        rest = arcs - flow.flow
-        rest.data = (rest.data > 0).astype(np.int8)
-        rest.eliminate_zeros()
-        reached = np.zeros(size, np.bool_)
-        reached[breadth_first_order(rest, 0, return_predecessors=False)] = True
-        ideal: Bools = inside | (reached[2 : 2 + self._size] & ~outside)
-        return int(flow.flow_value), ideal
+        found = maximum_flow(arcs, 0, 1)
+        return arcs, int(found.flow_value), found.flow

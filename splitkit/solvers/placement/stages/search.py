@@ -111,7 +111,7 @@ class StageSearch:
             self.raise_bound()
         if not self.closed:
             self.over_ideals()
-        if not self.closed and self.best and not self.clock.is_over():
+        if not self.closed and not self.clock.is_over():
             self.by_shares()
         if not self.closed and not self.clock.is_over():
             joined = self._joined(self.limit)[0]
