@@ -235,6 +235,52 @@ def action_schedule(stages: list[Any], count: int, loss: Any, ranks: Iterable[It
     return made
 
 
+def message_schedule(stage: Any, count: int, loss: Any, row: Iterable[str]) -> Any:
+    """A pipeline schedule that runs what one rank computes, sends and receives, in this order and unchecked.
+
+    2.11, 2.13, 2.15; ``tests/test_torch_private.py`` fails when it goes away.
+
+    Args:
+        stage: of this rank.
+        count: its microbatches.
+        loss: as torch's ``loss_fn``; ``None`` where nothing of backward is in the row.
+        row: texts as torch writes its actions: ``0F0``, ``0SEND_F0``.
+    """
+    from torch.distributed.pipelining import schedules
+
+    runtime: Any = schedules._PipelineScheduleRuntime
+    read: Any = schedules._Action.from_str
+    made = runtime([stage], count, loss_fn=loss, scale_grads=False)
+    kinds: Any = schedules._ComputationType
+    text = _with_waits(row) if hasattr(kinds, "WAIT_SEND_F") else row
+    made.pipeline_order_with_comms = {made.rank: [read(action) for action in text]}
+    return made
+
+
+def _with_waits(row: Iterable[str]) -> list[str]:
+    """With the ends of messages, which torch 2.15 asks for: before the backward that answers, else behind all."""
+    made, sent = list[str](), list[str]()
+    for action in row:
+        if (wait := action.replace("B", "WAIT_SEND_F")) in sent:
+            made.append(wait)
+            sent.remove(wait)
+        made.append(action)
+        if "SEND" in action:
+            sent.append(action.replace("SEND", "WAIT_SEND"))
+    return made + sent
+
+
+def skip_warm_up(stage: Any) -> None:
+    """Let a pipeline stage exchange nothing with its neighbours before its first microbatch, once for each of them.
+
+    2.11 sends its number, 2.13 asks whether all metadata is static, 2.15 asks all ranks at once.
+    """
+    static = torch.ones((), dtype=torch.int32)
+    stage._get_init_p2p_neighbors_ops = list
+    stage._warmup_forward_vote = lambda *args, **kwargs: static
+    stage._warmup_backward_result = lambda *args, **kwargs: static
+
+
 def default_store() -> Any:
     """The store of the default process group (2.11, 2.13, 2.15)."""
     from torch.distributed import distributed_c10d

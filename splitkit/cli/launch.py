@@ -1,7 +1,8 @@
-"""Starts the ranks of ``splitkit train --nproc N`` on this machine, and ends them all."""
+"""Starts the ranks of a command on this machine, such as ``splitkit train --nproc N``, and ends them all."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -11,6 +12,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from tempfile import TemporaryFile
+from typing import Any
+
+from splitkit.errors import PipelineError
 
 GRACE = 10.0
 """Seconds that ranks have to say what they waited for, once one has ended with an error."""
@@ -52,6 +56,19 @@ def ranks(words: Sequence[str], count: int, wait: float) -> tuple[int, str]:
                     process.wait()
         said.seek(0)
         return code, said.read()
+
+
+def answer(words: Sequence[str], count: int, wait: float) -> tuple[int, Any]:
+    """As `ranks`, of a command that answers with JSON: the data, ``None`` where there is none.
+
+    Raises:
+        PipelineError: what a rank failed with, with its code, SK805 where it has none.
+    """
+    code, out = ranks(words if "--json" in words else [*words, "--json"], count, wait)
+    data = json.loads(out) if out else None
+    if data is not None and (error := data.get("error")) is not None:
+        raise PipelineError(error["code"] or "SK805", error["reason"], error["remedy"], error["nodes"])
+    return code, data
 
 
 @contextmanager

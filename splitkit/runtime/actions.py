@@ -11,7 +11,8 @@ from torch.distributed.pipelining import PipelineStage
 from splitkit import _torch
 from splitkit.errors import ScheduleError
 from splitkit.pipeline.order import Action, PipelineOrder
-from splitkit.pipeline.torch_orders import SCHEDULES, pipeline_order
+from splitkit.pipeline.torch_orders import SCHEDULES, is_single, pipeline_order
+from splitkit.runtime.replicas import is_even
 
 _SINGLE = ("GPipe", "1F1B")
 
@@ -45,6 +46,35 @@ def order_of(schedule: str | PipelineOrder, stages: int, microbatches: int | Non
         text = f"rank {idle[0]} of {schedule.name} has no stage"
         raise ScheduleError("SK330", text, f"Put a stage there, or start {ranks - len(idle)} processes.")
     return schedule
+
+
+def placed_order(
+    schedule: str | PipelineOrder, counts: Sequence[int], microbatches: int | None, ranks: int
+) -> tuple[PipelineOrder, tuple[int, ...]]:
+    """The order of one pipeline, and how many replicas there are at each of its places.
+
+    Args:
+        schedule: as of `order_of`.
+        counts: stage -> how many replicas.
+        microbatches: of all replicas together; ``None`` as of `order_of`.
+        ranks: of all replicas together.
+
+    Raises:
+        ScheduleError: SK330 as `order_of`, and for a schedule under which replicas cannot take turns.
+    """
+    stages, count = len(counts), counts[0]
+    if is_even(counts):
+        each = microbatches if microbatches is None or count == 1 else microbatches // count
+        order = order_of(schedule, stages, each, ranks // count)
+        return order, (count,) * len(order.ranks)
+    if isinstance(schedule, PipelineOrder) or not is_single(schedule):
+        what = schedule.name if isinstance(schedule, PipelineOrder) else schedule
+        raise ScheduleError(
+            "SK330",
+            f"{what} for stages with {', '.join(map(str, counts))} replicas",
+            "Use 1f1b or gpipe, or as many replicas for all parts: splitkit train --dp 2.",
+        )
+    return order_of(schedule, stages, microbatches, stages), tuple(counts)
 
 
 def schedule_of(order: PipelineOrder, stages: Sequence[PipelineStage], loss: Loss) -> Any:

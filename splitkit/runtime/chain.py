@@ -111,6 +111,11 @@ class Chain:
         """Stage -> its part."""
         return tuple(self.split.names)
 
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Stage -> on how many ranks it runs."""
+        return tuple(self.split.plan.parts[key].replicas for key in self.keys)
+
     def nodes(self, stage: int) -> tuple[Node, ...]:
         """What a stage runs, in order."""
         return tuple(n for n, s in self.stage_of.items() if s == stage)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from splitkit import _torch
 from splitkit.errors import PipelineError, SplitError
-from splitkit.pipeline.order import KINDS, Action, PipelineOrder
+from splitkit.pipeline.order import KINDS, Action
 from splitkit.runtime.replicas import Replicas
 
 KEY = "splitkit: a rank failed"
@@ -28,25 +28,20 @@ class Progress:
     """What a rank is at.
 
     Attributes:
-        order: what each rank of a pipeline does.
-        replicas: the pipelines side by side, and where this rank is.
-        first: the number of this pipeline's first microbatch.
+        row: what this rank does in a step.
+        rank_of: stage -> its place in a pipeline.
+        replicas: which ranks are at each place, and where this one is.
         names: border -> the values that go over it.
         inside: the action that computes now.
         last: the action that was begun last.
     """
 
-    order: PipelineOrder
+    row: Sequence[Action]
+    rank_of: Sequence[int]
     replicas: Replicas
-    first: int
     names: Sequence[Sequence[str]]
     inside: Action | None = None
     last: Action | None = None
-
-    @property
-    def rank(self) -> int:
-        """In the group."""
-        return self.replicas.ranks[self.replicas.place][self.replicas.own]
 
     @contextmanager
     def computing(self, stage: int, kind: str, microbatch: int) -> Iterator[None]:
@@ -61,8 +56,7 @@ class Progress:
 
     def waits(self) -> str:
         """What comes next on this rank, and from whom."""
-        own = self.order.ranks[self.replicas.place]
-        row = [a._replace(microbatch=a.microbatch + self.first) for a in own]
+        row = self.row
         if self.last is None:
             found = row[0]
         else:
@@ -78,15 +72,15 @@ class Progress:
         border = min(source, found.stage)
         what = ", ".join(self.names[border][:4]) if border < len(self.names) else "the loss"
         of = "gradients of " if found.kind != "F" else ""
-        rank = self.replicas.ranks[self.order.rank_of[source]][self.replicas.own]
+        rank = self.replicas.rank_of(self.rank_of[source], found.microbatch)
         return f"waited for {of}{what} from stage {source} (rank {rank}), for {_text(found)}"
 
     def _from(self, action: Action) -> int | None:
         """The stage of another rank whose result an action waits for."""
         source = action.stage + (-1 if action.kind == "F" else 1)
-        if action.kind == "W" or not 0 <= source < len(self.order.rank_of):
+        if action.kind == "W" or not 0 <= source < len(self.rank_of):
             return None
-        return source if self.order.rank_of[source] != self.replicas.place else None
+        return source if self.rank_of[source] != self.replicas.place else None
 
 
 def _is(action: Action, other: Action, kinds: str) -> bool:
@@ -122,11 +116,15 @@ def _own(progress: Progress, cause: BaseException) -> SplitError:
     else:
         failed = PipelineError(
             "SK805",
-            f"rank {progress.rank} failed in {where}: {type(cause).__name__}: {cause}",
+            f"rank {progress.replicas.rank} failed in {where}: {type(cause).__name__}: {cause}",
             "Run the unsplit model on that microbatch: splitkit run PLAN --check.",
         )
     with suppress(Exception):
-        line = failed.reason if failed.code == "SK805" else f"{failed.code} on rank {progress.rank}: {failed.reason}"
+        line = (
+            failed.reason
+            if failed.code == "SK805"
+            else f"{failed.code} on rank {progress.replicas.rank}: {failed.reason}"
+        )
         _torch.default_store().set(KEY, line)
     return failed
 
@@ -138,7 +136,7 @@ def _others(progress: Progress, cause: BaseException) -> PipelineError:
     first = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
     return PipelineError(
         "SK805",
-        f"{reason}; rank {progress.rank} {progress.waits()}",
+        f"{reason}; rank {progress.replicas.rank} {progress.waits()}",
         f"Look at the messages of that rank. Here: {first[:200]}",
     )
 

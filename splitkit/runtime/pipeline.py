@@ -18,18 +18,19 @@ from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.pipeline.order import PipelineOrder
-from splitkit.runtime.actions import order_of
+from splitkit.runtime.actions import placed_order
 from splitkit.runtime.agreement import require_same
 from splitkit.runtime.batches import Inputs
 from splitkit.runtime.chain import chain_of
 from splitkit.runtime.ends import Loss, ends_of, own_loss
 from splitkit.runtime.faults import Progress, named
-from splitkit.runtime.replicas import replicas, replicas_of, require_replicable
+from splitkit.runtime.replicas import replicas, require_replicable
 from splitkit.runtime.runs import Runs
 from splitkit.runtime.sharded import like, shard, sum_shards
 from splitkit.runtime.stage import Batch
 from splitkit.runtime.stagefolder import StageFolder
 from splitkit.runtime.ties import Ties
+from splitkit.runtime.uneven import row_of
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,9 @@ def pipeline(
     takes what it reads from the batch itself; values go from stage to stage with static metadata, so that nothing runs
     on made-up values, and parameters that several stages read get the sum of their gradients.
 
-    Parts with replicas (`Part.replicas`, the same number in all of them) make as many pipelines side by side: each runs
-    its share of the microbatches, and all have the sum of the gradients after a step, so that the numbers are those of
-    one pipeline of all microbatches.
+    Parts with replicas (`Part.replicas`) run on as many ranks, each with its share of the microbatches; all have the
+    sum of the gradients after a step, and the numbers are those of one pipeline. With as many of each part, they are
+    pipelines side by side; else, under 1F1B and GPipe, the replicas of a stage take microbatches in turn.
 
     Args:
         split: parts in the order of the stages, captured with the inputs of one microbatch; or stages on disk
@@ -77,13 +78,12 @@ def pipeline(
             reads torch's CSV).
         microbatches: how many in a step, of all replicas together; as many as the order has, else 8.
         loss: gives the loss of ``(output, target)`` of one microbatch; ``None`` for models that return their loss.
-        group: the ranks of the pipeline; all of the process group by default.
+        group: the ranks; all of the process group by default.
         device: of this rank; the current CUDA device where the group's backend is NCCL, else the CPU.
         seed: of the random numbers, see `Pipeline.seed_of`.
 
     Raises:
-        PipelineError: SK801 for a split that cannot run on several ranks, or whose parts have different numbers of
-            replicas; SK804 where the ranks do not run the same.
+        PipelineError: SK801 for a split that cannot run on several ranks, SK804 where these do not run the same.
         ScheduleError: SK330 where the schedule does not go with the numbers of stages, ranks and microbatches. An order
             that would wait for ever is refused where it is made (SK331).
     """
@@ -95,8 +95,8 @@ class Pipeline:
 
     Attributes:
         split: what is run.
-        order: what each rank of a pipeline does.
-        replicas: the pipelines side by side.
+        order: what each rank of one pipeline does, where each stage has one replica.
+        replicas: which ranks run the same stages.
         rank: of this process in the group.
         stages: those of this rank.
         device: of this rank.
@@ -117,9 +117,7 @@ class Pipeline:
     ) -> None:
         if not dist.is_initialized():
             raise PipelineError(
-                "SK804",
-                "there is no process group",
-                "Start with torchrun, and call torch.distributed.init_process_group.",
+                "SK804", "there is no process group", "Start with torchrun and torch.distributed.init_process_group."
             )
         self.split = split
         self._chain = chain_of(split) if isinstance(split, Split) else split.chain
@@ -129,11 +127,11 @@ class Pipeline:
             microbatches = 8
         what = schedule if isinstance(schedule, str) else getattr(schedule, "ranks", schedule)
         require_same(self._chain, {"schedule": what, "number of microbatches": microbatches, "seed": seed}, group)
-        count, ranks = replicas_of(split.plan), dist.get_world_size(group)
-        each = require_replicable(self._chain.facts.writes, count, ranks, microbatches)
-        self.order = order_of(schedule, self._chain.stages, each, ranks // count)
-        self.microbatches = self.order.microbatches * count
-        self.replicas = replicas(count, group, self.device)
+        counts, ranks = self._chain.replicas, dist.get_world_size(group)
+        require_replicable(self._chain.facts.writes, counts, ranks, microbatches)
+        self.order, at = placed_order(schedule, counts, microbatches, ranks)
+        self.replicas = replicas(at, group, self.device)
+        self.microbatches = self.order.microbatches * self.replicas.lines
         self.stages = tuple(s for s, rank in enumerate(self.order.rank_of) if rank == self.replicas.place)
         if not is_whole(seed):
             raise PipelineError("SK802", f"the seed is {shown(seed)}", "Give a whole number.")
@@ -143,7 +141,7 @@ class Pipeline:
         self._inputs = Inputs(self._chain, self.microbatches, self.device)
         self._ties = Ties(self._chain, self.order.rank_of, self.replicas, group, self.parameters())
         self._runs: dict[bool, Runs] = {}
-        self._progress = Progress(self.order, self.replicas, self.replicas.share(self.microbatches).start, self.borders)
+        self._progress = Progress(row_of(self.order, self.replicas), self.order.rank_of, self.replicas, self.borders)
         for stage in self.stages:
             split.parts[self._chain.keys[stage]].to(self.device)
 
@@ -290,7 +288,7 @@ class Pipeline:
         runs = self._runs.get(train)
         if runs is None:
             ends = ends_of(self._chain, self._loss, train, self._asked(keep))
-            where = self.order, self.stages, self.device, self.replicas.line
+            where = self.order, self.stages, self.device, self.replicas
             runs = self._runs[train] = Runs(self._chain, ends, Batch(self._progress), self._share, *where)
         if keep and not runs.outputs:
             raise PipelineError(
@@ -308,7 +306,8 @@ class Pipeline:
         with named(self._progress), self._ties.added_up() if train else nullcontext():
             runs.step()
             if batch.losses:
-                batch.found = self.replicas.gathered(torch.stack([batch.losses[i].flatten() for i in self._share]))
+                losses = torch.cat([batch.losses[i].flatten() for i in self._share])
+                batch.found = self.replicas.gathered(losses, self.microbatches)
         return batch
 
     def _asked(self, outputs: bool) -> bool:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.actions import schedule_of
 from splitkit.runtime.chain import Chain
 from splitkit.runtime.ends import Ends, require_loss
+from splitkit.runtime.replicas import Replicas
 from splitkit.runtime.stage import Batch, ChainStage, PartStage
 from splitkit.runtime.support import require_support
+from splitkit.runtime.uneven import TurnStage, turn_schedule
 
 
 class Runs:
@@ -33,14 +34,21 @@ class Runs:
         order: PipelineOrder,
         stages: Sequence[int],
         device: torch.device,
-        group: dist.ProcessGroup | None,
+        replicas: Replicas,
     ) -> None:
         require_loss(chain, ends)
         self.batch, self.outputs, self._share = batch, ends.own is None, share
+        self.stages: tuple[PartStage, ...]
         modules = [ChainStage(chain, s, ends, batch, device) for s in stages]
         require_support(order, tuple(modules))
-        self.stages = tuple(PartStage(m, s, chain.stages, group) for m, s in zip(modules, stages, strict=True))
-        self._schedule = schedule_of(order, self.stages, _handed if ends.loss is not None else None)
+        handed = _handed if ends.loss is not None else None
+        if replicas.are_even:
+            group = replicas.line
+            self.stages = tuple(PartStage(m, s, chain.stages, group) for m, s in zip(modules, stages, strict=True))
+            self._schedule = schedule_of(order, self.stages, handed)
+        else:
+            own = TurnStage(modules[0], stages[0], replicas, share)
+            self.stages, self._schedule = (own,), turn_schedule(own, order, replicas, handed)
         self._last = any(m.last for m in modules)
 
     def step(self) -> None:

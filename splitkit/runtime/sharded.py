@@ -18,10 +18,13 @@ def shard(modules: Sequence[nn.Module], replicas: Replicas, tied: Sequence[nn.Pa
     """Shard the parts of this rank over the replicas of their stage, tied parameters not: `Pipeline.shard`.
 
     Raises:
-        PipelineError: SK801 where the stage has no replicas.
+        PipelineError: SK801 where there is one pipeline, or stages have different numbers of replicas.
     """
     if replicas.mesh is None:
-        raise PipelineError("SK801", "there is one pipeline to shard over", "Give the parts replicas, or --dp 2.")
+        what = (
+            "there is one pipeline to shard over" if replicas.are_even else "stages have different numbers of replicas"
+        )
+        raise PipelineError("SK801", what, "Give all parts as many replicas: splitkit train --dp 2 --fsdp.")
     for part in modules:
         fully_shard(part, mesh=replicas.mesh["dp"], ignored_params=set(tied))
 
@@ -31,7 +34,7 @@ def sum_shards(modules: Sequence[nn.Module], replicas: Replicas, tied: Sequence[
 
     Args:
         modules: the parts of this rank.
-        replicas: the pipelines side by side.
+        replicas: which ranks run the same stages.
         tied: the parameters of this rank of which stages on other ranks have a copy, as they were before.
 
     Raises:

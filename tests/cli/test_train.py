@@ -118,8 +118,8 @@ def test_what_no_rank_could_run_is_refused_before_there_are_ranks(call, tmp_path
     spec = f"{Path(__file__).parent / 'tinynet.py'}:net"
     plan = str(tmp_path / "plan.json")
     assert call("plan", spec, "--policy", "Stages(3, replicas=(1, 2))", "-o", plan)[0] == 0
-    code, _, err = call("train", plan, "--model", spec, "--nproc", "3")
-    assert code and "SK801: the parts have different numbers of replicas" in err and "--dp 2" in err
+    code, _, err = call("train", plan, "--model", spec, "--nproc", "4")
+    assert code == 2 and "SK330: 4 ranks for stages with " in err and "Start 3 processes." in err
 
 
 @pytest.mark.campaign
@@ -129,14 +129,17 @@ def test_a_schedule_that_does_not_go_with_the_stages_is_refused_by_all_ranks(tmp
 
 
 def test_what_the_command_writes_is_for_people_too():
-    from splitkit.cli.commands.train import _text
+    from splitkit.cli.commands.train import _ranks, _text
 
     rank = {"rank": 0, "stages": [0, 3], "parameters": 2048, "peak": 4096}
     data = {
-        "schedule": "1F1B", "microbatches": 4, "replicas": 1, "ranks": [rank], "losses": [3.0, 2.0, 1.0, 0.5, 0.25],
+        "schedule": "1F1B", "microbatches": 4, "replicas": [1], "ranks": [rank], "losses": [3.0, 2.0, 1.0, 0.5, 0.25],
         "first_step": 0, "steps": 5, "step_seconds": 0.5,
         "check": {"loss": 0.0, "gradient": 1e-7, "weight": 2e-7, "same": True},
     }  # fmt: skip
+    assert [_ranks({"ranks": [0] * 3, "replicas": n}) for n in ([1] * 3, [2] * 3, [1, 2])] == [
+        "3 ranks", "3 ranks, 2 pipelines", "3 ranks, stages with 1, 2 replicas",
+    ]  # fmt: skip
     facts, _, table = _text(data)
     assert table.row_count == 1 and facts is not None
 

@@ -126,8 +126,10 @@ def prepare() -> None:
         gm, inputs = copy.deepcopy(captured[case["model"]])
         cut = sk.policies.AtMarkers(lambda n: n.name == "t_1")
         plan = sk.plan(gm, cut if case["model"] == "filled" else sk.policies.Stages(case["stages"]))
-        how = {name: case[name] for name in ("call", "replicas") if name in case}
-        parts = {key: replace(part, **how) for key, part in plan.parts.items()}
+        counts = case.get("replicas", 1)
+        counts = counts if isinstance(counts, list) else [counts] * len(plan.parts)
+        how = [{"replicas": n, "call": case.get("call", "plain")} for n in counts]
+        parts = {key: replace(part, **more) for (key, part), more in zip(plan.parts.items(), how, strict=True)}
         PREPARED.append((case, inputs, sk.split(gm, replace(plan, parts=parts))))
 
 

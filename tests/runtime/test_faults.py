@@ -88,7 +88,7 @@ def test_another_plan_is_caught_before_the_first_step(always):
 
 def test_what_a_rank_waits_for_goes_by_its_order():
     order = PipelineOrder.parse(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"])
-    at = Progress(order, Replicas(((0,), (1,)), 0, 0, None), 0, (("x", "mask"),))
+    at = Progress(order.ranks[0], order.rank_of, Replicas(((0,), (1,)), 0, 0, None), (("x", "mask"),))
     assert at.waits() == "was about to run forward of microbatch 0 in stage 0"
     with at.computing(0, "F", 1):
         pass
@@ -96,5 +96,5 @@ def test_what_a_rank_waits_for_goes_by_its_order():
     assert at.waits() == wanted
     at.begun(0, "B", 1)
     assert at.waits() == "waited for the others to end the step"
-    behind = Progress(order, Replicas(((0,), (1,)), 1, 0, None), 0, (("x", "mask"),))
+    behind = Progress(order.ranks[1], order.rank_of, Replicas(((0,), (1,)), 1, 0, None), (("x", "mask"),))
     assert behind.waits() == "waited for x, mask from stage 0 (rank 0), for forward of microbatch 0 in stage 1"

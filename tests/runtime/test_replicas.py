@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -16,33 +15,26 @@ import splitkit as sk
 from splitkit import _torch
 from splitkit.errors import PipelineError, ScheduleError
 from splitkit.runtime.chain import chain_of
-from splitkit.runtime.replicas import Replicas, replicas, replicas_of, require_replicable, subgroup
+from splitkit.runtime.replicas import Replicas, replicas, require_replicable, subgroup
 from splitkit.runtime.sharded import like, local, shard, sum_shards, whole
 from splitkit.runtime.ties import BUCKET, _buckets
 
 
-def planned(*counts: int) -> sk.Plan:
-    gm = sk.capture(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(2, 4))
-    plan = sk.plan(gm, {"linear": 0, "tanh": 0, "linear_1": 1})
-    parts = {key: replace(part, replicas=count) for (key, part), count in zip(plan.parts.items(), counts, strict=True)}
-    return replace(plan, parts=parts)
-
-
-def test_parts_of_as_many_replicas_are_as_many_pipelines():
-    assert replicas_of(planned(1, 1)) == 1 and replicas_of(planned(3, 3)) == 3
-
-
-def test_parts_of_other_numbers_of_replicas_are_refused_with_what_runs():
-    with pytest.raises(PipelineError, match=r"SK801: .*\(0: 2, 1: 1\)") as error:
-        replicas_of(planned(2, 1))
-    assert "--dp 2" in error.value.remedy
-
-
 def test_numbers_that_do_not_divide_are_refused():
-    require_replicable((), 2, ranks=4, microbatches=6)
+    require_replicable((), (2, 2), ranks=4, microbatches=6)
     for ranks, microbatches, says in ((3, 6, "3 ranks for 2 replicas"), (4, 5, "5 microbatches for 2 replicas")):
         with pytest.raises(ScheduleError, match=f"SK330: {says}"):
-            require_replicable((), 2, ranks, microbatches)
+            require_replicable((), (2, 2), ranks, microbatches)
+
+
+def test_stages_with_different_numbers_of_replicas_run_on_as_many_ranks():
+    require_replicable((), (2, 1, 1), ranks=4, microbatches=3)
+    with pytest.raises(ScheduleError, match="SK330: 3 ranks for stages with 2, 1, 1 replicas") as error:
+        require_replicable((), (2, 1, 1), ranks=3, microbatches=3)
+    assert error.value.remedy == "Start 4 processes."
+    for few in (1, 0, "2", 1.5):
+        with pytest.raises(ScheduleError, match="SK330: .* microbatches for 2 replicas of a stage"):
+            require_replicable((), (2, 1, 1), ranks=4, microbatches=few)
 
 
 def written(model):
@@ -52,15 +44,17 @@ def written(model):
 
 def test_buffers_that_forward_writes_are_refused_in_replicas():
     writes = written(nn.BatchNorm1d(4))
-    require_replicable(writes, 1, ranks=2, microbatches=2)
+    require_replicable(writes, (1, 1), ranks=2, microbatches=2)
     with pytest.raises(PipelineError, match=r"SK801: forward writes (num_batches_tracked|running_)"):
-        require_replicable(writes, 2, ranks=2, microbatches=2)
-    require_replicable(written(nn.BatchNorm1d(4).eval()), 2, 2, 2)
+        require_replicable(writes, (2,), ranks=2, microbatches=2)
+    require_replicable(written(nn.BatchNorm1d(4).eval()), (2,), 2, 2)
 
 
 def test_each_pipeline_has_its_share_of_the_microbatches():
     shares = [list(Replicas(((0, 1), (2, 3)), 0, own, None).share(6)) for own in (0, 1)]
     assert shares == [[0, 1, 2], [3, 4, 5]]
+    turns = [list(Replicas(((0, 1), (2,)), *where, None).share(5)) for where in ((0, 0), (0, 1), (1, 0))]
+    assert turns == [[0, 2, 4], [1, 3], [0, 1, 2, 3, 4]]
 
 
 def test_gradients_go_in_buckets_of_one_dtype():
@@ -76,7 +70,7 @@ def test_groups_have_the_time_limit_of_the_one_that_they_are_of(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1, timeout=limit)
     try:
         assert _torch.timeout_of(None) == limit == _torch.timeout_of(subgroup(None, [0]))
-        alone = replicas(1, None, torch.device("cpu"))
+        alone = replicas((1,), None, torch.device("cpu"))
         assert alone.mesh is None and alone.ranks == ((0,),) and list(alone.share(4)) == [0, 1, 2, 3]
     finally:
         dist.destroy_process_group()
@@ -87,13 +81,15 @@ def test_shards_of_a_tied_weight_are_refused(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         with pytest.raises(PipelineError, match="SK801: there is one pipeline"):
-            shard([], replicas(1, None, torch.device("cpu")), ())
+            shard([], replicas((1,), None, torch.device("cpu")), ())
+        with pytest.raises(PipelineError, match="SK801: stages have different numbers of replicas"):
+            shard([], Replicas(((0, 1), (2,)), 0, 0, None), ())
         part = nn.Linear(4, 4)
         weight = part.weight
         fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
-        sum_shards([part], replicas(1, None, torch.device("cpu")), ())
+        sum_shards([part], replicas((1,), None, torch.device("cpu")), ())
         assert local(part.weight).shape == whole(part.weight).shape == like(part.weight, torch.ones(4, 4)).shape
         with pytest.raises(PipelineError, match=r"SK801: a parameter \[4, 4\] is sharded"):
-            sum_shards([part], replicas(1, None, torch.device("cpu")), (weight,))
+            sum_shards([part], replicas((1,), None, torch.device("cpu")), (weight,))
     finally:
         dist.destroy_process_group()

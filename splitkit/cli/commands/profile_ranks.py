@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from argparse import Namespace
@@ -15,7 +14,7 @@ import splitkit as sk
 from splitkit.cli import launch
 from splitkit.cli.commands import train
 from splitkit.cli.outcome import Outcome, seconds
-from splitkit.errors import ScheduleError, UsageError
+from splitkit.errors import PipelineError, ScheduleError, UsageError
 from splitkit.units import size
 from splitkit.view.tables import facts, table
 
@@ -36,13 +35,9 @@ def run(args: Namespace) -> Outcome:
         raise UsageError("SK601", "--microbatches 1 is no pipeline", "Give 2 or more.")
     if "RANK" in os.environ:
         return _rank(args)
-    words = sys.argv[1:]
-    code, out = launch.ranks(words if "--json" in words else [*words, "--json"], args.ranks, _PATIENCE)
-    if not out:
+    code, data = launch.answer(sys.argv[1:], args.ranks, _PATIENCE)
+    if data is None:
         return Outcome({}, [], code or 1, quiet=True)
-    data = json.loads(out)
-    if "schedules" not in data:  # an error, which the ranks have said
-        return Outcome(data, [], code or 1, quiet="--json" not in words)
     return Outcome(data, _text(data), code)
 
 
@@ -68,6 +63,10 @@ def _profile(args: Namespace) -> dict[str, Any]:
 
     work, plan = train.planned_together(args)
     split = sk.split(work.gm, plan)
+    if max(part.replicas for part in plan.parts.values()) > 1:
+        raise PipelineError(
+            "SK801", "parts have replicas, and each stage is profiled on one rank", "Plan without replicas=."
+        )
     orders, left_out = _orders(args, len(split.parts), dist.get_world_size())
     costs = sk.costs.flops(split.flow.root)  # bytes are by autograd, and times by the clock
     stages = sk.stage_costs(split.flow, split.plan, costs, optimizer="sgd")

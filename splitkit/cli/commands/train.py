@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -51,18 +50,15 @@ def run(args: Namespace) -> Outcome:
             "Add --nproc N, or start it with: torchrun --nproc-per-node N -m splitkit train ...",
         )
     _require_target(args)
-    code, out = launch.ranks(_words(), args.nproc, args.timeout)
-    if not out:
+    code, data = launch.answer(_words(), args.nproc, args.timeout)
+    if data is None:
         return Outcome({}, [], code or 1, quiet=True)
-    data = json.loads(out)
-    if (error := data.get("error")) is not None:  # as the rank that spoke says it
-        raise PipelineError(error["code"] or "SK805", error["reason"], error["remedy"], error["nodes"])
     return Outcome(data, _text(data), code)
 
 
 def _require_target(args: Namespace) -> None:
     """Refuse what no rank could run, before there are ranks."""
-    from splitkit.runtime.replicas import same_replicas
+    from splitkit.runtime.replicas import require_ranks
 
     if stagefolders.is_folder(args.target):
         return
@@ -70,18 +66,19 @@ def _require_target(args: Namespace) -> None:
     if file is None:
         require_policy(args)
     elif args.dp is None and isinstance(parts := file.get("parts"), list):
-        same_replicas({str(p["key"]): p.get("replicas", 1) for p in parts if isinstance(p, dict) and "key" in p})
+        counts = [p.get("replicas", 1) for p in parts if isinstance(p, dict)]
+        require_ranks([n for n in counts if isinstance(n, int)], args.nproc)
 
 
 def _words() -> list[str]:
-    """The command line, for the ranks: they answer with JSON."""
+    """The command line, for the ranks."""
     words, out = iter(sys.argv[1:]), list[str]()
     for word in words:
         if word == "--nproc":
             next(words)
         elif not word.startswith("--nproc="):
             out.append(word)
-    return out if "--json" in out else [*out, "--json"]
+    return out
 
 
 def _rank(args: Namespace) -> Outcome:
@@ -135,7 +132,7 @@ def _train(args: Namespace) -> dict[str, Any]:
         "note": split.plan.note,
         "schedule": pipe.order.name,
         "microbatches": pipe.microbatches,
-        "replicas": pipe.replicas.count,
+        "replicas": [pipe.replicas.counts[place] for place in pipe.order.rank_of],
         "first_step": first,
         **found,
         "ranks": _gathered(pipe, own),
@@ -292,10 +289,16 @@ def _bar(rank: int, steps: int) -> Iterator[Any]:
         yield lambda loss: bar.update(task, advance=1, description=f"loss {loss:.4f}")
 
 
+def _ranks(data: dict[str, Any]) -> str:
+    ranks, counts = f"{len(data['ranks'])} ranks", data["replicas"]
+    if len(set(counts)) > 1:
+        return f"{ranks}, stages with {', '.join(map(str, counts))} replicas"
+    return f"{ranks}, {counts[0]} pipelines" if counts[0] > 1 else ranks
+
+
 def _text(data: dict[str, Any]) -> list[RenderableType]:
     losses, check = data["losses"], data["check"]
-    ranks = f"{len(data['ranks'])} ranks" + (f", {data['replicas']} pipelines" if data["replicas"] > 1 else "")
-    rows = {"schedule": f"{data['schedule']}, {data['microbatches']} microbatches on {ranks}"}
+    rows = {"schedule": f"{data['schedule']}, {data['microbatches']} microbatches on {_ranks(data)}"}
     if losses:
         shown = losses if len(losses) < 5 else [*losses[:2], *losses[-2:]]
         rows["steps"] = f"{data['first_step']} to {data['steps']}, {seconds(data['step_seconds'])} each"
