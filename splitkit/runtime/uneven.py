@@ -6,11 +6,13 @@ The replicas of a stage take microbatches in turn, as in PipeDream (Narayanan et
     stage 0, replica 1   F1 F3 B1 F5 B3 ...
     stage 1              F0 B0 F1 B1 F2 B2 ...      on one rank: it hears from both in turn
 
-Under 1F1B a replica of stage s, one of d, has at most w = ceil(devices from stage s on / d) microbatches in flight,
-which is how many the stages behind it need to be busy. Nobody waits for ever: take the least microbatch m whose
-backward is not done. Before it, a replica at s runs forward of m + (w - 1) d at most. A stage before s, with w' and d',
-reaches that forward without a backward of m or later, since w' d' is at least the number of devices from it on, which
-is more than (w - 1) d. So these forwards are done, and then backward of m, from the last stage to the first.
+Under 1F1B a replica of stage s, one of d, has at most w = ceil(v / d) microbatches in flight, where v counts d, and
+2 e - 1 for each stage behind with e replicas. PipeDream counts e: then a replica that has just begun another microbatch
+keeps those waiting who have no more to do, and a step with 1, 4 and 1 replicas takes twice as long.
+
+Nobody waits for ever: take the least microbatch m whose backward is not done. Before it, a replica at s runs forward
+of m + (w - 1) d at most. A stage before s, with w', d' and v', reaches that forward without a backward of m or later,
+since w' d' >= v' > v > (w - 1) d. So these forwards are done, and then backward of m, from the last stage to the first.
 """
 
 from __future__ import annotations
@@ -41,14 +43,23 @@ def turns(order: PipelineOrder, replicas: Replicas) -> tuple[tuple[Action, ...],
         order: 1F1B or GPipe, as if each stage had one replica.
         replicas: of the stages, each of which has at least one microbatch.
     """
-    behind, found = sum(replicas.counts), list[tuple[Action, ...]]()
+    found = list[tuple[Action, ...]]()
     for stage, count in enumerate(replicas.counts):
         for own in range(count):
             numbers = range(own, order.microbatches, count)
-            window = len(numbers) if order.name == "GPipe" else min(len(numbers), -(-behind // count))
+            window = len(numbers) if order.name == "GPipe" else min(len(numbers), in_flight(replicas.counts, stage))
             found.append(tuple(_row(stage, numbers, window)))
-        behind -= count
     return tuple(found)
+
+
+def in_flight(counts: Sequence[int], stage: int) -> int:
+    """How many microbatches a replica of a stage has in flight at most, under 1F1B.
+
+    Args:
+        counts: stage -> how many replicas.
+        stage: whose.
+    """
+    return 1 + -(-sum(2 * count - 1 for count in counts[stage + 1 :]) // counts[stage])
 
 
 def _row(stage: int, numbers: Sequence[int], window: int) -> list[Action]:

@@ -13,7 +13,7 @@ from splitkit.pipeline.order import Action, PipelineOrder
 from splitkit.pipeline.torch_orders import pipeline_order
 from splitkit.runtime.actions import placed_order
 from splitkit.runtime.replicas import Replicas
-from splitkit.runtime.uneven import row_of, turns, with_messages
+from splitkit.runtime.uneven import _row, in_flight, row_of, turns, with_messages
 
 COUNTS = [counts for n in (2, 3, 4) for counts in product((1, 2, 3, 4), repeat=n) if len(set(counts)) > 1]
 FEW = COUNTS[::15]
@@ -83,15 +83,48 @@ def test_each_value_gets_to_the_replica_that_runs_its_microbatch(counts):
         assert all(row_of(order, on(counts, rank)) == row for rank, row in enumerate(rows))
 
 
+def seconds(counts: tuple[int, ...], rows: tuple[tuple[Action, ...], ...]) -> float:
+    """A step where forward of a microbatch takes as many seconds as its stage has replicas, and backward twice that."""
+    ends: dict[Action, float] = {}
+    free, at, last = [0.0] * len(rows), [0] * len(rows), len(counts) - 1
+    while any(a < len(row) for a, row in zip(at, rows, strict=True)):
+        for rank, row in enumerate(rows):
+            while at[rank] < len(row):
+                action = row[at[rank]]
+                end, step, price = (0, -1, 1) if action.kind == "F" else (last, 1, 2)
+                source = action._replace(stage=action.stage + step)
+                if action.stage != end and source not in ends:
+                    break
+                ends[action] = free[rank] = max(free[rank], ends.get(source, 0.0)) + price * counts[action.stage]
+                at[rank] += 1
+    return max(free)
+
+
 @pytest.mark.parametrize("counts", FEW)
-def test_as_many_are_in_flight_as_the_devices_behind_need(counts):
-    order = pipeline_order("1f1b", len(counts), 60)
-    for rank, row in enumerate(turns(order, on(counts))):
-        inside = [sum(1 if a.kind == "F" else -1 for a in row[: i + 1]) for i in range(len(row))]
-        place = on(counts, rank).place
-        assert max(inside) == -(-sum(counts[place:]) // counts[place])
-    behind = max(sum(a.kind == "F" for a in row) for row in turns(pipeline_order("gpipe", len(counts), 40), on(counts)))
-    assert behind == -(-40 // min(counts))
+def test_few_are_in_flight_and_all_are_busy(counts):
+    microbatches = 48
+    bound = 3 * microbatches + 3 * (sum(counts) - 1)  # all the work of a rank, and one microbatch through all stages
+    for name in ("gpipe", "1f1b"):
+        rows = turns(pipeline_order(name, len(counts), microbatches), on(counts))
+        assert seconds(counts, rows) <= bound, name
+        for rank, row in enumerate(rows):
+            place = on(counts, rank).place
+            inside = [sum(1 if a.kind == "F" else -1 for a in row[: i + 1]) for i in range(len(row))]
+            most = in_flight(counts, place) if name == "1f1b" else len(row)
+            assert max(inside) == min(most, len(row) // 2)
+
+
+def test_a_stage_of_many_among_stages_of_one_is_kept_busy():
+    """With as many in flight as there are devices behind, a step took 2.2 times as long."""
+    counts, order = (1, 4, 1), pipeline_order("1f1b", 3, 48)
+    assert [in_flight(counts, stage) for stage in range(3)] == [9, 2, 1]
+    rows = turns(order, on(counts))
+    assert seconds(counts, rows) <= 3 * 48 + 15
+    short = tuple(
+        tuple(_row(row[0].stage, range(at, 48, counts[row[0].stage]), (6, 2, 1)[row[0].stage]))
+        for at, row in zip((0, 0, 1, 2, 3, 0), rows, strict=True)
+    )
+    assert seconds(counts, short) > 2 * (3 * 48 + 15)
 
 
 def test_the_picture_in_the_docstring():
