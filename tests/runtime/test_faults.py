@@ -12,7 +12,7 @@ from splitkit.runtime.faults import Progress
 from splitkit.runtime.replicas import Replicas
 
 RANKS = 3
-ALWAYS = ("raise", "die", "shape", "plan")
+ALWAYS = ("raise", "die", "shape", "plan", "turns")
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,13 @@ def test_an_op_that_fails_is_said_on_every_rank(always):
     assert "rank 1 failed in forward of microbatch 2 in stage 1: ValueError: no such thing" in first
     assert "rank 0 waited for gradients of relu from stage 1 (rank 1)" in first
     assert "rank 2 waited for relu_1 from stage 1 (rank 1), for forward of microbatch 2 in stage 2" in last
+
+
+def test_a_replica_that_fails_is_said_with_the_microbatch_of_the_step(always):
+    first, own, last = always["turns"]
+    says = "SK805: rank 1 failed in forward of microbatch 5 in stage 0: ValueError: no such thing"
+    assert own.startswith(says) and first.startswith(says) and last.startswith(says)
+    assert "rank 2 waited for relu_1 from stage 0 (rank 1), for forward of microbatch 5 in stage 1" in last
 
 
 def test_a_rank_that_dies_is_missed(always):
