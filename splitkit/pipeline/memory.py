@@ -155,7 +155,8 @@ def _of_messages(run: StepTrace) -> Iterator[_Changes]:
     """Buffers of messages.
 
     An activation that is sent is among what its stage has saved, and one that came is so from the start of its reader.
-    A gradient is held until it is sent, and by its reader up to the end. Each replica of a stage has its share.
+    A gradient is held until it is sent, and by its reader up to the end. Each replica of a stage has its share. With
+    static buffers, several stages on a rank keep what they sent to the end of the step.
     """
     rank, stage, kind, _ = run.order.columns
     data, number = run.order.links.data, np.arange(len(rank))
@@ -176,9 +177,31 @@ def _of_messages(run: StepTrace) -> Iterator[_Changes]:
     made = data[read]
     own = -(-back[stage[made]] // replicas[read])
     yield from _held(rank[read], own, run.ends[made], run.ends[read], end[made], end[read])
-    sent = number[~forward & (run.arrivals > run.ends)]
-    times, own = (run.ends[sent], run.arrivals[sent]), -(-back[stage[sent]] // replicas[sent])
-    yield from _held(rank[sent], own, *times, end[sent], np.full(len(sent), _LATEST))
+    kept = run.static_buffers and not _is_single(run)
+    sent = data[(data >= 0) & remote & ~forward] if kept else number[~forward & (run.arrivals > run.ends)]
+    stop = np.full(len(sent), run.ends.max()) if kept else run.arrivals[sent]
+    own = -(-back[stage[sent]] // replicas[sent])
+    yield from _held(rank[sent], own, run.ends[sent], stop, end[sent], np.full(len(sent), _LATEST))
+    if kept:
+        yield from _kept(run, data[(data >= 0) & remote & forward])
+
+
+def _kept(run: StepTrace, sent: Ints) -> Iterator[_Changes]:
+    """Activations that were sent, once the backward of their stage has given them up, to the end of the step."""
+    rank, stage, kind, microbatch = run.order.columns
+    done = np.zeros((len(run.stages), run.order.microbatches), np.int64)
+    ends = np.flatnonzero((kind == BACKWARD) | (kind == BACKWARD_WEIGHT))
+    done[stage[ends], microbatch[ends]] = ends
+    last = done[stage[sent], microbatch[sent]]
+    on = np.array([-(-bytes_on(run.stages, s) // costs.replicas) for s, costs in enumerate(run.stages)])
+    over = np.full(len(sent), run.ends.max())
+    yield from _held(rank[sent], on[stage[sent]], run.ends[last], over, 2 * last + 1, np.full(len(sent), _LATEST))
+
+
+def _is_single(run: StepTrace) -> bool:
+    """Whether torch runs the order by a class of its own, which waits for what it sends; its interpreter of all other
+    orders waits at the end of the step, before 2.15."""
+    return run.order.name in ("GPipe", "1F1B")
 
 
 def _held(rank: Ints, nbytes: Ints, start: Floats, stop: Floats, first: Ints, last: Ints) -> Iterator[_Changes]:

@@ -57,8 +57,9 @@ def simulate_schedule(
         devices: what the links call the ranks, ``0 .. ranks - 1`` if not given; with replicas all of their devices,
             those of the first rank first.
         overlap: whether ranks compute while they send and receive.
-        static_buffers: every stage holds a receive buffer for each microbatch all the time, as on torch 2.11 and 2.13;
-            else a buffer is there from when its message goes off, until it is read (near torch 2.15).
+        static_buffers: every stage holds a receive buffer for each microbatch all the time, as on torch 2.11 and 2.13,
+            and, under other orders than GPipe and 1F1B, what it sent to the end of the step; else a buffer is there
+            from when its message goes off, until it is read (near torch 2.15).
 
     Raises:
         ScheduleError: SK330 if the schedule is not known or does not go with these numbers; the message says what does.

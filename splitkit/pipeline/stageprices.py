@@ -60,7 +60,8 @@ def stage_costs(
     * ``saved_bytes``: each storage once that autograd keeps, or that the part takes or gives; no parameters. What comes
       from another part is memory of its own, no less than all of what it is a part of there; of a value that is given
       and does not lie side by side (a third of one product for queries, keys and values) a copy is sent. Exact but for
-      that and the nodes that `Activations.estimated` names. Not in it is what a stage only passes on.
+      that and the nodes that `Activations.estimated` names. Not in it is what a stage only passes on
+      (`splitkit.runtime.measured.with_passed_on` adds it).
     * ``deferred_bytes``: what waits for the weight part where a schedule divides backward, from above. Torch's way,
       which pipelines run by, keeps all that the graph still holds, captures gradients besides, and has no input part
       in the first stage: all of its backward is ``backward_weight`` (`splitkit.pipeline.weightpart`).

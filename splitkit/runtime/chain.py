@@ -145,6 +145,18 @@ class Chain:
             if home <= stage and (node in out or any(self.stage_of.get(user, 0) > stage for user in node.users))
         )
 
+    def passed_on(self, stage: int, wanted: Iterable[Node]) -> tuple[Node, ...]:
+        """The values that come over a stage's border and go over the next one, and that it does not read.
+
+        Args:
+            stage: neither the first nor the last.
+            wanted: what the last stage hands out.
+        """
+        out = tuple(wanted)
+        read = {node for own in self.nodes(stage) for node in own.all_input_nodes}
+        come = set(self.border(stage - 1, out)) - read
+        return tuple(node for node in self.border(stage, out) if node in come)
+
     def value(self, node: Node) -> Carried:
         """What is known of a value of the parent."""
         return self.facts.values[node.name]

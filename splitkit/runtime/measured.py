@@ -22,6 +22,8 @@ from splitkit import _torch
 from splitkit.costs.links import Link, Links
 from splitkit.pipeline.order import Action, PipelineOrder
 from splitkit.pipeline.stagecosts import StageCosts
+from splitkit.runtime.chain import Chain
+from splitkit.runtime.ends import ends_of
 from splitkit.runtime.pipeline import Pipeline
 
 SMALL = 1 << 10
@@ -138,6 +140,20 @@ def timed_stages(
         )
         for i, stage in enumerate(stages)
     )
+
+
+def with_passed_on(chain: Chain, stages: Sequence[StageCosts]) -> list[StageCosts]:
+    """What stages hold of a microbatch that talk to their neighbours only: also what they pass on without reading it.
+
+    Args:
+        chain: the stages.
+        stages: what each costs wherever values come from (`splitkit.pipeline.stageprices.stage_costs`).
+    """
+    wanted, found = ends_of(chain, None, True, False).wanted, list(stages)
+    for stage in range(1, len(stages) - 1):
+        passed = (chain.value(node).like for node in chain.passed_on(stage, wanted))
+        found[stage] = replace(found[stage], saved_bytes=found[stage].saved_bytes + sum(v.nbytes for v in passed))
+    return found
 
 
 def middle(found: Sequence[float] | None) -> float | None:

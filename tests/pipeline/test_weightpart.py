@@ -194,4 +194,5 @@ def test_what_waits_besides_is_not_in_a_static_buffer():
     stages = [StageCosts(1, 1, 1, activation_bytes=4), StageCosts(1, 1, 1, saved_bytes=10, deferred_bytes=17)]
     order = PipelineOrder.parse(["0F0 0B0", "1F0 1I0 1W0"])
     run = simulate_schedule(stages, order, static_buffers=True)
-    assert run.memory[1].saved == 13 and run.memory[1].messages == 4  # 4 of the 10 are the input, in its buffer
+    # 4 of the 10 are the input, in its buffer; 4 more are the gradient that it has sent.
+    assert run.memory[1].saved == 13 and run.memory[1].messages == 4 + 4

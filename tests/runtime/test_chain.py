@@ -10,8 +10,10 @@ from torch import nn
 
 import splitkit as sk
 from splitkit.errors import PipelineError
+from splitkit.pipeline.stagecosts import StageCosts
 from splitkit.runtime.chain import chain_of
 from splitkit.runtime.ends import ends_of
+from splitkit.runtime.measured import with_passed_on
 
 
 class Net(nn.Module):
@@ -148,3 +150,20 @@ def test_a_size_that_only_the_data_decides_is_refused_by_name():
     found = chain_of(sk.split(gm, {**dict.fromkeys(first, 0), last: 1}))
     with pytest.raises(PipelineError, match="SK801: index is a value of a size that only the data decides"):
         found.value(found.border(0, ())[0]).sent(True)
+
+
+def test_what_a_stage_only_passes_on_is_held_there():
+    """Stage 1 reads y, which goes on, too, and hands on x, which it does not read; no stage but it only passes on."""
+
+    class Skips(nn.Module):
+        def forward(self, a: torch.Tensor) -> torch.Tensor:
+            x, y = a.sin(), a.cos()
+            z = y.tanh()
+            return z * x + y
+
+    gm = sk.capture(Skips(), torch.randn(2, 4, requires_grad=True))
+    split = sk.split(gm, {"sin": 0, "cos": 0, "tanh": 1, "mul": 2, "add": 2})
+    found = chain_of(split)
+    assert [n.name for n in found.passed_on(1, ())] == ["sin"]
+    stages = [StageCosts(1, 1, saved_bytes=s) for s in (10, 20, 30)]
+    assert [s.saved_bytes for s in with_passed_on(found, stages)] == [10, 20 + 2 * 4 * 4, 30]

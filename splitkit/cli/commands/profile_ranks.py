@@ -59,6 +59,7 @@ def _profile(args: Namespace) -> dict[str, Any]:
     import torch.distributed as dist
 
     from splitkit.runtime import measured
+    from splitkit.runtime.chain import chain_of
     from splitkit.runtime.pipeline import pipeline
 
     work, plan = train.planned_together(args)
@@ -70,6 +71,7 @@ def _profile(args: Namespace) -> dict[str, Any]:
     orders, left_out = _orders(args, len(split.parts), dist.get_world_size())
     costs = sk.costs.flops(split.flow.root)  # bytes are by autograd, and times by the clock
     stages = sk.stage_costs(split.flow, split.plan, costs, optimizer="sgd")
+    held = measured.with_passed_on(chain_of(split), stages)
     batch = train.batch_of(work, args.microbatches, 0)
     widest = next(filter(measured.is_divided, orders), orders[0])
     alone = measured.run_steps(pipeline(split, measured.one_by_one(widest, args.microbatches)), batch, args.repeat)
@@ -78,7 +80,7 @@ def _profile(args: Namespace) -> dict[str, Any]:
     for order in orders:
         links = measured.ping(order, max(stage.activation_bytes for stage in stages))
         found = _gathered(measured.run_steps(pipeline(split, order), batch, args.repeat))
-        priced = measured.timed_stages(stages, times, measured.is_divided(order))
+        priced = measured.timed_stages(held, times, measured.is_divided(order))
         static = measured.STATIC_BUFFERS
         runs.append(_compared(sk.simulate_schedule(priced, order, links=links, static_buffers=static), found, links))
     cores = len(os.sched_getaffinity(0))
