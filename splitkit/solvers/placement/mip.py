@@ -91,7 +91,8 @@ class Rows:
         self, price: Floats, whole: Bools, low: Floats, high: Floats, clock: Clock, nodes: int, *, presolve: bool
     ) -> OptimizeResult:
         """One run of HiGHS, which works in this thread but knows the clock on the wall alone: where that ends it before
-        the thread has had its time, others had the processor, and it is run again, for twice as long.
+        the thread has had its time, others had the processor, and it is run again, for twice as long. What the thread
+        did until then does not count, neither for the clock nor for ``spent``, as on a quiet machine it is not done.
         """
         rows, columns, factors = (np.concatenate(part) for part in zip(*self._entries, strict=True))
         matrix = coo_array((factors, (rows, columns)), shape=(self._count, self.columns)).tocsr()
@@ -105,9 +106,10 @@ class Rows:
                 constraints=LinearConstraint(matrix, np.concatenate(self._low), np.concatenate(self._high)),
                 options={"time_limit": wall, "node_limit": nodes, "mip_rel_gap": 1e-6, "presolve": presolve},
             )
-            self.spent += (_ROOT + (result.mip_node_count or 0)) * self.columns / _NODES
             if result.status != _OUT_OF_TIME or run.left < _NEARLY * due or wall > _BUSIEST * due:
+                self.spent += (_ROOT + (result.mip_node_count or 0)) * self.columns / _NODES
                 return result
+            clock.forgive(due - run.left)
             wall *= 2
 
     def _bound(self, count: int, low: float, high: float) -> None:
