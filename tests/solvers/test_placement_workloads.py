@@ -21,6 +21,7 @@ from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.groups import coloured
 from splitkit.solvers.placement.latency.latency import latency
 from splitkit.solvers.placement.mip import Rows
+from splitkit.solvers.placement.sets import program as sets
 from splitkit.solvers.placement.sets.program import SetProgram
 from splitkit.solvers.placement.sets.sets import noncontiguous
 from splitkit.solvers.placement.solution import InfeasibleError
@@ -144,6 +145,7 @@ def test_the_same_workload_gives_the_same_placement_however_busy_the_machine(ben
 
 def test_what_the_clock_cut_off_is_no_result_but_its_bound_is(benchmark, monkeypatch):
     monkeypatch.setattr(rows, "GRACE", 0.0)
+    monkeypatch.setattr(sets, "_FAR", 2.0)
     problem = benchmark.read(BENCHMARKS / "workloads/throughput/LayerGraphs_bert24_training.json").problem
     core = core_of(problem, coloured(problem))
     program = SetProgram(core, Places.of_problem(problem, core), 50.0)

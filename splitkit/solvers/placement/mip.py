@@ -11,7 +11,8 @@ from splitkit.solvers.placement.problem import GRACE, Bools, Floats, Ints
 
 _NODES = 125_000  # of a search tree in a second, times the columns: what a slow machine manages
 _ROOT = 10  # nodes that the first of a tree counts for
-_FAR = 2.0  # times as long may it take as the nodes are counted for
+FAR = 2.0
+"""Times as long may a program take as its nodes are counted for, by default."""
 _NEARLY = 0.1  # of its time may be left to a thread that counts as having had it
 _BUSIEST = 30  # times as slow as alone may a machine be
 _OUT_OF_TIME, _STOPPED = 1, 4  # of scipy: at the time limit; at the node limit, or by an error in a reduction
@@ -68,14 +69,16 @@ class Rows:
         *,
         any_will_do: bool = False,
         once: bool = False,
+        far: float = FAR,
     ) -> OptimizeResult:
         """Minimise ``price @ x`` with the ``whole`` columns whole: presolved first, then as it stands.
 
         Nodes of the search trees are counted, so that it comes out the same on a machine that is slow or busy. Should
         time end it all the same, ``clock`` is told, and what was found by then is no result (its bound is), unless
         ``any_will_do``. With ``once`` it is not solved as it stands where nodes ended it, only where presolve failed.
+        Time ends it after ``far`` times the ``seconds`` that are counted.
         """
-        own, nodes = Clock(_FAR * seconds + GRACE, clock), max(1, int(seconds * _NODES / self.columns))
+        own, nodes = Clock(far * seconds + GRACE, clock), max(1, int(seconds * _NODES / self.columns))
         best = self._solve(price, whole, low, high, own, nodes, presolve=True)
         results = [best]
         ended = once and (best.mip_node_count or 0) >= nodes
