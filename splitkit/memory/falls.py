@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from splitkit.memory.stretch import BEFORE, Ints, Line
+from splitkit.memory.stretch import Line
+from splitkit.memory.touches import BEFORE, Ints
 
 
 @dataclass(frozen=True)

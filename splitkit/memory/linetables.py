@@ -13,7 +13,8 @@ from functools import cached_property
 import numpy as np
 from torch.fx import Node
 
-from splitkit.memory.stretch import BEFORE, Bools, Ints, Line, Touches
+from splitkit.memory.stretch import Line
+from splitkit.memory.touches import BEFORE, Bools, Ints, Touches
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
-BEFORE = -1
+from splitkit.memory.touches import BEFORE, Bools, Ints, Touches
 
 
 @dataclass(frozen=True)
@@ -41,46 +38,6 @@ class Stretch:
     gradients: int
     saved: int
     temporary: int
-
-
-@dataclass(frozen=True)
-class Touches:
-    """Pairs of a position and what is touched there, by position; each pair once.
-
-    Attributes:
-        position: where the first of the pair stands in the line.
-        item: what is touched, by number.
-        starts: the pairs of position p are ``starts[p]`` to ``starts[p + 1]``.
-        before: the position before that touches the same item, -1 if there is none.
-        after: the next position that does, the length of the line if there is none.
-    """
-
-    position: Ints
-    item: Ints
-    starts: Ints
-    before: Ints
-    after: Ints
-
-    @classmethod
-    def of_pairs(cls, position: Ints, item: Ints, length: int) -> Touches:
-        """The pairs in order, each once."""
-        count = int(item.max(initial=0)) + 1
-        keys = np.unique(position * count + item)
-        return cls.in_order(keys // count, keys % count, length)
-
-    @classmethod
-    def in_order(cls, position: Ints, item: Ints, length: int) -> Touches:
-        """Pairs that are in order, by position and then by item, each once."""
-        before, after = np.full(len(item), BEFORE, np.int64), np.full(len(item), length, np.int64)
-        by_item = np.argsort(item, kind="stable")
-        same = np.flatnonzero(item[by_item][1:] == item[by_item][:-1])
-        before[by_item[same + 1]] = position[by_item[same]]
-        after[by_item[same]] = position[by_item[same + 1]]
-        return cls(position, item, np.searchsorted(position, np.arange(length + 1)), before, after)
-
-    def within(self, start: int, end: int) -> slice:
-        """The pairs of a stretch."""
-        return slice(int(self.starts[start]), int(self.starts[end]))
 
 
 @dataclass(frozen=True)
@@ -139,28 +96,30 @@ class Line:
         taken, given = self._taken(start, end), self._given(start, end)
         copied = given[self.copied_from[given] >= start] if end < self.length else given[:0]
         kept = given if not len(copied) else np.setdiff1d(given, copied)
-        lasting = self._lie_in(taken), self._lie_in(kept)
-        crosses = lasting[0] | lasting[1]
+        comes = self._lie_in(taken)
+        crosses = comes | self._lie_in(kept)
+        apart = self._apart(taken) + int(self.value_bytes[copied].sum())
+        lasting = self._bytes_of(crosses) + apart
+        first = self._first_saved(start, end, crosses)
         held = crosses.copy()
-        pairs = self.saves.within(start, end)
-        held[self.saves.item[pairs]] = True
-        apart = self._apart(np.unique(taken)) + int(self.value_bytes[copied].sum())
-        saved = int(self.storage_bytes[held].sum()) + apart
-        forward = self._forward(start, end, lasting[0], held) + apart
+        held[self.saves.item[self.saves.within(start, end)]] = True
+        forward = self._bytes_of(comes) + self._forward(start, end, comes, held) + apart
         if not self.training:
             return Stretch(parameters, 0, 0, forward)
-        backward = self._backward(start, end, crosses, saved, given)
+        saved = lasting + int(first.sum())
+        backward = lasting + self._backward(start, end, first, given)
         return Stretch(parameters, trained, saved, max(0, forward - saved, backward - saved))
 
     def _apart(self, taken: Ints) -> int:
         """What values that come from other stages take beyond the storages that they lie in: each is its own there."""
-        starts, counts = self._lie_starts[taken], self._lie_counts[taken]
-        one = counts == 1
-        come, at = self.value_bytes[taken], self.lies[1][starts[one]]
-        sums = np.bincount(at, come[one], len(self.storage_bytes)).astype(np.int64)
-        room = np.where(self._lie_in(taken[self.made[taken] == BEFORE]), 0, self.storage_bytes)  # inputs are there, too
-        beyond = np.maximum(0, sums - room)[np.unique(at)].sum()
-        return int(beyond) + int(come[counts == 0].sum())
+        counts = self._lie_counts[taken]
+        one, come = counts == 1, self.value_bytes[taken]
+        at = self.lies[1][self._lie_starts[taken[one]]]
+        storages = np.flatnonzero(_marked(at, len(self.storage_bytes)))
+        sums = np.bincount(np.searchsorted(storages, at), come[one], len(storages)).astype(np.int64)
+        inputs = self._lie_in(taken[self.made[taken] == BEFORE])[storages]  # are there, too
+        room = np.where(inputs, 0, self.storage_bytes[storages])
+        return int(np.maximum(0, sums - room).sum()) + int(come[counts == 0].sum())
 
     def fixed(self, start: int, end: int) -> tuple[int, int]:
         """Bytes of the parameters and buffers of a stretch, and of those that require grad."""
@@ -180,8 +139,9 @@ class Line:
         forward = self._forward(start, end, nothing, held)
         if not self.training:
             return Stretch(parameters, 0, 0, forward)
-        saved = int(self.storage_bytes[held].sum())
-        backward = self._backward(start, end, nothing, saved, np.zeros(0, np.int64))
+        first = self._first_saved(start, end, nothing)
+        saved = int(first.sum())
+        backward = self._backward(start, end, first, np.zeros(0, np.int64))
         return Stretch(parameters, trained, saved, max(0, forward - saved, backward - saved))
 
     def alone(self) -> tuple[Ints, Ints, Ints, Ints]:
@@ -232,9 +192,9 @@ class Line:
         return change.cumsum()[: self.length + 1]
 
     def _taken(self, start: int, end: int) -> Ints:
-        """The values that come from outside."""
+        """The values that come from outside, each once."""
         items = self.reads.item[self.reads.within(start, end)]
-        return items[self.made[items] < start]
+        return np.flatnonzero(_marked(items[self.made[items] < start], len(self.made)))
 
     @cached_property
     def _by_maker(self) -> tuple[Ints, Ints]:
@@ -257,57 +217,80 @@ class Line:
 
     def _lie_in(self, values: Ints) -> Bools:
         """Which storages values lie in."""
-        found = np.zeros(len(self.storage_bytes), np.bool_)
-        if not len(values):
-            return found
         starts, counts = self._lie_starts[values], self._lie_counts[values]
         offset = np.repeat(starts - (counts.cumsum() - counts), counts)
-        found[self.lies[1][offset + np.arange(len(offset))]] = True
-        return found
+        return _marked(self.lies[1][offset + np.arange(len(offset))], len(self.storage_bytes))
 
-    def _forward(self, start: int, end: int, taken: Bools, held: Bools) -> int:
-        """The most that is there while a node runs."""
-        touches, pairs = self.storages, self.storages.within(start, end)
-        item, where = touches.item[pairs], touches.position[pairs]
-        stays = taken[item]
-        change = np.zeros(end - start + 1, np.int64)
-        births = (touches.before[pairs] < start) & ~stays
-        deaths = (touches.after[pairs] >= end) & ~held[item]
-        np.add.at(change, where[births] - start, self.storage_bytes[item[births]])
-        np.subtract.at(change, where[deaths] - start + 1, self.storage_bytes[item[deaths]])
-        outside = int(self.storage_bytes[taken].sum())
-        return outside + int((change.cumsum()[:-1] + self.forward[start:end]).max(initial=0))
+    def _bytes_of(self, storages: Bools) -> int:
+        return int(self.storage_bytes[np.flatnonzero(storages)].sum())
 
-    def _backward(self, start: int, end: int, lasting: Bools, saved: int, given: Ints) -> int:
-        """The most that is there while the backward of a node runs, from the last to the first."""
-        change = np.zeros(end - start + 1, np.int64)  # along forward: what is there from here on
+    @cached_property
+    def _touched_bytes(self) -> Ints:
+        """Of each pair of `storages`."""
+        return self.storage_bytes[self.storages.item]
+
+    @cached_property
+    def _saved_bytes(self) -> Ints:
+        """Of each pair of `saves`."""
+        return self.storage_bytes[self.saves.item]
+
+    @cached_property
+    def _added_to(self) -> tuple[Ints, Bools, Ints]:
+        """Of each pair of `gradient_reads` its bytes, whether it is of a value, and where it is made."""
+        item, position = self.gradient_reads.item, self.gradient_reads.position
+        parameter = self.is_parameter[item]
+        return self.gradient_bytes[item], ~parameter, np.where(parameter, position, self.gradient_made[item])
+
+    def _first_saved(self, start: int, end: int, lasting: Bools) -> Ints:
+        """The bytes of each pair of `saves`, 0 if its storage was saved before in the stretch, or is there anyhow."""
         pairs = self.saves.within(start, end)
-        first = (self.saves.before[pairs] < start) & ~lasting[self.saves.item[pairs]]
-        items = self.saves.item[pairs][first]
-        np.add.at(change, self.saves.position[pairs][first] - start, self.storage_bytes[items])
-        always = saved - int(self.storage_bytes[items].sum())
-        extra = self._gradients(start, end, given, change)
-        return always + int((change.cumsum()[:-1] + extra + self.backward[start:end]).max(initial=0))
+        return self._saved_bytes[pairs] * ((self.saves.before[pairs] < start) & ~lasting[self.saves.item[pairs]])
 
-    def _gradients(self, start: int, end: int, given: Ints, change: Ints) -> Ints:
-        """Add where gradients are there to ``change``; return what adding to one that is there takes at each node.
+    def _forward(self, start: int, end: int, stays: Bools, held: Bools) -> int:
+        """The most that is there while a node runs, beside what stays."""
+        touches, pairs = self.storages, self.storages.within(start, end)
+        item, nbytes = touches.item[pairs], self._touched_bytes[pairs]
+        born = _up_to(nbytes * ((touches.before[pairs] < start) & ~stays[item]))
+        died = _up_to(nbytes * ((touches.after[pairs] >= end) & ~held[item]))
+        at = touches.starts[start : end + 1] - touches.starts[start]
+        return int((born[at[1:]] - died[at[:-1]] + self.forward[start:end]).max(initial=0))
+
+    def _backward(self, start: int, end: int, first: Ints, given: Ints) -> int:
+        """The most that is there while the backward of a node runs, beside what lasts."""
+        at = self.saves.starts[start + 1 : end + 1] - self.saves.starts[start]
+        there = _up_to(first)[at] + self._gradients(start, end, given)
+        return int((there + self.backward[start:end]).max(initial=0))
+
+    def _gradients(self, start: int, end: int, given: Ints) -> Ints:
+        """Bytes of gradients at each node, those that adding to one that is there takes among them.
 
         Gradients that come from outside are held by whoever sent for backward, to its end.
         """
         given = given[self.gradient_of[given] >= 0]
-        change[0] += int(self.value_bytes[given].sum())
-        come = np.zeros(len(self.gradient_bytes), np.bool_)
-        come[self.gradient_of[given]] = True
+        come = _marked(self.gradient_of[given], len(self.gradient_bytes))
         touches, pairs = self.gradient_reads, self.gradient_reads.within(start, end)
-        item, where = touches.item[pairs], touches.position[pairs]
-        nbytes = self.gradient_bytes[item]
-        first, last = touches.before[pairs] < start, touches.after[pairs] >= end
-        np.subtract.at(change, where[last] - start + 1, nbytes[last])
-        bottom = np.where(self.is_parameter[item], where, np.maximum(self.gradient_made[item], start))
-        np.add.at(change, bottom[first] - start, nbytes[first])
-        extra, sums = np.zeros(end - start, np.int64), np.zeros(end - start, np.int64)
-        more = ~last | come[item]
-        np.add.at(extra, where[more] - start, nbytes[more])
-        anew = ~last & ~self.is_parameter[item]  # others may hold the same: the sum is new memory
-        np.maximum.at(sums, where[anew] - start, nbytes[anew])
-        return extra + sums
+        nbytes, of_value, made = self._added_to
+        nbytes, of_value, made = nbytes[pairs], of_value[pairs], made[pairs]
+        again = touches.after[pairs] < end
+        change = np.zeros(end - start, np.int64)
+        np.add.at(change, np.maximum(made, start) - start, nbytes * (touches.before[pairs] < start))
+        more = _up_to(nbytes * (again | come[touches.item[pairs]]))
+        over = _up_to(nbytes * ~again)
+        at = touches.starts[start : end + 1] - touches.starts[start]
+        sums = np.zeros(end - start, np.int64)  # others may hold the same: the sum is new memory
+        np.maximum.at(sums, touches.position[pairs] - start, nbytes * (again & of_value))
+        change[:1] += self.value_bytes[given].sum()
+        there: Ints = change.cumsum() - over[at[:-1]] + (more[at[1:]] - more[at[:-1]]) + sums
+        return there
+
+
+def _marked(items: Ints, count: int) -> Bools:
+    """(count,) which numbers are among the items."""
+    found = np.zeros(count, np.bool_)
+    found[items] = True
+    return found
+
+
+def _up_to(nbytes: Ints) -> Ints:
+    """The sums of the first 0, 1, ... of them."""
+    return np.concatenate([[0], nbytes.cumsum()])

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from splitkit.memory.falls import Falls
-from splitkit.memory.stretch import Ints, Line, Stretch
+from splitkit.memory.stretch import Line, Stretch
+from splitkit.memory.touches import Ints
 from splitkit.search.memorystep import Beginnings
 
 

@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from splitkit.memory.falls import Falls
-from splitkit.memory.stretch import Ints
+from splitkit.memory.touches import Ints
 
 Peak = Callable[[int, int], int]
 

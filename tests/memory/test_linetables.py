@@ -15,7 +15,8 @@ import splitkit as sk
 from splitkit.memory.autograd import activations
 from splitkit.memory.lines import Units
 from splitkit.memory.linetables import LineNode
-from splitkit.memory.stretch import Line, Touches
+from splitkit.memory.stretch import Line
+from splitkit.memory.touches import Touches
 from splitkit.testing import models
 from splitkit.testing.graphzoo import zoo
 

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.groups import coloured
 from splitkit.solvers.placement.latency.latency import latency
 from splitkit.solvers.placement.mip import Rows
+from splitkit.solvers.placement.sets import program as sets
 from splitkit.solvers.placement.sets.program import SetProgram
 from splitkit.solvers.placement.sets.sets import noncontiguous
 from splitkit.solvers.placement.solution import InfeasibleError
@@ -143,6 +145,7 @@ def test_the_same_workload_gives_the_same_placement_however_busy_the_machine(ben
 
 def test_what_the_clock_cut_off_is_no_result_but_its_bound_is(benchmark, monkeypatch):
     monkeypatch.setattr(rows, "GRACE", 0.0)
+    monkeypatch.setattr(sets, "_FAR", 2.0)
     problem = benchmark.read(BENCHMARKS / "workloads/throughput/LayerGraphs_bert24_training.json").problem
     core = core_of(problem, coloured(problem))
     program = SetProgram(core, Places.of_problem(problem, core), 50.0)
@@ -181,21 +184,31 @@ def test_a_row_of_an_infeasible_workload_says_what_would_fit(benchmark):
 
 def test_a_program_is_run_again_where_others_had_the_processor(monkeypatch):
     """HiGHS stops by the clock on the wall; a thread that slept through it has not had its time."""
-    asked = []
+    asked: list[float] = []
+    worked = [0.0]
     milp = rows.milp
 
     def halted(*args, **options):
-        """Ended by time at first, though the thread did nothing."""
+        """Ended by time at first, though the thread had done little."""
         asked.append(options["options"]["time_limit"])
         result = milp(*args, **options)
         if len(asked) == 1:
             result.status, result.x = 1, None
+            worked[0] += 1.0
         return result
 
+    def solved(late):
+        program = Rows()
+        x = program.block(1)
+        program.add([(x, 1.0)], low=0.5)
+        return program, program.solve(np.ones(1), np.ones(1, np.bool_), np.zeros(1), np.ones(1), 1.0, late)
+
+    alone, _ = solved(clock.Clock(10))
     monkeypatch.setattr(rows, "milp", halted)
-    program, late = Rows(), clock.Clock(10)
-    x = program.block(1)
-    program.add([(x, 1.0)], low=0.5)
-    found = program.solve(np.ones(1), np.ones(1, np.bool_), np.zeros(1), np.ones(1), 1.0, late)
+    monkeypatch.setattr(clock, "time", SimpleNamespace(thread_time=lambda: worked[0]))
+    late = clock.Clock(10)
+    program, found = solved(late)
     assert found.x.tolist() == [1.0] and not late.cut
     assert len(asked) == 2 and asked[1] == pytest.approx(2 * asked[0])
+    assert program.spent == alone.spent > 0, "a busy machine would go less far"
+    assert late.left == 10, "and meet the clock"

@@ -11,7 +11,8 @@ from splitkit.solvers.placement.problem import GRACE, Bools, Floats, Ints
 
 _NODES = 125_000  # of a search tree in a second, times the columns: what a slow machine manages
 _ROOT = 10  # nodes that the first of a tree counts for
-_FAR = 2.0  # times as long may it take as the nodes are counted for
+FAR = 2.0
+"""Times as long may a program take as its nodes are counted for, by default."""
 _NEARLY = 0.1  # of its time may be left to a thread that counts as having had it
 _BUSIEST = 30  # times as slow as alone may a machine be
 _OUT_OF_TIME, _STOPPED = 1, 4  # of scipy: at the time limit; at the node limit, or by an error in a reduction
@@ -68,14 +69,16 @@ class Rows:
         *,
         any_will_do: bool = False,
         once: bool = False,
+        far: float = FAR,
     ) -> OptimizeResult:
         """Minimise ``price @ x`` with the ``whole`` columns whole: presolved first, then as it stands.
 
         Nodes of the search trees are counted, so that it comes out the same on a machine that is slow or busy. Should
         time end it all the same, ``clock`` is told, and what was found by then is no result (its bound is), unless
         ``any_will_do``. With ``once`` it is not solved as it stands where nodes ended it, only where presolve failed.
+        Time ends it after ``far`` times the ``seconds`` that are counted.
         """
-        own, nodes = Clock(_FAR * seconds + GRACE, clock), max(1, int(seconds * _NODES / self.columns))
+        own, nodes = Clock(far * seconds + GRACE, clock), max(1, int(seconds * _NODES / self.columns))
         best = self._solve(price, whole, low, high, own, nodes, presolve=True)
         results = [best]
         ended = once and (best.mip_node_count or 0) >= nodes
@@ -91,7 +94,8 @@ class Rows:
         self, price: Floats, whole: Bools, low: Floats, high: Floats, clock: Clock, nodes: int, *, presolve: bool
     ) -> OptimizeResult:
         """One run of HiGHS, which works in this thread but knows the clock on the wall alone: where that ends it before
-        the thread has had its time, others had the processor, and it is run again, for twice as long.
+        the thread has had its time, others had the processor, and it is run again, for twice as long. What the thread
+        did until then does not count, neither for the clock nor for ``spent``, as on a quiet machine it is not done.
         """
         rows, columns, factors = (np.concatenate(part) for part in zip(*self._entries, strict=True))
         matrix = coo_array((factors, (rows, columns)), shape=(self._count, self.columns)).tocsr()
@@ -105,9 +109,10 @@ class Rows:
                 constraints=LinearConstraint(matrix, np.concatenate(self._low), np.concatenate(self._high)),
                 options={"time_limit": wall, "node_limit": nodes, "mip_rel_gap": 1e-6, "presolve": presolve},
             )
-            self.spent += (_ROOT + (result.mip_node_count or 0)) * self.columns / _NODES
             if result.status != _OUT_OF_TIME or run.left < _NEARLY * due or wall > _BUSIEST * due:
+                self.spent += (_ROOT + (result.mip_node_count or 0)) * self.columns / _NODES
                 return result
+            clock.forgive(due - run.left)
             wall *= 2
 
     def _bound(self, count: int, low: float, high: float) -> None:

@@ -17,7 +17,7 @@ from splitkit.solvers.placement.core import Core
 from splitkit.solvers.placement.problem import Floats, Ints
 
 _POWER = 20.0  # of the norm of the loads that stands for the greatest
-_HOT, _COLD = 0.003, 1e-5  # temperatures, of the logarithm of that norm
+_HOT, _COLD = 0.3, 0.06  # temperatures, of the logarithm of that norm, times the units: what one of them changes
 _BATCH = 5_000  # moves for which random numbers are drawn at once, and sums are made anew: what is added to drifts
 
 
@@ -54,7 +54,7 @@ class Walk:
         for batch in range(batches):
             if self.value <= enough or clock.is_over():
                 return
-            self._some(_HOT * (_COLD / _HOT) ** (batch / batches), enough)
+            self._some(_HOT * (_COLD / _HOT) ** (batch / batches) / self._core.size, enough)
             self._recount()
 
     def _recount(self) -> None:
