@@ -11,6 +11,7 @@ import sys
 
 import torch
 
+# A command imports these when it needs them: here it is before the fork, and once for all ranks.
 import splitkit.runtime.pipeline
 import splitkit.testing.models  # noqa: F401
 from splitkit import cli
