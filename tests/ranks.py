@@ -95,8 +95,11 @@ def ended(body: object, *files: Path) -> None:
     """Run the body of a process that was forked, which writes to files of its own, and end it."""
     for number, path in enumerate(files, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    import torch
+
     code = 1
     try:
+        torch.set_num_threads(1)  # puts torch's pool of threads in order, which two threads at once do not after a fork
         body()
         code = 0
     except BaseException:

@@ -104,7 +104,6 @@ def prepare() -> None:
 
     import splitkit as sk
 
-    torch.set_num_threads(1)
     torch.distributed.pipelining._IR.split_module = sk.split_module
 
 
