@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import io
 import json
 import os
+import select
 import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 HERE = Path(__file__).parent
 
@@ -19,19 +27,65 @@ def launch(script: str, ranks: int | str, *args: str, seconds: float = 300, chec
         The lines that the ranks printed, each with its ``rank``; with ``check=False`` also one with ``code`` and
         ``error`` for each rank.
     """
-    paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    run = subprocess.Popen(
-        [sys.executable, str(HERE / "ranks.py"), str(HERE / script), str(ranks), *args],
-        env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
-    try:
-        out, error = run.communicate(timeout=seconds)
-    finally:
-        if run.poll() is None:
-            os.killpg(run.pid, 9)
+    with tempfile.TemporaryDirectory() as folder:
+        told = {"words": [str(HERE / script), str(ranks), *args], "folder": folder, "at": str(Path.cwd())}
+        code = _answer(told | {"environment": _environment()}, seconds)
+        out, error = ((Path(folder) / kind).read_text() for kind in ("out", "err"))
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     failed = [line["error"][-3000:] for line in lines if "error" in line and line["code"]]
-    assert run.returncode == 0, error[-3000:]
+    assert code == 0, error[-3000:]
     assert not (check and failed), min(failed, key=lambda text: "Connection closed" in text)
     return [line for line in lines if not check or "error" not in line]
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run a splitkit command in this process, and its ranks as forks: `--nproc` or `--ranks` would start them anew."""
+    from splitkit import cli
+
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setattr("splitkit.cli.launch.ranks", _forked)
+        patch.setattr(sys, "argv", ["splitkit", *words])
+        patch.delenv("RANK", raising=False)
+        code = cli.main(list(words))
+    return subprocess.CompletedProcess(words, code, out.getvalue())
+
+
+def _forked(words: list[str], count: int, wait: float) -> tuple[int, str]:
+    """As `splitkit.cli.launch.ranks`."""
+    (first,) = [line for line in launch("cli/commanded.py", count, *words) if "ended" in line]
+    return first["ended"], json.dumps(first["data"])
+
+
+def _environment() -> dict[str, str]:
+    paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+
+
+@cache
+def _server() -> subprocess.Popen[str]:
+    """The process that forks the scripts."""
+    server = subprocess.Popen(
+        [sys.executable, str(HERE / "ranks.py")],
+        env=_environment(), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    atexit.register(server.communicate)  # its input ends, and so does it
+    return server
+
+
+def _answer(told: dict[str, Any], seconds: float) -> int:
+    """The exit code of a script; where there is none in time, the server ends with all that it started."""
+    server, said = _server(), ""
+    try:
+        server.stdin.write(json.dumps(told) + "\n")
+        server.stdin.flush()
+        if select.select([server.stdout], [], [], seconds)[0]:
+            said = server.stdout.readline()
+        assert said, f"{told['words']} did not end in {seconds} s"
+    finally:
+        if not said:
+            _server.cache_clear()
+            atexit.unregister(server.communicate)
+            os.killpg(server.pid, 9)
+            server.wait()
+    return int(said)

@@ -1,11 +1,14 @@
-"""``python ranks.py SCRIPT RANKS ARGS...``: imports a script once, and runs its ``main`` in a process for each rank.
+"""A process that has imported what scripts need, and forks one for each script, which forks one for each rank.
 
-``ARGS -- ARGS -- ...`` are several runs, one after another, each after a line that says ``{"next": its ARGS}``; as
-RANKS, ``2,4`` is each of them on two ranks and on four.
+Each line of its input says as JSON what `launch` of ``launch.py`` is asked: ``words`` are ``SCRIPT RANKS ARGS...``. The
+script's ``prepare`` runs once, its ``main`` in the process of each rank. ``ARGS -- ARGS -- ...`` are several runs, one
+after another, each after a line that says ``{"next": its ARGS}``; as RANKS, ``2,4`` is each of them on two ranks and on
+four.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -16,7 +19,41 @@ from itertools import pairwise
 from pathlib import Path
 
 
+def serve() -> None:
+    """Run a script for each line, and say how it ended."""
+    imported()
+    gc.collect()
+    gc.freeze()  # the forks need not look at it
+    for line in sys.stdin:
+        child = os.fork()
+        if not child:
+            told = json.loads(line)
+            os.environ.clear()
+            os.environ |= told["environment"]
+            os.chdir(told["at"])
+            sys.argv = ["ranks.py", *told["words"]]
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            ended(main, Path(told["folder"]) / "out", Path(told["folder"]) / "err")
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+def imported() -> None:
+    """What most scripts import, or have torch import when they capture a model."""
+    import torch
+    from torch import nn
+    from transformers.models.gpt2 import modeling_gpt2  # noqa: F401
+
+    import splitkit as sk
+    import splitkit.cli.commands.train
+    import splitkit.runtime.pipeline
+    import splitkit.testing.pipelines
+
+    torch.set_num_threads(1)
+    sk.split(sk.capture(nn.ReLU(), torch.ones(2)), sk.policies.Stages(1))
+
+
 def main() -> None:
+    """The process of a script."""
     script, counts, words = sys.argv[1], [int(count) for count in sys.argv[2].split(",")], sys.argv[3:]
     starts = [0, *(number + 1 for number, word in enumerate(words) if word == "--"), len(words) + 1]
     runs = [words[start : end - 1] for start, end in pairwise(starts)]
@@ -44,7 +81,7 @@ def start(module: object, count: int) -> None:
             child = os.fork()
             if not child:
                 os.environ["RANK"] = str(rank)
-                run(module, Path(folder), rank)
+                ended(module.main, Path(folder) / f"{rank}.out", Path(folder) / f"{rank}.err")
             children[child] = rank
         for _ in range(count):
             child, status = os.wait()
@@ -54,13 +91,16 @@ def start(module: object, count: int) -> None:
             print(json.dumps({"rank": rank, "code": os.waitstatus_to_exitcode(status), "error": error}), flush=True)
 
 
-def run(module: object, folder: Path, rank: int) -> None:
-    """The process of a rank; it writes to files of its own."""
-    for number, kind in ((1, "out"), (2, "err")):
-        os.dup2(os.open(folder / f"{rank}.{kind}", os.O_WRONLY | os.O_CREAT), number)
+def ended(body: object, *files: Path) -> None:
+    """Run the body of a process that was forked, which writes to files of its own, and end it."""
+    for number, path in enumerate(files, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    import torch
+
     code = 1
     try:
-        module.main()
+        torch.set_num_threads(1)  # puts torch's pool of threads in order, which two threads at once do not after a fork
+        body()
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -70,4 +110,4 @@ def run(module: object, folder: Path, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve()

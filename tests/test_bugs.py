@@ -17,6 +17,8 @@ import sys
 import threading
 import warnings
 import weakref
+from contextlib import contextmanager
+from functools import cache
 
 import numpy as np
 import pytest
@@ -2653,22 +2655,29 @@ def test_a_clock_that_cuts_a_search_short_went_unsaid():
     assert "cut short" not in Budget(0.85).assign(joint.flow, prices).note
 
 
-def test_a_refusal_of_a_budget_simulated_many_times_as_many_plans_as_a_plan(monkeypatch):
-    joint, prices = step_of(12, width=32)
-    simulate, count = PlansSeen._simulate, 0
+@contextmanager
+def simulated():
+    """A list with an entry for each plan that is simulated meanwhile."""
+    simulate, seen = PlansSeen._simulate, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlansSeen, "_simulate", lambda self, choice: seen.append(choice) or simulate(self, choice))
+        yield seen
 
-    def counted(self, choice):
-        nonlocal count
-        count += 1
-        return simulate(self, choice)
 
-    monkeypatch.setattr(PlansSeen, "_simulate", counted)
-    Budget(0.8).assign(joint.flow, prices)
-    planned, count = count, 0
-    with pytest.raises(NoPlanError) as raised:
+@cache
+def planned_deep():
+    """A step of twelve layers, its prices, a plan for it, and how many plans were simulated for that."""
+    joint, prices = step_of(12, width=128, heads=4, seq=64, vocab=1000)
+    with simulated() as seen:
+        plan = Budget(0.8).assign(joint.flow, prices)
+    return joint, prices, plan, len(seen)
+
+
+def test_a_refusal_of_a_budget_simulated_many_times_as_many_plans_as_a_plan():
+    joint, prices, _, planned = planned_deep()
+    with simulated() as seen, pytest.raises(NoPlanError) as raised:
         Budget(1).assign(joint.flow, prices)
-    refused = count
-    assert refused <= 2 * planned
+    assert len(seen) <= 2 * planned
     lowest = int(re.search(r"Budget\((\d+)", raised.value.remedy)[1])
     pair = joint.split(Budget(lowest), prices)
     assert sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).peak <= lowest
@@ -2695,9 +2704,14 @@ def test_a_program_for_saved_bytes_grew_with_every_layer(monkeypatch):
 
 def test_the_bound_of_a_peak_forgot_what_forward_makes_only_to_save_it():
     """The derivative of an activation that backward reads: saved, it is there between the halves. The gap was 47 %."""
-    joint, prices = step_of(12, width=128, heads=4, seq=64, vocab=1000)
-    note = Budget(0.8).assign(joint.flow, prices).note
-    assert float(re.search(r"gap ([\d.]+)%", note)[1]) < 24
+    _, _, plan, _ = planned_deep()
+    assert float(re.search(r"gap ([\d.]+)%", plan.note)[1]) < 24
+
+
+@cache
+def peak_frontier():
+    joint, prices = step_of(2)
+    return sk.Frontier(joint, prices, of="peak", budgets=4)
 
 
 def test_the_lowest_peak_was_known_only_from_a_refusal():
@@ -2708,14 +2722,14 @@ def test_the_lowest_peak_was_known_only_from_a_refusal():
     }
     assert f"({profiles['peak'].peak} bytes), no plan is below" in least["peak"].plan.note
     assert f"({profiles['saved'].saved} bytes), no plan saves less" in least["saved"].plan.note
-    frontier = sk.Frontier(joint, prices, of="peak", budgets=4)
+    frontier = peak_frontier()
     assert frontier.points[0].peak == profiles["peak"].peak and frontier.points[-1].seconds == 0
     assert frontier.to_dict() == sk.Frontier(joint, prices, of="peak", budgets=4).to_dict()
 
 
 def test_a_frontier_of_the_peak_falls_and_keeps_to_what_it_says():
     joint, prices = step_of(2)
-    frontier = sk.Frontier(joint, prices, of="peak", budgets=4)
+    frontier = peak_frontier()
     peaks, seconds = ([getattr(p, what) for p in frontier.points] for what in ("peak", "seconds"))
     assert len(peaks) > 2 and peaks == sorted(set(peaks)) and seconds == sorted(set(seconds), reverse=True)
     for point in frontier.points[::3]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import linecache
 import re
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from campaigns import these_first
 from IPython.core.formatters import DisplayFormatter
+from launch import command
 from nbformat import NotebookNode
 from storednotebooks import NOTEBOOKS, PACKAGES, WIDGET, code_cells, executed, given, read, varies, versions
 
@@ -77,8 +79,12 @@ def test_stored_executed_and_tells_nothing_of_the_machine(path):
 
 @pytest.mark.parametrize("path", these_first(NOTEBOOKS[:-1], NOTEBOOKS[-1:]), ids=lambda p: p.stem)
 def test_every_cell_gives_what_is_stored(path, monkeypatch, capsys):
-    """In a module of its own; what a cell ends in is shown as Jupyter shows it."""
+    """In a module of its own; what a cell ends in is shown as Jupyter shows it.
+
+    A command that it starts runs here, with forks for its ranks; the campaign of Jupyter starts it as it is written.
+    """
     require(path)
+    monkeypatch.setattr(subprocess, "run", lambda words, **_: command(*words[words.index("splitkit") + 1 :]))
     notebook, module, printed = read(path), ModuleType("__main__"), ""
     monkeypatch.setitem(sys.modules, "__main__", module)
     for count, cell in enumerate(code_cells(notebook)):

@@ -38,16 +38,13 @@ def ranks(words: Sequence[str], count: int, wait: float) -> tuple[int, str]:
     env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     command = [sys.executable, "-m", "splitkit", *words]
     started: list[subprocess.Popen[bytes]] = []
-    with (
-        _raised(),
-        TemporaryFile("w+", encoding="utf-8") as said,
-    ):  # a pipe may be full
+    with _kept() as came, TemporaryFile("w+", encoding="utf-8") as said:  # a pipe may be full
         try:
             for rank in range(count):
                 own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 out = said if rank == 0 else subprocess.DEVNULL
                 started.append(subprocess.Popen(command, env=own, stdout=out, start_new_session=True))
-            code = _wait(started, wait)
+            code = _wait(started, wait, came)
         finally:
             for process in started:
                 if process.poll() is None:
@@ -72,23 +69,31 @@ def answer(words: Sequence[str], count: int, wait: float) -> tuple[int, Any]:
 
 
 @contextmanager
-def _raised() -> Iterator[None]:
-    """Let signals that would end this process at once raise, so that it ends the ranks first."""
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+def _kept() -> Iterator[list[int]]:
+    """Keep signals that would end this process, so that it ends the ranks first, also one that it is just starting."""
+    came = list[int]()
+    before = {
+        number: signal.signal(number, lambda number, frame: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) not in (signal.SIG_IGN, None)  # as nohup leaves it, or what is not of Python
+    }
     try:
-        yield
+        yield came
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    _leave(came)
 
 
-def _wait(started: Sequence[subprocess.Popen[bytes]], wait: float) -> int:
+def _leave(came: Sequence[int]) -> None:
+    if came:
+        raise KeyboardInterrupt if came[0] == signal.SIGINT else SystemExit(128 + came[0])
+
+
+def _wait(started: Sequence[subprocess.Popen[bytes]], wait: float, came: Sequence[int]) -> int:
     end: float | None = None
     while True:
+        _leave(came)
         codes = [process.poll() for process in started]
         failed = [code for code in codes if code]
         if failed and end is None:

@@ -54,13 +54,13 @@ class StandIn:
         """Equal for calls of the same target on arguments of the same shapes, strides, dtypes, devices and values."""
         return self.target, self.autocast, self._print((self.args, self.kwargs))
 
-    def run(self, watch: Callable[..., Any]) -> Any:
-        """``watch(call, *args, **kwargs)`` on fakes, without autograd; ``call`` runs the target.
+    def run(self, watch: Callable[..., Any], mode: FakeTensorMode | None = None) -> Any:
+        """``watch(call, *args, **kwargs)`` on fakes of that mode, without autograd; ``call`` runs the target.
 
         Nothing real is read, written or drawn. Raises whatever the target raises on fakes: a custom op without a fake
         kernel, or a size that only the data decides.
         """
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        with mode or new_mode(), torch.no_grad():
             args, kwargs = pytree.tree_map(self._fake, (self.args, self.kwargs))
             with ExitStack() as regions:
                 for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):  # the caller's
@@ -110,11 +110,17 @@ class StandIn:
         return hints(sizes, self.sizes)
 
 
+def new_mode() -> FakeTensorMode:
+    """A mode of fakes, in which modules may keep what is real."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 class CallMemo(Generic[T]):
     """What calls were found to do: each distinct one runs once. It belongs to whoever asks, and ends with it."""
 
     def __init__(self) -> None:
         self._seen: dict[Hashable, T] = {}
+        self._mode: FakeTensorMode | None = None  # one for all calls: to make one takes as long as a call
 
     def ask(self, call: StandIn, watch: Callable[..., T], otherwise: Callable[[], T], *facts: Hashable) -> T:
         """What ``watch`` says of a call that it runs; ``otherwise``, where the call cannot run on fakes.
@@ -127,8 +133,9 @@ class CallMemo(Generic[T]):
         """
         key = (call.key, *facts)
         if key not in self._seen:
+            self._mode = self._mode or new_mode()
             try:
-                self._seen[key] = call.run(watch)
+                self._seen[key] = call.run(watch, self._mode)
             except Exception:
                 self._seen[key] = otherwise()
         return self._seen[key]

@@ -49,8 +49,8 @@ class Picture:
         svg: makes the still picture.
         tables: makes the tables below it.
         ladder: makes what is to be steered: a plan, or forward and backward; a still picture does without.
-        nodes: how many are drawn, of a plan.
-        parts: the same of those.
+        nodes: how many nodes a picture of a plan draws.
+        parts: how many parts a picture of a plan draws.
         instead: makes another still picture where `svg` is refused.
         notes: what is said below.
     """

@@ -74,9 +74,8 @@ def test_architectures_go_through_all_of_it(zoo, monkeypatch, capsys, names):
     summary = data["summary"]
     calls = 2 * len(names)
     assert summary["calls"] == calls and summary["captured of those that export takes"] == f"{calls} of {calls}"
-    assert all(summary["aims"].values()) and summary["memory"]["exact"] == summary["memory"]["predicted"] == 3 * len(
-        names
-    )
+    assert all(summary["aims"].values())
+    assert summary["memory"]["exact"] == summary["memory"]["predicted"] == 3 * len(names)
     monkeypatch.setattr(zoo, "examined", lambda row, context: data["rows"][0])  # what was learnt just now
     printed = run(zoo, monkeypatch, capsys, "--only", "VAE", "--family", "plain torch")
     assert "VAE" in printed and "exact / exact" in printed

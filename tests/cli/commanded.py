@@ -9,16 +9,11 @@ import os
 import socket
 import sys
 
-import torch
-
-import splitkit.runtime.pipeline
-import splitkit.testing.models  # noqa: F401
 from splitkit import cli
 
 
 def prepare() -> None:
     """Where the ranks meet."""
-    torch.set_num_threads(1)
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1])}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -36,6 +37,22 @@ def ranks(tmp_path, monkeypatch):
     return started, pids
 
 
+@pytest.fixture
+def own_handler():
+    """Handle a signal as if nothing had told this process otherwise; gives what handles it then."""
+    before = {}
+
+    def use(number, handler=None):
+        if handler is None:
+            handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        before[number] = signal.signal(number, handler)
+        return handler
+
+    yield use
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def alive(pid):
     try:
         os.kill(pid, 0)
@@ -48,10 +65,10 @@ def alive(pid):
     ("number", "raises"),
     [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit), (signal.SIGHUP, SystemExit)],
 )
-def test_a_signal_ends_all_ranks(ranks, number, raises):
+def test_a_signal_ends_all_ranks(ranks, own_handler, number, raises):
     """SIGTERM and SIGHUP left them running."""
     started, pids = ranks
-    before = signal.getsignal(number)
+    before = own_handler(number)
 
     def send():
         while len(pids()) < 2:
@@ -62,6 +79,32 @@ def test_a_signal_ends_all_ranks(ranks, number, raises):
     with pytest.raises(raises):
         started("sleep 100")
     assert len(pids()) == 2 and not any(map(alive, pids())) and signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_left_the_rank_that_was_just_being_started(ranks, own_handler, monkeypatch, number):
+    """It came once the process was there, and before it was known."""
+    started, pids = ranks
+    own_handler(number)
+
+    def late(*given, **options):
+        process = Popen(*given, **options)
+        while not pids():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+        return process
+
+    Popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", late)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        started("sleep 100")
+    assert pids() and not any(map(alive, pids()))
+
+
+def test_a_signal_that_nohup_has_ignored_stays_ignored(ranks, own_handler):
+    started, _ = ranks
+    own_handler(signal.SIGHUP, signal.SIG_IGN)
+    assert started("kill -HUP $PPID; exit 3") == (3, "")
 
 
 def test_ranks_that_wait_for_one_that_failed_are_ended(ranks, monkeypatch):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launch import command
 
 from splitkit.cli.commands.profile_ranks import _pairs, _text
 from splitkit.pipeline.order import PipelineOrder
@@ -20,13 +19,10 @@ TINY = ["--size", "layers=4,width=32,heads=2", "--size", "vocab=64,seq=32", "--s
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found():
     words = ["profile", SPEC, *TINY, "--stages", "2", "--ranks", "2", "--microbatches", "4", "--repeat", "1"]
-    run = subprocess.run(
-        [sys.executable, "-m", "splitkit", *words, "--schedules", "gpipe,1f1b,interleavedzerobubble", "--json"],
-        cwd=tmp_path_factory.mktemp("profile"), text=True, capture_output=True, timeout=300,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
+    run = command(*words, "--schedules", "gpipe,1f1b,interleavedzerobubble", "--json")
+    assert run.returncode == 0
     return json.loads(run.stdout)
 
 

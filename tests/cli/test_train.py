@@ -27,23 +27,32 @@ def splitkit(*words, cwd):
 
 @pytest.mark.parametrize("model", these_first(["tinynet"], ["gpt2"]))
 def test_a_plan_trains_as_the_unsplit_model_and_goes_on_from_a_checkpoint(tmp_path, call, model):
-    """Three runs of the command, whose ranks are forked from one process; `--nproc` starts them below."""
+    """Runs of the command, whose ranks are forked from one process; `--nproc` starts them below.
+
+    The last one fails, after which there is nothing to wait for.
+    """
     spec = model if model == "gpt2" else f"{Path(__file__).parent / 'tinynet.py'}:net"
     name = [] if model == "gpt2" else ["--model", spec]
-    plan, order, kept = (str(tmp_path / name) for name in ("plan.json", "mine.csv", "kept"))
+    plan, order, kept, stages = (str(tmp_path / name) for name in ("plan.json", "mine.csv", "kept", "stages"))
     assert call("plan", spec, *TINY, "--stages", "2", "-o", plan)[0] == 0
+    assert call("split", plan, *name, "-o", stages)[0] == 0
     Path(order).write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     words = ["train", plan, *name, "--schedule", order, "--microbatches", "2", "--check"]
     keep = ["--checkpoint", kept, "--every", "2", "--steps"]
     runs = [*words, "--steps", "3", "--", *words, *keep, "2", "--", *words, *keep, "3", "--resume"]
+    runs += ["--", "train", stages, "--steps", "3", "--microbatches", "2"]  # no rank makes the model or captures it
+    runs += ["--", "train", plan, *name, "--microbatches", "2", "--optimizer", "sgd", "--lr", "1e38"]
     lines = launch("cli/commanded.py", 2, *runs, seconds=200)
-    whole, first, again = (line["data"] for line in lines if "data" in line)
+    whole, first, again, apart, failed = (line["data"] for line in lines if "data" in line)
     for found in (whole, first, again):
         assert found["check"]["same"] and found["check"]["loss"] < 1e-6 > found["check"]["gradient"]
         assert [r["stages"] for r in found["ranks"]] == [[0], [1]] and found["schedule"] == "mine.csv"
     assert len(set(whole["losses"])) == 3 and first["losses"] == whole["losses"][:2]
     assert again["first_step"] == 2 and again["losses"] == whole["losses"][2:]
     assert sorted(p.name for p in Path(kept).iterdir()) == ["step-2", "step-3"]
+    assert apart["losses"] == whole["losses"] and [r["stages"] for r in apart["ranks"]] == [[0], [1]]
+    assert failed["error"]["code"] == "SK805"
+    assert failed["error"]["reason"] == "the loss of microbatch 0 in step 1 is nan"
 
 
 LOUD = """
@@ -84,7 +93,7 @@ def test_only_the_rank_that_checks_makes_the_model_and_sees_what_differs_on_anot
 
 
 def test_what_fails_on_the_ranks_is_said(call, monkeypatch):
-    """The command said KeyError: 'losses' instead. (The fifth notebook has ranks that fail so.)"""
+    """The command said KeyError: 'losses' instead. (Ranks that fail so are above.)"""
     reason = "the loss of microbatch 0 in step 1 is nan"
     error = {"code": "SK805", "reason": reason, "remedy": "Lower --lr.", "nodes": []}
     monkeypatch.delenv("RANK", raising=False)

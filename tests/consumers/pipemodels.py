@@ -1,13 +1,13 @@
 """Models and runs after PyTorch's own tests of pipelining (test/distributed/pipelining, BSD-3-Clause), in our words.
 
-As a script, two ranks of a pipeline, which meet at a file: ``python pipemodels.py FILE``.
+As a script (`ranks.py`), one of two ranks of a pipeline.
 """
 
 from __future__ import annotations
 
+import copy
+import json
 import os
-import sys
-import traceback
 from collections import namedtuple
 
 import torch
@@ -98,17 +98,22 @@ class Shaped(nn.Module):
 SPEC = {"layers.1": SplitPoint.BEGINNING, "layers.2": SplitPoint.BEGINNING, "layers.3": SplitPoint.BEGINNING}
 
 
-def run_rank(rank: int, meeting: str) -> None:
-    """test_schedule_multiproc: GPipe over two ranks, held against the whole model."""
-    import copy
-
-    import torch.distributed as dist
-    from torch.distributed.pipelining import _IR, ScheduleGPipe, pipeline
+def prepare() -> None:
+    """What both ranks import."""
+    import torch.distributed.pipelining._IR
 
     import splitkit as sk
 
-    _IR.split_module = sk.split_module
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    torch.distributed.pipelining._IR.split_module = sk.split_module
+
+
+def main() -> None:
+    """test_schedule_multiproc: GPipe over two ranks, held against the whole model."""
+    import torch.distributed as dist
+    from torch.distributed.pipelining import ScheduleGPipe, pipeline
+
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=os.environ["SPLITKIT_STORE"], rank=rank, world_size=2)
     torch.manual_seed(0)
     model, x, target = Layers(), torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
     whole = copy.deepcopy(model)
@@ -130,33 +135,4 @@ def run_rank(rank: int, meeting: str) -> None:
     for name, parameter in own.items():
         torch.testing.assert_close(parameter.grad, gradients[name])
     dist.destroy_process_group()
-    print("the same")
-
-
-def fork_ranks(meeting: str) -> None:
-    """Both ranks, of a process that has imported for both."""
-    import torch.distributed.pipelining  # noqa: F401
-
-    import splitkit as sk
-
-    sk.split_module  # noqa: B018
-    children = []
-    for rank in range(2):
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                run_rank(rank, meeting)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                os._exit(code)
-        children.append(child)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    sys.exit(any(codes))
-
-
-if __name__ == "__main__":
-    fork_ranks(sys.argv[1])
+    print(json.dumps({"same": rank}))

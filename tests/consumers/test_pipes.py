@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import pipemodels
 import pytest
 import torch
 from campaigns import these_first
+from launch import launch
 from pipemodels import ROWS, SPEC, WIDTH, Aliased, Keywords, Layers, Pair, Shaped, Skipping
 from torch import nn
 from torch._export.utils import sequential_split
@@ -141,24 +136,10 @@ def test_gradients_of_a_pipe(use, engine):
     assert got and all(torch.equal(g, expected[n]) for n, g in got.items())
 
 
-def test_a_schedule_over_two_ranks(tmp_path):
+def test_a_schedule_over_two_ranks():
     """As test_schedule_multiproc.py: stages are built from the pipe, and each rank runs one."""
-    root = Path(pipemodels.__file__).parents[2]
-    paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    ranks = subprocess.Popen(
-        [sys.executable, pipemodels.__file__, str(tmp_path / "meeting")],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        said, _ = ranks.communicate(timeout=300)
-        assert ranks.returncode == 0 and said.count("the same") == 2, said
-    finally:
-        if ranks.poll() is None:
-            os.killpg(ranks.pid, 9)
+    ranks = launch("consumers/pipemodels.py", 2)
+    assert sorted(line["same"] for line in ranks) == [0, 1]
 
 
 def test_stages_are_found_by_the_affix_that_makes_the_parent_flat():

@@ -844,10 +844,15 @@ def test_fewer_bytes_are_held_between_forward_and_backward():
     assert held(RecomputeAll()) == 0 < held(SaveAll())
 
 
+plain_kernels = torch._inductor.config.patch("cpp.simdlen", 0)
+"""Kernels without vectors, whose headers take the C++ compiler half as long: what is saved is the same."""
+
+
 COMPILED = ["plain", "buffer_read_and_then_updated", "dynamic_shapes", "checkpointed_calmly"]
 
 
 @pytest.mark.parametrize(("name", "policy"), some_of_all(COMPILED, ["RecomputeAll", "SaveAll"], ()))
+@plain_kernels
 def test_inductor(name, policy):
     CASES["checkpointed_calmly"] = (calm, ((3, 4), (4, 4)), lambda *leaves: leaves, None, True, None)
     divided = backend(POLICIES[policy], inner="inductor")
@@ -860,6 +865,7 @@ def calm(x, w):
 
 
 @pytest.mark.parametrize("policy", these_first(["RecomputeAll"], ["SaveAll"]))
+@plain_kernels
 def test_inductor_draws_the_same_numbers_in_both_halves(policy):
     call = torch.compile(lambda x: F.dropout(x.sin(), 0.5).exp().log(), backend=backend(POLICIES[policy], "inductor"))
     (x,) = leaves_of([(32, 32)], True)
@@ -868,6 +874,7 @@ def test_inductor_draws_the_same_numbers_in_both_halves(policy):
     torch.testing.assert_close(x.grad, torch.where(out.abs() > 1e-5, 2 * x.detach().cos(), 0.0))
 
 
+@plain_kernels
 def test_inductor_takes_nothing_that_another_policy_divided_from_its_cache():
     x, w = leaves_of([(3, 4), (4, 4)], True)
     for policy in (SaveAll(), RecomputeAll(), SaveAll()):
@@ -877,6 +884,7 @@ def test_inductor_takes_nothing_that_another_policy_divided_from_its_cache():
         assert len(divided.pairs) == 1
 
 
+@plain_kernels
 @pytest.mark.parametrize("policy", [SaveAll(), Remat(["aten.sin", "aten.t", "aten.view"])], ids=["SaveAll", "Remat"])
 def test_inductor_writes_over_no_saved_value_whose_memory_another_one_shares(policy):
     """Its backward reuses saved buffers; torch's own default_partition goes wrong here as a custom partitioner."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 
 import splitkit as sk
 from splitkit.errors import SplitError
@@ -30,6 +30,15 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x).relu()
         return x.sum()
+
+
+CAPTURED: list[fx.GraphModule] = []
+
+
+def prepare() -> None:
+    """Capture once for all ranks."""
+    torch.manual_seed(0)
+    CAPTURED.append(sk.capture(Net(), torch.randn(2, 8)))
 
 
 def main() -> None:
@@ -51,7 +60,7 @@ def main() -> None:
 
 
 def run(rank: int, what: str) -> None:
-    gm = sk.capture(Net(), torch.randn(2, 8))
+    gm = CAPTURED[0]
     borders = 2 if what == "plan" and rank == 1 else 1
     labels = {n: int(i >= 2 * borders) + int(i >= 4) for i, n in enumerate(sk.analyze(gm).nodes)}
     if what == "once":

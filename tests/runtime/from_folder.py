@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from same_as_whole import batch_of, example, square, start
+from same_as_whole import batch_of, captured, planned, square, start
 from torch import fx
 from torch.distributed.pipelining import Schedule1F1B, ScheduleZBVZeroBubble
 
@@ -25,10 +25,9 @@ def prepare() -> None:
     """Capture, split and save once, before there are ranks."""
     torch.set_num_threads(1)
     for number, case in enumerate(json.loads(sys.argv[1])):
-        model, inputs = example(case["model"])
-        gm = sk.capture(model, **inputs)
+        gm, inputs = copy.deepcopy(captured(case["model"])[:2])
         folder = Path(sys.argv[2]) / str(number)
-        save_stages(sk.split(gm, sk.policies.Stages(case["stages"])), folder)
+        save_stages(sk.split(gm, sk.Plan.from_dict(gm.graph, planned(case["model"], case["stages"]))), folder)
         PREPARED.append((case, inputs, gm, folder))
 
 

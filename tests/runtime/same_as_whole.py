@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import fx, nn
 import splitkit as sk
 from splitkit.errors import PipelineError
 from splitkit.pipeline.order import PipelineOrder
+from splitkit.prices import Costs
 from splitkit.runtime import pipeline
 from splitkit.testing import models
 from splitkit.testing.nets import UNet
@@ -115,17 +117,27 @@ def square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 PREPARED: list[tuple[dict[str, Any], dict[str, torch.Tensor], sk.Split]] = []
 
 
+@cache
+def captured(name: str) -> tuple[fx.GraphModule, dict[str, torch.Tensor], Costs]:
+    """The graph of a model, its inputs and prices; nobody may change them."""
+    model, inputs = example(name)
+    gm = sk.capture(model, **inputs)
+    return gm, inputs, sk.costs.flops(gm)
+
+
+@cache
+def planned(name: str, stages: int) -> dict[str, Any]:
+    gm, _, costs = captured(name)
+    cut = sk.policies.AtMarkers(lambda n: n.name == "t_1")
+    return sk.plan(gm, cut if name == "filled" else sk.policies.Stages(stages), costs).to_dict()
+
+
 def prepare() -> None:
     """Capture and split once for all ranks, before they are processes of their own."""
     torch.set_num_threads(1)
-    captured: dict[str, tuple[fx.GraphModule, dict[str, torch.Tensor]]] = {}
     for case in json.loads(sys.argv[1]):
-        if case["model"] not in captured:
-            model, inputs = example(case["model"])
-            captured[case["model"]] = sk.capture(model, **inputs), inputs
-        gm, inputs = copy.deepcopy(captured[case["model"]])
-        cut = sk.policies.AtMarkers(lambda n: n.name == "t_1")
-        plan = sk.plan(gm, cut if case["model"] == "filled" else sk.policies.Stages(case["stages"]))
+        gm, inputs = copy.deepcopy(captured(case["model"])[:2])
+        plan = sk.Plan.from_dict(gm.graph, planned(case["model"], case["stages"]))
         counts = case.get("replicas", 1)
         counts = counts if isinstance(counts, list) else [counts] * len(plan.parts)
         how = [{"replicas": n, "call": case.get("call", "plain")} for n in counts]
