@@ -24,6 +24,7 @@ from splitkit.frontends.firstcall import after_a_call, are_real, as_found, call_
 from splitkit.frontends.functions import functions_as_nodes, refuse_lost_functions, refuse_module_hooks
 from splitkit.frontends.gradflags import GradFlags
 from splitkit.frontends.outputs import outputs_opened
+from splitkit.frontends.quietlogs import without_partial_graph
 from splitkit.frontends.symbolic_trace import trace
 from splitkit.frontends.unfold_regions import inline_regions, inlined, restore_by_value
 from splitkit.graph.storages import mark_repeated
@@ -177,7 +178,8 @@ def _note_repeated(
 def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: bool) -> fx.GraphModule:
     shapes = _all_dynamic(model, args, kwargs) if dynamic else None
     flags, owned = GradFlags(model), owned_by(model)
-    with blocks_as_nodes(flags), functions_as_nodes() as put_functions_in, outputs_opened(model):
+    quiet = without_partial_graph()
+    with quiet, blocks_as_nodes(flags), functions_as_nodes() as put_functions_in, outputs_opened(model):
         program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
     if owned_by(model) != owned:
         raise CaptureError("SK401", "the model makes parameters or buffers while it runs", "Make them in its __init__.")

@@ -1,12 +1,14 @@
-"""Loggers, warnings and prints in the code of a model, which a graph does not have: they stop no capture."""
+"""Loggers, warnings and prints of models, and of torch about them, which no capture is to stop at or to repeat."""
 
 from __future__ import annotations
 
 import builtins
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
 from typing import Any
 
 import torch
@@ -32,6 +34,23 @@ def without_logging() -> Iterator[None]:
     name = next(name for name in _NAMES if hasattr(config, name))
     with config.patch({name: _Unlisted({*getattr(config, name), *_functions()})}):
         yield
+
+
+@contextmanager
+def without_partial_graph() -> Iterator[None]:
+    """What fails in ``torch.export`` is an error, and not also its graph so far on stderr, twice (2.13, 2.15).
+
+    All else that is written there meanwhile comes at the end.
+    """
+    written, graph = StringIO(), ""
+    try:
+        with redirect_stderr(written):
+            yield
+    except Exception as error:
+        graph = f"{getattr(error, 'partial_fx_graph', '')}\n"
+        raise
+    finally:
+        sys.stderr.write(written.getvalue().replace(graph, "") if graph.strip() else written.getvalue())
 
 
 def _functions() -> Iterator[Callable[..., Any]]:

@@ -92,7 +92,8 @@ def _check(name: str, stages: int, microbatches: int, ranks: int) -> None:
     """What torch's classes ask for, with a remedy."""
     numbers = f"{name} of {stages} stages and {microbatches} microbatches on {ranks} ranks"
     if name in _SINGLE and stages != ranks:
-        raise ScheduleError("SK330", numbers, f"{name} has one stage on each rank: use {stages} ranks.")
+        what = f"use {stages} ranks, or split into {ranks} stages"
+        raise ScheduleError("SK330", numbers, f"{name} has one stage on each rank: {what}.")
     if name in _V and stages != 2 * ranks:
         raise ScheduleError("SK330", numbers, f"{name} has two stages on each rank: split into {2 * ranks} stages.")
     if stages % ranks:

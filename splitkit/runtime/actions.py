@@ -65,7 +65,12 @@ def placed_order(
     stages, count = len(counts), counts[0]
     if is_even(counts):
         each = microbatches if microbatches is None or count == 1 else microbatches // count
-        order = order_of(schedule, stages, each, ranks // count)
+        try:
+            order = order_of(schedule, stages, each, ranks // count)
+        except ScheduleError as error:
+            if count == 1:
+                raise
+            raise ScheduleError(error.code, f"{error.reason}, in each of {count} pipelines", error.remedy) from None
         return order, (count,) * len(order.ranks)
     if isinstance(schedule, PipelineOrder) or not is_single(schedule):
         what = schedule.name if isinstance(schedule, PipelineOrder) else schedule

@@ -7,7 +7,7 @@ import pytest
 from splitkit.errors import ScheduleError
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.torch_orders import pipeline_order
-from splitkit.runtime.actions import _is_torchs, order_of
+from splitkit.runtime.actions import _is_torchs, order_of, placed_order
 
 MINE = PipelineOrder.parse(["0F0 2F0 2B0 0B0", "1F0 1B0"], "1F1B")
 
@@ -43,3 +43,10 @@ def test_a_rank_without_a_stage_is_refused():
     with pytest.raises(ScheduleError, match="rank 1 of custom has no stage") as caught:
         order_of(PipelineOrder.parse(["0F0 0B0", ""]), 1, None, 2)
     assert "start 1 processes" in caught.value.remedy
+
+
+def test_a_refusal_counts_the_ranks_of_each_pipeline():
+    """ "On 2 ranks" was no help to one who had started 4 processes with ``--dp 2``."""
+    with pytest.raises(ScheduleError, match="on 2 ranks, in each of 2 pipelines") as caught:
+        placed_order("1f1b", (2, 2, 2, 2), 8, 4)
+    assert caught.value.code == "SK330" and "use 4 ranks, or split into 2 stages" in caught.value.remedy
