@@ -20,6 +20,7 @@ class Beside:
     Attributes:
         whole: the model and its optimizer, on rank 0.
         apart: how far the two were apart in all steps, relative, on rank 0: loss, gradients, weights and buffers.
+        furthest: where that was, in words: ``"weight"`` -> ``"weight of h.0.attn.bias in step 2"``.
     """
 
     def __init__(self, pipe: Pipeline, gm: fx.GraphModule, optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
@@ -28,6 +29,7 @@ class Beside:
         if self._unsplit is not None:
             self.whole = self._unsplit.model, optimizer(self._unsplit.model.parameters())
         self.apart = {"loss": 0.0, "gradient": 0.0, "weight": 0.0}
+        self.furthest: dict[str, str] = {}
         known: list[Any] = [tuple(self._unsplit.held) if self._unsplit is not None else None]
         dist.broadcast_object_list(known, group=pipe.group, group_src=0)
         own = {name: t for name, t in pipe.named_tensors().items() if name in known[0] or isinstance(t, nn.Parameter)}
@@ -46,7 +48,7 @@ class Beside:
         if self._unsplit is not None:
             self._unsplit.steps = self._pipe.steps - 1
             others = self._unsplit.step(*batch[0], **batch[1])
-            self.apart["loss"] = max(self.apart["loss"], relative_difference(losses, others))
+            self._note("loss", "loss", relative_difference(losses, others))
         self._compare("gradient", gradient_of)
         optimizer.step()
         if self.whole is not None:
@@ -55,11 +57,15 @@ class Beside:
         if self.whole is not None:
             self.whole[1].zero_grad()
 
-    def found(self) -> dict[str, float]:
-        """`apart` of rank 0, on all ranks."""
-        found: list[Any] = [self.apart]
+    def found(self) -> dict[str, Any]:
+        """`apart` and `furthest` of rank 0, on all ranks."""
+        found: list[Any] = [{**self.apart, "furthest": self.furthest}]
         dist.broadcast_object_list(found, group=self._pipe.group, group_src=0)
         return dict(found[0])
+
+    def _note(self, what: str, words: str, apart: float) -> None:
+        if apart > self.apart[what]:
+            self.apart[what], self.furthest[what] = apart, f"{words} in step {self._pipe.steps - 1}"
 
     def _compare(self, what: str, of: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Compare something of what each rank holds: of parameters, and for weights of buffers too."""
@@ -72,7 +78,7 @@ class Beside:
         for rank, held in enumerate(self._held):
             for name in self._compared(rank, what):
                 mine = own[name] if rank == 0 else _received(pipe, rank, *held[name][:2])
-                self.apart[what] = max(self.apart[what], self._unsplit.apart_in(what, name, mine))
+                self._note(what, f"{what} of {name}", self._unsplit.apart_in(what, name, mine))
 
     def _compared(self, rank: int, what: str) -> list[str]:
         held = self._held[rank].items()

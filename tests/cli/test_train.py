@@ -89,6 +89,7 @@ def test_only_the_rank_that_checks_makes_the_model_and_sees_what_differs_on_anot
     check = trained["check"]
     assert [rank["stages"] for rank in trained["ranks"]] == [[0], [1]]
     assert run.returncode == 4 and not check["same"] and check["loss"] < 1e-6 and check["gradient"] > 0.4
+    assert check["furthest"]["gradient"] == "gradient of bias in step 0"
     assert [line for line in run.stderr.splitlines() if "made by" in line] == ["made by rank 0"]
 
 
@@ -138,7 +139,7 @@ def test_a_schedule_that_does_not_go_with_the_stages_is_refused_by_all_ranks(tmp
 
 
 def test_what_the_command_writes_is_for_people_too():
-    from splitkit.cli.commands.train import _ranks, _text
+    from splitkit.cli.commands.train import _furthest, _ranks, _text
 
     rank = {"rank": 0, "stages": [0, 3], "parameters": 2048, "peak": 4096}
     data = {
@@ -151,6 +152,11 @@ def test_what_the_command_writes_is_for_people_too():
     ]  # fmt: skip
     facts, _, table = _text(data)
     assert table.row_count == 1 and facts is not None
+    check = {"loss": 0.0, "gradient": 2e-3, "weight": 1e-9, "tolerance": 1e-3, "same": False}
+    found = _furthest(
+        check | {"furthest": {"gradient": "gradient of a.b in step 1", "weight": "weight of c in step 2"}}
+    )
+    assert found.splitlines()[0] == "gradient of a.b in step 1" and "weight of c" not in found and "float64" in found
 
 
 def test_a_loss_that_is_no_number_is_said_with_its_microbatch(tmp_path):

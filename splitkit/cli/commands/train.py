@@ -255,9 +255,10 @@ def _save(args: Namespace, pipe: Pipeline, optimizer: Any, done: int) -> None:
         checkpoint.save(Path(args.checkpoint), pipe, optimizer)
 
 
-def _check(apart: dict[str, float], tolerance: float) -> dict[str, Any]:
+def _check(apart: dict[str, Any], tolerance: float) -> dict[str, Any]:
     """How far the pipeline was from the unsplit model."""
-    return {**apart, "tolerance": tolerance, "same": all(value <= tolerance for value in apart.values())}
+    same = all(apart[what] <= tolerance for what in ("loss", "gradient", "weight"))
+    return {**apart, "tolerance": tolerance, "same": same}
 
 
 def _gathered(pipe: Pipeline, own: dict[str, Any]) -> list[Any]:
@@ -296,6 +297,12 @@ def _ranks(data: dict[str, Any]) -> str:
     return f"{ranks}, {counts[0]} pipelines" if counts[0] > 1 else ranks
 
 
+def _furthest(check: dict[str, Any]) -> str:
+    """Where pipeline and model differ by more than the tolerance, and what tells rounding from a fault."""
+    where = [words for what, words in check["furthest"].items() if check[what] > check["tolerance"]]
+    return "\n".join([*where, "if the model in float64 is the same, this is rounding"])
+
+
 def _text(data: dict[str, Any]) -> list[RenderableType]:
     losses, check = data["losses"], data["check"]
     rows = {"schedule": f"{data['schedule']}, {data['microbatches']} microbatches on {_ranks(data)}"}
@@ -310,6 +317,7 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
     if check:
         differ = f"loss {check['loss']:.1e}, gradients {check['gradient']:.1e}, weights {check['weight']:.1e}"
         rows["same"] = f"{'yes' if check['same'] else 'NO'} (relative to the unsplit model: {differ})"
+        rows |= {} if check["same"] else {"furthest": _furthest(check)}
     each = [
         (r["rank"], ", ".join(map(str, r["stages"])), size(r["parameters"]), size(r["peak"])) for r in data["ranks"]
     ]
