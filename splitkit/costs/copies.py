@@ -77,6 +77,11 @@ class Private:
             self._modules[id(module)] = made
         return self._modules[id(module)]
 
+    def tensors(self) -> list[torch.Tensor]:
+        """What was read of the graph's attributes, and what the modules hold."""
+        held = [t for module in self._modules.values() for t in (*module.parameters(), *module.buffers())]
+        return [*self._tensors.values(), *held]
+
     def moved(self, tree: Any) -> Any:
         """Arguments of a node with the device in the place of those that were the graph's."""
         return pytree.tree_map_only(torch.device, lambda d: d if d.type == "meta" else self.device, tree)

@@ -24,8 +24,7 @@ class TimedRun(MeasuringRun):
         seconds: what each op takes.
     """
 
-    def __init__(self, run: MeasuringRun, trained: bool = False) -> None:
-        private = Private(run.flow, run.private.device, trained=trained)
+    def __init__(self, run: MeasuringRun, private: Private) -> None:
         super().__init__(run.flow, private, run.cache, run.min_run_time, lambda: None)
         self.seconds: dict[Node, float] = {}
 
@@ -51,7 +50,7 @@ def time_in_place(run: MeasuringRun, inputs: Any, dice: torch.Tensor) -> None:
     runs: list[Mapping[Node, float]] = []
     for _ in rounds(len(set(run.keys.values())), run.min_run_time):
         torch.random.set_rng_state(dice)
-        again = TimedRun(run)
+        again = TimedRun(run, Private(run.flow, run.private.device))
         with again.safely():
             again.run(*again.private.inputs(inputs), enable_io_processing=False)
         runs.append(again.seconds)

@@ -11,7 +11,7 @@ begins is its time. So the times add up to the whole, the adding up of gradients
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,13 +20,14 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit.brief import brief
-from splitkit.costs.copies import unfit
-from splitkit.costs.in_place import TimedRun, rounds, undisturbed
+from splitkit.costs.copies import Private, unfit
+from splitkit.costs.in_place import MOST_ROUNDS, TimedRun, undisturbed
 from splitkit.costs.measuring import Measured, MeasuringRun
-from splitkit.costs.timing import Record
+from splitkit.costs.timing import ROUNDS, Record
 from splitkit.costs.training import FromFormula
 from splitkit.errors import CostError
 from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.effects import memory_of
 from splitkit.graph.gradients import Gradients
 from splitkit.graph.joint import is_joint
 from splitkit.graph.storages import tensors
@@ -147,19 +148,51 @@ def _backward_of(key: str) -> str:
 
 def _time_steps(run: MeasuringRun, keys: Mapping[Node, str], inputs: Any, dice: torch.Tensor) -> None:
     forward, backward = list[Mapping[Node, float]](), list[Mapping[Node, float]]()
-    for number in rounds(1 + len(set(keys.values())), run.min_run_time):
+    lasting = _state(run, inputs) if _leaves_state(run.flow) else None
+    for number in _rounds(forward, backward, run.min_run_time * (1 + len(set(keys.values())))):
         torch.random.set_rng_state(dice)
-        step = _Step(run)
+        private, values = lasting or _state(run, inputs)
+        for tensor in [*private.tensors(), *tensors(values)]:
+            tensor.grad = None
+        step = _Step(run, private)
         with step.safely(), torch.enable_grad():
-            step.run(*step.private.inputs(inputs), enable_io_processing=False)
+            step.run(*values, enable_io_processing=False)
         if number > 0:  # the first is a warm-up
             forward.append(step.seconds)
             backward.append(step.backward)
+        step.forget()
     for key, seconds in undisturbed(keys, forward).items():
         run.remember(key, Record(seconds, 0))
     for key, seconds in undisturbed(keys, backward).items():
         run.remember(_backward_of(key), Record(seconds, 0))
     run.cache.save()
+
+
+def _leaves_state(flow: Dataflow) -> bool:
+    """Whether no step writes what the next one reads. All then have one state, as those of a training loop: gradients
+    and activations come to lie where those of the step before lay, and no memory is new."""
+    if flow.written or any(e.writes_state or not e.known for e in flow.effects.values()):
+        return False
+    memory = memory_of(flow.effects, flow.root)
+    return all(memory.members.get(n, n) not in memory.written for n in flow.graph.find_nodes(op="placeholder"))
+
+
+def _state(run: MeasuringRun, inputs: Any) -> tuple[Private, Any]:
+    private = Private(run.flow, run.private.device, trained=True)
+    return private, private.inputs(inputs)
+
+
+def _rounds(
+    forward: Sequence[Mapping[Node, float]], backward: Sequence[Mapping[Node, float]], seconds: float
+) -> Iterator[int]:
+    """Numbers of steps: as of `rounds`, and more while they get faster, as the allocator's memory settles."""
+    end = time.perf_counter() + seconds
+    for number in range(MOST_ROUNDS):
+        took = [sum(f.values()) + sum(b.values()) for f, b in zip(forward, backward, strict=True)]
+        settled = len(took) > 2 and min(took[-2:]) > 0.99 * min(took[:-2])
+        if number >= ROUNDS and time.perf_counter() >= end and settled:
+            return
+        yield number
 
 
 class _Step(TimedRun):
@@ -169,10 +202,11 @@ class _Step(TimedRun):
         backward: seconds of each node that has a backward.
     """
 
-    def __init__(self, run: MeasuringRun) -> None:
-        super().__init__(run, trained=True)
+    def __init__(self, run: MeasuringRun, private: Private) -> None:
+        super().__init__(run, private)
         self.backward: dict[Node, float] = {}
         self._met: set[Any] = set()  # autograd's nodes
+        self._hooks: list[Any] = []  # on them
         self._now: Node | None = None
         self._since = 0.0
 
@@ -188,7 +222,7 @@ class _Step(TimedRun):
             found: Any = coming.pop()
             if found is not None and found not in self._met:
                 self._met.add(found)
-                found.register_prehook(self._beginning(n))
+                self._hooks.append(found.register_prehook(self._beginning(n)))
                 coming += [before for before, _ in found.next_functions]
 
     def _beginning(self, n: Node) -> Callable[[object], None]:
@@ -197,6 +231,12 @@ class _Step(TimedRun):
             self._now, self._since = n, time.perf_counter()
 
         return begin
+
+    def forget(self) -> None:
+        """Let go of autograd's nodes: they hold their hooks, hooks hold the step, and the step holds its results."""
+        self._met.clear()
+        for hook in self._hooks:
+            hook.remove()
 
     def _end(self) -> None:
         if self._now is not None:
