@@ -55,8 +55,9 @@ def measured(
 
     With ``backward`` steps of forward and backward run besides, from those outputs that are losses (one number that
     requires grad; from all that require grad if there are none), and prices are of both: in forward with what autograd
-    does there, in backward with all that an op's gradients take, and their adding up; where no step writes what the next
-    one reads, in memory that the one before has used. No parameter gets a gradient by it; memory is that of a step. Without, `splitkit.costs.training` estimates backward by formula.
+    does there, in backward with all that an op's gradients take, and their adding up. Where no step writes what the
+    next one reads, it runs in memory that the one before has used. No parameter gets a gradient by it; memory is that
+    of such a step. Without, `splitkit.costs.training` estimates backward by formula.
 
     Times are kept in a file by op, shapes, dtypes, modes, device, torch version and threads; a call that finds all of
     them there measures nothing. Ctrl-C keeps what is measured so far. A damaged file is ignored with a warning, and
