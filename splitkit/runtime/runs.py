@@ -38,6 +38,7 @@ class Runs:
     ) -> None:
         require_loss(chain, ends)
         self.batch, self.outputs, self._share = batch, ends.own is None, share
+        batch.share = share
         self.stages: tuple[PartStage, ...]
         modules = [ChainStage(chain, s, ends, batch, device) for s in stages]
         require_support(order, tuple(modules))

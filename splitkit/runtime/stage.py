@@ -37,6 +37,7 @@ class Batch:
         losses: microbatch -> its loss, on the last rank.
         found: the losses of the microbatches of all replicas, on the last rank.
         keep: whether outputs are wanted.
+        share: the microbatches of this rank, as torch's stage numbers them from 0 on.
     """
 
     progress: Progress | None = None
@@ -47,6 +48,7 @@ class Batch:
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     found: torch.Tensor | None = None
     keep: bool = False
+    share: Sequence[int] = ()
 
 
 class ChainStage(nn.Module):
@@ -99,6 +101,15 @@ class ChainStage(nn.Module):
         with nullcontext() if progress is None else progress.computing(self._stage, "F", number):
             return self._watched(received, number)
 
+    def begin_backward(self, chunk: int) -> None:
+        """Note that the gradient has come that a backward waits for.
+
+        Args:
+            chunk: the microbatch, as torch's stage numbers it.
+        """
+        if self._batch.progress is not None:
+            self._batch.progress.begun(self._stage, "B", self._batch.share[chunk])
+
     def _watched(self, received: tuple[torch.Tensor, ...], number: int) -> Any:
         made = self._forward(received, number)
         if self.ran is not None and self.trains:
@@ -121,18 +132,7 @@ class ChainStage(nn.Module):
             return self._finish(number, values, inputs)
         where = f"after stage {self._stage}, in microbatch {number}"
         given = [how.packed(values[n], self.device, where) for n, how in zip(self._handed, self.gives, strict=True)]
-        self._watch(given, number)
         return (*state, *given)
-
-    def _watch(self, given: Sequence[torch.Tensor], number: int) -> None:
-        """Note when the gradient comes that the backward of this microbatch waits for."""
-        progress, stage = self._batch.progress, self._stage
-        if progress is None:
-            return
-        for value in given:
-            if value.requires_grad:
-                value.register_hook(lambda _: progress.begun(stage, "B", number))  # type: ignore[no-untyped-call]
-                return
 
     def _run(self, node: Node, values: Mapping[Node, Any]) -> Any:
         if node.op == "get_attr":
@@ -191,6 +191,11 @@ class PartStage(DividedStage):
             module, number, count, module.device, input_args=module.arrives, output_args=module.leaves, group=group
         )
         module.ran = self._divide
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """See torch."""
+        cast(ChainStage, self.submod).begin_backward(bwd_chunk_id)
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def _divide(self, received: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
         """After the first microbatch: let backward run as a whole where torch would divide it wrongly."""
