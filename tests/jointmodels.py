@@ -132,7 +132,10 @@ def example(name):
     if name in SMALL:
         model, x = SMALL[name]()
         return model, (x,), {}
-    made = net(name) if name in NETS else build(name, **TRANSFORMERS[name])
+    return _parts(net(name) if name in NETS else build(name, **TRANSFORMERS[name]))
+
+
+def _parts(made):
     return made.model, made.args, made.kwargs
 
 
@@ -140,8 +143,12 @@ def example(name):
 def captured(name):
     """The joint graph of a model; nobody may change it."""
     with torch.random.fork_rng():
-        model, args, kwargs = example(name)
-        return Captured(capture_joint(model, *args, **kwargs), args, kwargs, eager(model, args, kwargs))
+        if name in NETS:
+            joint, (model, args, kwargs) = wide(name)[0], _parts(wide(name)[1])
+        else:
+            model, args, kwargs = example(name)
+            joint = capture_joint(model, *args, **kwargs)
+        return Captured(joint, args, kwargs, eager(model, args, kwargs))
 
 
 @cache

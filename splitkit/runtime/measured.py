@@ -67,7 +67,7 @@ def one_by_one(order: PipelineOrder, microbatches: int) -> PipelineOrder:
         for kind in kinds:
             for stage in reversed(stages):
                 rows[order.rank_of[stage]].append(Action(stage, kind, microbatch))
-    return PipelineOrder("one by one", tuple(map(tuple, rows)))
+    return PipelineOrder(f"{order.name} one by one", tuple(map(tuple, rows)))
 
 
 def run_steps(pipe: Pipeline, batch: tuple[Sequence[Any], Mapping[str, Any]], repeat: int) -> RankStep:

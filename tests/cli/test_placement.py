@@ -315,38 +315,49 @@ def test_the_least_memory(data):
     assert found["step"]["peak"] < free["step"]["peak"]
 
 
-@pytest.mark.parametrize(
-    "words, says",
-    [
-        (["--devices", "2xh200", "--what", "fwd-bwd", "--memory", "2GiB"], "--devices does not go with --what"),
-        (["--schedule", "1f1b", "--what", "fwd-bwd", "--memory", "2GiB"], "--schedule does not go with --what"),
-        (["--devices", "2xh200", "--stages", "2"], "and so does --stages"),
-        (["--devices", "2xh200", "--policy", "Stages(2)"], "--devices does not go with --policy"),
-        (["--memory", "1GiB", "--policy", "Stages(2)"], "--memory does not go with --policy"),
-        (["--memory", "1GiB"], "--memory needs devices or stages"),
-        (["--schedule", "1f1b"], "--schedule needs devices or stages"),
-        (["--stages", "2", "--microbatches", "4"], "--microbatches goes with --schedule"),
-        (["--stages", "2", "--trace", "t.json"], "--trace goes with --schedule"),
-        (["--stages", "2", "--objective", "latency"], "--objective goes with --devices"),
-        (["--devices", "2xh200", "--objective", "latency", "--schedule", "1f1b"], "is for throughput"),
-        (["--devices", "2xh200", "--optimizer", "none", "--schedule", "1f1b"], "is of training"),
-        (["--devices", "2xh200", "--memory", "much"], "is no size"),
-        (["--devices", "2xh200,"], "is no kind of device"),
-        (["--replicas", "1,2"], "--replicas needs devices or stages"),
-        (["--replicas", "1,2", "--policy", "Stages(2)"], "--replicas does not go with --policy"),
-        (["--stages", "2", "--replicas", "1,0"], "'0' is no whole number >= 1"),
-    ],
-)
-def test_options_that_do_not_go_together(words, says):
+APART = [
+    (["--devices", "2xh200", "--what", "fwd-bwd", "--memory", "2GiB"], "--devices does not go with --what"),
+    (["--schedule", "1f1b", "--what", "fwd-bwd", "--memory", "2GiB"], "--schedule does not go with --what"),
+    (["--devices", "2xh200", "--stages", "2"], "and so does --stages"),
+    (["--devices", "2xh200", "--policy", "Stages(2)"], "--devices does not go with --policy"),
+    (["--memory", "1GiB", "--policy", "Stages(2)"], "--memory does not go with --policy"),
+    (["--memory", "1GiB"], "--memory needs devices or stages"),
+    (["--schedule", "1f1b"], "--schedule needs devices or stages"),
+    (["--stages", "2", "--microbatches", "4"], "--microbatches goes with --schedule"),
+    (["--stages", "2", "--trace", "t.json"], "--trace goes with --schedule"),
+    (["--stages", "2", "--objective", "latency"], "--objective goes with --devices"),
+    (["--devices", "2xh200", "--objective", "latency", "--schedule", "1f1b"], "is for throughput"),
+    (["--devices", "2xh200", "--optimizer", "none", "--schedule", "1f1b"], "is of training"),
+    (["--devices", "2xh200", "--memory", "much"], "is no size"),
+    (["--devices", "2xh200,"], "is no kind of device"),
+    (["--replicas", "1,2"], "--replicas needs devices or stages"),
+    (["--replicas", "1,2", "--policy", "Stages(2)"], "--replicas does not go with --policy"),
+    (["--stages", "2", "--replicas", "1,0"], "'0' is no whole number >= 1"),
+]
+"""Options that do not go together, and what is said of them."""
+
+
+@pytest.fixture(scope="module")
+def refused():
+    """What one process says of each of `APART`, and whether it has torch."""
     code = f"""if True:
-        import sys
+        import contextlib, io, json, sys
         from splitkit.cli import main
-        assert main({[*GPT2, *words]!r}) == 2
-        assert "torch" not in sys.modules
+        for words in {[[*GPT2, *words] for words, _ in APART]!r}:
+            with contextlib.redirect_stderr(io.StringIO()) as said:
+                code = main(words)
+            print(json.dumps([code, said.getvalue(), "torch" in sys.modules]))
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("error: SK601: ") and says in done.stderr and done.stderr.count("\n") == 2
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("number", range(len(APART)), ids=[says for _, says in APART])
+def test_options_that_do_not_go_together(refused, number):
+    code, said, has_torch = refused[number]
+    assert code == 2 and not has_torch
+    assert said.startswith("error: SK601: ") and APART[number][1] in said and said.count("\n") == 2
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ import pytest
 from campaigns import these_first
 from launch import launch
 
+from splitkit import cli
 from splitkit.cli.commands.train import planned_together
 from splitkit.cli.parser import make_parser
 
@@ -76,6 +79,22 @@ def net():
 """
 
 
+def with_ranks(folder, monkeypatch, *words):
+    """Run a command in this process, with real ranks: its exit code, its output, and what all of them complain."""
+    monkeypatch.setattr(sys, "argv", ["splitkit", *words])
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.chdir(folder)
+    kept, said = os.dup(2), folder / "said"
+    with said.open("w") as file, redirect_stdout(io.StringIO()) as out:
+        os.dup2(file.fileno(), 2)
+        try:
+            code = cli.main(words)
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+    return code, out.getvalue(), said.read_text()
+
+
 def test_only_the_rank_that_checks_makes_the_model_and_sees_what_differs_on_another(tmp_path, call, monkeypatch):
     """Of stages in a folder all ranks made the model, captured it and ran it."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
@@ -84,13 +103,13 @@ def test_only_the_rank_that_checks_makes_the_model_and_sees_what_differs_on_anot
     spec, folder = f"{tmp_path / 'loud.py'}:net", str(tmp_path / "stages")
     assert call("split", spec, "--stages", "2", "-o", folder)[0] == 0
     words = ["--nproc", "2", "--microbatches", "2", "--steps", "1", "--check", "--json"]
-    run = splitkit("train", folder, "--model", spec, *words, cwd=tmp_path)
-    trained = json.loads(run.stdout)
+    code, out, said = with_ranks(tmp_path, monkeypatch, "train", folder, "--model", spec, *words)
+    trained = json.loads(out)
     check = trained["check"]
     assert [rank["stages"] for rank in trained["ranks"]] == [[0], [1]]
-    assert run.returncode == 4 and not check["same"] and check["loss"] < 1e-6 and check["gradient"] > 0.4
+    assert code == 4 and not check["same"] and check["loss"] < 1e-6 and check["gradient"] > 0.4
     assert check["furthest"]["gradient"] == "gradient of bias in step 0"
-    assert [line for line in run.stderr.splitlines() if "made by" in line] == ["made by rank 0"]
+    assert [line for line in said.splitlines() if "made by" in line] == ["made by rank 0"]
 
 
 def test_what_fails_on_the_ranks_is_said(call, monkeypatch):

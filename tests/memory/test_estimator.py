@@ -7,18 +7,14 @@ import inspect
 import pytest
 import torch
 from campaigns import these_first
+from jointmodels import captured
 from torch import nn
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._inductor.fx_passes import memory_estimator as inductors
 
 import splitkit as sk
 from splitkit.errors import GraphError
-from splitkit.frontends.joint import capture_joint
 from splitkit.memory import estimator
-from splitkit.testing import models
-from splitkit.testing.nets import NETS
-
-SMALL = {"layers": 1, "width": 32, "heads": 2, "batch": 2, "seq": 8, "vocab": 64}
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +32,7 @@ def mended():
 
 @pytest.fixture(scope="module", params=these_first(["gpt2", "resnet", "writing"], ["mixtral"]))
 def pair(request):
-    made = NETS[request.param]() if request.param in NETS else models.build(request.param, **SMALL)
-    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    joint = captured(request.param).joint
     return joint.partition(default_partition), joint.partition(min_cut_rematerialization_partition)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from launch import launch
 
 PATH = Path(__file__).parents[2] / "benchmarks" / "schedules.py"
 
@@ -15,12 +18,17 @@ PATH = Path(__file__).parents[2] / "benchmarks" / "schedules.py"
 def benchmark():
     spec = importlib.util.spec_from_file_location("schedules", PATH)
     module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:  # processes of their own find it by its name
+    with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "schedules", module)
-        patch.setenv("PYTHONPATH", str(PATH.parent), prepend=":")
-        patch.syspath_prepend(str(PATH.parent))
         spec.loader.exec_module(module)
+        patch.setattr(module.mp, "start_processes", _forked)  # else each rank would import torch anew
         yield module
+
+
+def _forked(run, given, nprocs, start_method):
+    assert run.__name__ == "run_rank" and start_method == "spawn"
+    cases, repeat, folder = given
+    launch("pipeline/sleeping.py", nprocs, json.dumps([asdict(case) for case in cases]), str(repeat), folder)
 
 
 def test_ranks_run_in_the_order_that_was_simulated_and_hold_as_much(benchmark):

@@ -7,20 +7,19 @@ from itertools import accumulate
 import pytest
 import torch
 from campaigns import these_first
+from jointmodels import wide
 from torch import nn
 
 import splitkit as sk
 from splitkit.graph.joint import backward_nodes, forward_outputs
 from splitkit.policies import RecomputeAll, SaveAll
-from splitkit.testing import models
 from splitkit.testing.nets import UNet
 from splitkit.view.halves import HalvesView
 
 
 @pytest.fixture(scope="module", params=these_first(["gpt2"], ["t5"]))
 def view(request):
-    example = models.build(request.param, layers=2, width=64, heads=4, seq=16, vocab=100)
-    joint = sk.capture_joint(example.model, *example.args, **example.kwargs)
+    joint, _ = wide(request.param)
     costs = sk.costs.roofline(joint.graph_module, "a100")
     return HalvesView(
         joint.flow, [joint.split(policy, costs) for policy in (RecomputeAll(), SaveAll())], costs, chosen=1
