@@ -95,6 +95,16 @@ def test_a_relaxation_that_excludes_nothing_is_solved_once(monkeypatch, least, s
     assert (found > low) == least
 
 
+def test_what_a_relaxation_tells_is_a_bound():
+    """HiGHS gives no dual bound where no column is whole; taken from there, it was nothing."""
+    problem = layers(8, 6, 0.3, 3)
+    core = core_of(problem, fused(problem)).reversed()
+    low, high = (int(core.scale * value) for value in (16, 24))
+    assert by_borders(core, low, high) == low
+    relaxed = stage_relaxation(core, ladder(core, (), ordered=False, fill=False), low, high, Clock(60))
+    assert relaxed / core.scale == pytest.approx(17.0, rel=1e-3)
+
+
 def test_two_stages_of_equal_layers_are_proven_to_be_the_best():
     """The cut between two layers is the least that crosses, and both stages pay for it: 40 units and 8 nets each."""
     problem = layers(8, 10, 0.5, 2)
