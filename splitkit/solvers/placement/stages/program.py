@@ -25,7 +25,8 @@ _SOLVED, _INFEASIBLE = 0, 2  # of scipy
 _MARGIN = 1e-6  # relative: what HiGHS may be off
 _MOST_COLUMNS = 4_000  # of more it finds little, and overruns its time
 _MOST_OPEN = 2_500  # columns that a relaxation may have to settle
-_HALVINGS, _RELAXATION = 5, 20.0  # limits for which the relaxation is solved, and seconds that none of them takes
+_HALVINGS, _LIMITS = 5, 3  # down to the first limit for which the relaxation is solved, and so many limits in all
+_RELAXATION = 20.0  # seconds that none of them takes
 # Seconds of a node, and what comes on top for each column times each whole one that the relaxation divides, which
 # branches and cuts are to settle; of that as much before the first branch as for so many nodes.
 _NODE, _DIVIDED, _ROOT = 4e-3, 8e-8, 100
@@ -56,7 +57,7 @@ def stage_program(
 
 
 def stage_relaxation(core: Core, ladder: Ladder, low: int, high: int, clock: Clock) -> int:
-    """The greatest load below which the linear relaxation, with what `Borders` know, has no stages; or ``low``.
+    """A bound on the greatest load by the linear relaxation, with what `Borders` know; or ``low``.
 
     Args:
         core: see `stage_program`.
@@ -67,32 +68,24 @@ def stage_relaxation(core: Core, ladder: Ladder, low: int, high: int, clock: Clo
     """
     slots = _slots(ladder)
 
-    def excluded(limit: int) -> bool:
+    def told(limit: int) -> int:
         known = _windows(core, slots, limit)
         if known is not None and _open(core, *known) > _MOST_OPEN:
-            return False
-        return known is None or _Program(core, ladder, slots, limit).excludes(clock, *known)
+            return 0
+        return BIG if known is None else _Program(core, ladder, slots, limit).relaxed(clock, *known)[0]
 
-    # What a limit excludes, every lower one does: mostly the lowest of all that may come excludes nothing, and it is
-    # the quickest to solve.
-    lowest = high
-    for _ in range(_HALVINGS):
-        lowest = _middle(low, lowest)
-    if lowest <= low or clock.is_over() or not excluded(lowest):
-        return low
-    for _ in range(_HALVINGS):
-        middle = _middle(low, high)
-        if middle <= low or clock.is_over():
+    # Mostly the lowest limit that matters excludes nothing, and it is the quickest to solve. No relaxation is
+    # below that of a greater limit: what one tells is the next limit, and what that tells is little less.
+    limit = low + max(1, (high - low) >> _HALVINGS)
+    for _ in range(_LIMITS):
+        if limit > high or clock.is_over():
             break
-        if middle <= lowest or excluded(middle):
-            low = middle
-        else:
-            high = middle
-    return max(low, lowest)
-
-
-def _middle(low: int, high: int) -> int:
-    return (low + high + 1) // 2
+        bound = told(limit)
+        low = max(low, min(bound, limit))
+        if bound <= limit:
+            break
+        limit = limit + 1 if limit == high else min(bound, high)
+    return low
 
 
 def _slots(ladder: Ladder) -> int:
@@ -144,12 +137,12 @@ class _Program:
         if self._first:
             nodes, proven = None, 0
         else:
-            proven, divided = self._relaxed(clock, inside, outside)
+            proven, divided = self.relaxed(clock, inside, outside)
             each = _DIVIDED * divided * self._rows.columns
             nodes = int((seconds - _ROOT * each) / (_NODE + each))
             hopeless = divided > _FEW and proven < _NEAR * self._limit
             if nodes < 1 or hopeless or proven >= self._limit:
-                return None, proven
+                return None, min(proven, self._limit)
         whole = np.zeros(self._rows.columns, np.bool_)
         whole[self._by], whole[self._on] = True, True
         result = self._solved(whole, (self._limit - 1) / self._unit, seconds, clock, inside, outside, nodes)
@@ -158,16 +151,15 @@ class _Program:
         bound = max(proven, self._whole(result.mip_dual_bound))
         return (None if result.x is None else self._stages_of(result.x)), bound
 
-    def excludes(self, clock: Clock, inside: Bools, outside: Bools) -> bool:
-        """Whether no stages are below the limit within the windows of `Borders`, even if units can be divided."""
-        return self._relaxed(clock, inside, outside)[0] >= self._limit
+    def relaxed(self, clock: Clock, inside: Bools, outside: Bools) -> tuple[int, int]:
+        """A bound within the windows of `Borders` if units can be divided, `BIG` if there are no stages even then.
 
-    def _relaxed(self, clock: Clock, inside: Bools, outside: Bools) -> tuple[int, int]:
-        """A bound on the greatest load if units can be divided, and how many columns then are that should be whole."""
+        Besides, how many columns are divided that should be whole.
+        """
         divisible = np.zeros(self._rows.columns, np.bool_)
         result = self._solved(divisible, np.inf, _RELAXATION, clock, inside, outside)
         if result.status == _INFEASIBLE:
-            return self._limit, 0
+            return BIG, 0
         if result.status != _SOLVED:
             return 0, self._rows.columns
         x = result.x[np.concatenate([self._by.ravel(), self._on.ravel()])]
