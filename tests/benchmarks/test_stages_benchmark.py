@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -197,3 +198,14 @@ def test_measured_rows(stages, monkeypatch, capsys):
     least, most = data["summary"]["sums of prices over what ran"]
     assert 0 < least <= most
     assert 0 <= data["summary"]["measured in that order"] <= data["summary"]["pairs predicted apart"]
+
+
+def test_a_processor_clock_that_stands_still_measures_no_part_as_nothing(stages, monkeypatch):
+    """A guest's clock stands still while it settles what its host took: parts that ran then took 0 seconds."""
+    case = stages.Case(stages.Example(Toy().eval(), (torch.zeros(1, 3, dtype=torch.long),), {}), measure=False)
+    plan = sk.plan(case.gm, sk.policies.Stages(2), case.costs)
+    running = time.process_time
+    stopped = iter([running()] * 12)
+    monkeypatch.setattr(time, "process_time", lambda: next(stopped, None) or running())
+    (seconds,) = stages.measured(case, {"splitkit": plan}, 1).values()
+    assert len(seconds) == 2 and min(seconds) > 0 and next(stopped, None) is None

@@ -12,6 +12,7 @@ from campaigns import few_of_many, these_first
 from hypothesis import strategies as st
 
 from splitkit.solvers import clock
+from splitkit.solvers.placement import mip
 from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.evaluate import faults
 from splitkit.solvers.placement.groups import fused, strong
@@ -175,6 +176,27 @@ def test_the_same_problem_gives_the_same_placement_however_busy_the_machine(larg
     monkeypatch.setattr(clock, "time", Fast(factor=50))
     again = multilevel.multilevel(large)
     assert np.array_equal(again.device, placed.device) and again.order == placed.order and again.bound == placed.bound
+
+
+@pytest.mark.parametrize("count, devices", [(40, 3), (100, 4)])
+def test_wide_graphs_get_the_same_claim_however_busy_the_machine(monkeypatch, count, devices):
+    """Nodes end the one program; the other, whose relaxation tells little, is not begun. The clock ended both."""
+    problem = layered(count, devices, width=20)
+    nodes: list[int] = []
+    milp = mip.milp
+
+    def counted(*args, **options):
+        nodes.extend([options["options"]["node_limit"]] if options["integrality"].any() else [])
+        return milp(*args, **options)
+
+    monkeypatch.setattr(mip, "milp", counted)
+    quiet = contiguous.contiguous(problem, seconds=0.5)
+    assert not quiet.cut and 0 < quiet.bound < quiet.value * (1 - 1e-3)
+    assert len(nodes) == (count == 40)
+    monkeypatch.setattr(clock, "time", Fast(factor=0.5))  # idle: more time must not be more search
+    idle = contiguous.contiguous(problem, seconds=0.5)
+    assert not idle.cut and len(set(nodes)) == (count == 40)
+    assert np.array_equal(idle.device, quiet.device) and (idle.value, idle.bound) == (quiet.value, quiet.bound)
 
 
 def test_more_seconds_are_more_ways_through_coarser_cores(large, placed, monkeypatch):

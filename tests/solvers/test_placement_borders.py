@@ -18,6 +18,7 @@ from splitkit.solvers.placement.evaluate import faults, loads
 from splitkit.solvers.placement.groups import fused
 from splitkit.solvers.placement.problem import Problem, Slot
 from splitkit.solvers.placement.stages.borders import Borders, applies, by_borders
+from splitkit.solvers.placement.stages.contiguous import contiguous
 from splitkit.solvers.placement.stages.ladder import ladder
 from splitkit.solvers.placement.stages.program import _Program, stage_relaxation
 from splitkit.solvers.placement.stages.stages import stage_loads
@@ -80,19 +81,30 @@ def layers(wide: int, deep: int, cost: float, devices: int) -> Problem:
     return Problem.of(np.ones((1, wide * deep)), nets, edges, [Slot()] * devices)
 
 
-@pytest.mark.parametrize("least, solved", [(False, 1), (True, 6)])
-def test_a_relaxation_that_excludes_nothing_is_solved_once(monkeypatch, least, solved):
-    """The lowest of the limits that may come tells for all; where it is excluded, all are bisected."""
+@pytest.mark.parametrize("share, solved", [(0.0, 1), (0.5, 2), (1e9, 3)])
+def test_a_relaxation_that_excludes_nothing_is_solved_once(monkeypatch, share, solved):
+    """Where the lowest of the limits that may come is excluded, what it told is the next."""
     problem = layers(4, 6, 0.1, 3)
     core = core_of(problem, fused(problem))
     asked = []
-    monkeypatch.setattr(_Program, "excludes", lambda self, *_: bool(asked.append(self._limit) or least))
-    steps = ladder(core, (), ordered=False, fill=False)
     high = int(core.least_work.sum())
     low = high // 2
+    told = int(low + share * (high - low))
+    monkeypatch.setattr(_Program, "relaxed", lambda self, *_: asked.append(self._limit) or (told, 0))
+    steps = ladder(core, (), ordered=False, fill=False)
     found = stage_relaxation(core.reversed(), steps, low, high, Clock(60))
-    assert 1 <= len(asked) <= solved and asked[0] == min(asked)
-    assert (found > low) == least
+    assert 1 <= len(asked) <= solved and asked == sorted(asked) and asked[-1] <= high
+    assert found == min(max(low, told), high)
+
+
+def test_what_a_relaxation_tells_is_a_bound():
+    """HiGHS gives no dual bound where no column is whole; taken from there, it was nothing."""
+    problem = layers(8, 6, 0.3, 3)
+    core = core_of(problem, fused(problem)).reversed()
+    low, high = (int(core.scale * value) for value in (16, 24))
+    assert by_borders(core, low, high) == low
+    relaxed = stage_relaxation(core, ladder(core, (), ordered=False, fill=False), low, high, Clock(60))
+    assert 17.0 <= relaxed / core.scale <= contiguous(problem).value
 
 
 def test_two_stages_of_equal_layers_are_proven_to_be_the_best():

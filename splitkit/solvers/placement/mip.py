@@ -15,6 +15,7 @@ FAR = 2.0
 """Times as long may a program take as its nodes are counted for, by default."""
 _NEARLY = 0.1  # of its time may be left to a thread that counts as having had it
 _BUSIEST = 30  # times as slow as alone may a machine be
+_LIMIT = "Solution limit reached"  # of HiGHS: at the node limit
 _OUT_OF_TIME, _STOPPED = 1, 4  # of scipy: at the time limit; at the node limit, or by an error in a reduction
 
 
@@ -70,18 +71,22 @@ class Rows:
         any_will_do: bool = False,
         once: bool = False,
         far: float = FAR,
+        nodes: int | None = None,
     ) -> OptimizeResult:
         """Minimise ``price @ x`` with the ``whole`` columns whole: presolved first, then as it stands.
 
         Nodes of the search trees are counted, so that it comes out the same on a machine that is slow or busy. Should
         time end it all the same, ``clock`` is told, and what was found by then is no result (its bound is), unless
         ``any_will_do``. With ``once`` it is not solved as it stands where nodes ended it, only where presolve failed.
-        Time ends it after ``far`` times the ``seconds`` that are counted.
+        Time ends it after ``far`` times the ``seconds`` that are counted. A tree has no more than so many ``nodes``; by
+        default those that the seconds are enough for where a relaxation leaves little to settle.
         """
-        own, nodes = Clock(far * seconds + GRACE, clock), max(1, int(seconds * _NODES / self.columns))
+        own = Clock(far * seconds + GRACE, clock)
+        if nodes is None:
+            nodes = max(1, int(seconds * _NODES / self.columns))
         best = self._solve(price, whole, low, high, own, nodes, presolve=True)
         results = [best]
-        ended = once and (best.mip_node_count or 0) >= nodes
+        ended = once and ((best.mip_node_count or 0) >= nodes or _LIMIT in best.message)  # no count without a solution
         if best.status == _STOPPED and own.left > 0 and not ended:
             results.append(self._solve(price, whole, low, high, own, nodes, presolve=False))
         late = [result for result in results if result.status == _OUT_OF_TIME]

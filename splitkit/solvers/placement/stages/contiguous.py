@@ -39,7 +39,7 @@ def contiguous(
 
     Args:
         problem: what is placed.
-        seconds: for the search; its steps are counted, and the clock ends it only at three times that. The orders
+        seconds: for the search; its steps are counted, and the clock ends it only at five times that. The orders
             are always tried, so this can be exceeded on huge graphs.
         prefer: which of several placements of equal value is taken: the one of the least key. Some are weighed, not
             all that there are.

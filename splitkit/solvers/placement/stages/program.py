@@ -25,19 +25,26 @@ _SOLVED, _INFEASIBLE = 0, 2  # of scipy
 _MARGIN = 1e-6  # relative: what HiGHS may be off
 _MOST_COLUMNS = 4_000  # of more it finds little, and overruns its time
 _MOST_OPEN = 2_500  # columns that a relaxation may have to settle
-_HALVINGS, _RELAXATION = 5, 20.0  # limits for which the relaxation is solved, and seconds that none of them takes
+_HALVINGS, _LIMITS = 5, 3  # down to the first limit for which the relaxation is solved, and so many limits in all
+_RELAXATION = 20.0  # seconds that none of them takes
+# Seconds of a node, and what comes on top for each column times each whole one that the relaxation divides, which
+# branches and cuts are to settle; of that as much before the first branch as for so many nodes.
+_NODE, _DIVIDED, _ROOT = 4e-3, 8e-8, 100
+_FEW, _NEAR = 100, 0.9  # of more such columns no tree is searched where the relaxation is below this share of the limit
+_FAR = 4.0  # times as long may a program take as it is counted for
 
 
 def stage_program(
     core: Core, ladder: Ladder, limit: int, seconds: float, clock: Clock
 ) -> tuple[StageRanks | None, int]:
-    """The best stages below ``limit`` that are found in time, and a bound on their greatest load.
+    """The best stages below ``limit`` that are found, and a bound on their greatest load.
 
     Args:
         core: whose units; stages are from the last one back, so its edges go back too.
         ladder: how devices can be used.
         limit: above all loads; `BIG` for none.
-        seconds: for the search.
+        seconds: for the search, whose nodes are counted: as long as they take, by what the relaxation divides. Where
+            these would not be enough for one node, the bound is that of the relaxation.
         clock: told if time ends it.
     """
     slots = _slots(ladder)
@@ -50,7 +57,7 @@ def stage_program(
 
 
 def stage_relaxation(core: Core, ladder: Ladder, low: int, high: int, clock: Clock) -> int:
-    """The greatest load below which the linear relaxation, with what `Borders` know, has no stages; or ``low``.
+    """A bound on the greatest load by the linear relaxation, with what `Borders` know; or ``low``.
 
     Args:
         core: see `stage_program`.
@@ -61,32 +68,24 @@ def stage_relaxation(core: Core, ladder: Ladder, low: int, high: int, clock: Clo
     """
     slots = _slots(ladder)
 
-    def excluded(limit: int) -> bool:
+    def told(limit: int) -> int:
         known = _windows(core, slots, limit)
         if known is not None and _open(core, *known) > _MOST_OPEN:
-            return False
-        return known is None or _Program(core, ladder, slots, limit).excludes(clock, *known)
+            return 0
+        return BIG if known is None else _Program(core, ladder, slots, limit).relaxed(clock, *known)[0]
 
-    # What a limit excludes, every lower one does: mostly the lowest of all that may come excludes nothing, and it is
-    # the quickest to solve.
-    lowest = high
-    for _ in range(_HALVINGS):
-        lowest = _middle(low, lowest)
-    if lowest <= low or clock.is_over() or not excluded(lowest):
-        return low
-    for _ in range(_HALVINGS):
-        middle = _middle(low, high)
-        if middle <= low or clock.is_over():
+    # Mostly the lowest limit that matters excludes nothing, and it is the quickest to solve. No relaxation is
+    # below that of a greater limit: what one tells is the next limit, and what that tells is little less.
+    limit = low + max(1, (high - low) >> _HALVINGS)
+    for _ in range(_LIMITS):
+        if limit > high or clock.is_over():
             break
-        if middle <= lowest or excluded(middle):
-            low = middle
-        else:
-            high = middle
-    return max(low, lowest)
-
-
-def _middle(low: int, high: int) -> int:
-    return (low + high + 1) // 2
+        bound = told(limit)
+        low = max(low, min(bound, limit))
+        if bound <= limit:
+            break
+        limit = limit + 1 if limit == high else min(bound, high)
+    return low
 
 
 def _slots(ladder: Ladder) -> int:
@@ -115,6 +114,7 @@ class _Program:
         self._core = core
         self._ladder = ladder
         self._slots = slots
+        self._first = limit >= BIG  # no stages are known: any will do
         self._limit = min(limit, int(core.work.sum(axis=1).max() + core.costs.sum(axis=1).max(initial=0)) + 1)
         self._unit = max(1.0, self._limit / 100)
         rows = Rows()
@@ -134,21 +134,46 @@ class _Program:
 
     def solve(self, seconds: float, clock: Clock, inside: Bools, outside: Bools) -> tuple[StageRanks | None, int]:
         """What HiGHS finds within the windows of `Borders`, checked and counted again, and what it proves."""
+        if self._first:
+            nodes, proven = None, 0
+        else:
+            proven, divided = self.relaxed(clock, inside, outside)
+            each = _DIVIDED * divided * self._rows.columns
+            nodes = int((seconds - _ROOT * each) / (_NODE + each))
+            hopeless = divided > _FEW and proven < _NEAR * self._limit
+            if nodes < 1 or hopeless or proven >= self._limit:
+                return None, min(proven, self._limit)
         whole = np.zeros(self._rows.columns, np.bool_)
         whole[self._by], whole[self._on] = True, True
-        result = self._solved(whole, (self._limit - 1) / self._unit, seconds, clock, inside, outside)
+        result = self._solved(whole, (self._limit - 1) / self._unit, seconds, clock, inside, outside, nodes)
         if result.status == _INFEASIBLE:
-            return None, self._limit if self._limit < BIG else BIG
-        return (None if result.x is None else self._stages_of(result.x)), self._proven(result)
+            return None, BIG if self._first else self._limit
+        bound = max(proven, self._whole(result.mip_dual_bound))
+        return (None if result.x is None else self._stages_of(result.x)), bound
 
-    def excludes(self, clock: Clock, inside: Bools, outside: Bools) -> bool:
-        """Whether no stages are below the limit within the windows of `Borders`, even if units can be divided."""
-        whole = np.zeros(self._rows.columns, np.bool_)
-        result = self._solved(whole, np.inf, _RELAXATION, clock, inside, outside)
-        return result.status == _INFEASIBLE or (result.status == _SOLVED and self._proven(result) >= self._limit)
+    def relaxed(self, clock: Clock, inside: Bools, outside: Bools) -> tuple[int, int]:
+        """A bound within the windows of `Borders` if units can be divided, `BIG` if there are no stages even then.
+
+        Besides, how many columns are divided that should be whole.
+        """
+        divisible = np.zeros(self._rows.columns, np.bool_)
+        result = self._solved(divisible, np.inf, _RELAXATION, clock, inside, outside)
+        if result.status == _INFEASIBLE:
+            return BIG, 0
+        if result.status != _SOLVED:
+            return 0, self._rows.columns
+        x = result.x[np.concatenate([self._by.ravel(), self._on.ravel()])]
+        return self._whole(result.fun), int((np.abs(x - np.round(x)) > _MARGIN).sum())
 
     def _solved(
-        self, whole: Bools, most: float, seconds: float, clock: Clock, inside: Bools, outside: Bools
+        self,
+        whole: Bools,
+        most: float,
+        seconds: float,
+        clock: Clock,
+        inside: Bools,
+        outside: Bools,
+        nodes: int | None = None,
     ) -> OptimizeResult:
         """Solved with the greatest load up to ``most``."""
         columns = self._rows.columns
@@ -156,11 +181,13 @@ class _Program:
         price[self._worst], high[self._worst] = 1.0, most
         low[self._by[inside[1:].T]], high[self._by[outside[1:].T]] = 1.0, 0.0
         low[self._by[:, -1]] = 1.0
-        return self._rows.solve(price, whole, low, high, seconds, clock, any_will_do=self._limit >= BIG)
+        known = not self._first
+        return self._rows.solve(
+            price, whole, low, high, seconds, clock, any_will_do=self._first, once=known, far=_FAR, nodes=nodes
+        )
 
-    def _proven(self, result: OptimizeResult) -> int:
-        """The bound of HiGHS, as a whole number."""
-        proven = result.mip_dual_bound
+    def _whole(self, proven: float | None) -> int:
+        """A bound of HiGHS as a whole number."""
         return 0 if proven is None or not np.isfinite(proven) else int(proven * self._unit * (1 - _MARGIN))
 
     def _stages(self) -> None:

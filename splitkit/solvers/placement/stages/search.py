@@ -29,9 +29,9 @@ MOST_UNITS = 6000
 """Beyond so many units only orders are tried."""
 _MOST_KEPT = 1_000  # of larger cores the loads of stretches are not kept
 _REORDERINGS, _UNIT_STEPS = 150, 1_000
-_REORDERED, _ANNEALED, _PROGRAM = 0.16, 0.4, 0.75  # of the time
+_REORDERED, _ANNEALED, _PROGRAM = 0.16, 0.4, 1.0  # of the time
 _MOVES = 400_000  # of single units, for each second
-_FAR = 3.0  # times as long may it take as its steps are counted for
+_FAR = 5.0  # times as long may it take as its steps are counted for
 _STEPS = 9e7  # over ideals, for each second: what a slow machine does
 _QUICKLY = 0.6  # of them before anything else is tried
 _SHARE, _MOST_FAILURES = 0.6, 2  # of what is left of them for each limit; limits for which that may not do
