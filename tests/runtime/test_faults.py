@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -54,7 +55,9 @@ def test_a_replica_that_fails_is_said_with_the_microbatch_of_the_step(always):
     first, own, last = always["turns"]
     says = "SK805: rank 1 failed in forward of microbatch 5 in stage 0: ValueError: no such thing"
     assert own.startswith(says) and first.startswith(says) and last.startswith(says)
-    assert "rank 2 waited for relu_1 from stage 0 (rank 1), for forward of microbatch 5 in stage 1" in last
+    # on a busy machine rank 0 may not have sent microbatch 4 yet when all is called off
+    waited = r"from stage 0 \((rank 1\), for forward of microbatch 5|rank 0\), for forward of microbatch 4) in stage 1"
+    assert re.search(f"rank 2 waited for relu_1 {waited}", last), last
 
 
 def test_a_rank_that_dies_is_missed(always):
