@@ -6,6 +6,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,7 @@ def _rank(args: Namespace) -> Outcome:
 def _profile(args: Namespace) -> dict[str, Any]:
     import torch.distributed as dist
 
+    from splitkit.costs.timing import progress
     from splitkit.runtime import measured
     from splitkit.runtime.chain import chain_of
     from splitkit.runtime.pipeline import pipeline
@@ -74,15 +76,18 @@ def _profile(args: Namespace) -> dict[str, Any]:
     held = measured.with_passed_on(chain_of(split), stages)
     batch = train.batch_of(work, args.microbatches, 0)
     widest = next(filter(measured.is_divided, orders), orders[0])
-    alone = measured.run_steps(pipeline(split, measured.one_by_one(widest, args.microbatches)), batch, args.repeat)
-    times = {key: found for actions in _gathered(dict(alone.actions)) for key, found in actions.items()}
-    runs = []
-    for order in orders:
-        links = measured.ping(order, max(stage.activation_bytes for stage in stages))
-        found = _gathered(measured.run_steps(pipeline(split, order), batch, args.repeat))
-        priced = measured.timed_stages(held, times, measured.is_divided(order))
-        static = measured.STATIC_BUFFERS
-        runs.append(_compared(sk.simulate_schedule(priced, order, links=links, static_buffers=static), found, links))
+    runs, static = [], measured.STATIC_BUFFERS
+    with progress(1 + len(orders)) if dist.get_rank() == 0 else nullcontext(lambda: None) as advance:
+        alone = measured.run_steps(pipeline(split, measured.one_by_one(widest, args.microbatches)), batch, args.repeat)
+        times = {key: found for actions in _gathered(dict(alone.actions)) for key, found in actions.items()}
+        advance()
+        for order in orders:
+            links = measured.ping(order, max(stage.activation_bytes for stage in stages))
+            found = _gathered(measured.run_steps(pipeline(split, order), batch, args.repeat))
+            priced = measured.timed_stages(held, times, measured.is_divided(order))
+            simulated = sk.simulate_schedule(priced, order, links=links, static_buffers=static)
+            runs.append(_compared(simulated, found, links))
+            advance()
     cores = len(os.sched_getaffinity(0))
     return {
         "command": "profile",
