@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -76,10 +76,10 @@ def undisturbed(keys: Mapping[Node, str], runs: Sequence[Mapping[Node, float]]) 
     return {key: min(fmean(run.get(n, 0.0) for n in nodes) for run in runs) for key, nodes in groups.items()}
 
 
-def rounds(groups: int, min_run_time: float) -> Iterator[int]:
-    """Numbers of runs: a few, and some more as long as time is left for so many groups."""
+def rounds(groups: int, min_run_time: float, settled: Callable[[], bool] = lambda: True) -> Iterator[int]:
+    """Numbers of runs: a few, and some more as long as time is left for so many groups, or until they have settled."""
     end = time.perf_counter() + min_run_time * groups
     for number in range(MOST_ROUNDS):
-        if number >= ROUNDS and time.perf_counter() >= end:
+        if number >= ROUNDS and time.perf_counter() >= end and settled():
             return
         yield number

@@ -11,7 +11,7 @@ begins is its time. So the times add up to the whole, the adding up of gradients
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +21,9 @@ from torch.fx import Node
 
 from splitkit.brief import brief
 from splitkit.costs.copies import Private, unfit
-from splitkit.costs.in_place import MOST_ROUNDS, TimedRun, undisturbed
+from splitkit.costs.in_place import TimedRun, rounds, undisturbed
 from splitkit.costs.measuring import Measured, MeasuringRun
-from splitkit.costs.timing import ROUNDS, Record
+from splitkit.costs.timing import Record
 from splitkit.costs.training import FromFormula
 from splitkit.errors import CostError
 from splitkit.graph.dataflow import Dataflow
@@ -149,7 +149,7 @@ def _backward_of(key: str) -> str:
 def _time_steps(run: MeasuringRun, keys: Mapping[Node, str], inputs: Any, dice: torch.Tensor) -> None:
     forward, backward = list[Mapping[Node, float]](), list[Mapping[Node, float]]()
     lasting = _state(run, inputs) if _leaves_state(run.flow) else None
-    for number in _rounds(forward, backward, run.min_run_time * (1 + len(set(keys.values())))):
+    for number in rounds(1 + len(set(keys.values())), run.min_run_time, lambda: _settled(forward, backward)):
         torch.random.set_rng_state(dice)
         private, values = lasting or _state(run, inputs)
         for tensor in [*private.tensors(), *tensors(values)]:
@@ -182,17 +182,10 @@ def _state(run: MeasuringRun, inputs: Any) -> tuple[Private, Any]:
     return private, private.inputs(inputs)
 
 
-def _rounds(
-    forward: Sequence[Mapping[Node, float]], backward: Sequence[Mapping[Node, float]], seconds: float
-) -> Iterator[int]:
-    """Numbers of steps: as of `rounds`, and more while they get faster, as the allocator's memory settles."""
-    end = time.perf_counter() + seconds
-    for number in range(MOST_ROUNDS):
-        took = [sum(f.values()) + sum(b.values()) for f, b in zip(forward, backward, strict=True)]
-        settled = len(took) > 2 and min(took[-2:]) > 0.99 * min(took[:-2])
-        if number >= ROUNDS and time.perf_counter() >= end and settled:
-            return
-        yield number
+def _settled(forward: Sequence[Mapping[Node, float]], backward: Sequence[Mapping[Node, float]]) -> bool:
+    """Whether steps get no faster: those of the beginning wait for memory, which the allocator later keeps."""
+    took = [sum(f.values()) + sum(b.values()) for f, b in zip(forward, backward, strict=True)]
+    return len(took) > 2 and min(took[-2:]) > 0.99 * min(took[:-2])
 
 
 class _Step(TimedRun):
