@@ -42,15 +42,16 @@ def without_partial_graph() -> Iterator[None]:
 
     All else that is written there meanwhile comes at the end.
     """
-    written, graph = StringIO(), ""
+    written, graph = StringIO(), None
     try:
         with redirect_stderr(written):
             yield
     except Exception as error:
-        graph = f"{getattr(error, 'partial_fx_graph', '')}\n"
+        graph = getattr(error, "partial_fx_graph", None)
         raise
     finally:
-        sys.stderr.write(written.getvalue().replace(graph, "") if graph.strip() else written.getvalue())
+        text = written.getvalue()
+        sys.stderr.write(text if graph is None else text.replace(f"{graph}\n", ""))
 
 
 def _functions() -> Iterator[Callable[..., Any]]:

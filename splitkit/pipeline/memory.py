@@ -193,7 +193,7 @@ def _kept(run: StepTrace, sent: Ints) -> Iterator[_Changes]:
     ends = np.flatnonzero((kind == BACKWARD) | (kind == BACKWARD_WEIGHT))
     done[stage[ends], microbatch[ends]] = ends
     last = done[stage[sent], microbatch[sent]]
-    on = np.array([-(-bytes_on(run.stages, s) // costs.replicas) for s, costs in enumerate(run.stages)])
+    on = np.array([share(bytes_on(run.stages, s), costs.replicas) for s, costs in enumerate(run.stages)])
     over = np.full(len(sent), run.ends.max())
     yield from _held(rank[sent], on[stage[sent]], run.ends[last], over, 2 * last + 1, np.full(len(sent), _LATEST))
 

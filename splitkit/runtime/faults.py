@@ -110,21 +110,17 @@ def named(progress: Progress) -> Iterator[None]:
 
 def _own(progress: Progress, cause: BaseException) -> SplitError:
     at = progress.inside or progress.last
-    where = _text(at) if at is not None else "the step"
+    where, rank = _text(at) if at is not None else "the step", progress.replicas.rank
     if isinstance(cause, SplitError):
         failed = cause
     else:
         failed = PipelineError(
             "SK805",
-            f"rank {progress.replicas.rank} failed in {where}: {type(cause).__name__}: {cause}",
+            f"rank {rank} failed in {where}: {type(cause).__name__}: {cause}",
             "Run the unsplit model on that microbatch: splitkit run PLAN --check.",
         )
     with suppress(Exception):
-        line = (
-            failed.reason
-            if failed.code == "SK805"
-            else f"{failed.code} on rank {progress.replicas.rank}: {failed.reason}"
-        )
+        line = failed.reason if failed.code == "SK805" else f"{failed.code} on rank {rank}: {failed.reason}"
         _torch.default_store().set(KEY, line)
     return failed
 

@@ -289,7 +289,7 @@ class Pipeline:
         if runs is None:
             ends = ends_of(self._chain, self._loss, train, self._asked(keep))
             where = self.order, self.stages, self.device, self.replicas
-            runs = self._runs[train] = Runs(self._chain, ends, Batch(self._progress), self._share, *where)
+            runs = self._runs[train] = Runs(self._chain, ends, Batch(self._progress, self._share), *where)
         if keep and not runs.outputs:
             raise PipelineError(
                 "SK802", "outputs are asked for after steps without", "Ask in the first step: step(..., outputs=True)."

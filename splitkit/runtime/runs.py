@@ -30,15 +30,13 @@ class Runs:
         chain: Chain,
         ends: Ends,
         batch: Batch,
-        share: range,
         order: PipelineOrder,
         stages: Sequence[int],
         device: torch.device,
         replicas: Replicas,
     ) -> None:
         require_loss(chain, ends)
-        self.batch, self.outputs, self._share = batch, ends.own is None, share
-        batch.share = share
+        self.batch, self.outputs = batch, ends.own is None
         self.stages: tuple[PartStage, ...]
         modules = [ChainStage(chain, s, ends, batch, device) for s in stages]
         require_support(order, tuple(modules))
@@ -48,13 +46,13 @@ class Runs:
             self.stages = tuple(PartStage(m, s, chain.stages, group) for m, s in zip(modules, stages, strict=True))
             self._schedule = schedule_of(order, self.stages, handed)
         else:
-            own = TurnStage(modules[0], stages[0], replicas, share)
+            own = TurnStage(modules[0], stages[0], replicas, batch.share)
             self.stages, self._schedule = (own,), turn_schedule(own, order, replicas, handed)
         self._last = any(m.last for m in modules)
 
     def step(self) -> None:
         """One step on what lies in the batch."""
-        number = torch.tensor(self._share)
+        number = torch.tensor(self.batch.share)
         self._schedule.step(microbatch=number, target=number if self._last else None, return_outputs=False)
 
 

@@ -30,6 +30,7 @@ class Batch:
 
     Attributes:
         progress: what the rank is at; ``None`` under a schedule of others.
+        share: the microbatches of this rank, as torch's stage numbers them from 0 on.
         inputs: microbatch -> the inputs of the graph by name.
         targets: microbatch -> what the loss is given besides the output.
         seeds: microbatch -> its seed.
@@ -37,10 +38,10 @@ class Batch:
         losses: microbatch -> its loss, on the last rank.
         found: the losses of the microbatches of all replicas, on the last rank.
         keep: whether outputs are wanted.
-        share: the microbatches of this rank, as torch's stage numbers them from 0 on.
     """
 
     progress: Progress | None = None
+    share: Sequence[int] = ()
     inputs: Sequence[Mapping[str, Any]] = ()
     targets: Sequence[Any] = ()
     seeds: Sequence[int] = ()
@@ -48,7 +49,6 @@ class Batch:
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     found: torch.Tensor | None = None
     keep: bool = False
-    share: Sequence[int] = ()
 
 
 class ChainStage(nn.Module):

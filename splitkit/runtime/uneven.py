@@ -114,7 +114,7 @@ def _local(replicas: Replicas, stage: int, number: int) -> int:
 class TurnStage(PartStage):
     """Torch's stage of a replica: whom it talks to changes with the microbatch."""
 
-    def __init__(self, module: ChainStage, number: int, replicas: Replicas, share: range) -> None:
+    def __init__(self, module: ChainStage, number: int, replicas: Replicas, share: Sequence[int]) -> None:
         count = len(replicas.counts)
         super().__init__(module, number, sum(replicas.counts), replicas.line)  # torch asks for a stage a rank at least
         self.num_stages, self._replicas, self._share = count, replicas, share
