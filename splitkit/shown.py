@@ -33,7 +33,7 @@ class Shown:
         Args:
             height: pixels.
             live: of a plan or a split: a widget that plans anew in Python when the number of stages is changed, and
-                whose ``plan`` is the plan as it was dragged. It needs ``pip install 'splitkit[notebook]'``.
+                whose ``plan`` is the plan as it was dragged. It needs ``pip install anywidget``.
             options: what the class says.
 
         Raises:

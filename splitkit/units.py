@@ -10,7 +10,8 @@ _BYTES = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGTP", 1):
     _BYTES |= {f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"), (1e-12, "ps"))
-_SIZE = re.compile(r"\s*(\d{1,2000}(?:\.\d{1,2000})?)\s*([A-Za-z]*)\s*", re.ASCII)
+_PERCENT = re.compile(r"\s*(\d{1,3}(?:\.\d{1,20})?)\s*%\s*", re.ASCII)
+_SIZE = re.compile(r"\s*(\d{1,2000}(?:\.\d{1,2000})?(?:[eE]\+?\d{1,3})?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def quantity(value: float) -> str:
@@ -24,13 +25,21 @@ def size(nbytes: float) -> str:
 
 
 def read_size(text: str) -> int | None:
-    """``"1.5 KiB"`` -> 1536, ``"2kB"`` -> 2000, ``"512"`` -> 512; ``None`` for what is no size."""
+    """``"1.5 KiB"`` -> 1536, ``"2kB"`` -> 2000, ``"512"`` -> 512, ``"1e3"`` -> 1000; ``None`` for what is no size."""
     match = _SIZE.fullmatch(text)
     if match is None or match[2].upper() not in _BYTES:
         return None
-    if "." in match[1] and _BYTES[match[2].upper()] == 1:  # half a byte: the unit was forgotten
-        return None
-    return int(Fraction(match[1]) * _BYTES[match[2].upper()])  # exact, where a float gives 1000 for "1.001 kB"
+    nbytes = Fraction(match[1]) * _BYTES[match[2].upper()]  # exact, where a float gives 1000 for "1.001 kB"
+    if "." in match[1] and _BYTES[match[2].upper()] == 1 and ("e" not in match[1].lower() or nbytes.denominator != 1):
+        return None  # half a byte: the unit was forgotten
+    return int(nbytes)
+
+
+def read_percent(text: str) -> float | None:
+    """``"80%"`` -> 0.8; ``None`` for anything but a number from 0 to 100 and a percent sign."""
+    match = _PERCENT.fullmatch(text)
+    share = float(match[1]) / 100 if match else None
+    return share if share is not None and share <= 1 else None
 
 
 def duration(seconds: float, unit: str = "s") -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from splitkit.units import duration, read_size, size
+from splitkit.units import duration, read_percent, read_size, size
 
 
 @pytest.mark.parametrize(
@@ -19,15 +19,25 @@ from splitkit.units import duration, read_size, size
         ("3GiB", 3 * 2**30),
         ("1pib", 2**50),
         ("9" * 400, int("9" * 400)),
+        ("1e6", 10**6),
+        ("1.5e+3", 1500),
+        ("2E1 kB", 20_000),
     ],
 )
 def test_sizes_are_read_exactly(text, nbytes):
     assert read_size(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "much", "2 XiB", "-1", "1.5.2", "nan", "1e9", "GiB", ".5", "\u0663"])
+@pytest.mark.parametrize(
+    "text", ["", "much", "2 XiB", "-1", "1.5.2", "nan", "1e-3", "1.25e1", "1e", "GiB", ".5", "\u0663"]
+)
 def test_what_is_no_size(text):
     assert read_size(text) is None
+
+
+def test_percentages():
+    assert [read_percent(text) for text in ("80%", " 12.5 % ", "100%", "0%")] == [0.8, 0.125, 1.0, 0.0]
+    assert [read_percent(text) for text in ("101%", "80", "-5%", "%", "8 0%", "nan%")] == [None] * 6
 
 
 @pytest.mark.parametrize("nbytes", [1, 1536, 5 * 2**20, 7 * 2**40, 3 * 2**50])

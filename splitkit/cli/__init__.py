@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from importlib import import_module
 from typing import cast
 
-from splitkit.cli import outputs
+from splitkit.cli import distribution, outputs
 from splitkit.cli.outcome import Outcome, jsonable
 from splitkit.cli.parser import make_parser
 from splitkit.errors import CheckError, NoPlanError, SplitError, UsageError
@@ -139,6 +139,8 @@ def _facts(error: Exception | str) -> dict[str, str | list[str] | None]:
         remedy = f"{notes[-1]}. Mend it there; --debug shows the traceback."
     if isinstance(error, ModuleNotFoundError) and error.name:
         remedy = f"Install {error.name}; `splitkit doctor` shows what else is missing."
+    if isinstance(error, ImportError | AttributeError) and (clash := distribution.other()):
+        remedy = f"Another package may have overwritten files of this one ({clash}): {distribution.REMEDY}."
     return {"code": None, "reason": f"{type(error).__name__}: {error}", "remedy": remedy, "nodes": []}
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from typing import Any, NoReturn
 
 from splitkit.errors import UsageError, nearest
+from splitkit.units import read_size
 
 INSTEAD = "; write "
 """In the message of a type: what stands behind it is what the option takes."""
@@ -15,6 +17,8 @@ INSTEAD = "; write "
 class Parser(argparse.ArgumentParser):
     """Raises `UsageError` where argparse would print and leave."""
 
+    _words: list[str]
+
     def error(self, message: str) -> NoReturn:
         """Raise SK601, with what to write instead where the message has it, or has what it is made of."""
         help_text = f"See `{self.prog} --help`."
@@ -22,6 +26,8 @@ class Parser(argparse.ArgumentParser):
         reason, _, instead = message.partition(INSTEAD)
         if instead and option:
             help_text = f"Write {option[1]} {instead}. {help_text}"
+        elif reason.endswith("expected one argument") and option and (value := self._negative_value(option[1])):
+            reason, help_text = f"{option[1]} {value} is below zero", f"Write {option[1]} {value[1:]}. {help_text}"
         elif reason.endswith("expected one argument") and option:
             help_text = f"Write {option[1]}={self._metavar(option[1])}. {help_text}"
         elif wrong := re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", message):
@@ -31,6 +37,18 @@ class Parser(argparse.ArgumentParser):
     def _metavar(self, option: str) -> str:
         action = self._option_string_actions[option]  # argparse has no public way to it
         return str(action.metavar or action.dest.upper())
+
+    def format_help(self) -> str:
+        """The help, which begins with the positional arguments alone: all options follow below, in their groups."""
+        if self.usage is None and self._subparsers is None:  # argparse has no public name for it
+            names = [str(action.metavar) for action in self._get_positional_actions()]
+            self.usage = " ".join(["%(prog)s [options]", *names])
+        return super().format_help()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does; keeps the words for messages about them."""
+        self._words = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(self._words, namespace)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse does; an option that is not known is answered with the nearest one of its command.
@@ -43,8 +61,21 @@ class Parser(argparse.ArgumentParser):
             command: Parser = getattr(found, "parser", self)
             option, reason = unknown[0].partition("=")[0], f"unrecognized arguments: {' '.join(unknown)}"
             remedy = nearest(option, command._option_string_actions, f"See `{command.prog} --help`.")
-            raise UsageError("SK601", reason, remedy)
+            raise UsageError("SK601", reason, self._split_size(unknown[0]) or remedy)
         return found
+
+    def _split_size(self, unit: str) -> str:
+        """What to write in place of ``--memory 80 GB``; nothing if the words are something else."""
+        at = self._words.index(unit) if unit in self._words else 0
+        option, number = self._words[at - 2 : at] if at >= 2 else ("", "")
+        is_size = option.startswith("--") and read_size(number) is not None and read_size(number + unit) is not None
+        return f"Write {option} {number}{unit}." if is_size else ""
+
+    def _negative_value(self, option: str) -> str:
+        """``-1GiB`` of ``--memory -1GiB``; nothing if the option is followed by something else."""
+        at = self._words.index(option) + 1 if option in self._words else len(self._words)
+        value = self._words[at] if at < len(self._words) else ""
+        return value if re.match(r"-\.?\d", value) else ""
 
 
 def sizes(text: str) -> dict[str, int]:

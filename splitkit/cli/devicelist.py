@@ -15,12 +15,41 @@ from splitkit.errors import CostError, FileError, UsageError
 if TYPE_CHECKING:
     from splitkit.costs import Device
 
+KINDS = (
+    "cpu",
+    "a100",
+    "h100",
+    "h200",
+    "rtx-4090",
+    "l4",
+    "rtx-3060",
+    "rtx-3090",
+    "rtx-5090",
+    "a6000",
+    "a10",
+    "v100",
+    "t4",
+    "b200",
+    "mi300x",
+    "l40s",
+)
+"""The names in ``splitkit.costs.devices()``, repeated here because that module imports torch."""
 MOST = 1024
 """Devices that a command plans for."""
 
-_LINK_OF = {"a100": "nvlink3", "h100": "nvlink4", "h200": "nvlink4", "cpu": "shared-memory"}
+_LINK_OF = {
+    "cpu": "shared-memory",
+    "v100": "nvlink2",
+    "a100": "nvlink3",
+    **dict.fromkeys(("h100", "h200"), "nvlink4"),
+    "b200": "nvlink5",
+    "mi300x": "infinity-fabric",
+    "t4": "pcie3",
+    "rtx-5090": "pcie5",
+}
 _OTHER_LINK = "pcie4"
 _ITEM = re.compile(r"(?:(\d{1,6})x)?(.+)", re.ASCII)
+_TURNED = re.compile(r"(.+)[x*](\d{1,4})", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -65,15 +94,36 @@ def counts(text: str) -> list[tuple[str, int]]:
     found = []
     for item in text.split(","):
         match = _ITEM.fullmatch(item.strip())
-        if match is None or match[2].endswith(".toml") or (match[1] and not int(match[1])):
-            raise UsageError(
-                "SK601",
-                f"--devices {text}: {item!r} is no kind of device",
-                "Write 4xh200, h200,h200,a100 or FILE.toml.",
-            )
+        if match is None or not _may_be_kind(match[2]) or (match[1] and not int(match[1])):
+            raise UsageError("SK601", f"--devices {text}: {item!r} is no kind of device", _instead(item))
         found.append((match[2], int(match[1] or 1)))
     _require_few(text, sum(count for _, count in found))
     return found
+
+
+def _may_be_kind(text: str) -> bool:
+    """Whether ``text`` may name a kind of device: it is no number, no file and not a kind with its number behind."""
+    return not (text.isdigit() or text.endswith(".toml") or _turned_around(text))
+
+
+def _turned_around(item: str) -> re.Match[str] | None:
+    """The match of ``h200x4``, which should be ``4xh200``; ``rtx3090`` is a kind."""
+    match = _TURNED.fullmatch(item)
+    return match if match and _plain(match[1]) in map(_plain, KINDS) else None
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_-]", "", name).lower()
+
+
+def _instead(item: str) -> str:
+    """What to write for an item that names no devices."""
+    item = item.strip()
+    if item.isascii() and item.isdigit():
+        return f"Say which devices, such as --devices {item}xh200; or --stages {item} for devices of no certain kind."
+    if turned := _turned_around(item):
+        return f"Write {turned[2]}x{turned[1]}."
+    return "Write 4xh200, h200,h200,a100 or FILE.toml."
 
 
 def check(text: str) -> None:

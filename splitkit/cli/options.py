@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 
 from splitkit.cli.arguments import Parser, natural, positive, sizes
 from splitkit.testing.models import NAMES
@@ -17,8 +18,8 @@ def add_links(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--links",
         metavar="NAME",
-        help="nvlink3, nvlink4, nvlink5, pcie4, pcie5, ethernet100, ethernet400, shared-memory or none (default: what "
-        "the devices usually have, pcie4 where they differ)",
+        help="what connects the devices, such as nvlink4, pcie4 or none; `splitkit devices` lists them (default: the "
+        "usual ones of such devices, pcie4 where they differ)",
     )
 
 
@@ -30,7 +31,7 @@ def command(commands: Commands[Parser], name: str, what: str, example: str) -> P
         help=what,
         description=f"{what[0].upper()}{what[1:]}.",
         epilog=f"example:\n{indented}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.set_defaults(parser=parser)
@@ -39,17 +40,34 @@ def command(commands: Commands[Parser], name: str, what: str, example: str) -> P
     return parser
 
 
-def add_view(parser: Parser, what: str) -> None:
-    """A page besides."""
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """As wide as the terminal, up to 110 characters, with the texts further to the right than argparse has them."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=min(110, shutil.get_terminal_size().columns - 2))
+
+
+def add_view(parser: argparse._ActionsContainer, what: str) -> None:
+    """An option for a page to look at."""
     parser.add_argument("--view", metavar="FILE", help=f"also write a page to look at: {what}")
+
+
+def add_output(parser: argparse._ActionsContainer) -> None:
+    """An option for the file of a plan."""
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON (- for standard output)")
 
 
 def add_plan_or_model(parser: Parser) -> None:
     """A plan file, or a model and a policy."""
-    parser.add_argument("target", metavar="PLAN.json|MODEL", help=f"a plan, or {MODEL_HELP}")
-    parser.add_argument("--model", metavar="SPEC", help="the model of the plan; needed to run a factory's code")
+    add_plan_target(parser)
     add_model_options(parser)
     add_policy_options(parser, "policy (with MODEL)")
+
+
+def add_plan_target(parser: Parser) -> None:
+    """The plan file or model that a command works on."""
+    parser.add_argument("target", metavar="PLAN.json|MODEL", help=f"a plan, or {MODEL_HELP}")
+    parser.add_argument("--model", metavar="SPEC", help="the model of the plan; needed to run a factory's code")
 
 
 def add_model_options(parser: Parser) -> None:
@@ -71,7 +89,17 @@ def add_policy_options(parser: Parser, title: str, costs: str = "flops") -> None
     one.add_argument("--stages", type=positive, metavar="N", help="N pipeline stages; short for --policy 'Stages(N)'")
     one.add_argument("--policy", metavar="EXPR", help="a policy with its parameters; see `splitkit policies`")
     add_costs(group, costs)
+    add_training(group)
+    add_on_cycle(group)
+
+
+def add_training(group: argparse._ArgumentGroup) -> None:
+    """Whether prices include backward."""
     group.add_argument("--training", action="store_true", default=None, help="let costs include the backward of a node")
+
+
+def add_on_cycle(group: argparse._ArgumentGroup) -> None:
+    """What happens to parts in a cycle."""
     group.add_argument(
         "--on-cycle",
         choices=("error", "refine", "merge"),
@@ -84,7 +112,6 @@ def add_costs(group: argparse._ArgumentGroup, default: str = "flops") -> None:
     group.add_argument(
         "--costs",
         metavar="KIND",
-        help=f"what a node costs (default: {default}): flops, unit, measured (on this CPU; with --training backward "
-        "too), measured:DEVICE, roofline:DEVICE or fused:DEVICE (cpu, a100, h100, h200, rtx-4090, l4, or "
-        "devices.toml:NAME; fused: as Inductor fuses)",
+        help=f"what a node costs (default: {default}): flops, unit, measured, measured:DEVICE, roofline:DEVICE or "
+        "fused:DEVICE (as Inductor fuses); DEVICE as `splitkit devices` lists them, or FILE.toml:NAME",
     )

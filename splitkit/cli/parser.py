@@ -9,11 +9,15 @@ from splitkit.cli.arguments import Parser, above_zero, numbers, positive, words
 from splitkit.cli.options import (
     MODEL_HELP,
     Commands,
+    HelpFormatter,
     add_costs,
     add_links,
     add_model_options,
+    add_on_cycle,
+    add_output,
     add_plan_or_model,
-    add_policy_options,
+    add_plan_target,
+    add_training,
     add_view,
     command,
 )
@@ -32,7 +36,7 @@ def make_parser() -> Parser:
         prog="splitkit",
         description="Split PyTorch graphs into parts, and prove that the parts do what the whole did.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"splitkit {__version__}")
@@ -45,6 +49,7 @@ def make_parser() -> Parser:
     _profile(commands)
     _view(commands)
     _sweep(commands)
+    _devices(commands)
     command(commands, "policies", "list the policies that --policy knows", "splitkit policies --json")
     command(commands, "doctor", "check the installation, and split a tiny model", "splitkit doctor")
     return parser
@@ -71,37 +76,59 @@ def _plan(commands: Commands[Parser]) -> None:
     )
     parser = command(commands, "plan", "decide which part computes which node", example)
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    _add_parts(parser.add_argument_group("how to cut"))
+    _add_limits(parser.add_argument_group("devices (with --devices or --stages)"))
+    _add_step(parser.add_argument_group("training step (with --devices or --stages)"))
+    prices = parser.add_argument_group("prices")
+    add_costs(prices, "flops; with --devices their roofline; with fwd-bwd roofline:a100")
+    add_training(prices)
     add_model_options(parser)
-    add_policy_options(parser, "policy", "flops; with --devices their roofline; with fwd-bwd roofline:a100")
-    parser.add_argument(
+    output = parser.add_argument_group("output")
+    add_output(output)
+    add_view(output, "the plan, as splitkit view draws it")
+    output.add_argument("--trace", metavar="FILE", help="with --schedule: write the timeline for Perfetto")
+
+
+def _add_parts(group: argparse._ArgumentGroup) -> None:
+    one = group.add_mutually_exclusive_group()
+    one.add_argument("--stages", type=positive, metavar="N", help="N pipeline stages")
+    group.add_argument(
+        "--devices",
+        metavar="LIST",
+        help="parts for these devices: 4xh200, or h200,h200,a100, or FILE.toml (as `splitkit devices --help` says); "
+        "devices of one kind become stages of a pipeline",
+    )
+    one.add_argument("--policy", metavar="EXPR", help="a policy with its parameters; `splitkit policies` lists them")
+    group.add_argument(
         "--what",
         choices=("parts", "fwd-bwd"),
         default="parts",
         help="cut the forward into parts (default), or a training step into forward and backward",
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON (- for standard output)")
-    add_view(parser, "the plan, as splitkit view draws it")
-    _add_placement(parser.add_argument_group("placement (with --devices, or --stages N)"))
+    add_on_cycle(group)
 
 
-def _add_placement(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--devices",
-        metavar="LIST",
-        help="4xh200, or h200,h200,a100, or 2xh200,cpu, or devices.toml (a table for each kind, as --costs takes it, "
-        'with count = 4, and links = "nvlink4" above them); alike: stages of a pipeline, priced by their roofline',
-    )
+def _add_limits(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--memory",
         metavar="SIZE",
-        help="bytes that each device has, such as 80GiB (default: its own), or least: the stages with the lowest peak; "
-        "with fwd-bwd: the peak that is allowed, such as 2GiB or 0.5, or least",
+        help="of each device: 80GiB, 80%% of what it has, or least for the stages with the lowest peak (default: all "
+        "it has); with fwd-bwd the peak that is allowed: 2GiB, 50%% of what saving everything takes, or least",
     )
+    add_links(group)
+    group.add_argument(
+        "--objective",
+        choices=("throughput", "latency"),
+        help="least load of the busiest device (default), or least time of one sample",
+    )
+
+
+def _add_step(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--schedule",
         metavar="NAME",
-        help="train with gpipe, 1f1b, interleaved-1f1b, looped-bfs, interleaved-zero-bubble, zbv or dualpipev, and "
-        "simulate the step; without it: one sample after the other, inference unless --optimizer is given",
+        help="gpipe, 1f1b, interleaved-1f1b, looped-bfs, interleaved-zero-bubble, zbv or dualpipev; the step is "
+        "simulated (default: inference, one sample after the other)",
     )
     group.add_argument(
         "--microbatches",
@@ -109,26 +136,17 @@ def _add_placement(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="of a step, each of the size that is captured (default: two a stage)",
     )
-    add_links(group)
     group.add_argument(
         "--replicas",
         type=numbers,
         metavar="LIST",
-        help="on how many devices a stage may stand, such as 1,2,4: each runs its share of every microbatch (data "
-        "parallel); --stages or --devices then says how many devices there are (default: 1)",
+        help="on how many devices a stage may stand, such as 1,2,4: each runs its share of every microbatch; --stages "
+        "or --devices then says how many devices there are (default: 1)",
     )
     group.add_argument(
         "--optimizer",
         choices=("adam", "momentum", "sgd", "none"),
         help="whose state is held; none: inference (default: adam with --schedule, else none)",
-    )
-    group.add_argument(
-        "--objective",
-        choices=("throughput", "latency"),
-        help="least load of the busiest device (default), or least time of one sample",
-    )
-    group.add_argument(
-        "--trace", metavar="FILE", help="with --schedule: write the timeline for Perfetto or chrome://tracing"
     )
 
 
@@ -218,11 +236,12 @@ def _sweep(commands: Commands[Parser]) -> None:
         "splitkit sweep llama --size layers=4 --points 12 --json\n"
         "splitkit sweep gpt2 --size layers=4 --of peak\n"
         "splitkit sweep gpt2 --stages 2,4,8 --devices h200 --memory 80GiB\n"
-        "splitkit sweep llama --stages 4 --microbatches 8,32 --schedules 1f1b,zbv,dualpipev"
+        "splitkit sweep llama --stages 4 --microbatches 8,32 --schedules 1f1b,zbv,dualpipev\n"
+        "splitkit sweep plan.json --devices h200"
     )
     what = "show what less memory for training costs; or, with --stages, which pipelines are fastest and smallest"
     parser = command(commands, "sweep", what, example)
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    add_plan_target(parser)
     add_model_options(parser)
     add_costs(parser.add_argument_group("prices"), "roofline:a100")
     parser.add_argument("--points", type=positive, metavar="N", help="without --stages: rows to show (default 10)")
@@ -243,6 +262,21 @@ def _sweep(commands: Commands[Parser]) -> None:
     group.add_argument("--memory", metavar="SIZE", help="bytes of each rank, such as 80GiB (default: that of KIND)")
     add_links(group)
     group.add_argument("--optimizer", choices=("adam", "momentum", "sgd"), help="whose state is held (default adam)")
+
+
+def _devices(commands: Commands[Parser]) -> None:
+    example = (
+        "splitkit devices\n\n"
+        "a device of your own, in FILE.toml:\n"
+        '  links = "nvlink4"           # what connects the devices; optional, as are count and launch\n'
+        "  [mine]\n"
+        "  count = 4                   # how many there are, for --devices FILE.toml\n"
+        "  peak = { float32 = 40e12, bfloat16 = 160e12 }    # FLOP/s\n"
+        "  bandwidth = 900e9           # bytes a second\n"
+        "  memory = 48_000_000_000     # bytes\n"
+        "  launch = 4e-6               # seconds to start a kernel"
+    )
+    command(commands, "devices", "list the devices and links that --devices, --costs and --links know", example)
 
 
 def _profile(commands: Commands[Parser]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from splitkit.cli import devicelist
 from splitkit.cli.devicelist import DeviceList
 from splitkit.errors import UsageError
-from splitkit.units import read_size, size
+from splitkit.units import read_percent, read_size, size
 
 if TYPE_CHECKING:
     from splitkit.pipeline.stageprices import Optimizer
@@ -69,25 +69,46 @@ def check(args: Namespace) -> None:
         raise UsageError("SK601", "--schedule is of training, --optimizer none of inference", "Leave one of them out.")
     if args.devices is not None:
         devicelist.check(args.devices)
-    _memory_of(args)
+    check_memory(args)
 
 
-def _memory_of(args: Namespace) -> int | str | None:
-    """``--memory`` of a plan: bytes, or the word ``least``."""
-    return "least" if args.memory == "least" else bytes_of(args)
+def check_memory(args: Namespace, least: bool = True) -> None:
+    """Refuse a ``--memory`` that cannot be read; without torch.
 
-
-def bytes_of(args: Namespace) -> int | None:
-    """``--memory``.
+    Args:
+        args: with ``memory`` and ``devices``.
+        least: whether the word ``least`` is allowed.
 
     Raises:
-        UsageError: SK601 for what is no size.
+        UsageError: SK601.
     """
-    if args.memory is None:
-        return None
-    if (found := read_size(args.memory)) is None or found > MOST_BYTES:
-        raise UsageError("SK601", f"--memory {args.memory:.60} is no size", "Write bytes, or 80GiB.")
-    return found
+    if args.memory is None or (least and args.memory == "least"):
+        return
+    if "%" in args.memory:
+        if not read_percent(args.memory):
+            raise UsageError("SK601", f"--memory {args.memory:.60} is no share", "Write a share above 0%, such as 80%.")
+        if args.devices is None:
+            remedy = "Name the devices whose memory it is a share of, such as --devices 4xh200; or write bytes: 80GiB."
+            raise UsageError("SK601", f"--memory {args.memory} is a share, and no device is named", remedy)
+    elif (found := read_size(args.memory)) is None or found > MOST_BYTES:
+        raise UsageError(
+            "SK601", f"--memory {args.memory:.60} is no size", "Write bytes, 80GiB, or 80% with --devices."
+        )
+
+
+def memory_of(args: Namespace, devices: DeviceList | None) -> int | str | tuple[int, ...] | None:
+    """A checked ``--memory``: bytes of every device, bytes of each where a share of unlike devices is asked for,
+    ``"least"``, or ``None`` where nothing is said.
+    """
+    if args.memory is None or args.memory == "least":
+        memory: str | None = args.memory
+        return memory
+    share = read_percent(args.memory)
+    if share is None:
+        return read_size(args.memory)
+    assert devices is not None
+    each = tuple(int(share * device.memory) for device in devices.devices)
+    return each[0] if devices.alike else each
 
 
 @dataclass(frozen=True)
@@ -99,7 +120,7 @@ class Placement:
         stages: how many; ``None`` where devices are given that differ, or one sample is to be fast.
         schedule: of the pipeline.
         microbatches: of a step; ``None``: as the policy has it.
-        memory: bytes of each device, or ``"least"``, if the command line says.
+        memory: bytes of each device, one number if it is the same for all, or ``"least"``, if the command line says.
         links: the name of a preset.
         links_from: why these.
         optimizer: whose state is held; ``None`` for inference.
@@ -111,7 +132,7 @@ class Placement:
     stages: int | None
     schedule: str | None
     microbatches: int | None
-    memory: int | str | None
+    memory: int | str | tuple[int, ...] | None
     links: str | None
     links_from: str
     optimizer: Optimizer
@@ -146,7 +167,7 @@ class Placement:
             stages=stages,
             schedule=args.schedule,
             microbatches=_microbatches(args, stages),
-            memory=_memory_of(args),
+            memory=memory_of(args, devices),
             links=links,
             links_from=why,
             optimizer=None if optimizer == "none" else cast("Optimizer", optimizer),
@@ -171,10 +192,11 @@ class Placement:
     def limit(self, rank: int) -> int | None:
         """Bytes that a rank has, ``None`` for no limit."""
         if isinstance(self.memory, int) or self.devices is None:
-            return None if isinstance(self.memory, str) else self.memory
+            return self.memory if isinstance(self.memory, int) else None
         device = self.devices.devices[rank]
         host = device.name == "cpu" and not self.devices.alike
-        return None if host else device.memory
+        limit = self.memory[rank] if isinstance(self.memory, tuple) else device.memory
+        return None if host else limit
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
@@ -183,7 +205,7 @@ class Placement:
             "stages": self.stages,
             "schedule": self.schedule,
             "microbatches": self.microbatches,
-            "memory": self.memory,
+            "memory": list(self.memory) if isinstance(self.memory, tuple) else self.memory,
             "links": self.links,
             "optimizer": self.optimizer,
             "objective": self.objective,
@@ -196,6 +218,8 @@ class Placement:
         if self.devices is None or self.devices.alike or self.memory is not None:
             limit = self.limit(0)
             rows["memory"] = "no limit" if limit is None else f"{size(limit)} a device"
+        if isinstance(self.memory, tuple):
+            rows["memory"] = ", ".join(map(size, self.memory))
         if self.memory == "least":
             rows["memory"] = "as little as can be"
         rows["links"] = f"{self.links or 'none'}{self.links_from}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -74,6 +75,25 @@ def _check(source: Source, plans: bool) -> None:
             raise UsageError("SK601", f"a size cannot be called {name!r}", "Give the factory another parameter.")
     if source.dynamic and source.how != "export":
         raise UsageError("SK601", f"--dynamic does not work with --how {source.how}", "Use --how export.")
+
+
+def next_command(source: Source, plan: str | None, ranks: int = 0, schedule: str = "") -> str | None:
+    """The command that runs a plan file and compares it with the unsplit model.
+
+    Args:
+        source: the model that the plan was made for.
+        plan: the plan file; without one there is no such command.
+        ranks: the number of processes, for a plan that trains as a pipeline.
+        schedule: of that pipeline.
+    """
+    if plan is None or plan.startswith("/dev/"):
+        return None
+    words = ["splitkit", "train" if ranks else "run", plan]
+    if source.spec not in NAMES:
+        words += ["--model", source.spec]
+    if ranks:
+        words += ["--nproc", str(ranks), "--schedule", schedule]
+    return shlex.join([*words, "--check"])
 
 
 def from_plan(path: str, data: Mapping[str, Any], args: Namespace) -> Source:

@@ -104,7 +104,7 @@ def _positive(what: str, value: object, unit: str, fits: Callable[[object], bool
 
 
 def devices() -> dict[str, Device]:
-    """The devices that splitkit knows, by name: cpu, a100, h100, h200, rtx-4090, l4."""
+    """The devices that splitkit knows, by name, such as ``"a100"``; the command `splitkit devices` lists them."""
     return {name: replace(device) for name, device in _known().items()}  # copies: a peak can be changed
 
 

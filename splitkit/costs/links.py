@@ -56,12 +56,16 @@ class Link:
 # Bandwidths are peaks of one direction: vendors add both up for NVLink. Latencies are in no data sheet: these are round
 # figures of the order that p2pBandwidthLatencyTest (NVLink, PCIe) and RDMA through a switch (Ethernet) show.
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/nvlink/"
+_AMD = "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html"
 _PCI = "https://pcisig.com/specifications: 16 lanes, 128b/130b"
 _IEEE = "https://standards.ieee.org/ieee/802.3/10422/"
 PRESETS: Mapping[str, Link] = {
+    "nvlink2": Link(150e9, 2e-6, _NVIDIA),  # V100: 300 GB/s both ways
     "nvlink3": Link(300e9, 2e-6, _NVIDIA),  # A100: 600 GB/s both ways
     "nvlink4": Link(450e9, 2e-6, _NVIDIA),  # H100, H200: 900 GB/s both ways
     "nvlink5": Link(900e9, 2e-6, _NVIDIA),  # B200: 1800 GB/s both ways
+    "infinity-fabric": Link(64e9, 2e-6, _AMD),  # MI300X to each other one: 128 GB/s both ways
+    "pcie3": Link(8e9 * 16 * 128 / 130 / 8, 5e-6, _PCI),  # 15.8 GB/s
     "pcie4": Link(16e9 * 16 * 128 / 130 / 8, 5e-6, _PCI),  # 31.5 GB/s
     "pcie5": Link(32e9 * 16 * 128 / 130 / 8, 5e-6, _PCI),  # 63.0 GB/s
     "ethernet100": Link(12.5e9, 10e-6, _IEEE),
@@ -125,7 +129,8 @@ class Links:
 
     @classmethod
     def preset(cls, name: str) -> Links:
-        """The same known link between any two devices: nvlink3/4/5, pcie4/5, ethernet100/400, shared-memory.
+        """The same known link between any two devices: ``"nvlink4"``, ``"pcie5"`` and the others of
+        `PRESETS`.
 
         Raises:
             CostError: SK322 if there is none of that name.

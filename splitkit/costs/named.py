@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import torch
@@ -60,8 +61,17 @@ def device_of(gm: fx.GraphModule) -> str:
     on = [t.device.type for node in gm.graph.nodes for t in tensors(value_of(node))]
     if 2 * on.count("cpu") >= len(on):
         return "cpu"
-    here = torch.cuda.get_device_name().lower().replace(" ", "-") if torch.cuda.is_available() else ""
-    return next((name for name in devices() if name in here), _A_GPU)
+    return known_device(torch.cuda.get_device_name()) or _A_GPU if torch.cuda.is_available() else _A_GPU
+
+
+def known_device(name: str) -> str | None:
+    """The known device that a driver calls so: ``"NVIDIA GeForce RTX 4090"`` -> ``"rtx-4090"``.
+
+    ``None`` for every other one, also for a faster or slower variant such as ``"RTX 3060 Ti"``.
+    """
+    text = re.sub(r"[\s_]", "-", name.lower())
+    variant = r"(?!-(ti|super|laptop|mobile|d)\b)"
+    return next((known for known in devices() if re.search(rf"\b{known}\b{variant}", text)), None)
 
 
 def _rounds() -> bool:

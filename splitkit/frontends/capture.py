@@ -24,7 +24,7 @@ from splitkit.frontends.firstcall import after_a_call, are_real, as_found, call_
 from splitkit.frontends.functions import functions_as_nodes, refuse_lost_functions, refuse_module_hooks
 from splitkit.frontends.gradflags import GradFlags
 from splitkit.frontends.outputs import outputs_opened
-from splitkit.frontends.quietlogs import without_partial_graph
+from splitkit.frontends.quietlogs import without_meta_errors, without_partial_graph
 from splitkit.frontends.symbolic_trace import trace
 from splitkit.frontends.unfold_regions import inline_regions, inlined, restore_by_value
 from splitkit.graph.storages import mark_repeated
@@ -273,6 +273,7 @@ def undisturbed() -> Iterator[None]:
             torch.autocast("cpu", enabled=False),
             torch.autocast("cuda", enabled=False),
             warnings.catch_warnings(),
+            without_meta_errors(),
         ):
             # torch's own deprecations; what it has to say about the model still comes through
             warnings.simplefilter("ignore", FutureWarning)

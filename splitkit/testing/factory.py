@@ -91,10 +91,10 @@ def _module(place: str) -> ModuleType:
         raise CaptureError("SK403", f"there is no file {place}", "Give the path of a Python file.") from error
     except ModuleNotFoundError as error:
         own = (error.name or "").split(".")[0] == place.split(".")[0]
-        remedy = f"pip install {error.name}"
+        remedy = "Install the package that provides it."
         if own:
             remedy = "Go where it can be imported, install it, or name its file: path/to/file.py:make."
-        raise CaptureError("SK402", f"{place} needs the package {error.name!r}, which is missing", remedy) from error
+        raise CaptureError("SK402", f"{place} imports {error.name!r}, which is not installed", remedy) from error
 
 
 def _from_file(path: Path) -> ModuleType:

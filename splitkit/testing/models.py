@@ -84,7 +84,7 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise CaptureError(
-            "SK402", "the example models need the package transformers", "pip install 'splitkit[hf]'"
+            "SK402", "the example models need the package transformers", "pip install 'transformers>=5'"
         ) from error
     return transformers
 

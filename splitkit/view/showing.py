@@ -95,5 +95,5 @@ def view(shown: object, *, height: int | None = None, live: bool = False, **opti
         from splitkit.view.livewidget import LadderWidget
     except ModuleNotFoundError as error:
         reason = f"view(live=True) needs the package {error.name}"
-        raise ViewError("SK902", reason, "pip install 'splitkit[notebook]'; .view() needs no package.") from error
+        raise ViewError("SK902", reason, "pip install anywidget; .view() needs no package.") from error
     return LadderWidget(ladder, height or 720)

@@ -110,7 +110,9 @@ def test_real_process_off_utf8_and_with_a_closed_pipe(factory):
     assert (closed.returncode, closed.stderr) == (141, "")
 
 
-@pytest.mark.parametrize("command", ["capture", "plan", "split", "run", "profile", "sweep", "policies", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["capture", "plan", "split", "run", "profile", "sweep", "devices", "policies", "doctor"]
+)
 def test_each_help_has_an_example(call, command):
     code, out, _ = call(command, "--help")
     assert code == 0
@@ -229,6 +231,38 @@ def test_doctor(call, data, monkeypatch):
     code, found = data("doctor")
     bad = {c["name"]: c["remedy"] for c in found["checks"] if not c["ok"]}
     assert code == 1 and not found["ok"] and bad["torch"] == "pip install 'torch>=99.0'" and len(bad) == 2
+
+
+def test_doctor_and_errors_name_another_package_called_splitkit(data, call, factory, monkeypatch, tmp_path):
+    folder = tmp_path / "site" / "splitkit-0.1.0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: splitkit\nVersion: 0.1.0\nSummary: splits data sets\n"
+    )
+    broken = f"{factory}:broken"
+    Path(factory).write_text("def broken():\n    import torch\n    return torch.no_such_name\n")
+    assert "uninstall" not in call("plan", broken, "--stages", "2")[2]
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    code, found = data("doctor")
+    clash = next(check for check in found["checks"] if check["name"] == "name clash")
+    assert code == 1 and clash["found"] == "splitkit 0.1.0: splits data sets"
+    assert clash["remedy"] == "pip uninstall splitkit splitkit-torch, then install splitkit-torch again"
+    assert clash["remedy"] in call("plan", broken, "--stages", "2")[2]
+
+
+def test_devices(call, data):
+    code, out, _ = call("devices")
+    assert code == 0 and all(word in out for word in ("rtx-5090", "mi300x", "infinity-fabric", "31.51 GB/s"))
+    code, found = data("devices")
+    t4 = next(device for device in found["devices"] if device["name"] == "t4")
+    assert code == 0 and (t4["memory"], t4["links"], t4["peak"]["float16"]) == (16_000_000_000, "pcie3", 65e12)
+
+
+def test_help_of_plan_is_in_groups(call):
+    code, out, _ = call("plan", "--help")
+    groups = ("how to cut:", "devices (with", "training step (with", "prices:", "model:", "output:")
+    places = [out.index(group) for group in groups]
+    assert code == 0 and places == sorted(places) and out.startswith("usage: splitkit plan [options] MODEL\n")
 
 
 # ---- policies as text

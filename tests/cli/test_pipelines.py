@@ -53,6 +53,22 @@ def test_what_people_read(call):
     assert code == 0 and "no schedule takes any of these" in out
 
 
+def test_a_plan_file_names_the_model_and_the_number_of_stages(data, call, tmp_path):
+    path = tmp_path / "plan.json"
+    assert call("plan", "gpt2", *SIZE, "--stages", "3", "-o", path)[0] == 0
+    few = ("--microbatches", "2", "--schedules", "gpipe")
+    code, found = data("sweep", path, *few)
+    assert code == 0 and found["model"]["sizes"]["width"] == 64 and [row["stages"] for row in found["rows"]] == [3]
+    code, found = data("sweep", path, *few, "--stages", "2")
+    assert code == 0 and [row["stages"] for row in found["rows"]] == [2]
+    step = tmp_path / "step.json"
+    assert call("plan", "gpt2", *SIZE, "--what", "fwd-bwd", "--policy", "SaveAll()", "-o", step)[0] == 0
+    code, found = data("sweep", step, "--points", "3")
+    assert code == 0 and found["model"]["sizes"]["width"] == 64 and len(found["points"]) <= 3
+    code, _, error = call("sweep", tmp_path / "none.json")
+    assert code == 1 and "SK504" in error
+
+
 def test_without_stages_it_is_the_frontier(data):
     code, found = data(*SWEEP, "--points", "3")
     assert code == 0 and found["corners"] > 0 and len(found["points"]) <= 3

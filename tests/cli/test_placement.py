@@ -13,6 +13,7 @@ import pytest
 import splitkit as sk
 from splitkit import cli
 from splitkit.cli import devicelist
+from splitkit.cli.parser import make_parser
 from splitkit.errors import CostError, FileError, UsageError
 from splitkit.testing import models
 
@@ -78,7 +79,7 @@ def test_lists_of_devices(text, expected):
     assert devicelist.counts(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", ",", "h200,", "0xh200", "1025xh200", "600xa100,600xcpu", "a.toml,h200"])
+@pytest.mark.parametrize("text", ["", ",", "h200,", "0xh200", "1025xh200", "600xa100,600xcpu", "a.toml,h200", "4"])
 def test_bad_lists_of_devices(text):
     with pytest.raises(UsageError, match="--devices"):
         devicelist.counts(text)
@@ -308,6 +309,41 @@ def test_no_plan_fits(call, data, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("devices", "limits"),
+    [
+        ("2xrtx3090", [12_000_000_000] * 2),
+        ("h200,rtx-3060", [70_500_000_000, 6_000_000_000]),
+        ("h200,cpu", [70_500_000_000, None]),  # the CPU beside accelerators has no limit
+    ],
+)
+def test_a_share_of_the_memory_of_each_device(data, devices, limits):
+    code, found = data(*PLAN, "--devices", devices, "--memory", "50%")
+    assert code == 0 and [rank["memory"]["limit"] for rank in found["ranks"]] == limits
+
+
+def test_memory_as_a_power_of_ten(data):
+    code, found = data(*PLAN, "--stages", "2", "--memory", "1e9")
+    assert code == 0 and found["placement"]["memory"] == 1_000_000_000
+
+
+def test_a_plan_says_the_command_that_runs_it(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run, train = f"splitkit run p.json --model {TINY} --check", f"splitkit train p.json --model {TINY} --nproc"
+    words = {
+        ("--stages", "2"): run,
+        ("--devices", "2xh200"): run,
+        ("--devices", "4xh200", "--schedule", "1f1b", "--replicas", "2"): f"{train} 4 --schedule 1f1b --check",
+        ("--devices", "2xh200", "--schedule", "zbv"): f"{train} 2 --schedule zbv --check",
+        ("--what", "fwd-bwd", "--policy", "SaveAll()"): run,
+    }
+    for given, command in words.items():
+        code, out, _ = call(*PLAN, *given, "-o", "p.json")
+        assert code == 0 and f"\nnext: {command}\n" in out
+        make_parser().parse_args(command.split()[1:])
+    assert "next:" not in call(*PLAN, "--stages", "2")[1]
+
+
 def test_the_least_memory(data):
     code, found = data(*PLAN, "--stages", "2", "--schedule", "1f1b", "--costs", "unit", "--memory", "least")
     code_then, free = data(*PLAN, "--stages", "2", "--schedule", "1f1b", "--costs", "unit")
@@ -330,6 +366,14 @@ APART = [
     (["--devices", "2xh200", "--optimizer", "none", "--schedule", "1f1b"], "is of training"),
     (["--devices", "2xh200", "--memory", "much"], "is no size"),
     (["--devices", "2xh200,"], "is no kind of device"),
+    (["--devices", "4"], "Say which devices, such as --devices 4xh200; or --stages 4"),
+    (["--devices", "RTX3090x2"], "Write 2xRTX3090."),
+    (["--stages", "2", "--memory", "80%"], "is a share, and no device is named"),
+    (["--devices", "2xh200", "--memory", "0%"], "is no share"),
+    (["--devices", "2xh200", "--memory", "180%"], "is no share"),
+    (["--devices", "2xh200", "--memory", "80", "GB"], "Write --memory 80GB."),
+    (["--devices", "2xh200", "--memory", "-1GiB"], "Write --memory 1GiB."),
+    (["--stages", "2", "--seed", "3", "4"], "unrecognized arguments: 4"),
     (["--replicas", "1,2"], "--replicas needs devices or stages"),
     (["--replicas", "1,2", "--policy", "Stages(2)"], "--replicas does not go with --policy"),
     (["--stages", "2", "--replicas", "1,0"], "'0' is no whole number >= 1"),

@@ -249,7 +249,9 @@ def test_options_that_do_not_go_together(call, words):
     assert code == 2 and "SK601" in err
 
 
-@pytest.mark.parametrize("memory", ["lots", "-1", "nan", "inf", "", "1e3", "1.5", "80 parsecs", "\u00b2", "9" * 500])
+@pytest.mark.parametrize(
+    "memory", ["lots", "-1", "nan", "inf", "", "1e-3", "120%", "1.5", "80 parsecs", "\u00b2", "9" * 500]
+)
 def test_what_is_no_size_is_wrong_usage(call, memory):
     code, _, err = call("plan", "gpt2", "--what", "fwd-bwd", f"--memory={memory}")
     assert code == 2 and "SK601" in err and "--memory" in err and "2GiB" in err

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from splitkit.cli import devicelist
 from splitkit.costs import Device, devices, load_devices
 from splitkit.costs.devices import find_device
 from splitkit.errors import CostError, FileError
@@ -29,7 +30,7 @@ memory = 8_000_000_000
 
 def test_the_table_is_whole_and_says_where_it_comes_from():
     table = devices()
-    assert list(table) == ["cpu", "a100", "h100", "h200", "rtx-4090", "l4"]
+    assert tuple(table) == devicelist.KINDS, "the command line names them without torch"
     for name, device in table.items():
         assert device.name == name
         assert device.source.startswith("generic:" if name == "cpu" else "https://")
@@ -50,7 +51,20 @@ def test_figures_of_data_sheets_dense():
 
 def test_the_table_cannot_be_changed_by_its_readers():
     devices().clear()
-    assert len(devices()) == 6
+    assert len(devices()) == len(devicelist.KINDS)
+
+
+def test_figures_of_the_cards_that_people_own():
+    known = devices()
+    bf16 = {name: device.rate(torch.bfloat16) / 1e12 for name, device in known.items()}
+    assert (bf16["rtx-3060"], bf16["rtx-3090"], bf16["rtx-5090"], bf16["a6000"]) == (25.5, 71, 209.5, 154.8)
+    assert (bf16["a10"], bf16["l40s"], bf16["b200"], bf16["mi300x"]) == (125, 362.05, 2250, 1307.4)
+    for old in ("v100", "t4"):  # their tensor cores know float16 only
+        assert known[old].rate(torch.bfloat16) == known[old].rate(torch.float32) < known[old].rate(torch.float16)
+    for name in ("rtx-3060", "rtx-3090", "rtx-5090", "a6000", "a10", "l40s"):
+        assert known[name].rate(torch.float32) / known[name].rate(torch.float64) == pytest.approx(64, rel=0.01)
+    memory = {name: device.memory / 1e9 for name, device in known.items()}
+    assert [memory[n] for n in ("rtx-3060", "rtx-3090", "rtx-5090", "a6000", "a10", "v100")] == [12, 24, 32, 48, 24, 32]
 
 
 @pytest.mark.parametrize("name", ["rtx-4090", "RTX 4090", "rtx4090", "Rtx_4090"])

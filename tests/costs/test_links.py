@@ -26,6 +26,7 @@ def test_a_message_takes_latency_and_bytes_over_bandwidth():
 
 def test_presets_are_peaks_of_one_direction():
     expected = {
+        "nvlink2": 150, "infinity-fabric": 64, "pcie3": 15.75,
         "nvlink3": 300, "nvlink4": 450, "nvlink5": 900, "pcie4": 31.5, "pcie5": 63.0,
         "ethernet100": 12.5, "ethernet400": 50, "shared-memory": 10,
     }  # fmt: skip

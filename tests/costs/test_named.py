@@ -9,7 +9,7 @@ from torch import nn
 import splitkit
 from splitkit import costs
 from splitkit.costs import Device, Flops, Fused
-from splitkit.costs.named import by_inductor, device_of, priced
+from splitkit.costs.named import by_inductor, device_of, known_device, priced
 from splitkit.errors import GraphError, NoPlanError, PolicyError
 from splitkit.frontends.joint import capture_joint
 from splitkit.policies import Budget, MinCut
@@ -52,6 +52,29 @@ def test_the_device_is_that_of_the_costs(joint):
     assert priced(joint.flow, given, None) is given
 
 
+DRIVER_NAMES = {
+    "NVIDIA H200": "h200",
+    "NVIDIA GeForce RTX 4090": "rtx-4090",
+    "NVIDIA L40S": "l40s",
+    "NVIDIA L4": "l4",
+    "NVIDIA A10": "a10",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA RTX A6000": "a6000",
+    "Tesla V100-SXM2-32GB": "v100",
+    "Tesla T4": "t4",
+    "AMD Instinct MI300X": "mi300x",
+    "NVIDIA GeForce RTX 3060 Ti": None,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+    "NVIDIA A10G": None,
+    "NVIDIA P40": None,
+}
+
+
+@pytest.mark.parametrize(("name", "known"), DRIVER_NAMES.items())
+def test_a_gpu_is_known_by_the_name_that_its_driver_gives(name, known):
+    assert known_device(name) == known
+
+
 def test_else_the_device_is_where_the_values_live(joint, monkeypatch):
     found = priced(joint.flow, costs.flops(joint.graph_module), "fused")
     assert isinstance(found, Fused) and found.device.name == "cpu"
@@ -62,7 +85,7 @@ def test_else_the_device_is_where_the_values_live(joint, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device_of(far) == "a100"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for name, known in (("NVIDIA H200", "h200"), ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("NVIDIA T4", "a100")):
+    for name, known in (("NVIDIA H200", "h200"), ("NVIDIA P40", "a100")):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
         assert device_of(far) == known
 

@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from splitkit.errors import CaptureError
 from splitkit.frontends.capture import capture
+from splitkit.frontends.joint import capture_joint
 from splitkit.graph.scope import is_state_op
 
 leaves = torch.utils._pytree.tree_leaves
@@ -193,6 +194,13 @@ def test_data_dependent_control_flow(how, capfd):
     assert "def forward" not in capfd.readouterr().err, "torch prints its graph so far"
     assert "torch.cond" in text
     assert "how=" not in text  # neither way takes it
+
+
+@pytest.mark.parametrize("door", [capture, capture_joint])
+def test_a_wrong_shape_is_told_once_and_without_torchs_log(door, capfd):
+    with pytest.raises(CaptureError, match="SK401"):
+        door(nn.Linear(8, 4), torch.randn(3, 9))
+    assert capfd.readouterr().err == ""
 
 
 def test_other_failures_name_the_line_and_keep_the_cause():

@@ -71,7 +71,7 @@ def test_names_and_sizes_are_checked():
 
 def test_transformers_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(CaptureError, match=r"(?s)SK402.*pip install 'splitkit\[hf\]'"):
+    with pytest.raises(CaptureError, match=r"(?s)SK402.*pip install 'transformers>=5'"):
         models.build("gpt2")
 
 

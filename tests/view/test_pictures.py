@@ -262,5 +262,5 @@ def test_very_many_parts_are_not_drawn_into_a_notebook_unasked(tmp_path):
 def test_without_the_package_it_is_named(gpt2, monkeypatch):
     monkeypatch.setitem(sys.modules, "anywidget", None)
     monkeypatch.delitem(sys.modules, "splitkit.view.livewidget", raising=False)
-    with pytest.raises(ViewError, match=r"SK902.*anywidget(.|\n)*splitkit\[notebook\]"):
+    with pytest.raises(ViewError, match=r"SK902.*anywidget(.|\n)*pip install anywidget"):
         gpt2[2].view(live=True)

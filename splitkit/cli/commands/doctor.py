@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import splitkit as sk
+from splitkit.cli import distribution
 from splitkit.cli.outcome import Outcome
 from splitkit.units import size
 from splitkit.view.tables import table
@@ -45,13 +46,13 @@ class Check:
         """The last column of the table."""
         if self.ok:
             return "ok"
-        return f"{'missing' if self.needed else 'optional'}: {self.remedy}"
+        return f"{'needed' if self.needed else 'optional'}: {self.remedy}"
 
 
 def run(args: Namespace) -> Outcome:
     """See the module."""
     python = Check("python", platform.python_version(), remedy="splitkit needs 3.11")
-    checks = [python, Check("splitkit", sk.__version__), *map(_package, NEEDED)]
+    checks = [python, Check("splitkit", sk.__version__), *_name_clash(), *map(_package, NEEDED)]
     checks += [_package(name, needed=False) for name in OPTIONAL]
     checks += [*_machine(), _self_test(args.debug)]
     healthy = all(c.ok for c in checks if c.needed)
@@ -65,6 +66,12 @@ def _text(checks: list[Check], healthy: bool) -> list[RenderableType]:
     if find_spec("rich"):
         return [table(("what", "found", "verdict"), rows), "", verdict]
     return [*map("  ".join, rows), verdict]
+
+
+def _name_clash() -> list[Check]:
+    """A failed check if another distribution has written into this package."""
+    clash = distribution.other()
+    return [] if clash is None else [Check("name clash", clash, False, True, distribution.REMEDY)]
 
 
 def _package(name: str, needed: bool = True) -> Check:

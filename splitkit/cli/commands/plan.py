@@ -10,6 +10,7 @@ import splitkit as sk
 from splitkit.cli import factories, placement
 from splitkit.cli.outcome import Outcome, seconds
 from splitkit.cli.pages import plan_page, wrote
+from splitkit.cli.source import next_command
 from splitkit.cli.work import TRAINING, make_plan, versions
 from splitkit.errors import UsageError
 
@@ -41,8 +42,9 @@ def run(args: Namespace) -> Outcome:
         "report": report.to_dict(),
         "seconds": took,
         "file": args.output,
+        "next": next_command(work.source, args.output),
     }
-    written = [f"wrote {args.output}"] if args.output else []
+    written = [f"wrote {args.output}", f"next: {data['next']}"] if args.output else []
     files: dict[str, Mapping[str, Any] | str] = {args.output: record} if args.output else {}
     if args.view:
         files[args.view] = text = plan_page(plan, costs=costs, title=work.source.spec)

@@ -11,6 +11,7 @@ from splitkit.cli import source
 from splitkit.cli.outcome import Outcome, seconds
 from splitkit.cli.pages import plan_page, wrote
 from splitkit.cli.placement import Placement
+from splitkit.cli.source import next_command
 from splitkit.cli.work import Work, check_costs, prepare, prices, versions
 from splitkit.costs import Costs, roofline
 from splitkit.costs.links import links_of
@@ -50,6 +51,7 @@ def plan(args: Namespace) -> Outcome:
         "step": _step(run) if run else None,
         "seconds": work.clock.seconds,
         "file": args.output,
+        "next": _next(args, work, ranks),
         "trace": args.trace,
     }
     written = _files(args, work, made, run)
@@ -62,9 +64,18 @@ def plan(args: Namespace) -> Outcome:
             made, costs=costs, optimizer=optimizer, memory=memory, run=run, title=title
         )
         told.append(wrote(args.view, page))
+    if args.output:
+        told.append(f"next: {data['next']}")
     summary = facts(_summary(wanted, made.claim, ranks, data))
     text: list[RenderableType] = [report.table(), "", summary, "", rank_table(ranks), *told]
     return Outcome(data, text, files=written)
+
+
+def _next(args: Namespace, work: Work, ranks: Sequence[RankRow]) -> str | None:
+    """The command that runs the plan: trains it where it has a schedule."""
+    if args.schedule is None:
+        return next_command(work.source, args.output)
+    return next_command(work.source, args.output, sum(rank.replicas for rank in ranks), args.schedule)
 
 
 def _wrote(path: str, trace: str | None) -> str:

@@ -13,10 +13,10 @@ from splitkit.cli import policyspec, source
 from splitkit.cli.outcome import Outcome, seconds
 from splitkit.cli.pages import wrote
 from splitkit.cli.placement import MOST_BYTES
-from splitkit.cli.source import Source
+from splitkit.cli.source import Source, next_command
 from splitkit.cli.work import TRAINING, Stopwatch, check_costs, example_of, kind_of_costs, versions
 from splitkit.errors import UsageError
-from splitkit.units import at_most, duration, read_size, size
+from splitkit.units import at_most, duration, read_percent, read_size, size
 from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
@@ -63,9 +63,8 @@ def prepare(wanted: Source) -> TrainWork:
     return TrainWork(wanted, example, joint, clock)
 
 
-def priced(args: Namespace) -> tuple[TrainWork, Costs]:
-    """The model that the command line names, and prices of the nodes of its joint graph."""
-    wanted = source.from_args(args.model, args)
+def priced(args: Namespace, wanted: Source) -> tuple[TrainWork, Costs]:
+    """The model, and prices of the nodes of its joint graph."""
     check_costs(args.costs)
     work = prepare(wanted)
     with work.clock.step("costs", "pricing the nodes"):
@@ -76,15 +75,15 @@ def priced(args: Namespace) -> tuple[TrainWork, Costs]:
 def plan(args: Namespace) -> Outcome:
     """``splitkit plan MODEL --what fwd-bwd``."""
     policy = _policy(args)
-    work, costs = priced(args)
+    work, costs = priced(args, source.from_args(args.model, args))
     with work.clock.step("plan", "planning"):
         pair = work.joint.split(policy, costs)
     with work.clock.step("simulate", "simulating the memory"):
         profile = sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
     assert pair.plan is not None
     record = {**pair.plan.to_dict(), "model": work.source.to_dict(), "what": TRAINING, **versions()}
-    data = _data(work, costs, pair, profile) | {"file": args.output}
-    text = [*_text(data), *([f"wrote {args.output}"] if args.output else [])]
+    data = _data(work, costs, pair, profile) | {"file": args.output, "next": next_command(work.source, args.output)}
+    text = [*_text(data), *([f"wrote {args.output}", f"next: {data['next']}"] if args.output else [])]
     files: dict[str, Mapping[str, Any] | str] = {args.output: record} if args.output else {}
     if args.view:
         from splitkit.view.showing import html
@@ -105,11 +104,13 @@ def _policy(args: Namespace) -> Policy:
 
     if args.memory == "least":
         return Budget("least")
-    is_share = _SHARE.fullmatch(args.memory) and float(args.memory) <= 1
-    if not is_share and ((found := read_size(args.memory)) is None or found > MOST_BYTES):
-        remedy = "Write bytes, 2GiB, a share of what saving all takes (0.5), or least."
+    share = read_percent(args.memory)
+    if share is None and _SHARE.fullmatch(args.memory) and float(args.memory) <= 1:
+        share = float(args.memory)
+    if share is None and ((found := read_size(args.memory)) is None or found > MOST_BYTES):
+        remedy = "Write bytes, 2GiB, a share of what saving all takes (50%), or least."
         raise UsageError("SK601", f"--memory {args.memory:.60} is no size", remedy)
-    return Budget(float(args.memory) if is_share else args.memory)
+    return Budget(args.memory if share is None else share)
 
 
 def _data(work: TrainWork, costs: Costs, pair: Pair, profile: MemoryProfile) -> dict[str, Any]:

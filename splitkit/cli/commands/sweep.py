@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
-from splitkit.cli import devicelist, placement
+from splitkit.cli import devicelist, placement, source
 from splitkit.cli.commands import plan_training as trainplan
 from splitkit.cli.outcome import Outcome, seconds
 from splitkit.cli.pages import wrote
+from splitkit.cli.source import Source
+from splitkit.cli.work import TRAINING, read_plan
 from splitkit.errors import UsageError
+from splitkit.plans.file import parts_of
 from splitkit.studies.frontier import Point
 from splitkit.units import duration, size
 from splitkit.view.tables import facts, table
@@ -26,12 +29,24 @@ POINTS = 10
 
 def run(args: Namespace) -> Outcome:
     """See the module."""
+    wanted = _model(args)
     _check(args)
     if args.stages is not None:
         from splitkit.cli.commands import sweep_pipelines as pipelines
 
-        return pipelines.run(args)
-    return _frontier(args)
+        return pipelines.run(args, wanted)
+    return _frontier(args, wanted)
+
+
+def _model(args: Namespace) -> Source:
+    """The model to sweep over. A plan file names it, and the number of stages as well unless ``--stages`` does."""
+    if not args.target.endswith(".json"):
+        return source.from_args(args.target, args)
+    data = read_plan(args.target)
+    wanted = source.from_plan(args.target, data, args)
+    if args.stages is None and data.get("what") != TRAINING:
+        args.stages = (max(1, len(parts_of(data))),)
+    return wanted
 
 
 def _check(args: Namespace) -> None:
@@ -46,12 +61,12 @@ def _check(args: Namespace) -> None:
             raise UsageError("SK601", f"--{name} does not go with --stages", "Leave one of them out.")
     if args.devices is not None:
         devicelist.check(args.devices)
-    placement.bytes_of(args)
+    placement.check_memory(args, least=False)
 
 
-def _frontier(args: Namespace) -> Outcome:
+def _frontier(args: Namespace, wanted: Source) -> Outcome:
     """Saved bytes, or the peak, against time."""
-    work, costs = trainplan.priced(args)
+    work, costs = trainplan.priced(args, wanted)
     with work.clock.step("frontier", "finding the frontier"):
         count = args.points or POINTS
         frontier = sk.Frontier(work.joint, costs, of=args.of or "saved", budgets=count)

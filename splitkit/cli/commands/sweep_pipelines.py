@@ -7,9 +7,10 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from splitkit.cli import devicelist, placement, source
+from splitkit.cli import devicelist, placement
 from splitkit.cli.outcome import Outcome, seconds
 from splitkit.cli.pages import still_pages, wrote
+from splitkit.cli.source import Source
 from splitkit.cli.work import check_costs, prepare, prices
 from splitkit.errors import UsageError
 from splitkit.studies.sweep import MICROBATCHES, SCHEDULES, Sweep, Sweeper, combinations
@@ -24,16 +25,17 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 
-def run(args: Namespace) -> Outcome:
-    """Sweep as the arguments say, which are checked.
+def run(args: Namespace, wanted: Source) -> Outcome:
+    """Sweep over pipelines of a model as the arguments say, which are checked.
 
     Raises:
         UsageError: SK601 for devices that differ.
         ScheduleError: SK330 for a schedule that is not known.
         CostError: SK321 for a device that is not known, SK322 for a link.
     """
-    wanted, devices = source.from_args(args.model, args), _kind(args.devices)
-    memory = placement.bytes_of(args)
+    devices = _kind(args.devices)
+    memory = placement.memory_of(args, devices)
+    assert not isinstance(memory, str | tuple)  # checked, and of one kind of device
     if memory is None and devices is not None:
         memory = devices.devices[0].memory
     links, why = placement.links_of(args.links, devices)

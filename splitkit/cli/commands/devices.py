@@ -1,0 +1,48 @@
+"""``splitkit devices``: the devices and links that the other commands know by name."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from splitkit.cli.devicelist import DeviceList
+from splitkit.cli.outcome import Outcome
+from splitkit.costs.devices import Device, devices
+from splitkit.costs.links import PRESETS
+from splitkit.units import duration, quantity, size
+from splitkit.view.tables import table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
+
+
+def run(args: Namespace) -> Outcome:
+    """See the module."""
+    known = devices()
+    links = {name: DeviceList((device,)).usual_links for name, device in known.items()}
+    data = {
+        "command": "devices",
+        "devices": [asdict(device) | {"links": links[name]} for name, device in known.items()],
+        "links": [asdict(link) | {"name": name} for name, link in PRESETS.items()],
+    }
+    titles = ("device", "memory", "bandwidth", *DTYPES, "links")
+    cells = [_cells(device, links[name]) for name, device in known.items()]
+    of_links = [(name, _rate(link.bandwidth), duration(link.latency)) for name, link in PRESETS.items()]
+    text: list[RenderableType] = [
+        table(titles, cells, titles[1:-1], "devices: FLOP/s of dense products by dtype"),
+        "",
+        table(("link", "one direction", "latency"), of_links, ("one direction", "latency"), "links"),
+    ]
+    return Outcome(data, text)
+
+
+def _cells(device: Device, links: str) -> tuple[str, ...]:
+    peaks = (f"{quantity(device.peak[dtype])}" if dtype in device.peak else "-" for dtype in DTYPES)
+    return device.name, size(device.memory), _rate(device.bandwidth), *peaks, links
+
+
+def _rate(bandwidth: float) -> str:
+    return f"{quantity(bandwidth)}B/s"
