@@ -49,7 +49,7 @@ _LINK_OF = {
 }
 _OTHER_LINK = "pcie4"
 _ITEM = re.compile(r"(?:(\d{1,6})x)?(.+)", re.ASCII)
-_TURNED = re.compile(r"(.+)[x*](\d{1,4})", re.ASCII)
+_TURNED = re.compile(r"(.+)[x*:](\d{1,4})", re.ASCII)
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,11 @@ def find_device(device: str | Device) -> Device:
         raise CostError(
             "SK321",
             f"no device is called {device!r}",
-            f"Known are {', '.join(_known())}; describe yours with Device(...) or in a file for load_devices.",
+            nearest(
+                str(device),
+                _known(),
+                f"Known are {', '.join(_known())}; describe yours with Device(...) or in a file for load_devices.",
+            ),
         )
     return replace(by_name[_plain(device)])
 

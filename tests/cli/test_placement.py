@@ -368,6 +368,7 @@ APART = [
     (["--devices", "2xh200,"], "is no kind of device"),
     (["--devices", "4"], "Say which devices, such as --devices 4xh200; or --stages 4"),
     (["--devices", "RTX3090x2"], "Write 2xRTX3090."),
+    (["--devices", "a100:4"], "Write 4xa100."),
     (["--stages", "2", "--memory", "80%"], "is a share, and no device is named"),
     (["--devices", "2xh200", "--memory", "0%"], "is no share"),
     (["--devices", "2xh200", "--memory", "180%"], "is no share"),
