@@ -8,7 +8,7 @@ import sys
 from typing import Any, NoReturn
 
 from splitkit.errors import UsageError, nearest
-from splitkit.units import read_size
+from splitkit.units import read_percent, read_size
 
 INSTEAD = "; write "
 """In the message of a type: what stands behind it is what the option takes."""
@@ -68,7 +68,8 @@ class Parser(argparse.ArgumentParser):
         """What to write in place of ``--memory 80 GB``; nothing if the words are something else."""
         at = self._words.index(unit) if unit in self._words else 0
         option, number = self._words[at - 2 : at] if at >= 2 else ("", "")
-        is_size = option.startswith("--") and read_size(number) is not None and read_size(number + unit) is not None
+        read = read_percent if unit == "%" else read_size
+        is_size = option.startswith("--") and read_size(number) is not None and read(number + unit) is not None
         return f"Write {option} {number}{unit}." if is_size else ""
 
     def _negative_value(self, option: str) -> str:

@@ -373,6 +373,7 @@ APART = [
     (["--devices", "2xh200", "--memory", "0%"], "is no share"),
     (["--devices", "2xh200", "--memory", "180%"], "is no share"),
     (["--devices", "2xh200", "--memory", "80", "GB"], "Write --memory 80GB."),
+    (["--devices", "2xh200", "--memory", "80", "%"], "Write --memory 80%."),
     (["--devices", "2xh200", "--memory", "-1GiB"], "Write --memory 1GiB."),
     (["--stages", "2", "--seed", "3", "4"], "unrecognized arguments: 4"),
     (["--replicas", "1,2"], "--replicas needs devices or stages"),
