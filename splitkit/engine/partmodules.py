@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from threading import RLock
 from typing import Any, cast
@@ -151,22 +152,32 @@ class LazyParent(_Lazy):
         return code
 
 
-def bare_part(lazy: bool, graph: fx.Graph, name: str, training: bool) -> fx.GraphModule:
-    """A part of a graph without attributes, in half of the time that its constructor takes.
+def bare_module(kind: type[fx.GraphModule], graph: fx.Graph, name: str, training: bool) -> fx.GraphModule:
+    """A GraphModule of a graph, without the attributes that it reads, in half of the time that its constructor takes.
 
-    The constructor sets some thirty fields, each through ``nn.Module.__setattr__``. Here they are copied from a part
+    The constructor sets some thirty fields, each through ``nn.Module.__setattr__``. Here they are copied from a module
     that the constructor has made.
     """
-    kind: type[fx.GraphModule] = LazyPart if lazy else EagerPart
-    part = kind.__new__(kind)
-    fields = {k: v.copy() if isinstance(v, (dict, list, set)) else v for k, v in _fields_of(lazy).items()}
-    part.__dict__.update(fields, _graph=graph, training=training)
-    type(part).__name__ = name
-    graph.owning_module = part
-    part.recompile()
-    return part
+    module = kind.__new__(kind)
+    module.__dict__.update(_copied(_fields_of(kind)), _graph=graph, training=training)
+    type(module).__name__ = name
+    graph.owning_module = module
+    module.recompile()
+    return module
+
+
+def bare_container(training: bool) -> nn.Module:
+    """An ``nn.Module()`` to put attributes into."""
+    module = nn.Module.__new__(nn.Module)
+    module.__dict__.update(_copied(_fields_of(nn.Module)), training=training)
+    return module
+
+
+def _copied(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.copy() if isinstance(v, (dict, list, set)) else v for k, v in fields.items()}
 
 
 @cache
-def _fields_of(lazy: bool) -> dict[str, Any]:
-    return (LazyPart if lazy else EagerPart)({}, fx.Graph()).__dict__
+def _fields_of(kind: type[nn.Module]) -> Mapping[str, Any]:
+    made = kind({}, fx.Graph()) if issubclass(kind, fx.GraphModule) else kind()
+    return made.__dict__

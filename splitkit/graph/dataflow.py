@@ -21,7 +21,7 @@ from splitkit.graph.effects import order_of
 from splitkit.graph.ops import Effects, Memo, effects_of, is_tuple
 from splitkit.graph.ops.tuples import Known
 from splitkit.graph.scope import Scope, is_state_op, scopes
-from splitkit.graph.storages import attribute, owned
+from splitkit.graph.storages import Lookup, owned
 from splitkit.graph.symbols import binders, is_symbolic, symbols_of, value_of
 from splitkit.prices import Costs
 
@@ -152,9 +152,10 @@ def analyze(gm: fx.GraphModule) -> Dataflow:
     scope, final = scopes(graph)
     memo = Memo()
     effects = {n: effects_of(n, gm, memo) for n in scope}
+    find = Lookup(gm)
     for node in scope:
         if node.op == "get_attr":
-            attribute(gm, str(node.target))  # SK104 if it is not there
+            find(str(node.target))  # SK104 if it is not there
     followers = _followers(effects, gm, memo.tuples)
     order = order_of(effects, gm, followers.__contains__)
     index = {n: i for i, n in enumerate(graph.nodes)}

@@ -16,7 +16,7 @@ from splitkit.graph.ops.barriers import is_restored
 from splitkit.graph.ops.containers import container_effects
 from splitkit.graph.ops.declared import declared_effects, declared_facts
 from splitkit.graph.ops.facts import PURE, Described, Effects, distinct, first_argument, union, unknown
-from splitkit.graph.ops.foreign import foreign_effects
+from splitkit.graph.ops.foreign import Origins, foreign_effects
 from splitkit.graph.ops.modules import ModuleEffects, bodies, is_changed, is_stock, lookup, state, stock_inside
 from splitkit.graph.ops.names import is_python, named_effects, python_effects
 from splitkit.graph.ops.quick import quick_effects
@@ -32,10 +32,12 @@ class Memo:
     Attributes:
         modules: module -> what calling it does, ``None`` if that is not known.
         tuples: node -> whether it yields a tuple.
+        origins: where values come from.
     """
 
     modules: dict[nn.Module, ModuleEffects | None] = field(default_factory=dict)
     tuples: Known = field(default_factory=dict)
+    origins: Origins = field(default_factory=Origins)
 
 
 def effects_of(node: Node, root: nn.Module, memo: Memo | None = None) -> Effects:
@@ -70,7 +72,7 @@ def _effects(node: Node, root: nn.Module, memo: Memo) -> Effects:
         return union(f.of(node) for f in facts)
     if (found := container_effects(node, root, memo.tuples)) is not None:
         return found
-    if node.op == "call_method" and (found := foreign_effects(node, root)) is not None:
+    if node.op == "call_method" and (found := foreign_effects(node, root, memo.origins)) is not None:
         return found
     return python_effects(node) if is_python(node) else named_effects(node)
 
