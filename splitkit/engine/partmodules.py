@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from threading import RLock
 from typing import Any, cast
@@ -159,7 +159,7 @@ def bare_module(kind: type[fx.GraphModule], graph: fx.Graph, name: str, training
     that the constructor has made.
     """
     module = kind.__new__(kind)
-    module.__dict__.update(_copied(_fields_of(kind)), _graph=graph, training=training)
+    _fill(module, kind, _graph=graph, training=training)
     type(module).__name__ = name
     graph.owning_module = module
     module.recompile()
@@ -169,15 +169,22 @@ def bare_module(kind: type[fx.GraphModule], graph: fx.Graph, name: str, training
 def bare_container(training: bool) -> nn.Module:
     """An ``nn.Module()`` to put attributes into."""
     module = nn.Module.__new__(nn.Module)
-    module.__dict__.update(_copied(_fields_of(nn.Module)), training=training)
+    _fill(module, nn.Module, training=training)
     return module
 
 
-def _copied(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v.copy() if isinstance(v, (dict, list, set)) else v for k, v in fields.items()}
-
-
 @cache
-def _fields_of(kind: type[nn.Module]) -> Mapping[str, Any]:
+def _fields_of(kind: type[nn.Module]) -> tuple[Mapping[str, Any], tuple[tuple[str, Callable[[], Any]], ...]]:
+    """What the constructor sets, and how to make those of the values anew that are containers: they are empty."""
     made = kind({}, fx.Graph()) if issubclass(kind, fx.GraphModule) else kind()
-    return made.__dict__
+    fields = dict(made.__dict__)
+    return fields, tuple((name, type(v)) for name, v in fields.items() if isinstance(v, (dict, list, set)) and not v)
+
+
+def _fill(module: nn.Module, kind: Any, **values: Any) -> None:
+    fields, containers = _fields_of(kind)
+    filled = module.__dict__
+    filled.update(fields)
+    for name, make in containers:
+        filled[name] = make()
+    filled.update(values)

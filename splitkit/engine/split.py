@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 from torch.fx import Node
 
-from splitkit._gc import collector_at_rest
+from splitkit._gc import collector_of_new_objects
 from splitkit.brief import brief, few
 from splitkit.costs import Costs, default, unit
 from splitkit.engine.complete import check, complete
@@ -186,7 +186,7 @@ def split(
         PolicyError: the policy refuses (SK3xx).
     """
     _check_choice("parameters", parameters, ("own", "hoist"))
-    with collector_at_rest():
+    with collector_of_new_objects():
         flow = analyze(gm)
         whole = complete(flow, decide(flow, policy, costs, on_cycle), parameters)
         check(flow, whole)

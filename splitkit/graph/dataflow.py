@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 from torch.fx import Node
 
+from splitkit._torch import inputs_of
 from splitkit.brief import brief
 from splitkit.errors import GraphError, NoPlanError
 from splitkit.graph.effects import order_of
@@ -180,9 +181,8 @@ def require_order(graph: fx.Graph) -> None:
     """
     before: set[Node] = set()
     for node in graph.nodes:
-        inputs = node.all_input_nodes
-        if not before.issuperset(inputs):
-            wrong = next(n for n in inputs if n not in before)
+        if not before.issuperset(inputs_of(node)):
+            wrong = next(n for n in inputs_of(node) if n not in before)
             where = "comes after it" if wrong in set(graph.nodes) else "is no node of this graph"
             raise GraphError(
                 "SK111",
