@@ -7,7 +7,7 @@ the joint-graph door hold their own.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -65,6 +65,11 @@ class Attributes(NamedTuple):
 def attributes_of(module: nn.Module) -> Attributes:
     """The tables of `nn.Module`, also entries that are None and names that mean one thing (2.11, 2.13, 2.15)."""
     return Attributes(module._parameters, module._buffers, module._modules, module._non_persistent_buffers_set)
+
+
+def inputs_of(node: fx.Node) -> Collection[fx.Node]:
+    """``node.all_input_nodes`` without a copy: 2.11, 2.13, 2.15."""
+    return node._input_nodes.keys()
 
 
 def schema_of(op: Any) -> Any:

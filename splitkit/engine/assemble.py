@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from splitkit import _torch
 from splitkit.engine.names import Style
-from splitkit.engine.partmodules import Child, EagerParent, EagerPart, LazyParent, LazyPart, bare_part
-from splitkit.graph.storages import attribute
+from splitkit.engine.partmodules import (
+    Child,
+    EagerParent,
+    EagerPart,
+    LazyParent,
+    LazyPart,
+    bare_container,
+    bare_module,
+)
+from splitkit.graph.storages import Lookup
 
 
 def module_of(
@@ -21,7 +30,6 @@ def module_of(
     lazy: bool = False,
     *,
     is_part: bool = False,
-    parts: Collection[str] = (),
 ) -> fx.GraphModule:
     """A GraphModule with the original's attributes; its code is made once, or on the first call.
 
@@ -32,14 +40,12 @@ def module_of(
         style: names and returns.
         lazy: leave the code to be made when it is first needed.
         is_part: it is called often, by a parent.
-        parts: names of modules that will be added later.
     """
     name = "GraphModule" if style.like_torch else type(original).__name__
-    if is_part and not attributes:
-        return bare_part(lazy, graph, name, original.training)
-    module = _class_of(lazy, is_part)(_root(original, attributes, parts), graph, class_name=name)
+    module = bare_module(_class_of(lazy, is_part), graph, name, original.training)
+    installer = _Installer(module, original)  # after the code is made: fx would make that of graphs inside it again
     for own, source in attributes.items():
-        _like_original(module, own, original, source)
+        installer.put(own, source)
     return module
 
 
@@ -76,31 +82,76 @@ def add_parts(module: fx.GraphModule, parts: Mapping[str, fx.GraphModule]) -> No
         setattr(type(module), name, Child(name))  # a GraphModule has a class of its own
 
 
-def _root(original: nn.Module, attributes: Mapping[str, str], parts: Collection[str]) -> nn.Module:
-    """What GraphModule copies references from: the original's attributes, some under other names."""
-    root = nn.Module()
-    root.training = original.training
-    for name, source in attributes.items():
-        top = name.split(".")[0]
-        # Not registered, so that nothing of the original changes owner.
-        root.__dict__[top] = getattr(original, top) if name == source else attribute(original, source)
-    root.__dict__.update(dict.fromkeys(parts, nn.Module()))
-    return root
+class _Installer:
+    """Puts attributes of the original under their names in a module, with all modules on the way.
 
-
-def _like_original(module: nn.Module, name: str, root: nn.Module, original: str) -> None:
-    """Give the owner of an attribute its training flag, and a buffer its persistence, as in the original.
-
-    A constant that capture lifted is a plain attribute there, which GraphModule has made a buffer.
+    In the end the module is as ``GraphModule(root, graph)`` makes it, in a fraction of the time: each module on the way
+    is looked up once, and tensors go into their tables directly.
     """
-    *path, last = name.split(".")
-    *where, field = original.split(".")
-    owner, model = module.get_submodule(".".join(path)), root.get_submodule(".".join(where))
-    if owner is not model and not isinstance(owner, fx.GraphModule):
-        owner.training = model.training
-    its, mine = _torch.attributes_of(model), _torch.attributes_of(owner)
-    if owner is not model and last in mine.buffers and (field not in its.buffers or field in its.unsaved):
-        mine.unsaved.add(last)
+
+    def __init__(self, module: nn.Module, original: nn.Module) -> None:
+        self._find = Lookup(original)
+        self._owners: dict[str, nn.Module | None] = {"": module}  # None: the original's own, which holds all below
+
+    def put(self, name: str, source: str) -> None:
+        """Put what the original has as ``source`` under ``name``."""
+        path, _, last = name.rpartition(".")
+        owner = self._owners[path] if path in self._owners else self._owner(path)
+        if owner is None:
+            return
+        value = self._find(source)
+        if isinstance(value, nn.Module):
+            self._owners[name] = None
+        table = _table_for(owner, value)
+        if table is None or hasattr(type(owner), last) or last in owner.__dict__:
+            _put_publicly(owner, last, value)
+        else:
+            table[last] = value
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+            self._keep_persistence(owner, last, source)
+
+    def _owner(self, path: str) -> nn.Module | None:
+        """The module at a path, a new one if there is none."""
+        if path in self._owners:
+            return self._owners[path]
+        above, _, last = path.rpartition(".")
+        owner, made = self._owner(above), None
+        if owner is not None:
+            made = bare_container(getattr(self._find.owner(path), "training", True))
+            if hasattr(type(owner), last) or last in owner.__dict__:
+                _put_publicly(owner, last, made)
+            else:
+                _torch.attributes_of(owner).modules[last] = made
+        self._owners[path] = made
+        return made
+
+    def _keep_persistence(self, owner: nn.Module, name: str, source: str) -> None:
+        """Leave a buffer out of the state dict where the original does; a constant that capture lifted is no buffer
+        there, but a plain attribute.
+        """
+        path, _, field = source.rpartition(".")
+        model = self._find.owner(path)
+        its = _torch.attributes_of(model) if isinstance(model, nn.Module) else None
+        if its is None or field not in its.buffers or field in its.unsaved:
+            _torch.attributes_of(owner).unsaved.add(name)
+
+
+def _table_for(owner: nn.Module, value: object) -> dict[str, Any] | None:
+    """The table of a module that a value belongs to; ``None`` if it is a plain attribute."""
+    tables = _torch.attributes_of(owner)
+    if isinstance(value, nn.Parameter):
+        return tables.parameters
+    if isinstance(value, torch.Tensor):
+        return tables.buffers
+    return tables.modules if isinstance(value, nn.Module) else None
+
+
+def _put_publicly(owner: nn.Module, name: str, value: Any) -> None:
+    """As a user would, with torch's objections to names that a module has a use for."""
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        owner.register_buffer(name, value)
+    else:
+        setattr(owner, name, value)
 
 
 class _SeenByOriginal:

@@ -12,7 +12,7 @@ from torch.fx import Node
 from splitkit.errors import PlanError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.effects import NO_MEMORY, Memory, memory_of
-from splitkit.graph.storages import attribute, storage_key
+from splitkit.graph.storages import Lookup, attribute, storage_key
 from splitkit.plans.localize import recompute_locally
 from splitkit.plans.parts import HOST, PartKey
 from splitkit.plans.record import Plan
@@ -36,7 +36,8 @@ def complete(flow: Dataflow, plan: Plan, parameters: Literal["own", "hoist"] = "
     places |= {n: plan.places[n] for n in flow.nodes if n in plan.places}
     places |= {n: places[producer] for n, producer in flow.followers.items()}
     recompute_locally(flow, places)
-    attributes = {n: attribute(flow.root, str(n.target)) for n in flow.scope if n.op == "get_attr"}
+    find = Lookup(flow.root)
+    attributes = {n: find(str(n.target)) for n in flow.scope if n.op == "get_attr"}
     for node in attributes:
         places[node] = tuple(dict.fromkeys(key for user in node.users for key in places.get(user, ())))
     for node in _hoisted(flow, places, attributes, everything=parameters == "hoist"):

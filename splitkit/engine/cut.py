@@ -72,6 +72,7 @@ class _Borders:
         self.inputs: dict[PartKey, dict[Node, None]] = defaultdict(dict)
         self.outputs: dict[PartKey, dict[Node, None]] = defaultdict(dict)
         self._flow, self._places = flow, plan.places
+        self._symbols: dict[Node, tuple[Node, ...]] = {}
         for node, keys in plan.places.items():
             for key in keys:
                 self.nodes[key].append(node)
@@ -87,8 +88,14 @@ class _Borders:
             return
         self.inputs[reader][value] = None
         if reader is not HOST:
-            for symbol in self._flow.symbols(value):
+            for symbol in self._symbols_of(value):
                 self._bring(symbol, source, reader)
+
+    def _symbols_of(self, value: Node) -> tuple[Node, ...]:
+        """As `Dataflow.symbols`, found once for all readers."""
+        if value not in self._symbols:
+            self._symbols[value] = self._flow.symbols(value)
+        return self._symbols[value]
 
     def _bring(self, symbol: Node, source: PartKey, reader: PartKey) -> None:
         """Let a part have a symbol, if that makes it wait for nobody else."""

@@ -83,7 +83,7 @@ def emit(
     parent.write(units)
     copies[HOST] = parent.copies
     read = {name: name for name in parent.attributes}
-    module = module_of(flow.root, parent.graph, read, style, lazy, parts=names.values())
+    module = module_of(flow.root, parent.graph, read, style, lazy)
     attributes[""] = keep_whole(module, flow.root, read, whole)
     add_parts(module, {names[key]: part for key, part in parts.items()})
     module.meta = {**_torch.meta_of(flow.root), "partition_names": set(names.values())}

@@ -27,7 +27,7 @@ from splitkit.errors import PlanError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.effects import REACHED, SIZES, Memory, memory_of
 from splitkit.graph.ops import PURE
-from splitkit.graph.storages import attribute, storage_key
+from splitkit.graph.storages import Lookup, attribute, storage_key
 
 
 @dataclass(frozen=True, order=True)
@@ -151,8 +151,9 @@ def overlap_check(
         return None
     number = {c: i for i, c in enumerate(uses)}
     of_attributes: dict[str, int] = {}
+    find = Lookup(flow.root)
     for name, original in qualified_names().items():
-        tensor = attribute(flow.root, original)
+        tensor = find(original)
         if isinstance(tensor, torch.Tensor) and (c := _class_in(memory, storage_key(tensor))) in number:
             of_attributes[name] = number[c]
     of_inputs = [(str(n.target), number.get(_class_in(memory, n))) for n in inputs]

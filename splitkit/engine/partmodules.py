@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import cache
 from threading import RLock
 from typing import Any, cast
@@ -151,22 +152,39 @@ class LazyParent(_Lazy):
         return code
 
 
-def bare_part(lazy: bool, graph: fx.Graph, name: str, training: bool) -> fx.GraphModule:
-    """A part of a graph without attributes, in half of the time that its constructor takes.
+def bare_module(kind: type[fx.GraphModule], graph: fx.Graph, name: str, training: bool) -> fx.GraphModule:
+    """A GraphModule of a graph, without the attributes that it reads, in half of the time that its constructor takes.
 
-    The constructor sets some thirty fields, each through ``nn.Module.__setattr__``. Here they are copied from a part
+    The constructor sets some thirty fields, each through ``nn.Module.__setattr__``. Here they are copied from a module
     that the constructor has made.
     """
-    kind: type[fx.GraphModule] = LazyPart if lazy else EagerPart
-    part = kind.__new__(kind)
-    fields = {k: v.copy() if isinstance(v, (dict, list, set)) else v for k, v in _fields_of(lazy).items()}
-    part.__dict__.update(fields, _graph=graph, training=training)
-    type(part).__name__ = name
-    graph.owning_module = part
-    part.recompile()
-    return part
+    module = kind.__new__(kind)
+    _fill(module, kind, _graph=graph, training=training)
+    type(module).__name__ = name
+    graph.owning_module = module
+    module.recompile()
+    return module
+
+
+def bare_container(training: bool) -> nn.Module:
+    """An ``nn.Module()`` to put attributes into."""
+    module = nn.Module.__new__(nn.Module)
+    _fill(module, nn.Module, training=training)
+    return module
 
 
 @cache
-def _fields_of(lazy: bool) -> dict[str, Any]:
-    return (LazyPart if lazy else EagerPart)({}, fx.Graph()).__dict__
+def _fields_of(kind: type[nn.Module]) -> tuple[Mapping[str, Any], tuple[tuple[str, Callable[[], Any]], ...]]:
+    """What the constructor sets, and how to make those of the values anew that are containers: they are empty."""
+    made = kind({}, fx.Graph()) if issubclass(kind, fx.GraphModule) else kind()
+    fields = dict(made.__dict__)
+    return fields, tuple((name, type(v)) for name, v in fields.items() if isinstance(v, (dict, list, set)) and not v)
+
+
+def _fill(module: nn.Module, kind: Any, **values: Any) -> None:
+    fields, containers = _fields_of(kind)
+    filled = module.__dict__
+    filled.update(fields)
+    for name, make in containers:
+        filled[name] = make()
+    filled.update(values)

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 from torch.fx import Node
 
-from splitkit._gc import collector_at_rest
+from splitkit._gc import collector_of_new_objects
 from splitkit.brief import brief, few
 from splitkit.costs import Costs, default, unit
 from splitkit.engine.complete import check, complete
@@ -22,7 +22,7 @@ from splitkit.engine.names import Style
 from splitkit.engine.overlaps import overlap_check
 from splitkit.errors import CycleError, PolicyError
 from splitkit.graph.dataflow import Dataflow, analyze
-from splitkit.graph.storages import attribute
+from splitkit.graph.storages import Lookup
 from splitkit.plans.order import part_order
 from splitkit.plans.parts import HOST, PartKey
 from splitkit.plans.policy import Policy, PolicyLike, as_plan
@@ -186,7 +186,7 @@ def split(
         PolicyError: the policy refuses (SK3xx).
     """
     _check_choice("parameters", parameters, ("own", "hoist"))
-    with collector_at_rest():
+    with collector_of_new_objects():
         flow = analyze(gm)
         whole = complete(flow, decide(flow, policy, costs, on_cycle), parameters)
         check(flow, whole)
@@ -230,10 +230,10 @@ def _qualified_names(emitted: Emitted) -> dict[str, str]:
     """Every parameter and buffer of the split module -> its original name."""
     names: dict[str, str] = {}
     for part, attributes in emitted.attributes.items():
-        owner = emitted.module.get_submodule(part)
+        find = Lookup(emitted.module.get_submodule(part))
         prefix = f"{part}." if part else ""
         for name, original in attributes.items():
-            value = attribute(owner, name)
+            value = find(name)
             if isinstance(value, nn.Module):  # a called module, or the body of a higher-order op
                 inner = [n for n, _ in value.named_parameters(remove_duplicate=False)]
                 inner += [n for n, _ in value.named_buffers(remove_duplicate=False)]

@@ -8,10 +8,10 @@ from torch import fx, nn
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit._gc import collector_at_rest
+from splitkit._gc import collector_of_new_objects
 from splitkit.engine.complete import check, complete
 from splitkit.engine.cut import cut
-from splitkit.engine.emit import emit
+from splitkit.engine.emit import Emitted, emit
 from splitkit.engine.kept_state import runs_of
 from splitkit.engine.names import Style
 from splitkit.engine.split import PIPELINING, decide, watch_inputs
@@ -62,21 +62,25 @@ def split_module(
         like_torch=True,
         flat=partition_affix == PIPELINING,
     )
-    with collector_at_rest():
-        flow = analyze(m)
-        labels: dict[Node, PartKey] = {}
-        asked = _recorded(split_callback, labels) if keep_original_order else split_callback
-        whole = complete(flow, decide(flow, asked, None, "error"), "hoist")
-        check(flow, whole)
-        units = cut(flow, whole, as_met=True)
-        emitted = emit(
-            flow, whole, units, style, _torch.wants_lazy_code(), runs_of(flow, whole, labels) if labels else {}
-        )
-        watch_inputs(flow, units, emitted)
+    with collector_of_new_objects():
+        emitted = _emitted(m, split_callback, style)
     if qualname_map is not None:
         for part, attributes in emitted.attributes.items():
             qualname_map |= {f"{part}.{name}": original for name, original in attributes.items() if part}
     return emitted.module
+
+
+def _emitted(m: fx.GraphModule, split_callback: PolicyLike | Callable[[Node], PartKey], style: Style) -> Emitted:
+    flow = analyze(m)
+    labels: dict[Node, PartKey] = {}
+    asked = _recorded(split_callback, labels) if style.late_attributes else split_callback
+    whole = complete(flow, decide(flow, asked, None, "error"), "hoist")
+    check(flow, whole)
+    units = cut(flow, whole, as_met=True)
+    runs = runs_of(flow, whole, labels) if labels else {}
+    emitted = emit(flow, whole, units, style, _torch.wants_lazy_code(), runs)
+    watch_inputs(flow, units, emitted)
+    return emitted
 
 
 def _recorded(policy: PolicyLike, labels: dict[Node, PartKey]) -> PolicyLike:

@@ -18,6 +18,9 @@ from torch import fx
 from torch.fx import Node
 from torch.fx import graph as _fx_graph
 
+from splitkit.engine.sourcecode import python_code
+
+_NodeBase: Any = torch._C._NodeBase  # 2.11, 2.13, 2.15
 _map_arg: Callable[[Any, Callable[[Node], Any]], Any] = torch._C._fx_map_arg  # 2.11, 2.13, 2.15
 
 
@@ -30,6 +33,8 @@ class LeanGraph(fx.Graph):
 
     def python_code(self, root_module: str, **options: Any) -> Any:
         """The code of the graph; see ``fx.Graph.python_code``."""
+        if not any(options.values()) and (code := python_code(self, root_module)) is not None:
+            return code
         return _lean_code(self, root_module, **options) if _is_lean() else super().python_code(root_module, **options)
 
 
@@ -53,11 +58,11 @@ def _lean_code(graph: fx.Graph, root_module: str, **options: Any) -> Any:  # 2.1
 def _is_lean() -> bool:
     """Whether `LeanGraph` makes the code that ``fx.Graph`` makes."""
     codes = []
-    for python_code in (_lean_code, fx.Graph.python_code):
+    for write in (_lean_code, fx.Graph.python_code):
         graph = fx.Graph()
         try:
             _write_sample(graph, _append_publicly)
-            code = python_code(graph, "self")
+            code = write(graph, "self")
         except Exception:
             return False
         codes.append((code.src, code.globals.keys(), [node._repr_fn for node in graph.nodes]))
@@ -80,6 +85,7 @@ class Writer:
         self._keep_names = keep_names
         # id of a target -> the name that fx gives; targets live as long as the graph that is copied
         self._bases: dict[int, str] = {} if bases is None else bases
+        self._rows: Rows = {}
 
     def copy(self, node: Node, value: Callable[[Node], Any], target: Any = None, name: str | None = None) -> Node:
         """Append a copy of ``node`` that reads ``value(n)`` where ``node`` reads ``n``."""
@@ -89,26 +95,26 @@ class Writer:
             kwargs = _map_arg(kwargs, value)
         op = node.op
         if self._keep_names:
-            copied = self._append(self.graph, op, target, args, kwargs, name or node.name, node.type, _kept)
+            copied = self._append(self.graph, op, target, args, kwargs, name or node.name, node.type, _kept, self._rows)
         else:
             base = name or self._bases.get(id(target)) or self._base_of(target)
-            naming = _numbered if op == "call_function" or op == "call_method" else _created
-            copied = self._append(self.graph, op, target, args, kwargs, base, node.type, naming)
+            naming = _numbered if op == "call_function" or op == "call_method" else _numbered_once
+            copied = self._append(self.graph, op, target, args, kwargs, base, node.type, naming, self._rows)
         copied.meta.update(node.meta)
         return copied
 
     def append(self, op: str, target: Any, args: tuple[Any, ...], name: str, type_expr: Any = None) -> Node:
         """Append a node; its name gets a number if another has it."""
-        return self._append(self.graph, op, target, args, {}, name, type_expr, self._name)
+        return self._append(self.graph, op, target, args, {}, name, type_expr, self._name, self._rows)
 
     def node(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Node:
         """Append a node under its name in another graph."""
-        return self._append(self.graph, op, target, args, kwargs, name, None, _kept)
+        return self._append(self.graph, op, target, args, kwargs, name, None, _kept, self._rows)
 
     def call(self, target: Any, args: tuple[Any, ...]) -> Node:
         """Append a call of a function, called like it."""
         name = self._bases.get(id(target)) or self._base_of(target)
-        return self._append(self.graph, "call_function", target, args, {}, name, None, _numbered)
+        return self._append(self.graph, "call_function", target, args, {}, name, None, _numbered, self._rows)
 
     def placeholder(self, name: str, type_expr: Any = None) -> Node:
         """Append an input; the parameter of ``forward`` is called like the node, or two could be mixed up."""
@@ -119,35 +125,68 @@ class Writer:
             name = _given(space, name)
         else:
             name = _created(space, self.graph._target_to_str(name))  # in snake case
-        return self._append(self.graph, "placeholder", name, (), {}, name, type_expr, _final)
+        return self._append(self.graph, "placeholder", name, (), {}, name, type_expr, _final, self._rows)
 
     def _base_of(self, target: Any) -> str:
-        name = self._bases[id(target)] = str(self.graph._target_to_str(target))  # 2.11, 2.13, 2.15
+        name = _ILLEGAL.sub("_", str(self.graph._target_to_str(target)))  # 2.11, 2.13, 2.15
+        self._bases[id(target)] = name
         return name
 
 
+_ILLEGAL = re.compile("[^0-9a-zA-Z_]+")  # what fx replaces in names
+Rows = dict[int | str, dict[Node, None]]  # by the id of a function that is called, else by op
 Naming = Callable[[Any, str], str]
 """Given a graph's namespace and a wish, a name that is new to the graph."""
 
 
 def _append(
-    graph: fx.Graph, op: str, target: Any, args: Any, kwargs: Any, name: str, type_expr: Any, naming: Naming
+    graph: fx.Graph,
+    op: str,
+    target: Any,
+    args: Any,
+    kwargs: Any,
+    name: str,
+    type_expr: Any,
+    naming: Naming,
+    rows: Rows | None = None,
 ) -> Node:
     """``graph.create_node`` without its search for symbols."""
     space: Any = graph._graph_namespace
     name = naming(space, name)
     # The steps of `create_node`, in its order. The table that `find_nodes` reads tells nodes apart by target only if
     # they call functions.
-    node = Node(graph, name, op, target, args, kwargs, type_expr)
+    node = Node.__new__(Node)
+    _NodeBase.__init__(node, graph, name, op, target, type_expr)
+    node._update_args_kwargs(args, kwargs)
     space._obj_to_name[node] = name
     graph._root._prepend(node)
-    graph._find_nodes_lookup_table.table[op, target if op == "call_function" else None][node] = None
+    _row(graph, op, target, rows)[node] = None
     graph._len += 1
     return node
 
 
+def _row(graph: fx.Graph, op: str, target: Any, rows: Rows | None) -> dict[Node, None]:
+    """The nodes that ``find_nodes(op=op, target=target)`` gives; to hash an operator takes a microsecond."""
+    table: Any = graph._find_nodes_lookup_table.table
+    key = id(target) if op == "call_function" else op
+    if rows is None or key not in rows:
+        row: dict[Node, None] = table[op, target if op == "call_function" else None]
+        if rows is None:
+            return row
+        rows[key] = row
+    return rows[key]
+
+
 def _append_publicly(
-    graph: fx.Graph, op: str, target: Any, args: Any, kwargs: Any, name: str, type_expr: Any, naming: Naming
+    graph: fx.Graph,
+    op: str,
+    target: Any,
+    args: Any,
+    kwargs: Any,
+    name: str,
+    type_expr: Any,
+    naming: Naming,
+    rows: Rows | None = None,
 ) -> Node:
     # `create_node` asks for a name again: one that was given by `_final` must be free for it, or it would get a number.
     if naming is _final:
@@ -198,8 +237,16 @@ def _numbered(space: Any, base: str) -> str:
     """``space.create_name(base)`` of what a function or method is called."""
     # fx takes a number off the end of a wish, replaces what no name may have, and avoids keywords and builtins, by
     # regular expressions. A base that comes out of that as it went in needs them once a process, not once a node.
-    if not _is_plain(base):
-        return _created(space, base)
+    return _count(space, base) if _is_plain(base) else _created(space, base)
+
+
+def _numbered_once(space: Any, base: str) -> str:
+    """The same for names that are many, such as those of attributes: nothing is remembered of them."""
+    plain = base.isidentifier() and base.isascii() and base not in _fx_graph._illegal_names
+    return _count(space, base) if plain and not base[-1].isdigit() else _created(space, base)
+
+
+def _count(space: Any, base: str) -> str:
     number, name, used = space._base_count.get(base, 0), base, space._used_names
     while name in used:
         number += 1

@@ -60,8 +60,8 @@ def inlined(gm: fx.GraphModule) -> fx.GraphModule:
     graph.set_codegen(_torch.codegen_of(gm.graph))
     for node in gm.graph.nodes:
         env[node] = graph.node_copy(node, env.__getitem__)
-    names = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
-    made = module_of(gm, graph, {name: name for name in sorted(names)}, Style())
+    names = (str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module"))
+    made = module_of(gm, graph, {name: name for name in names}, Style())
     made.meta = dict(_torch.meta_of(gm))
     carry_hooks(gm, made)
     return inline_regions(made)

@@ -15,12 +15,14 @@ import torch
 from torch import fx, nn
 from torch.fx import Node
 
+from splitkit._torch import inputs_of
 from splitkit.brief import brief
 from splitkit.errors import GraphError, NoPlanError
 from splitkit.graph.effects import order_of
-from splitkit.graph.ops import Effects, effects_of, is_tuple
+from splitkit.graph.ops import Effects, Memo, effects_of, is_tuple
+from splitkit.graph.ops.tuples import Known
 from splitkit.graph.scope import Scope, is_state_op, scopes
-from splitkit.graph.storages import attribute, owned
+from splitkit.graph.storages import Lookup, owned
 from splitkit.graph.symbols import binders, is_symbolic, symbols_of, value_of
 from splitkit.prices import Costs
 
@@ -149,11 +151,13 @@ def analyze(gm: fx.GraphModule) -> Dataflow:
     graph = require_graph(gm).graph
     require_order(graph)
     scope, final = scopes(graph)
-    effects = {n: effects_of(n, gm) for n in scope}
+    memo = Memo()
+    effects = {n: effects_of(n, gm, memo) for n in scope}
+    find = Lookup(gm)
     for node in scope:
         if node.op == "get_attr":
-            attribute(gm, str(node.target))  # SK104 if it is not there
-    followers = _followers(effects, gm)
+            find(str(node.target))  # SK104 if it is not there
+    followers = _followers(effects, gm, memo.tuples)
     order = order_of(effects, gm, followers.__contains__)
     index = {n: i for i, n in enumerate(graph.nodes)}
     return Dataflow(graph, gm, index, order.after, scope, final, order.once, order.written, followers, effects)
@@ -177,9 +181,8 @@ def require_order(graph: fx.Graph) -> None:
     """
     before: set[Node] = set()
     for node in graph.nodes:
-        inputs = node.all_input_nodes
-        if not before.issuperset(inputs):
-            wrong = next(n for n in inputs if n not in before)
+        if not before.issuperset(inputs_of(node)):
+            wrong = next(n for n in inputs_of(node) if n not in before)
             where = "comes after it" if wrong in set(graph.nodes) else "is no node of this graph"
             raise GraphError(
                 "SK111",
@@ -224,7 +227,7 @@ def reads(node: Node) -> list[Node]:
     return [a for a in node.all_input_nodes if not is_state_op(a)]
 
 
-def _followers(effects: Mapping[Node, Effects], root: nn.Module) -> dict[Node, Node]:
+def _followers(effects: Mapping[Node, Effects], root: nn.Module, known: Known) -> dict[Node, Node]:
     """``getitem`` of a tuple -> the node that made it, through nested tuples; not of a list that is written to."""
     followers: dict[Node, Node] = {}
     items = [n for n in effects if n.target is getitem and isinstance(n.args[0], Node)]
@@ -235,13 +238,12 @@ def _followers(effects: Mapping[Node, Effects], root: nn.Module) -> dict[Node, N
         if source.op in ("placeholder", "get_attr") or source not in effects or source in written:
             continue
         # An index that is computed may come from another part: then the tuple crosses whole.
-        if len(node.all_input_nodes) == 1 and _unpacks(node, source, root):
+        if len(node.all_input_nodes) == 1 and _unpacks(node, is_tuple(source, root, known)):
             followers[node] = followers.get(source, source)
     return followers
 
 
-def _unpacks(node: Node, source: Node, root: nn.Module) -> bool:
-    known = is_tuple(source, root)
+def _unpacks(node: Node, known: bool | None) -> bool:
     if known is not None:
         return known
     # Unknown: an index that only tensors take makes it a view; else stay together, which is always right.

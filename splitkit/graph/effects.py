@@ -31,7 +31,7 @@ from torch.fx import Node
 from splitkit.graph.classes import Classes, held_in, is_plain
 from splitkit.graph.ops import PURE, Effects, sizes_only
 from splitkit.graph.scope import is_state_op
-from splitkit.graph.storages import attribute, storage_key
+from splitkit.graph.storages import Lookup, storage_key
 from splitkit.graph.symbols import value_of
 
 RANDOM = "random numbers"
@@ -173,14 +173,13 @@ def memory_of(effects: Mapping[Node, Effects], root: torch.nn.Module, besides: I
     written = {w for e in acting.values() for w in _written(e)}
     if not any(e.writes or e.writes_state or not e.known for e in acting.values()):
         return Memory({}, written)
-    classes = _alias_classes(acting, effects, root)
+    find = Lookup(root)
+    attributes = {n: find(str(n.target)) for n in effects if n.op == "get_attr"}
+    classes = _alias_classes(acting, effects, attributes)
     found = {classes.find(w) for w in (*written, *besides)}
     opaque = {classes.find(n): None for n, e in acting.items() if not e.known}
-    lent = {
-        *opaque,
-        *(classes.find(n) for n in effects if n.op == "get_attr" and not is_plain(attribute(root, str(n.target)))),
-    }
-    reached = {*lent, *(classes.find(n) for n in effects if n.op == "get_attr")} if lent else set()
+    lent = {*opaque, *(classes.find(n) for n, value in attributes.items() if not is_plain(value))}
+    reached = {*lent, *map(classes.find, attributes)} if lent else set()
     reached.update(classes.find(storage_key(t)) for e in acting.values() for t in e.reads_state if lent)
     matter = found | reached
     members = {item: c for item in list(classes.parent) if (c := classes.find(item)) in matter}
@@ -212,22 +211,21 @@ def _only_aliases(e: Effects) -> bool:
     return not (e.random or e.writes or e.writes_state or e.impure or e.check or e.ambient or not e.known)
 
 
-def _alias_classes(acting: Mapping[Node, Effects], effects: Mapping[Node, Effects], root: torch.nn.Module) -> Classes:
+def _alias_classes(
+    acting: Mapping[Node, Effects], effects: Mapping[Node, Effects], attributes: Mapping[Node, object]
+) -> Classes:
     classes = Classes()
     for node, effect in acting.items():
         for other in effect.aliases:
             classes.join(node, other)
+    for node, value in attributes.items():
+        if not isinstance(value, torch.Tensor):
+            classes.join(node, ("object", id(value)))
+        for held in held_in(value):  # itself, if it is a tensor
+            classes.join(node, storage_key(held))
     for node in effects:
-        if node.op == "get_attr":
-            value = attribute(root, str(node.target))
-            if not isinstance(value, torch.Tensor):
-                classes.join(node, ("object", id(value)))
-            for held in held_in(value):  # itself, if it is a tensor
-                classes.join(node, storage_key(held))
-        elif node.op == "placeholder":
-            value = value_of(node)
-            if isinstance(value, torch.Tensor):
-                classes.join(node, storage_key(value))
+        if node.op == "placeholder" and isinstance(value := value_of(node), torch.Tensor):
+            classes.join(node, storage_key(value))
     return classes
 
 

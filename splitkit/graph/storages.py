@@ -97,12 +97,37 @@ def attribute(root: torch.nn.Module, target: str) -> object:
     Raises:
         GraphError: SK104 when there is none.
     """
-    value: object = root
-    for atom in target.split("."):
-        if not hasattr(value, atom):
-            raise GraphError("SK104", f"the graph reads {target!r}, but its module has no such attribute", "", [target])
-        value = getattr(value, atom)
-    return value
+    return Lookup(root)(target)
+
+
+class Lookup:
+    """Finds many attributes of one module by their dotted names, and each module on the way once.
+
+    It belongs to one question: while it is used, no module may be replaced.
+    """
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        self._owners: dict[str, object] = {"": root}
+
+    def __call__(self, target: str) -> object:
+        """The object behind a name.
+
+        Raises:
+            GraphError: SK104 when there is none.
+        """
+        path, _, name = target.rpartition(".")
+        try:
+            return getattr(self._owners[path] if path in self._owners else self.owner(path), name)
+        except AttributeError as error:
+            reason = f"the graph reads {target!r}, but its module has no such attribute"
+            raise GraphError("SK104", reason, "", [target]) from error
+
+    def owner(self, path: str) -> object:
+        """The object at ``path``, mostly a module; AttributeError where there is none."""
+        if path not in self._owners:
+            above, _, name = path.rpartition(".")
+            self._owners[path] = getattr(self.owner(above), name)
+        return self._owners[path]
 
 
 _REAL = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

@@ -136,6 +136,8 @@ def is_small(node: Node) -> bool:
     value = value_of(node)
     if value is None:
         return _asks_a_tensor(node)
+    if isinstance(value, torch.Tensor):  # first, as most are
+        return False
     return isinstance(value, _SMALL) or (type(value) is tuple and all(isinstance(v, _NUMBERS) for v in value))
 
 

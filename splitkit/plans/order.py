@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch.fx import Node
 
+from splitkit._torch import inputs_of
 from splitkit.errors import CycleError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.plans.parts import HOST, PartKey
@@ -39,7 +40,7 @@ def crossings(places: Mapping[Node, tuple[PartKey, ...]]) -> dict[Node, list[Cro
     found: dict[Node, list[Crossing]] = {}
     many: dict[Node, frozenset[PartKey]] = {}
     for node, keys in places.items():
-        for read in node.all_input_nodes:
+        for read in inputs_of(node):
             sources = places.get(read)  # neither a state op nor a free attribute has one
             if sources and (sources != keys or HOST in keys):
                 known: Collection[PartKey] = sources

@@ -22,10 +22,10 @@ on one another in this order::
 
 from __future__ import annotations
 
-from splitkit.graph.ops.classify import effects_of
+from splitkit.graph.ops.classify import Memo, effects_of
 from splitkit.graph.ops.declared import declare
 from splitkit.graph.ops.facts import PURE, Effects
 from splitkit.graph.ops.sizes import sizes_only
 from splitkit.graph.ops.tuples import is_tuple
 
-__all__ = ["PURE", "Effects", "declare", "effects_of", "is_tuple", "sizes_only"]
+__all__ = ["PURE", "Effects", "Memo", "declare", "effects_of", "is_tuple", "sizes_only"]

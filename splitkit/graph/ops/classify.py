@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -16,24 +16,39 @@ from splitkit.graph.ops.barriers import is_restored
 from splitkit.graph.ops.containers import container_effects
 from splitkit.graph.ops.declared import declared_effects, declared_facts
 from splitkit.graph.ops.facts import PURE, Described, Effects, distinct, first_argument, union, unknown
-from splitkit.graph.ops.foreign import foreign_effects
+from splitkit.graph.ops.foreign import Origins, foreign_effects
 from splitkit.graph.ops.modules import ModuleEffects, bodies, is_changed, is_stock, lookup, state, stock_inside
 from splitkit.graph.ops.names import is_python, named_effects, python_effects
 from splitkit.graph.ops.quick import quick_effects
 from splitkit.graph.ops.schema import members, packet_facts, schema_facts
+from splitkit.graph.ops.tuples import Known
 from splitkit.graph.scope import is_state_op
 
-Memo = dict[nn.Module, ModuleEffects | None]  # what is inside the modules that one question has led to
+
+@dataclass(frozen=True)
+class Memo:
+    """What questions about the nodes of graphs have found out, while these graphs do not change.
+
+    Attributes:
+        modules: module -> what calling it does, ``None`` if that is not known.
+        tuples: node -> whether it yields a tuple.
+        origins: where values come from.
+    """
+
+    modules: dict[nn.Module, ModuleEffects | None] = field(default_factory=dict)
+    tuples: Known = field(default_factory=dict)
+    origins: Origins = field(default_factory=Origins)
 
 
-def effects_of(node: Node, root: nn.Module) -> Effects:
+def effects_of(node: Node, root: nn.Module, memo: Memo | None = None) -> Effects:
     """What a node may do to memory, to random generators and to the outside world.
 
     Args:
         node: a node of any graph; it is only read.
         root: the module that its ``call_module`` and ``get_attr`` targets belong to.
+        memo: what earlier questions have found out; one for all nodes of a graph keeps the time linear.
     """
-    return _effects(node, root, {})
+    return _effects(node, root, Memo() if memo is None else memo)
 
 
 def _effects(node: Node, root: nn.Module, memo: Memo) -> Effects:
@@ -55,9 +70,9 @@ def _effects(node: Node, root: nn.Module, memo: Memo) -> Effects:
     if isinstance(target, OpOverloadPacket):
         facts = packet_facts(target, bool(node.kwargs)) or tuple(map(schema_facts, members(target)))
         return union(f.of(node) for f in facts)
-    if (found := container_effects(node, root)) is not None:
+    if (found := container_effects(node, root, memo.tuples)) is not None:
         return found
-    if node.op == "call_method" and (found := foreign_effects(node, root)) is not None:
+    if node.op == "call_method" and (found := foreign_effects(node, root, memo.origins)) is not None:
         return found
     return python_effects(node) if is_python(node) else named_effects(node)
 
@@ -108,9 +123,9 @@ def _higher_order(node: Node, root: nn.Module, memo: Memo) -> Effects:
 
 def _inside(m: nn.Module, memo: Memo) -> ModuleEffects | None:
     """What calling a module does; ``None`` if it is not known."""
-    if m not in memo:
-        memo[m] = _look_inside(m, memo)
-    return memo[m]
+    if m not in memo.modules:
+        memo.modules[m] = _look_inside(m, memo)
+    return memo.modules[m]
 
 
 def _look_inside(m: nn.Module, memo: Memo) -> ModuleEffects | None:

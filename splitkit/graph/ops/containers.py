@@ -13,7 +13,7 @@ from splitkit.graph.ops import tables
 from splitkit.graph.ops.facts import Effects, first_argument, unknown
 from splitkit.graph.ops.modules import lookup
 from splitkit.graph.ops.names import is_python
-from splitkit.graph.ops.tuples import is_tuple
+from splitkit.graph.ops.tuples import Known, is_tuple
 from splitkit.graph.symbols import value_of
 
 _ITERATORS: tuple[Any, ...] = (iter, reversed, enumerate, zip, map, filter)
@@ -21,37 +21,40 @@ _JOINS = (operator.or_, operator.and_, operator.xor, operator.sub)  # of sets an
 _GROWS = (operator.iadd, operator.iconcat, operator.ior, operator.ixor, "__iadd__", "__ior__", "__setitem__")
 
 
-def container_effects(node: Node, root: nn.Module) -> Effects | None:
-    """What a Python function or a method does to containers and iterators; ``None`` if it has to do with neither."""
+def container_effects(node: Node, root: nn.Module, known: Known) -> Effects | None:
+    """What a Python function or a method does to containers and iterators; ``None`` if it has to do with neither.
+
+    ``known`` is what `is_tuple` has answered about the graph.
+    """
     target: Any = node.target
     everything = tuple(node.all_input_nodes)
-    if target in _GROWS and is_container(node.args[0], root) is not False:
+    if target in _GROWS and is_container(node.args[0], root, known) is not False:
         return Effects(first_argument(node), everything, same_sizes=True)
     if node.op == "call_method":
-        return _method(node, root)
+        return _method(node, root, known)
     if not is_python(node):
         return None
     used_up = first_argument(node) if target is next else tuple(filter(_is_iterator, everything))
     if used_up:
         return Effects(used_up, everything)
-    if target in (operator.add, operator.mul) and is_tuple(node, root):
+    if target in (operator.add, operator.mul) and is_tuple(node, root, known):
         return Effects(aliases=everything)
-    if target in _JOINS and any(is_container(n, root) for n in everything):
+    if target in _JOINS and any(is_container(n, root, known) for n in everything):
         return Effects(aliases=everything)
     return None
 
 
-def is_container(value: object, root: nn.Module) -> bool | None:
+def is_container(value: object, root: nn.Module, known: Known) -> bool | None:
     """Is it a list, tuple, dict, set or iterator? ``None`` if that is not known."""
     if not isinstance(value, Node):
         return isinstance(value, (tuple, list, dict))
-    known = is_tuple(value, root)
-    if known or _is_iterator(value):
+    yields_tuple = is_tuple(value, root, known)
+    if yields_tuple or _is_iterator(value):
         return True
     meta = value_of(value)
     if meta is None and value.op == "get_attr":
         meta = lookup(root, value.target)
-    return known if meta is None else isinstance(meta, (dict, set, frozenset, Iterator))
+    return yields_tuple if meta is None else isinstance(meta, (dict, set, frozenset, Iterator))
 
 
 def _is_iterator(value: Node) -> bool:
@@ -59,8 +62,8 @@ def _is_iterator(value: Node) -> bool:
     return made or value.target == "__iter__" or isinstance(value.meta.get("val"), Iterator)
 
 
-def _method(node: Node, root: nn.Module) -> Effects | None:
-    kind = is_container(node.args[0], root) if node.args else None
+def _method(node: Node, root: nn.Module, known: Known) -> Effects | None:
+    kind = is_container(node.args[0], root, known) if node.args else None
     if kind and node.target in tables.CONTAINER_READS:
         return Effects(aliases=tuple(node.all_input_nodes))
     # tensors and lists have a `sort`; that of a tensor is called for what it returns

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx, nn
@@ -22,7 +24,20 @@ _KNOWN = (
 _OPERATORS = (OpOverload, OpOverloadPacket, HigherOrderOperator)
 
 
-def foreign_effects(node: Node, root: nn.Module) -> Effects | None:
+@dataclass(frozen=True)
+class Origins:
+    """What is known of where the values of a graph come from, so that no chain is followed twice.
+
+    Attributes:
+        objects: node -> whether it yields an object of another kind than torch's.
+        arrays: node -> whether it may yield an array.
+    """
+
+    objects: dict[Node, bool] = field(default_factory=dict)
+    arrays: dict[Node, bool] = field(default_factory=dict)
+
+
+def foreign_effects(node: Node, root: nn.Module, origins: Origins) -> Effects | None:
     """What a method does that is not one of a tensor; ``None`` if it may be taken for a tensor's."""
     subject = node.args[0] if node.args else None
     if not isinstance(subject, Node):
@@ -30,12 +45,14 @@ def foreign_effects(node: Node, root: nn.Module) -> Effects | None:
     name = str(node.target)
     if name in tables.AMBIENT:
         return None
-    if not hasattr(torch.Tensor, name) or _is_object(subject, root):
+    if not hasattr(torch.Tensor, name) or _is_object(subject, root, origins.objects):
         return unknown(node)
     in_place = name in tables.IN_PLACE_ELSEWHERE or (name == "add" and not node.users)  # a set's
     if in_place and name != "add" and not node.users and subject.op == "placeholder" and value_of(subject) is None:
         return unknown(node)  # for what else would it be called?
-    return unknown(node) if (in_place or _has_out(node, name)) and _may_be_array(subject, root) else None
+    return (
+        unknown(node) if (in_place or _has_out(node, name)) and _may_be_array(subject, root, origins.arrays) else None
+    )
 
 
 def _has_out(node: Node, name: str) -> bool:
@@ -44,40 +61,58 @@ def _has_out(node: Node, name: str) -> bool:
     return any(isinstance(a, Node) for a in node.args[place:])
 
 
-def _is_object(subject: Node, root: nn.Module) -> bool:
+def _is_object(subject: Node, root: nn.Module, known: dict[Node, bool]) -> bool:
     """Is it an object of another kind than torch's: an attribute of the graph, something that it holds, an input?"""
-    while value_of(subject) is None and subject.target in (getattr, operator.getitem):
-        source = subject.args[0]
-        if not isinstance(source, Node):
-            return False
-        subject = source
-    value = value_of(subject)
-    if value is None and subject.op == "get_attr":
-        value = lookup(root, subject.target)
-    return value is not None and not isinstance(value, _KNOWN)
+
+    def step(value: Node) -> bool | Node:
+        found = value_of(value)
+        if found is None and value.target in (getattr, operator.getitem):
+            source = value.args[0]
+            return source if isinstance(source, Node) else False
+        if found is None and value.op == "get_attr":
+            found = lookup(root, value.target)
+        return found is not None and not isinstance(found, _KNOWN)
+
+    return _followed(subject, step, known)
 
 
-def _may_be_array(value: Node, root: nn.Module) -> bool:
+def _may_be_array(value: Node, root: nn.Module, known: dict[Node, bool]) -> bool:
     """Follow a value to what made it: a tensor's ``numpy()``, an object, code that is not known?"""
-    while True:
-        known, target = value_of(value), value.target
-        if known is None and value.op == "get_attr":
-            known = lookup(root, target)
-        if known is not None:
-            return not isinstance(known, _KNOWN)
-        if value.op == "placeholder":  # a tensor, by far most often
-            return False
-        if value.op == "call_module":
-            module = lookup(root, target)
-            return not is_stock(module) and not isinstance(module, fx.GraphModule)
-        if isinstance(target, _OPERATORS):
-            return False
-        name = torch_name(target)
-        if name in tables.MAKE_FOREIGN:
-            return True
-        if value.op == "call_function" and not is_python(value):
-            return name is None
-        inputs = value.all_input_nodes  # a method or an operator of an array yields an array
-        if not inputs:
-            return False
-        value = inputs[0]
+    return _followed(value, lambda node: _made_array(node, root), known)
+
+
+def _made_array(value: Node, root: nn.Module) -> bool | Node:
+    """Whether a node may yield an array; or the argument that decides it."""
+    known, target = value_of(value), value.target
+    if known is None and value.op == "get_attr":
+        known = lookup(root, target)
+    if known is not None:
+        return not isinstance(known, _KNOWN)
+    if value.op == "placeholder":  # a tensor, by far most often
+        return False
+    if value.op == "call_module":
+        module = lookup(root, target)
+        return not is_stock(module) and not isinstance(module, fx.GraphModule)
+    if isinstance(target, _OPERATORS):
+        return False
+    name = torch_name(target)
+    if name in tables.MAKE_FOREIGN:
+        return True
+    if value.op == "call_function" and not is_python(value):
+        return name is None
+    inputs = value.all_input_nodes  # a method or an operator of an array yields an array
+    return inputs[0] if inputs else False
+
+
+def _followed(value: Node, step: Callable[[Node], bool | Node], known: dict[Node, bool]) -> bool:
+    """Take steps from node to node until one gives the answer, which is that of all nodes on the way."""
+    way: list[Node] = []
+    while value not in known:
+        way.append(value)
+        found = step(value)
+        if isinstance(found, bool):
+            known[value] = found
+        else:
+            value = found
+    known.update(dict.fromkeys(way, known[value]))
+    return known[value]

@@ -19,26 +19,57 @@ from splitkit.graph.ops.names import is_python, torch_name
 from splitkit.graph.ops.schema import fitting, named_facts, packet_facts, schema_facts
 from splitkit.graph.symbols import value_of
 
+Known = dict[Node, bool | None]
+"""What `is_tuple` has answered, for graphs that do not change in the meantime."""
 
-def is_tuple(node: Node, root: nn.Module | None = None) -> bool | None:
+
+def is_tuple(node: Node, root: nn.Module | None = None, known: Known | None = None) -> bool | None:
     """Does a node yield a tuple or list (``True``), a single value (``False``), or is that unknown (``None``)?
 
     ``meta["val"]`` or ``meta["example_value"]`` decides where there is one.
+
+    Args:
+        node: a node of any graph.
+        root: the module that its ``call_module`` and ``get_attr`` targets belong to.
+        known: answers about nodes that it stands on, to which its own is added. With one dictionary for all nodes of a
+            graph, all answers take time linear in its edges.
     """
+    known = {} if known is None else known
+    left = [node]
+    while left:  # a chain of operators may be longer than Python's stack is deep
+        last = left[-1]
+        if last not in known and (before := [n for n in _stands_on(last) if n not in known]):
+            left += before
+            continue
+        if left.pop() not in known:
+            known[last] = _answer(last, root, known)
+    return known[node]
+
+
+def _stands_on(node: Node) -> Iterable[Node]:
+    """The arguments that have to be known first."""
+    if value_of(node) is not None:
+        return ()
+    if node.op == "output" or node.target is operator.getitem:
+        return (a for a in node.args[:1] if isinstance(a, Node))
+    return (a for a in node.args if isinstance(a, Node)) if _is_sum(node) else ()
+
+
+def _answer(node: Node, root: nn.Module | None, known: Known) -> bool | None:
     value = value_of(node)
     if value is not None:
         return isinstance(value, (tuple, list))
     if node.op == "output":
-        return _argument(node.args[0], root)
+        return _argument(node.args[0], known)
     if node.op == "get_attr":
         found = lookup(root, node.target)
         return None if found is None else isinstance(found, (tuple, list))
     if node.op == "call_module":
         return _module(lookup(root, node.target))
-    return _call(node, root) if node.op in ("call_function", "call_method") else None
+    return _call(node, root, known) if node.op in ("call_function", "call_method") else None
 
 
-def _call(node: Node, root: nn.Module | None) -> bool | None:
+def _call(node: Node, root: nn.Module | None, known: Known) -> bool | None:
     target: Any = node.target
     if isinstance(target, OpOverload):
         return schema_facts(target).yields_tuple
@@ -47,15 +78,15 @@ def _call(node: Node, root: nn.Module | None) -> bool | None:
     if isinstance(target, OpOverloadPacket):
         return _overloads(node, packet_facts(target))
     if target is operator.getitem:
-        return _item(node, root)
+        return _item(node, root, known)
     if is_python(node):
-        return _python(node, root)
+        return _python(node, known)
     name = torch_name(target)
     return None if name is None else _function(node, name)
 
 
-def _argument(value: object, root: nn.Module | None) -> bool | None:
-    return is_tuple(value, root) if isinstance(value, Node) else isinstance(value, (tuple, list))
+def _argument(value: object, known: Known) -> bool | None:
+    return known[value] if isinstance(value, Node) else isinstance(value, (tuple, list))
 
 
 def _agreed(answers: Iterable[bool | None]) -> bool | None:
@@ -66,7 +97,7 @@ def _agreed(answers: Iterable[bool | None]) -> bool | None:
 # ---------------------------------------------------------------- Python
 
 
-def _python(node: Node, root: nn.Module | None) -> bool | None:
+def _python(node: Node, known: Known) -> bool | None:
     target: Any = node.target
     if target in (tuple, list, zip, divmod, torch.Size, sorted, enumerate, dict, set, frozenset):
         return True
@@ -74,7 +105,7 @@ def _python(node: Node, root: nn.Module | None) -> bool | None:
         name = node.args[1] if len(node.args) > 1 else None
         return True if name == "shape" else False if name in tables.SINGLE_ATTRIBUTES else None
     if _is_sum(node):
-        return any(_argument(a, root) for a in _operands(node))
+        return any(_argument(a, known) for a in node.args)
     return None if target in (next, iter, reversed, max, min) else False
 
 
@@ -83,24 +114,9 @@ def _is_sum(node: Node) -> bool:
     return node.op == "call_function" and node.target in sums
 
 
-def _operands(node: Node) -> list[object]:
-    """What a sum of sums is made of; those that it shares are looked into once, or the time would be exponential."""
-    leaves: list[object] = []
-    seen, left = {node}, [node]
-    while left:
-        for a in left.pop().args:
-            if not isinstance(a, Node):
-                leaves.append(a)
-            elif a not in seen:
-                seen.add(a)
-                known = "val" in a.meta or "example_value" in a.meta
-                (left if _is_sum(a) and not known else leaves).append(a)
-    return leaves
-
-
-def _item(node: Node, root: nn.Module | None) -> bool | None:
+def _item(node: Node, root: nn.Module | None, known: Known) -> bool | None:
     source, index = node.args[0], node.args[1]
-    whole = is_tuple(source, root) if isinstance(source, Node) else None
+    whole = known[source] if isinstance(source, Node) else None
     if not isinstance(source, Node) or not whole:
         return whole
     if isinstance(index, slice):
