@@ -175,6 +175,10 @@ class StagePrices:
             unit=unit_of(self.costs),
         )
 
+    def times(self, nodes: Iterable[Node]) -> tuple[float, float, float]:
+        """Seconds of forward, and of backward for the input and for weights, of some nodes together."""
+        return self._times.of(nodes)
+
     def _parts(self, plan: Plan | Sequence[Collection[Node]]) -> tuple[list[list[Node]], dict[Node, int], list[int]]:
         """The nodes of each part in graph order; the homes of those with copies; how many replicas each has."""
         placed: dict[Node, tuple[int, ...]] = {}

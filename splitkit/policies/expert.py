@@ -17,13 +17,8 @@ from splitkit.graph.dataflow import Dataflow, enough_nodes, module_path, readers
 from splitkit.graph.select import no_module
 from splitkit.plans.record import Plan
 from splitkit.prices import checked
+from splitkit.search.blocks import Block, blocks_of
 from splitkit.search.placing import Placing
-
-Block = tuple[str, int]
-"""The list that a block is in, and its number there: ``("transformer.h", 3)``."""
-
-_COMPARABLE = 0.5  # of the work of the heaviest list: a list with so much may be the model's blocks
-_ANOTHER = 0.1  # so much makes a list of the same depth one of several: the encoder's and the decoder's
 
 
 @dataclass(frozen=True)
@@ -74,7 +69,7 @@ class Expert:
             starts = _starts_of(flow, names, next((n for n in flow.nodes if n not in shared), flow.nodes[0]))
             note = f"{len(starts)} stages by hand, from {', '.join(names)}"
             return _plan(flow, starts, shared.difference(starts), note)
-        blocks = _blocks(flow, costs)
+        blocks = blocks_of(flow, costs)
         first = {block: nodes[0] for block, nodes in blocks.items()}
         order = sorted(first, key=lambda block: flow.index[first[block]])
         counts = self._counts(order)
@@ -147,34 +142,3 @@ def _starts_of(flow: Dataflow, names: Sequence[str], start: Node) -> list[Node]:
             )
         owner[node] = name
     return sorted([start, *owner], key=flow.index.__getitem__)
-
-
-def _blocks(flow: Dataflow, costs: Costs) -> dict[Block, list[Node]]:
-    """The model's blocks with their nodes, in graph order.
-
-    Of the lists that do about as much work as any, the longest is that of the blocks: so the layers of a backbone
-    count, and not the pair of backbone and head, nor the experts of each layer. Lists of the same depth count with it
-    if they do much of the work.
-    """
-    lists: dict[str, dict[int, list[Node]]] = {}
-    work: Counter[str] = Counter()
-    for node in flow.nodes:
-        atoms = module_path(node).split(".")
-        for i, atom in enumerate(atoms):
-            if atom.isdecimal():
-                name = ".".join(atoms[:i])
-                lists.setdefault(name, {}).setdefault(int(atom), []).append(node)
-                work[name] += costs.seconds(node)  # type: ignore[assignment]
-    several = [name for name, members in lists.items() if len(members) > 1]
-    most = max((work[name] for name in several), default=0)
-    able = [name for name in several if work[name] >= _COMPARABLE * most]
-    if not able:
-        return {}
-    main = max(able, key=lambda name: (len(lists[name]), -len(name)))
-    same = [name for name in several if _depth(name) == _depth(main) and work[name] >= _ANOTHER * most]
-    return {(name, number): nodes for name in same for number, nodes in lists[name].items()}
-
-
-def _depth(name: str) -> int:
-    """In how many lists a list is."""
-    return sum(atom.isdecimal() for atom in name.split("."))

@@ -8,8 +8,9 @@ import torch
 
 from splitkit.engine.values import dtype_of, name_of_dtype
 from splitkit.fields import JsonField
+from splitkit.pipeline.together import SCALARS
 from splitkit.runtime.chain import Chain, ChainFacts
-from splitkit.runtime.values import SCALARS, Carried
+from splitkit.runtime.values import Carried
 
 
 def encode(chain: Chain) -> dict[str, Any]:

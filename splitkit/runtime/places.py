@@ -16,6 +16,7 @@ from splitkit.errors import PipelineError, nearest
 from splitkit.graph.scope import is_state_op
 from splitkit.graph.storages import attribute, tensors
 from splitkit.graph.symbols import value_of
+from splitkit.pipeline.together import fills_memory, read_by_address
 from splitkit.plans.localize import is_small
 from splitkit.plans.parts import HOST, PartKey
 from splitkit.runtime.written import WrittenMemory, written_memory
@@ -202,37 +203,21 @@ def _require_dense(split: Split, runs: Mapping[Node, Sequence[torch.device]], he
     Raises:
         PipelineError: SK808 where it reads (a view of) a copy of such a value.
     """
-    for node, where in runs.items():
-        if getattr(node.target, "__name__", str(node.target)).split(".")[0] not in _BY_ADDRESS:
-            continue
-        bases = list(node.all_input_nodes)
-        for base in bases:  # grows
-            effect = split.flow.effects.get(base)
-            bases += [n for n in (effect.aliases if effect else ()) if n not in bases]
-        for base in bases:
-            value: Any = value_of(base)
-            if base.op == "get_attr":
-                value = attribute(split.flow.root, str(base.target))
-                there = [held.get(id(value), where[0])]
-            else:
-                there = list(runs.get(base, ()))
-            if set(where) - set(there[:1]) and not _fills_memory(value):
-                raise PipelineError(
-                    "SK808",
-                    f"{node.name} reads the memory of {base.name} by address, of which its device has a copy",
-                    "Put both into parts of one device.",
-                    [node, base],
-                )
-
-
-_BY_ADDRESS = ("as_strided", "as_strided_", "_reshape_alias", "set_", "untyped_storage")
-
-
-def _fills_memory(value: Any) -> bool:
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return False
-    whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
-    return bool(value.is_contiguous() and value.storage_offset() == 0 and whole)
+    for node, base in read_by_address(split.flow):
+        where = runs.get(node, ())
+        value: Any = value_of(base)
+        if base.op == "get_attr":
+            value = attribute(split.flow.root, str(base.target))
+            there = [held.get(id(value), *where[:1])] if where else []
+        else:
+            there = list(runs.get(base, ()))
+        if set(where) - set(there[:1]) and not fills_memory(value):
+            raise PipelineError(
+                "SK808",
+                f"{node.name} reads the memory of {base.name} by address, of which its device has a copy",
+                "Put both into parts of one device.",
+                [node, base],
+            )
 
 
 def captured_types(split: Split) -> frozenset[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +12,7 @@ from torch.fx import Node
 from splitkit import _torch
 from splitkit.errors import PipelineError
 from splitkit.graph.symbols import value_of
-
-SCALARS: Mapping[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
+from splitkit.pipeline.together import SCALARS, unsendable
 
 
 @dataclass(frozen=True)
@@ -137,17 +136,14 @@ def carried(node: Node, needed: Set[Node], written: Set[Node]) -> Carried:
         written: nodes whose memory is written.
     """
     value = value_of(node)
-    try:
-        if isinstance(value, torch.Tensor):
-            like = torch.empty([_torch.size_hint(n) for n in value.shape], dtype=value.dtype, device="meta")
-            like = like.requires_grad_(node in needed)
-            return Carried(node.name, like, written=node in written, order=_order(value))
-        value = _torch.size_hint(value) if isinstance(value, torch.SymInt) else value
-    except TypeError:
-        return Carried(node.name, torch.empty((), device="meta"), odd="value of a size that only the data decides")
-    if type(value) in SCALARS:
-        return Carried(node.name, torch.empty((), dtype=SCALARS[type(value)], device="meta"), type(value))
-    return Carried(node.name, torch.empty((), device="meta"), odd=type(value).__name__)
+    if odd := unsendable(value):
+        return Carried(node.name, torch.empty((), device="meta"), odd=odd)
+    if isinstance(value, torch.Tensor):
+        like = torch.empty([_torch.size_hint(n) for n in value.shape], dtype=value.dtype, device="meta")
+        like = like.requires_grad_(node in needed)
+        return Carried(node.name, like, written=node in written, order=_order(value))
+    value = _torch.size_hint(value) if isinstance(value, torch.SymInt) else value
+    return Carried(node.name, torch.empty((), dtype=SCALARS[type(value)], device="meta"), type(value))
 
 
 def _order(value: torch.Tensor) -> tuple[int, ...]:

@@ -19,10 +19,8 @@ from torch.fx import Node
 
 from splitkit.errors import PipelineError
 from splitkit.graph.dataflow import Dataflow
-from splitkit.graph.effects import AMBIENT, NO_MEMORY, OUTSIDE, RANDOM, SIZES, Memory, memory_of
-
-_FREE = frozenset({RANDOM, OUTSIDE, AMBIENT, *((SIZES, token) for token in (RANDOM, OUTSIDE, AMBIENT))})
-_GIVEN = ("placeholder", "get_attr")
+from splitkit.graph.effects import NO_MEMORY, Memory, memory_of
+from splitkit.graph.written import GIVEN, touches
 
 Devices = Mapping[Node, Sequence[torch.device]]
 
@@ -64,22 +62,17 @@ def written_memory(flow: Dataflow, devices: Devices) -> WrittenMemory:
         if any(is_write for _, _, is_write in rows):
             homes[item] = _require_one_home(item in NO_MEMORY, rows)
             _require_one_way_in(flow, devices, sharing.get(item, []), rows, homes[item])
-    given = {n: homes[item] for n, item in members.items() if n.op in _GIVEN and item in homes}
+    given = {n: homes[item] for n, item in members.items() if n.op in GIVEN and item in homes}
     return WrittenMemory(given, frozenset(members))
 
 
 def _uses(flow: Dataflow, memory: Memory, devices: Devices) -> Mapping[Hashable, Rows]:
     found: dict[Hashable, list[tuple[Node, Sequence[torch.device], bool]]] = {}
-    for node, effect in flow.effects.items():
-        if node.op == "output":
-            for value in node.all_input_nodes:
-                if (item := memory.members.get(value)) in memory.written and value in devices:
-                    found.setdefault(item, []).append((node, devices[value][:1], False))
-        elif node.op not in _GIVEN and node in devices:
-            writes, touched = memory.use(node, effect)
-            for item in touched:
-                if item not in _FREE:
-                    found.setdefault(item, []).append((node, devices[node], item in writes))
+    for item, rows in touches(flow, memory).items():
+        for node, value, writes in rows:
+            if value in devices:
+                where = devices[value][:1] if node.op == "output" else devices[value]
+                found.setdefault(item, []).append((node, where, writes))
     return found
 
 
@@ -102,7 +95,7 @@ def _require_one_way_in(
     flow: Dataflow, devices: Devices, sharing: Sequence[Node], rows: Rows, home: torch.device
 ) -> None:
     """Memory that is made elsewhere comes to the device that writes it as one value, and never comes back to it."""
-    values = [n for n in sharing if n.op not in _GIVEN and n in devices]
+    values = [n for n in sharing if n.op not in GIVEN and n in devices]
     writer = next(node for node, _, is_write in rows if is_write)
     begins_here = len(values) < len(sharing) or not values or devices[values[0]][0] == home
     entering: set[Node] = set()

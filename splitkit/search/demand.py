@@ -17,9 +17,11 @@ from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stagecosts import StageCosts
 from splitkit.pipeline.stageprices import Optimizer, StagePrices
+from splitkit.pipeline.together import together
 from splitkit.pipeline.torch_orders import divides
 from splitkit.plans.record import Plan
 from splitkit.prices import checked
+from splitkit.search.flights import Flights
 from splitkit.search.placing import Travel
 
 
@@ -71,6 +73,11 @@ class Demand:
         """The prices of all nodes to place."""
         return {node: self.prices.seconds(node) for node in self.flow.nodes}
 
+    @property
+    def inseparable(self) -> Sequence[Sequence[Node]]:
+        """Sets of nodes each of which a pipeline must have in one stage."""
+        return self.flow.fact(together)
+
     @cached_property
     def stage_prices(self) -> StagePrices:
         """What parts cost as stages."""
@@ -114,7 +121,10 @@ class Demand:
         return [(maker, [*value.users], nbytes(value)) for value, maker in made if flow.is_placeable(maker)]
 
     def in_flight(self, stages: int) -> tuple[int, ...]:
-        """Microbatches whose activations each of so many stages holds, from first to last."""
-        if self.schedule is None:
-            return (1,) * stages
-        return self.run([StageCosts(1.0, 1.0, 1.0)] * stages).in_flight_of_stages
+        """Microbatches whose activations each of so many stages holds for certain, from first to last."""
+        return tuple(self.flights(stages, surely=True).forward.tolist())
+
+    def flights(self, stages: int, *, surely: bool) -> Flights:
+        """What each of so many stages holds in flight, see `Flights.of`."""
+        run = self.run([StageCosts(1.0, 1.0, 1.0)] * stages) if self.schedule else None
+        return Flights.of(run, stages, surely=surely)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch.fx import Node
 
 from splitkit.costs import Costs
-from splitkit.graph.dataflow import Dataflow, crossing, given_back, readers_of, waits_for
+from splitkit.graph.dataflow import Dataflow, given_back, readers_of, waits_for
 from splitkit.search.fitting import named
 from splitkit.search.placing import Placing, Travel
 from splitkit.solvers.clock import Clock, endless
@@ -77,7 +77,7 @@ class Evening:
         work, limited = self.placing.seconds[0], bool(np.isfinite(self.capacity).any())
         if self.travel is None and not limited:
             value = float(np.bincount(stage, work, self.stages).max())
-            prices = crossing(self.placing.flow, self.costs, [self.placing.units[u] for u in order.tolist()])[1, :-1]
+            prices = self.placing.crossing(order)[1, :-1]
             found = [
                 even_blocks(work[order], self.stages, self._limit(value, near), prices, near)
                 for near in self.tolerances
@@ -100,14 +100,15 @@ class Evening:
 
         Labels that only the loss reads would be shifted in the first stage.
         """
-        flow, costs, units = self.placing.flow, self.costs, self.placing.units
-        found = dict(zip(units, stage.tolist(), strict=True))
-        _sink(flow, costs, found)
-        return np.array([found[unit] for unit in units], np.int64)
+        placing = self.placing
+        found = {node: int(stage[unit]) for node, unit in placing.index.items()}
+        bound = {node for members in placing.members if len(members) > 1 for node in members}
+        _sink(placing.flow, self.costs, found, bound)
+        return np.array([found[unit] for unit in placing.units], np.int64)
 
 
-def _sink(flow: Dataflow, costs: Costs, stage: dict[Node, int]) -> None:
-    readers, given = readers_of(flow), given_back(flow)
+def _sink(flow: Dataflow, costs: Costs, stage: dict[Node, int], bound: Collection[Node]) -> None:
+    readers, given = readers_of(flow), {*given_back(flow), *bound}
     latest: dict[Node, int] = {}
     for node in reversed(flow.nodes):
         then = latest.get(node, stage[node])

@@ -74,7 +74,7 @@ class Fitting:
         except InfeasibleError as error:
             if now is problem and error.cause in ("support", "devices"):
                 raise self._refused(error) from None
-        found, plan = self.thrifty(problem)
+        found, plan = self._start(problem)
         if self.fits(plan):
             return replace(found, bound=bound), plan
         if self.truly is not None:
@@ -83,6 +83,16 @@ class Fitting:
                 return replace(found, bound=bound), plan
         peaks = zip(self.peaks(plan), self.limits, strict=True)
         raise self._lacking(problem, max(peak for peak, limit in peaks if limit is not None))
+
+    def _start(self, problem: Problem) -> tuple[Solution, Plan]:
+        """The placement that takes the least memory by sums; any at all where true peaks are looked at afterwards."""
+        try:
+            return self.thrifty(problem)
+        except NoPlanError:
+            if self.truly is None:
+                raise
+        roomy = tuple(replace(device, capacity=np.inf) for device in problem.devices)
+        return self._solved(replace(problem, devices=roomy))
 
     def _solved(self, problem: Problem) -> tuple[Solution, Plan]:
         try:

@@ -35,7 +35,7 @@ class Holding:
         """Of the units of a placement problem; ``kept`` and ``optimizer`` are None where nothing is trained."""
         fixed, saved = np.zeros(len(placing.units), np.int64), np.zeros(len(placing.units), np.int64)
         seen: set[object] = set()
-        for unit, node in enumerate(placing.units):
+        for node, unit in placing.index.items():
             for tensor in placing.flow.owned(node):
                 if (key := storage_key(tensor)) not in seen:
                     fixed[unit] += storage_bytes(tensor)

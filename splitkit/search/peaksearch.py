@@ -11,16 +11,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 
 from splitkit.errors import SplitError
+from splitkit.search.flights import Flights
 from splitkit.search.holding import Holding
 from splitkit.search.placing import Travel
-from splitkit.search.tracks import Flights, StagePeaks, Track, Tracks
+from splitkit.search.tracks import StagePeaks, Track, Tracks
 from splitkit.solvers.clock import Clock, endless
-from splitkit.solvers.line.chains import Chains
+from splitkit.solvers.line.chains import Chains, count_of
 from splitkit.solvers.placement.problem import Floats, Ints
 
 MOST_UNITS = 5_000
@@ -41,7 +42,8 @@ class PeakSearch:
     Attributes:
         tracks: where stages can begin and end.
         holding: sums that are never above a peak.
-        flights: microbatches that each stage holds.
+        flights: microbatches that each stage holds, about.
+        sure_flights: those that it holds for certain.
         rank_of: stage -> its rank.
         limits: bytes of each rank, None for no limit.
         travel: what a cut costs; None if nothing.
@@ -54,6 +56,7 @@ class PeakSearch:
     tracks: Tracks
     holding: Holding
     flights: Flights
+    sure_flights: Flights
     rank_of: Sequence[int]
     limits: Sequence[int | None]
     travel: Travel | None
@@ -165,6 +168,9 @@ class PeakSearch:
 
     def _fastest(self, peaks: StagePeaks) -> Iterator[Ints]:
         """The stages of a track with the least greatest load that fit, and the most even ones of about that load."""
+        if (few := self._few(peaks)) is not None:
+            yield from few
+            return
         track, loads, capacity = peaks.track, self._loads(peaks.track), self._capacity
         for number in range(_ROUNDS):
             chains = Chains(track.first, track.last, np.where(np.isfinite(peaks.within(capacity)), loads, np.inf))
@@ -181,6 +187,35 @@ class PeakSearch:
             if not over:
                 return
             capacity = capacity - np.maximum(0.0, over)[list(self.rank_of)]
+
+    def _few(self, peaks: StagePeaks) -> list[Ints] | None:
+        """Of all chains of a whole track, if they are few, those that fit and have the least loads of ranks."""
+        track = peaks.track
+        if not track.whole or count_of(track.first, track.last, len(self.rank_of)) > _SIMULATED:
+            return None
+        possible = np.where(np.isfinite(peaks.within(self._capacity)), 0.0, np.inf)
+        chains = [borders for _, borders in Chains(track.first, track.last, possible).best_first()]
+        pair = {ends: i for i, ends in enumerate(zip(track.first.tolist(), track.last.tolist(), strict=True))}
+        loads, ranks = self._loads(track), max(self.rank_of) + 1
+        worst = [
+            float(
+                np.bincount(
+                    self.rank_of,
+                    [loads[step, pair[ends]] for step, ends in enumerate(pairwise([0, *borders]))],
+                    ranks,
+                ).max()
+            )
+            for borders in chains
+        ]
+        found: list[Ints] = []
+        most = np.inf
+        for at in np.argsort(worst, kind="stable").tolist():
+            if worst[at] > most or self.clock.is_over():
+                break
+            if self.fits(stage := track.stage_of(chains[at])):
+                most = min(most, worst[at] * (1 + self.tolerance))
+                found.append(stage)
+        return found
 
     def _even(self, track: Track, chains: Chains, value: float) -> Iterator[Ints]:
         for tolerance in dict.fromkeys((self.tolerance, 0.0)):
@@ -217,7 +252,7 @@ class PeakSearch:
 
     @cached_property
     def _all(self) -> StagePeaks | None:
-        return None if (track := self.tracks.all) is None else StagePeaks(track, self.holding, self.flights)
+        return None if (track := self.tracks.all) is None else StagePeaks(track, self.holding, self.sure_flights)
 
     def _affordable(self, peaks: StagePeaks, capacity: Floats) -> bool:
         """Whether a track can still be priced."""

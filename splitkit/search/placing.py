@@ -14,6 +14,7 @@ from splitkit.graph.dataflow import Dataflow, crossing, waits_for
 from splitkit.graph.gradients import Gradients
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
+from splitkit.search.bundles import bundled
 from splitkit.solvers.placement.problem import BadProblemError, Bools, Floats, Ints, Problem, Slot
 from splitkit.solvers.placement.stages.linked import Linked
 
@@ -98,9 +99,12 @@ class Placing:
         costs: bytes of values.
         repeat: whether to compute shared nodes again.
         keep: nodes that are units all the same.
+        together: sets of nodes each of which is in one part; with what lies between them they are one unit.
 
     Attributes:
-        units: (n,) the nodes that are placed.
+        units: (n,) the nodes that are placed, of those that are one unit the first.
+        members: (n,) the nodes of each unit, in graph order.
+        index: node -> its unit.
         shared: nodes that are computed wherever they are read, in graph order.
     """
 
@@ -112,14 +116,18 @@ class Placing:
         *,
         repeat: bool = False,
         keep: Collection[Node] = (),
+        together: Sequence[Sequence[Node]] = (),
     ) -> None:
         self.flow = flow
         self._costs = costs
         self._rows = seconds
+        keep = {*keep, *(node for nodes in together for node in nodes)}
         self.shared: tuple[Node, ...] = _shared(flow, keep) if repeat else ()
         left_out = set(self.shared)
-        self.units: tuple[Node, ...] = tuple(n for n in flow.nodes if n not in left_out)
-        self.index: Mapping[Node, int] = {n: i for i, n in enumerate(self.units)}
+        nodes = tuple(n for n in flow.nodes if n not in left_out)
+        self.members: tuple[tuple[Node, ...], ...] = bundled(flow, nodes, together)
+        self.units: tuple[Node, ...] = tuple(members[0] for members in self.members)
+        self.index: Mapping[Node, int] = {n: i for i, members in enumerate(self.members) for n in members}
 
     @cached_property
     def seconds(self) -> Floats:
@@ -128,7 +136,8 @@ class Placing:
         Raises:
             BadProblemError: a price is negative, missing or infinite, or all together are.
         """
-        rows = np.array([[row[n] for n in self.units] for row in self._rows], np.float64).reshape(len(self._rows), -1)
+        of_units = [[sum(row[n] for n in members) for members in self.members] for row in self._rows]
+        rows = np.array(of_units, np.float64).reshape(len(self._rows), -1)
         bad = ~(np.isfinite(rows) & (rows >= 0)).all(axis=0)
         if not bad.any() and not np.isfinite(rows.sum() * len(self.units)):
             bad = rows.max(axis=0) == rows.max()
@@ -158,7 +167,7 @@ class Placing:
         """Pairs of units (first, then): data and effects."""
         index = self.index
         pairs = ((index[b], i) for n, i in index.items() for b in waits_for(self.flow, n) if b in index)
-        return list(dict.fromkeys(pairs))
+        return list(dict.fromkeys((first, then) for first, then in pairs if first != then))
 
     @cached_property
     def values(self) -> tuple[tuple[Node, tuple[int, ...]], ...]:
@@ -180,11 +189,25 @@ class Placing:
 
     def cut_prices(self, order: Ints, travel: Travel) -> Floats:
         """(d - 1, n + 1): what a cut before each place of an order costs between devices p and p + 1."""
-        count, nbytes = crossing(self.flow, self._costs, [self.units[unit] for unit in order.tolist()])
+        count, nbytes = self.crossing(order)
         hops = np.arange(len(travel.latency) - 1)
         wait, speed = travel.latency[hops, hops + 1], travel.bandwidth[hops, hops + 1]
         prices: Floats = travel.again * (wait[:, None] * count + nbytes / speed[:, None])
         return prices
+
+    def crossing(self, order: Ints) -> Floats:
+        """(2, n + 1): how many values cross a cut at each place of an order, and their bytes."""
+        found: Floats = crossing(self.flow, self._costs, self.nodes(order))[:, self.places(order)]
+        return found
+
+    def nodes(self, order: Ints) -> list[Node]:
+        """The nodes of units, one unit after the other."""
+        return [node for unit in order.tolist() for node in self.members[unit]]
+
+    def places(self, order: Ints) -> Ints:
+        """(n + 1,) how many nodes there are before each unit of an order, and in all."""
+        sizes = [len(self.members[unit]) for unit in order.tolist()]
+        return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
     def linked(self, problem: Problem, travel: Travel | None, held: Ints, capacity: Floats, device: Ints) -> Linked:
         """The problem of `problem` with each link as it is, and the stages of a device together."""
@@ -241,7 +264,7 @@ class Placing:
             device: (n,) an index of ``keys`` for each unit.
             keys: what the parts are called.
         """
-        homes = dict(zip(self.units, (keys[d] for d in device.tolist()), strict=True))
+        homes = {n: keys[d] for members, d in zip(self.members, device.tolist(), strict=True) for n in members}
         if not self.shared:
             return {n: homes[n] for n in self.flow.nodes}
         rank = {key: i for i, key in enumerate(keys)}

@@ -74,5 +74,10 @@ class ReplicaPeaks:
     @cached_property
     def _trained(self) -> Ints:
         """(n,) bytes of gradients that the backward of each unit makes of parameters."""
-        flow = self.placing.flow
-        return np.array([trained_bytes(flow, node) for node in self.placing.units], np.int64)
+        return trained_by_units(self.placing)
+
+
+def trained_by_units(placing: Placing) -> Ints:
+    """(n,) bytes of gradients that the backward of each unit makes of parameters."""
+    sums = [sum(trained_bytes(placing.flow, node) for node in members) for members in placing.members]
+    return np.array(sums, np.int64)

@@ -10,11 +10,10 @@ from itertools import islice
 import numpy as np
 
 from splitkit.errors import NoPlanError
-from splitkit.pipeline.replication import trained_bytes
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
 from splitkit.search.fitting import bad_problems
-from splitkit.search.replicapeaks import ReplicaPeaks
+from splitkit.search.replicapeaks import ReplicaPeaks, trained_by_units
 from splitkit.search.replicatracks import along, whole_track
 from splitkit.search.replicaworth import ReplicaWorth
 from splitkit.search.tracks import Track
@@ -244,8 +243,7 @@ class ReplicaSearch:
         peaks = ReplicaPeaks(track, worth.demand, placing, self._flights, worth.degrees[-1])
         gradients = np.zeros(len(track.first))
         if worth.links is not None and worth.demand.schedule is not None:
-            flow = placing.flow
-            gradients = track.between(np.array([trained_bytes(flow, unit) for unit in placing.units], np.int64))
+            gradients = track.between(trained_by_units(placing))
         return Lane(track, peaks, track.between(placing.seconds[0]), crossed, entering, leaving, gradients)
 
     def _plan_of(self, lane: Lane, found: Replicated) -> Plan:

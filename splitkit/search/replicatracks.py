@@ -30,8 +30,8 @@ def whole_track(placing: Placing, demand: Demand) -> Track | None:
         """The units between these borders one after the other, and where each border is."""
         marks = [np.zeros(members.shape[1], np.bool_), *(members[b] for b in borders), np.ones(members.shape[1], bool)]
         parts = [np.flatnonzero(then & ~now) for now, then in pairwise(marks)]
-        nodes = [[placing.units[unit] for unit in part.tolist()] for part in parts]
-        return demand.stage_prices.units.line(nodes), np.cumsum([len(part) for part in parts]).tolist()
+        nodes = [placing.nodes(part) for part in parts]
+        return demand.stage_prices.units.line(nodes), np.cumsum(list(map(len, nodes))).tolist()
 
     @cache
     def stretch(start: int, end: int) -> Stretch:
@@ -70,12 +70,12 @@ def _orders(placing: Placing, demand: Demand, known: Sequence[Ints]) -> Iterator
 
 def order_track(placing: Placing, demand: Demand, order: Ints, most: int) -> Track:
     """Borders along one order: all of it, or about so many of them."""
-    nodes = [placing.units[unit] for unit in order.tolist()]
-    places = _places(crossing(placing.flow, demand.costs, nodes)[1], placing.seconds[0][order], most)
+    nodes, ends = placing.nodes(order), placing.places(order)
+    places = _places(crossing(placing.flow, demand.costs, nodes)[1][ends], placing.seconds[0][order], most)
     rank = np.empty(len(order), np.int64)
     rank[order] = np.arange(len(order))
     first, last = (index.astype(np.int64) for index in np.triu_indices(len(places), 1))
-    at = places.tolist()
+    at = ends[places].tolist()
 
     @cache
     def line() -> Line:

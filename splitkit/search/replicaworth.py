@@ -63,7 +63,7 @@ class ReplicaWorth:
         """The units, each computed once; a row of prices for one device, and one for each of a stage of each degree."""
         whole = self.demand.seconds
         rows = [whole, *({node: s / degree for node, s in whole.items()} for degree in self.degrees)]
-        return Placing(self.demand.flow, self.demand.prices, rows)
+        return Placing(self.demand.flow, self.demand.prices, rows, together=self.demand.inseparable)
 
     def room(self, before: int, replicas: int) -> float:
         """Bytes of each device of a stage with so many devices before it; infinite for no limit."""

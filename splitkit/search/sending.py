@@ -75,7 +75,7 @@ def needed_by_units(placing: Placing) -> list[int]:
     for node in placing.flow.nodes:
         reads = [read for read in waits_for(placing.flow, node) if read in bit]
         found[node] = reduce(or_, (bit[read] | found[read] for read in reads), 0)
-    return [found[unit] for unit in placing.units]
+    return [reduce(or_, (found[node] for node in members)) for members in placing.members]
 
 
 def _longest(placing: Placing, work: Floats, needed: list[int], group: Ints) -> float:

@@ -13,19 +13,19 @@ from splitkit.costs import unit_of
 from splitkit.errors import NoPlanError
 from splitkit.pipeline.defaults import by_rank
 from splitkit.pipeline.run import ScheduleRun
-from splitkit.pipeline.stagecosts import StageCosts
 from splitkit.pipeline.stageprices import peaks_of_visits
 from splitkit.plans.parts import Claim, PartKey, evenness
 from splitkit.plans.record import Plan
 from splitkit.search.copying import with_copies
 from splitkit.search.demand import Demand
 from splitkit.search.evening import Evening, limits, preferred
-from splitkit.search.fitting import Fitting, bad_problems
+from splitkit.search.fitting import Fitting, bad_problems, nodes_listed
 from splitkit.search.holding import Holding
 from splitkit.search.messages import counted, without_units
 from splitkit.search.peaksearch import PeakSearch, fewest_stages
 from splitkit.search.placing import Placing, Travel
-from splitkit.search.tracks import Flights, Tracks
+from splitkit.search.rankcuts import RankCuts
+from splitkit.search.tracks import Tracks
 from splitkit.solvers.clock import Clock, endless
 from splitkit.solvers.placement.memory import stages_fit
 from splitkit.solvers.placement.problem import Floats, Ints, Problem, Slot
@@ -92,18 +92,56 @@ class Staging:
     def least(self) -> Plan:
         """The fastest stages of those with the lowest greatest peak that was found, whatever memory is asked for."""
         free = replace(self, demand=replace(self.demand, memory=None))
-        enough = max(free._peaks(free._found()[1]))
-        limited = replace(self, demand=replace(self.demand, memory=enough))
-        found, plan = limited._truly(*limited._fitting.thrifty(limited._problem()), lowest=True)
-        lowest = min(enough, max(limited._peaks(plan)))
+        start = free._found()
+        limited = replace(self, demand=replace(self.demand, memory=max(free._peaks(start[1]))))
+        with suppress(NoPlanError):  # the sums of one unit may be above all that others leave room for
+            start = min(start, limited._fitting.thrifty(limited._problem()), key=lambda its: max(self._peaks(its[1])))
+        found, plan = min(start, limited._truly(*start, lowest=True), key=lambda its: max(limited._peaks(its[1])))
+        lowest = max(limited._peaks(plan))
         try:
             return replace(self, demand=replace(self.demand, memory=lowest), tries=[]).plan()
         except NoPlanError:  # there is one, and time ended the search for faster ones
             return limited._described(plan, replace(found, bound=0.0))
 
     def _found(self) -> tuple[Solution, Plan]:
-        """The best stages whose true peaks fit."""
-        return self._fitting.best(self._problem())
+        """The best stages whose true peaks fit: what a solver finds, cuts that a simulated step is good for, and where
+        memory is short all that few borders allow.
+        """
+        refused: NoPlanError | None = None
+        best: list[tuple[Solution, Plan]] = []
+        try:
+            best.append(self._fitting.best(self._problem()))
+        except NoPlanError as error:
+            refused = error
+        near = best and self._value(best[0][1]) <= max(best[0][0].bound, self._least) * (1 + self.tolerance)
+        others = [] if near and self.demand.schedule is None else [*self._cuts(), *([] if near else self._few())]
+        plans = [plan for _, plan in best] + [plan for plan in others if self._fitting.fits(plan)]
+        if not plans:
+            assert refused is not None
+            raise refused
+        taken = plans[self._preferred([self._measures(plan) for plan in plans])]
+        if best and taken is best[0][1]:
+            return best[0]
+        return self._cut(taken, best[0][0].bound if best else 0.0), taken
+
+    def _cut(self, plan: Plan, bound: float) -> Solution:
+        """A plan that no solver found, as if one had."""
+        device = np.array([plan.home(unit) for unit in self._placing.units], np.int64)
+        loads, order = self._loads(plan), tuple(range(len(self.keys)))
+        return Solution(device, order, float(loads.max()), bound, "cuts", 0.0, loads, 1e-9)
+
+    def _cuts(self) -> Iterator[Plan]:
+        """Cuts between blocks; where ranks have several stages, better ones from the best of these."""
+        if self.demand.schedule is not None and len(self._placing.units) <= _MOST_LINKED:
+            cuts = RankCuts(self.demand, self._placing, self._rank_of, self.clock)
+            yield from map(self._plan_of, cuts.stages(moved=len(self._limits) < len(self.keys)))
+
+    def _few(self) -> Iterator[Plan]:
+        """Where memory is short and there are few borders, the fastest of all stages that fit by true peaks."""
+        plain = self._plain
+        if self._limited and (search := plain._peak_search).tracks.all is not None:
+            size = len(plain._placing.units)
+            yield from map(plain._plan_of, search.within(np.arange(size) * len(self.keys) // size))
 
     @property
     def _fitting(self) -> Fitting:
@@ -148,11 +186,11 @@ class Staging:
 
     @cached_property
     def _peak_search(self) -> PeakSearch:
-        equal = [StageCosts(1.0, 1.0, 1.0)] * len(self.keys)
         return PeakSearch(
             tracks=Tracks(self._placing, self.demand.stage_prices, self._problem()),
             holding=self._holding,
-            flights=Flights.of(self.demand.run(equal) if self.demand.schedule else None, len(self.keys)),
+            flights=self.demand.flights(len(self.keys), surely=False),
+            sure_flights=self.demand.flights(len(self.keys), surely=True),
             rank_of=self._rank_of,
             limits=self._limits,
             travel=self._travel,
@@ -185,10 +223,25 @@ class Staging:
     def _placing(self) -> Placing:
         demand = self.demand
         if demand.links is not None and not self.sends:
-            made = Placing(demand.flow, demand.prices, [demand.seconds], repeat=True)
+            made = Placing(demand.flow, demand.prices, [demand.seconds], repeat=True, together=demand.inseparable)
             if len(made.units) >= len(self.keys):
                 return made
-        return Placing(demand.flow, demand.prices, [demand.seconds])
+        made = Placing(demand.flow, demand.prices, [demand.seconds], together=demand.inseparable)
+        if len(made.units) < len(self.keys):
+            raise self._bound(made)
+        return made
+
+    def _bound(self, placing: Placing) -> NoPlanError:
+        """Nodes that go together leave fewer units than there are stages."""
+        largest = max(placing.members, key=len)
+        return NoPlanError(
+            "SK303",
+            f"{type(self.demand.policy).__name__}: {len(self.keys)} stages were asked for, and "
+            f"{len(placing.units)} is the most: {len(largest)} nodes share memory that is written, or a value that "
+            f"cannot be sent{nodes_listed(largest)}",
+            f"Ask for {len(placing.units)} at most, or write out of place: x = x + y, not x += y.",
+            largest,
+        )
 
     @cached_property
     def _rank_of(self) -> tuple[int, ...]:
@@ -290,7 +343,14 @@ class Staging:
         return worst, run.seconds, squares, float(max(run.peaks)), float(self.demand.traffic(plan))
 
     def _preferred(self, measures: Sequence[tuple[float, ...]]) -> int:
-        return preferred(measures, self.tolerance, min(self.tolerance, NEAR))
+        """Which is taken; where ranks have several stages, and loads need not be the least, of those with about the
+        shortest step: a rank's load does not say how long others wait for the first of its stages.
+        """
+        paid, left = min(self.tolerance, NEAR), list(range(len(measures)))
+        if self.tolerance and self.demand.schedule is not None and len(self._limits) < len(self.keys):
+            least = min(step for _, step, *_ in measures)
+            left = [i for i in left if measures[i][1] <= least * (1 + paid)]
+        return left[preferred([measures[i] for i in left], self.tolerance, paid)]
 
     def _plan_of(self, device: Ints, order: tuple[int, ...] = ()) -> Plan:
         """The plan of units on devices, which are the stages if no order is given."""

@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 
 from splitkit.memory.stretch import Line, Stretch
-from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
-from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stageprices import STATE_OF, StagePrices
+from splitkit.search.flights import Flights
 from splitkit.search.holding import Holding
 from splitkit.search.placing import Placing
 from splitkit.solvers.line.chains import Chains, on_chains
@@ -23,38 +21,6 @@ from splitkit.solvers.placement.problem import Bools, Floats, Ints, Problem
 
 MOST_IDEALS = 400
 _MOST_BORDERS = 220
-
-
-class Flights(NamedTuple):
-    """How many microbatches each stage holds, by number.
-
-    Attributes:
-        forward: (k,) at most.
-        backward: (k,) at most while a backward runs.
-        handed: (k,) whether the gradient that it begins with came from another rank, and lies beside.
-    """
-
-    forward: Ints
-    backward: Ints
-    handed: Bools
-
-    @classmethod
-    def of(cls, run: ScheduleRun | None, stages: int) -> Flights:
-        """Of a simulated step, whatever its times; without a schedule one microbatch, and no messages."""
-        ones = np.ones(stages, np.int64)
-        if run is None:
-            return cls(ones, ones, np.zeros(stages, np.bool_))
-        _, stage, kind, _ = run.order.columns
-        forward, backward = np.zeros(stages, np.int64), np.zeros(stages, np.int64)
-        now = np.zeros(stages, np.int64)
-        for s, k in zip(stage.tolist(), kind.tolist(), strict=True):
-            now[s] += k == FORWARD
-            forward[s] = max(forward[s], now[s])
-            if k in (BACKWARD, BACKWARD_INPUT):
-                backward[s] = max(backward[s], now[s])
-            now[s] -= k in (BACKWARD, BACKWARD_WEIGHT)
-        of = np.array(run.order.rank_of)
-        return cls(forward, backward, np.append(of[1:] != of[:-1], False))
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,20 +184,22 @@ def ideal_track(placing: Placing, prices: StagePrices) -> Track | None:
         return None
     members = np.array([[ideal >> unit & 1 for unit in range(len(placing.units))] for ideal in ideals], np.bool_)
     starts, ends = nested(members)
-    units, nodes = prices.units, placing.units
+    units = prices.units
     known: dict[int, Stretch] = {}
 
     def stretch(start: int, end: int) -> Stretch:
         own = ideals[end] & ~ideals[start]
         if own not in known:
             parts = [np.flatnonzero(m) for m in (members[start], members[end] & ~members[start], ~members[end])]
-            line = units.line([[nodes[unit] for unit in part.tolist()] for part in parts])
-            known[own] = line.stretch(len(parts[0]), len(parts[0]) + len(parts[1]))
+            line = units.line([placing.nodes(part) for part in parts])
+            ends = [len(placing.nodes(part)) for part in parts]
+            known[own] = line.stretch(ends[0], ends[0] + ends[1])
         return known[own]
 
     def messages(border: int) -> tuple[int, int]:
         parts = [np.flatnonzero(m) for m in (members[border], ~members[border])]
-        return _messages(units.line([[nodes[unit] for unit in part.tolist()] for part in parts]), len(parts[0]))
+        ahead, behind = (placing.nodes(part) for part in parts)
+        return _messages(units.line([ahead, behind]), len(ahead))
 
     return Track(members, starts, ends, stretch, messages, _state(prices), whole=True)
 
@@ -250,12 +218,12 @@ def nested(members: Bools) -> tuple[Ints, Ints]:
 
 def order_track(placing: Placing, prices: StagePrices, order: Ints) -> Track:
     """Borders along one order: all of it, or where it is long, those that the least crosses."""
-    line = prices.units.line([[placing.units[unit] for unit in order.tolist()]])
-    places = _places(line.messages, len(order))
+    line, ends = prices.units.line([placing.nodes(order)]), placing.places(order)
+    places = _places(line.messages[ends], len(order))
     rank = np.empty(len(order), np.int64)
     rank[order] = np.arange(len(order))
     first, last = (index.astype(np.int64) for index in np.triu_indices(len(places), 1))
-    at = places.tolist()
+    at = ends[places].tolist()
     return Track(
         rank[None, :] < places[:, None],
         first,

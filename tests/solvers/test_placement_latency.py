@@ -1,18 +1,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
+from unittest.mock import patch
 
 import numpy as np
 import placementcases as cases
 import pytest
 from campaigns import few_of_many
 
+from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.groups import coloured
-from splitkit.solvers.placement.latency import moves as latencymoves
+from splitkit.solvers.placement.latency import tree
+from splitkit.solvers.placement.latency.bound import path_bound
 from splitkit.solvers.placement.latency.chain import chain_bound
 from splitkit.solvers.placement.latency.latency import latency
-from splitkit.solvers.placement.latency.makespan import Timing
+from splitkit.solvers.placement.latency.makespan import HOST, Timing, makespan
 from splitkit.solvers.placement.orders import by_key
 from splitkit.solvers.placement.problem import BadProblemError, Problem, Slot
 from splitkit.solvers.placement.solution import InfeasibleError
@@ -53,14 +57,11 @@ def test_equals_brute_force(problem):
 def test_search_and_bound_alone_hold_the_best_between_them(problem):
     problem = simple(problem)
     best = cases.best_latency(problem)
-    few = latencymoves._FEW
-    latencymoves._FEW = 0
-    try:
-        found = found_for(problem, seconds=0.5)
-    except InfeasibleError:
-        return
-    finally:
-        latencymoves._FEW = few
+    with patch.object(tree, "_MOST_UNITS", 0):
+        try:
+            found = found_for(problem, seconds=0.5)
+        except InfeasibleError:
+            return
     assert found.bound * (1 - 1e-5) - 1e-9 <= best <= found.value * (1 + 1e-9)
 
 
@@ -89,6 +90,78 @@ def test_no_makespan_of_several_pieces_is_less_than_the_bound_of_a_way(problem):
     assert best.optimal  # by trying all
     bound = chain_bound(problem, *ways_of(problem, 2), 1.5 * best.value + 1)
     assert bound <= best.value * (1 + 1e-12)
+
+
+def best_of_pieces(problem, pieces):
+    """The least makespan over all placements in which units of a colour share a device; infinite if there are none."""
+    timing = Timing.of(problem, pieces)
+    accelerators = [device for device in problem.devices if not device.host]
+    hosts = [HOST] if len(accelerators) < len(problem.devices) else []
+    best = cases.INF
+    for place in product([*range(len(accelerators) * pieces), *hosts], repeat=problem.units):
+        device = [HOST if p == HOST else p // pieces for p in place]
+        held = np.bincount(
+            [d for d in device if d != HOST], problem.nbytes[np.array(device) != HOST], len(accelerators)
+        )
+        roomy = all(h <= spec.capacity for h, spec in zip(held, accelerators, strict=True))
+        if roomy and len(set(zip(problem.colours, device, strict=True)) - {(-1, d) for d in device}) == len(
+            {colour for colour in problem.colours if colour >= 0}
+        ):
+            best = min(best, makespan(timing, list(place)))
+    return best
+
+
+@few_of_many(80, 400, cases.problems(units=4, devices=2))
+def test_several_pieces_equal_brute_force(problem):
+    """Nothing that is worse is called optimal, nothing that can be placed is refused, no bound is above the optimum."""
+    problem = simple(problem)
+    best = best_of_pieces(problem, 2)
+    try:
+        found = latency(problem, pieces=2, seconds=0.5)
+    except InfeasibleError:
+        assert best == cases.INF
+        return
+    assert found.optimal and found.value == pytest.approx(best)
+    timing, group, _ = ways_of(problem, 2)
+    assert path_bound(problem, timing, group, 1.5 * best + 1, 0.5, Clock(9.0)) <= best * (1 + 1e-5) + 1e-9
+
+
+def test_what_shares_a_device_may_be_in_two_of_its_pieces():
+    nets = [(0.2, (1, 2))]
+    colours = np.array([2, -1, 2])
+    problem = Problem.of(np.array([[1.0, 1.0, 3.0]]), nets, [(1, 2)], [Slot(), Slot()], colours=colours)
+    found = latency(problem, pieces=2)
+    assert found.value == pytest.approx(4.4) and found.optimal
+    assert found.device[0] == found.device[2] != found.device[1] and found.turn[0] < found.turn[2]
+    with patch.object(tree, "_MOST_UNITS", 0):
+        assert latency(problem, pieces=2, seconds=0.5).value == pytest.approx(4.4)  # by moves of single units
+
+
+def test_two_pieces_hold_what_two_stages_cannot():
+    nets = [(0.5, (0, 1, 2)), (0.0, (1, 3))]
+    problem = Problem.of(
+        np.array([[2.0, 2.0, 1.0, 2.0]]),
+        nets,
+        [(0, 1), (0, 2), (1, 3)],
+        [Slot(0, 7), Slot(0, 7)],
+        nbytes=np.array([2, 2, 5, 3]),
+        colours=np.array([0, 2, 2, -1]),
+    )
+    assert latency(problem, pieces=2).optimal
+    with pytest.raises(InfeasibleError):
+        latency(problem, pieces=1)
+
+
+def test_a_value_that_is_read_twice_on_a_way_is_paid_for_once():
+    """What 0 makes goes to 1 and to 2, 1's value to 2: each on its own device pays for each of the two values once."""
+    nets = [(4.0, (0, 1, 2)), (1.0, (1, 2))]
+    problem = Problem.of(
+        np.ones((1, 3)), nets, [(0, 1), (0, 2), (1, 2)], [Slot(capacity=1)] * 3, nbytes=np.ones(3, np.int64)
+    )
+    best = latency(problem)
+    timing, group, _ = ways_of(problem, 1)
+    assert best.optimal and best.value == 3 + 3 * 4 + 2 * 1
+    assert path_bound(problem, timing, group, 2 * best.value, 1.0, Clock(9.0)) <= best.value
 
 
 def test_the_bound_of_a_way_counts_what_is_beside_it():

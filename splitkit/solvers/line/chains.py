@@ -104,3 +104,12 @@ def on_chains(first: Ints, last: Ints, allowed: NDArray[np.bool_]) -> NDArray[np
         behind[step][first[allowed[step] & behind[step + 1][last]]] = True
     found: NDArray[np.bool_] = allowed & ahead[:-1][:, first] & behind[1:][:, last]
     return found
+
+
+def count_of(first: Ints, last: Ints, steps: int) -> float:
+    """How many chains of so many steps there are over given pairs of borders, from 0 to the highest."""
+    ways: Floats = np.zeros(int(last.max(initial=0)) + 1)
+    ways[0] = 1.0
+    for _ in range(steps):
+        ways = np.bincount(last, ways[first], len(ways)).astype(np.float64)
+    return float(ways[-1])

@@ -112,9 +112,13 @@ class _LatencyProgram:
         self.rows.add_scaled(terms, low=0.0)
 
     def _between(self, u: int, v: int) -> float:
-        """The cost of all nets that hold two units."""
-        nets = set(self._timing.of_unit[u]) & set(self._timing.of_unit[v])
-        return sum(self._timing.nets[net][0] for net in nets)
+        """The cost of the nets of the first unit that hold the second.
+
+        A net that another unit made is left out: the way may have paid for it where it came from, and a piece pays for
+        each net once.
+        """
+        nets = (self._timing.nets[net] for net in self._timing.of_unit[u])
+        return sum(cost for cost, pins in nets if pins[0] == u and v in pins)
 
     def _memory(self, d: int) -> None:
         held = np.zeros(self._in.shape[0])

@@ -25,6 +25,7 @@ from splitkit.solvers.placement.latency.chained import chained
 from splitkit.solvers.placement.latency.listed import listed
 from splitkit.solvers.placement.latency.makespan import HOST, Timing, busy, makespan
 from splitkit.solvers.placement.latency.moves import Moves
+from splitkit.solvers.placement.latency.tree import Tree
 from splitkit.solvers.placement.orders import by_key
 from splitkit.solvers.placement.problem import GRACE, BadProblemError, Ints, Problem
 from splitkit.solvers.placement.solution import InfeasibleError, Solution
@@ -32,6 +33,7 @@ from splitkit.solvers.placement.stages.contiguous import contiguous
 
 SECONDS = 60.0
 _MOVES, _BOUND = 0.4, 0.5  # of the time
+_FEW = 20_000  # placements that are all tried
 _CLOSE = 2e-6  # relative: what the integer program may be off
 
 
@@ -60,11 +62,11 @@ def latency(problem: Problem, *, seconds: float = SECONDS, pieces: int = 1, cloc
     core = core_of(problem, coloured(problem))
     check(problem, core)
     timing, clock = Timing.of(problem, pieces), Clock(seconds + GRACE, clock)
-    place = _first(problem, timing, pieces, seconds, clock, advise)
+    order = by_key(core_of(problem, np.arange(problem.units)), np.zeros(problem.units))
+    place = _first(problem, timing, core.group, order, seconds, clock, advise)
     moves = Moves(problem, timing, core.group, place)
-    order = by_key(replace(core_of(problem, np.arange(problem.units))), np.zeros(problem.units))
     bound, proved_by = critical_path(problem, timing, order), "path"
-    whole = moves.everywhere()
+    whole = (len(timing.work) + 1) ** problem.units <= _FEW and _searched(problem, timing, order, moves, core.group)
     if whole:
         bound, proved_by = moves.value, "all"
     elif not clock.is_over():
@@ -74,8 +76,19 @@ def latency(problem: Problem, *, seconds: float = SECONDS, pieces: int = 1, cloc
         if bound < moves.value * (1 - _CLOSE):
             proven = path_bound(problem, timing, core.group, moves.value, seconds * _BOUND, clock)
             bound, proved_by = max((bound, proved_by), (min(proven, moves.value), "highs"))
+        if bound < moves.value * (1 - _CLOSE) and _searched(problem, timing, order, moves, core.group):
+            bound, proved_by = moves.value, "all"
     found = _solution(problem, timing, moves, pieces, bound, proved_by, time.monotonic() - start)
     return replace(found, cut=clock.cut)
+
+
+def _searched(problem: Problem, timing: Timing, order: Ints, moves: Moves, group: Ints) -> bool:
+    """Search everything, if that is not too much; whether no better placement than the moves' can be."""
+    tree = Tree(problem, timing, group, order, moves.value)
+    tree.run()
+    if tree.best is not None:
+        moves.take(tree.best)
+    return tree.closed
 
 
 def _refuse(problem: Problem) -> None:
@@ -88,17 +101,21 @@ def _refuse(problem: Problem) -> None:
         raise BadProblemError("units depend on each other in a cycle", "edges")
 
 
-def _first(problem: Problem, timing: Timing, pieces: int, seconds: float, clock: Clock, advise: bool) -> Ints:
-    """The place of each unit in the best chain, on hosts only, by list scheduling, or in the best stages."""
+def _first(
+    problem: Problem, timing: Timing, group: Ints, order: Ints, seconds: float, clock: Clock, advise: bool
+) -> Ints:
+    """The place of each unit in the best chain, on hosts only, by list scheduling, or in the best stages; in the first
+    placement that branch and bound finds, if there is none of these.
+    """
     core = core_of(problem, fused(problem))
     accelerators = [d for d, device in enumerate(problem.devices) if not device.host]
+    pieces = max(map(len, timing.turns), default=1)
     number = np.full(len(problem.devices) + 1, HOST, np.int64)  # of the first piece; the last entry is for `HOST`
     number[accelerators] = np.arange(len(accelerators)) * pieces
     found = [number[device[core.group]] for device in chained(core)] if not core.barred.all(axis=0).any() else []
     if np.isfinite(timing.host).all():
         found.append(np.full(problem.units, HOST, np.int64))
-    if (problem.colours < 0).all():
-        found += listed(problem, timing, pieces)
+    found += listed(problem, timing, pieces, group)
     found = [place for place in found if np.isfinite(makespan(timing, place.tolist()))]
     if not found:
         try:
@@ -106,10 +123,26 @@ def _first(problem: Problem, timing: Timing, pieces: int, seconds: float, clock:
             clock.cut |= stages.cut
             found = [number[stages.device]]
         except InfeasibleError as error:
-            if any(device.host for device in problem.devices) or pieces > 1:  # which stages know nothing of
-                error.cause = "unknown"
-            raise
+            if pieces == 1 and len(accelerators) == len(problem.devices):  # all that there is are stages
+                raise
+            found = [_any_place(Tree(problem, timing, group, order), error)]
     return min(found, key=lambda place: makespan(timing, place.tolist()))
+
+
+def _any_place(tree: Tree, stages: InfeasibleError) -> Ints:
+    """The place of each unit in any placement.
+
+    Raises:
+        InfeasibleError: no placement was found; says what is known of memory from looking for stages.
+    """
+    tree.run(any_will_do=True)
+    if tree.best is not None:
+        return np.array(tree.best, np.int64)
+    capacity = stages.capacity
+    words = f"; with {capacity} bytes each there is one" if capacity is not None else ""
+    cause = "unknown" if not tree.closed else "memory" if capacity is not None else "devices"
+    reason = "the devices have too little memory" if cause == "memory" else "no placement was found"
+    raise InfeasibleError(reason + words, cause, units=stages.units, capacity=capacity, devices=stages.devices)
 
 
 def _solution(

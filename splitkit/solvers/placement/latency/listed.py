@@ -4,36 +4,48 @@ from __future__ import annotations
 
 import numpy as np
 
+from splitkit.solvers.placement.anneal import Places
+from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.latency.makespan import HOST, Timing
 from splitkit.solvers.placement.problem import Ints, Problem
+from splitkit.solvers.placement.sets.packing import packed
 
 
-def listed(problem: Problem, timing: Timing, pieces: int) -> list[Ints]:
+def listed(problem: Problem, timing: Timing, pieces: int, group: Ints) -> list[Ints]:
     """Places of the units: each unit, by how long the rest takes from it, where it is done first (Topcuoglu et al.,
     HEFT, 2002). Pieces are levels: one more wherever the device changes. Where a device has more levels than pieces,
     the last ones share a piece; pieces may then wait for each other in a cycle, which the makespan tells.
 
     Args:
-        problem: what is placed; colours are not looked at.
+        problem: what is placed.
         timing: how long units and messages of that problem take.
         pieces: on each accelerator.
+        group: (n,) units of the same group share a device.
 
     Returns:
-        One placement, or none if the devices have no room for it.
+        Few placements, or none if devices have no room for them: with devices chosen by time, and by memory alone.
     """
-    order = _by_rank(timing)
-    device = _quickest(problem, timing, pieces, order)
-    if device is None:
-        return []
-    level = np.zeros(problem.units, np.int64)
-    for unit in sorted(order, key=_position(timing).__getitem__):
+    core = core_of(problem, group)
+    chosen = [_quickest(problem, timing, pieces, _by_rank(timing), group)]
+    if (roomy := packed(core, Places.of_problem(problem, core))) is not None:
+        accelerators = [d for d, device in enumerate(problem.devices) if not device.host]
+        number = np.full(len(problem.devices), HOST, np.int64)
+        number[accelerators] = np.arange(len(accelerators))
+        chosen.append(number[roomy[group]])
+    return [_in_pieces(timing, pieces, device) for device in chosen if device is not None]
+
+
+def _in_pieces(timing: Timing, pieces: int, device: Ints) -> Ints:
+    """Places on given devices, by levels."""
+    level = np.zeros(len(device), np.int64)
+    for unit in np.argsort(_position(timing)).tolist():
         level[unit] = max((level[u] + (device[u] != device[unit]) for u in timing.before[unit]), default=0)
-    place = np.full(problem.units, HOST, np.int64)
+    place = np.full(len(device), HOST, np.int64)
     for d in range(len(timing.turns)):
         here = np.flatnonzero(device == d)
         _, turn = np.unique(level[here], return_inverse=True)
         place[here] = d * pieces + np.minimum(turn, pieces - 1)
-    return [place]
+    return place
 
 
 def _position(timing: Timing) -> list[int]:
@@ -61,25 +73,37 @@ def _by_rank(timing: Timing) -> list[int]:
     return sorted(range(len(place)), key=lambda unit: (-longest[unit], place[unit]))
 
 
-def _quickest(problem: Problem, timing: Timing, pieces: int, order: list[int]) -> Ints | None:
-    """The accelerator of each unit, `HOST` for a host, where it is done first."""
+def _quickest(problem: Problem, timing: Timing, pieces: int, order: list[int], group: Ints) -> Ints | None:
+    """The accelerator of each unit, `HOST` for a host, where it is done first; a group goes where its first does."""
     room = [float(device.capacity) for device in problem.devices if not device.host]
+    members = [np.flatnonzero(group == g) for g in range(int(group.max(initial=-1)) + 1)]
+    work = [np.array(timing.work[d * pieces]) for d in range(len(room))]
     idle, done = [0.0] * len(room), [0.0] * problem.units
     device = np.full(problem.units, HOST, np.int64)
+    chosen: dict[int, int] = {}
     for unit in order:
+        its = int(group[unit])
+        if its not in chosen:
+            able = [d for d in range(len(room)) if np.isfinite(work[d][members[its]]).all()]
+            held = float(problem.nbytes[members[its]].sum())
+            places = [d for d in able if room[d] >= held]
+            places += [HOST] if np.isfinite(np.array(timing.host)[members[its]]).all() else []
+        else:
+            places = [chosen[its]]
         sent = {u: done[u] + sum(timing.nets[net][0] for net in timing.of_unit[u]) for u in timing.before[unit]}
         choices = []
-        if np.isfinite(timing.host[unit]):
-            choices.append((max([done[u] for u in sent], default=0.0) + timing.host[unit], HOST))
-        for d, free in enumerate(idle):
-            if room[d] >= problem.nbytes[unit] and np.isfinite(timing.work[d * pieces][unit]):
+        for d in places:
+            if d == HOST:
+                choices.append((max([done[u] for u in sent], default=0.0) + timing.host[unit], HOST))
+            else:
                 there = max([done[u] if device[u] == d else sent[u] for u in sent], default=0.0)
-                choices.append((max(free, there) + timing.work[d * pieces][unit], d))
+                choices.append((max(idle[d], there) + float(work[d][unit]), d))
         if not choices:
             return None
         done[unit], best = min(choices)
         device[unit] = best
         if best != HOST:
             idle[best] = done[unit]
-            room[best] -= float(problem.nbytes[unit])
+            room[best] -= held if its not in chosen else 0.0
+        chosen[its] = best
     return device

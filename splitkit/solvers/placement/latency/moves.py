@@ -1,8 +1,7 @@
-"""Simulated annealing of pieces and host units: one group of units at a time moves to another place."""
+"""Simulated annealing of pieces and host units: one unit at a time moves to another place, or a group to a device."""
 
 from __future__ import annotations
 
-from itertools import product
 from math import inf, log
 
 import numpy as np
@@ -14,7 +13,6 @@ from splitkit.solvers.placement.problem import Ints, Problem
 _HOT, _COLD = 3e-3, 3e-5  # temperatures, as fractions of the makespan
 _ROUND = 64  # moves between two looks at the clock
 _ITEM_SECONDS = 5e-7  # what a makespan takes, about, for each unit and edge
-_FEW = 20_000  # placements that are all tried
 _RETURNS = 8  # how often the search goes back to the best
 
 
@@ -24,25 +22,25 @@ class Moves:
     Args:
         problem: what is placed.
         timing: how long units and messages of that problem take.
-        group: (n,) units of the same group move together.
+        group: (n,) units of the same group share a device; where it runs several pieces they may be in different ones.
         place: where they are at first; it must fit.
     """
 
     def __init__(self, problem: Problem, timing: Timing, group: Ints, place: Ints) -> None:
         self._timing = timing
+        self._group: list[int] = group.tolist()
         self._groups = [np.flatnonzero(group == g).tolist() for g in range(int(group.max()) + 1)]
-        self._place = place.tolist()
-        self.best, self.value = list(self._place), makespan(timing, self._place)
-        self._now = self.value
-        accelerators = [device for device in problem.devices if not device.host]
-        self._room = [device.capacity for device in accelerators]
-        self._all_room = list(self._room)
+        one_each = max(map(len, timing.turns), default=1) == 1  # so that a group on a device is in one piece
+        self._items = self._groups if one_each else [[unit] for unit in range(problem.units)]
+        self._all_room = [float(device.capacity) for device in problem.devices if not device.host]
         self._device = [d for d, turns in enumerate(timing.turns) for _ in turns]
         self._bytes = [int(problem.nbytes[units].sum()) for units in self._groups]
-        for units, size in zip(self._groups, self._bytes, strict=True):
-            if self._place[units[0]] != HOST:
-                self._room[self._device[self._place[units[0]]]] -= size
-        self._near = [self._neighbours(units) for units in self._groups]
+        self._place: list[int] = []
+        self._room: list[float] = []
+        self._now = inf
+        self._go(place.tolist())
+        self.best, self.value = list(self._place), self._now
+        self._near = [self._neighbours(units) for units in self._items]
         self._random = np.random.default_rng(0)
 
     def rounds(self, seconds: float) -> int:
@@ -50,25 +48,10 @@ class Moves:
         size = len(self._place) + sum(map(len, self._timing.after))
         return max(1, int(seconds / (_ITEM_SECONDS * size * _ROUND)))
 
-    def everywhere(self) -> bool:
-        """Try every placement, if they are few; whether that was done."""
-        places = len(self._timing.work) + 1
-        if places ** len(self._groups) > _FEW:
-            return False
-        for choice in product(range(-1, places - 1), repeat=len(self._groups)):
-            room = list(self._all_room)
-            for group, place in enumerate(choice):
-                if place != HOST:
-                    room[self._device[place]] -= self._bytes[group]
-            if min(room, default=0) < 0:
-                continue
-            for units, place in zip(self._groups, choice, strict=True):
-                for unit in units:
-                    self._place[unit] = place
-            value = makespan(self._timing, self._place)
-            if value < self.value:
-                self.best, self.value = list(self._place), value
-        return True
+    def take(self, place: list[int]) -> None:
+        """Go on from a placement that fits, and is better than the best so far."""
+        self._go(place)
+        self.best, self.value = list(place), self._now
 
     def run(self, schedule: Schedule, enough: float) -> None:
         """Anneal until the schedule ends, or the makespan is ``enough``."""
@@ -79,46 +62,68 @@ class Moves:
             if int(done * _RETURNS) > returns:
                 returns += 1
                 self._return()
-            chosen = self._random.integers(len(self._groups), size=_ROUND).tolist()
+            chosen = self._random.integers(len(self._items), size=_ROUND).tolist()
             anywhere = self._random.integers(-1, pieces, size=_ROUND).tolist()
             draws = self._random.random((_ROUND, 2)).tolist()
-            for group, other, (which, luck) in zip(chosen, anywhere, draws, strict=True):
-                near = self._near[group]
+            for item, other, (which, luck) in zip(chosen, anywhere, draws, strict=True):
+                near = self._near[item]
                 pick = int(which * len(near) * 1.25)
                 target = self._place[near[pick]] if pick < len(near) else other
-                self._move(group, target, self._now - heat * log(max(luck, 1e-300)))
+                self._move(item, target, self._now - heat * log(max(luck, 1e-300)))
 
-    def _move(self, group: int, target: int, most: float) -> None:
-        """Move a group if the makespan is not above ``most`` then."""
-        units, size = self._groups[group], self._bytes[group]
-        source = self._place[units[0]]
-        if source == target or (target != HOST and self._room[self._device[target]] < size):
+    def _move(self, item: int, target: int, most: float) -> None:
+        """Move an item if the makespan is not above ``most`` then; to another device its group comes along."""
+        first = self._items[item][0]
+        source, group = self._place[first], self._group[first]
+        there = HOST if target == HOST else self._device[target]
+        here = HOST if source == HOST else self._device[source]
+        if source == target or (there not in (HOST, here) and self._room[there] < self._bytes[group]):
             return
-        for unit in units:
-            self._place[unit] = target
+        then = dict.fromkeys(self._items[item], target)
+        if here != there:
+            for unit in self._groups[group]:
+                then.setdefault(unit, self._beside(self._place[unit], target))
+        before = {unit: self._place[unit] for unit in then}
+        self._put(then)
         now = makespan(self._timing, self._place)
         if now > most or now == inf:
-            for unit in units:
-                self._place[unit] = source
+            self._put(before)
             return
-        self._account(source, target, size)
+        self._account(here, there, self._bytes[group])
         self._now = now
         if now < self.value:
             self.best, self.value = list(self._place), now
 
+    def _beside(self, place: int, target: int) -> int:
+        """Where a unit goes whose group moves to the device of a target: the same turn there, if it has one."""
+        if HOST in (place, target):
+            return target
+        own, its = (self._timing.turns[self._device[where]] for where in (place, target))
+        return its[own.index(place)]
+
+    def _put(self, places: dict[int, int]) -> None:
+        for unit, place in places.items():
+            self._place[unit] = place
+
     def _return(self) -> None:
         """Go back to the best."""
-        for units, size in zip(self._groups, self._bytes, strict=True):
-            self._account(self._place[units[0]], self.best[units[0]], size)
-        self._place, self._now = list(self.best), self.value
+        self._go(self.best)
 
-    def _account(self, source: int, target: int, size: int) -> None:
-        if source != HOST:
-            self._room[self._device[source]] += size
-        if target != HOST:
-            self._room[self._device[target]] -= size
+    def _go(self, place: list[int]) -> None:
+        """Take another placement for the one that moves start from."""
+        self._place, self._now = list(place), makespan(self._timing, place)
+        self._room = list(self._all_room)
+        for units, size in zip(self._groups, self._bytes, strict=True):
+            if (piece := place[units[0]]) != HOST:
+                self._room[self._device[piece]] -= size
+
+    def _account(self, here: int, there: int, size: int) -> None:
+        if here != HOST:
+            self._room[here] += size
+        if there != HOST:
+            self._room[there] -= size
 
     def _neighbours(self, units: list[int]) -> list[int]:
-        """The units before and after those of a group."""
+        """The units before and after those of an item."""
         timing, own = self._timing, set(units)
         return sorted({near for unit in units for near in (*timing.before[unit], *timing.after[unit])} - own)
