@@ -67,7 +67,8 @@ class CostCache:
 
     def __init__(self, path: Path | None, environment: str) -> None:
         self.path, self.environment = path, environment
-        self._new: dict[str, Record] = {}
+        self._new: dict[str, Record | None] = {}  # none: not to be kept
+        self._written: set[str] = set()
         self._damaged = False
         self._known = self._read().get(environment, {})
 
@@ -76,8 +77,12 @@ class CostCache:
         return self._known.get(key)
 
     def put(self, key: str, record: Record) -> None:
-        """Remember a record; `save` writes it."""
-        self._known[key] = self._new[key] = record
+        """Remember a record; `save` writes it.
+
+        A record of a busy machine holds for this object only: the file loses what this object wrote under its key.
+        """
+        self._known[key] = record
+        self._new[key] = None if record.busy else record
 
     def save(self) -> None:
         """Write what is new, atomically; where that is impossible, warn and go on."""
@@ -87,7 +92,13 @@ class CostCache:
             entries = read(self.path)
         except (OSError, ValueError):
             entries = {}
-        entries.setdefault(self.environment, {}).update(self._new)
+        own = entries.setdefault(self.environment, {})
+        for key, record in self._new.items():
+            if record is not None:
+                own[key] = record
+            elif key in self._written:
+                own.pop(key, None)
+        self._written |= self._new.keys()
         try:
             write(self.path, entries)
         except OSError as error:

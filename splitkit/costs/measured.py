@@ -37,7 +37,8 @@ def measured(
     """Costs by real times on a CPU or a CUDA device.
 
     Runs the graph once, without autograd, and times the first node of each group on its real arguments: after a
-    warm-up, the median, by ``torch.utils.benchmark`` with the threads that torch has now, or by CUDA events. An op that
+    warm-up, the median, by ``torch.utils.benchmark`` with the threads that torch has now, or by CUDA events (the least
+    median of several batches). An op that
     writes its arguments gets copies of them each time. On a CPU the graph then runs a few times more, from the same
     state, and each op is timed where it stands: with what its dispatch takes (views too), memory that is given anew and
     arguments that the caches have lost; of several runs that counts where a group's mean is least, for what else the
@@ -58,6 +59,12 @@ def measured(
     does there, in backward with all that an op's gradients take, and their adding up. Where no step writes what the
     next one reads, it runs in memory that the one before has used. No parameter gets a gradient by it; memory is that
     of such a step. Without, `splitkit.costs.training` estimates backward by formula.
+
+    A machine that is busy with other work makes times too long. So runs count that had to wait for a processor for no
+    more than 5 % of their time, as the kernel tells; some more are made until there is one. If there is none, the
+    prices have ``busy`` set, ``note`` says so, and they are not kept in the file. Where torch has one thread, these
+    prices are still near the truth: the time during which others held the processor is left out. With several threads
+    they are the least times of all runs.
 
     Times are kept in a file by op, shapes, dtypes, modes, device, torch version and threads; a call that finds all of
     them there measures nothing. Ctrl-C keeps what is measured so far. A damaged file is ignored with a warning, and

@@ -20,6 +20,7 @@ from splitkit.costs.cache import CostCache
 from splitkit.costs.copies import Private, copied, unfit
 from splitkit.costs.counting import Flops
 from splitkit.costs.keys import is_lasting, key_of
+from splitkit.costs.owntime import OwnTime
 from splitkit.costs.timing import NOTHING, Record, Run, record
 from splitkit.errors import CostError
 from splitkit.graph.ambient import SETTINGS, closed_by, opened_by
@@ -28,6 +29,7 @@ from splitkit.graph.scope import is_state_op
 from splitkit.graph.storages import storage_key, tensors
 
 SAVE_EVERY = 5.0  # seconds
+BUSY = ", which was busy with other work: the prices may be too high"
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,12 @@ class Measured:
     @property
     def note(self) -> str:
         """What the seconds are, for reports."""
-        return f"measured on {self.device}"
+        return f"measured on {self.device}{BUSY if self.busy else ''}"
+
+    @property
+    def busy(self) -> bool:
+        """Whether the machine was busy with other work at every attempt: prices may be too high, and are not kept."""
+        return any(record.busy for record in self._records.values())
 
     def seconds(self, node: Node) -> float:
         """Median time of the node's group; 0 for inputs, attributes and state ops, and for views on a GPU.
@@ -170,9 +177,10 @@ class MeasuringRun(fx.Interpreter):
             return call_of(n, callee, args, kwargs)()
         writes = bool(effects.writes) and not outside
         given = copied((args, kwargs)) if writes else (args, kwargs)
-        start = time.perf_counter()
+        clock = OwnTime()
+        start = clock.now()
         result = call_of(n, callee, args, kwargs)()
-        found = Record(time.perf_counter() - start, 0)
+        found = Record(clock.now() - start, 0, clock.is_busy())
         if not outside:
             found = NOTHING if not writes and _is_view(result, given) else self._timed(n, given, writes)
         if found is NOTHING and self.private.device.type == "cpu":

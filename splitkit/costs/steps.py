@@ -10,7 +10,6 @@ begins is its time. So the times add up to the whole, the adding up of gradients
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +20,9 @@ from torch.fx import Node
 
 from splitkit.brief import brief
 from splitkit.costs.copies import Private, unfit
-from splitkit.costs.in_place import TimedRun, rounds, undisturbed
-from splitkit.costs.measuring import Measured, MeasuringRun
-from splitkit.costs.timing import Record
+from splitkit.costs.in_place import Runs, TimedRun, rounds
+from splitkit.costs.measuring import BUSY, Measured, MeasuringRun
+from splitkit.costs.owntime import OwnTime
 from splitkit.costs.training import FromFormula
 from splitkit.errors import CostError
 from splitkit.graph.dataflow import Dataflow
@@ -40,11 +39,13 @@ class MeasuredSteps:
     Attributes:
         costs: the same ops, measured without autograd.
         formula: counts the FLOPs of both.
+        busy: the machine was busy with other work at every attempt: prices may be too high, and are not kept.
     """
 
     costs: Measured
     formula: FromFormula = field(repr=False, compare=False)
     _seconds: Mapping[Node, tuple[float, float]] = field(repr=False, compare=False)
+    busy: bool = False
 
     __repr__ = brief
 
@@ -56,7 +57,7 @@ class MeasuredSteps:
     @property
     def note(self) -> str:
         """What the seconds are, for reports."""
-        return f"{self.costs.note}, forward and backward"
+        return f"measured on {self.costs.device}, forward and backward{BUSY if self.busy else ''}"
 
     def seconds(self, node: Node) -> float:
         """Time of forward and backward of the node's group; 0 for inputs, attributes and state ops."""
@@ -123,12 +124,13 @@ def measured_steps(run: MeasuringRun, costs: Measured, inputs: Any, dice: torch.
                 "Declare it with splitkit.extend.declare, or estimate backward: training(measured(gm, inputs)).",
             )
         _time_steps(run, keys, inputs, dice)
-    seconds = {}
+    seconds, busy = {}, costs.busy
     for node, key in keys.items():
         forward, backward = run.known(key), run.known(_backward_of(key))
         assert forward is not None and backward is not None
         seconds[node] = forward.seconds, backward.seconds
-    return MeasuredSteps(costs, FromFormula(costs, run.flow), seconds)
+        busy |= forward.busy or backward.busy
+    return MeasuredSteps(costs, FromFormula(costs, run.flow), seconds, busy)
 
 
 def _keys(run: MeasuringRun) -> dict[Node, str]:
@@ -147,24 +149,27 @@ def _backward_of(key: str) -> str:
 
 
 def _time_steps(run: MeasuringRun, keys: Mapping[Node, str], inputs: Any, dice: torch.Tensor) -> None:
-    forward, backward = list[Mapping[Node, float]](), list[Mapping[Node, float]]()
+    forward, backward, took = Runs(), Runs(), list[float]()
     lasting = _state(run, inputs) if _leaves_state(run.flow) else None
-    for number in rounds(1 + len(set(keys.values())), run.min_run_time, lambda: _settled(forward, backward)):
+    for number in rounds(1 + len(set(keys.values())), run.min_run_time, lambda: _settled(took, forward)):
         torch.random.set_rng_state(dice)
         private, values = lasting or _state(run, inputs)
         for tensor in [*private.tensors(), *tensors(values)]:
             tensor.grad = None
         step = _Step(run, private)
+        step.clock = OwnTime()
         with step.safely(), torch.enable_grad():
             step.run(*values, enable_io_processing=False)
         if number > 0:  # the first is a warm-up
-            forward.append(step.seconds)
-            backward.append(step.backward)
+            busy = step.clock.is_busy()
+            forward.add(step.seconds, busy=busy)
+            backward.add(step.backward, busy=busy)
+            took.append(sum(step.seconds.values()) + sum(step.backward.values()))
         step.forget()
-    for key, seconds in undisturbed(keys, forward).items():
-        run.remember(key, Record(seconds, 0))
-    for key, seconds in undisturbed(keys, backward).items():
-        run.remember(_backward_of(key), Record(seconds, 0))
+    for key, record in forward.records(keys).items():
+        run.remember(key, record)
+    for key, record in backward.records(keys).items():
+        run.remember(_backward_of(key), record)
     run.cache.save()
 
 
@@ -182,10 +187,9 @@ def _state(run: MeasuringRun, inputs: Any) -> tuple[Private, Any]:
     return private, private.inputs(inputs)
 
 
-def _settled(forward: Sequence[Mapping[Node, float]], backward: Sequence[Mapping[Node, float]]) -> bool:
+def _settled(took: Sequence[float], runs: Runs) -> bool:
     """Whether steps get no faster: those of the beginning wait for memory, which the allocator later keeps."""
-    took = [sum(f.values()) + sum(b.values()) for f, b in zip(forward, backward, strict=True)]
-    return len(took) > 2 and min(took[-2:]) > 0.99 * min(took[:-2])
+    return runs.enough and len(took) > 2 and min(took[-2:]) > 0.99 * min(took[:-2])
 
 
 class _Step(TimedRun):
@@ -221,7 +225,7 @@ class _Step(TimedRun):
     def _beginning(self, n: Node) -> Callable[[object], None]:
         def begin(_: object) -> None:
             self._end()
-            self._now, self._since = n, time.perf_counter()
+            self._now, self._since = n, self.clock.now()
 
         return begin
 
@@ -233,7 +237,7 @@ class _Step(TimedRun):
 
     def _end(self) -> None:
         if self._now is not None:
-            self.backward[self._now] = self.backward.get(self._now, 0.0) + time.perf_counter() - self._since
+            self.backward[self._now] = self.backward.get(self._now, 0.0) + self.clock.now() - self._since
 
     def output(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Backward, from the losses if there are any."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from splitkit import _torch
+from splitkit.costs.owntime import OwnTime
 
 ROUNDS = 3  # of which the median is taken, however long one call lasts
 BATCH = 10  # calls that wait on a GPU behind one pause
@@ -29,10 +30,12 @@ class Record:
     Attributes:
         seconds: its time.
         workspace: bytes that were allocated at once inside the call, beyond those of its results.
+        busy: the machine was busy with other work meanwhile, so that the time may be wrong; it is not kept.
     """
 
     seconds: float
     workspace: int
+    busy: bool = False
 
 
 NOTHING = Record(0.0, 0)
@@ -51,49 +54,54 @@ def record(prepare: Callable[[], Run], device: torch.device, anew: bool, min_run
     again = prepare if anew else lambda: made
     if device.type == "cuda":
         with torch.cuda.device(device):
-            return Record(_cuda_seconds(again, min_run_time), _cuda_workspace(again()))
-    seconds = _each_seconds(prepare, min_run_time) if anew else _cpu_seconds(made, min_run_time)
-    return Record(seconds, _cpu_workspace(again()))
+            return _cuda_seconds(again, min_run_time)
+    clock = OwnTime()
+    seconds = _each_seconds(prepare, min_run_time, clock) if anew else _cpu_seconds(made, min_run_time, clock)
+    return Record(seconds, _cpu_workspace(again()), clock.is_busy())
 
 
-def _cpu_seconds(run: Run, min_run_time: float) -> float:
+def _cpu_seconds(run: Run, min_run_time: float, clock: OwnTime) -> float:
     from torch.utils.benchmark import Timer
 
-    # Timer's own clock waits for accelerators
-    timer = Timer("run()", timer=time.perf_counter, globals={"run": run}, num_threads=torch.get_num_threads())
+    # Timer's default clock waits for accelerators
+    timer = Timer("run()", timer=clock.now, globals={"run": run}, num_threads=torch.get_num_threads())
     rounds = [timer.blocked_autorange(min_run_time=min_run_time / ROUNDS) for _ in range(ROUNDS)]
     return statistics.median(seconds for found in rounds for seconds in found.times)
 
 
-def _each_seconds(prepare: Callable[[], Run], min_run_time: float) -> float:
+def _each_seconds(prepare: Callable[[], Run], min_run_time: float, clock: OwnTime) -> float:
     """As ``Timer`` would, which cannot make arguments anew for each call."""
     prepare()()
     times: list[float] = []
     end = time.perf_counter() + min_run_time
     while len(times) < ROUNDS or time.perf_counter() < end:
         run = prepare()
-        start = time.perf_counter()
+        start = clock.now()
         run()
-        times.append(time.perf_counter() - start)
+        times.append(clock.now() - start)
     return statistics.median(times)
 
 
-def _cuda_seconds(again: Callable[[], Run], min_run_time: float) -> float:
+def _cuda_seconds(again: Callable[[], Run], min_run_time: float) -> Record:
+    """The least of the batches' medians; busy if the host was too slow to be ahead of the GPU in every batch."""
     for _ in range(ROUNDS):
         again()()
     torch.cuda.synchronize()
-    times: list[float] = []
+    batches: list[tuple[bool, float]] = []
     end = time.perf_counter() + min_run_time
-    while not times or time.perf_counter() < end:
-        times += _cuda_batch(again)
-    return statistics.median(times)
+    while not batches or (time.perf_counter() < end) or (batches[0][0] and len(batches) < ROUNDS):
+        batches.append(_cuda_batch(again))
+    late, seconds = min(batches)
+    return Record(seconds, _cuda_workspace(again()), late)
 
 
-def _cuda_batch(again: Callable[[], Run]) -> list[float]:
+def _cuda_batch(again: Callable[[], Run]) -> tuple[bool, float]:
+    """Whether others held the host's processor while calls were launched, and the median of the calls."""
     event: Any = torch.cuda.Event
     pause: Any = _torch.CUDA_SLEEP
-    pause(PAUSE)
     pairs: list[tuple[Any, Any]] = []
+    clock = OwnTime()
+    pause(PAUSE)
     for _ in range(BATCH):
         run = again()
         start, end = event(enable_timing=True), event(enable_timing=True)
@@ -101,8 +109,9 @@ def _cuda_batch(again: Callable[[], Run]) -> list[float]:
         run()
         end.record()
         pairs.append((start, end))
+    late = clock.is_busy()
     torch.cuda.synchronize()
-    return [start.elapsed_time(end) / 1e3 for start, end in pairs]
+    return late, statistics.median(start.elapsed_time(end) / 1e3 for start, end in pairs)
 
 
 def _cpu_workspace(run: Run) -> int:

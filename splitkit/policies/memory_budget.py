@@ -30,8 +30,9 @@ class MemoryBudget:
     The fewest parts that can be cut from the graph's own order are found exactly, and of these parts those between
     which the least bytes cross (there and back). Eight more topological orders are cut as well (fewer for graphs of
     more than 2,000 nodes), and the best plan wins; what its parts hold is found anew, each in the graph's own order.
-    The bound is for any order: all that must be held, over the memory of the devices. With ``parts`` the bound on what
-    crosses is weak: the smallest value, once for each cut.
+    Of graphs of up to 40 nodes all cuts of all orders are tried, if there are no more than some thousand parts: then the
+    fewest parts are proven, and with ``parts`` the least bytes. Else the bound is for any order: all that must be held,
+    over the memory of the devices; and on what crosses it is weak: the smallest value, once for each cut.
 
     Attributes:
         memory: bytes of each device (an int, or ``"80GiB"``), or a sequence of sizes for device 0, 1, ...: no more
@@ -108,7 +109,8 @@ class MemoryBudget:
         full = [peak / memory if memory else 1.0 for peak, memory in zip(found.peaks, found.memory, strict=True)]
         limiting = full.index(max(full))
         labels = {node: part for part, nodes in enumerate(found.parts) for node in nodes}
-        count, least = len(found.parts), search.fewest_possible()
+        count = len(found.parts)
+        least = search.at_least(count)
         note = (
             f"{parts_of(count)}, at least {least} needed; part {limiting} is fullest: "
             f"{size(found.peaks[limiting])} of {size(found.memory[limiting])}; {size(found.traffic)} cross"

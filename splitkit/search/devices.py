@@ -30,6 +30,9 @@ from splitkit.solvers.placement.problem import Floats, Ints, Problem
 from splitkit.solvers.placement.sets.sets import noncontiguous
 from splitkit.solvers.placement.solution import Solution, ending
 from splitkit.solvers.placement.stages.contiguous import contiguous
+from splitkit.solvers.placement.unequal.search import on_unequal_links
+
+_UNEQUAL = 3.0  # times as long as a solver that takes links to be alike may search where they are not
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,6 +192,10 @@ class DeviceSearch:
         else:
             solver = noncontiguous if self.pieces is None else contiguous
             found = solver(problem, seconds=self.seconds, advise=False, clock=self.clock)
+            if self._travel is not None and self._travel.differs and not self.clock.is_over():
+                prices, acyclic = self._placing.prices(self._travel), self.pieces == 1
+                seconds = _UNEQUAL * self.seconds
+                found = on_unequal_links(problem, prices, found, seconds, acyclic=acyclic, clock=self.clock)
         self.tries.append(found)
         return found, self._plan_of(found)
 

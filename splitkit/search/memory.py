@@ -19,12 +19,14 @@ from splitkit.plans.parts import HOST
 from splitkit.plans.record import Plan
 from splitkit.search.demand import Demand
 from splitkit.search.memorycuts import Limits, MemoryCuts
+from splitkit.search.memoryideals import MemoryIdeals, TooManyError
 from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.orders import orders
 from splitkit.solvers.placement.problem import Problem, Slot
 
 _WORK = 18_000  # nodes times orders
 _MORE = 8
+_SMALL = 40  # nodes of a graph of which all cuts of all orders are tried, if these are few enough
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,14 @@ class MemorySearch:
     Attributes:
         flow: facts about the graph.
         tried: the most parts that were tried.
+        excluded: numbers of parts for which there is no plan, in whatever order.
     """
 
     def __init__(self, demand: Demand, parts: int | None, sizes: Callable[[int], tuple[int, ...]]) -> None:
         self.flow = demand.flow
         self.tried = 0
+        self.excluded: set[int] = set()
+        self._least_traffic: dict[int, int] = {}
         self._demand, self._parts, self._sizes = demand, parts, sizes
         self._prices = demand.stage_prices
         self._state = STATE_OF[demand.optimizer] if demand.optimizer else 0
@@ -96,7 +101,9 @@ class MemorySearch:
         if self._in_flight(count) is None:
             return None
         limits = self._limits(count)
-        best: MemoryParts | None = None
+        best = self._exactly(count, limits)
+        if count in self.excluded or (best is not None and best.traffic == self._least_traffic[count]):
+            return best
         for order in range(len(self._orders)):
             chain = self._chain(order)
             ends = chain.cuts(limits)
@@ -105,6 +112,40 @@ class MemorySearch:
                 found = self._found(order, ends, limits, traffic)
                 best = found if found is not None else best
         return best
+
+    def _exactly(self, count: int, limits: Limits) -> MemoryParts | None:
+        """The best in any order, of small graphs; none if there is none, which is then `excluded`, or none is known."""
+        try:
+            found = self._ideals.best(limits) if self._size <= _SMALL else None
+        except TooManyError:
+            return None
+        if found is None:
+            self.excluded |= {count} if self._size <= _SMALL else set()
+            return None
+        positions, self._least_traffic[count] = found
+        parts = self._as_run([[self.flow.nodes[place] for place in part] for part in positions])
+        chain = MemoryCuts(self._prices.units.line([[node for part in parts for node in part]]), self._state)
+        ends = np.cumsum([len(part) for part in parts])[:-1].tolist()
+        return self._fitting(parts, limits, sum(chain.traffic[end] for end in ends), "all cuts of all orders")
+
+    def _as_run(self, parts: Sequence[Sequence[Node]]) -> tuple[tuple[Node, ...], ...]:
+        """Parts in the order in which they run: it is another one where some do not wait for each other."""
+        plan = Plan.of({node: part for part, members in enumerate(parts) for node in members})
+        return tuple(tuple(parts[key]) for key, _ in part_order(self.flow, plan) if isinstance(key, int))
+
+    @cached_property
+    def _ideals(self) -> MemoryIdeals:
+        nodes, edges = self.flow.nodes, [(first, then) for first, then in self._problem().edges.tolist()]
+
+        def line(order: list[int]) -> MemoryCuts:
+            return MemoryCuts(self._prices.units.line([[nodes[place] for place in order]]), self._state)
+
+        return MemoryIdeals(self._size, edges, line)
+
+    def at_least(self, count: int) -> int:
+        """No plan has fewer parts, of so many that were found: fewer were excluded, or have too little memory."""
+        least = self.fewest_possible()
+        return next((fewer for fewer in range(least, count) if fewer not in self.excluded), count)
 
     def fewest_possible(self) -> int:
         """No plan has fewer parts: what all must hold together needs so many devices."""
@@ -118,6 +159,8 @@ class MemorySearch:
 
     def least_traffic(self, count: int) -> int:
         """No plan of so many parts sends less: where the graph hangs together, each cut is crossed by some value."""
+        if count in self._least_traffic:
+            return self._least_traffic[count]
         line = self._chain(0).line
         nbytes = line.value_bytes + (np.where(line.gradient_of >= 0, line.value_bytes, 0) if line.training else 0)
         items, readers = line.reads.item, line.reads.position
@@ -179,16 +222,22 @@ class MemorySearch:
         parts = tuple(
             tuple(sorted(nodes[start:end], key=index.__getitem__)) for start, end in zip(starts, ends, strict=True)
         )
+        solver = f"cuts of order {order + 1} of {len(self._orders)}" if order else "cuts of the graph's order"
+        return self._fitting(parts, limits, traffic, solver)
+
+    def _fitting(
+        self, parts: tuple[tuple[Node, ...], ...], limits: Limits, traffic: int, solver: str
+    ) -> MemoryParts | None:
+        """Parts as they run, if they fit then; none if those that do not wait for each other run in another order."""
         plan = Plan.of({node: part for part, members in enumerate(parts) for node in members})
         if [key for key, _ in part_order(self.flow, plan) if key is not HOST] != list(range(len(parts))):
-            return None  # parts that do not wait for each other would run in another order
+            return None
         stages = self._prices.of(parts)
         peaks = tuple(peak_of(c, f) for c, f in zip(stages, limits.flights, strict=True))
         if self._demand.schedule is not None:  # with its message buffers
             peaks = self._demand.run(stages).peaks
         if any(peak > room for peak, room in zip(peaks, limits.memory, strict=True)):
             return None
-        solver = f"cuts of order {order + 1} of {len(self._orders)}" if order else "cuts of the graph's order"
         return MemoryParts(parts, peaks, tuple(limits.memory), traffic, solver)
 
     def _in_flight(self, count: int) -> tuple[int, ...] | None:

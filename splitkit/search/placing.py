@@ -17,6 +17,7 @@ from splitkit.plans.record import Plan
 from splitkit.search.bundles import bundled
 from splitkit.solvers.placement.problem import BadProblemError, Bools, Floats, Ints, Problem, Slot
 from splitkit.solvers.placement.stages.linked import Linked
+from splitkit.solvers.placement.unequal.model import Prices
 
 _NOTHING = 1e-250  # seconds that are as good as none: their sums would lose all digits
 
@@ -69,6 +70,11 @@ class Travel:
             own = self.again * (self.latency[i, j] + sizes / self.bandwidth[i, j])
             grid[i, j] = (own[least > 0] / least[least > 0]).min(initial=np.inf)
         return np.where(np.isfinite(grid), grid, 1.0)
+
+    @property
+    def differs(self) -> bool:
+        """Whether some links take longer than others."""
+        return len(self._pairs()) > 1
 
     @property
     def _joined(self) -> Bools:
@@ -186,6 +192,11 @@ class Placing:
     def value_bytes(self) -> Floats:
         """(m,) of `values`."""
         return np.array([self._costs.nbytes(value) for value, _ in self.values], np.float64)
+
+    def prices(self, travel: Travel) -> Prices:
+        """What the values take over each link."""
+        pins = tuple(pins for _, pins in self.values)
+        return Prices(self.value_bytes, pins, travel.latency, travel.bandwidth, travel.again)
 
     def cut_prices(self, order: Ints, travel: Travel) -> Floats:
         """(d - 1, n + 1): what a cut before each place of an order costs between devices p and p + 1."""

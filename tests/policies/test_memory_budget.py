@@ -137,7 +137,46 @@ def test_the_fewest_parts_are_those_of_brute_force(model, share, optimizer, sche
         assert (len(found), traffic_of(found)) <= expected
     if schedule is None and optimizer != "sgd":
         fewest = convex_fewest(prices, flow, policy, memory)
-        assert plan.claim.bound <= fewest <= len(found)
+        assert plan.claim.bound == fewest == len(found)
+
+
+class Towers(nn.Module):
+    """Two inputs go through the same layers, a wide one among them, and meet at the end."""
+
+    def __init__(self, width, wide):
+        super().__init__()
+        self.first, self.last = nn.Linear(width, wide * width), nn.Linear(wide * width, width)
+        self.one = nn.Linear(width, width)
+
+    def forward(self, x, y):
+        a, b = (self.last(torch.tanh(self.first(v))) for v in (x, y))
+        return (self.one(a) - b).pow(2).sum()
+
+
+@pytest.mark.parametrize(("width", "wide", "batch"), [(20, 3, 30), (8, 2, 5), (4, 6, 16)])
+def test_two_towers_need_no_more_parts_than_any_order_does(width, wide, batch):
+    """Three parts along nine orders, where two fit that take a node of each tower in turn."""
+    gm = sk.capture(Towers(width, wide), torch.randn(batch, width), torch.randn(batch, width))
+    flow, costs = sk.analyze(gm), sk.costs.flops(gm)
+    prices = StagePrices(flow, costs, "adam")
+    pairs = [[[n for n in flow.nodes if n in half], [n for n in flow.nodes if n not in half]] for half in halves(flow)]
+    memory = min(max(peaks_of(prices, parts, (1, 1))) for parts in pairs)
+    plan = sk.plan(gm, MemoryBudget(memory), costs)
+    assert len(plan.parts) == 2 and plan.claim.optimal
+    assert max(peaks_of(prices, plan_parts(flow, plan), (1, 1))) == memory
+    two = sk.plan(gm, MemoryBudget(memory, parts=2), costs)
+    fits = [parts for parts in pairs if max(peaks_of(prices, parts, (1, 1))) <= memory]
+    assert two.claim.value == min(traffic_of(prices.of(parts)) for parts in fits) and two.claim.optimal
+    less = sk.plan(gm, MemoryBudget(memory - 1), costs)
+    assert less.claim.bound >= 3
+
+
+def halves(flow):
+    """The closed sets of nodes, but for none and all."""
+    closed = [frozenset()]
+    for node in flow.nodes:
+        closed += [s | {node} for s in closed if s.issuperset(flow.inputs(node))]
+    return [s for s in closed if 0 < len(s) < len(flow.nodes)]
 
 
 def plan_parts(flow, plan):
