@@ -77,6 +77,21 @@ class Limit:
 
 
 @dataclass(frozen=True, eq=False)
+class Snapshot:
+    """Rows with variables of their own, each from 0 to 1: ``matrix @ (runs, saved, own) >= least``.
+
+    Attributes:
+        matrix: (r, n + k + own).
+        least: (r,).
+        own: how many variables it adds.
+    """
+
+    matrix: csr_array
+    least: Floats
+    own: int
+
+
+@dataclass(frozen=True, eq=False)
 class RecomputeSolution:
     """What the search ended with.
 
@@ -101,21 +116,26 @@ class RecomputeSolution:
 
 
 class Program:
-    """The mixed-integer program of a problem; limits come with each search."""
+    """The mixed-integer program of a problem; limits come with each search.
 
-    def __init__(self, problem: RecomputeProblem) -> None:
+    Columns are ops, storages, and the variables of the ``snapshots``, which may be fractions in every answer.
+    """
+
+    def __init__(self, problem: RecomputeProblem, snapshots: Sequence[Snapshot] = ()) -> None:
         self.problem = problem
         self.ops, self.storages = len(problem.price), len(problem.nbytes)
-        self._edges, self._least = self._rows()
+        self._own = sum(snapshot.own for snapshot in snapshots)
+        self.width = self.ops + self.storages + self._own
+        self._edges, self._least = self._with(snapshots, *self._rows())
         may_run = np.isfinite(problem.price)
         savable = np.zeros(self.storages, np.bool_)
         savable[problem.storage[problem.savable]] = True
-        self._most = np.concatenate([may_run, savable]).astype(np.float64)
+        self._most = np.concatenate([may_run, savable, np.ones(self._own)]).astype(np.float64)
         self._any = Bounds(np.zeros(len(self._most)), self._most)
         price = np.where(may_run, problem.price, 0.0)
         self._unit = float(price.sum()) / _SCALE or 1.0
         ties = problem.nbytes * (_TIE * _SCALE / max(1, int(problem.nbytes.sum())))
-        self._price = np.concatenate([price / self._unit, ties])
+        self._price = np.concatenate([price / self._unit, ties, np.zeros(self._own)])
         self._ties = float(ties.sum())
 
     def _rows(self) -> tuple[csr_array, Floats]:
@@ -132,6 +152,20 @@ class Program:
         signs[len(values) + len(savable) :] = -1.0
         matrix = coo_array((signs, (rows, columns)), shape=(len(values), self.ops + self.storages))
         return csr_array(matrix), np.repeat([0.0, 1.0], [len(problem.reads), len(needed)])
+
+    def _with(self, snapshots: Sequence[Snapshot], edges: csr_array, least: Floats) -> tuple[csr_array, Floats]:
+        """The same rows, and those of snapshots, whose own columns stand side by side."""
+        shared = self.ops + self.storages
+        height, width = 0, shared
+        rows, columns, values = list[Ints](), list[Ints](), list[Floats]()
+        for part in (edges.tocoo(), *(snapshot.matrix.tocoo() for snapshot in snapshots)):
+            rows.append(part.row + height)
+            columns.append(np.where(part.col < shared, part.col, part.col + width - shared))
+            values.append(part.data)
+            height, width = height + part.shape[0], width + part.shape[1] - shared
+        entries = (np.concatenate(values), (np.concatenate(rows), np.concatenate(columns)))
+        leasts = np.concatenate([least, *(snapshot.least for snapshot in snapshots)])
+        return csr_array(coo_array(entries, shape=(height, width))), leasts
 
     def search(
         self, limits: Sequence[Limit], seconds: float, gap: float = GAP, nodes: int = NODES
@@ -172,7 +206,9 @@ class Program:
         return free | fractions
 
     def _fixed(self, x: Floats, free: Bools) -> Bounds:
-        """Bounds that leave what is not free where a relaxation has it."""
+        """Bounds that leave ops and storages that are not free where a relaxation has them."""
+        free = free.copy()
+        free[self.ops + self.storages :] = True
         return Bounds(np.where(free | (x < 0.5), 0.0, self._most), np.where(free | (x > 0.5), self._most, 0.0))
 
     def near(self, limits: Sequence[Limit], seconds: float, gap: float = GAP) -> RecomputeSolution:
@@ -180,7 +216,7 @@ class Program:
 
         What is whole in it stays, and of the others, a few for each limit, the best choice is searched. (Relaxation
         enforced neighbourhood search: Berthold 2014. A vertex of the relaxation lies on a face of as many dimensions as
-        there are limits, for without limits all vertices are whole.)
+        there are limits, for without limits all vertices are whole.) There may be none near.
         """
         result = self._solve(limits, np.zeros(len(limits)), seconds, gap, self._any, whole=False)
         bound = self._bound(result)
@@ -188,8 +224,6 @@ class Program:
             return RecomputeSolution(None, np.zeros(self.storages, np.bool_), np.inf, bound)
         fractions = (result.x > _WHOLE) & (result.x < 1 - _WHOLE)
         found = self._whole(limits, seconds, gap, self._fixed(result.x, fractions))
-        if found.runs is None:  # none is near: the best of all, then
-            return self.search(limits, seconds, gap)
         return replace(found, bound=min(bound, found.price))
 
     def _whole(
@@ -203,7 +237,7 @@ class Program:
                 bound = self._bound(result)
             if result.x is None:
                 break
-            runs, saved = np.split(result.x > 0.5, [self.ops])
+            runs, saved, _ = np.split(result.x > 0.5, [self.ops, self.ops + self.storages])
             over = np.array([not limit.holds(runs, saved) for limit in limits], np.bool_)
             if not over.any():
                 price = float(self.problem.price[runs].sum())
@@ -219,7 +253,7 @@ class Program:
         result = self._solve(limits, np.zeros(len(limits)), seconds, GAP, self._any, whole=False)
         nothing = np.zeros(self.storages)
         bound = self._bound(result)
-        return (nothing if result.x is None else result.x[self.ops :]), bound
+        return (nothing if result.x is None else result.x[self.ops : self.ops + self.storages]), bound
 
     def _solve(
         self,
@@ -238,14 +272,15 @@ class Program:
             return OptimizeResult(x=nothing, fun=0.0, mip_dual_bound=0.0, status=0 if fits else 2)
         constraints = [LinearConstraint(self._edges, self._least, np.inf)]
         if limits:
-            dense = np.array([np.concatenate([limit.runs, limit.saved]) for limit in limits], np.float64)
+            own = np.zeros(self._own)
+            dense = np.array([np.concatenate([limit.runs, limit.saved, own]) for limit in limits], np.float64)
             most = np.array([limit.most for limit in limits], np.float64)
             scale = np.maximum(1.0, np.maximum(dense.max(axis=1), 0))
             matrix = csr_array(dense / scale[:, None])
             constraints.append(LinearConstraint(matrix, -np.inf, most / scale * (1 - margins)))
         return milp(
             self._price,
-            integrality=np.full(len(self._price), int(whole)),
+            integrality=np.repeat([int(whole), 0], [self.ops + self.storages, self._own]),
             bounds=bounds,
             constraints=constraints,
             options={"time_limit": max(seconds, 0.1), "mip_rel_gap": gap, "node_limit": nodes},

@@ -165,6 +165,10 @@ class Floors:
         since, until: storage -> the moments at which it is there as well, if it is saved.
         between: bytes that are there in every plan when forward has ended and backward has not begun.
         handed: storage -> bytes that it adds to them, if it is saved.
+        own: backward's own nodes, by position, in the order in which they run.
+        early: the moment of the first of them.
+        first, final: storage -> the first and the last moment at which one of them reads it, or backward's end, where
+            it returns the storage; an empty range if none does.
     """
 
     def __init__(self, moments: Moments) -> None:
@@ -195,6 +199,7 @@ class Floors:
         _add(change, first[read], np.minimum(final[read], end), savings.nbytes[read])
         transient = peaks.transient[np.array([*trace.steps[:early], *own])]
         self.least = trace.baseline + np.cumsum(change)[:end] + transient
+        self.own, self.early, self.first, self.final = own, early, first, final
 
     def _read_by_own(self, moments: Moments, own: list[int], early: int) -> tuple[Ints, Ints]:
         """Storage -> the first and the last moment at which a node reads it that only backward can run."""

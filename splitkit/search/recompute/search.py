@@ -12,10 +12,12 @@ import numpy as np
 from splitkit.search.recompute.bounds import Bounds
 from splitkit.search.recompute.descent import Descent
 from splitkit.search.recompute.hull import Hull
-from splitkit.search.recompute.moments import Floors, Moments
+from splitkit.search.recompute.moments import Floors, Moments, saved_storages
 from splitkit.search.recompute.network import Cutting, cheapest
 from splitkit.search.recompute.pool import Pool, Seen
-from splitkit.solvers.recompute import GAP, Limit, Program, RecomputeProblem, RecomputeSolution
+from splitkit.search.recompute.snapshots import Snapshots
+from splitkit.solvers.recompute import GAP, Limit, Program, RecomputeProblem, RecomputeSolution, Snapshot
+from splitkit.training.choices import Bools
 
 _WINDOW = 1200  # ops that a program for saved bytes decides; about 24 layers of a transformer
 _ROUNDS = 12  # programs with limits of one budget
@@ -23,6 +25,7 @@ _HALVINGS = 10  # of the range in which the lowest peak lies
 _GAP = 1e-3  # of programs whose limits are estimates
 _CLOSE = 0.005  # of the lowest peak, as far as it is looked for
 _NODES = 1  # of the tree of the last program: a count, not seconds, so that every rank finds the same plan
+_COLUMNS = 1000  # of the largest program with snapshots that is solved in whole numbers
 _CUTS = 12  # prices at which candidates are cut
 
 
@@ -56,11 +59,10 @@ class RecomputeSearch:
         self.until, self._share = monotonic() + seconds, seconds / 3
         problem, fixed = self.savings, self.savings.fixed
         savable = problem.savable | fixed[problem.maker]  # what is not computed again is saved, views and tuples too
-        self._program = Program(
-            RecomputeProblem(
-                problem.price, problem.maker, problem.storage, savable, problem.needed, problem.nbytes, problem.reads
-            )
+        self._problem = RecomputeProblem(
+            problem.price, problem.maker, problem.storage, savable, problem.needed, problem.nbytes, problem.reads
         )
+        self._program = Program(self._problem)
         self._programs = 0
 
     def anew(self) -> RecomputeSearch:
@@ -85,6 +87,10 @@ class RecomputeSearch:
     @cached_property
     def _floors(self) -> Floors:
         return Floors(self._moments)
+
+    @cached_property
+    def _snapshots(self) -> Snapshots:
+        return Snapshots(self._moments, self._floors)
 
     def saved(self, budget: int) -> Proof:
         """Look for plans that save no more than so many bytes."""
@@ -125,17 +131,21 @@ class RecomputeSearch:
     def peak(self, budget: int) -> Proof:
         """Look for plans whose peak is no more than so many bytes."""
         floors, bound = self._above_floors(budget)
-        if bound < np.inf and not self._below(budget, floors):
-            self._cut(budget)
-        best = self.pool.best(lambda seen: seen.peak <= budget)
-        if bound < np.inf and (best is None or best.seconds > bound):
-            self._descent.under(budget)
-            self._descent.cheaper(budget)
-        return Proof(bound, self._programs, len(floors))
+        looked = len(floors)
+        if bound < np.inf:
+            bound, looked = self._closer(budget, floors, bound)
+        if bound < np.inf and not self._is_proven(budget, bound):
+            if not self._below(budget, floors):
+                self._cut(budget)
+            if not self._is_proven(budget, bound):
+                self._descent.under(budget)
+                self._descent.cheaper(budget)
+        return Proof(bound, self._programs, looked)
 
     def bound(self, budget: int) -> float:
         """Seconds that any plan in the order of the graph takes whose peak is within so many bytes."""
-        return self._above_floors(budget)[1]
+        floors, bound = self._above_floors(budget)
+        return self._closer(budget, floors, bound)[0] if bound < np.inf else bound
 
     def low_peak(self) -> Seen:
         """A plan with a low peak, found with no more effort than one for a budget takes."""
@@ -185,6 +195,46 @@ class RecomputeSearch:
             if not broken or not self._left():
                 return limits, bound
 
+    def _closer(self, budget: int, floors: list[Limit], bound: float) -> tuple[float, int]:
+        """Look closely at the moments at which plans are over the budget, until one is within it.
+
+        Returns:
+            Seconds that every plan takes, and how many snapshots it took to see it.
+        """
+        limits, program, whole = list(floors), self._program, False
+        snapshots: dict[int, Snapshot] = {}
+        for _ in range(_ROUNDS):
+            self._programs += 1
+            found = (program.search if whole else program.near)(limits, self._left(), _GAP)
+            bound = max(bound, found.bound)
+            if bound == np.inf:
+                break
+            runs = self._rounded(program, limits) if found.runs is None else found.runs
+            seen, trace = self.pool.trace(runs)
+            broken = list(self._floors.over(saved_storages(seen.choice).astype(np.float64), budget))
+            fresh = list(self._snapshots.over(trace, budget, snapshots))
+            settled = seen.peak <= budget or not (broken or fresh)
+            if self._is_proven(budget, bound) or not self._left() or (settled and (whole or program.width > _COLUMNS)):
+                break
+            whole = whole or settled
+            limits += broken
+            snapshots |= {moment: self._snapshots.at(moment, budget) for moment in fresh}
+            program = Program(self._problem, list(snapshots.values())) if fresh else program
+        return bound, len(limits) + len(snapshots)
+
+    def _rounded(self, program: Program, limits: list[Limit]) -> Bools:
+        """What the relaxation computes again, rather than save it."""
+        self._programs += 1
+        saved = program.relaxed(limits, self._left())[0] > 0.5
+        runs = np.ones(len(self.savings.ops), np.bool_)
+        runs[self.savings.maker[saved[self.savings.storage]]] = False
+        return runs
+
+    def _is_proven(self, budget: int, bound: float) -> bool:
+        """Whether the best plan that was seen spends no more than the bound, as far as programs tell."""
+        best = self.pool.best(lambda seen: seen.peak <= budget)
+        return best is not None and best.seconds <= bound * (1 + 2 * GAP)
+
     def _below(self, budget: int, floors: list[Limit]) -> bool:
         """Add limits until a plan is within the budget; whether one was found, and none cheaper is left to try."""
         limits = list(floors)
@@ -218,4 +268,5 @@ class RecomputeSearch:
 
     def _solve(self, limits: list[Limit]) -> RecomputeSolution:
         self._programs += 1
-        return self._program.near(limits, self._left(), _GAP)
+        found = self._program.near(limits, self._left(), _GAP)
+        return self._program.search(limits, self._left(), _GAP) if found.runs is None and found.bound < inf else found
