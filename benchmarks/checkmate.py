@@ -34,6 +34,7 @@ from splitkit.policies import SaveAll
 from splitkit.search.recompute.moments import Moments
 from splitkit.search.recompute.pool import Pool, Seen
 from splitkit.search.recompute.search import RecomputeSearch
+from splitkit.testing.nets import loss_or_sum
 from splitkit.training.choices import Savings, savings
 from splitkit.training.peaks import Peaks
 from splitkit.training.storages import STATIC
@@ -63,7 +64,7 @@ class Block:
         """Capture a block by its name."""
         torch.manual_seed(0)
         net, inputs = BLOCKS[name]()
-        joint = sk.capture_joint(net, *inputs)
+        joint = sk.capture_joint(net, *inputs, loss=loss_or_sum)
         costs = sk.costs.roofline(joint.graph_module)
         return cls(joint, costs, savings(joint.flow, costs), Peaks(joint.flow))
 

@@ -32,7 +32,7 @@ import splitkit as sk
 from splitkit.frontends.joint import capture_joint
 from splitkit.memory import estimator
 from splitkit.testing import models
-from splitkit.testing.nets import NETS
+from splitkit.testing.nets import NETS, loss_or_sum
 
 ATEN = torch.ops.aten
 
@@ -71,7 +71,7 @@ def reality(name: str, example: models.Example, peer: dict[str, Any], workspace:
         row["with workspace"] = sk.simulate_memory(gm, workspace=costs.workspace).peak
     yield row
 
-    joint = capture_joint(example.model, *example.args, **example.kwargs)
+    joint = capture_joint(example.model, *example.args, **example.kwargs, loss=loss_or_sum)
     pair = joint.partition(default_partition)
     for half in (pair.forward, pair.backward):  # torch leaves nodes that nobody reads
         half.graph.eliminate_dead_code()

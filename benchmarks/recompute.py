@@ -31,7 +31,7 @@ from splitkit.policies import Remat
 from splitkit.policies.budget import Budget
 from splitkit.testing import models
 from splitkit.testing.models import Example
-from splitkit.testing.nets import ResNet, UNet
+from splitkit.testing.nets import ResNet, UNet, loss_or_sum
 
 BUDGETS = (1.0, 0.8, 0.5, 0.3, 0.2, 0.1, 0.0)
 PRICES: dict[str, Callable[[torch.fx.GraphModule], Costs]] = {
@@ -90,7 +90,7 @@ class Case:
         for module in self.example.model.modules():
             if not isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.training = False
-        self.joint = sk.capture_joint(self.example.model, *self.example.args, **self.example.kwargs)
+        self.joint = sk.capture_joint(self.example.model, *self.example.args, **self.example.kwargs, loss=loss_or_sum)
 
     def torchs(self, budget: float, costs: Costs) -> dict[str, Any]:
         """What torch's partitioner makes of a budget."""

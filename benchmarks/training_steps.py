@@ -36,7 +36,7 @@ from splitkit.policies import Remat
 from splitkit.policies.budget import Budget
 from splitkit.testing import models
 from splitkit.testing.models import Example
-from splitkit.testing.nets import ResNet
+from splitkit.testing.nets import ResNet, loss_or_sum
 from splitkit.training.flow import as_joint
 
 Step = Callable[[], object]
@@ -101,7 +101,7 @@ def in_turn(steps: dict[str, Step], repeat: int) -> dict[str, float]:
 
 def eager(example: Example, budgets: list[float], repeat: int) -> list[dict[str, Any]]:
     """The halves, run by torch's interpreter."""
-    joint = sk.capture_joint(example.model, *example.args, **example.kwargs)
+    joint = sk.capture_joint(example.model, *example.args, **example.kwargs, loss=loss_or_sum)
     inputs = [*joint.primals(*example.args, **example.kwargs), *joint.tangents()]
     costs = sk.costs.measured(joint.graph_module, inputs)
 

@@ -22,6 +22,7 @@ from rich.console import Console
 
 import splitkit as sk
 from splitkit.testing import models
+from splitkit.testing.nets import loss_or_sum
 from splitkit.view.tables import table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -42,7 +43,7 @@ PAN = """new Promise(done => { let frames = 0; const start = performance.now(); 
 def measured(layers: int, browser: Browser, folder: Path) -> dict[str, Any]:
     """A row: the joint graph of a GPT-2 of so many layers, forward and backward."""
     example = models.build("gpt2", layers=layers, width=64, heads=4, seq=16, vocab=100)
-    joint = sk.capture_joint(example.model, *example.args, **example.kwargs)
+    joint = sk.capture_joint(example.model, *example.args, **example.kwargs, loss=loss_or_sum)
     costs = sk.costs.roofline(joint.graph_module, "a100")
     path = folder / f"{layers}.html"
     joint.split(sk.policies.SaveAll(), costs).to_html(path, costs=costs, title=f"GPT-2, {layers} layers")

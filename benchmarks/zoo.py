@@ -45,6 +45,7 @@ from zoo_models import Row, rows
 import splitkit as sk
 from splitkit.frontends.step import DividedStep
 from splitkit.frontends.trainstep import TrainingStep, sum_of_outputs
+from splitkit.testing.nets import loss_or_sum
 
 SECONDS, BYTES = 600, 8 << 30  # of one architecture, until its process is ended
 BUDGETS = (0.7, 0.9, 1.0)
@@ -139,7 +140,7 @@ class Steps:
     def train(self) -> None:
         """The steps of training."""
         model, inputs = self.fresh()
-        joint = self.take("joint", lambda: sk.capture_joint(model, **inputs))
+        joint = self.take("joint", lambda: sk.capture_joint(model, **inputs, loss=loss_or_sum))
         if joint is not None:
             pair = self.take("SaveAll", lambda: halves(model, joint, inputs))
             if pair is not None:

@@ -7,7 +7,7 @@ the joint-graph door hold their own.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -185,6 +185,17 @@ def target_name(node: fx.Node) -> str:
     name = getattr(target, "__qualname__", None) or getattr(target, "__name__", type(target).__name__)
     place = getattr(target, "__module__", None)
     return f"{place}.{name}" if place else str(name)
+
+
+def rename(names: Mapping[fx.Node, str]) -> None:
+    """Give nodes of a graph names that may be those of others among them; ``Node._rename`` avoids any that is taken.
+
+    Args:
+        names: node -> its new name; different ones, that no other node of the graph has.
+    """
+    for node, name in names.items():
+        node.name = name
+        node.graph._graph_namespace._rename_object(node, name)  # 2.11, 2.13, 2.15
 
 
 def allocations(run: Callable[[], Any]) -> list[int]:

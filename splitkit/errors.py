@@ -57,6 +57,7 @@ CODES: dict[str, str] = {
     "SK506": "a stage cannot be written as data",
     "SK507": "weights are not those of the stages",
     "SK508": "a stage needs what this process does not have",
+    "SK509": "a plan was made for other sizes",
     "SK601": "the command was used wrongly",
     "SK602": "a model is named without the function that makes it",
     "SK603": "an output would overwrite something that is needed",
@@ -134,6 +135,19 @@ class CaptureError(SplitError):
 
 class FileError(SplitError):
     """A plan or report file cannot be used (SK5xx)."""
+
+
+class PlanWarning(UserWarning):
+    """A plan can be used, but what it says of itself does not hold (SK509).
+
+    Attributes:
+        code: as of `SplitError`.
+        reason: what differs, naming a node.
+    """
+
+    def __init__(self, code: str, reason: str) -> None:
+        self.code, self.reason = code, reason
+        super().__init__(f"{code}: {reason}")
 
 
 class UsageError(SplitError):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from splitkit.costs import roofline
 from splitkit.frontends.joint import Joint, capture_joint
 from splitkit.testing.models import Example, build
-from splitkit.testing.nets import NETS, Writing
+from splitkit.testing.nets import NETS, Writing, loss_or_sum
 
 WIDER = {"layers": 2, "width": 64, "heads": 2, "batch": 2}
 TINY = {"layers": 1, "width": 32, "heads": 4, "batch": 2}
@@ -147,7 +147,7 @@ def captured(name):
             joint, (model, args, kwargs) = wide(name)[0], _parts(wide(name)[1])
         else:
             model, args, kwargs = example(name)
-            joint = capture_joint(model, *args, **kwargs)
+            joint = capture_joint(model, *args, **kwargs, loss=loss_or_sum)
         return Captured(joint, args, kwargs, eager(model, args, kwargs))
 
 
@@ -157,7 +157,7 @@ def step_of(layers, **sizes):
     made = build("gpt2", **{"layers": layers, "width": 64, "heads": 2, "batch": 2, "seq": 32, "vocab": 101, **sizes})
     for module in made.model.modules():
         module.training = False
-    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    joint = capture_joint(made.model, *made.args, **made.kwargs, loss=loss_or_sum)
     return joint, roofline(joint.graph_module, "a100")
 
 
@@ -181,7 +181,7 @@ def wide(name):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         made = wider(name)
-        return capture_joint(made.model, *made.args, **made.kwargs), made
+        return capture_joint(made.model, *made.args, **made.kwargs, loss=loss_or_sum), made
 
 
 def eager(model, args, kwargs, loss=None):

@@ -22,6 +22,7 @@ import splitkit as sk
 from splitkit.costs import roofline, unit
 from splitkit.errors import NoPlanError
 from splitkit.policies import Acyclic, Budget, MinCut, Precompute, RoundRobin, SaveAll, Stages
+from splitkit.testing.nets import loss_or_sum
 
 FORWARD_GRAPH, JOINT_GRAPHS = "tied language model, exported", ("branches",)
 CUT = "cut short by time: another machine may find another plan"
@@ -113,7 +114,7 @@ def _planned_and_dropped(number):
     net = Net(number)
     x = torch.randn(3, net.width)
     if number % 45 == 7:
-        joint = sk.capture_joint(net, x)
+        joint = sk.capture_joint(net, x, loss=loss_or_sum)
         for policy in (SaveAll(), MinCut(), Precompute(), Budget("least")):
             joint.split(policy)
         with pytest.raises(NoPlanError):

@@ -111,6 +111,19 @@ def test_codegen_carries_the_signature():
     assert again is not codegen and again.pytree_info == codegen.pytree_info
 
 
+def test_nodes_swap_their_names():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    sin, cos = graph.call_function(torch.sin, (x,)), graph.call_function(torch.cos, (x,))
+    graph.output((sin, cos))
+    _torch.rename({sin: "cos", cos: "sin"})
+    assert (sin.name, cos.name) == ("cos", "sin")
+    assert graph.find_nodes(op="call_function", target=torch.sin) == [sin]
+    assert graph.call_function(torch.sin, (x,)).name == "sin_1"  # both are taken
+    code = fx.GraphModule({}, graph).code
+    assert "cos = torch.sin(x)" in code and "sin = torch.cos(x)" in code
+
+
 def test_size_hints():
     program = torch.export.export(
         nn.Linear(2, 2), (torch.ones(3, 2),), dynamic_shapes=({0: torch.export.Dim("n", min=2, max=9)},)

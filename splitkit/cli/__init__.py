@@ -19,7 +19,7 @@ from typing import cast
 from splitkit.cli import distribution, outputs
 from splitkit.cli.outcome import Outcome, jsonable
 from splitkit.cli.parser import make_parser
-from splitkit.errors import CheckError, NoPlanError, SplitError, UsageError
+from splitkit.errors import CheckError, NoPlanError, PlanWarning, SplitError, UsageError
 
 __all__ = ["main"]
 
@@ -95,18 +95,25 @@ def _own_output() -> Iterator[None]:
         os.close(kept)
 
 
+def _warn(message: Warning | str, *where: object, **others: object) -> None:
+    """What the user is told instead of the line of Python that warned."""
+    print(f"warning: {message}", file=sys.stderr)
+
+
 def _command(args: Namespace) -> Outcome:
     return cast(Outcome, import_module(f"splitkit.cli.commands.{args.command}").run(args))
 
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """No warnings and log lines of torch and transformers: they concern the makers of the model."""
+    """No warnings and logs of torch and transformers, which concern the makers of the model; those of plans stay."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            warnings.simplefilter("always", PlanWarning)
+            warnings.showwarning = _warn
             yield
     finally:
         logging.disable(before)

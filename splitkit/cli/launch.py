@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from tempfile import TemporaryFile
 from typing import Any
 
@@ -29,20 +29,22 @@ def ranks(words: Sequence[str], count: int, wait: float) -> tuple[int, str]:
         wait: seconds that the ranks wait for each other.
 
     Returns:
-        The exit code of the first rank that failed, 0 if none did, and what rank 0 wrote to standard output.
+        The exit code of the first rank that failed, 0 if none did, and what rank 0 wrote to standard output; where it
+        failed for want of another rank, what that rank wrote.
     """
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
     env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    env.setdefault("PYTHONHASHSEED", "0")  # loops over sets of strings run in one order on all ranks
     command = [sys.executable, "-m", "splitkit", *words]
     started: list[subprocess.Popen[bytes]] = []
-    with _kept() as came, TemporaryFile("w+", encoding="utf-8") as said:  # a pipe may be full
+    with _kept() as came, ExitStack() as stack:
+        said = [stack.enter_context(TemporaryFile("w+", encoding="utf-8")) for _ in range(count)]  # a pipe may be full
         try:
-            for rank in range(count):
+            for rank, out in enumerate(said):
                 own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                out = said if rank == 0 else subprocess.DEVNULL
                 started.append(subprocess.Popen(command, env=own, stdout=out, start_new_session=True))
             code = _wait(started, wait, came)
         finally:
@@ -51,8 +53,39 @@ def ranks(words: Sequence[str], count: int, wait: float) -> tuple[int, str]:
                     with suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
-        said.seek(0)
-        return code, said.read()
+        for out in said:
+            out.seek(0)
+        return code, _answer_of([out.read() for out in said]) if code else said[0].read()
+
+
+def _answer_of(said: Sequence[str]) -> str:
+    """What the rank wrote whose error tells most: a rank that fails takes the others with it, which lose a connection.
+
+    That is an error with a code that no lost connection has, else one with any code, else one that is no lost
+    connection. Where no rank printed an error, it is what rank 0 wrote.
+    """
+    return max(said, key=lambda text: _worth(_error_in(text)))
+
+
+_LOST = ("connection closed", "connection reset", "broken pipe", "connection refused")
+
+
+def _worth(error: Any) -> int:
+    """How much an error tells of the cause."""
+    if not isinstance(error, dict):
+        return 0
+    if error.get("code") is None:
+        return 1 if any(words in str(error.get("reason")).lower() for words in _LOST) else 2
+    return 3 if error["code"] == "SK805" else 4
+
+
+def _error_in(text: str) -> Any:
+    """The error that a command printed as JSON; ``None`` where it printed something else."""
+    try:
+        data = json.loads(text)
+    except ValueError:
+        return None
+    return data.get("error") if isinstance(data, dict) else None
 
 
 def answer(words: Sequence[str], count: int, wait: float) -> tuple[int, Any]:

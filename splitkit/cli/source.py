@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from splitkit.checks import is_whole
@@ -40,6 +42,21 @@ class Source:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready data."""
         return asdict(self)
+
+
+def record(source: Source, path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What the file or folder at ``path`` says of its model: where the factory's file is from there, too."""
+    place = Path(source.spec.rpartition(":")[0])
+    found = source.to_dict()
+    if place.suffix == ".py":
+        found["file"] = os.path.relpath(place, _folder(path))
+    return found
+
+
+def _folder(path: str | os.PathLike[str]) -> Path:
+    """The folder itself, or that of a file."""
+    given = Path(path)
+    return given if given.is_dir() else given.parent
 
 
 def from_args(spec: str, args: Namespace) -> Source:
@@ -99,7 +116,8 @@ def next_command(source: Source, plan: str | None, ranks: int = 0, schedule: str
 def from_plan(path: str, data: Mapping[str, Any], args: Namespace) -> Source:
     """The model of a plan file: the recorded one, or that of ``--model``.
 
-    A plan file may come from anywhere, so a factory that only the file names is not called.
+    A plan file may come from anywhere, so a factory that only the file names is not called. One that is not in the
+    current folder is looked for next to the plan.
 
     Raises:
         UsageError: SK601 when ``--model`` has to be given.
@@ -111,13 +129,29 @@ def from_plan(path: str, data: Mapping[str, Any], args: Namespace) -> Source:
             raise UsageError("SK601", f"{path} does not say which model it is for", "Pass --model MODEL.")
         return from_args(args.model, args)
     found = recorded(path, record)
+    spec = _found(args.model or found.spec, path, found.spec, record.get("file"))
     if args.model is None and found.spec not in NAMES:
-        raise UsageError(
-            "SK601",
-            f"this plan was made for {found.spec!r}",
-            f"Pass --model {found.spec} to run that code.",
-        )
-    return with_options(replace(found, spec=args.model or found.spec), args)
+        raise UsageError("SK601", f"this plan was made for {found.spec!r}", f"Pass --model {spec} to run that code.")
+    return with_options(replace(found, spec=spec), args)
+
+
+def _found(spec: str, path: str, own: str, file: object) -> str:
+    """A factory in a file that is not in the current folder: where the plan says it is, or next to the plan.
+
+    Args:
+        spec: the factory that is wanted.
+        path: of the plan, or of a folder of stages.
+        own: the factory that the plan was made with.
+        file: where the plan says that its file is, seen from the plan.
+    """
+    place, _, name = spec.rpartition(":")
+    if not place.endswith(".py") or Path(place).is_file():
+        return spec
+    besides = [_folder(path) / place, Path(path).parent / place]
+    if spec == own and isinstance(file, str) and file.isprintable() and file.endswith(".py"):
+        besides.insert(0, _folder(path) / file)
+    there = next((p for p in besides if p.is_file()), None)
+    return spec if there is None else f"{os.path.relpath(there)}:{name}"
 
 
 def recorded(path: str, record: Any) -> Source:

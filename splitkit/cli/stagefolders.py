@@ -27,7 +27,7 @@ def save(folder: Path, split: Split, work: Work) -> str | None:
     from splitkit.runtime import save_stages
 
     example = work.example
-    record = {"model": work.source.to_dict(), **versions()}
+    record = {"model": source.record(work.source, folder), **versions()}
     try:
         save_stages(split, folder, inputs=(tuple(example.args), dict(example.kwargs)), record=record)
     except SplitError as error:

@@ -30,6 +30,7 @@ from splitkit.graph.effects import memory_of
 from splitkit.graph.gradients import Gradients
 from splitkit.graph.joint import is_joint
 from splitkit.graph.storages import tensors
+from splitkit.losses import loss_of
 
 
 @dataclass(frozen=True)
@@ -240,9 +241,10 @@ class _Step(TimedRun):
             self.backward[self._now] = self.backward.get(self._now, 0.0) + self.clock.now() - self._since
 
     def output(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Backward, from the losses if there are any."""
+        """Backward, from the loss if there is one (`splitkit.losses`), else from all that requires grad."""
         wanted = [t for t in tensors(args) if t.requires_grad]
-        losses = [t for t in wanted if t.numel() == 1] or wanted
+        own = loss_of(self.graph.process_outputs(args[0]))
+        losses = wanted if own is None else [own]
         try:
             if losses:
                 torch.autograd.backward(losses, [torch.ones_like(t) for t in losses])

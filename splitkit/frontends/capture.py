@@ -94,7 +94,7 @@ def capture(
             raise
         except Exception as error:
             helps = _what_helps(model, args, kwargs, dynamic, how)
-            raise capture_error(model, how, error, helps) from error
+            raise capture_error(model, how, error, helps, runs=not helps.startswith(RAISES)) from error
 
 
 def _what_helps(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, how: str) -> str:
@@ -105,7 +105,7 @@ def _what_helps(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         try:
             call_once(copy.deepcopy(model), args, kwargs)
         except Exception as error:
-            return f"Called without capture, the model raises {first_line(error)}"
+            return f"{RAISES} {first_line(error)}"
         if how != "export":
             return 'Use how="export".' if works(lambda: _exported(model, args, kwargs, False)) else ""
         if dynamic and works(lambda: _exported(model, args, kwargs, False)):
@@ -117,6 +117,8 @@ def _what_helps(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     return ""
 
 
+RAISES = "Called without capture, the model raises"
+"""How the advice begins for a model that does not run."""
 IN_EVAL_MODE = "Call model.eval() first: in eval mode the model is captured."
 """The advice where that was tried and helps."""
 

@@ -7,6 +7,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -46,22 +47,31 @@ _CONSTRUCTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "Capture with dynamic=False.",
     ),
 )
-_OTHER_WAY = {
-    "dynamo": "TORCH_LOGS=graph_breaks says more; splitkit.backend also takes models that fall into several graphs.",
-}
+_LOGS = "TORCH_LOGS=graph_breaks says more."
+_TRAINING = (
+    "To train it as it is, take splitkit.apply(model, policy, *inputs) or torch.compile with splitkit.backend(policy), "
+    "which also take models that fall into several graphs."
+)
 
 
-def capture_error(model: nn.Module, how: str, error: Exception, helps: str = "") -> SplitError:
-    """The SK401 for ``error``, which capturing ``model`` by ``how`` raised; ``helps`` is what was seen to help."""
+def capture_error(model: nn.Module, how: str, error: Exception, helps: str = "", runs: bool = True) -> SplitError:
+    """The SK401 for ``error``, which capturing ``model`` by ``how`` raised.
+
+    Args:
+        helps: what was seen to help.
+        runs: whether the model runs without capture, as far as is known.
+    """
     if isinstance(error, SplitError):
         return error
     construct, remedy = _diagnose(f"{type(error).__name__}: {error}")
-    where = _users_line(error)
+    lines = _lines(error)
     reason = f"{type(model).__name__} could not be captured by {how}"
     reason += f": {construct}" if construct else ""
-    reason += f"\n  at {where}" if where else ""
+    reason += "\n  at " + "\n  called at ".join(map(str, lines)) if lines else ""
     reason += f"\n  torch says: {first_line(error)}"
-    hints = [helps or remedy, _OTHER_WAY.get(how, "")]
+    own = "" if lines and lines[0].installed else remedy  # nobody mends code inside of a package
+    trains = runs and any(p.requires_grad for p in model.parameters())
+    hints = [helps or own, _LOGS if how == "dynamo" else "", _TRAINING if trains else ""]
     return CaptureError("SK401", reason, " ".join(h for h in hints if h))
 
 
@@ -98,32 +108,49 @@ def lost_hook(what: str) -> CaptureError:
 
 def line_here() -> str:
     """``at file:line: source`` on a line of its own: the user's code that is running now."""
-    lines = (_users_source(frame, number) for frame, number in traceback.walk_stack(None))
-    where = next(filter(None, lines), "")
+    lines = (_line(frame, number) for frame, number in traceback.walk_stack(None))
+    where = next(filter(None, lines), None)
     return f"\n  at {where}" if where else ""
 
 
-def _users_line(error: BaseException) -> str:
-    """``file:line: source`` of the deepest frame that is neither torch's nor ours, over the chain of causes."""
-    found = ""
+class _Line(NamedTuple):
+    """A line of code that was running; as text ``file:line: source``."""
+
+    file: str
+    number: int
+    of_module: bool
+
+    @property
+    def installed(self) -> bool:
+        """Whether it is of an installed package, and not of the user's own code."""
+        return not {"site-packages", "dist-packages"}.isdisjoint(Path(self.file).parts)
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number}: {linecache.getline(self.file, self.number).strip()}"
+
+
+def _lines(error: BaseException) -> list[_Line]:
+    """Where an error comes from, over the chain of causes: the deepest line that is neither torch's nor ours, the line
+    of the module that called that, and the user's own line that called that."""
     current: BaseException | None = error
     while current is not None:
-        for frame, number in traceback.walk_tb(current.__traceback__):
-            found = _users_source(frame, number) or found
+        found = [line for frame, number in traceback.walk_tb(current.__traceback__) if (line := _line(frame, number))]
         if found:
-            return found
+            of_module = next((line for line in reversed(found) if line.of_module), found[-1])
+            own = next((line for line in reversed(found) if not line.installed), of_module)
+            return list(dict.fromkeys(sorted((found[-1], of_module, own), key=found.index, reverse=True)))
         current = current.__cause__ or current.__context__
-    return found
+    return []
 
 
-def _users_source(frame: FrameType, number: int) -> str:
-    """``file:line: source`` of a frame; nothing for torch's and ours."""
+def _line(frame: FrameType, number: int) -> _Line | None:
+    """The line that a frame was at; nothing for torch's and ours."""
     name = frame.f_code.co_filename
     if name.startswith("<") or Path(name).is_relative_to(_TORCH) or Path(name).is_relative_to(_HERE):
-        return ""
+        return None
     if Path(name).is_relative_to(_PYTHON) and not Path(name).is_relative_to(_SITE):
-        return ""
-    return f"{name}:{number}: {linecache.getline(name, number).strip()}"
+        return None
+    return _Line(name, number, isinstance(frame.f_locals.get("self"), nn.Module))
 
 
 def first_line(error: BaseException) -> str:

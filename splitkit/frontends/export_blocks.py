@@ -76,6 +76,24 @@ def blocks_as_nodes(flags: GradFlags) -> Iterator[None]:
         yield
 
 
+class Checkpointed:
+    """Marks what a reentrant checkpoint computes. Only while `blocks_as_nodes` is open does that mean anything.
+
+    Args:
+        wants: whether an argument of the checkpoint requires grad; without one, no gradient reaches what is inside.
+    """
+
+    def __init__(self, wants: bool) -> None:
+        self.wants = wants
+
+    def __enter__(self) -> None:
+        self.before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(self.wants)
+
+    def __exit__(self, *why: object) -> None:
+        torch._C._set_grad_enabled(self.before)
+
+
 # `with set_grad_enabled(m)` sets the mode when it is made, and again when it is entered.
 _WRITERS: tuple[tuple[Any, str, str], ...] = (
     (torch.no_grad, "__enter__", "begin"),
@@ -83,6 +101,8 @@ _WRITERS: tuple[tuple[Any, str, str], ...] = (
     (torch.set_grad_enabled, "__init__", "make"),
     (torch.set_grad_enabled, "__enter__", "begin made"),
     *((kind, "__exit__", "end") for kind in (torch.no_grad, torch.enable_grad, torch.set_grad_enabled)),
+    (Checkpointed, "__enter__", "begin checkpoint"),
+    (Checkpointed, "__exit__", "end checkpoint"),
 )
 
 
@@ -121,28 +141,53 @@ def _set_grad(writer: list[str], how: str, mode: bool) -> None:
 def restore_callers_grad(graph: fx.Graph) -> None:
     """Let the end of a marked block restore what was before it: the caller's mode for an outermost one. In place.
 
-    Calls of ``torch.set_grad_enabled(mode)`` that begin no block stay what they are: they set the mode for good.
+    Calls of ``torch.set_grad_enabled(mode)`` that begin no block stay what they are: they set the mode for good. A
+    reentrant checkpoint takes no gradient where its caller takes none, so ``enable_grad`` inside it means the
+    caller's mode, and what a call sets inside it ends with it.
     """
     nodes = [n for n in graph.nodes if n.target is _torch.SET_GRAD]
     if not any(_MARK in n.meta for n in nodes):
         return
     with graph.inserting_before(nodes[0]):
         callers = graph.call_function(torch.is_grad_enabled)
-    now: bool | Node = callers
-    before: list[bool | Node] = []  # what was before each block that is open
-    made: list[bool | Node] = []  # and before each `set_grad_enabled` that is made and not entered
+    modes = _Modes(callers)
     for node in nodes:
         how = node.meta.pop(_MARK, None)
-        if how == "end" and before:
-            now = before.pop()
-            node.args = (now,)
-            continue
-        if how == "begin":
-            before.append(now)
-        elif how == "make":
-            made.append(now)
-        elif how == "begin made" and made:
-            before.append(made.pop())
-        now = bool(node.args[0])
+        before = modes.now
+        node.args = (modes.after(how, bool(node.args[0])),)
+        if how in ("begin checkpoint", "end checkpoint") and before is modes.now:
+            graph.erase_node(node)
     if not callers.users:
         graph.erase_node(callers)
+
+
+class _Modes:
+    """The grad mode along a graph: a constant, or the node that asks the caller.
+
+    Attributes:
+        now: the mode after the last node.
+    """
+
+    def __init__(self, callers: Node) -> None:
+        self.now: bool | Node = callers
+        self._before: list[bool | Node] = []  # what was before each block that is open
+        self._made: list[bool | Node] = []  # and before each `set_grad_enabled` that is made and not entered
+        self._most: list[bool | Node] = [True]  # what "on" means: in a checkpoint the mode that it was called under
+
+    def after(self, how: str | None, mode: bool) -> bool | Node:
+        """The mode after a node that ``how`` wrote to set ``mode``."""
+        if how in ("end", "end checkpoint") and self._before:
+            if how == "end checkpoint":
+                self._most.pop()
+            self.now = self._before.pop()
+            return self.now
+        if how in ("begin", "begin checkpoint"):
+            self._before.append(self.now)
+        elif how == "make":
+            self._made.append(self.now)
+        elif how == "begin made" and self._made:
+            self._before.append(self._made.pop())
+        if how == "begin checkpoint":
+            self._most.append(mode and self.now)
+        self.now = mode and self._most[-1]
+        return self.now

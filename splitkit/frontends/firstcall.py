@@ -86,6 +86,18 @@ def call_once(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         np.random.set_state(numpy)
 
 
+def outputs_of_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What the model returns for copies of the inputs; its state and random generators stay as they are."""
+    found: list[Any] = []
+    handle = model.register_forward_hook(lambda module, given, output: found.append(output))
+    try:
+        with as_found(model), _state_kept(model), torch.enable_grad():
+            call_once(model, args, kwargs)
+    finally:
+        handle.remove()
+    return found[-1]
+
+
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Within, the model is in eval mode; afterwards each module is in its own again."""

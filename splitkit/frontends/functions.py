@@ -37,6 +37,7 @@ from splitkit._torch import pytree
 from splitkit.errors import CaptureError
 from splitkit.frontends.applied import in_place_of_apply
 from splitkit.frontends.capture_errors import line_here, lost_hook
+from splitkit.frontends.export_blocks import Checkpointed
 from splitkit.graph.ops.facts import Described, Effects, unknown
 from splitkit.graph.storages import storage_key
 
@@ -136,9 +137,8 @@ def _seen_through(function: type[Function], run: Callable[..., Any]) -> Callable
 
 
 def _checkpointed(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-    """What reentrant checkpointing computes: a gradient reaches what is inside only if an argument requires grad."""
-    wants = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-    with torch.set_grad_enabled(wants):
+    """What reentrant checkpointing computes, marked for `restore_callers_grad`."""
+    with Checkpointed(any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)):
         return function(*args)
 
 

@@ -20,9 +20,9 @@ from splitkit.frontends.capture import IN_EVAL_MODE, by_export, distinct, put_ba
 from splitkit.frontends.capture import undisturbed as undisturbed
 from splitkit.frontends.capture_errors import came_from_torch, capture_error, require_module
 from splitkit.frontends.firstcall import after_a_call, in_eval_mode
-from splitkit.frontends.jointchecks import check_graph, check_inputs, check_model, no_scalar
+from splitkit.frontends.jointchecks import check_graph, check_inputs, check_model, no_scalar, without_loss
 from splitkit.frontends.jointsignature import JointSignature, like_example, signature_of
-from splitkit.frontends.trainstep import NO_TENSOR, Loss, TrainingStep, name_modules
+from splitkit.frontends.trainstep import NO_LOSS, NO_TENSOR, Loss, TrainingStep, name_modules
 from splitkit.graph.storages import mark_repeated
 from splitkit.plans.policy import PolicyLike
 from splitkit.training.flow import JointFlow
@@ -154,13 +154,14 @@ def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwar
     Args:
         model: a module, in the mode (train or eval) that is meant.
         args: example inputs; those that require grad get a gradient.
-        loss: from the model's output to a scalar; by default the output's own ``loss`` if it has one, else the sum of
-            the outputs that require grad.
+        loss: from the model's output to a scalar; by default what is called ``loss`` in the output (an attribute, key
+            or field), else the only number in it that requires grad (`splitkit.losses`).
         kwargs: example keyword inputs.
 
     Raises:
         CaptureError: SK401, with the line of the model that could not be captured and what to try; also when the loss
-            is no scalar, or depends on nothing that requires grad, for tensor subclasses, and for dropout within an
+            is no scalar, depends on nothing that requires grad, or cannot be told (the outputs are listed), for tensor
+            subclasses, and for dropout within an
             ``LSTM`` and its like, which torch loses. SK410 for a custom op with an effect that its schema hides.
     """
     require_module(model)
@@ -195,6 +196,8 @@ def _traced(
         except Exception as error:
             if NO_TENSOR in str(error):
                 raise no_scalar(step.model, "is no tensor") from None
+            if NO_LOSS in str(error):
+                raise without_loss(step.model, args, kwargs) from None
             raise _located(capture_error(step.model, "dynamo", error), error) from error
     gm = aot.without_duplicates(gm, aot.count_forward_outputs(gm.graph))
     return gm, signature_of(gm.graph, step, args, kwargs)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from splitkit.errors import CaptureError
 from splitkit.frontends import aot
+from splitkit.frontends.firstcall import outputs_of_call
 from splitkit.frontends.jointsignature import JointSignature
 from splitkit.graph.storages import storage_key
+from splitkit.losses import GIVE, no_loss
 
 
 def check_model(model: nn.Module, loss: object) -> None:
@@ -60,6 +63,16 @@ def check_inputs(model: nn.Module, signature: JointSignature, leaves: list[Any])
     inputs = [name for name in signature.updates.values() if name in signature.inputs]
     if twice := [name for name in inputs if memory[storage_key(leaves[signature.inputs[name]])] > 1]:
         raise _shared(model, twice)
+
+
+def without_loss(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CaptureError:
+    """The error for a model that returns no loss, with what it returns, as far as it runs."""
+    try:
+        reason = no_loss(outputs_of_call(model, args, kwargs))
+    except Exception:  # of the model's own
+        reason = "the model returns no loss"
+    remedy = f"Give one: capture_joint(model, ..., {GIVE}), or return it as `loss`."
+    return CaptureError("SK401", f"{type(model).__name__} cannot be captured with its gradients: {reason}", remedy)
 
 
 def no_scalar(model: nn.Module, what: str) -> CaptureError:

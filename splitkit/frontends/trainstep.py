@@ -10,12 +10,14 @@ from torch import Tensor, fx, nn
 
 from splitkit._torch import pytree
 from splitkit.graph.joint import mark_of
+from splitkit.losses import loss_of
 
 _WRAPPED = "model"
 _ROOT = "L['self']"  # what Dynamo calls the module that it captures
 _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 Loss = Callable[[Any], Tensor]
 NO_TENSOR = "the loss is no tensor"
+NO_LOSS = "the model returns no loss"
 """What the error of a capture says then."""
 
 
@@ -42,19 +44,10 @@ class TrainingStep(nn.Module):
         # The hooks of a captured graph only check inputs, in ways that Dynamo cannot trace.
         call = self.model.forward if isinstance(self.model, fx.GraphModule) else self.model
         output = call(*args, **kwargs)
-        loss = _loss_of(output) if self.loss is None else self.loss(output)
+        loss = loss_of(output) if self.loss is None else self.loss(output)
         if not isinstance(loss, Tensor):
-            raise TypeError(NO_TENSOR)
+            raise TypeError(NO_LOSS if self.loss is None else NO_TENSOR)
         return loss.clone() if self.copies else loss
-
-
-def _loss_of(output: Any) -> Tensor:
-    """The model's own loss, else the sum of its outputs."""
-    own = getattr(output, "loss", None)
-    if isinstance(own, Tensor):
-        return own
-    total = sum_of_outputs(output)
-    return torch.zeros(()) if total is None else total
 
 
 def sum_of_outputs(output: Any) -> Tensor | None:

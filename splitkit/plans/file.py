@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import reprlib
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -17,7 +18,8 @@ from torch.fx import Node
 
 from splitkit import files
 from splitkit._torch import target_name
-from splitkit.errors import FileError, PlanError
+from splitkit.errors import FileError, PlanError, PlanWarning
+from splitkit.plans import binding
 from splitkit.plans.parts import CALLS, Claim, Part, PartKey, flaw_of_replicas
 
 SCHEMA = 1
@@ -56,6 +58,7 @@ def encode(plan: Fields) -> dict[str, Any]:
         "schema": SCHEMA,
         "kind": "splitkit plan",
         "graph": fingerprint(graph) if graph else None,
+        "nodes": binding.described(graph) if graph else [],
         "note": plan.note,
         "routing": plan.routing,
         "claim": _claim_to_json(plan.claim),
@@ -67,28 +70,28 @@ def encode(plan: Fields) -> dict[str, Any]:
 def decode(graph: fx.Graph, data: Mapping[str, Any]) -> Fields:
     """What the plan in ``data`` is made of, for the graph that it was made for.
 
+    The names of the graph's nodes, and the order of independent ones, may be others than in the file. Where sizes are
+    others, the plan has no claim, and SK509 is warned of.
+
     Raises:
         FileError: SK501 when the data is no plan, SK502 when the graph is another one, SK503 for another schema.
     """
     _check_header(data)
     parts = _parts(data["parts"])
     _check_places(data["places"], len(parts))
-    by_name = {n.name: n for n in graph.nodes}
-    missing = [name for name in data["places"] if name not in by_name]
-    if missing or data["graph"] not in (None, fingerprint(graph)):
-        raise FileError(
-            "SK502",
-            "the plan was made for another graph"
-            + (f": {missing[0]!r} and {len(missing) - 1} more of its nodes are not in this one" if missing else ""),
-            "Capture the model in the same way (same sizes, mode and torch version), or plan again.",
-            missing,
-        )
+    same = data["graph"] in (None, fingerprint(graph))
+    known = binding.read(data.get("nodes", []))
+    by_name = binding.matched(graph, known, data["places"], same)
+    if other := binding.other_sizes(known, by_name):
+        warnings.warn(PlanWarning("SK509", f"the plan was made for other sizes: {other}"), stacklevel=3)
     places = {
         by_name[name]: tuple(None if i is None else parts[i].key for i in where)
         for name, where in data["places"].items()
     }
-    note, routing, claim = data.get("note", ""), data.get("routing", "direct"), data.get("claim")
-    return Fields(places, {p.key: p for p in parts}, str(note), _routing(routing), _claim(claim))
+    note, routing, claim = str(data.get("note", "")), _routing(data.get("routing", "direct")), _claim(data.get("claim"))
+    if other:
+        note, claim = f"{note} (for other sizes: {other})".lstrip(), None
+    return Fields(places, {p.key: p for p in parts}, note, routing, claim)
 
 
 def parts_of(data: object) -> Mapping[PartKey, Part]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from splitkit._torch import pytree
 from splitkit.errors import PipelineError
+from splitkit.losses import loss_of, named_loss, no_loss, outputs_of
 from splitkit.runtime.chain import Chain
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -43,23 +43,32 @@ def ends_of(chain: Chain, loss: Loss | None, train: bool, outputs: bool) -> Ends
     every = tuple(chain.split.module.graph.output_node().all_input_nodes)
     if not train:
         return Ends(every, None)
-    own = [node for node in every if loss is None and not outputs and _may_be_loss(chain, node)]
-    if len(own) == 1 and _joined(chain, own[0]):
-        return Ends((own[0],), own_loss, own[0])
+    own = None if loss is not None or outputs else _loss_node(chain, every)
+    if own is not None and _joined(chain, own):
+        return Ends((own,), own_loss, own)
     return Ends(every, loss or own_loss)
 
 
+def _loss_node(chain: Chain, every: tuple[Node, ...]) -> Node | None:
+    """The output that `own_loss` finds, as far as that can be told before the model runs."""
+    output = outputs_of(chain.split.module.graph, lambda node: node)
+    named = named_loss(output, Node)
+    found = [node for node in every if _may_be_loss(chain, node)]
+    if named is not None:
+        return named if named in found else None
+    return found[0] if len(found) == 1 and output is not None and not any(_is_odd(chain, n) for n in every) else None
+
+
 def own_loss(result: Any, target: object) -> torch.Tensor:
-    """The loss that the model returns: the one number among the outputs that requires grad.
+    """The loss that the model returns, by the rule of `splitkit.losses`.
 
     Raises:
-        PipelineError: SK802 where there is none, or several.
+        PipelineError: SK802 where there is none; the outputs are listed.
     """
-    leaves = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-    found = [t for t in leaves if t.requires_grad and t.numel() == 1]
-    if len(found) != 1:
-        raise _no_loss(len(found))
-    return found[0]
+    found = loss_of(result)
+    if found is None:
+        raise _no_loss(result)
+    return found
 
 
 def require_loss(chain: Chain, ends: Ends) -> None:
@@ -69,13 +78,18 @@ def require_loss(chain: Chain, ends: Ends) -> None:
         PipelineError: SK802.
     """
     if ends.loss is own_loss and not any(_may_be_loss(chain, node) or _is_odd(chain, node) for node in ends.wanted):
-        raise _no_loss(0)
+        output = outputs_of(chain.split.module.graph, lambda node: _likeness(chain, node))
+        raise _no_loss(tuple(_likeness(chain, node) for node in ends.wanted) if output is None else output)
 
 
-def _no_loss(count: int) -> PipelineError:
+def _likeness(chain: Chain, node: Node) -> torch.Tensor | None:
+    return chain.facts.inputs.get(str(node.target)) if node.op == "placeholder" else chain.value(node).like
+
+
+def _no_loss(output: Any) -> PipelineError:
     return PipelineError(
         "SK802",
-        f"the model returns {count} numbers that require grad, and a loss is one",
+        no_loss(output),
         "Give one: pipeline(split, loss=lambda output, target: ...). `splitkit train` needs a model that returns it.",
     )
 

@@ -60,7 +60,7 @@ class Comparison:
         state: every buffer, parameter and input as the run leaves it, and the caller's random state, grad mode and
             autocast.
         loss: the loss of reference and candidate.
-        loss_is_models: whether the loss is the model's own, or a weighted sum of its outputs.
+        loss_is_models: whether the loss is the model's own (`splitkit.losses`), or a weighted sum of its outputs.
         tolerance: what counts as rounding for a gradient, relative to its scale.
         steps: where a `Split` differs from a model, the same comparison of each step on the way: ``"model"`` (the model
             beside itself, run again), ``"capture"`` (the model beside the graph that was split) and ``"split"`` (that
@@ -166,7 +166,8 @@ def compare(
         candidate: a module or a `Split`, sharing the parameters of the reference or holding equal ones.
         args: inputs, each run gets copies.
         seed: random seed of both runs.
-        loss: from the output to a scalar; by default the output's own ``loss``, else a weighted sum of its tensors.
+        loss: from the output to a scalar. By default gradients are those of what the output calls ``loss``, else of a
+            weighted sum of its tensors, so that none goes unseen.
         names: names of the candidate's parameters and buffers -> the reference's, where they are not the same objects;
             taken from a `Split` by itself.
         tolerance: what counts as rounding for gradients, relative to the largest entry of the gradient.

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from splitkit.frontends.trainstep import sum_of_outputs
+from splitkit.losses import loss_of
 from splitkit.testing.models import Example
 
 
@@ -120,6 +123,14 @@ class Writing(nn.Module):
         z[:, -b.shape[1] :].add_(b)
         last: Tensor = self.third(F.dropout(z, 0.2, self.training))
         return last.sum(1, keepdim=True)
+
+
+def loss_or_sum(output: Any) -> Tensor:
+    """The loss that a model returns, else the sum of its outputs: ``capture_joint(net, *inputs, loss=loss_or_sum)``."""
+    own, total = loss_of(output), sum_of_outputs(output)
+    if own is not None:
+        return own
+    return torch.zeros(()) if total is None else total
 
 
 def _image(net: Callable[[], nn.Module], size: int) -> Example:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from splitkit.frontends.trainstep import sum_of_outputs
+from splitkit.losses import loss_of
 from splitkit.testing.rehearsal import as_it_was, own_inputs
 
 if TYPE_CHECKING:
@@ -96,5 +97,5 @@ def _now() -> float:
 
 
 def _loss(output: Any) -> tuple[Tensor | None, bool]:
-    own = getattr(output, "loss", None)
-    return (own, True) if isinstance(own, Tensor) else (sum_of_outputs(output), False)
+    own = loss_of(output)
+    return (sum_of_outputs(output), False) if own is None else (own, True)

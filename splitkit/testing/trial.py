@@ -16,6 +16,7 @@ from splitkit._torch import pytree
 from splitkit.frontends.outputs import inside, named_leaves
 from splitkit.graph.ambient import SETTINGS
 from splitkit.graph.storages import parameters_and_buffers, storage_key
+from splitkit.losses import loss_of, named_loss
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
@@ -35,8 +36,8 @@ class Trial:
         changed: parameters, buffers and inputs that the run wrote to, as it left them.
         state: all of them: the changed ones as the run left them, the others as they are.
         ambient: the random state, settings (grad mode ...) and autocast state that it left its caller.
-        loss: what backward started from.
-        loss_is_models: whether that is the model's own loss.
+        loss: the model's own loss (`splitkit.losses`), or what backward started from.
+        loss_is_models: whether it is the model's own.
         no_backward: why backward from the weighted sum of the outputs does not run, if so.
     """
 
@@ -72,9 +73,10 @@ def trial(
         outputs = {name: _kept(leaf) for name, leaf in leaves.items()}
         titles = {n: f"value of {names.get(n, n)}" for n in saved}
         shared = _shared(leaves, {titles[n]: t for n, (t, _) in saved.items()} | inputs.passed)
-        own = loss is None and isinstance(getattr(output, "loss", None), Tensor)
-        value = output.loss if own else loss(output) if loss else _weighted_sum(leaves)
-        no_backward = _backward(value, is_ours=not own and loss is None)
+        own = loss_of(output) if loss is None else None
+        named = named_loss(output) if loss is None else None
+        value = loss(output) if loss else _weighted_sum(leaves) if named is None else named
+        no_backward = _backward(value, is_ours=named is None and loss is None)
         gradients = {} if no_backward else _gradients(saved, inputs.asked, names)
         now = dict(named_tensors(module))
         tensors = {titles[n]: now.get(n, t) for n, (t, _) in saved.items()} | inputs.passed
@@ -82,9 +84,10 @@ def trial(
         changed = {name: t.detach().clone() for name, t in tensors.items() if not bitwise(before[name], t)}
         # one that only the model makes require grad: it counts as it was given
         tensors |= {name: t.detach() for name, t in inputs.passed.items() if t.is_leaf}
-    number = None if value is None else float(value.detach())
+    shown = value if own is None else own
+    number = None if shown is None else float(shown.detach())
     state = {**tensors, **changed}
-    return Trial(outputs, structure, shared, gradients, changed, state, left, number, own, no_backward)
+    return Trial(outputs, structure, shared, gradients, changed, state, left, number, own is not None, no_backward)
 
 
 def _backward(value: object, is_ours: bool) -> str:

@@ -415,7 +415,7 @@ def edited(path, target, **changes):
     [
         ({"kind": "something"}, "SK501"),
         ({"schema": 99}, "SK503"),
-        ({"graph": "0" * 32}, "SK502"),
+        ({"graph": "0" * 32, "nodes": []}, "SK502"),
         ({"places": 5}, "SK501"),
         ({"parts": [{"key": 0}]}, "SK501"),
         ({"note": "\x1b[2J"}, "SK501"),
@@ -461,6 +461,44 @@ def test_a_plan_runs_no_code_that_only_it_names(call, data, tmp_path, factory):
     unrecorded = edited(plan, tmp_path / "r.json", model=None)
     assert data("run", unrecorded)[0] == 2
     assert data("run", unrecorded, "--model", spec)[0] == 0
+
+
+def test_a_factory_is_found_next_to_the_plan(call, data, tmp_path, monkeypatch):
+    (tmp_path / "plans").mkdir()
+    (tmp_path / "net.py").write_text(NET)
+    monkeypatch.chdir(tmp_path)
+    assert call("plan", "net.py:make", "--stages", "2", "-o", "plans/p.json")[0] == 0
+    monkeypatch.chdir(tmp_path / "plans")
+    code, _, err = call("run", "p.json")
+    assert code == 2 and "Pass --model ../net.py:make to run that code." in err
+    code, found = data("run", "p.json", "--model", "net.py:make", "--check")
+    assert code == 0 and found["check"]["same"]
+    (tmp_path / "net.py").rename(tmp_path / "plans" / "net.py")  # both were moved
+    monkeypatch.chdir(tmp_path)
+    assert "Pass --model plans/net.py:make" in call("run", "plans/p.json")[2]
+    assert data("run", "plans/p.json", "--model", "net.py:make")[0] == 0
+    (tmp_path / "net.py").write_text(NET.replace("def make", "def other"))  # what is in the current folder comes first
+    assert failing(data("run", "plans/p.json", "--model", "net.py:make")[1])["code"] == "SK403"
+
+
+NET = """
+def make(width=4):
+    import torch
+    net = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, 1))
+    return net, (torch.ones(2, width),)
+"""
+
+
+def test_a_plan_at_other_sizes_says_so(call, data, tmp_path, monkeypatch):
+    (tmp_path / "net.py").write_text(NET)
+    monkeypatch.chdir(tmp_path)
+    assert call("plan", "net.py:make", "--stages", "2", "-o", "p.json")[0] == 0
+    code, _, err = call("run", "p.json", "--model", "net.py:make")
+    assert code == 0 and "SK509" not in err
+    code, _, err = call("run", "p.json", "--model", "net.py:make", "--size", "width=8", "--check")
+    assert code == 0 and "warning: SK509: the plan was made for other sizes: input was float32[2, 4]" in err
+    found = data("run", "p.json", "--model", "net.py:make", "--size", "width=8")[1]
+    assert "(for other sizes: input was float32[2, 4] and is float32[2, 8]" in found["note"]
 
 
 def test_only_finite_numbers_in_json():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -117,3 +118,40 @@ def test_ranks_that_wait_for_one_that_failed_are_ended(ranks, monkeypatch):
 def test_what_rank_0_writes_is_handed_on(ranks):
     started, _ = ranks
     assert started('echo "rank $RANK of $WORLD_SIZE"') == (0, "rank 0 of 2\n")
+
+
+def said(code, reason):
+    return json.dumps({"error": {"code": code, "reason": reason, "remedy": "", "nodes": []}})
+
+
+LOST = said(None, "RuntimeError: Connection closed by peer [127.0.0.1]:5")
+TOLD = said("SK804", "rank 1 captured another graph")
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "shown"),
+    [
+        (LOST, TOLD, TOLD),
+        (said("SK805", "another rank is gone"), TOLD, TOLD),
+        (LOST, said("SK805", "rank 1 failed"), said("SK805", "rank 1 failed")),
+        (LOST, said(None, "ValueError: no such thing"), said(None, "ValueError: no such thing")),
+        ("", TOLD, TOLD),
+        (TOLD, LOST, TOLD),
+        ('{"command": "train"}', "", '{"command": "train"}'),
+    ],
+)
+def test_the_error_that_tells_most_is_shown(ranks, first, other, shown):
+    """A rank that fails takes the others with it: rank 0's lost connection was all that was shown."""
+    started, _ = ranks
+    code, out = started(f"test $RANK = 0 && echo '{first}' || echo '{other}'\nexit 1")
+    assert code == 1 and out.strip() == shown
+
+
+def test_ranks_have_one_hash_seed(ranks, monkeypatch):
+    """A loop over a set of strings runs in the order that the seed gives it."""
+    started, _ = ranks
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    seeds = "echo $PYTHONHASHSEED"
+    assert started(seeds)[1].strip() == "0"
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert started(seeds)[1].strip() == "7"

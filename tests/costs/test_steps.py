@@ -17,6 +17,7 @@ from splitkit.graph.ops import declare
 from splitkit.graph.ops import declared as ops
 from splitkit.pipeline.stageprices import stage_costs
 from splitkit.testing import models
+from splitkit.testing.nets import loss_or_sum
 from tests.costs.test_measured import QUICK, TINY, state_of, untouched
 
 
@@ -220,7 +221,7 @@ def test_what_cannot_be_measured_is_refused(stepped):
     gm = fx.GraphModule(nn.Module(), graph)
     with pytest.raises(CostError, match=r"(?s)SK324.*outside.*training\(measured"):
         measured(gm, torch.ones(2), cache=False, backward=True)
-    joint = sk.capture_joint(nn.Sequential(nn.Linear(4, 1)), torch.randn(2, 4)).graph_module
+    joint = sk.capture_joint(nn.Sequential(nn.Linear(4, 1)), torch.randn(2, 4), loss=loss_or_sum).graph_module
     with pytest.raises(CostError, match="SK324.*backward is in this graph already"):
         measured(joint, (), cache=False, backward=True)
     with pytest.raises(CostError, match="SK324.*backward is 1"):

@@ -20,6 +20,7 @@ from splitkit.graph.fakeruns import values_again
 from splitkit.graph.storages import storage_key, tensors
 from splitkit.policies import RecomputeAll, SaveAll
 from splitkit.testing.models import build
+from splitkit.testing.nets import loss_or_sum
 from splitkit.training.flow import JointFlow
 
 TINY = {"layers": 2, "width": 32, "heads": 4, "vocab": 64, "batch": 2, "seq": 8}
@@ -128,7 +129,7 @@ def test_halves_are_not_mixed():
             y = super().forward(x)
             return (Cast.apply(y) + Cast.apply(y)).sum()
 
-    joint = capture_joint(Model(4, 4), X)
+    joint = capture_joint(Model(4, 4), X, loss=loss_or_sum)
     assert count(joint.graph_module, "aten.cos") == 1
     (product,) = (n for n in joint.graph_module.graph.nodes if n.name == "addmm")
     assert [n.name for n in product.users] == ["_to_copy", "_to_copy_4"], "one cast in each half, for both calls"
@@ -140,7 +141,7 @@ def test_checkpoints_keep_what_is_theirs():
             once = torch.sin(x)
             return (checkpoint(lambda t: torch.sin(t) * 2, x, use_reentrant=False) + super().forward(once)).sum()
 
-    joint = capture_joint(Model(4, 4), X.clone().requires_grad_())
+    joint = capture_joint(Model(4, 4), X.clone().requires_grad_(), loss=loss_or_sum)
     assert count(joint.graph_module, "aten.sin") == 2
 
 
@@ -156,9 +157,9 @@ def _same_memory(gm: fx.GraphModule):
 @pytest.mark.parametrize("name", these_first(["llama"], ["t5", "gpt2", "mixtral"]))
 def test_models_compute_their_masks_once(name, monkeypatch):
     made = build(name, **TINY)
-    short = capture_joint(made.model, *made.args, **made.kwargs)
+    short = capture_joint(made.model, *made.args, **made.kwargs, loss=loss_or_sum)
     monkeypatch.setattr("splitkit.frontends.aot.deduplicated", lambda flow: _copied(flow.root))
-    whole = capture_joint(made.model, *made.args, **made.kwargs)
+    whole = capture_joint(made.model, *made.args, **made.kwargs, loss=loss_or_sum)
     assert count(short.graph_module, "aten.where.self") < count(whole.graph_module, "aten.where.self")
     _same_memory(short.graph_module)
     twins = deduplicated(joint_flow(short.graph_module, short.signature.forward_outputs))

@@ -25,6 +25,7 @@ from splitkit.frontends.joint import capture_joint
 from splitkit.graph.ops import effects_of
 from splitkit.plans.record import Plan
 from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, Remat, SaveAll
+from splitkit.testing.nets import loss_or_sum
 from splitkit.training.flow import BACKWARD, FORWARD, homes
 
 
@@ -693,7 +694,7 @@ def test_what_must_be_saved_is_computed_in_forward_with_all_that_it_needs():
         def forward(self, x):
             return Chain.apply(self.weight * x).sin()
 
-    joint = capture_joint(Model(), torch.randn(3, 4))
+    joint = capture_joint(Model(), torch.randn(3, 4), loss=loss_or_sum)
     plan = joint.split(RecomputeAll()).plan
     left = [n for n in homes(joint.flow) if homes(joint.flow)[n] == (FORWARD,) and plan[n] == (BACKWARD,)]
     assert [n.target for n in left] == [ATEN.tan.default, ATEN.exp.default]
@@ -726,7 +727,7 @@ class Sine(nn.Module):
 
 
 def test_partition_tags_are_honoured():
-    joint = capture_joint(Sine(), torch.randn(2, 4))
+    joint = capture_joint(Sine(), torch.randn(2, 4), loss=loss_or_sum)
     (cosine,) = joint.graph_module.graph.find_nodes(op="call_function", target=ATEN.cos.default)  # needs no gradient
     (sine,) = joint.graph_module.graph.find_nodes(op="call_function", target=ATEN.sin.default)
     for tag, half in [("is_backward", BACKWARD), ("must_be_in_forward", FORWARD), ("must_be_in_backward", BACKWARD)]:
@@ -775,7 +776,7 @@ class Updates(nn.Module):
 
 
 def test_readers_of_updated_buffers_are_never_recomputed():
-    joint = capture_joint(Updates(), torch.randn(4, 4))
+    joint = capture_joint(Updates(), torch.randn(4, 4), loss=loss_or_sum)
     flow, plan = joint.flow, joint.split(RecomputeAll()).plan
     (buffer,) = flow.updated
     (view,) = (n for n in buffer.users if n.target in (ATEN.t.default, ATEN.permute.default, ATEN.transpose.int))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+import splitkit as sk
 from splitkit.errors import CaptureError
 from splitkit.frontends.capture import capture
 from splitkit.frontends.joint import capture_joint
@@ -201,6 +202,51 @@ def test_a_wrong_shape_is_told_once_and_without_torchs_log(door, capfd):
     with pytest.raises(CaptureError, match="SK401"):
         door(nn.Linear(8, 4), torch.randn(3, 9))
     assert capfd.readouterr().err == ""
+
+
+class Trains(nn.Module):
+    """Decides, and has a weight; the line that decides is in a function of an installed package, or in its own."""
+
+    def __init__(self, decide):
+        super().__init__()
+        self.linear, self.decide = nn.Linear(3, 3), decide
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y.sin().sum() if self.decide(y.sum()) else y.cos().sum()  # the line of the model
+
+
+def test_what_trains_a_model_that_is_not_captured_is_said():
+    model, x = Trains(bool), torch.randn(2, 3)
+    with pytest.raises(CaptureError) as caught:
+        capture(model, x)
+    assert "torch.cond" in caught.value.remedy and "splitkit.apply(model, policy" in caught.value.remedy
+    model(x).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with pytest.warns(UserWarning, match="falls into"):
+        applied = sk.apply(model, sk.policies.SaveAll(), x)
+    applied(x).backward()
+    assert all(map(torch.equal, [p.grad for p in model.parameters()], expected))
+    model.requires_grad_(False)
+    with pytest.raises(CaptureError) as caught:
+        capture(model, x)
+    assert "apply" not in caught.value.remedy
+
+
+def test_nobody_is_told_to_mend_an_installed_package(tmp_path, monkeypatch):
+    package = tmp_path / "site-packages" / "chooses.py"
+    package.parent.mkdir()
+    package.write_text("def positive(x):\n    return bool(x > 0)  # of the package\n")
+    monkeypatch.syspath_prepend(str(package.parent))
+    import chooses
+
+    with pytest.raises(CaptureError) as caught:
+        capture(Trains(chooses.positive), torch.randn(2, 3))
+    reason = caught.value.reason
+    assert f"at {package}:2: return bool(x > 0)  # of the package" in reason
+    assert "test_capture.py" in reason and "# the line of the model" in reason
+    assert "torch.cond" not in caught.value.remedy and "splitkit.apply" in caught.value.remedy
 
 
 def test_other_failures_name_the_line_and_keep_the_cause():

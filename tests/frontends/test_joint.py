@@ -25,6 +25,7 @@ from torch._functorch.partitioners import default_partition, min_cut_remateriali
 from splitkit.errors import CaptureError, CycleError, GraphError, PlanError, PolicyError
 from splitkit.frontends.joint import capture_joint
 from splitkit.policies import RecomputeAll, Remat, RoundRobin, SaveAll
+from splitkit.testing.nets import loss_or_sum
 from splitkit.training.flow import BACKWARD, FORWARD, homes, unrepeatable
 
 CAPTURED = ["gpt2", "llama", "t5", "conv"]
@@ -90,7 +91,7 @@ def test_gradients_of_a_block_belong_to_it(captured):
 
 def test_the_signature_of_a_model_with_buffers():
     model = Conv()
-    joint = capture_joint(model, torch.randn(2, 3, 8, 8, requires_grad=True))
+    joint = capture_joint(model, torch.randn(2, 3, 8, 8, requires_grad=True), loss=loss_or_sum)
     signature = joint.signature
     outputs = joint.graph_module.graph.output_node().args[0]
     assert set(signature.parameters.values()) == {n for n, _ in model.named_parameters()}
@@ -114,7 +115,7 @@ def test_tied_weights_are_one_parameter(captured):
 def test_capture_leaves_model_and_random_state_alone():
     model, args, kwargs = example("conv")
     state, seed = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    capture_joint(model, *args, **kwargs).split(SaveAll())
+    capture_joint(model, *args, **kwargs, loss=loss_or_sum).split(SaveAll())
     assert torch.equal(torch.get_rng_state(), seed)
     assert all(torch.equal(state[n], v) for n, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
@@ -145,7 +146,7 @@ def test_inputs_in_a_tree_and_by_keyword():
             return (pair["a"] * self.w + pair["b"] * scale).sin() * more[1]
 
     model, pair, more = Tree(), {"a": torch.randn(3), "b": torch.randn(3)}, [torch.randn(3), torch.randn(3)]
-    joint = capture_joint(model, pair, 2, more=more)
+    joint = capture_joint(model, pair, 2, more=more, loss=loss_or_sum)
     step = joint.run(pair, 2, more=more)
     expected = model(pair, 2, more=more).sum()
     assert torch.equal(step.loss, expected)
@@ -156,7 +157,7 @@ def test_a_captured_graph_is_a_model_too(captured):
     import splitkit as sk
 
     joint, args, kwargs, expected = captured("gpt2")
-    again = capture_joint(sk.capture(joint.model, *args, **kwargs), *args, **kwargs)
+    again = capture_joint(sk.capture(joint.model, *args, **kwargs), *args, **kwargs, loss=loss_or_sum)
     torch.manual_seed(0)
     assert_steps_alike(again.run(*args, **kwargs), expected)
     paths = {list(s.values())[-1][0] for n in again.graph_module.graph.nodes if (s := n.meta.get("nn_module_stack"))}
@@ -169,7 +170,7 @@ def test_tensor_subclasses_are_refused():
     model = nn.Linear(3, 2)
     model.weight = nn.Parameter(TwoTensor(torch.randn(2, 3), torch.randn(2, 3)))
     with pytest.raises(CaptureError, match="SK401.*subclass"):
-        capture_joint(model, torch.randn(4, 3))
+        capture_joint(model, torch.randn(4, 3), loss=loss_or_sum)
 
 
 def test_one_tensor_given_twice_counts_as_two():
@@ -182,13 +183,13 @@ def test_one_tensor_given_twice_counts_as_two():
             return x * self.w - y
 
     x = torch.randn(3)
-    joint, other = capture_joint(Two(), x, x), torch.randn(3)
+    joint, other = capture_joint(Two(), x, x, loss=loss_or_sum), torch.randn(3)
     assert torch.equal(joint.run(x, other).loss, joint.model(x, other).sum())
 
 
 def test_many_models_may_be_captured():
     for width in range(2, 14):  # more than Dynamo's limit of recompilations
-        joint = capture_joint(nn.Linear(width, 2), torch.randn(3, width))
+        joint = capture_joint(nn.Linear(width, 2), torch.randn(3, width), loss=loss_or_sum)
         assert joint.graph_module.graph.find_nodes(op="placeholder")[0].meta["val"].shape == (2, width)
 
 
@@ -304,7 +305,7 @@ class Weighted(nn.Linear):
 
 def test_inputs_by_name_may_come_in_any_order():
     model, (x, y, a, b) = Weighted(3, 3), torch.randn(4, 2, 3).unbind()
-    joint = capture_joint(model, x=x, y=y, more={"b": b, "a": a})
+    joint = capture_joint(model, x=x, y=y, more={"b": b, "a": a}, loss=loss_or_sum)
     expected = model(x, y, {"a": a, "b": b})
     for inputs in ({"y": y, "more": {"a": a, "b": b}, "x": x}, {"x": x, "y": y, "more": {"b": b, "a": a}}):
         assert torch.equal(joint.run(**inputs).loss, expected.detach())
@@ -321,7 +322,7 @@ def test_inputs_by_name_may_come_in_any_order():
     ],
 )
 def test_inputs_unlike_the_example_are_refused(args, kwargs, words):
-    joint = capture_joint(Weighted(3, 3), torch.randn(2, 3), scale=2)
+    joint = capture_joint(Weighted(3, 3), torch.randn(2, 3), scale=2, loss=loss_or_sum)
     with pytest.raises(GraphError, match=f"SK109.*{words}"):
         joint.run(*args, **kwargs)
 
@@ -338,8 +339,8 @@ def test_writes_to_inputs_that_share_memory_are_refused():
     x = torch.randn(4, 3)
     for inputs in ((x, x), (x, x[:2])):
         with pytest.raises(CaptureError, match="SK401.*writes to inputs that share memory"):
-            capture_joint(Doubling(3, 3), *inputs)
-    joint = capture_joint(Doubling(3, 3), x, x.clone())
+            capture_joint(Doubling(3, 3), *inputs, loss=loss_or_sum)
+    joint = capture_joint(Doubling(3, 3), x, x.clone(), loss=loss_or_sum)
     assert list(joint.run(x, x.clone()).updates) == ["input 1"]
 
 
@@ -355,7 +356,7 @@ def test_a_buffer_that_is_bound_anew_is_refused():
             return (y * self.mean).sum()
 
     with pytest.raises(CaptureError, match="SK401.*binds a buffer or parameter anew"):
-        capture_joint(Mean(), torch.randn(4, 3))
+        capture_joint(Mean(), torch.randn(4, 3), loss=loss_or_sum)
 
 
 def test_a_buffer_that_is_written_by_an_operator_is_kept():
@@ -369,13 +370,15 @@ def test_a_buffer_that_is_written_by_an_operator_is_kept():
             return (super().forward(x) * self.calls).sum()
 
     model = Count()
-    assert capture_joint(model, torch.randn(4, 3)).run(torch.randn(4, 3)).updates == {"calls": torch.ones(())}
+    assert capture_joint(model, torch.randn(4, 3), loss=loss_or_sum).run(torch.randn(4, 3)).updates == {
+        "calls": torch.ones(())
+    }
     assert model.calls == 0
 
 
 def test_capture_keeps_neither_model_nor_inputs_alive():
     model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.randn(2, 3)
-    joint = capture_joint(model, x)
+    joint = capture_joint(model, x, loss=loss_or_sum)
     alive = [weakref.ref(model), weakref.ref(model[0].weight)]
     joint.split(SaveAll())
     del model, joint, x
@@ -418,14 +421,14 @@ def test_what_cannot_be_captured(model, loss, words):
 def test_checkpointed_blocks_save_their_inputs_only():
     torch.manual_seed(1)
     model, x = Checkpointed(), torch.randn(4, 8)
-    joint = capture_joint(model, x)
+    joint = capture_joint(model, x, loss=loss_or_sum)
     pair = joint.split(SaveAll())
     nodes = {n.name: n for n in joint.graph_module.graph.nodes}
     saved = [nodes[n] for n in pair.saved if nodes[n].op == "call_function"]
     fixed = unrepeatable(joint.flow)
     inside = [n for n in saved if "recompute" in n.meta and joint.flow.producer(n) not in fixed]
     assert len(inside) == 1  # the value between the blocks
-    assert len(saved) < len([nodes[n] for n in capture_joint(Plain(model), x).split(SaveAll()).saved])
+    assert len(saved) < len([nodes[n] for n in capture_joint(Plain(model), x, loss=loss_or_sum).split(SaveAll()).saved])
     assert_steps_alike(ran(joint, pair, (x,), {}), eager(model, (x,), {}))
 
 
@@ -444,7 +447,7 @@ class Plain(nn.Module):
 
 def test_bug_each_capture_of_a_hugging_face_model_warned_of_what_transformers_puts_back(recwarn):
     model, args, kwargs = example("gpt2")
-    capture_joint(model, *args, **kwargs)
+    capture_joint(model, *args, **kwargs, loss=loss_or_sum)
     assert not [str(warning.message) for warning in recwarn]
 
 
@@ -461,4 +464,4 @@ def test_what_dynamo_says_of_the_models_own_side_effects_comes_through():
             return self.linear(x)
 
     with pytest.warns(UserWarning, match="side effects"):
-        capture_joint(Counting(), torch.ones(2, 3))
+        capture_joint(Counting(), torch.ones(2, 3), loss=loss_or_sum)

@@ -8,6 +8,7 @@ from torch import fx, nn
 
 from splitkit.frontends.joint import capture_joint
 from splitkit.graph.joint import backward_nodes, is_joint, is_marked_backward, mark_of
+from splitkit.testing.nets import loss_or_sum
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,6 @@ def test_a_joint_graph_is_known_by_its_tangents():
 
 
 def test_aot_autograd_marks_what_it_traced():
-    joint = capture_joint(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4))
+    joint = capture_joint(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4), loss=loss_or_sum)
     marks = {mark_of(node) for node in joint.graph_module.graph.nodes if node.op == "call_function"}
     assert is_joint(joint.graph_module.graph) and {"is_forward", "is_backward"} <= marks

@@ -11,6 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import splitkit as sk
 from splitkit.errors import GraphError, SplitError
 from splitkit.memory import estimator
+from splitkit.testing.nets import loss_or_sum
 from splitkit.testing.visible import Hidden
 
 X = torch.randn(8, 16)
@@ -49,7 +50,7 @@ class Shared(nn.Module):
 def test_capture_joint_left_stand_ins_in_a_module_that_goes_by_two_names():
     model = Shared()
     weight = model.a.weight
-    sk.capture_joint(model, X)
+    sk.capture_joint(model, X, loss=loss_or_sum)
     assert model.a.weight is weight and isinstance(model.a.weight, nn.Parameter)
     model(X)
 
@@ -58,7 +59,7 @@ def test_gradients_of_a_module_that_goes_by_two_names():
     model = Shared()
     model(X).sum().backward()
     parameters = dict(model.a.named_parameters())
-    joint = sk.capture_joint(model, X)
+    joint = sk.capture_joint(model, X, loss=loss_or_sum)
     for name, parameter in parameters.items():
         model.a._parameters[name] = parameter  # repair by hand
     gradient = joint.run(X).gradients["a.weight"]
@@ -75,7 +76,7 @@ class Recurrent(nn.Module):
 
 
 def test_the_joint_graph_of_an_lstm_on_plain_inputs_did_not_run():
-    joint = sk.capture_joint(Recurrent(), torch.randn(3, 4, 16))
+    joint = sk.capture_joint(Recurrent(), torch.randn(3, 4, 16), loss=loss_or_sum)
     joint.run(torch.randn(3, 4, 16))
 
 

@@ -18,7 +18,7 @@ from splitkit.frontends.joint import capture_joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.policies import Budget, RecomputeAll, Remat, SaveAll
 from splitkit.testing import models
-from splitkit.testing.nets import NETS
+from splitkit.testing.nets import NETS, loss_or_sum
 from splitkit.training.peaks import Peaks
 
 WAYS = {
@@ -71,7 +71,7 @@ def test_by_hand():
               add = m2 + m4                         w x m2 m4 a           5 + 8 B
     """
     model, x = Two(), torch.zeros(16, 16)
-    joint = capture_joint(model, x)
+    joint = capture_joint(model, x, loss=loss_or_sum)
     pair = joint.split(SaveAll())
     profile = simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
     assert profile.saved >= 1024 and profile.baseline == 2048 + 4

@@ -17,6 +17,7 @@ from splitkit.memory.autograd import activations
 from splitkit.pipeline.stageprices import StagePrices, stage_costs
 from splitkit.policies import RoundRobin, Stages
 from splitkit.testing.models import build
+from splitkit.testing.nets import loss_or_sum
 
 
 class Parts(torch.fx.Interpreter):
@@ -229,7 +230,7 @@ def test_bad_input():
         stage_costs(flow, sk.Plan.of({first: 0, last: 1}), costs)
     with pytest.raises(sk.SplitError, match="SK203"):
         stage_costs(flow, sk.Plan.of({first: 0, relu: 1, last: 0}), costs)
-    joint = sk.capture_joint(nn.Linear(2, 2), torch.randn(1, 2)).graph_module
+    joint = sk.capture_joint(nn.Linear(2, 2), torch.randn(1, 2), loss=loss_or_sum).graph_module
     with pytest.raises(sk.SplitError, match="SK323"):
         stage_costs(sk.analyze(joint), [sk.analyze(joint).nodes], sk.costs.flops(joint))
     assert stage_costs(sk.analyze(gm), sk.plan(gm, RoundRobin(1)), costs)

@@ -67,6 +67,12 @@ def test_files_from_before_there_was_routing_are_direct():
     assert Plan.from_dict(GRAPH.graph, data) == some_plan()
 
 
+def test_files_from_before_nodes_were_described_load():
+    data = some_plan().to_dict()
+    del data["nodes"]
+    assert Plan.from_dict(GRAPH.graph, data) == some_plan()
+
+
 def test_the_empty_plan_survives():
     assert Plan.from_dict(GRAPH.graph, Plan({}).to_dict()) == Plan({})
 
@@ -74,8 +80,11 @@ def test_the_empty_plan_survives():
 def test_another_graph_is_refused_by_name(tmp_path):
     some_plan().save(tmp_path / "p.json")
     other = fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2)))
-    with pytest.raises(FileError, match=r"SK502.*'add' and 2 more"):
+    with pytest.raises(FileError, match=r"SK502.*'x' of the plan and 'input_1' of this one"):
         Plan.load(tmp_path / "p.json", other.graph)
+    before = {k: v for k, v in some_plan().to_dict().items() if k != "nodes"}
+    with pytest.raises(FileError, match=r"SK502.*'add' and 2 more"):
+        Plan.from_dict(other.graph, before)
 
 
 def test_the_fingerprint_sees_structure_and_not_sizes():
@@ -104,6 +113,9 @@ def test_the_fingerprint_sees_structure_and_not_sizes():
         ({"places": {"add": [0, 0]}}, "SK205"),
         ({"schema": True}, "SK503"),
         ({"graph": None, "places": {"nowhere": [0]}}, "SK502"),
+        ({"nodes": "add"}, "SK501"),
+        ({"nodes": ["add"]}, "SK501"),
+        ({"nodes": ["add 12", "add 13"]}, "SK501"),
     ],
 )
 def test_damage_is_refused(change, code):

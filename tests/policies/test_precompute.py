@@ -20,6 +20,7 @@ from splitkit.errors import PolicyError
 from splitkit.frontends.joint import capture_joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, Remat, SaveAll
+from splitkit.testing.nets import loss_or_sum
 from splitkit.training.flow import BACKWARD, FORWARD, homes
 
 
@@ -229,7 +230,7 @@ def masks(pair):
 
 def test_a_mask_is_saved_instead_of_what_it_is_of():
     model, x = Gated(), torch.randn(16, 8)
-    joint = capture_joint(model, x)
+    joint = capture_joint(model, x, loss=loss_or_sum)
     plain, pair = joint.split(SaveAll()), joint.split(Precompute())
     assert not masks(plain) and len(masks(pair)) == 1
     assert saved_bytes(joint.flow, SaveAll()) - saved_bytes(joint.flow, Precompute()) == 16 * 64 * (4 - 1)
@@ -241,7 +242,7 @@ def test_a_mask_is_saved_instead_of_what_it_is_of():
 
 
 def test_nothing_of_a_checkpoint_is_saved_in_disguise():
-    joint = capture_joint(Gated(checkpointed=True), torch.randn(16, 8))
+    joint = capture_joint(Gated(checkpointed=True), torch.randn(16, 8), loss=loss_or_sum)
     marked = [n for n in joint.flow.nodes if "recompute" in n.meta]
     for node in marked:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

@@ -12,7 +12,7 @@ from splitkit.frontends.joint import capture_joint
 from splitkit.search.recompute import pool
 from splitkit.search.recompute.descent import Descent
 from splitkit.testing import models
-from splitkit.testing.nets import NETS
+from splitkit.testing.nets import NETS, loss_or_sum
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks
 
@@ -22,7 +22,7 @@ LAYERS = {"layers": 3, "width": 64, "heads": 2, "batch": 2, "seq": 32, "vocab": 
 def fresh(name):
     """A joint graph that nobody else has."""
     made = NETS[name]() if name in NETS else models.build(name, **LAYERS)
-    return capture_joint(made.model, *made.args, **made.kwargs)
+    return capture_joint(made.model, *made.args, **made.kwargs, loss=loss_or_sum)
 
 
 def kept(name):

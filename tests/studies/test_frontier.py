@@ -26,6 +26,7 @@ from splitkit.memory.profile import simulate_memory
 from splitkit.policies import MinCut
 from splitkit.studies.frontier import Frontier
 from splitkit.testing.models import build
+from splitkit.testing.nets import loss_or_sum
 
 
 @few_of_many(20, 40, steps())
@@ -104,7 +105,7 @@ def test_another_graph_is_refused():
 @pytest.fixture(scope="module")
 def gpt2():
     made = build("gpt2", layers=3, width=64, heads=2, batch=2, seq=64, vocab=101)
-    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    joint = capture_joint(made.model, *made.args, **made.kwargs, loss=loss_or_sum)
     return Frontier(joint, costs.roofline(joint.graph_module, "a100"))
 
 

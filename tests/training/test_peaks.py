@@ -18,7 +18,7 @@ from splitkit.frontends.joint import capture_joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.policies import RecomputeAll, Remat, SaveAll
 from splitkit.testing import models
-from splitkit.testing.nets import NETS
+from splitkit.testing.nets import NETS, loss_or_sum
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks
 
@@ -55,7 +55,7 @@ def test_checkpoint_tags_are_honoured_as_on_the_pair():
         def forward(self, x):
             return checkpoint(lambda y: self.b(self.a(y).tanh()).tanh(), x, use_reentrant=False).sum()
 
-    joint = capture_joint(Net(), torch.randn(4, 8))
+    joint = capture_joint(Net(), torch.randn(4, 8), loss=loss_or_sum)
     assert_alike(joint, Peaks(joint.flow), joint.flow.homes)
 
 
@@ -80,7 +80,7 @@ def test_what_the_caller_holds_counts_once():
         def forward(self, x, unread):
             return self.b(self.a(x).tanh()).sum()
 
-    joint = capture_joint(Net(), torch.randn(4, 8), torch.randn(4, 8))
+    joint = capture_joint(Net(), torch.randn(4, 8), torch.randn(4, 8), loss=loss_or_sum)
     peaks = Peaks(joint.flow)
     assert_alike(joint, peaks, joint.flow.homes)
     assert peaks.trace(joint.flow.homes).baseline in (8 * 8 * 4 + 4 * 8 * 4 + 4, 8 * 8 * 4 + 2 * 4 * 8 * 4 + 4)

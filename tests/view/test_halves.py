@@ -13,7 +13,7 @@ from torch import nn
 import splitkit as sk
 from splitkit.graph.joint import backward_nodes, forward_outputs
 from splitkit.policies import RecomputeAll, SaveAll
-from splitkit.testing.nets import UNet
+from splitkit.testing.nets import UNet, loss_or_sum
 from splitkit.view.halves import HalvesView
 
 
@@ -71,7 +71,7 @@ def test_bug_members_of_tuples_of_backward_counted_as_ops():
     torch.manual_seed(0)
     nets = UNet(width=4, levels=2), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
     for net, x in zip(nets, (torch.randn(1, 3, 16, 16), torch.randn(2, 4)), strict=True):
-        joint = sk.capture_joint(net, x)
+        joint = sk.capture_joint(net, x, loss=loss_or_sum)
         data = HalvesView(joint.flow, [joint.split(SaveAll())], sk.costs.flops(joint.graph_module)).to_dict()
         assert forward_outputs(joint.graph_module.graph) == joint.signature.forward_outputs
         late = {node.name for node in backward_nodes(joint.graph_module.graph)}

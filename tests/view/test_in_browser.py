@@ -13,6 +13,7 @@ from torch import nn
 import splitkit as sk
 from splitkit.policies import RecomputeAll, SaveAll, Stages
 from splitkit.testing import models
+from splitkit.testing.nets import loss_or_sum
 from splitkit.view.halves import HalvesView
 from splitkit.view.ladder import LadderView
 from splitkit.view.page import script
@@ -249,7 +250,7 @@ class Odd(nn.Module):
 def test_forward_and_backward_are_steered(browser, tmp_path):
     import torch
 
-    joint = sk.capture_joint(Odd(), torch.ones(2, 4))
+    joint = sk.capture_joint(Odd(), torch.ones(2, 4), loss=loss_or_sum)
     costs = sk.costs.roofline(joint.graph_module, "a100")
     pairs = [joint.split(policy, costs) for policy in (RecomputeAll(), SaveAll())]
     view = HalvesView(joint.flow, pairs, costs, chosen=1, memory=2**20)

@@ -15,6 +15,7 @@ from torch import fx, nn
 import splitkit as sk
 from splitkit.errors import FileError, SplitError, ViewError
 from splitkit.testing import models
+from splitkit.testing.nets import loss_or_sum
 from splitkit.units import duration, size
 from splitkit.view.ladder import LadderView
 from splitkit.view.showing import bundle, svg
@@ -39,7 +40,9 @@ def run(gpt2):
 
 @pytest.fixture(scope="module")
 def pair():
-    joint = sk.capture_joint(nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(8)]), X)
+    joint = sk.capture_joint(
+        nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(8)]), X, loss=loss_or_sum
+    )
     return joint.split(sk.policies.MinCut(price=0.0)), sk.Frontier(joint)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 import splitkit as sk
 from splitkit.graph.dataflow import waits_for
 from splitkit.testing import models
+from splitkit.testing.nets import loss_or_sum
 from splitkit.view.rows import rows_of
 
 
@@ -60,7 +61,9 @@ def test_names_are_those_of_modules():
 
 
 def test_backward_of_a_joint_graph_stands_beside_its_forward():
-    joint = sk.capture_joint(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)), torch.randn(3, 4))
+    joint = sk.capture_joint(
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)), torch.randn(3, 4), loss=loss_or_sum
+    )
     flow = sk.analyze(joint.graph_module)
     found = rows_of(flow, {})
     assert found.backward and found.backward < set(flow.nodes) and set(found.of) == set(flow.nodes)

@@ -10,7 +10,7 @@ import splitkit as sk
 from splitkit.cli import factories, placement
 from splitkit.cli.outcome import Outcome, seconds
 from splitkit.cli.pages import plan_page, wrote
-from splitkit.cli.source import next_command
+from splitkit.cli.source import next_command, record
 from splitkit.cli.work import TRAINING, make_plan, versions
 from splitkit.errors import UsageError
 
@@ -32,7 +32,6 @@ def run(args: Namespace) -> Outcome:
         raise UsageError("SK601", f"{args.model} needs a policy", "Add --devices 4xh200, --stages N or --policy EXPR.")
     work, plan, costs = make_plan(args, args.model)
     report = sk.report(work.gm, plan, costs)
-    record = {**plan.to_dict(), "model": work.source.to_dict(), **versions()}
     took = work.clock.seconds
     times = f"captured in {seconds(took['capture'])}, planned in {seconds(took['plan'])}"
     data = {
@@ -45,7 +44,9 @@ def run(args: Namespace) -> Outcome:
         "next": next_command(work.source, args.output),
     }
     written = [f"wrote {args.output}", f"next: {data['next']}"] if args.output else []
-    files: dict[str, Mapping[str, Any] | str] = {args.output: record} if args.output else {}
+    files: dict[str, Mapping[str, Any] | str] = {}
+    if args.output:
+        files[args.output] = {**plan.to_dict(), "model": record(work.source, args.output), **versions()}
     if args.view:
         files[args.view] = text = plan_page(plan, costs=costs, title=work.source.spec)
         written.append(wrote(args.view, text))

@@ -94,7 +94,7 @@ def _files(args: Namespace, work: Work, made: Plan, run: ScheduleRun | None) -> 
     if args.trace and run:
         wanted[args.trace] = run.to_chrome_trace()
     if args.output:
-        wanted[args.output] = {**made.to_dict(), "model": work.source.to_dict(), **versions()}
+        wanted[args.output] = {**made.to_dict(), "model": source.record(work.source, args.output), **versions()}
     return wanted
 
 

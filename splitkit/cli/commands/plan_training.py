@@ -81,10 +81,12 @@ def plan(args: Namespace) -> Outcome:
     with work.clock.step("simulate", "simulating the memory"):
         profile = sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
     assert pair.plan is not None
-    record = {**pair.plan.to_dict(), "model": work.source.to_dict(), "what": TRAINING, **versions()}
     data = _data(work, costs, pair, profile) | {"file": args.output, "next": next_command(work.source, args.output)}
     text = [*_text(data), *([f"wrote {args.output}", f"next: {data['next']}"] if args.output else [])]
-    files: dict[str, Mapping[str, Any] | str] = {args.output: record} if args.output else {}
+    files: dict[str, Mapping[str, Any] | str] = {}
+    if args.output:
+        record = source.record(work.source, args.output)
+        files[args.output] = {**pair.plan.to_dict(), "model": record, "what": TRAINING, **versions()}
     if args.view:
         from splitkit.view.showing import html
 
