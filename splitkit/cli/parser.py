@@ -95,7 +95,8 @@ def _add_placement(group: argparse._ArgumentGroup) -> None:
         "--memory",
         metavar="SIZE",
         help="bytes that each device has, such as 80GiB (default: its own), or least: the stages with the lowest peak; "
-        "with fwd-bwd: the peak that is allowed, such as 2GiB or 0.5, or least",
+        "with fwd-bwd: least, the peak that is allowed, such as 2GiB, a share of what can be saved, such as 0.5, or "
+        "with --optimizer the memory of the card, such as 24GiB, of which 5 %% are left free",
     )
     group.add_argument(
         "--schedule",
@@ -119,8 +120,9 @@ def _add_placement(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--optimizer",
-        choices=("adam", "momentum", "sgd", "none"),
-        help="whose state is held; none: inference (default: adam with --schedule, else none)",
+        choices=("adam", "adamw", "momentum", "sgd", "none"),
+        help="whose state is held; none: inference (default: adam with --schedule, else none); with fwd-bwd: the card "
+        "holds its state and the gradients of earlier microbatches, too",
     )
     group.add_argument(
         "--objective",
