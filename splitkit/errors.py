@@ -34,6 +34,7 @@ CODES: dict[str, str] = {
     "SK302": "a policy was given a bad parameter",
     "SK303": "no plan fits",
     "SK304": "a pattern or name matches nothing",
+    "SK305": "the model asks for a memory budget of its own",
     "SK320": "a device is described wrongly",
     "SK321": "there is no such device",
     "SK322": "links are described wrongly",
@@ -118,7 +119,15 @@ class PolicyError(SplitError):
 
 
 class NoPlanError(PolicyError):
-    """The policy is sound but no plan meets its demands (SK303)."""
+    """The policy is sound but no plan meets its demands (SK303).
+
+    Attributes:
+        nearest: the plan that misses the demands by the least, where the search has one; it is not pickled.
+        excess: how many bytes that plan is over the budget.
+    """
+
+    nearest: object = None
+    excess: int = 0
 
 
 class CostError(SplitError):

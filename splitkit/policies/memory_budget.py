@@ -31,8 +31,8 @@ class MemoryBudget:
     which the least bytes cross (there and back). Eight more topological orders are cut as well (fewer for graphs of
     more than 2,000 nodes), and the best plan wins; what its parts hold is found anew, each in the graph's own order.
     Of graphs of up to 40 nodes all cuts of all orders are tried, if there are no more than some thousand parts: then
-    the fewest parts are proven, and with ``parts`` the least bytes. Else the bound is for any order: all that must be held,
-    over the memory of the devices; and on what crosses it is weak: the smallest value, once for each cut.
+    the fewest parts are proven, and with ``parts`` the least bytes. Else the bound is for any order: all that must be
+    held, over the memory of the devices; and on what crosses it is weak: the smallest value, once for each cut.
 
     Attributes:
         memory: bytes of each device (an int, or ``"80GiB"``), or a sequence of sizes for device 0, 1, ...: no more
