@@ -43,7 +43,11 @@ class Stages:
 
     With a ``schedule`` the load is forward and backward, stages are held to ``memory`` with the microbatches that are
     in flight at their place, and before they are made even, those with the shortest simulated step are taken; of those
-    that are as even, those with the lowest peak.
+    that are as even, those with the lowest peak. Where ranks have several stages the step comes first, unless the
+    tolerance is 0, and is no longer than with cuts between blocks.
+
+    What shares memory that is written, or reads a value that cannot be sent, is in one stage: no runtime could have it
+    in two (`splitkit.pipeline.together`).
 
     With ``replicas`` a stage may stand on several devices (data parallel): each has all of its parameters, and 1/d of
     every microbatch, of its time and its activations. The parts of the plan say how many (`Part.replicas`). The load
@@ -109,7 +113,8 @@ class Stages:
         """Stages are ``0 .. n - 1``.
 
         Raises:
-            NoPlanError: SK303 when the graph has fewer nodes, or no stages fit the memory; says what would fit.
+            NoPlanError: SK303 when the graph has fewer nodes that can be apart, or no stages fit the memory; says what
+                would fit.
         """
         if self._replicated:
             return self._with_replicas(flow, costs)

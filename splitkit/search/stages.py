@@ -27,6 +27,8 @@ from splitkit.search.placing import Placing, Travel
 from splitkit.search.rankcuts import RankCuts
 from splitkit.search.tracks import Tracks
 from splitkit.solvers.clock import Clock, endless
+from splitkit.solvers.placement.bounds import by_joining, simple
+from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.memory import stages_fit
 from splitkit.solvers.placement.problem import Floats, Ints, Problem, Slot
 from splitkit.solvers.placement.solution import Key, Solution, ending, stages_of
@@ -204,7 +206,17 @@ class Staging:
 
     @cached_property
     def _least(self) -> float:
-        return counted(self._placing, self._travel, len(self._limits), len(self.keys))
+        least = counted(self._placing, self._travel, len(self._limits), len(self.keys))
+        return max(least, self._least_of_ranks) if len(self._limits) < len(self.keys) else least
+
+    @property
+    def _least_of_ranks(self) -> float:
+        """Seconds of the most loaded rank, whatever it has, at least: what is too dear to be cut is on one of them."""
+        ranks = len(self._limits)
+        problem = self._placing.problem([Slot()] * ranks, self.demand.travel(range(ranks)))
+        core = core_of(problem, np.arange(problem.units))
+        low, high = simple(core), int(core.least_work.sum())
+        return max(0.0, by_joining(core, low, high, acyclic=False) - core.slack) / core.scale
 
     def _held(self, found: Solution) -> Ints:
         """(stages,) bytes by the sums of `Holding`."""
