@@ -24,7 +24,9 @@ from splitkit.solvers.placement.solution import ending
 from splitkit.solvers.placement.stages.contiguous import contiguous
 
 # Of the seconds: how long a solver counts its steps for. Several are asked, and there are slower machines.
-_COUNTED, _ALONE = 0.04, 0.1  # the latter where work alone counts: proofs need more steps, which are quicker
+_COUNTED = 0.04
+_ONCE = 0.25  # where no memory is to be fitted, so that one search does
+_ALONE = 0.1  # where work alone counts: the steps of proofs are quicker there
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,10 @@ class Stages:
         solver = partial(contiguous, near=self.tolerance)
         if self.schedule is not None or self.memory is not None:
             demand.analyze()
-        counted = (_ALONE if self.schedule is None and links is None else _COUNTED) * self.seconds
-        return Staging(demand, tuple(range(self.n)), counted, self.tolerance, solver, clock=Clock(self.seconds))
+        counted = _ALONE if self.schedule is None and links is None else _ONCE if self.memory is None else _COUNTED
+        return Staging(
+            demand, tuple(range(self.n)), counted * self.seconds, self.tolerance, solver, clock=Clock(self.seconds)
+        )
 
     @property
     def _degrees(self) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from splitkit.solvers.placement.stages.contiguous import contiguous
 SECONDS = 50.0
 _SMALL = 1_200  # columns of an integer program that comes before annealing
 _LARGE = 1_700  # columns of one that still comes after it: larger ones find and prove less than what comes before
-_STAGES, _ANNEALED, _MOST_ANNEALED, _WINDOWS, _COVERED, _PROGRAM = 0.15, 0.25, 0.5, 0.2, 0.25, 0.2  # of the time
+_STAGES, _ANNEALED, _MOST_ANNEALED, _WINDOWS, _COVERED, _PROGRAM = 0.15, 0.25, 0.5, 0.2, 0.5, 0.2  # of the time
 _FAR = 2.0  # times as long may it take as its steps are counted for
 _CLOSE = 2e-6  # relative: what the integer program may be off
 
