@@ -61,10 +61,11 @@ def _held(output: Any) -> list[tuple[str, Any]]:
         return list(zip(names, output, strict=True))
     if isinstance(output, _CLOSED):
         return []
-    held = [(f".{name}", value) for name, value in getattr(output, "__dict__", {}).items()]
-    slots = getattr(type(output), "__slots__", ())
+    slots = getattr(type(output), "__slots__", None)
+    if slots is None:
+        return [(f".{name}", value) for name, value in getattr(output, "__dict__", {}).items()]
     own = (slots,) if isinstance(slots, str) else slots
-    return held + [(f".{name}", getattr(output, name)) for name in own if hasattr(output, name)]
+    return [(f".{name}", getattr(output, name)) for name in own if hasattr(output, name)]
 
 
 def no_loss(output: Any) -> str:

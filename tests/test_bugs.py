@@ -2249,7 +2249,7 @@ def test_a_size_without_a_bound_was_refused_with_a_remedy_that_budgets_do_not_ha
 def test_prices_that_count_nodes_were_printed_as_seconds():
     x = torch.randn(2, 8)
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU())
-    joint = sk.capture_joint(model, x)
+    joint = sk.capture_joint(model, x, loss=torch.sum)
     prices = unit(joint.graph_module)
     frontier = sk.Frontier(joint, prices)
     texts = [str(frontier), frontier.points[0].plan.note, svg(frontier)]
@@ -3077,7 +3077,7 @@ def test_other_objects_than_the_wanted_ones_failed_raw(wrong):
         "text": "gpt2",
         "class": sk.policies.Stages,
         "exported": torch.export.export(model, (x,)),
-        "joint": sk.capture_joint(model, x),
+        "joint": sk.capture_joint(model, x, loss=torch.sum),
     }[wrong]
     calls = {
         "SK101": [
@@ -3140,7 +3140,7 @@ def test_the_remedy_for_unknown_sizes_went_with_no_budget():
 
 def test_facts_and_results_of_joint_graphs_printed_everything():
     model, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(12)]), torch.randn(2, 8)
-    joint = sk.capture_joint(model, x)
+    joint = sk.capture_joint(model, x, loss=torch.sum)
     assert all(len(repr(o)) < 1000 and len(str(o).splitlines()) < 5 for o in (joint.flow, joint.run(x)))
     assert str(joint.run(x)).startswith("loss ") and "24 gradients" in str(joint.run(x))
 

@@ -64,9 +64,11 @@ FOUND = {
     "one entry": lambda h, loss: (h, loss.reshape(1)),
     "twice the same": lambda h, loss: (loss, h, loss),
 }
+CLOSED = {"the only number, in an object"} if torch.__version__.startswith("2.11.") else set()
+"""What Dynamo of torch 2.11 does not look into; a loss that is called so it finds there, too."""
 REFUSED = {
     "two numbers": (lambda h, loss: (h, loss, loss * 2), "2 numbers require grad"),
-    "no number": (lambda h, loss: Attributes(h, h * 2), "none of its outputs is one number that requires grad"),
+    "no number": (lambda h, loss: {"logits": h, "cost": h * 2}, "none of its outputs is one number that requires grad"),
     "a number without gradient": (lambda h, loss: {"h": h, "n": loss.detach()}, "none of its outputs"),
     "no tensor": (lambda h, loss: 3.0, "the model returns a float without tensors"),
 }
@@ -102,9 +104,12 @@ def test_every_entry_point_finds_the_same_loss(name):
     loss, gradient = expected(model)
     assert torch.equal(loss_of(model(X)), loss.reshape(loss_of(model(X)).shape))
     assert torch.equal(own_loss(model(X), None).reshape(()), loss)
-    joint = sk.capture_joint(model, X)
-    step = joint.run(X)
-    assert torch.allclose(step.loss, loss) and torch.allclose(step.gradients["linear.weight"], gradient)
+    if name in CLOSED:
+        with pytest.raises(CaptureError, match="SK401"):
+            sk.capture_joint(model, X)
+    else:
+        step = sk.capture_joint(model, X).run(X)
+        assert torch.allclose(step.loss, loss) and torch.allclose(step.gradients["linear.weight"], gradient)
     gm = sk.capture(model, X)
     same = sk.compare(model, gm, X)
     assert same.same and same.loss_is_models and same.loss == pytest.approx((float(loss.detach()),) * 2)
@@ -133,7 +138,7 @@ def test_outputs_are_listed_by_name_shape_dtype_and_gradient():
 def test_a_model_without_a_loss_takes_one():
     model = net(REFUSED["no number"][0])
     loss, gradient = expected(model)
-    step = sk.capture_joint(model, X, loss=lambda out: out.logits.square().mean()).run(X)
+    step = sk.capture_joint(model, X, loss=lambda out: out["logits"].square().mean()).run(X)
     assert torch.allclose(step.loss, loss) and torch.allclose(step.gradients["linear.weight"], gradient)
 
 
@@ -154,7 +159,7 @@ def test_a_pipeline_waits_for_the_named_loss_alone():
 
 def test_a_pipeline_without_a_loss_is_refused_before_it_runs():
     found = chain(REFUSED["no number"][0])
-    with pytest.raises(PipelineError, match=r"SK802: .*none of its outputs(?s:.*)output\.logits: float32\[2, 4\]"):
+    with pytest.raises(PipelineError, match=r"SK802: .*none of its outputs(?s:.*)output\['logits'\]: float32\[2, 4\]"):
         require_loss(found, ends_of(found, None, True, False))
 
 

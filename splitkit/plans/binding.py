@@ -19,7 +19,7 @@ from splitkit.errors import FileError, SplitError
 from splitkit.graph.canonical import CanonicalForm, canonical_form, value_text
 
 
-class Described(NamedTuple):
+class DescribedNode(NamedTuple):
     """A node of a file: its name, a digest of what it does, what it yields (``float32[2, 16]``)."""
 
     name: str
@@ -36,7 +36,7 @@ def described(graph: fx.Graph) -> list[str]:
     return [f"{node.name} {digest} {value_text(node)}".rstrip() for node, digest in pairs]
 
 
-def read(data: object) -> list[Described]:
+def read(data: object) -> list[DescribedNode]:
     """The nodes that a file describes; files from before there were descriptions have none.
 
     Raises:
@@ -48,10 +48,10 @@ def read(data: object) -> list[Described]:
         raise FileError(
             "SK501", "the plan is damaged: its nodes are no list of different names and digests", "Plan again."
         )
-    return [Described(name, digest, rest[0] if rest else "") for name, digest, *rest in fields]
+    return [DescribedNode(name, digest, rest[0] if rest else "") for name, digest, *rest in fields]
 
 
-def matched(graph: fx.Graph, known: Sequence[Described], placed: Collection[str], same: bool) -> dict[str, Node]:
+def matched(graph: fx.Graph, known: Sequence[DescribedNode], placed: Collection[str], same: bool) -> dict[str, Node]:
     """Name in the file -> node of the graph, for all that the file places.
 
     Args:
@@ -80,7 +80,7 @@ def matched(graph: fx.Graph, known: Sequence[Described], placed: Collection[str]
     return by_form
 
 
-def other_sizes(known: Sequence[Described], nodes: Mapping[str, Node]) -> str:
+def other_sizes(known: Sequence[DescribedNode], nodes: Mapping[str, Node]) -> str:
     """Which values have another shape or dtype than the file says, inputs and parameters first; "" if none has."""
     pairs = [(node, d.value) for d in known if (node := nodes.get(d.name)) is not None]
     found = [(node, was, now) for node, was in pairs if was and (now := value_text(node)) and now != was]
@@ -104,7 +104,7 @@ def _form_of(graph: fx.Graph) -> CanonicalForm | None:
         return None
 
 
-def _where(form: CanonicalForm, known: Sequence[Described], number: int) -> str:
+def _where(form: CanonicalForm, known: Sequence[DescribedNode], number: int) -> str:
     theirs = f"{known[number].name!r} of the plan" if number < len(known) else "the end of the plan's"
     if number == len(form.nodes):
         return f": they first differ at {theirs}, and this one has no more nodes"
