@@ -76,17 +76,21 @@ def fields(length: int) -> fx.GraphModule:
 
 def methods(length: int) -> fx.GraphModule:
     """``x = x.clip(low, high)``: a numpy array would take the last as the place to write to."""
-    return _loop(
-        lambda g, x, i: g.call_method("clip", (x, g.call_method("min", (x,)), g.call_method("max", (x,)))), length
-    )
+
+    def step(g: fx.Graph, x: Node, i: int) -> Node:
+        return g.call_method("clip", (x, g.call_method("min", (x,)), g.call_method("max", (x,))))
+
+    return _loop(step, length)
 
 
 def sorts(length: int) -> fx.GraphModule:
     """``x = x.sort(); x = x.add(1)``: in place, if it is a list."""
-    return _loop(
-        lambda g, x, i: g.call_method("add", (g.call_function(operator.mul, (g.call_method("sort", (x,)), 2)), 1)),
-        length,
-    )
+
+    def step(g: fx.Graph, x: Node, i: int) -> Node:
+        twice = g.call_function(operator.mul, (g.call_method("sort", (x,)), 2))
+        return g.call_method("add", (twice, 1))
+
+    return _loop(step, length)
 
 
 def tuples(length: int) -> fx.GraphModule:
@@ -116,9 +120,11 @@ def lists(length: int) -> fx.GraphModule:
 
 def wide(length: int) -> fx.GraphModule:
     """All read one value, and one reads all."""
-    return _made(
-        lambda g, x: g.call_function(torch.stack, ([g.call_function(torch.relu, (x,)) for _ in range(length)],))
-    )
+
+    def build(g: fx.Graph, x: Node) -> Node:
+        return g.call_function(torch.stack, ([g.call_function(torch.relu, (x,)) for _ in range(length)],))
+
+    return _made(build)
 
 
 def inputs(length: int) -> fx.GraphModule:

@@ -12,17 +12,12 @@ from worklines import lines_run
 
 import splitkit as sk
 
-LENGTH = 40
+LENGTH = 24
 
 
 def _labels(gm: fx.GraphModule, part: Callable[[int, int], int]) -> dict[Node, int]:
     placed = [n for n in gm.graph.nodes if n.op.startswith("call_")]
     return {n: part(i, len(placed)) for i, n in enumerate(placed)}
-
-
-def in_four(gm: fx.GraphModule) -> object:
-    """Four parts, parameters in the parent."""
-    return sk.split_module(gm, None, _labels(gm, lambda i, n: 4 * i // n).__getitem__)
 
 
 def in_many(gm: fx.GraphModule) -> object:
@@ -35,18 +30,13 @@ def as_they_stand(gm: fx.GraphModule) -> object:
     return sk.split_module(gm, None, _labels(gm, lambda i, n: i // 4).__getitem__, keep_original_order=True)
 
 
-def merged(gm: fx.GraphModule) -> object:
-    """Parts in a cycle, joined."""
-    return sk.split(gm, _labels(gm, lambda i, n: i % 7), on_cycle="merge", lazy=True)
-
-
 def visited(gm: fx.GraphModule) -> object:
     """Parts in a cycle, visited several times."""
     return sk.split(gm, _labels(gm, lambda i, n: i % 2), on_cycle="refine", lazy=True)
 
 
 WAYS: Mapping[str, Callable[[fx.GraphModule], object]] = {
-    run.__name__: run for run in (in_four, in_many, as_they_stand, merged, visited)
+    run.__name__: run for run in (in_many, as_they_stand, visited)
 }
 
 
