@@ -65,7 +65,7 @@ def test_solvers_are_pure(file):
 
 
 PRIVATE_ROOMS = ("_torch.py", "frontends/", "graph/ops/", "memory/watch.py")
-PRIVATE_ENGINE = ("engine/writer.py", "engine/partmodules.py", "engine/assemble.py")
+PRIVATE_ENGINE = ("engine/writer.py", "engine/sourcecode.py", "engine/partmodules.py", "engine/assemble.py")
 """Where private torch names may stand; each use has the versions it was checked on beside it."""
 
 _OWN = ("self", "cls", "argparse")

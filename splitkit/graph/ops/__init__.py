@@ -16,15 +16,17 @@ on one another in this order::
     foreign    what is no tensor: arrays, objects
     sizes      which arguments are asked for their size only
     declared   what users say
+    memo       what has been found out about a graph
     quick      targets that do nothing but compute, remembered
     classify   all of it, with the graphs inside a node
 """
 
 from __future__ import annotations
 
-from splitkit.graph.ops.classify import Memo, effects_of
+from splitkit.graph.ops.classify import effects_of
 from splitkit.graph.ops.declared import declare
 from splitkit.graph.ops.facts import PURE, Effects
+from splitkit.graph.ops.memo import Memo
 from splitkit.graph.ops.sizes import sizes_only
 from splitkit.graph.ops.tuples import is_tuple
 

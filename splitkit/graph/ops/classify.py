@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -16,28 +16,13 @@ from splitkit.graph.ops.barriers import is_restored
 from splitkit.graph.ops.containers import container_effects
 from splitkit.graph.ops.declared import declared_effects, declared_facts
 from splitkit.graph.ops.facts import PURE, Described, Effects, distinct, first_argument, union, unknown
-from splitkit.graph.ops.foreign import Origins, foreign_effects
+from splitkit.graph.ops.foreign import foreign_effects
+from splitkit.graph.ops.memo import Memo
 from splitkit.graph.ops.modules import ModuleEffects, bodies, is_changed, is_stock, lookup, state, stock_inside
 from splitkit.graph.ops.names import is_python, named_effects, python_effects
 from splitkit.graph.ops.quick import quick_effects
 from splitkit.graph.ops.schema import members, packet_facts, schema_facts
-from splitkit.graph.ops.tuples import Known
 from splitkit.graph.scope import is_state_op
-
-
-@dataclass(frozen=True)
-class Memo:
-    """What questions about the nodes of graphs have found out, while these graphs do not change.
-
-    Attributes:
-        modules: module -> what calling it does, ``None`` if that is not known.
-        tuples: node -> whether it yields a tuple.
-        origins: where values come from.
-    """
-
-    modules: dict[nn.Module, ModuleEffects | None] = field(default_factory=dict)
-    tuples: Known = field(default_factory=dict)
-    origins: Origins = field(default_factory=Origins)
 
 
 def effects_of(node: Node, root: nn.Module, memo: Memo | None = None) -> Effects:
@@ -54,7 +39,7 @@ def effects_of(node: Node, root: nn.Module, memo: Memo | None = None) -> Effects
 def _effects(node: Node, root: nn.Module, memo: Memo) -> Effects:
     if node.op in ("placeholder", "get_attr", "output"):
         return PURE
-    if (quick := quick_effects(node)) is not None:
+    if (quick := quick_effects(node, root, memo)) is not None:
         return quick
     target: Any = node.target
     if (declared := declared_effects(node, root)) is not None:

@@ -34,7 +34,7 @@ def container_effects(node: Node, root: nn.Module, known: Known) -> Effects | No
         return _method(node, root, known)
     if not is_python(node):
         return None
-    used_up = first_argument(node) if target is next else tuple(filter(_is_iterator, everything))
+    used_up = first_argument(node) if target is next else tuple(filter(is_iterator, everything))
     if used_up:
         return Effects(used_up, everything)
     if target in (operator.add, operator.mul) and is_tuple(node, root, known):
@@ -49,7 +49,7 @@ def is_container(value: object, root: nn.Module, known: Known) -> bool | None:
     if not isinstance(value, Node):
         return isinstance(value, (tuple, list, dict))
     yields_tuple = is_tuple(value, root, known)
-    if yields_tuple or _is_iterator(value):
+    if yields_tuple or is_iterator(value):
         return True
     meta = value_of(value)
     if meta is None and value.op == "get_attr":
@@ -57,7 +57,8 @@ def is_container(value: object, root: nn.Module, known: Known) -> bool | None:
     return yields_tuple if meta is None else isinstance(meta, (dict, set, frozenset, Iterator))
 
 
-def _is_iterator(value: Node) -> bool:
+def is_iterator(value: Node) -> bool:
+    """Is it made by ``iter``, ``zip`` ...?"""
     made = value.op == "call_function" and value.target in _ITERATORS
     return made or value.target == "__iter__" or isinstance(value.meta.get("val"), Iterator)
 

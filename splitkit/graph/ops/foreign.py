@@ -50,9 +50,7 @@ def foreign_effects(node: Node, root: nn.Module, origins: Origins) -> Effects | 
     in_place = name in tables.IN_PLACE_ELSEWHERE or (name == "add" and not node.users)  # a set's
     if in_place and name != "add" and not node.users and subject.op == "placeholder" and value_of(subject) is None:
         return unknown(node)  # for what else would it be called?
-    return (
-        unknown(node) if (in_place or _has_out(node, name)) and _may_be_array(subject, root, origins.arrays) else None
-    )
+    return unknown(node) if (in_place or _has_out(node, name)) and may_be_array(subject, root, origins.arrays) else None
 
 
 def _has_out(node: Node, name: str) -> bool:
@@ -73,12 +71,12 @@ def _is_object(subject: Node, root: nn.Module, known: dict[Node, bool]) -> bool:
             found = lookup(root, value.target)
         return found is not None and not isinstance(found, _KNOWN)
 
-    return _followed(subject, step, known)
+    return followed(subject, step, known)
 
 
-def _may_be_array(value: Node, root: nn.Module, known: dict[Node, bool]) -> bool:
+def may_be_array(value: Node, root: nn.Module, known: dict[Node, bool]) -> bool:
     """Follow a value to what made it: a tensor's ``numpy()``, an object, code that is not known?"""
-    return _followed(value, lambda node: _made_array(node, root), known)
+    return followed(value, lambda node: _made_array(node, root), known)
 
 
 def _made_array(value: Node, root: nn.Module) -> bool | Node:
@@ -104,7 +102,7 @@ def _made_array(value: Node, root: nn.Module) -> bool | Node:
     return inputs[0] if inputs else False
 
 
-def _followed(value: Node, step: Callable[[Node], bool | Node], known: dict[Node, bool]) -> bool:
+def followed(value: Node, step: Callable[[Node], bool | Node], known: dict[Node, bool]) -> bool:
     """Take steps from node to node until one gives the answer, which is that of all nodes on the way."""
     way: list[Node] = []
     while value not in known:

@@ -52,7 +52,7 @@ def _stands_on(node: Node) -> Iterable[Node]:
         return ()
     if node.op == "output" or node.target is operator.getitem:
         return (a for a in node.args[:1] if isinstance(a, Node))
-    return (a for a in node.args if isinstance(a, Node)) if _is_sum(node) else ()
+    return (a for a in node.args if isinstance(a, Node)) if is_sum(node) else ()
 
 
 def _answer(node: Node, root: nn.Module | None, known: Known) -> bool | None:
@@ -104,12 +104,13 @@ def _python(node: Node, known: Known) -> bool | None:
     if target is getattr:
         name = node.args[1] if len(node.args) > 1 else None
         return True if name == "shape" else False if name in tables.SINGLE_ATTRIBUTES else None
-    if _is_sum(node):
+    if is_sum(node):
         return any(_argument(a, known) for a in node.args)
     return None if target in (next, iter, reversed, max, min) else False
 
 
-def _is_sum(node: Node) -> bool:
+def is_sum(node: Node) -> bool:
+    """Does it add or repeat what may be tuples or lists?"""
     sums = (operator.add, operator.mul, operator.concat, operator.iadd, operator.imul)
     return node.op == "call_function" and node.target in sums
 
