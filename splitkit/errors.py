@@ -118,7 +118,15 @@ class PolicyError(SplitError):
 
 
 class NoPlanError(PolicyError):
-    """The policy is sound but no plan meets its demands (SK303)."""
+    """The policy is sound but no plan meets its demands (SK303).
+
+    Attributes:
+        nearest: the plan that misses the demands by the least, where the search has one; it is not pickled.
+        excess: how many bytes that plan is over the budget.
+    """
+
+    nearest: object = None
+    excess: int = 0
 
 
 class CostError(SplitError):

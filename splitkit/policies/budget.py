@@ -18,7 +18,8 @@ from splitkit.search.recompute.pool import PlanPool, Pool, Seen
 from splitkit.search.recompute.search import Proof, RecomputeSearch
 from splitkit.training.checkpoints import as_eager
 from splitkit.training.choices import savings
-from splitkit.training.flow import as_joint
+from splitkit.training.flow import JointFlow, as_joint
+from splitkit.training.optimizer import MakeOptimizer, checked_optimizer, optimizer_memory
 from splitkit.training.peaks import Peaks
 from splitkit.units import duration, size
 
@@ -30,10 +31,18 @@ LEAST = "least"
 class Budget:
     """Compute again as little as possible, in seconds, so that memory stays within a budget.
 
+    ``Budget("least")`` takes as little memory as one can, and is what to ask first: its note says how low that is.
+
     ``Budget("2GiB")`` bounds the peak of forward and backward, as `splitkit.simulate_memory` finds it of the pair:
-    parameters, inputs, the loss and the gradients that backward has made are in it. ``Budget(0.5)`` is half the peak of
-    `SaveAll`. With ``of="saved"`` it bounds the bytes that forward leaves for backward, as torch's
-    ``activation_memory_budget`` does; the peak may then rise while the budget falls.
+    parameters, inputs, the loss and the gradients that backward has made are in it. ``Budget(0.5)`` is a share of what
+    can be saved: half-way from the lowest peak that is found, at 0.0, to that of `SaveAll`, at 1.0. Such a plan always
+    exists, however much of the peak is parameters, and is for the sizes that it was planned at.
+
+    ``Budget(card="24GiB", optimizer="adamw")`` bounds all that training holds at once on a card of that size: the peak
+    above, the state of the optimizer, the gradients of earlier microbatches, the optimizer's own step, and a reserve.
+
+    With ``of="saved"`` it bounds the bytes that forward leaves for backward, as torch's ``activation_memory_budget``
+    does, and a share is one of what `SaveAll` saves; the peak may then rise while the budget falls.
 
     *Saved bytes*: a mixed-integer program finds the best plan; the note of the plan says how far from proven it is.
 
@@ -43,9 +52,9 @@ class Budget:
     byte, but need not be the quickest of those that do. What is proven is a bound for all plans that compute a value
     again at most once and run all else in the order of the graph.
 
-    ``Budget("least")`` goes as low as one can: with ``of="saved"`` to the fewest bytes that any plan saves, which is
-    proven; else to the lowest peak that a longer search finds, and the note says what no plan is below. For plans of
-    many budgets, ask `splitkit.Frontier`.
+    ``Budget("least", of="saved")`` saves the fewest bytes that any plan saves, which is proven; ``Budget("least")`` has
+    the lowest peak that a longer search finds, and the note says what no plan is below. For plans of many budgets, ask
+    `splitkit.Frontier`.
 
     The same graph, prices and policy give the same plan, byte for byte: in every process, on every machine, whatever
     was planned before. Every search ends by counts; a clock ends it only where ``time_limit`` is given, and then the
@@ -54,8 +63,8 @@ class Budget:
     `PlanPool`, and asks for the smallest first.
 
     Attributes:
-        budget: bytes as an int or a text such as ``"1.5GiB"``; or a float from 0.0 to 1.0, the fraction of what
-            `SaveAll` takes; or ``"least"``.
+        budget: bytes as an int or a text such as ``"1.5GiB"``; or a float from 0.0 to 1.0, the share of what can be
+            saved; or ``"least"``. ``None`` where a card is given.
         of: ``"peak"`` or ``"saved"``.
         time_limit: seconds after which the search ends with what it has, on a slow machine with less; by default there
             is no such limit.
@@ -64,14 +73,25 @@ class Budget:
         price: ``"fused"`` for seconds under Inductor, on the device of the costs (`splitkit.costs.named`); by
             default the costs as they are.
         pool: what searches before this one have seen, and where it puts what it sees; by default it knows nothing.
+        card: bytes that training may take in all, in place of a budget: an int or a text such as ``"24GiB"``.
+        optimizer: with a card: the optimizer whose memory is counted, by name (``"adamw"``, ``"sgd"``, ``"momentum"``
+            ...) or as a function that makes it of parameters; ``None`` counts none.
+        accumulate: with a card: gradients of earlier microbatches are there while the next one runs, as they are when a
+            loop accumulates them, or clears them after forward only. Say False where every step begins without any.
+        reserve: with a card: bytes, or the share of the card, for what neither graph nor optimizer shows: the context
+            of the driver, workspaces of kernels, gaps between allocations.
     """
 
-    budget: int | float | str
+    budget: int | float | str | None = None
     of: Literal["peak", "saved"] = "peak"
     time_limit: float | None = None
     candidates: tuple[PolicyLike, ...] = ()
     price: Literal["fused"] | None = None
     pool: PlanPool | None = field(default=None, repr=False, compare=False)
+    card: int | str | None = None
+    optimizer: str | MakeOptimizer | None = None
+    accumulate: bool = True
+    reserve: int | float | str = 0.05
 
     def __post_init__(self) -> None:
         if not is_word(self.of, "peak", "saved"):
@@ -87,16 +107,70 @@ class Budget:
         if self.pool is not None and not isinstance(self.pool, PlanPool):
             raise PolicyError("SK302", f"Budget has pool={self.pool!r:.200}", "Give a splitkit.policies.PlanPool().")
         require_price(self, self.price)
-        self._bytes(0)
+        checked_optimizer(self, self.optimizer)
+        if self.card is None:
+            self._bytes(0)
+        else:
+            self._check_card()
 
-    def _bytes(self, whole: int) -> int:
-        """The budget in bytes, where the whole is what `SaveAll` takes."""
+    def _check_card(self) -> None:
+        if self.budget is not None or self.of != "peak":
+            reason = (
+                "Budget has a card and another budget" if self.budget is not None else "Budget has a card, of='saved'"
+            )
+            raise PolicyError(
+                "SK302", reason, "A card bounds the peak of all: Budget(card='24GiB', optimizer='adamw')."
+            )
+        if not isinstance(self.accumulate, bool):
+            raise PolicyError("SK302", f"Budget has accumulate={shown(self.accumulate)}", "Give True or False.")
+        self._reserved()
+
+    def _reserved(self) -> int:
+        """Bytes of the card that are left alone."""
+        card, reserve = nbytes(self, "card", self.card), self.reserve
+        if is_number(reserve) and not is_whole(reserve) and reserve <= 1:
+            return int(reserve * card)
+        return nbytes(self, "reserve", reserve, besides=", or a fraction from 0.0 to 1.0")
+
+    def _is_share(self) -> bool:
+        budget: object = self.budget
+        return is_number(budget) and not is_whole(budget) and budget <= 1
+
+    def _bytes(self, whole: int, least: int = 0) -> int:
+        """The budget in bytes, where `SaveAll` takes the whole and nothing takes less than the least."""
         budget: object = self.budget
         if isinstance(budget, str) and budget == LEAST:
             return 0
-        if is_number(budget) and not is_whole(budget) and budget <= 1:
-            return int(budget * whole)
+        if self._is_share():
+            return least + int(float(budget) * (whole - least))  # type: ignore[arg-type]
         return nbytes(self, "budget", budget, besides=", a fraction from 0.0 to 1.0, or 'least'")
+
+    def limit(self, flow: JointFlow) -> int | None:
+        """The bytes that a plan for this graph is held to whatever its sizes are; ``None`` for a share or 'least'.
+
+        Raises:
+            NoPlanError: SK303 for a card that is too small for weights, gradients and optimizer alone.
+        """
+        if self.card is not None:
+            return self._left_on_card(flow)
+        return None if self.budget == LEAST or self._is_share() else self._bytes(0)
+
+    def _left_on_card(self, flow: JointFlow) -> int:
+        """What the peak of forward and backward may be on the card."""
+        taken, card = optimizer_memory(flow, self.optimizer), nbytes(self, "card", self.card)
+        there = card - self._reserved()
+        held = Peaks(flow).baseline(())
+        step = held + taken.gradients + taken.state + taken.temporary
+        if step > there:
+            raise NoPlanError(
+                "SK303",
+                f"of a card of {size(card)}, {size(there)} are left beside the reserve, and the optimizer's step alone "
+                f"takes {size(step)}: {size(held)} of weights and inputs, {size(taken.gradients)} of gradients, "
+                f"{size(taken.state)} of state and {size(taken.temporary)} while it steps",
+                "No plan of forward and backward changes that: take a larger card, an optimizer with less state, or a "
+                "smaller reserve.",
+            )
+        return there - taken.state - (taken.gradients if self.accumulate else 0)
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
         """Parts are ``"forward"`` and ``"backward"``.
@@ -114,7 +188,7 @@ class Budget:
         search = RecomputeSearch(pool, inf if self.time_limit is None else self.time_limit)
         if self.budget == LEAST:
             return self._least(search)
-        limit, proof = self._bytes(getattr(whole, self.of)), Proof(0.0, 0, 0)
+        limit, proof = self._limit(joint, search, whole), Proof(0.0, 0, 0)
         best = pool.best(lambda seen: self._taken(seen) <= limit)
         if best is None or best.seconds:
             proof = search.peak(limit) if self.of == "peak" else search.saved(limit)
@@ -127,6 +201,20 @@ class Budget:
             if best is None:
                 raise self._infeasible(limit, lowest, other)
         return best.choice.plan(self._note(limit, best, proof, search))
+
+    def _limit(self, flow: JointFlow, search: RecomputeSearch, whole: Seen) -> int:
+        """The bytes that the plan is held to."""
+        limit = self.limit(flow)
+        if limit is not None:
+            return limit
+        if self.of == "saved":
+            return self._bytes(whole.saved)
+        least = whole.peak
+        if self.budget != 1:  # looked for anew: the share must not depend on what the pool has seen before
+            other = search.anew()
+            least = min(least, other.low_peak().peak)
+            search.pool.take(other.pool)
+        return self._bytes(whole.peak, least)
 
     def _taken(self, seen: Seen) -> int:
         return seen.peak if self.of == "peak" else seen.saved
@@ -162,11 +250,16 @@ class Budget:
         proven = f"; no plan is below {size(search.least_peak())}" if self.of == "peak" else ""
         what = "peak" if self.of == "peak" else "number of saved bytes"
         further = "; Budget('least') looks for lower ones, for longer" if self.of == "peak" else ""
+        way = f"Budget({taken}, of={self.of!r}) takes that plan{further}"
+        if self.card is not None:
+            way = f"A card of {size(nbytes(self, 'card', self.card) + taken - limit)} holds that plan and the rest"
         again = duration(lowest.seconds, lowest.choice.savings.unit)
-        return NoPlanError(
+        error = NoPlanError(
             "SK303",
             f"no plan was found whose {what} is within {size(limit)} ({limit} bytes): the smallest is {size(taken)}, "
             f"where {again} are computed again and {size(lowest.saved)} are saved{proven}",
-            f"Budget({taken}, of={self.of!r}) takes that plan{further}; a smaller batch or shorter sequence needs "
-            "less.",
+            f"{way}; a smaller batch or shorter sequence needs less.",
         )
+        note = f"{self.of} as near as was found to {size(limit)}: {size(taken)}, {again} computed again"
+        error.nearest, error.excess = lowest.choice.plan(note), taken - limit
+        return error
