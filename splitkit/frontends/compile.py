@@ -24,6 +24,7 @@ from splitkit.frontends.afterwards import WriteWatch, Written, needed, refused
 from splitkit.frontends.aot import PartitionFn, divide_joint
 from splitkit.frontends.capture import put_back
 from splitkit.frontends.capture_errors import require_module
+from splitkit.frontends.changingsizes import Recompiled, SizeWatch
 from splitkit.plans.policy import PolicyLike, require_policy
 
 Inner = Literal["eager", "aot_eager", "inductor"]
@@ -51,6 +52,8 @@ class Backend:
         self.watch: WriteWatch | None = None
         self._names: list[list[str]] = []
         self._joints: dict[int, tuple[fx.Graph, Pair]] = {}
+        self._recompiled = Recompiled()
+        self._sizes: dict[int, SizeWatch] = {}
         self.__name__ = "splitkit"  # by which Dynamo names it in messages
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
@@ -58,6 +61,8 @@ class Backend:
         number = len(self._names)
         self._names.append([str(n.target) for n in gm.graph.find_nodes(op="placeholder")])
         compiled = self._compiled(gm, example_inputs, partial(self.partition, number=number))
+        if number in self._sizes:
+            compiled = self._sizes[number].watching(gm, compiled)
         watch = self.watch
         if watch is None:
             return compiled
@@ -85,10 +90,13 @@ class Backend:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """AOTAutograd's ``partition_fn``, for the graph of that number."""
         known = self.written.get(number)
+        policy = self._recompiled.policy(self.policy)
         pair = divide_joint(
-            joint, inputs, num_fwd_outputs, self.policy, self.costs, known.nodes if known else lambda graph: ()
+            joint, inputs, num_fwd_outputs, policy, self.costs, known.nodes if known else lambda graph: ()
         )
         self.pairs.append(pair)
+        if (watch := policy.guard(pair)) is not None:
+            self._sizes[number] = watch
         self._joints[number] = joint.graph, pair
         return pair.forward, pair.backward
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 from typing import Literal
 
@@ -115,12 +115,9 @@ class Budget:
 
     def _check_card(self) -> None:
         if self.budget is not None or self.of != "peak":
-            reason = (
-                "Budget has a card and another budget" if self.budget is not None else "Budget has a card, of='saved'"
-            )
-            raise PolicyError(
-                "SK302", reason, "A card bounds the peak of all: Budget(card='24GiB', optimizer='adamw')."
-            )
+            other = f"budget={shown(self.budget)}" if self.budget is not None else f"of={self.of!r}"
+            remedy = "A card bounds the peak of all that training holds: Budget(card='24GiB', optimizer='adamw')."
+            raise PolicyError("SK302", f"Budget has a card, and {other}", remedy)
         if not isinstance(self.accumulate, bool):
             raise PolicyError("SK302", f"Budget has accumulate={shown(self.accumulate)}", "Give True or False.")
         self._reserved()
@@ -154,6 +151,10 @@ class Budget:
         if self.card is not None:
             return self._left_on_card(flow)
         return None if self.budget == LEAST or self._is_share() else self._bytes(0)
+
+    def within(self, nbytes: int) -> Budget:
+        """The same policy with this budget."""
+        return replace(self, budget=nbytes, card=None, optimizer=None)
 
     def _left_on_card(self, flow: JointFlow) -> int:
         """What the peak of forward and backward may be on the card."""
