@@ -113,7 +113,8 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "--memory",
         metavar="SIZE",
         help="of each device: 80GiB, 80%% of what it has, or least for the stages with the lowest peak (default: all "
-        "it has); with fwd-bwd the peak that is allowed: 2GiB, 50%% of what saving everything takes, or least",
+        "it has); with fwd-bwd least, the peak that is allowed: 2GiB, or 50%% of what can be saved, or with --optimizer "
+        "the memory of the card: 24GiB, of which 5%% are left free",
     )
     add_links(group)
     group.add_argument(
@@ -145,8 +146,9 @@ def _add_step(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--optimizer",
-        choices=("adam", "momentum", "sgd", "none"),
-        help="whose state is held; none: inference (default: adam with --schedule, else none)",
+        choices=("adam", "adamw", "momentum", "sgd", "none"),
+        help="whose state is held; none: inference (default: adam with --schedule, else none); with fwd-bwd: the card "
+        "holds its state and the gradients of earlier microbatches, too",
     )
 
 

@@ -122,8 +122,8 @@ class HeldPolicy:
             excess = refusal.excess + (0 if self.limit is None else asked - self.limit)
             if excess > 0:
                 self.known.warn(
-                    f"the model is compiled again, for other inputs, and no plan for them is within the budget: the one "
-                    f"with the least memory that was found runs, {size(excess)} ({excess} bytes) over it"
+                    f"the model is compiled again, for other inputs, and no plan for them is within the budget: the "
+                    f"one with the least memory that was found runs, {size(excess)} ({excess} bytes) over it"
                 )
             return refusal.nearest
 
@@ -277,7 +277,8 @@ def _places(gm: fx.GraphModule) -> dict[str, tuple[int, int | None]]:
         if isinstance(value, torch.SymInt):
             found.setdefault(str(value.node.expr), (i, None))
         elif isinstance(value, torch.Tensor):
-            for dim, one in enumerate(value.shape):
+            sizes: Sequence[Any] = value.shape
+            for dim, one in enumerate(sizes):
                 if isinstance(one, torch.SymInt):
                     found.setdefault(str(one.node.expr), (i, dim))
     return found

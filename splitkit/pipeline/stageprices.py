@@ -29,8 +29,8 @@ from splitkit.plans.parts import HOST, PartKey
 from splitkit.plans.record import Plan, plan_of
 from splitkit.prices import as_given, require_costs
 
-Optimizer = Literal["adam", "momentum", "sgd"] | None
-STATE_OF: Mapping[str, int] = {"adam": 2, "momentum": 1, "sgd": 0}
+Optimizer = Literal["adam", "adamw", "momentum", "sgd"] | None
+STATE_OF: Mapping[str, int] = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}
 """The state of each optimizer, in multiples of the bytes of what it trains."""
 
 # Ops whose backward is a product for each factor.

@@ -163,7 +163,7 @@ class Budget:
         held = Peaks(flow).baseline(())
         step = held + taken.gradients + taken.state + taken.temporary
         if step > there:
-            raise NoPlanError(
+            error = NoPlanError(
                 "SK303",
                 f"of a card of {size(card)}, {size(there)} are left beside the reserve, and the optimizer's step alone "
                 f"takes {size(step)}: {size(held)} of weights and inputs, {size(taken.gradients)} of gradients, "
@@ -171,6 +171,8 @@ class Budget:
                 "No plan of forward and backward changes that: take a larger card, an optimizer with less state, or a "
                 "smaller reserve.",
             )
+            error.excess = step - there
+            raise error
         return there - taken.state - (taken.gradients if self.accumulate else 0)
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
@@ -205,7 +207,11 @@ class Budget:
 
     def _limit(self, flow: JointFlow, search: RecomputeSearch, whole: Seen) -> int:
         """The bytes that the plan is held to."""
-        limit = self.limit(flow)
+        try:
+            limit = self.limit(flow)
+        except NoPlanError as error:
+            error.nearest = search.low_peak().choice.plan("as low a peak as was found, on a card that is too small")
+            raise
         if limit is not None:
             return limit
         if self.of == "saved":

@@ -20,7 +20,8 @@ def run(args: Namespace) -> Outcome:
     if args.what == TRAINING:
         from splitkit.cli.commands import plan_training as trainplan
 
-        placement.refuse_with(args, f"--what {TRAINING}", "That divides the step of one device; leave one of them out.")
+        remedy = "That divides the step of one device; leave one of them out."
+        placement.refuse_with(args, f"--what {TRAINING}", remedy, trainplan.OTHERS)
         return trainplan.plan(args)
     if placement.wanted(args):
         placement.check(args)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
-from splitkit.cli import policyspec, source
+from splitkit.cli import placement, policyspec, source
 from splitkit.cli.outcome import Outcome, seconds
 from splitkit.cli.pages import wrote
 from splitkit.cli.placement import MOST_BYTES
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from splitkit.testing.models import Example
 
 SHOWN = 10
+OTHERS = tuple(name for name in placement.OPTIONS if name != "optimizer")
+"""Options of placements that say nothing of the step of one device."""
 _SHARE = re.compile(r"[0-9]+\.?[0-9]*|\.[0-9]+")
 
 
@@ -101,18 +103,35 @@ def _policy(args: Namespace) -> Policy:
     if (args.policy is None) == (args.memory is None):
         raise UsageError("SK601", f"--what {TRAINING} needs a policy", "Add --memory 2GiB, or --policy EXPR.")
     if args.policy is not None:
+        if args.optimizer is not None:
+            remedy = "Give it to the policy: --policy \"Budget(card='24GiB', optimizer='adamw')\"."
+            raise UsageError("SK601", "--optimizer does not go with --policy", remedy)
         return policyspec.parse(args.policy).build()
     from splitkit.policies import Budget
 
+    if args.optimizer is not None:
+        return _card(args)
     if args.memory == "least":
         return Budget("least")
     share = read_percent(args.memory)
     if share is None and _SHARE.fullmatch(args.memory) and float(args.memory) <= 1:
         share = float(args.memory)
-    if share is None and ((found := read_size(args.memory)) is None or found > MOST_BYTES):
-        remedy = "Write bytes, 2GiB, a share of what saving all takes (50%), or least."
-        raise UsageError("SK601", f"--memory {args.memory:.60} is no size", remedy)
+    if share is None:
+        _require_size(args.memory, "Write bytes, 2GiB, a share of what can be saved (50%), or least.")
     return Budget(args.memory if share is None else share)
+
+
+def _card(args: Namespace) -> Policy:
+    """A budget of all that training holds on a card."""
+    from splitkit.policies import Budget
+
+    _require_size(args.memory, "With --optimizer it is the memory of the whole card: write bytes, or 24GiB.")
+    return Budget(card=args.memory, optimizer=None if args.optimizer == "none" else args.optimizer)
+
+
+def _require_size(memory: str, remedy: str) -> None:
+    if (found := read_size(memory)) is None or found > MOST_BYTES:
+        raise UsageError("SK601", f"--memory {memory:.60} is no size", remedy)
 
 
 def _data(work: TrainWork, costs: Costs, pair: Pair, profile: MemoryProfile) -> dict[str, Any]:
