@@ -34,6 +34,7 @@ CODES: dict[str, str] = {
     "SK302": "a policy was given a bad parameter",
     "SK303": "no plan fits",
     "SK304": "a pattern or name matches nothing",
+    "SK305": "the model asks for a memory budget of its own",
     "SK320": "a device is described wrongly",
     "SK321": "there is no such device",
     "SK322": "links are described wrongly",

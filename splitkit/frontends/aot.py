@@ -24,6 +24,8 @@ from splitkit.engine.dedupe import deduplicated
 from splitkit.engine.pair import Pair, divide
 from splitkit.errors import CaptureError
 from splitkit.frontends.quietlogs import without_logging
+from splitkit.frontends.realtensors import on_real_tensors
+from splitkit.frontends.regionbudgets import refuse_region_budgets
 from splitkit.frontends.tokens import without_tokens
 from splitkit.graph.dataflow import analyze
 from splitkit.graph.fakeruns import rebinds
@@ -306,7 +308,11 @@ def divide_joint(
     for node, given in zip(joint.graph.find_nodes(op="placeholder"), pytree.tree_leaves(inputs), strict=False):
         _keep_constant(node, given)
     joint = without_duplicates(joint, forward_outputs)
-    pair = divide(joint_flow(joint, forward_outputs, written(joint.graph)), policy, costs(joint))
+    refuse_region_budgets(joint)
+    flow = joint_flow(joint, forward_outputs, written(joint.graph))
+    with on_real_tensors(joint):
+        prices = costs(joint)
+    pair = divide(flow, policy, prices)
     _describe(pair, joint)
     return pair
 

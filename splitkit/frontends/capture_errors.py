@@ -71,8 +71,15 @@ def capture_error(model: nn.Module, how: str, error: Exception, helps: str = "",
     reason += f"\n  torch says: {first_line(error)}"
     own = "" if lines and lines[0].installed else remedy  # nobody mends code inside of a package
     trains = runs and any(p.requires_grad for p in model.parameters())
-    hints = [helps or own, _LOGS if how == "dynamo" else "", _TRAINING if trains else ""]
+    hints = [helps or _of_script(model) or own, _LOGS if how == "dynamo" else "", _TRAINING if trains else ""]
     return CaptureError("SK401", reason, " ".join(h for h in hints if h))
+
+
+def _of_script(model: nn.Module) -> str:
+    """What to do about a part that is TorchScript; nothing if there is none."""
+    names = (name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule))
+    name = next(names, "")
+    return f"Its part {name} is TorchScript: give the module that was scripted." if name else ""
 
 
 def came_from_torch(error: SplitError) -> bool:
@@ -86,6 +93,12 @@ def require_module(model: object) -> None:
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise CaptureError("SK401", f"{what} is no module", "Give a torch.nn.Module; wrap a function in one.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CaptureError(
+            "SK401",
+            f"the model is TorchScript ({type(model).__name__}), whose ops no tracer of torch's sees",
+            "Give the module that was scripted or traced, before torch.jit.script or torch.jit.trace.",
+        )
 
 
 def _diagnose(text: str) -> tuple[str, str]:

@@ -23,7 +23,8 @@ import torch
 from torch import fx
 from torch._guards import CompileContext  # current_compile_id: 2.11, 2.13, 2.15
 
-from splitkit.costs import Costs
+from splitkit.checks import shown
+from splitkit.costs import Costs, default
 from splitkit.engine.pair import Pair
 from splitkit.errors import NoPlanError
 from splitkit.graph.dataflow import Dataflow
@@ -126,6 +127,21 @@ class HeldPolicy:
                     f"one with the least memory that was found runs, {size(excess)} ({excess} bytes) over it"
                 )
             return refusal.nearest
+
+    def costs(self, make: Callable[[fx.GraphModule], Costs], joint: fx.GraphModule) -> Costs:
+        """Prices of a graph; by FLOPs where its code was planned before, and no others can be made of it."""
+        try:
+            return make(joint)
+        except Exception as error:
+            if not self.is_again:
+                raise
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            warnings.warn(
+                f"the model is compiled again, for other inputs, and costs={shown(make)} fails on its graph ({text}): "
+                "its nodes are priced by FLOPs",
+                stacklevel=2,
+            )
+            return default(joint)
 
     def _with_room(self, flow: JointFlow) -> tuple[PolicyLike, int]:
         """The policy that plans for sizes that may grow, and its bytes."""

@@ -10,12 +10,11 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd  # 2.11, 2.13, 2.15
 from torch._dynamo.backends.debugging import boxed_nop  # 2.11, 2.13, 2.15
 from torch._dynamo.exc import BackendCompilerFailed  # 2.11, 2.13, 2.15
 
-from splitkit._torch import pytree
 from splitkit.costs import Costs, default
 from splitkit.costs.named import by_inductor
 from splitkit.engine.pair import Pair
@@ -25,6 +24,9 @@ from splitkit.frontends.aot import PartitionFn, divide_joint
 from splitkit.frontends.capture import put_back
 from splitkit.frontends.capture_errors import require_module
 from splitkit.frontends.changingsizes import Recompiled, SizeWatch
+from splitkit.frontends.firstcall import call_once
+from splitkit.frontends.freshinputs import fresh
+from splitkit.frontends.modulestate import buffers_kept, is_uninitialised, owned_dicts
 from splitkit.plans.policy import PolicyLike, require_policy
 
 Inner = Literal["eager", "aot_eager", "inductor"]
@@ -91,9 +93,8 @@ class Backend:
         """AOTAutograd's ``partition_fn``, for the graph of that number."""
         known = self.written.get(number)
         policy = self._recompiled.policy(self.policy)
-        pair = divide_joint(
-            joint, inputs, num_fwd_outputs, policy, self.costs, known.nodes if known else lambda graph: ()
-        )
+        costs = partial(policy.costs, self.costs)
+        pair = divide_joint(joint, inputs, num_fwd_outputs, policy, costs, known.nodes if known else lambda graph: ())
         self.pairs.append(pair)
         if (watch := policy.guard(pair)) is not None:
             self._sizes[number] = watch
@@ -206,6 +207,12 @@ def _compile(applied: nn.Module, divided: Backend, fullgraph: bool) -> None:
     applied._compiled_call_impl = torch.compile(_own_code(applied), backend=divided, fullgraph=fullgraph)
 
 
+def _uncompiled(applied: nn.Module) -> nn.Module:
+    model = copy.copy(applied)
+    model._compiled_call_impl = None  # what nn.Module.compile sets: 2.11, 2.13, 2.15
+    return model
+
+
 def _own_code(self: nn.Module) -> Callable[..., Any]:
     """A function with code of its own: Dynamo keeps what it compiled by code, and gives up after eight.
 
@@ -221,10 +228,12 @@ def _own_code(self: nn.Module) -> Callable[..., Any]:
 def _try(applied: nn.Module, divided: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[int, Written]:
     """Run forward once and leave no trace; what was written to after a graph had run that had to do with it."""
     divided.watch = watch = WriteWatch()
-    held = [(buffer, buffer.detach().clone()) for buffer in applied.buffers()]
-    args, kwargs = pytree.tree_map_only(Tensor, _fresh, (args, kwargs))
+    if is_uninitialised(applied):  # as eager mode makes its parameters; Dynamo goes past the hooks that would show it
+        with buffers_kept(applied):
+            call_once(_uncompiled(applied), args, kwargs)
+    args, kwargs = fresh((args, kwargs))
     try:
-        with put_back(m._buffers for m in applied.modules()), torch.random.fork_rng(), torch.enable_grad():
+        with buffers_kept(applied), put_back(owned_dicts(applied)), torch.random.fork_rng(), torch.enable_grad():
             applied(*args, **kwargs)
             written = watch.stop()
     except BackendCompilerFailed as failed:
@@ -232,15 +241,5 @@ def _try(applied: nn.Module, divided: Backend, args: tuple[Any, ...], kwargs: di
             raise failed.inner_exception from None
         raise
     finally:
-        with torch.no_grad():
-            for buffer, value in held:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
         divided.watch = None
     return written
-
-
-def _fresh(tensor: Tensor) -> Tensor:
-    """A copy that the model may write to."""
-    copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    return copied.clone() if tensor.requires_grad and not tensor.is_leaf else copied

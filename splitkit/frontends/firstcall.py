@@ -18,6 +18,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from splitkit._torch import FakeTensor, pytree
+from splitkit.frontends.freshinputs import fresh
+from splitkit.frontends.modulestate import buffers_kept
 
 Captured = TypeVar("Captured")
 
@@ -66,17 +68,24 @@ def _is_changed_by_a_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mappi
     if not are_real(model, (args, kwargs)):
         return False
     held, modules = _contents(model), list(model.modules())
-    with _state_kept(model):
+    sizes = _sizes(model)
+    with buffers_kept(model, sizes=False):
         try:
             call_once(model, args, kwargs)
         except Exception:  # of any kind: the error of the capture says more
             return False
-    return len(list(model.modules())) != len(modules) or not all(_same(now, before) for now, before in held)
+    same = len(list(model.modules())) == len(modules) and sizes == _sizes(model)
+    return not (same and all(_same(now, before) for now, before in held))
+
+
+def _sizes(model: nn.Module) -> list[tuple[object, ...]]:
+    """Shapes and dtypes of the buffers that are there: a first call may resize them in place."""
+    return [(tuple(b.shape), b.dtype) for b in model.buffers() if not is_lazy(b)]
 
 
 def call_once(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Run the model on copies of the inputs; random generators go on as if it had not run."""
-    inputs, named = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), (args, dict(kwargs)))
+    inputs, named = fresh((args, dict(kwargs)))
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():
@@ -108,20 +117,6 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-@contextmanager
-def _state_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards the buffers that there were hold what they held; new ones stay."""
-    buffers = ((m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None)
-    held = [(m, name, b, b.detach().clone()) for m, name, b in buffers if not is_lazy(b)]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for module, name, buffer, value in held:
-                buffer.detach_().copy_(value)
-                module._buffers[name] = buffer
 
 
 def _contents(model: nn.Module) -> list[tuple[Any, Any]]:

@@ -22,6 +22,8 @@ from splitkit.frontends.capture_errors import came_from_torch, capture_error, re
 from splitkit.frontends.firstcall import after_a_call, in_eval_mode
 from splitkit.frontends.jointchecks import check_graph, check_inputs, check_model, no_scalar, without_loss
 from splitkit.frontends.jointsignature import JointSignature, like_example, signature_of
+from splitkit.frontends.modulestate import owned_dicts
+from splitkit.frontends.regionbudgets import refuse_region_budgets
 from splitkit.frontends.trainstep import NO_LOSS, NO_TENSOR, Loss, TrainingStep, name_modules
 from splitkit.graph.storages import mark_repeated
 from splitkit.plans.policy import PolicyLike
@@ -128,7 +130,8 @@ class Joint:
 
     @cached_property
     def flow(self) -> JointFlow:
-        """The facts about the graph that policies read."""
+        """The facts about the graph that policies read; SK305 for one that asks for a memory budget itself."""
+        refuse_region_budgets(self.graph_module)
         return aot.joint_flow(self.graph_module, self.signature.forward_outputs)
 
     def split(self, policy: PolicyLike, costs: Costs | None = None) -> Pair:
@@ -190,7 +193,7 @@ def _traced(
     step: TrainingStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[fx.GraphModule, JointSignature]:
     # AOTAutograd swaps parameters for stand-ins, and does not put all back of a module that goes by two names
-    with undisturbed(), put_back(held for m in step.modules() for held in (m._parameters, m._buffers)):
+    with undisturbed(), put_back(owned_dicts(step)):
         try:
             gm = aot.trace_joint(step, args, kwargs)
         except Exception as error:

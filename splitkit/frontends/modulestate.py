@@ -1,0 +1,97 @@
+"""The state of a module, kept while it runs and put back: values and sizes of buffers, and what goes by which name.
+
+A first call may change more than values: it resizes a buffer (the observers of quantisation-aware training), changes a
+dtype, or makes the parameters and buffers of a lazy module. TorchScript modules hold buffers of their own in C++.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+
+def write_back(tensor: Tensor, value: Tensor) -> None:
+    """Give a tensor the value, shape and dtype that it had; its storage stays where the dtype is the same."""
+    with torch.no_grad():
+        if tensor.dtype != value.dtype or (tensor.shape != value.shape and tensor.requires_grad):
+            tensor.data = value.clone()
+            return
+        if tensor.shape != value.shape:
+            tensor.resize_(value.shape)
+        if not torch.equal(tensor, value):
+            tensor.data.copy_(value)
+
+
+def is_as_before(tensor: Tensor, value: Tensor) -> bool:
+    """Whether a tensor has the shape and dtype that it had."""
+    return tensor.shape == value.shape and tensor.dtype == value.dtype
+
+
+@contextmanager
+def buffers_kept(model: nn.Module, sizes: bool = True) -> Iterator[None]:
+    """Afterwards the buffers that there were are what they were, and those of lazy modules as they are when made.
+
+    Args:
+        model: the module.
+        sizes: put back a buffer that has another shape or dtype too; else it stays as the run left it.
+    """
+    held = [(m, name, b, b.detach().clone()) for m, name, b in _buffers(model) if not is_lazy(b)]
+    with ExitStack() as hooks:
+        made = [hooks.enter_context(_as_made(m)) for m in model.modules() if _is_uninitialised(m)]
+        try:
+            yield
+        finally:
+            for module, name, buffer, value in held:
+                if buffer.grad_fn is not None:
+                    buffer.detach_()
+                if sizes or is_as_before(buffer, value):
+                    write_back(buffer, value)
+                if not isinstance(module, torch.jit.ScriptModule):
+                    module._buffers[name] = buffer
+            for values in made:
+                for buffer, value in values:
+                    write_back(buffer, value)
+
+
+def owned_dicts(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """The dicts of parameters and of buffers of all modules but TorchScript's, which are views of what C++ holds."""
+    for module in model.modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            yield from (module._parameters, module._buffers)
+
+
+def is_uninitialised(model: nn.Module) -> bool:
+    """Whether a part of the model is lazy, and was never called."""
+    return any(map(_is_uninitialised, model.modules()))
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for module in model.modules():
+        yield from ((module, name, b) for name, b in module._buffers.items() if b is not None)
+
+
+def _is_uninitialised(module: nn.Module) -> bool:
+    tensors = (t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None)
+    return not isinstance(module, torch.jit.ScriptModule) and any(map(is_lazy, tensors))
+
+
+@contextmanager
+def _as_made(module: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Notes the buffers of a lazy module with their values, once its own hook, which runs before, has made them."""
+    found: list[tuple[Tensor, Tensor]] = []
+
+    def note(module: nn.Module, args: Any) -> None:
+        if not found:
+            made = [b for b in module._buffers.values() if b is not None and not is_lazy(b)]
+            found.extend((b, b.detach().clone()) for b in made)
+
+    handle = module.register_forward_pre_hook(note)
+    try:
+        yield found
+    finally:
+        handle.remove()
