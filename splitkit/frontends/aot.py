@@ -27,6 +27,7 @@ from splitkit.frontends.quietlogs import without_logging
 from splitkit.frontends.realtensors import on_real_tensors
 from splitkit.frontends.regionbudgets import refuse_region_budgets
 from splitkit.frontends.tokens import without_tokens
+from splitkit.frontends.tracing import without_globals, without_onednn
 from splitkit.graph.dataflow import analyze
 from splitkit.graph.fakeruns import rebinds
 from splitkit.plans.policy import PolicyLike
@@ -59,15 +60,15 @@ def trace_joint(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     paths.
     """
     with (
-        _without_onednn(),
-        _without_globals(type(module).forward),
+        without_onednn(),
+        without_globals(type(module).forward),
         torch._dynamo.config.patch(_FIXED),
         torch.fx.traceback.preserve_node_meta(),
         without_logging(),
         _no_lost_state(module, args, kwargs),
     ):
         captured = dynamo_graph_capture_for_export(module)(*args, **kwargs)
-    with _without_onednn(), tracing(captured.meta["tracing_context"]), ExitStack() as stack:
+    with without_onednn(), tracing(captured.meta["tracing_context"]), ExitStack() as stack:
         described = aot_export_joint_with_descriptors(stack, captured, args, dict(kwargs))
     gm = described.graph_module
     without_tokens(gm)
@@ -82,18 +83,6 @@ def _keep_constant(node: Node, given: Any) -> None:
     """AOTAutograd writes no value on an input that is a plain number, text or ``None``: the graph is made for it."""
     if "val" not in node.meta and not isinstance(given, torch.Tensor):
         node.meta["val"] = given
-
-
-@contextmanager
-def _without_globals(function: Callable[..., Any]) -> Iterator[None]:
-    """Dynamo leaves what it captured among the globals of the function, where model and inputs would live for ever."""
-    names: dict[str, Any] = function.__globals__
-    before = names.keys() | set()
-    try:
-        yield
-    finally:
-        for name in names.keys() - before:  # __compiled_fn_..: 2.11, 2.13, 2.15
-            del names[name]
 
 
 @contextmanager
@@ -113,17 +102,6 @@ def _no_lost_state(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
                 )
         elif not re.search(r"""\["G\['__import_transformers_\w+'\]\._active_collector"\]$""", text):  # 2.11, 2.13, 2.15
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-
-
-@contextmanager
-def _without_onednn() -> Iterator[None]:
-    """The LSTM of oneDNN keeps for backward what its fake kernel does not show: it is taken apart instead."""
-    before = torch._C._get_mkldnn_enabled()  # torch.backends.mkldnn.flags warns of TF32: 2.11, 2.13, 2.15
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
 
 
 def line_of(error: BaseException) -> str:

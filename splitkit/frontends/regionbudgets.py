@@ -23,7 +23,7 @@ def refuse_region_budgets(joint: fx.GraphModule) -> None:
                 "SK305",
                 f"the model asks for an activation memory budget of {asked} itself "
                 f"(torch.autograd.graph.region_activation_memory_budget, at {node.name}), and a policy was given",
-                "Say it in one place: take it out of the model and plan with splitkit.policies.Budget"
-                f"({asked}, of='saved'), or let torch's partitioner obey it: joint.partition(...), torch.compile(model).",
+                "Say it in one place: take it out of the model and plan with splitkit.policies."
+                f"Budget({asked}, of='saved'), or let torch obey it: joint.partition(...), torch.compile(model).",
                 [node],
             )
