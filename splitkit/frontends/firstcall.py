@@ -100,7 +100,7 @@ def outputs_of_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     found: list[Any] = []
     handle = model.register_forward_hook(lambda module, given, output: found.append(output))
     try:
-        with as_found(model), _state_kept(model), torch.enable_grad():
+        with as_found(model), buffers_kept(model), torch.enable_grad():
             call_once(model, args, kwargs)
     finally:
         handle.remove()
