@@ -266,6 +266,46 @@ def test_symbols_of_a_size():
     assert int(env.var_to_range[symbol].upper) == 128
 
 
+def test_dynamo_says_which_code_it_compiles_and_guards_sizes_that_a_backend_looks_at():
+    from torch._guards import CompileContext
+
+    seen = []
+
+    def backend(gm, inputs):
+        found = CompileContext.current_compile_id()
+        size = next((x for x in inputs if isinstance(x, torch.SymInt)), None)
+        assert size is None or bool(size <= 8) is (size.node.hint <= 8)
+        seen.append((found.frame_id, found.frame_compile_id))
+        return gm
+
+    torch._dynamo.reset()
+    run = torch.compile(nn.ReLU(), backend=backend)
+    for length in (3, 4, 7, 9, 12):
+        run(torch.ones(length))
+    first, second, third = seen  # of one size, of sizes up to 8, of sizes above
+    assert first[0] == second[0] == third[0] and [number for _, number in seen] == [0, 1, 2]
+    assert torch._dynamo.config.recompile_limit >= 3
+
+
+def test_no_guard_is_kept_of_a_size_that_is_asked_for_in_silence():
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    made = []
+
+    def backend(gm, inputs):
+        size = next(x for x in inputs if isinstance(x, torch.SymInt))
+        assert size.node.shape_env.var_to_range[size.node.expr].lower <= 2
+        with _disable_current_modes(), size.node.shape_env.suppress_guards():
+            made.append(torch.ones(size))
+        return gm
+
+    torch._dynamo.reset()
+    run = torch.compile(nn.ReLU(), backend=backend, dynamic=True)
+    for length in (5, 6, 7):
+        run(torch.ones(length))
+    assert [(type(one), one.numel()) for one in made] == [(torch.Tensor, 5)]
+
+
 def test_unpickled_is_of_the_class_that_is_asked_for():
     class Mine(fx.GraphModule):
         pass

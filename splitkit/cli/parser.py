@@ -113,8 +113,8 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "--memory",
         metavar="SIZE",
         help="of each device: 80GiB, 80%% of what it has, or least for the stages with the lowest peak (default: all "
-        "it has); with fwd-bwd: least, the peak that is allowed (2GiB), a share of what can be saved (50%%), or with "
-        "--optimizer the memory of the card (24GiB), of which 5 %% are left free",
+        "it has); with fwd-bwd least, the peak that is allowed: 2GiB, or 50%% of what can be saved; with fwd-bwd and "
+        "--optimizer the memory of the card: 24GiB, of which 5%% are left free",
     )
     add_links(group)
     group.add_argument(

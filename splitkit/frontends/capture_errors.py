@@ -79,12 +79,7 @@ def _of_script(model: nn.Module) -> str:
     """What to do about a part that is TorchScript; nothing if there is none."""
     names = (name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule))
     name = next(names, "")
-    return (
-        f"Its part {name} is TorchScript: give the module that was scripted; or train the model with splitkit.apply or "
-        "splitkit.backend, which run that part as it is and divide the rest."
-        if name
-        else ""
-    )
+    return f"Its part {name} is TorchScript: give the module that was scripted." if name else ""
 
 
 def came_from_torch(error: SplitError) -> bool:

@@ -163,7 +163,9 @@ def apply(
 
     With example inputs, forward runs once now, so that what cannot be captured or planned is refused here rather than
     in the first step; buffers, inputs and random state are put back (what a model writes to its parameters or Python
-    attributes while it runs is not). A model that falls into several graphs works, with a warning, and each of them is
+    attributes while it runs is not, and lazy modules are made). Examples that share memory stay so. Other sizes are
+    planned when they come, and then nothing is refused: a budget that cannot be kept is exceeded, with one warning that
+    says by how many bytes. A model that falls into several graphs works, with a warning, and each of them is
     divided on its own; what a later graph writes to (a buffer that is updated after a graph break) is then not read
     again in backward. That is only known with example inputs.
 

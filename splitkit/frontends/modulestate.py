@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 
 def write_back(tensor: Tensor, value: Tensor) -> None:
@@ -63,6 +65,12 @@ def owned_dicts(model: nn.Module) -> Iterator[dict[str, Any]]:
     for module in model.modules():
         if not isinstance(module, torch.jit.ScriptModule):
             yield from (module._parameters, module._buffers)
+
+
+def made_by_hooks(owner: nn.Module) -> set[str]:
+    """Attributes that a hook of torch's makes anew before each forward: no state, but results of parameters."""
+    hooks = owner._forward_pre_hooks.values()  # 2.11, 2.13, 2.15
+    return {hook.name for hook in hooks if isinstance(hook, SpectralNorm | WeightNorm)}
 
 
 def is_uninitialised(model: nn.Module) -> bool:

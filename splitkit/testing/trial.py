@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from splitkit import _torch
 from splitkit._torch import pytree
-from splitkit.frontends.modulestate import write_back
+from splitkit.frontends.modulestate import made_by_hooks, write_back
 from splitkit.frontends.outputs import inside, named_leaves
 from splitkit.graph.ambient import SETTINGS
 from splitkit.graph.storages import parameters_and_buffers, storage_key
@@ -111,15 +109,9 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All parameters, buffers and tensors that are plain attributes, under each of their names."""
     yield from parameters_and_buffers(module).items()
     for path, owner in module.named_modules(remove_duplicate=False):
-        again = _made_by_hooks(owner)
+        again = made_by_hooks(owner)
         plain = ((n, value) for n, value in vars(owner).items() if isinstance(value, Tensor) and n not in again)
         yield from ((f"{path}.{name}" if path else name, value) for name, value in plain)
-
-
-def _made_by_hooks(owner: nn.Module) -> set[str]:
-    """Attributes that a hook of torch's makes anew before each forward: no state, but results of parameters."""
-    kinds = (SpectralNorm, WeightNorm)
-    return {hook.name for hook in owner._forward_pre_hooks.values() if isinstance(hook, kinds)}
 
 
 def pieces(tensor: Tensor) -> tuple[object, Tensor]:

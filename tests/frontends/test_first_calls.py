@@ -104,8 +104,7 @@ def test_a_model_that_its_first_call_changes_is_captured_with_its_loss(name):
     x = torch.randn(4, 8)
     model = made(name)
     model(x).sum().backward()
-    joint = sk.capture_joint(made(name), x)
-    step = joint.run(x)
+    step = sk.capture_joint(made(name), x, loss=torch.sum).run(x)
     assert_equal({n: p.grad for n, p in model.named_parameters()}, dict(step.gradients))
 
 

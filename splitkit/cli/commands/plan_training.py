@@ -109,24 +109,29 @@ def _policy(args: Namespace) -> Policy:
         return policyspec.parse(args.policy).build()
     from splitkit.policies import Budget
 
-    if args.memory == "least" and args.optimizer is None:
-        return Budget("least")
-    share = None if args.optimizer is not None else _share(args.memory)
-    if share is None and ((found := read_size(args.memory)) is None or found > MOST_BYTES):
-        remedy = "Write bytes, 2GiB, a share of what can be saved (50%), or least."
-        if args.optimizer is not None:
-            remedy = "With --optimizer it is the memory of the whole card: write bytes, or 24GiB."
-        raise UsageError("SK601", f"--memory {args.memory:.60} is no size", remedy)
     if args.optimizer is not None:
-        return Budget(card=args.memory, optimizer=None if args.optimizer == "none" else args.optimizer)
+        return _card(args)
+    if args.memory == "least":
+        return Budget("least")
+    share = read_percent(args.memory)
+    if share is None and _SHARE.fullmatch(args.memory) and float(args.memory) <= 1:
+        share = float(args.memory)
+    if share is None:
+        _require_size(args.memory, "Write bytes, 2GiB, a share of what can be saved (50%), or least.")
     return Budget(args.memory if share is None else share)
 
 
-def _share(text: str) -> float | None:
-    """``50%`` or ``0.5`` as a number; ``None`` for anything else."""
-    if _SHARE.fullmatch(text) and float(text) <= 1:
-        return float(text)
-    return read_percent(text)
+def _card(args: Namespace) -> Policy:
+    """A budget of all that training holds on a card."""
+    from splitkit.policies import Budget
+
+    _require_size(args.memory, "With --optimizer it is the memory of the whole card: write bytes, or 24GiB.")
+    return Budget(card=args.memory, optimizer=None if args.optimizer == "none" else args.optimizer)
+
+
+def _require_size(memory: str, remedy: str) -> None:
+    if (found := read_size(memory)) is None or found > MOST_BYTES:
+        raise UsageError("SK601", f"--memory {memory:.60} is no size", remedy)
 
 
 def _data(work: TrainWork, costs: Costs, pair: Pair, profile: MemoryProfile) -> dict[str, Any]:
