@@ -30,6 +30,7 @@ CODES: dict[str, str] = {
     "SK211": "the key of a part equals others",
     "SK212": "inputs of a call share memory that is written",
     "SK215": "a later graph writes to what backward needs",
+    "SK216": "a part cannot be replaced",
     "SK301": "not a policy",
     "SK302": "a policy was given a bad parameter",
     "SK303": "no plan fits",

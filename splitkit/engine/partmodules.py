@@ -10,7 +10,6 @@ from typing import Any, cast
 from torch import fx, nn
 
 from splitkit import _torch
-from splitkit.engine.overlaps import OverlapCheck
 from splitkit.engine.ties import Tied
 from splitkit.errors import GraphError
 from splitkit.graph.scope import is_state_op
@@ -66,7 +65,7 @@ class _Picky(Tied):
     graph: fx.Graph
 
     def __reduce__(self) -> Any:
-        """What pickle asks for; SK107 for a graph with regions. Fx drops hooks, also those that refuse wrong calls."""
+        """What pickle asks for; SK107 for a graph with regions."""
         if state_ops := [n for n in self.graph.nodes if is_state_op(n)]:
             raise GraphError(
                 "SK107",
@@ -75,15 +74,11 @@ class _Picky(Tied):
                 state_ops,
             )
         _, (body, imports) = cast(tuple[Any, tuple[dict[str, Any], str]], super().__reduce__())
-        checks = [hook for hook in self._forward_pre_hooks.values() if isinstance(hook, OverlapCheck)]
-        return _restored, (isinstance(self, (EagerPart, LazyPart)), body, imports, checks)
+        return _restored, (isinstance(self, (EagerPart, LazyPart)), body, imports)
 
 
-def _restored(is_part: bool, body: dict[str, Any], imports: str, checks: list[OverlapCheck]) -> fx.GraphModule:
-    module = _torch.unpickled(EagerPart if is_part else EagerParent, body, imports)
-    for check in checks:
-        check.watch(module)
-    return module
+def _restored(is_part: bool, body: dict[str, Any], imports: str) -> fx.GraphModule:
+    return _torch.unpickled(EagerPart if is_part else EagerParent, body, imports)
 
 
 class EagerParent(_Picky, fx.GraphModule):
@@ -117,6 +112,8 @@ class _Lazy(_Picky, _torch.LazyGraphModule):  # type: ignore[misc]
     meets a function that it must not trace.
     """
 
+    # TorchScript compiles properties, and knows no locks; 2.11, 2.13, 2.15.
+    __jit_unused_properties__ = (*fx.GraphModule.__jit_unused_properties__, "code")
     _lazy_forward = forward = _Unmade()  # compared by torch: 2.11, 2.13, 2.15
 
     def real_recompile(self) -> None:
