@@ -44,8 +44,10 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         gm = fx.symbolic_trace(model, concrete_args=constants)
     _fold_constants(gm, constants)
     set_values(gm, bound.arguments)
-    _guard(_ConstantInputs(signature, constants), gm)
-    gm._register_deepcopy_hook(partial(_guard, _ConstantInputs(signature, constants)))  # 2.11, 2.13, 2.15
+    if constants:
+        check = _ConstantInputs(signature, constants)
+        _guard(check, gm)
+        gm._register_deepcopy_hook(partial(_guard, check))  # 2.11, 2.13, 2.15
     return gm
 
 
@@ -128,14 +130,22 @@ class _ConstantInputs:
     """Refuses another value for an input that was fixed at capture."""
 
     def __init__(self, signature: inspect.Signature, constants: Mapping[str, Any]) -> None:
-        self.signature = signature
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self.positional = [name for name, p in signature.parameters.items() if p.kind in kinds]
         self.constants = dict(constants)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = self.signature.bind(*args, **kwargs).arguments
-        for name, value in self.constants.items():
-            if name in given and not _same(given[name], value):
-                raise RuntimeError(f"Expected input {name} to be {value!r}, as at capture, but got {given[name]!r}")
+        # Loops that Dynamo can trace, which inspect.Signature.bind is not.
+        for i in range(min(len(args), len(self.positional))):
+            self._require(self.positional[i], args[i])
+        for name in kwargs:
+            self._require(name, kwargs[name])
+
+    def _require(self, name: str, given: Any) -> None:
+        if name in self.constants and not _same(given, self.constants[name]):
+            raise RuntimeError(
+                f"Expected input {name} to be {self.constants[name]!r}, as at capture, but got {given!r}"
+            )
 
 
 def _same(a: Any, b: Any) -> bool:
