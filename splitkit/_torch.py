@@ -206,6 +206,14 @@ def meta_of(module: nn.Module) -> dict[str, Any]:
     return cast(dict[str, Any], getattr(module, "meta", {}))
 
 
+def qualified_name(target: Any) -> str:
+    """What a function is called in the code of a graph, with dots (2.11, 2.13, 2.15)."""
+    try:
+        return fx.node._get_qualified_name(target)
+    except Exception:
+        return str(getattr(target, "__name__", target))
+
+
 def target_name(node: fx.Node) -> str:
     """What a node calls: ``aten.linear.default``, ``_operator.getitem``, ``transformer.wte.weight``."""
     target = node.target

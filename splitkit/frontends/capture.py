@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from splitkit._torch import pytree
+from splitkit.engine.restoring import restore_modes_on_error
 from splitkit.errors import CaptureError
 from splitkit.frontends.capture_errors import capture_error, first_line, require_module
 from splitkit.frontends.export_blocks import blocks_as_nodes, restore_callers_grad
@@ -207,8 +208,10 @@ def _from_exported(program: ExportedProgram) -> fx.GraphModule:
     for body in gm.modules():  # branches of control flow, which Dynamo traced
         if isinstance(body, fx.GraphModule) and body is not gm:
             restore_by_value(body.graph)
+            restore_modes_on_error(body.graph)
             body.recompile()
     _drop_checks(gm)
+    restore_modes_on_error(gm.graph)
     gm.recompile()
     _keep_input_check(gm)
     # Export's own are methods and a tracer that cannot be pickled.
