@@ -17,6 +17,7 @@ CODES: dict[str, str] = {
     "SK109": "a graph does not run on fake tensors",
     "SK110": "an option of the memory simulation makes no sense",
     "SK111": "a node reads what is not before it in its graph",
+    "SK112": "a lazy module has made no parameters yet",
     "SK201": "the plan names nodes of another graph",
     "SK202": "a node that may run only once is planned several times",
     "SK203": "parts depend on each other in a cycle",

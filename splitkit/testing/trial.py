@@ -18,7 +18,7 @@ from splitkit._torch import pytree
 from splitkit.frontends.modulestate import write_back
 from splitkit.frontends.outputs import inside, named_leaves
 from splitkit.graph.ambient import SETTINGS
-from splitkit.graph.storages import parameters_and_buffers, storage_key
+from splitkit.graph.storages import parameters_and_buffers, require_made, storage_key
 from splitkit.losses import loss_of, named_loss
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
@@ -65,6 +65,7 @@ def trial(
     names: Mapping[str, str],
 ) -> Trial:
     """Run ``module`` on copies of the inputs; ``names`` says what its parameters and buffers are called."""
+    require_made(parameters_and_buffers(module))
     inputs = _Inputs((args, kwargs))
     with untouched(module) as saved, torch.random.fork_rng():
         torch.manual_seed(seed)
