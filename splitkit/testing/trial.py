@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -178,6 +179,18 @@ class _Inputs:
                 self.passed[name] = value
             rebuilt.append(value)
         self.rebuilt = pytree.tree_unflatten(rebuilt, spec)
+
+
+@contextmanager
+def casting_anew() -> Iterator[None]:
+    """Within, autocast casts a weight at each use, also where it was asked to keep the first cast."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with patch.object(torch, "set_autocast_cache_enabled", lambda enabled: None):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 @contextmanager
