@@ -7,7 +7,7 @@ the joint-graph door hold their own.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -43,6 +43,8 @@ SET_FWD_GRAD: Any = torch._C._set_fwd_grad_enabled
 FORBID_HOOKS: Any = torch._C._autograd._saved_tensors_hooks_disable
 ALLOW_HOOKS: Any = torch._C._autograd._saved_tensors_hooks_enable
 HOOKS_MESSAGE: Any = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+# Tensors as torch.func hands them to the function that it transforms (2.11, 2.13, 2.15).
+_functorch: Any = torch._C._functorch
 # The layout of torch.Tensor.to_mkldnn (2.11, 2.13, 2.15).
 MKLDNN: Any = torch._mkldnn  # type: ignore[attr-defined]
 SET_DETERMINISTIC: Any = torch._C._set_deterministic_algorithms
@@ -80,6 +82,33 @@ def schema_of(op: Any) -> Any:
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether autograd knows it as a view (2.11, 2.13, 2.15)."""
     return tensor._is_view()
+
+
+def is_dispatched() -> bool:
+    """Whether a mode of ``__torch_dispatch__`` is at work, as in tracing: it sees operators (2.11, 2.13, 2.15)."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that hold the memory of one: those inside wrapper subclasses, ``torch.func`` and sparse layouts."""
+    if _functorch.is_functorch_wrapped_tensor(tensor):
+        yield from plain_tensors(_functorch.get_unwrapped(tensor))
+    elif hasattr(tensor, "__tensor_flatten__"):
+        for name in cast(Any, tensor).__tensor_flatten__()[0]:
+            yield from plain_tensors(getattr(tensor, name))
+    elif tensor.layout is torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())  # 2.11, 2.13, 2.15
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    else:
+        yield tensor
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Equal for handles of one storage, while it lives (2.11, 2.13, 2.15)."""
+    return int(storage._cdata)
 
 
 def on_deepcopy(module: Any, hook: Callable[[Any], None]) -> None:
@@ -175,6 +204,14 @@ def is_composite(op: OpOverload) -> bool:
 def meta_of(module: nn.Module) -> dict[str, Any]:
     """``GraphModule.meta``, which type checkers take for a submodule."""
     return cast(dict[str, Any], getattr(module, "meta", {}))
+
+
+def qualified_name(target: Any) -> str:
+    """What a function is called in the code of a graph, with dots (2.11, 2.13, 2.15)."""
+    try:
+        return fx.node._get_qualified_name(target)
+    except Exception:
+        return str(getattr(target, "__name__", target))
 
 
 def target_name(node: fx.Node) -> str:

@@ -379,3 +379,21 @@ def test_a_row_with_messages_is_torchs_to_run(tmp_path):
         assert [len(losses) for losses in made] == [2, 0]
     finally:
         dist.destroy_process_group()
+
+
+def test_dispatch_modes_wrapped_tensors_and_storages_are_told_apart():
+    from torch._subclasses import FakeTensorMode
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    assert not _torch.is_dispatched()
+    with FakeTensorMode():
+        assert _torch.is_dispatched()
+    one, other = torch.zeros(2), torch.zeros(2)
+    inside = list(_torch.plain_tensors(TwoTensor(one, other)))
+    assert [t.data_ptr() for t in inside] == [one.data_ptr(), other.data_ptr()]
+    assert len(list(_torch.plain_tensors(one.to_sparse()))) == 2
+    seen = []
+    torch.vmap(lambda x: seen.extend(_torch.plain_tensors(x)) or x)(one)
+    assert [t.data_ptr() for t in seen] == [one.data_ptr()]
+    assert _torch.storage_id(one.untyped_storage()) == _torch.storage_id(one[1:].untyped_storage())
+    assert _torch.storage_id(one.untyped_storage()) != _torch.storage_id(other.untyped_storage())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -18,6 +18,7 @@ from splitkit.engine.partmodules import (
     LazyPart,
     bare_container,
     bare_module,
+    stands_alone,
 )
 from splitkit.graph.storages import Lookup
 
@@ -169,6 +170,9 @@ def carry_hooks(root: fx.GraphModule, module: fx.GraphModule) -> None:
     """Hooks of the original (checks of its inputs, say) are called for the parent."""
     # nn.Module keeps its hooks in private tables and lists them nowhere (2.11, 2.13, 2.15).
     for hook_id, before in root._forward_pre_hooks.items():
+        if stands_alone(before):
+            cast(Any, before).watch(module)
+            continue
         with_kwargs = hook_id in root._forward_pre_hooks_with_kwargs
         module.register_forward_pre_hook(_SeenByOriginal(before, root), with_kwargs=with_kwargs)
     for hook_id, after in root._forward_hooks.items():

@@ -16,6 +16,7 @@ from splitkit.engine.assemble import add_parts, carry_hooks, keep_whole, module_
 from splitkit.engine.cut import Subgraph
 from splitkit.engine.kept_state import RunGraph, StateRun, with_bare_runs
 from splitkit.engine.names import Style, flat_names, part_names
+from splitkit.engine.restoring import restore_modes_on_error
 from splitkit.engine.scopedgraph import ScopedGraph
 from splitkit.engine.writer import LeanGraph, Writer
 from splitkit.graph.dataflow import Dataflow
@@ -81,6 +82,8 @@ def emit(
         copies[sub.key] = {n: written.env[n] for n in sub.nodes}
     parent = _Parent(flow, plan, style, names, NEUTRAL if runs else flow.final)
     parent.write(units)
+    if runs:  # leave the grad mode to each other
+        restore_modes_on_error(parent.graph, always=True)
     copies[HOST] = parent.copies
     read = {name: name for name in parent.attributes}
     module = module_of(flow.root, parent.graph, read, style, lazy)
@@ -163,6 +166,7 @@ def _write_run(
         else:
             run.pass_by(node)
     run.end()
+    restore_modes_on_error(run.graph)
     return ()
 
 

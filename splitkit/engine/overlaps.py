@@ -6,123 +6,129 @@ The order of parts stands on what the graph shows, and a graph does not show tha
     b = x.add_(10)   part B      split: A (a, r), B      f(t, t): r runs first
     r = a - y        part A
 
-So the parent of such a split asks each call whether inputs share memory. One whose parts keep the order of the graph,
-as stages do, and one of a graph that writes nothing, asks nothing.
+So the parent of such a split begins with a node that compares the memory of its inputs (`splitkit.sharing`). The parent
+of a split whose parts keep the order of the graph, as stages do, and of a graph that writes nothing, has none.
+
+A parameter of a part is looked up at each call, and passed over when it is gone: users replace parts::
+
+    submod_1 = self.submod_1;  l = getattr(submod_1, "l", None);  weight = getattr(l, "weight", None)
+    refuse_shared([x, y, weight], ...)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+import json
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, cast
+from itertools import accumulate
+from typing import cast
 
 import torch
 from torch import fx
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit._torch import pytree
 from splitkit.engine.cut import Subgraph
-from splitkit.errors import PlanError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.effects import REACHED, SIZES, Memory, memory_of
 from splitkit.graph.ops import PURE
-from splitkit.graph.storages import Lookup, attribute, storage_key
+from splitkit.graph.storages import Lookup, storage_key
+from splitkit.graph.symbols import value_of
+from splitkit.sharing import CHECKS, Use, refuse_shared
+
+_ANYWHERE = ("as_strided", "set_", "resize", "storage")
+"""Parts of the names of ops that may reach bytes of a storage which the tensor that they are given does not show."""
 
 
-@dataclass(frozen=True, order=True)
-class Use:
-    """A node that reads or writes memory: its place in the graph, its first and last in the split."""
-
-    index: int
-    first: int
-    last: int
-    writes: bool
-    name: str
-
-
+@dataclass(frozen=True)
 class OverlapCheck:
-    """A hook of the parent: refuses a call whose inputs share memory that the parts would use in another order.
+    """What a check of a split's inputs has to know.
 
     Attributes:
-        inputs: the inputs in their order, each with the number of its class, ``None`` if nobody uses it.
-        attributes: parameters and buffers of the parent -> their class.
-        uses: class -> who uses it.
+        inputs: the inputs that may get in each other's way, or in that of an attribute -> their class.
+        attributes: parameters and buffers of the parent that may -> their class.
+        uses: class -> who uses it out of order with a user of another class.
+        whole: some op may reach bytes that its input does not show, so that whole storages are compared.
     """
 
-    def __init__(
-        self, inputs: Sequence[tuple[str, int | None]], attributes: Mapping[str, int], uses: Sequence[Sequence[Use]]
-    ) -> None:
-        self.inputs, self.attributes, self.uses = inputs, attributes, uses
+    inputs: Mapping[str, int]
+    attributes: Mapping[str, int]
+    uses: Sequence[Sequence[Use]]
+    whole: bool
 
-    def watch(self, module: fx.GraphModule) -> None:
-        """Be called before each run of ``module``, and of its copies."""
-        module.register_forward_pre_hook(self, with_kwargs=True)
-        _torch.on_deepcopy(module, self.watch)
-
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise SK212 if the split would not do what the whole does."""
-        found: dict[Hashable, dict[int, str]] = {}
-        for (name, number), given in zip(self.inputs, given_to(module.graph, args, kwargs), strict=False):
-            for tensor in filter(_has_memory, pytree.tree_leaves(given)) if number is not None else ():
-                found.setdefault(storage_key(tensor), {})[cast(int, number)] = name
-        for name, number in self.attributes.items():
-            tensor = attribute(module, name)
-            if isinstance(tensor, torch.Tensor) and (key := storage_key(tensor)) in found:
-                found[key].setdefault(number, name)
-        for shared in found.values():
-            if len(shared) > 1 and (pair := _out_of_order(use for number in shared for use in self.uses[number])):
-                _refuse(list(shared.values()), *pair)
+    def write(self, module: fx.GraphModule, parts: Collection[str]) -> None:
+        """Put the check behind the inputs of ``module``, whose ``parts`` have these names."""
+        graph = module.graph
+        places = {str(n.target): n for n in graph.find_nodes(op="placeholder")}
+        with graph.inserting_before(next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))):
+            read = _Reader(graph, parts)
+            given = [*(places[name] for name in self.inputs), *map(read.attribute, self.attributes)]
+            table = [(name, c, self.uses[c]) for name, c in (*self.inputs.items(), *self.attributes.items())]
+            graph.call_function(refuse_shared, (given, self.whole, json.dumps(table)))
+        module.recompile()
 
 
-def _has_memory(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() > 0
+class _Reader:
+    """Writes nodes that read attributes, each once."""
+
+    def __init__(self, graph: fx.Graph, parts: Collection[str]) -> None:
+        self.graph, self.parts = graph, parts
+        self.made: dict[str, Node] = {}
+
+    def attribute(self, name: str) -> Node:
+        """An attribute of the parent; or one of a part, ``None`` at a call where it is gone."""
+        if name not in self.made:
+            *owner, last = name.split(".")
+            if not owner or owner[0] not in self.parts:
+                self.made[name] = self.graph.get_attr(name)
+            else:
+                inside = self.attribute(".".join(owner)) if owner[1:] else self._part(owner[0])
+                self.made[name] = self.graph.call_function(getattr, (inside, last, None))
+        return self.made[name]
+
+    def _part(self, name: str) -> Node:
+        if name not in self.made:
+            self.made[name] = self.graph.get_attr(name)
+        return self.made[name]
 
 
-def given_to(graph: fx.Graph, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """What a call gives to each input of a graph, in their order; defaults and what does not fit are left out."""
-    info = getattr(_torch.codegen_of(graph), "pytree_info", None)
-    if info is not None:  # inputs are the leaves of the arguments
-        later = [name for name in info.orig_args if name in kwargs]
-        return pytree.tree_leaves((args, [kwargs[name] for name in later]))
-    names = [str(n.target) for n in graph.nodes if n.op == "placeholder"]
-    left = list(args)
-    given: list[Any] = []
-    for name in names:
-        if name.startswith("**"):
-            given.append({k: v for k, v in kwargs.items() if k not in names})
-        elif name.startswith("*"):
-            given.append(left)
-            left = []
-        else:
-            given.append(left.pop(0) if left else kwargs.get(name))
-    return given
+def check_nodes(graph: fx.Graph) -> dict[Node, None]:
+    """The nodes of a parent that check its inputs, and those that read attributes for that alone."""
+    found = {n: None for check in CHECKS for n in graph.find_nodes(op="call_function", target=check)}
+    left = list(found)
+    while left:
+        for node in left.pop().all_input_nodes:
+            reads = node.op == "get_attr" or node.target is getattr
+            if reads and node not in found and all(user in found for user in node.users):
+                found[node] = None
+                left.append(node)
+    return found
 
 
-def _refuse(names: Sequence[str], one: Use, other: Use) -> None:
-    writer = one if one.writes else other
-    raise PlanError(
-        "SK212",
-        f"{' and '.join(names)} share memory in this call, and {writer.name} writes it: "
-        f"the graph runs {one.name} before {other.name}, the parts do not",
-        "Pass a copy (x.clone()) as one of them, or split into parts that keep the order of the graph.",
-        [one.name, other.name],
-    )
+def rename_watched(graph: fx.Graph, rename: Callable[[str], str], parts: Collection[str] = ()) -> bool:
+    """Let the check of a parent read its attributes under other names; gives whether there is such a check.
 
-
-def _out_of_order(uses: Iterable[Use]) -> tuple[Use, Use] | None:
-    """Two uses, one of them a write, that run in another order than that of the graph."""
-    latest: Use | None = None
-    latest_write: Use | None = None
-    for use in sorted(uses):
-        before = latest if use.writes else latest_write
-        if before is not None and before.last >= use.first:
-            return before, use
-        if latest is None or use.last > latest.last:
-            latest = use
-        if use.writes and (latest_write is None or use.last > latest_write.last):
-            latest_write = use
-    return None
+    Args:
+        graph: of the parent, whose code is to be made again.
+        rename: the name of an attribute -> its name now.
+        parts: names of the parts, of which attributes may be gone.
+    """
+    checks = graph.find_nodes(op="call_function", target=refuse_shared)
+    for check in checks:
+        given, whole, table = cast(tuple[Sequence[Node], bool, str], check.args)
+        known = json.loads(table)
+        inputs = [n for n in given if n.op == "placeholder"]  # which come first
+        for entry in known[len(inputs) :]:
+            entry[0] = rename(entry[0])
+        before = check_nodes(graph).keys() - {check}
+        with graph.inserting_before(check):
+            read = _Reader(graph, parts)
+            attributes = [read.attribute(entry[0]) for entry in known[len(inputs) :]]
+            check.args = ([*inputs, *attributes], whole, json.dumps(known))
+        for node in reversed([n for n in graph.nodes if n in before]):
+            graph.erase_node(node)
+    return bool(checks)
 
 
 def overlap_check(
@@ -145,9 +151,10 @@ def overlap_check(
     held = [storage_key(t) for e in acting for t in e.reads_state]
     attributes = [n for n in flow.scope if n.op == "get_attr"]
     memory = memory_of(flow.effects, flow.root, besides=[*inputs, *attributes, *held])
-    roots = {_class_in(memory, item) for item in (*inputs, *attributes, *held)}
-    uses = _uses(flow, memory, roots, moments)
-    if _out_of_order({use for found in uses.values() for use in found}) is None:
+    of_inputs = {str(n.target).lstrip("*"): _class_in(memory, n) for n in inputs if _may_hold_memory(n)}
+    roots = {*of_inputs.values(), *(_class_in(memory, item) for item in (*attributes, *held))}
+    uses = _involved(_uses(flow, memory, roots, moments), set(of_inputs.values()))
+    if not uses:
         return None
     number = {c: i for i, c in enumerate(uses)}
     of_attributes: dict[str, int] = {}
@@ -156,8 +163,57 @@ def overlap_check(
         tensor = find(original)
         if isinstance(tensor, torch.Tensor) and (c := _class_in(memory, storage_key(tensor))) in number:
             of_attributes[name] = number[c]
-    of_inputs = [(str(n.target), number.get(_class_in(memory, n))) for n in inputs]
-    return OverlapCheck(of_inputs, of_attributes, list(uses.values()))
+    watched = {name: number[c] for name, c in of_inputs.items() if c in number}
+    return OverlapCheck(watched, of_attributes, list(uses.values()), _reaches_anywhere(flow))
+
+
+def _may_hold_memory(node: Node) -> bool:
+    """Whether an input may be a tensor, or hold some."""
+    return not isinstance(value_of(node), (int, float, str, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _reaches_anywhere(flow: Dataflow) -> bool:
+    """Whether a node may touch bytes of a storage that the tensors which it is given do not show."""
+    return any(
+        not effect.known or any(part in _torch.target_name(node) for part in _ANYWHERE)
+        for node, effect in flow.effects.items()
+        if effect is not PURE
+    )
+
+
+def _involved(uses: Mapping[Hashable, list[Use]], inputs: Set[Hashable]) -> dict[Hashable, list[Use]]:
+    """The uses of each class that are out of order with one of another class, one of the two being an input's.
+
+    Uses of one class are in order, or the plan would have been refused.
+    """
+    all_ = _Order(use for found in uses.values() for use in found)
+    of_inputs = _Order(use for c, found in uses.items() if c in inputs for use in found)
+    found = {c: [u for u in us if (all_ if c in inputs else of_inputs).clashes(u)] for c, us in uses.items()}
+    return {c: us for c, us in found.items() if us}
+
+
+class _Order:
+    """Uses in the order of the graph, to ask which others are out of order with them, each in logarithmic time."""
+
+    def __init__(self, uses: Iterable[Use]) -> None:
+        known = sorted(uses)
+        self.every, self.writes = _Side(known), _Side([use for use in known if use.writes])
+
+    def clashes(self, use: Use) -> bool:
+        """Whether one of them, a write unless ``use`` is one, runs on the wrong side of it."""
+        return (self.every if use.writes else self.writes).clashes(use)
+
+
+class _Side:
+    def __init__(self, uses: Sequence[Use]) -> None:
+        self.places = [use.place for use in uses]
+        self.latest = list(accumulate((use.last for use in uses), max))  # up to each
+        self.earliest = list(accumulate((use.first for use in reversed(uses)), min))[::-1]  # from each on
+
+    def clashes(self, use: Use) -> bool:
+        before, after = bisect_left(self.places, use.place), bisect_right(self.places, use.place)
+        late = before > 0 and self.latest[before - 1] >= use.first
+        return late or (after < len(self.places) and self.earliest[after] <= use.last)
 
 
 def _class_in(memory: Memory, item: Hashable) -> Hashable:

@@ -10,7 +10,6 @@ from typing import Any, cast
 from torch import fx, nn
 
 from splitkit import _torch
-from splitkit.engine.overlaps import OverlapCheck
 from splitkit.engine.ties import Tied
 from splitkit.errors import GraphError
 from splitkit.graph.scope import is_state_op
@@ -66,24 +65,44 @@ class _Picky(Tied):
     graph: fx.Graph
 
     def __reduce__(self) -> Any:
-        """What pickle asks for; SK107 for a graph with regions. Fx drops hooks, also those that refuse wrong calls."""
-        if state_ops := [n for n in self.graph.nodes if is_state_op(n)]:
-            raise GraphError(
-                "SK107",
-                f"torch.fx loses {state_ops[0].name} and every other region when it unpickles a graph",
-                "Save the plan (plan.save) and the weights (state_dict), and split again; or copy with copy.deepcopy.",
-                state_ops,
-            )
-        _, (body, imports) = cast(tuple[Any, tuple[dict[str, Any], str]], super().__reduce__())
-        checks = [hook for hook in self._forward_pre_hooks.values() if isinstance(hook, OverlapCheck)]
-        return _restored, (isinstance(self, (EagerPart, LazyPart)), body, imports, checks)
+        """What pickle asks for; SK107 for a graph with regions."""
+        kind: type[fx.GraphModule] = EagerPart if isinstance(self, (EagerPart, LazyPart)) else EagerParent
+        return reduced(cast(fx.GraphModule, self), kind, super().__reduce__)
 
 
-def _restored(is_part: bool, body: dict[str, Any], imports: str, checks: list[OverlapCheck]) -> fx.GraphModule:
-    module = _torch.unpickled(EagerPart if is_part else EagerParent, body, imports)
+def reduced(module: fx.GraphModule, kind: type[fx.GraphModule], reduce: Callable[[], Any]) -> Any:
+    """What pickle asks a graph for: what fx gives it, restored as a ``kind``, with those of its hooks that stand alone.
+
+    Fx drops all hooks; one that refuses wrong inputs, and asks nothing of the module, must not get lost.
+
+    Raises:
+        GraphError: SK107 for a graph with regions.
+    """
+    if state_ops := [n for n in module.graph.nodes if is_state_op(n)]:
+        raise GraphError(
+            "SK107",
+            f"torch.fx loses {state_ops[0].name} and every other region when it unpickles a graph",
+            "Save the plan (plan.save) and the weights (state_dict), and split again; or copy with copy.deepcopy.",
+            state_ops,
+        )
+    _, (body, imports) = cast(tuple[Any, tuple[dict[str, Any], str]], reduce())
+    checks = [hook for hook in module._forward_pre_hooks.values() if stands_alone(hook)]
+    without = {field: type(hooks)() for field, hooks in body.items() if field.endswith(("_hooks", "_with_kwargs"))}
+    return _restored, (kind, {**body, **without}, imports, checks)
+
+
+def _restored(
+    kind: type[fx.GraphModule], body: dict[str, Any], imports: str, checks: list[Callable[..., Any]]
+) -> fx.GraphModule:
+    module = _torch.unpickled(kind, body, imports)
     for check in checks:
-        check.watch(module)
+        cast(Any, check).watch(module)
     return module
+
+
+def stands_alone(hook: object) -> bool:
+    """Whether a hook asks nothing of the module that it is called for: it has ``watch``, which registers it."""
+    return hasattr(hook, "watch")
 
 
 class EagerParent(_Picky, fx.GraphModule):
@@ -117,6 +136,8 @@ class _Lazy(_Picky, _torch.LazyGraphModule):  # type: ignore[misc]
     meets a function that it must not trace.
     """
 
+    # TorchScript compiles properties, and knows no locks; 2.11, 2.13, 2.15.
+    __jit_unused_properties__ = (*fx.GraphModule.__jit_unused_properties__, "code")
     _lazy_forward = forward = _Unmade()  # compared by torch: 2.11, 2.13, 2.15
 
     def real_recompile(self) -> None:

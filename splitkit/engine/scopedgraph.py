@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from splitkit.engine.restoring import restore_modes_on_error
 from splitkit.engine.writer import Writer
 from splitkit.graph.ambient import SETTINGS, Setting
 from splitkit.graph.scope import CALLERS, NEUTRAL, Scope, region_kind
@@ -87,5 +88,7 @@ class ScopedGraph:
         return self._writer.call(setting.set, (self._callers[setting.name],))
 
     def _append(self, state_op: Node) -> Node:
-        self._first = self._first or state_op
+        if self._first is None:
+            self._first = state_op
+            restore_modes_on_error(self.graph)
         return state_op

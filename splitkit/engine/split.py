@@ -20,6 +20,7 @@ from splitkit.engine.cut import Subgraph, cut
 from splitkit.engine.emit import Emitted, emit
 from splitkit.engine.names import Style
 from splitkit.engine.overlaps import overlap_check
+from splitkit.engine.replacing import replace_child, require_replaceable
 from splitkit.errors import CycleError, PolicyError
 from splitkit.graph.dataflow import Dataflow, analyze
 from splitkit.graph.storages import Lookup
@@ -111,6 +112,26 @@ class Split(Shown):
         names = {id(child): name for name, child in self.module.named_children()}
         return {key: names[id(part)] for key, part in self.parts.items()}
 
+    def replace(self, part: PartKey, module: nn.Module) -> None:
+        """Let the parent call ``module`` instead of a part: a wrapper, ``DistributedDataParallel``, a compiled engine.
+
+        `module` and `qualified_names` are changed in place: a parameter or buffer of the part that ``module`` holds,
+        under whatever name, goes by its new name, and the check for inputs that share memory (SK212) looks there. What
+        ``module`` does not hold is not compared any more. ``parts`` keeps the part that `split` made.
+
+        Args:
+            part: the key of the part.
+            module: takes and returns what the part does.
+
+        Raises:
+            PlanError: SK216 if there is no such part, or ``module`` is no module.
+        """
+        require_replaceable(part, module, self.names)
+        names = cast(dict[str, str], self.qualified_names)
+        replace_child(self.module, self.names[part], module, names, self.names.values())
+        self.__dict__.pop("locations", None)
+        self.__dict__.pop("shared", None)
+
     def to_networkx(self) -> DiGraph[Any]:
         """The parts as a graph without cycles; nodes that the host computes itself are in it too, as ``fx.Node``::
 
@@ -166,6 +187,7 @@ def split(
     parameters: Literal["own", "hoist"] = "own",
     lazy: bool = False,
     on_cycle: OnCycle = "error",
+    check_inputs: bool = True,
 ) -> Split:
     """Split a graph into parts.
 
@@ -179,6 +201,9 @@ def split(
         lazy: make the code of each module when it is first called, which most of the time of a split goes to.
         on_cycle: what to do with parts that depend on each other in a cycle: ``"error"``, ``"refine"`` to visit a
             part several times, or ``"merge"`` to join the parts of a cycle.
+        check_inputs: let the parent refuse a call (SK212) in which inputs share memory that its parts would use in
+            another order than the graph. Only a split that writes an input, parameter or buffer and changes the order
+            has this check, as the first call of the parent; it costs about 1 us for each tensor that it compares.
 
     Raises:
         GraphError: the graph cannot be analysed (SK1xx).
@@ -192,7 +217,8 @@ def split(
         check(flow, whole)
         units = cut(flow, whole)
         emitted = emit(flow, whole, units, Style(), lazy)
-        watch_inputs(flow, units, emitted)
+        if check_inputs:
+            watch_inputs(flow, units, emitted)
     subgraphs = {u.key: u for u in units if isinstance(u, Subgraph)}
     return Split(emitted.module, whole, flow, subgraphs, emitted.parts, _qualified_names(emitted), emitted.copies)
 
@@ -222,8 +248,8 @@ def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
 
 def watch_inputs(flow: Dataflow, units: tuple[Subgraph | Node, ...], emitted: Emitted) -> None:
     """Let the parent refuse inputs that share memory, if its parts would use it in another order than the graph."""
-    if watcher := overlap_check(flow, units, lambda: _qualified_names(emitted)):
-        watcher.watch(emitted.module)
+    if check := overlap_check(flow, units, lambda: _qualified_names(emitted)):
+        check.write(emitted.module, {name for name in emitted.attributes if name})
 
 
 def _qualified_names(emitted: Emitted) -> dict[str, str]:

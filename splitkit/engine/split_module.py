@@ -32,6 +32,7 @@ def split_module(
     *,
     partition_affix: str | None = None,
     tuple_return: bool = False,
+    check_inputs: bool = True,
 ) -> fx.GraphModule:
     """Split a graph with the signature of ``torch.fx.passes.split_module.split_module``.
 
@@ -52,6 +53,7 @@ def split_module(
         partition_affix: ``submod_<affix>_<id>``. With ``"pp"``, the affix of ``torch.distributed.pipelining``, the
             parent takes and returns bare values as torch's does: no pytrees, an exported model gives a flat tuple.
         tuple_return: parts with one output return a tuple.
+        check_inputs: as in `split`; with ``partition_affix="pp"`` there is no check, as nobody calls the parent.
     """
     style = Style(
         partition_affix,
@@ -63,14 +65,16 @@ def split_module(
         flat=partition_affix == PIPELINING,
     )
     with collector_of_new_objects():
-        emitted = _emitted(m, split_callback, style)
+        emitted = _emitted(m, split_callback, style, check_inputs and not style.flat)
     if qualname_map is not None:
         for part, attributes in emitted.attributes.items():
             qualname_map |= {f"{part}.{name}": original for name, original in attributes.items() if part}
     return emitted.module
 
 
-def _emitted(m: fx.GraphModule, split_callback: PolicyLike | Callable[[Node], PartKey], style: Style) -> Emitted:
+def _emitted(
+    m: fx.GraphModule, split_callback: PolicyLike | Callable[[Node], PartKey], style: Style, check_inputs: bool
+) -> Emitted:
     flow = analyze(m)
     labels: dict[Node, PartKey] = {}
     asked = _recorded(split_callback, labels) if style.late_attributes else split_callback
@@ -79,7 +83,8 @@ def _emitted(m: fx.GraphModule, split_callback: PolicyLike | Callable[[Node], Pa
     units = cut(flow, whole, as_met=True)
     runs = runs_of(flow, whole, labels) if labels else {}
     emitted = emit(flow, whole, units, style, _torch.wants_lazy_code(), runs)
-    watch_inputs(flow, units, emitted)
+    if check_inputs:
+        watch_inputs(flow, units, emitted)
     return emitted
 
 

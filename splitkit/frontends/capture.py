@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from io import StringIO
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,12 +16,14 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from splitkit._torch import pytree
+from splitkit.engine.restoring import restore_modes_on_error
 from splitkit.errors import CaptureError
 from splitkit.frontends.capture_errors import capture_error, first_line, require_module
 from splitkit.frontends.export_blocks import blocks_as_nodes, restore_callers_grad
 from splitkit.frontends.firstcall import after_a_call, are_real, as_found, call_once, in_eval_mode, owned_by
 from splitkit.frontends.functions import functions_as_nodes, refuse_lost_functions, refuse_module_hooks
 from splitkit.frontends.gradflags import GradFlags
+from splitkit.frontends.inputchecks import InputCheck
 from splitkit.frontends.outputs import outputs_opened
 from splitkit.frontends.quietlogs import without_meta_errors, without_partial_graph
 from splitkit.frontends.symbolic_trace import trace
@@ -207,11 +208,15 @@ def _from_exported(program: ExportedProgram) -> fx.GraphModule:
     for body in gm.modules():  # branches of control flow, which Dynamo traced
         if isinstance(body, fx.GraphModule) and body is not gm:
             restore_by_value(body.graph)
+            restore_modes_on_error(body.graph)
             body.recompile()
     _drop_checks(gm)
+    restore_modes_on_error(gm.graph)
     gm.recompile()
     _keep_input_check(gm)
-    gm.__dict__.update(train=_refuse_mode, eval=_refuse_mode)  # export's own are methods that cannot be pickled
+    # Export's own are methods and a tracer that cannot be pickled.
+    gm.__dict__.update(train=_refuse_mode, eval=_refuse_mode, _tracer_cls=None)
+    gm.graph._tracer_cls = None
     return gm
 
 
@@ -237,31 +242,10 @@ def _keep_input_check(gm: fx.GraphModule) -> None:
     gm._forward_pre_hooks_with_kwargs.clear()
     gm._forward_hooks.clear()
     gm._forward_hooks_always_called.clear()
-    check = _InputCheck(getattr(gm, "range_constraints", {}))
+    check = InputCheck(gm)
     check.watch(gm)
     # Copies are made by GraphModule.__deepcopy__, which calls these: 2.11, 2.13, 2.15.
     gm._register_deepcopy_hook(check.watch)
-
-
-class _InputCheck:
-    """Refuses inputs that differ from the example in structure, fixed sizes or Python values.
-
-    It asks nothing of the module but its graph and signature, so that the parent of a split can carry it too.
-    """
-
-    def __init__(self, ranges: Any) -> None:
-        self.ranges = ranges
-
-    def watch(self, gm: fx.GraphModule) -> None:
-        gm.register_forward_pre_hook(self, with_kwargs=True)
-
-    def __call__(self, gm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        from torch.export._unlift import _check_input_constraints_pre_hook  # 2.11, 2.13, 2.15
-
-        read = SimpleNamespace(
-            validate_inputs=True, range_constraints=self.ranges, graph=gm.graph, _in_spec=gm._in_spec
-        )
-        _check_input_constraints_pre_hook(read, args, kwargs)  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -19,7 +19,16 @@ _HERE = Path(__file__).parent
 _PYTHON, _SITE = Path(traceback.__file__).parent, Path(sysconfig.get_path("purelib"))  # contextlib is nobody's line
 
 # Words of torch's messages (2.11, 2.13, 2.15; lower case) -> the construct, and what to do about it.
+_INSTEAD_OF_DATA = (
+    "Bind the name anew (z = y instead of z.data = y); to change a parameter, buffer or input in place, write "
+    "p.copy_(y) under torch.no_grad()."
+)
 _CONSTRUCTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (
+        ("failed to mutate tensor data attribute", "set_ on a graph input"),
+        "the model assigns to .data of a tensor",
+        _INSTEAD_OF_DATA,
+    ),
     (
         ("data-dependent", "data dependent", "unbacked", "guardondatadependent", "control flow", ".item()"),
         "Python code decides on a value that only the data knows",
@@ -116,6 +125,15 @@ def lost_hook(what: str) -> CaptureError:
         f"{what}, which torch.export loses: gradients would be other ones{line_here()}",
         "Take the hook away before the capture and hook a parameter instead (parameters keep their hooks), or write "
         "it as a torch.autograd.Function; splitkit.capture_joint and splitkit.apply take the model as it is.",
+    )
+
+
+def lost_data(name: str = "data") -> CaptureError:
+    """The SK410 for an assignment to ``.data``, or to another attribute of a tensor, by the line that runs now."""
+    return CaptureError(
+        "SK410",
+        f"the model assigns to .{name} of a tensor, which tracing loses{line_here()}",
+        _INSTEAD_OF_DATA,
     )
 
 

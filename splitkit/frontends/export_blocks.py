@@ -25,8 +25,8 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 
 from splitkit import _torch
-from splitkit.frontends.capture_errors import lost_hook
-from splitkit.frontends.gradflags import HOOKS, GradFlags
+from splitkit.frontends.capture_errors import lost_data, lost_hook
+from splitkit.frontends.gradflags import DATA_SETTERS, HOOKS, GradFlags
 
 _MARK = "splitkit_block"
 _LOCK = threading.RLock()  # export itself cannot run twice at a time either
@@ -58,6 +58,8 @@ def blocks_as_nodes(flags: GradFlags) -> Iterator[None]:
     def trace(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in HOOKS:
             raise lost_hook("the model hooks the gradient of a tensor")
+        if func in DATA_SETTERS:
+            raise lost_data()
         if flags.asked(func, args, kwargs):
             flags.set(args[0], mode.tracer)
         result = traced(mode, func, types, args, kwargs)

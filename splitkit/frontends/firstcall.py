@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from splitkit._torch import FakeTensor, pytree
+from splitkit.errors import SplitError
 from splitkit.frontends.freshinputs import fresh
 from splitkit.frontends.modulestate import buffers_kept
 
@@ -46,8 +47,9 @@ def after_a_call(
     try:
         with as_found(model):
             return capture()
-    except Exception:
-        if not _is_changed_by_a_call(model, args, kwargs):
+    except Exception as error:
+        lost = isinstance(error, SplitError) and error.code == "SK410"  # which a call would do for real
+        if lost or not _is_changed_by_a_call(model, args, kwargs):
             raise
     with as_found(model):
         return capture()

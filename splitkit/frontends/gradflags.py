@@ -22,6 +22,7 @@ from splitkit.frontends.capture_errors import line_here
 from splitkit.graph.storages import attribute
 
 SETTERS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+DATA_SETTERS = (torch.Tensor.data.__set__,)  # type: ignore[attr-defined]
 HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 
 

@@ -7,17 +7,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
 from torch._ops import OpOverload  # 2.11, 2.13, 2.15
 from torch.fx import Node
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.13, 2.15
 
 from splitkit._torch import pytree
 from splitkit.errors import CaptureError
-from splitkit.frontends.capture_errors import line_here
+from splitkit.frontends.capture_errors import line_here, lost_data
 from splitkit.frontends.functions import functions_of_proxies
+from splitkit.frontends.gradflags import DATA_SETTERS
 from splitkit.graph.fakeruns import set_values
 from splitkit.graph.storages import storage_key
 
@@ -40,12 +43,14 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         for name, value in bound.arguments.items()
         if signature.parameters[name].kind not in variadic and not _has_tensor(value)
     }
-    with functions_of_proxies(), _Unwritten(), _unbound(model):
+    with functions_of_proxies(), _no_assignments_to_proxies(), _NoAssignments(), _Unwritten(), _unbound(model):
         gm = fx.symbolic_trace(model, concrete_args=constants)
     _fold_constants(gm, constants)
     set_values(gm, bound.arguments)
-    _guard(_ConstantInputs(signature, constants), gm)
-    gm._register_deepcopy_hook(partial(_guard, _ConstantInputs(signature, constants)))  # 2.11, 2.13, 2.15
+    if constants:
+        check = _ConstantInputs(signature, constants)
+        _guard(check, gm)
+        gm._register_deepcopy_hook(partial(_guard, check))  # 2.11, 2.13, 2.15
     return gm
 
 
@@ -70,8 +75,36 @@ class _Unwritten(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if any(storage_key(t) not in self.made for t in written):
                     raise _lost_write(f"writes a tensor that was there before ({func}){line_here()}")
         result = func(*args, **kwargs)
-        self.made.update((storage_key(t), t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor))
+        given = {storage_key(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        made = ((storage_key(t), t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor))
+        self.made.update((key, t) for key, t in made if key not in given)  # not a view of what was there
         return result
+
+
+class _NoAssignments(TorchFunctionMode):
+    """Refuses ``p.data = y`` for a tensor that is there: it would be assigned now and never again."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in DATA_SETTERS:
+            raise lost_data()
+        return func(*args, **(kwargs or {}))
+
+
+_SET_ON_PROXIES = ("data", "real", "imag", "requires_grad")
+
+
+@contextmanager
+def _no_assignments_to_proxies() -> Iterator[None]:
+    """Refuse ``z.data = y`` for a value of the graph: a proxy takes any attribute, and the graph gets none."""
+    original = fx.Proxy.__setattr__
+
+    def assign(proxy: fx.Proxy, name: str, value: Any) -> None:
+        if name in _SET_ON_PROXIES:
+            raise lost_data(name)
+        original(proxy, name, value)
+
+    with patch.object(fx.Proxy, "__setattr__", assign):
+        yield
 
 
 @contextmanager
@@ -128,14 +161,22 @@ class _ConstantInputs:
     """Refuses another value for an input that was fixed at capture."""
 
     def __init__(self, signature: inspect.Signature, constants: Mapping[str, Any]) -> None:
-        self.signature = signature
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self.positional = [name for name, p in signature.parameters.items() if p.kind in kinds]
         self.constants = dict(constants)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = self.signature.bind(*args, **kwargs).arguments
-        for name, value in self.constants.items():
-            if name in given and not _same(given[name], value):
-                raise RuntimeError(f"Expected input {name} to be {value!r}, as at capture, but got {given[name]!r}")
+        # Loops that Dynamo can trace, which inspect.Signature.bind is not.
+        for i in range(min(len(args), len(self.positional))):
+            self._require(self.positional[i], args[i])
+        for name in kwargs:
+            self._require(name, kwargs[name])
+
+    def _require(self, name: str, given: Any) -> None:
+        if name in self.constants and not _same(given, self.constants[name]):
+            raise RuntimeError(
+                f"Expected input {name} to be {self.constants[name]!r}, as at capture, but got {given!r}"
+            )
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -23,6 +23,7 @@ from torch.fx import Node
 from splitkit import _torch
 from splitkit.engine.assemble import carry_hooks, module_of
 from splitkit.engine.names import Style
+from splitkit.engine.restoring import restore_modes_on_error
 from splitkit.graph.dataflow import require_order
 from splitkit.graph.scope import is_state_op
 
@@ -84,6 +85,7 @@ def inline_regions(gm: fx.GraphModule) -> fx.GraphModule:
             _inline(gm, node)
     if changed:
         gm.graph.lint()
+        restore_modes_on_error(gm.graph)
         gm.recompile()
     return gm
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
@@ -228,6 +228,26 @@ def _add_setting(setting: Setting) -> None:
     _BY_GET[id(setting.get)] = setting
     _BY_SET.update({id(target): (setting, value) for target, value in writers.items()})
     TARGETS.update({id(target): target for target in (setting.get, *writers)})
+
+
+class RegionTargets(NamedTuple):
+    """Targets that open or close regions, each with whether the region has a handle."""
+
+    enters: tuple[tuple[Any, bool], ...]
+    exits: tuple[tuple[Any, bool], ...]
+
+
+def region_targets() -> RegionTargets:
+    """All that are known now."""
+    return RegionTargets(
+        tuple((TARGETS[i], kind.handle) for i, kind in _BY_ENTER.items()),
+        tuple((TARGETS[i], kinds[0].handle) for i, kinds in _BY_EXIT.items()),
+    )
+
+
+def setting_targets() -> tuple[tuple[Any, str], ...]:
+    """Targets that overwrite a setting, each with the name of the setting."""
+    return tuple((TARGETS[i], setting.name) for i, (setting, _) in _BY_SET.items())
 
 
 for _setting in SETTINGS.values():

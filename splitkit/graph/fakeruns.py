@@ -15,7 +15,7 @@ from torch.fx import Node
 from splitkit._torch import FakeTensor, FakeTensorMode, attributes_of, pytree
 from splitkit.errors import GraphError
 from splitkit.graph.dataflow import require_graph
-from splitkit.graph.storages import storage_key
+from splitkit.graph.storages import parameters_and_buffers, require_made, storage_key
 
 
 def propagate(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> None:
@@ -33,6 +33,7 @@ def propagate(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> None:
         GraphError: SK101 if ``gm`` is no graph module, SK109 if it does not run on fakes of these inputs.
     """
     require_graph(gm)
+    require_made(parameters_and_buffers(gm))
     try:
         set_values(gm, _by_name(gm, args, kwargs))
     except Exception as error:

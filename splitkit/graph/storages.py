@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 
 from splitkit import _torch
 from splitkit._torch import pytree
@@ -134,13 +135,16 @@ _REAL = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def storage_key(tensor: torch.Tensor) -> Hashable:
-    """Equal for tensors that share memory; the tensor's identity where it has no storage (sparse, some subclasses)."""
+    """Equal for tensors that share memory.
+
+    The tensor's identity where it has no storage: sparse ones, some subclasses, and those that a lazy module makes.
+    """
     try:
         storage = tensor.untyped_storage()
         if type(tensor) in _REAL and storage.device.type != "meta" and storage.nbytes():
             return storage.device, storage.data_ptr()  # one memory may have several storages: torch.from_numpy
         return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError, ValueError):
         return id(tensor)
 
 
@@ -148,7 +152,7 @@ def start_of(tensor: torch.Tensor) -> Hashable:
     """Equal for tensors that begin at one place in memory; views of one storage may begin at several."""
     try:
         return storage_key(tensor), tensor.storage_offset()
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError, ValueError):
         return storage_key(tensor)
 
 
@@ -156,6 +160,21 @@ def parameters_and_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """All of a module, under each of their names."""
     found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     return found | dict(module.named_buffers(remove_duplicate=False))
+
+
+def require_made(named: Mapping[str, torch.Tensor]) -> None:
+    """Refuse parameters and buffers that a lazy module has yet to make.
+
+    Raises:
+        GraphError: SK112.
+    """
+    if waiting := [name for name, tensor in named.items() if is_lazy(tensor)]:
+        raise GraphError(
+            "SK112",
+            f"{waiting[0]} has no size yet: a lazy module makes it at its first call",
+            "Call the model once on real inputs; it may be captured and split before that.",
+            waiting,
+        )
 
 
 def registered(value: object) -> tuple[torch.Tensor, ...]:
@@ -170,6 +189,8 @@ def owned(root: torch.nn.Module, nodes: Iterable[Node]) -> tuple[torch.Tensor, .
     found: dict[Hashable, torch.Tensor] = {}
     for node in nodes:
         for tensor in (t for value in _held(root, node) for t in registered(value)):
+            if is_lazy(tensor):
+                require_made({f"a tensor of {node.name}": tensor})
             start = start_of(tensor)
             found[start] = max(found.get(start, tensor), tensor, key=_weight)
     return tuple(found.values())

@@ -22,6 +22,7 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit.brief import brief
+from splitkit.engine.overlaps import check_nodes
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
 from splitkit.graph.dataflow import Dataflow
@@ -183,12 +184,17 @@ def stages_of(split: Staged) -> Mapping[Node, int]:
     calls = calls_of(graph, split.names)
     bodies = {split.names[key]: stage for key, stage in stages.items()}
     stage_of: dict[Node, int] = {}
+    checks = check_nodes(graph)  # of a call of the parent; stages are called one by one
     for node in graph.nodes:
+        if node in checks:
+            continue
         if node in calls:
             stage_of[node] = stages[calls[node]]
         elif node.op.startswith("call_"):
             stage_of[node] = max((stage_of[n] for n in node.all_input_nodes if n in stage_of), default=0)
     for node in graph.find_nodes(op="get_attr"):
+        if node in checks:
+            continue
         readers = {stage_of[user] for user in node.users if user in stage_of}
         if str(node.target) in bodies:  # of a part that is checkpointed
             stage_of[node] = bodies[str(node.target)]

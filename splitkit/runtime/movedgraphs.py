@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit.engine.assemble import carry_hooks
+from splitkit.engine.overlaps import rename_watched
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
 from splitkit.graph.scope import is_state_op
@@ -77,6 +78,7 @@ class MovedGraphs:
         before = split.module.graph
         graph = copy.deepcopy(before)
         new = dict(zip(before.nodes, graph.nodes, strict=True))
+        rename_watched(graph, lambda name: f"{_HELD}.{split.qualified_names[name]}")
         module = fx.GraphModule({}, fx.Graph())
         module.add_module(_HELD, self._held)
         originals = {copied: node for node, copied in split.copies[HOST].items()}

@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx import Node
 
 from splitkit._torch import pytree
+from splitkit.engine.overlaps import check_nodes
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError, nearest
 from splitkit.graph.scope import is_state_op
@@ -110,9 +111,10 @@ def places_of(split: Split, parts: Mapping[PartKey, torch.device]) -> DevicePlac
     written = written_memory(split.flow, {n: d for n, d in runs.items() if n.op not in ("get_attr", "placeholder")})
     held = _held(split, parts, nodes, written)
     _require_dense(split, runs, held)
+    checks = check_nodes(split.module.graph)
     for node in split.module.graph.find_nodes(op="get_attr"):
         value = attribute(split.module, str(node.target))
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and node not in checks:
             nodes[node] = held.get(id(value), next(iter(parts.values())))
     return DevicePlaces(parts, nodes, held, written)
 
@@ -134,7 +136,10 @@ def _host_nodes(split: Split, parts: Mapping[PartKey, torch.device]) -> dict[Nod
     original = {copied: node for node, copied in split.copies[HOST].items()}
     found: dict[Node, torch.device] = {}
     late: list[Node] = []
+    checks = check_nodes(graph)  # run where the caller is, on what it gives
     for node in graph.nodes:
+        if node in checks:
+            continue
         if node.op in ("call_module", "get_attr") and node.target in by_name:  # get_attr: one that is checkpointed
             found[node] = by_name[str(node.target)]
         elif node.op.startswith("call_") and not is_state_op(node):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from splitkit.errors import CheckError
-from splitkit.testing.trial import Trial, bitwise, named_tensors, pieces, trial
+from splitkit.testing.trial import Trial, bitwise, casting_anew, named_tensors, pieces, trial
 
 GRADIENT_TOLERANCE = 1e-4
 """Largest difference of a gradient, relative to its own largest entry, that counts as rounding: sums of the same terms
@@ -23,6 +23,10 @@ NOISE = 3e-7
 """A gradient that is zero but for rounding (the key bias of an attention, a bias before a batch norm) has no scale of
 its own to be compared on. Where the largest gradient of the model is 1, such a gradient is up to 6e-7 and differs by up
 to 2e-7 (float32, seen on small batches), so one of at most ten times this may differ by this. Larger ones may not."""
+
+CASTS = 2.0**-5
+"""Autocast keeps the cast of a weight for later uses, whose gradients it then sums in bfloat16 (eight bits) before they
+are cast back; a part casts anew, and the gradients are summed in float32. Larger differences have another reason."""
 
 _MISSING = object()
 
@@ -66,6 +70,8 @@ class Comparison:
             beside itself, run again), ``"capture"`` (the model beside the graph that was split) and ``"split"`` (that
             graph beside the split).
         no_backward: why gradients were not compared: backward from the weighted sum of the outputs does not run.
+        recast: the gradients differed by the rounding that autocast's cache of casts makes, and are those of a second
+            run of both without that cache.
     """
 
     outputs: tuple[Difference, ...]
@@ -76,6 +82,7 @@ class Comparison:
     tolerance: float = GRADIENT_TOLERANCE
     steps: Mapping[str, Comparison] = field(default_factory=dict)
     no_backward: str = ""
+    recast: bool = False
 
     @property
     def same(self) -> bool:
@@ -119,7 +126,8 @@ class Comparison:
         worst = self.worst("gradients")
         rounding = f"; gradients to {worst.relative:.1g} of {worst.name}" if worst and not worst.bitwise else ""
         without = f"; no gradients, as backward of all outputs does not run: {self.no_backward}"
-        return f"same: {', '.join(counts)}{rounding}{without if self.no_backward else ''}"
+        casts = "; gradients compared without autocast's cache of casts" if self.recast else ""
+        return f"same: {', '.join(counts)}{rounding}{casts}{without if self.no_backward else ''}"
 
     __repr__ = __str__
 
@@ -173,6 +181,9 @@ def compare(
         tolerance: what counts as rounding for gradients, relative to the largest entry of the gradient.
         kwargs: keyword inputs.
 
+    Where only gradients differ, and by no more than the rounding of a weight's cast that autocast keeps for later uses,
+    both run again with each cast made anew, and the gradients of these runs are compared.
+
     Where a `Split` differs, the graph that was split is run as well, and the model once more: ``steps`` and the error
     of ``raise_if_different`` tell whether the model, the capture or the split is to blame.
     """
@@ -184,6 +195,11 @@ def compare(
 
     first, second = run(original, {}), run(other, renamed)
     found = _beside(first, second, tolerance)
+    if _may_be_casts(found):
+        with casting_anew():
+            again = _beside(run(original, {}), run(other, renamed), tolerance)
+        if again.same:
+            return replace(found, gradients=again.gradients, recast=True)
     graph = getattr(getattr(candidate, "flow", None), "root", None)
     if found.same or graph is None or graph is original:
         return found
@@ -191,6 +207,12 @@ def compare(
     middle = run(graph, {})
     steps |= {"capture": _beside(first, middle, tolerance), "split": _beside(middle, second, tolerance)}
     return replace(found, steps=steps)
+
+
+def _may_be_casts(found: Comparison) -> bool:
+    """Whether nothing differs but gradients, by so little that autocast's cache of casts may be the reason."""
+    gradients = {id(d) for d in found.gradients}
+    return bool(found.failures) and all(id(d) in gradients and d.largest <= CASTS * d.scale for d in found.failures)
 
 
 def _beside(first: Trial, second: Trial, tolerance: float) -> Comparison:

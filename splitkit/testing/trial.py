@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from splitkit._torch import pytree
 from splitkit.frontends.modulestate import made_by_hooks, write_back
 from splitkit.frontends.outputs import inside, named_leaves
 from splitkit.graph.ambient import SETTINGS
-from splitkit.graph.storages import parameters_and_buffers, storage_key
+from splitkit.graph.storages import parameters_and_buffers, require_made, storage_key
 from splitkit.losses import loss_of, named_loss
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
@@ -63,6 +64,7 @@ def trial(
     names: Mapping[str, str],
 ) -> Trial:
     """Run ``module`` on copies of the inputs; ``names`` says what its parameters and buffers are called."""
+    require_made(parameters_and_buffers(module))
     inputs = _Inputs((args, kwargs))
     with untouched(module) as saved, torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -169,6 +171,18 @@ class _Inputs:
                 self.passed[name] = value
             rebuilt.append(value)
         self.rebuilt = pytree.tree_unflatten(rebuilt, spec)
+
+
+@contextmanager
+def casting_anew() -> Iterator[None]:
+    """Within, autocast casts a weight at each use, also where it was asked to keep the first cast."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with patch.object(torch, "set_autocast_cache_enabled", lambda enabled: None):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 @contextmanager

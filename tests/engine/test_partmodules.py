@@ -13,7 +13,7 @@ from torch.nn.modules import module as hooks_of_all
 
 from splitkit.costs import unit
 from splitkit.engine.split import split
-from splitkit.engine.writer import is_fast
+from splitkit.engine.writer import LeanGraph, is_fast
 from splitkit.policies import Stages
 
 
@@ -50,7 +50,8 @@ def count_codes(monkeypatch):
         codes.append(self)
         return original(self, *args, **kwargs)
 
-    is_fast()  # which makes code once a process
+    is_fast()  # which makes code once a process, and so does the first lean graph
+    LeanGraph().python_code("self")
     monkeypatch.setattr(fx.Graph, "_python_code", python_code)
     return codes
 

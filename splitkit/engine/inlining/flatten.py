@@ -19,6 +19,7 @@ from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
 
 from splitkit.engine.inlining.modules_now import FREE, Frame, Place, not_a_part
+from splitkit.engine.overlaps import check_nodes
 from splitkit.engine.split import Split
 from splitkit.engine.writer import Writer
 from splitkit.graph.scope import NEUTRAL, Scope
@@ -90,7 +91,8 @@ class _Flattener:
                 raise not_a_part(str(node.target), "is passed to a function that is not checkpoint")
             return env[node]
 
-        for node in frame.scope:
+        checks = check_nodes(frame.module.graph)  # of the order of parts, which end here
+        for node in (n for n in frame.scope if n not in checks):
             args, kwargs = node.args, node.kwargs
             if node.op in ("get_attr", "call_module") and node.target in self._keys:
                 key = self._keys[str(node.target)]

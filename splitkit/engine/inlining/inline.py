@@ -14,6 +14,7 @@ from splitkit.engine.inlining.attributes import Mirror
 from splitkit.engine.inlining.flatten import Flat, flatten
 from splitkit.engine.inlining.modules_now import FREE, is_for_regions, modules_of
 from splitkit.engine.names import unique
+from splitkit.engine.restoring import restore_modes_on_error
 from splitkit.engine.scopedgraph import ScopedGraph
 from splitkit.engine.split import Split
 from splitkit.engine.writer import Writer
@@ -53,6 +54,7 @@ def inline(split: Split) -> fx.GraphModule:
     order = _order(flat, _torch.LazyGraphModule(mirror.module, flat.graph), split.flow)
     graph = _write(flat, order, split, anew=not _regions_are_kept(flat, order, split.flow))
     graph.set_codegen(_torch.codegen_of(split.module.graph))
+    restore_modes_on_error(graph)
     module = mirror.module
     module.graph = graph
     module.meta = _meta(split)

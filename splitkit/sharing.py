@@ -1,0 +1,259 @@
+"""Whether tensors share memory, byte for byte, and the check by which a graph refuses a call whose inputs do.
+
+The check is a node of a graph (`refuse_shared`), so that it is copied, traced, pickled and interpreted with it. Where a
+compiler or another mode of dispatch is at work, it calls an operator that does the same, which compiled and exported
+programs keep.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, List, NamedTuple, cast  # noqa: UP035
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from splitkit import _torch
+from splitkit._torch import pytree
+from splitkit.errors import PlanError
+
+_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+_LIMIT = 10_000
+"""How many candidates numpy may try to tell two strided tensors apart; where that is not enough, they count as one."""
+
+
+class ByteRange(NamedTuple):
+    """The bytes of a strided tensor.
+
+    Attributes:
+        space: what addresses refer to: a device, or a storage that has no address (meta, fake).
+        start: the address of the first byte.
+        end: the address behind the last byte.
+        shape: of the tensor.
+        strides: in bytes.
+        width: of an element in bytes.
+    """
+
+    space: Hashable
+    start: int
+    end: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    width: int
+
+
+class Use(NamedTuple):
+    """A node that reads or writes memory: its place in the graph, and when it first and last runs in the split."""
+
+    place: int
+    first: int
+    last: int
+    writes: bool
+    name: str
+
+
+def out_of_order(uses: Iterable[Use]) -> tuple[Use, Use] | None:
+    """Two uses, at least one of them a write, that run in another order than that of the graph."""
+    latest: Use | None = None
+    latest_write: Use | None = None
+    for use in _by_node(uses):
+        before = latest if use.writes else latest_write
+        if before is not None and before.last >= use.first:
+            return before, use
+        if latest is None or use.last > latest.last:
+            latest = use
+        if use.writes and (latest_write is None or use.last > latest_write.last):
+            latest_write = use
+    return None
+
+
+def _by_node(uses: Iterable[Use]) -> list[Use]:
+    """One use a node, in the order of the graph: a node may use several of the things that are compared."""
+    found: dict[int, Use] = {}
+    for use in uses:
+        if use.place not in found or use.writes:
+            found[use.place] = use
+    return [found[place] for place in sorted(found)]
+
+
+def blocks(value: object, whole: bool = False) -> Iterator[ByteRange]:
+    """The memory of the tensors in ``value``, a tensor or a tree of them; a wrapper counts as the tensors inside it.
+
+    Args:
+        value: what to look into.
+        whole: count the whole storage of each tensor, not only the bytes that the tensor shows.
+    """
+    for leaf in (value,) if isinstance(value, Tensor) else pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            for tensor in _torch.plain_tensors(leaf):
+                if (block := _block(tensor, whole)) is not None:
+                    yield block
+
+
+def _block(tensor: Tensor, whole: bool) -> ByteRange | None:
+    """The memory of a plain tensor; ``None`` for one without elements, its identity for one that has no strides."""
+    if not tensor.numel():
+        return None
+    try:
+        storage = tensor.untyped_storage()
+        size, width = storage.nbytes(), tensor.element_size()
+        real = type(tensor) in _PLAIN and storage.device.type != "meta"
+        space: Hashable = storage.device if real else ("storage", _torch.storage_id(storage))
+        start = storage.data_ptr() if real else 0
+        if whole:
+            return ByteRange(space, start, start + size, (size,), (1,), 1) if size else None
+        start += int(tensor.storage_offset()) * width
+        shape, strides = tuple(tensor.shape), tuple(stride * width for stride in tensor.stride())
+        last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        return ByteRange(space, start, start + last + width, shape, strides, width)
+    except (NotImplementedError, RuntimeError, ValueError):
+        return ByteRange("object", id(tensor), id(tensor) + 1, (1,), (1,), 1)
+
+
+def overlap(a: ByteRange, b: ByteRange) -> bool:
+    """Whether two tensors have a byte in common: exact, but for strides that take too long to tell apart."""
+    if a.space != b.space or a.start >= b.end or b.start >= a.end:
+        return False
+    if a == b:
+        return True
+    try:
+        base = min(a.start, b.start)
+        return bool(np.shares_memory(_Bytes(a, base).array(), _Bytes(b, base).array(), max_work=cast(Any, _LIMIT)))
+    except np.exceptions.TooHardError:
+        return True
+
+
+class _Bytes:
+    """A block as an array of numpy, which is asked for its addresses alone and never read."""
+
+    def __init__(self, block: ByteRange, base: int) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "data": (block.start - base + 4096, True),  # not at 0, which numpy takes for no address
+            "shape": (*block.shape, block.width),
+            "strides": (*block.strides, 1),
+        }
+
+    def array(self) -> Any:
+        """Numpy's view of it."""
+        return np.asarray(self)
+
+
+def refuse_shared(given: List[Tensor], whole: bool, table: str) -> None:  # noqa: UP006
+    """Refuse a call whose inputs share memory that the parts of a split would use in another order than the graph.
+
+    The annotations are for TorchScript, which compiles this function. Elsewhere ``given`` may hold whatever inputs
+    are: trees of tensors, and ``None`` for what is not there.
+
+    Args:
+        given: the inputs and attributes to compare.
+        whole: compare the whole storages, not only the bytes that the tensors show.
+        table: as JSON, ``[name, class, uses]`` for each of them; those of one class may share memory.
+
+    Raises:
+        PlanError: SK212.
+    """
+    if torch.jit.is_scripting():  # type: ignore[attr-defined]
+        torch.ops.splitkit.refuse_shared(given, [i for i in range(len(given))], whole, table)  # noqa: C416
+    else:
+        _refuse_shared(given, whole, table)
+
+
+def _refuse_shared(given: Sequence[Any], whole: bool, table: str) -> None:
+    if not torch.compiler.is_compiling():
+        if has_torch_function(given):
+            handle_torch_function(cast(Any, refuse_shared), given, given, whole, table)
+            return
+        if not _torch.is_dispatched() and not torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            if not _are_apart(given, whole):
+                _compare(given, range(len(given)), whole, table)
+            return
+    leaves, owners = [], []
+    for owner, value in enumerate(given):
+        for leaf in pytree.tree_leaves(value):
+            if isinstance(leaf, Tensor):
+                leaves.append(leaf)
+                owners.append(owner)
+    torch.ops.splitkit.refuse_shared(leaves, owners, whole, table)
+
+
+def _are_apart(given: Sequence[Any], whole: bool) -> bool:
+    """Whether the addresses alone show that nothing is shared; quick, and no for whatever is not a plain tensor."""
+    spans = []
+    try:
+        for tensor in given:
+            if tensor is None:
+                continue
+            if type(tensor) not in _PLAIN:
+                return False
+            if whole:
+                storage = tensor.untyped_storage()
+                start, size = storage.data_ptr(), storage.nbytes()
+            else:
+                start, size = tensor.data_ptr(), _extent(tensor)
+            spans.append((start, start + size))
+    except (NotImplementedError, RuntimeError, ValueError):
+        return False
+    spans.sort()
+    return all(one[1] <= other[0] for one, other in pairwise(spans))
+
+
+def _extent(tensor: Tensor) -> int:
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _compare(given: Sequence[Any], owners: Sequence[int], whole: bool, table: str) -> None:
+    """The check itself: pairs of blocks, of which only those that may overlap are looked at."""
+    found = [(block, owner) for value, owner in zip(given, owners, strict=True) for block in blocks(value, whole)]
+    found.sort(key=lambda entry: entry[0].start)
+    known: list[tuple[str, int, list[list[Any]]]] = json.loads(table)
+    for i, (one, owner) in enumerate(found):
+        for other, reader in found[i + 1 :]:
+            if other.start >= one.end:
+                break
+            if known[owner][1] != known[reader][1] and overlap(one, other):
+                _refuse(known[owner], known[reader])
+
+
+def _refuse(*items: tuple[str, int, list[list[Any]]]) -> None:
+    found = out_of_order(Use(*use) for _, _, uses in items for use in uses)
+    if found is None:
+        return
+    one, other = found
+    writer = one if one.writes else other
+    raise PlanError(
+        "SK212",
+        f"{' and '.join(name for name, _, _ in items)} share memory in this call, and {writer.name} writes it: "
+        f"the graph runs {one.name} before {other.name}, the parts do not",
+        "Pass a copy (x.clone()) as one of them, or split into parts that keep the order of the graph. "
+        "splitkit.split(..., check_inputs=False) leaves this check out.",
+        [one.name, other.name],
+    )
+
+
+_LIBRARY = torch.library.Library("splitkit", "FRAGMENT")  # type: ignore[no-untyped-call]
+# CONSERVATIVE: TorchScript would take an operator without outputs for one without effects, and drop it.
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "refuse_shared(Tensor[] given, int[] owners, bool whole, str table) -> ()", alias_analysis="CONSERVATIVE"
+)
+_LIBRARY.impl("refuse_shared", _compare, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake(
+    "splitkit::refuse_shared", lambda given, owners, whole, table: None, lib=_LIBRARY, allow_override=True
+)
+CHECKS: tuple[Any, ...] = (
+    refuse_shared,
+    torch.ops.splitkit.refuse_shared,
+    torch.ops.splitkit.refuse_shared.default,
+)
+"""What a node calls that is such a check."""
+for _check in CHECKS:
+    torch.fx.node.has_side_effect(_check)

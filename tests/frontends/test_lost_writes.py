@@ -1,0 +1,160 @@
+"""Writes that tracing would lose are refused; lazy modules are split, or refused where a size is needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx, nn
+
+import splitkit as sk
+from splitkit.policies import SaveAll, Stages
+
+
+def on_a_value(net, x, y):
+    z = x * 1
+    z.data = y
+    return z + 1
+
+
+def on_an_input(net, x, y):
+    x.data = y
+    return x + 1
+
+
+def on_a_parameter(net, x, y):
+    net.weight.data = y * 2
+    return x * net.weight
+
+
+def on_a_buffer(net, x, y):
+    net.buffer.data = net.buffer.data + 1
+    return x * net.buffer
+
+
+def by_setattr(net, x, y):
+    setattr(x, "data", y)  # noqa: B010
+    return x + 1
+
+
+class Net(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.body = body
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("buffer", torch.ones(3))
+
+    def forward(self, x, y):
+        return self.body(self, x, y)
+
+
+WAYS = {
+    "export": lambda m, *given: sk.capture(m, *given),
+    "dynamic": lambda m, *given: sk.capture(m, *given, dynamic=True),
+    "symbolic_trace": lambda m, *given: sk.capture(m, *given, how="symbolic_trace"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("body", [on_a_value, on_an_input, on_a_parameter, on_a_buffer, by_setattr])
+def test_an_assignment_to_data_is_refused_with_its_line(body, way):
+    net = Net(body)
+    with pytest.raises(
+        sk.CaptureError, match=r"(?s)SK410: the model assigns to \.data.*test_lost_writes\.py:\d+: .*copy_"
+    ):
+        WAYS[way](net, torch.ones(3), torch.zeros(3))
+    assert net.weight.tolist() == net.buffer.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("body", [on_a_value, on_an_input, on_a_parameter, on_a_buffer])
+def test_a_joint_capture_refuses_an_assignment_to_data(body):
+    with pytest.raises(sk.CaptureError, match=r"(?s)SK401: .*the model assigns to \.data of a tensor.*copy_"):
+        sk.capture_joint(Net(body), torch.ones(3), torch.zeros(3), loss=torch.sum)
+
+
+@pytest.mark.parametrize("body", [on_a_value, on_a_parameter])
+def test_apply_runs_a_model_that_assigns_to_data_or_refuses_it(body):
+    expected = Net(body)(torch.ones(3), torch.zeros(3))
+    try:
+        applied = sk.apply(Net(body), SaveAll(), torch.ones(3), torch.zeros(3))
+    except sk.SplitError:
+        return
+    assert torch.equal(applied(torch.ones(3), torch.zeros(3)), expected)
+
+
+def test_symbolic_trace_refuses_a_write_through_a_view_of_what_was_there():
+    def body(net, x, y):
+        net.buffer.data.mul_(2)
+        return x * net.buffer
+
+    with pytest.raises(sk.CaptureError, match="SK401: symbolic_trace loses"):
+        sk.capture(Net(body), torch.ones(3), torch.zeros(3), how="symbolic_trace")
+
+
+def test_symbolic_trace_still_takes_writes_to_what_it_made():
+    def body(net, x, y):
+        z = torch.zeros(3)
+        z[1:].add_(1)
+        return x * z
+
+    gm = sk.capture(Net(body), torch.ones(3), torch.zeros(3), how="symbolic_trace")
+    assert gm(torch.ones(3), torch.zeros(3)).tolist() == [0.0, 1.0, 1.0]
+
+
+class Lazy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.n, self.b = nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.b(torch.relu(self.n(self.a(x))))
+
+
+@pytest.fixture
+def lazy():
+    return fx.symbolic_trace(Lazy())
+
+
+def in_two(node):
+    return 0 if node.name == "a" else 1
+
+
+SPLITS = {
+    "own": lambda gm: sk.split(gm, in_two).module,
+    "hoist": lambda gm: sk.split(gm, in_two, parameters="hoist").module,
+    "policy": lambda gm: sk.split(gm, Stages(2)).module,
+    "split_module": lambda gm: sk.split_module(gm, None, in_two),
+    "inline": lambda gm: sk.inline(sk.split(gm, in_two)),
+}
+
+
+@pytest.mark.parametrize("how", SPLITS)
+def test_a_lazy_module_is_split_and_made_at_the_first_call(lazy, how):
+    x = torch.randn(3, 5)
+    split = SPLITS[how](lazy)
+    torch.manual_seed(0)
+    found = split(x)
+    torch.manual_seed(0)
+    assert found.shape == (3, 4) and not any(map(torch.nn.parameter.is_lazy, split.parameters()))
+    assert torch.equal(found, Lazy.forward(lazy, x))
+
+
+NEED_SIZES = {
+    "report": lambda gm, x: sk.report(gm, sk.plan(gm, in_two)),
+    "compare": lambda gm, x: sk.compare(gm, sk.split(gm, in_two), x),
+    "propagate": lambda gm, x: sk.propagate(gm, x),
+}
+
+
+@pytest.mark.parametrize("what", NEED_SIZES)
+def test_what_needs_the_sizes_of_a_lazy_module_says_so(lazy, what):
+    with pytest.raises(sk.GraphError, match=r"SK112: .* has no size yet(?s:.*)Call the model once"):
+        NEED_SIZES[what](lazy, torch.randn(3, 5))
+
+
+@pytest.mark.parametrize("how", ["export", "symbolic_trace"])
+def test_a_lazy_model_is_captured(how):
+    torch.manual_seed(0)
+    gm = sk.capture(Lazy().eval(), torch.randn(3, 5), how=how)
+    assert gm(torch.randn(3, 5)).shape == (3, 4)
+    assert sk.capture_joint(Lazy(), torch.randn(3, 5), loss=torch.sum).graph_module
+    assert sk.apply(Lazy(), SaveAll(), torch.randn(3, 5))(torch.randn(3, 5)).shape == (3, 4)
