@@ -203,6 +203,24 @@ def test_the_note_says_what_is_claimed():
     assert "graph order" in Budget(1.0).assign(joint.flow, costs).note
 
 
+@pytest.mark.parametrize("share", [0.8, 0.3, 0.0])
+def test_a_share_is_of_what_can_be_saved_and_never_refused(share):
+    """However much of the peak is parameters: between the lowest peak that is found and that of saving all."""
+    layers = (nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 1))
+    joint = capture_joint(nn.Sequential(*layers), torch.randn(64, 8), loss=torch.sum)
+    costs = roofline(joint.graph_module)
+    least, whole = (profile_of(joint, policy.assign(joint.flow, costs)).peak for policy in (Budget(0.0), SaveAll()))
+    assert share * whole < least < whole
+    assert profile_of(joint, Budget(share).assign(joint.flow, costs)).peak <= least + share * (whole - least)
+
+
+def test_a_refusal_has_the_plan_that_is_nearest():
+    joint, costs, _, _ = small(Chain, 16)
+    with pytest.raises(NoPlanError) as refused:
+        Budget(1000).assign(joint.flow, costs)
+    assert profile_of(joint, refused.value.nearest).peak == 1000 + refused.value.excess
+
+
 @pytest.mark.parametrize("budget", [0.5, "0.5KiB", 512, "512", "0.512 kB"])
 def test_budgets_as_people_write_them(budget):
     assert Budget(budget)._bytes(1024) == 512
