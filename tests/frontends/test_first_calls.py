@@ -90,6 +90,8 @@ def assert_equal(one, other):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_that_its_first_call_changes_trains_by_a_policy_as_it_does_in_eager_mode(name):
+    if name == "a buffer that is resized" and torch.__version__.startswith("2.11"):
+        pytest.skip("Dynamo of torch 2.11 gives another second result, with any backend")
     x = torch.randn(4, 8)
     model = made(name)
     expected = two_steps(model, model, x)
