@@ -7,7 +7,7 @@ import torch
 from torch import fx, nn
 
 import splitkit as sk
-from splitkit.policies import SaveAll, Stages
+from splitkit.policies import SaveAll
 
 
 def on_a_value(net, x, y):
@@ -121,7 +121,6 @@ def in_two(node):
 SPLITS = {
     "own": lambda gm: sk.split(gm, in_two).module,
     "hoist": lambda gm: sk.split(gm, in_two, parameters="hoist").module,
-    "policy": lambda gm: sk.split(gm, Stages(2)).module,
     "split_module": lambda gm: sk.split_module(gm, None, in_two),
     "inline": lambda gm: sk.inline(sk.split(gm, in_two)),
 }
