@@ -43,7 +43,7 @@ class Batched:
 
 def batched(gm: fx.GraphModule) -> Batched:
     """How the nodes run, empty for a graph without ``vmap`` and for one that does not run on fakes."""
-    if not any(getattr(n.target, "__name__", "") == _OPENS for n in gm.graph.nodes if n.op == "call_function"):
+    if not _has_vmap(gm):
         return Batched({}, {})
     transient: dict[Node, int] = {}
 
@@ -69,13 +69,35 @@ class _Physical(Values):
 
     def run_node(self, n: Node) -> Any:
         """Run ``n`` and note what it yields, and takes."""
-        if not _torch.functorch_depth() or n.op not in ("call_function", "call_method", "call_module"):
+        if not _torch.functorch_depth() or n.op == "output" or self._part(n) is not None:
             return super().run_node(n)
         results: list[Any] = []
         measured = measure_memory(lambda: results.append(super(_Physical, self).run_node(n)))
         self.transient[n] = measured.peak - measured.end
         self.values[n] = _torch.pytree.tree_map_only(torch.Tensor, _torch.unwrapped, results[0])
         return results[0]
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Run a part of a split node by node, too: it may begin or end inside a ``vmap``."""
+        part = self.fetch_attr(target)
+        if not isinstance(part, fx.GraphModule):
+            return super().call_module(target, args, kwargs)
+        inside = _Physical(part, self.mode, self.transient)
+        names = [str(node.target) for node in part.graph.find_nodes(op="placeholder")]
+        given = (*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs))
+        result = inside.run(*given, enable_io_processing=False)
+        self.values |= inside.values
+        return result
+
+    def _part(self, n: Node) -> fx.GraphModule | None:
+        called = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
+        return called if isinstance(called, fx.GraphModule) else None
+
+
+def _has_vmap(gm: fx.GraphModule) -> bool:
+    """Whether a graph, or one that it calls, opens a level."""
+    parts = (m for m in gm.modules() if isinstance(m, fx.GraphModule))
+    return any(getattr(n.target, "__name__", "") == _OPENS for part in parts for n in part.graph.nodes)
 
 
 _OPENS = "_vmap_increment_nesting"

@@ -131,10 +131,12 @@ class MemoryRun:
             Each node in the output, once for each place that it has there, and the buffers that it holds.
         """
         require_values(gm.graph, but=lambda node: _calls_graph(gm, node) is not None)
-        self._again |= {} if shares_memory(gm) else values_again(gm)
-        inside = batched(gm)
-        self._again |= inside.values
-        self._batched |= inside.transient
+        known = any(node in self._again for node in gm.graph.nodes)  # a part whose caller was run on fakes
+        self._again |= {} if known or shares_memory(gm) else values_again(gm)
+        if not known:
+            inside = batched(gm)
+            self._again |= inside.values
+            self._batched |= inside.transient
         self._layouts |= layouts(gm, self.sizes)
         scope, _ = scopes(gm.graph)
         values: dict[Node, Value] = {}
