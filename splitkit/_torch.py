@@ -235,6 +235,33 @@ def rename(names: Mapping[fx.Node, str]) -> None:
         node.graph._graph_namespace._rename_object(node, name)  # 2.11, 2.13, 2.15
 
 
+def fake_mode() -> FakeTensorMode:
+    """A mode of fakes, in which modules may keep what is real, and whose answers do not depend on what ran before.
+
+    Torch remembers what ops gave, in all modes of a process, and rebuilds it from strides: a storage that is larger
+    than what lies in it is not rebuilt as it was.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # 2.11, 2.13, 2.15
+    return mode
+
+
+CLOSE_VMAP: Callable[[], object] = torch._C._functorch._vmap_decrement_nesting  # 2.11, 2.13, 2.15
+"""Closes the innermost level that ``torch.vmap`` has opened."""
+
+
+def functorch_depth() -> int:
+    """How many levels of functorch (``vmap``, ``grad``) are open."""
+    return len(torch._C._functorch.get_interpreter_stack() or ())  # 2.11, 2.13, 2.15
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that holds the memory of one inside functorch: of a ``vmap``, the whole batch."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # 2.11, 2.13, 2.15
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def allocations(run: Callable[[], Any]) -> list[int]:
     """Bytes that the CPU's allocator gave (positive) and took back (negative) during ``run()``, in order.
 

@@ -112,7 +112,7 @@ class StandIn:
 
 def new_mode() -> FakeTensorMode:
     """A mode of fakes, in which modules may keep what is real."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return _torch.fake_mode()
 
 
 class CallMemo(Generic[T]):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import inspect
 import operator
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.fx import Node
 
-from splitkit._torch import FakeTensor, FakeTensorMode, attributes_of, pytree
+from splitkit._torch import FakeTensor, FakeTensorMode, attributes_of, fake_mode, pytree
 from splitkit.errors import GraphError
 from splitkit.graph.dataflow import require_graph
 from splitkit.graph.storages import parameters_and_buffers, require_made, storage_key
@@ -57,26 +57,30 @@ def _by_name(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 def set_values(gm: fx.GraphModule, inputs: Mapping[str, Any]) -> None:
     """Set ``meta["val"]``, of all nodes or none; ``inputs`` are real, by placeholder."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode()
     values: list[Any] = []
     for node in gm.graph.find_nodes(op="placeholder"):
         name = str(node.target)
         values += inputs[name[1:]] if name.startswith("*") and name[1] != "*" else [inputs[name.lstrip("*")]]
     fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, values)
-    for node, value in _run(gm, mode, fakes).items():
+    for node, value in _run(gm, mode, fakes, Values).items():
         node.meta["val"] = value
 
 
-def values_again(gm: fx.GraphModule) -> Mapping[Node, Any]:
+def values_again(gm: fx.GraphModule, kind: Callable[..., Values] | None = None) -> Mapping[Node, Any]:
     """What the nodes of a graph yield, from the ``meta["val"]`` of its placeholders; the graph's own stay as they are.
 
     For graphs whose values do not say who shares memory: those that ``make_fx`` records from a real run, and those in
     which a pass has put one node in the place of another that computes the same.
 
+    Args:
+        gm: the graph.
+        kind: how it is run: `Values`, or what adds to it.
+
     Raises:
         GraphError: SK109 if the graph does not run on fakes.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode()
     storages: dict[Hashable, torch.UntypedStorage] = {}
 
     def fake(value: torch.Tensor) -> torch.Tensor:
@@ -90,7 +94,7 @@ def values_again(gm: fx.GraphModule) -> Mapping[Node, Any]:
     with mode:
         fakes = pytree.tree_map_only(torch.Tensor, fake, values)
     try:
-        return _run(gm, mode, fakes)
+        return _run(gm, mode, fakes, kind or Values)
     except Exception as error:
         raise GraphError(
             "SK109",
@@ -105,7 +109,7 @@ def rebinds(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
     ``self.mean = self.mean + 1`` does, ``self.mean += 1`` writes to the tensor that is there.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode()
     with mode, torch.random.fork_rng():
         state = {id(t): mode.from_tensor(t) for t in (*module.parameters(), *module.buffers())}
         try:
@@ -118,14 +122,14 @@ def rebinds(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     return any(held.get(name) is not value for held, before in owned for name, value in before.items())
 
 
-def _run(gm: fx.GraphModule, mode: FakeTensorMode, fakes: list[Any]) -> Mapping[Node, Any]:
-    interpreter = _Values(gm, mode)
+def _run(gm: fx.GraphModule, mode: FakeTensorMode, fakes: list[Any], kind: Callable[..., Values]) -> Mapping[Node, Any]:
+    interpreter = kind(gm, mode)
     with mode, torch.no_grad():
         interpreter.run(*fakes, enable_io_processing=False)
     return interpreter.values
 
 
-class _Values(fx.Interpreter):
+class Values(fx.Interpreter):
     """Runs a graph on fakes of its parameters and buffers, so that BatchNorm, say, counts no batch."""
 
     def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode) -> None:

@@ -185,6 +185,23 @@ def _whole(given: Mapping[str, Any], tensor: torch.Tensor) -> Bytes:
     return storage_nbytes(copied)
 
 
+def _as_large_as(name: str) -> Rule:
+    """A kernel that makes a tensor like an argument and resizes it, which never gives memory back."""
+
+    def rule(given: Mapping[str, Any], tensor: torch.Tensor) -> Bytes:
+        argument, shown = given[name], storage_nbytes(tensor)
+        most: Bytes = torch.sym_max(argument.numel() * tensor.element_size(), shown)  # type: ignore[no-untyped-call]
+        return most
+
+    return rule
+
+
+def _bags(given: Mapping[str, Any], tensor: torch.Tensor) -> Bytes:
+    """Of the results that say which bag an element is in, and how large bags are, some have one number more."""
+    one_more = tensor.ndim == 1 and (tensor.shape == given["indices"].shape or given["include_last_offset"])
+    return storage_nbytes(tensor) + (tensor.element_size() if one_more and tensor.dtype == torch.int64 else 0)
+
+
 def _broadcast(shapes: Sequence[Sequence[Bytes]]) -> list[Bytes]:
     """The common shape; of two sizes one may be 1, and no symbol is asked whether it is."""
     found: list[Bytes] = []
@@ -200,6 +217,11 @@ _LARGER: Mapping[Any, Rule] = {
     _aten.smooth_l1_loss.default: _reduced("self", "target"),
     _aten.binary_cross_entropy.default: _reduced("self"),
     _aten.soft_margin_loss.default: _reduced("target"),
+    _aten.im2col.default: _as_large_as("self"),
+    _aten.col2im.default: _as_large_as("self"),
+    _aten._embedding_bag.default: _bags,
+    _aten._embedding_bag_forward_only.default: _bags,
+    _aten._efficientzerotensor.default: lambda given, tensor: 0,
     _aten.slice_scatter.default: _whole,
     _aten.select_scatter.default: _whole,
     _aten.diagonal_scatter.default: _whole,

@@ -42,8 +42,9 @@ class MemoryProfile(ShownOverTime):
         saved: bytes that forward leaves for backward beyond inputs and parameters; 0 without a backward.
         calls: what ran when: ``"forward"`` and ``"backward"``, or the names of parts -> a range of steps.
         parts: part -> what it takes if it runs alone: its parameters, inputs and outputs, and its own work.
-        bounds: symbol -> the upper bound that it counts as, for sizes that only the data decides: if there are any, the
-            bytes are what the run takes *at most*.
+        bounds: symbol -> the upper bound that it counts as, for sizes that only the data decides; and, if a branch or a
+            loop (``torch.cond``, ``scan`` ...) runs at the peak, its name -> the most bytes that its bodies take. If
+            there are any, the bytes are what the run takes *at most*.
     """
 
     peak: int
@@ -137,8 +138,10 @@ class MemoryProfile(ShownOverTime):
         text = f"peak {at_most(self.peak, self.bounds)}{at}, {size(self.baseline)} before{saved}" + (
             f" ({calls})" if calls else ""
         )
-        bounds = ", ".join(f"{symbol} = {bound}" for symbol, bound in self.bounds.items())
-        return f"{text}; for {bounds}, which only the data decides" if bounds else text
+        inside = {name: nbytes for name, nbytes in self.bounds.items() if self.at is not None and name == self.at.name}
+        bounds = ", ".join(f"{symbol} = {bound}" for symbol, bound in self.bounds.items() if symbol not in inside)
+        text += f"; for {bounds}, which only the data decides" if bounds else ""
+        return text + "".join(f"; {name} takes up to {size(nbytes)} inside" for name, nbytes in inside.items())
 
     def to_chrome_trace(self) -> dict[str, Any]:
         """The bytes that are alive, and the node that runs, in the Trace Event Format; a step lasts a microsecond."""
@@ -278,7 +281,7 @@ def _profile(run: MemoryRun, saved: int, parts: Mapping[Hashable, MemoryProfile]
         saved,
         dict(run.calls),
         dict(parts),
-        dict(run.bounds),
+        run.bounds | {node.name: nbytes for node, nbytes in run.from_above.items() if node is at},
     )
 
 

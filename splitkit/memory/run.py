@@ -32,6 +32,7 @@ from splitkit.graph.scope import Scope, is_state_op, scopes
 from splitkit.graph.sizes import require_values, storage_nbytes
 from splitkit.graph.storages import attribute, one_tensor, shares_memory, storage_key, tensors
 from splitkit.graph.symbols import bounds_in, value_of
+from splitkit.memory.batched import batched
 from splitkit.memory.kernels import Bytes, Gives, storages_of
 from splitkit.memory.layouts import layouts
 from splitkit.memory.options import known_bytes, refuse_sparse
@@ -67,6 +68,7 @@ class MemoryRun:
         gives: node -> what of its arguments' memory it gives back, where that was seen.
         beyond: node -> bytes of its results beyond what their values show, where that was seen.
         bounds: symbol -> the upper bound that it counts as, for those that only the data decides.
+        from_above: branch or loop -> the most that its bodies take inside, whichever runs, and however often.
     """
 
     sizes: Mapping[str, int]
@@ -79,6 +81,7 @@ class MemoryRun:
     gives: dict[Node, Gives] = field(default_factory=dict)
     beyond: dict[Node, int] = field(default_factory=dict)
     bounds: dict[str, int] = field(default_factory=dict)
+    from_above: dict[Node, int] = field(default_factory=dict)
     _static: dict[Hashable, int] = field(default_factory=dict)
     _inputs: dict[int | None, Value] = field(default_factory=dict)
     _temporaries: Temporaries = field(init=False)
@@ -86,6 +89,7 @@ class MemoryRun:
     _items: dict[Node, list[Value]] = field(default_factory=dict)
     _again: dict[Node, Any] = field(default_factory=dict)
     _layouts: dict[Node, Any] = field(default_factory=dict)
+    _batched: dict[Node, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._temporaries = Temporaries(self.sizes)
@@ -127,7 +131,12 @@ class MemoryRun:
             Each node in the output, once for each place that it has there, and the buffers that it holds.
         """
         require_values(gm.graph, but=lambda node: _calls_graph(gm, node) is not None)
-        self._again |= {} if shares_memory(gm) else values_again(gm)
+        known = any(node in self._again for node in gm.graph.nodes)  # a part whose caller was run on fakes
+        self._again |= {} if known or shares_memory(gm) else values_again(gm)
+        if not known:
+            inside = batched(gm)
+            self._again |= inside.values
+            self._batched |= inside.transient
         self._layouts |= layouts(gm, self.sizes)
         scope, _ = scopes(gm.graph)
         values: dict[Node, Value] = {}
@@ -205,7 +214,12 @@ class MemoryRun:
         """What is there only while the node runs: inside a composite op, or in the bodies of a higher-order one."""
         if isinstance(node.target, HigherOrderOperator):
             inner = (node,) if node.target is torch.ops.higher_order.wrap_with_autocast else ()
-            return max((self._inside(body, (*autocast, *inner)) for body in bodies(gm, node)), default=0)
+            taken = max((self._inside(body, (*autocast, *inner)) for body in bodies(gm, node)), default=0)
+            if str(node.target) in _FROM_ABOVE:
+                self.from_above[node] = taken
+            return taken
+        if node in self._batched:
+            return self._batched[node]
         inside = self._temporaries(gm, node, autocast, self._layouts)
         if autocast:
             self._keep_casts(gm, node, inside.casts, autocast[0])
@@ -293,6 +307,9 @@ class MemoryRun:
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self.block) * self.block
+
+
+_FROM_ABOVE = frozenset(("cond", "while_loop", "scan", "map_impl", "associative_scan"))
 
 
 def _autocast(scope: Scope) -> tuple[Node, ...]:
