@@ -215,8 +215,8 @@ class Staging:
         ranks = len(self._limits)
         problem = self._placing.problem([Slot()] * ranks, self.demand.travel(range(ranks)))
         core = core_of(problem, np.arange(problem.units))
-        low, high = simple(core), int(core.least_work.sum())
-        return max(0.0, by_joining(core, low, high, acyclic=False) - core.slack) / core.scale
+        joined = by_joining(core, simple(core), int(core.least_work.sum()), acyclic=False)
+        return max(0.0, joined - core.slack) / core.scale
 
     def _held(self, found: Solution) -> Ints:
         """(stages,) bytes by the sums of `Holding`."""
@@ -245,15 +245,11 @@ class Staging:
 
     def _bound(self, placing: Placing) -> NoPlanError:
         """Nodes that go together leave fewer units than there are stages."""
-        largest = max(placing.members, key=len)
-        return NoPlanError(
-            "SK303",
-            f"{type(self.demand.policy).__name__}: {len(self.keys)} stages were asked for, and "
-            f"{len(placing.units)} is the most: {len(largest)} nodes share memory that is written, or a value that "
-            f"cannot be sent{nodes_listed(largest)}",
-            f"Ask for {len(placing.units)} at most, or write out of place: x = x + y, not x += y.",
-            largest,
-        )
+        largest, most, name = max(placing.members, key=len), len(placing.units), type(self.demand.policy).__name__
+        reason = f"{name}: {len(self.keys)} stages were asked for, and {most} is the most: {len(largest)} nodes share "
+        reason += f"memory that is written, or a value that cannot be sent{nodes_listed(largest)}"
+        remedy = f"Ask for {most} at most, or write out of place: x = x + y, not x += y."
+        return NoPlanError("SK303", reason, remedy, largest)
 
     @cached_property
     def _rank_of(self) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,38 +13,39 @@ from torch import nn
 import splitkit as sk
 from splitkit.pipeline.defaults import ranks_of
 from splitkit.policies import Expert, Stages
+from splitkit.search.rankcuts import RankCuts
 from splitkit.solvers.line.pairs import even_pairs
 
 
 class Headed(nn.Module):
-    """Blocks of two widths, and a head that takes a third of the work, as of a large vocabulary."""
+    """Ten blocks, and a head that takes more than one of them."""
 
     def __init__(self):
         super().__init__()
-        self.enc = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(4))
-        self.dec = nn.ModuleList(nn.Sequential(nn.Linear(64, 384), nn.ReLU(), nn.Linear(384, 64)) for _ in range(4))
-        self.head = nn.Linear(64, 3000)
+        self.h = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(10))
+        self.head = nn.Linear(64, 1200)
 
     def forward(self, x):
-        for block in (*self.enc, *self.dec):
+        for block in self.h:
             x = x + block(x)
         return self.head(x).logsumexp(-1).sum()
 
 
-@pytest.mark.parametrize("schedule", ["zbv", pytest.param("interleaved-1f1b", marks=pytest.mark.campaign)])
-def test_no_step_is_longer_than_that_of_cuts_between_blocks(schedule):
+def test_no_step_is_longer_than_that_of_cuts_between_blocks():
     with torch.device("meta"):
-        gm = sk.capture(Headed(), torch.zeros(512, 64))
+        gm = sk.capture(Headed(), torch.zeros(4096, 64))
     costs = sk.costs.training(sk.costs.roofline(gm, "h100"))
     flow, links = sk.analyze(gm), sk.costs.Links.preset("nvlink4")
 
     def step(plan):
-        return sk.simulate_schedule(sk.stage_costs(flow, plan, costs), schedule, 16, links=links).seconds
+        return sk.simulate_schedule(sk.stage_costs(flow, plan, costs), "zbv", 16, links=links).seconds
 
-    plan = sk.plan(gm, Stages(6, schedule=schedule, microbatches=16, links="nvlink4"), costs)
-    starts = [f"enc.{i}" for i in range(1, 4)] + [f"dec.{i}" for i in range(4)] + ["head"]
-    hands = [Expert(6), *(Expert(cuts) for cuts in list(combinations(starts, 5))[::5])]
-    assert step(plan) <= min(step(sk.plan(gm, hand, costs)) for hand in hands) * (1 + 1e-3)
+    asked = Stages(6, schedule="zbv", microbatches=16, links="nvlink4")
+    found = step(sk.plan(gm, asked, costs))
+    hands = [Expert(6), Expert([1, 2, 2, 2, 2, 1]), Expert(["h.1", "h.3", "h.5", "h.8", "head"])]
+    assert found <= min(step(sk.plan(gm, hand, costs)) for hand in hands) * (1 + 1e-3)
+    with patch.object(RankCuts, "stages", lambda self, *, moved: iter(())):
+        assert found < 0.98 * step(sk.plan(gm, asked, costs))
 
 
 @pytest.mark.parametrize("schedule", ["zbv", "interleaved-1f1b"])
