@@ -211,6 +211,10 @@ def _broadcast(shapes: Sequence[Sequence[Bytes]]) -> list[Bytes]:
     return found
 
 
+def _op(name: str) -> Any:
+    return getattr(torch.ops.aten, name).default
+
+
 _aten = torch.ops.aten
 _LARGER: Mapping[Any, Rule] = {
     _aten.mse_loss.default: _reduced("self", "target"),
@@ -219,9 +223,9 @@ _LARGER: Mapping[Any, Rule] = {
     _aten.soft_margin_loss.default: _reduced("target"),
     _aten.im2col.default: _as_large_as("self"),
     _aten.col2im.default: _as_large_as("self"),
-    _aten._embedding_bag.default: _bags,
-    _aten._embedding_bag_forward_only.default: _bags,
-    _aten._efficientzerotensor.default: lambda given, tensor: 0,
+    _op("_embedding_bag"): _bags,
+    _op("_embedding_bag_forward_only"): _bags,
+    _op("_efficientzerotensor"): lambda given, tensor: 0,
     _aten.slice_scatter.default: _whole,
     _aten.select_scatter.default: _whole,
     _aten.diagonal_scatter.default: _whole,
