@@ -51,7 +51,7 @@ def time_in_place(run: MeasuringRun, inputs: Any, dice: torch.Tensor) -> None:
         inputs: as they were given.
         dice: the state of the random generator before it.
     """
-    runs = Runs()
+    runs = MeasuredRuns()
     for _ in rounds(len(set(run.keys.values())), run.min_run_time, lambda: runs.enough):
         torch.random.set_rng_state(dice)
         again = TimedRun(run, Private(run.flow, run.private.device))
@@ -66,8 +66,8 @@ def time_in_place(run: MeasuringRun, inputs: Any, dice: torch.Tensor) -> None:
     run.cache.save()
 
 
-class Runs:
-    """Runs of one graph, of which those count that nothing else disturbed."""
+class MeasuredRuns:
+    """MeasuredRuns of one graph, of which those count that nothing else disturbed."""
 
     def __init__(self) -> None:
         self._quiet: list[Mapping[Node, float]] = []

@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from splitkit.brief import brief
 from splitkit.costs.copies import Private, unfit
-from splitkit.costs.in_place import Runs, TimedRun, rounds
+from splitkit.costs.in_place import MeasuredRuns, TimedRun, rounds
 from splitkit.costs.measuring import BUSY, Measured, MeasuringRun
 from splitkit.costs.owntime import OwnTime
 from splitkit.costs.training import FromFormula
@@ -150,7 +150,7 @@ def _backward_of(key: str) -> str:
 
 
 def _time_steps(run: MeasuringRun, keys: Mapping[Node, str], inputs: Any, dice: torch.Tensor) -> None:
-    forward, backward, took = Runs(), Runs(), list[float]()
+    forward, backward, took = MeasuredRuns(), MeasuredRuns(), list[float]()
     lasting = _state(run, inputs) if _leaves_state(run.flow) else None
     for number in rounds(1 + len(set(keys.values())), run.min_run_time, lambda: _settled(took, forward)):
         torch.random.set_rng_state(dice)
@@ -188,7 +188,7 @@ def _state(run: MeasuringRun, inputs: Any) -> tuple[Private, Any]:
     return private, private.inputs(inputs)
 
 
-def _settled(took: Sequence[float], runs: Runs) -> bool:
+def _settled(took: Sequence[float], runs: MeasuredRuns) -> bool:
     """Whether steps get no faster: those of the beginning wait for memory, which the allocator later keeps."""
     return runs.enough and len(took) > 2 and min(took[-2:]) > 0.99 * min(took[:-2])
 

@@ -19,7 +19,7 @@ from splitkit.plans.parts import HOST
 from splitkit.plans.record import Plan
 from splitkit.search.demand import Demand
 from splitkit.search.memorycuts import Limits, MemoryCuts
-from splitkit.search.memoryideals import MemoryIdeals, TooManyError
+from splitkit.search.memoryideals import MemoryIdeals, TooManyPartsError
 from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.orders import orders
 from splitkit.solvers.placement.problem import Problem, Slot
@@ -117,7 +117,7 @@ class MemorySearch:
         """The best in any order, of small graphs; none if there is none, which is then `excluded`, or none is known."""
         try:
             found = self._ideals.best(limits) if self._size <= _SMALL else None
-        except TooManyError:
+        except TooManyPartsError:
             return None
         if found is None:
             self.excluded |= {count} if self._size <= _SMALL else set()

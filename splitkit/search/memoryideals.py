@@ -18,7 +18,7 @@ Ideal = int
 """The positions of its nodes, as bits."""
 
 
-class TooManyError(Exception):
+class TooManyPartsError(Exception):
     """There are more parts than can be asked for."""
 
 
@@ -43,7 +43,7 @@ class MemoryIdeals:
         """The positions of the nodes of each part, and the bytes that cross; None if no parts fit, in any order.
 
         Raises:
-            TooManyError: the graph is too large to tell.
+            TooManyPartsError: the graph is too large to tell.
         """
         reached: dict[Ideal, int] = {0: 0}
         steps: list[dict[Ideal, Ideal]] = []
@@ -82,7 +82,7 @@ class MemoryIdeals:
         """What any part with these nodes holds at least, and what this one does: once, and for each microbatch."""
         if (start, end) not in self._sums:
             if len(self._sums) >= _MOST_ASKED:
-                raise TooManyError
+                raise TooManyPartsError
             own = _positions(end & ~start)
             cuts = self._line([*_positions(start), *own, *_positions(self._whole & ~end)])
             first = start.bit_count()
@@ -104,7 +104,7 @@ class MemoryIdeals:
             level = {ideal | 1 << node for ideal in level for node in self._ready(ideal)}
             found += sorted(level)
             if len(found) > _MOST:
-                raise TooManyError
+                raise TooManyPartsError
         return found
 
     def _ready(self, ideal: Ideal) -> list[int]:

@@ -188,7 +188,7 @@ def test_a_stale_plan_is_refused(data, step):
     code, found = data("run", path, "--size", "layers=1")
     assert code == 1 and found["error"]["code"] == "SK502" and found["error"]["nodes"]
     read = json.loads(path.read_text())
-    path.write_text(json.dumps(read | {"graph": "0" * 32}))
+    path.write_text(json.dumps(read | {"graph": "0" * 32, "nodes": []}))
     assert data("run", path)[1]["error"]["code"] == "SK502"
     path.write_text(json.dumps(read | {"places": 5}))
     assert data("run", path)[1]["error"]["code"] == "SK501"

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from splitkit.costs import owntime
 from splitkit.costs.cache import CostCache, read
-from splitkit.costs.in_place import Runs
+from splitkit.costs.in_place import MeasuredRuns
 from splitkit.costs.measured import measured
 from splitkit.costs.owntime import OwnTime, waiting
 from splitkit.costs.timing import Record
@@ -131,7 +131,7 @@ def test_steps_say_that_the_machine_was_busy(graph, monkeypatch, tmp_path):
 
 def test_runs_that_nothing_disturbed_are_the_ones_that_count(graph):
     node = next(n for n in graph.graph.nodes if n.target is works)
-    runs = Runs()
+    runs = MeasuredRuns()
     runs.add({node: 1.0}, busy=True)
     assert runs.records({node: "key"})["key"] == Record(1.0, 0, busy=True) and not runs.enough
     runs.add({node: 3.0}, busy=False)

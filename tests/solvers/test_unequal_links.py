@@ -14,7 +14,7 @@ from splitkit.solvers.placement.solution import InfeasibleError
 from splitkit.solvers.placement.stages.contiguous import contiguous
 from splitkit.solvers.placement.unequal.exact import Exact
 from splitkit.solvers.placement.unequal.line import best_line
-from splitkit.solvers.placement.unequal.model import Linked, Prices
+from splitkit.solvers.placement.unequal.model import Prices, UnequalLinks
 from splitkit.solvers.placement.unequal.search import on_unequal_links
 
 
@@ -114,7 +114,7 @@ def linked_of(problem, prices):
     free = np.zeros(len(problem.devices), bool)
     room = np.array([slot.capacity for slot in problem.devices])
     group = np.arange(problem.units)
-    return Linked.of(problem.seconds, problem.nbytes, room, free, problem.edges, prices, group, acyclic=True)
+    return UnequalLinks.of(problem.seconds, problem.nbytes, room, free, problem.edges, prices, group, acyclic=True)
 
 
 def long_chain(units):

@@ -6,7 +6,7 @@ import numpy as np
 
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.problem import Ints
-from splitkit.solvers.placement.unequal.model import Linked
+from splitkit.solvers.placement.unequal.model import UnequalLinks
 
 _ROOM = 2.0**52
 _EVERY = 256  # steps between two looks at the clock
@@ -31,7 +31,7 @@ class Exact:
         proven: whether all were tried or cut off.
     """
 
-    def __init__(self, linked: Linked, order: Ints, steps: int, clock: Clock | None = None) -> None:
+    def __init__(self, linked: UnequalLinks, order: Ints, steps: int, clock: Clock | None = None) -> None:
         self.best: Ints | None = None
         self.proven = False
         self._linked, self._order, self._left, self._clock = linked, order.tolist(), steps, clock
@@ -168,13 +168,13 @@ class Exact:
         return room * (1 + 1e-9) + 1 >= self._rest[position]
 
 
-def _alike(linked: Linked) -> list[list[int]]:
+def _alike(linked: UnequalLinks) -> list[list[int]]:
     """For each device those before it for which it could stand: all is the same when the two change places."""
     count = linked.devices
     return [[other for other in range(device) if _exchangeable(linked, device, other)] for device in range(count)]
 
 
-def _exchangeable(linked: Linked, a: int, b: int) -> bool:
+def _exchangeable(linked: UnequalLinks, a: int, b: int) -> bool:
     swapped = np.arange(linked.devices)
     swapped[[a, b]] = b, a
     return bool(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from splitkit.solvers.placement.problem import Floats, Ints
-from splitkit.solvers.placement.unequal.model import Linked
+from splitkit.solvers.placement.unequal.model import UnequalLinks
 
 _WORK = 4e7  # sums of two numbers
 _FEWEST = 6  # cuts: with fewer it is not worth it
@@ -18,7 +18,7 @@ State = tuple[int, int, int]
 """Which devices are used, as bits; the device of the last stage, and that of the stage before it (or the same)."""
 
 
-def best_line(linked: Linked, order: Ints) -> Ints | None:
+def best_line(linked: UnequalLinks, order: Ints) -> Ints | None:
     """(n,) the device of each group, for the least greatest load along an order; None if nothing fits.
 
     Stages may begin at any group if these are few, else where little crosses.
@@ -27,7 +27,7 @@ def best_line(linked: Linked, order: Ints) -> Ints | None:
     return None if places < _FEWEST else _Line(linked, order, _cuts(linked, order, places)).best()
 
 
-def _cuts(linked: Linked, order: Ints, most: int) -> Ints:
+def _cuts(linked: UnequalLinks, order: Ints, most: int) -> Ints:
     """(c,) where stages may begin: of each stretch with the same share of the work the cut that the fewest bytes cross.
 
     Args:
@@ -65,7 +65,7 @@ class _Line:
         cuts: (c,) positions where a stage may begin or end, 0 and n among them.
     """
 
-    def __init__(self, linked: Linked, order: Ints, cuts: Ints) -> None:
+    def __init__(self, linked: UnequalLinks, order: Ints, cuts: Ints) -> None:
         self._linked, self._order, self._cuts = linked, order, cuts
         barred = ~np.isfinite(linked.work)
         work, closed = (_sums(row[:, order]) for row in (np.where(barred, 0.0, linked.work), barred.astype(float)))

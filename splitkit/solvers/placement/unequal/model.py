@@ -33,7 +33,7 @@ class Prices:
 
 
 @dataclass(frozen=True, eq=False)
-class Linked:
+class UnequalLinks:
     """Groups (n) that are placed on devices (d), and values (m) that more than one group touches.
 
     A device that reads a value of another pays for the link from there; who makes it pays for the slowest of the links
@@ -77,7 +77,7 @@ class Linked:
         group: Ints,
         *,
         acyclic: bool,
-    ) -> Linked:
+    ) -> UnequalLinks:
         """The problem over groups of units; ``work`` to ``edges`` are of groups already, ``prices`` is of units."""
         apart = ~np.eye(len(work), dtype=np.bool_)
         found = [(group[list(pins)], size) for pins, size in zip(prices.pins, prices.nbytes.tolist(), strict=True)]

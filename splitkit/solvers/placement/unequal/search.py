@@ -16,7 +16,7 @@ from splitkit.solvers.placement.problem import Floats, Ints, Problem
 from splitkit.solvers.placement.solution import Solution
 from splitkit.solvers.placement.unequal.exact import Exact
 from splitkit.solvers.placement.unequal.line import best_line
-from splitkit.solvers.placement.unequal.model import Linked, Prices
+from splitkit.solvers.placement.unequal.model import Prices, UnequalLinks
 
 _MOST_EXACT = 64  # groups: of more there are too many placements
 _STEPS = 60_000  # placements of a single group, for each second
@@ -136,12 +136,12 @@ class _Search:
         self.proven = exact.proven
 
 
-def _linked(problem: Problem, prices: Prices, group: Ints, edges: Ints, *, acyclic: bool) -> Linked:
+def _linked(problem: Problem, prices: Prices, group: Ints, edges: Ints, *, acyclic: bool) -> UnequalLinks:
     size = int(group.max(initial=-1)) + 1
     work = np.zeros((len(problem.devices), size))
     for row, device in zip(work, problem.devices, strict=True):
         np.add.at(row, group, problem.seconds[device.kind])
-    return Linked.of(
+    return UnequalLinks.of(
         work=work,
         nbytes=np.bincount(group, problem.nbytes, size).astype(np.int64),
         capacity=np.array([np.inf if device.host else device.capacity for device in problem.devices]),
@@ -158,7 +158,7 @@ def _key(loads: Floats) -> tuple[float, ...]:
     return tuple(sorted(loads.tolist(), reverse=True))
 
 
-def _order(linked: Linked, device: Ints) -> tuple[int, ...]:
+def _order(linked: UnequalLinks, device: Ints) -> tuple[int, ...]:
     """The used devices, each after those that it gets something from."""
     ends = device[linked.edges]
     ends = np.unique(ends[ends[:, 0] != ends[:, 1]], axis=0)
