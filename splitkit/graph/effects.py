@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from splitkit.graph.bindings import NO_BINDINGS, Bindings
 from splitkit.graph.classes import Classes, held_in, is_plain
 from splitkit.graph.ops import PURE, Effects, sizes_only
 from splitkit.graph.scope import is_state_op
@@ -37,6 +38,7 @@ from splitkit.graph.symbols import value_of
 RANDOM = "random numbers"
 OUTSIDE = "the outside world"
 AMBIENT = "ambient state"
+BOUND = "attributes that opaque code may bind anew"
 SIZES = "sizes of"
 REACHED = "memory that opaque code may reach"
 LENT = "memory that opaque code may have handed out"
@@ -66,13 +68,19 @@ class _Edges(dict[Node, tuple[Node, ...]]):
         return ()
 
 
-def order_of(effects: Mapping[Node, Effects], root: torch.nn.Module, is_reference: Callable[[Node], bool]) -> Order:
+def order_of(
+    effects: Mapping[Node, Effects],
+    root: torch.nn.Module,
+    is_reference: Callable[[Node], bool],
+    bindings: Bindings = NO_BINDINGS,
+) -> Order:
     """Order edges and copy bans of a graph, in time linear in nodes and edges.
 
     Args:
         effects: what each node of the graph does, in graph order.
         root: the module that owns the graph's attributes.
         is_reference: nodes that only pass a reference on (getitem of a tuple).
+        bindings: the attributes that opaque code may bind anew.
     """
     acting = _acting(effects)
     memory = memory_of(effects, root)
@@ -80,11 +88,16 @@ def order_of(effects: Mapping[Node, Effects], root: torch.nn.Module, is_referenc
     after, once = _Edges(), dict[Node, str]()
     last_write: dict[Hashable, Node] = {}
     readers: dict[Hashable, dict[Node, None]] = {}
-    for node in _concerned(acting, effects, members, AMBIENT in written):
+    everybody = AMBIENT in written or bool(bindings.opaque)
+    for node in _concerned(acting, effects, members, everybody):
         if node.op in ("placeholder", "get_attr") or is_reference(node):
             continue
         effect = effects[node]
         writes, touched = memory.use(node, effect)
+        if not effect.known:
+            writes[BOUND] = touched[BOUND] = None
+        elif bindings.reads_one(node):
+            touched[BOUND] = None
         before: dict[Node, None] = {}
         for c in touched:
             if c in last_write:

@@ -123,7 +123,21 @@ def _needs(
             for earlier in after[node]:  # an effect waits for every copy
                 for other in places[earlier]:
                     _add(before, unit, unit_of(earlier, other), (earlier, node))
+    _keep_reads(flow, places, needs)
     return needs, {unit: first.get(unit, -1) for unit in needs}  # the host's attributes are there from the start
+
+
+def _keep_reads(flow: Dataflow, places: Mapping[Node, tuple[PartKey, ...]], needs: Needs) -> None:
+    """An attribute that opaque code may bind anew: the host reads it after the code before it, before that after it."""
+    for node, (earlier, later) in flow.bindings.reads.items():
+        if HOST not in places.get(node, ()):
+            continue
+        unit = unit_of(node, HOST)
+        for key in places[earlier] if earlier is not None else ():
+            _add(needs[unit], unit, unit_of(earlier, key), (earlier, node))
+        for key in places[later] if later is not None else ():
+            other = unit_of(later, key)
+            _add(needs.setdefault(other, {}), other, unit, (node, later))
 
 
 _IN_HOST = (HOST,)
