@@ -13,6 +13,7 @@ on one another in this order::
     modules    torch.nn
     tuples     does a node yield a tuple?
     containers lists, dicts and iterators
+    kinds      is a value a tensor, an array or an object?
     foreign    what is no tensor: arrays, objects
     sizes      which arguments are asked for their size only
     declared   what users say
