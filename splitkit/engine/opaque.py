@@ -79,7 +79,9 @@ def check_opaque(flow: Dataflow, plan: Plan) -> None:
 
 def _check_regions(flow: Dataflow, plan: Plan) -> None:
     """A region is opened again in each part, in the state of its enter: not in that in which opaque code left it."""
-    left: dict[object, Node] = {}  # region or setting that is in force -> the first node that may have changed its state
+    left: dict[
+        object, Node
+    ] = {}  # region or setting that is in force -> the first node that may have changed its state
     for node, scope in flow.scope.items():
         if node.op in ("placeholder", "get_attr"):
             continue

@@ -94,7 +94,10 @@ def _code_of(node: Node, root: nn.Module) -> list[object]:
 def _bindings(
     effects: Mapping[Node, Effects], root: nn.Module, opaque: list[Node], reaches: Mapping[Node, Reach]
 ) -> Bindings:
-    called = {n: attribute(root, str(n.target)) for n in effects if n.op == "call_module"}
+    called: dict[Node, Any] = {}
+    for node in effects:
+        if node.op == "call_module":
+            called[node] = attribute(root, str(node.target))
     reached = {i for found in reaches.values() for i in found.modules}
     shared = [n for n, found in reaches.items() if found.everything]
     if shared:  # what the graph calls is the user's own, and anybody's

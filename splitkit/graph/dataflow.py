@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from splitkit.brief import brief
 from splitkit.errors import GraphError, NoPlanError
-from splitkit.graph.bindings import NO_BINDINGS, Bindings, bindings_of
+from splitkit.graph.bindings import Bindings, bindings_of
 from splitkit.graph.effects import order_of
 from splitkit.graph.ops import Effects, Memo, effects_of, is_tuple
 from splitkit.graph.ops.tuples import Known
@@ -58,7 +58,7 @@ class Dataflow:
     written: frozenset[Node]
     followers: Mapping[Node, Node]
     effects: Mapping[Node, Effects]
-    bindings: Bindings = NO_BINDINGS
+    bindings: Bindings
 
     __repr__ = brief
 

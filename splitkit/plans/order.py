@@ -133,11 +133,13 @@ def _keep_reads(flow: Dataflow, places: Mapping[Node, tuple[PartKey, ...]], need
         if HOST not in places.get(node, ()):
             continue
         unit = unit_of(node, HOST)
-        for key in places[earlier] if earlier is not None else ():
-            _add(needs[unit], unit, unit_of(earlier, key), (earlier, node))
-        for key in places[later] if later is not None else ():
-            other = unit_of(later, key)
-            _add(needs.setdefault(other, {}), other, unit, (node, later))
+        for opaque in () if earlier is None else (earlier,):
+            for key in places[opaque]:
+                _add(needs[unit], unit, unit_of(opaque, key), (opaque, node))
+        for opaque in () if later is None else (later,):
+            for key in places[opaque]:
+                other = unit_of(opaque, key)
+                _add(needs.setdefault(other, {}), other, unit, (node, opaque))
 
 
 _IN_HOST = (HOST,)

@@ -71,7 +71,20 @@ def operand_effects(node: Node, root: nn.Module, origins: Origins) -> Effects | 
 
 
 # These hand objects on as they are, or ask for no more than what they are.
-_HANDS_ON = (tuple, list, dict, isinstance, id, type, callable, hasattr, operator.is_, operator.is_not, setattr, delattr)
+_HANDS_ON = (
+    tuple,
+    list,
+    dict,
+    isinstance,
+    id,
+    type,
+    callable,
+    hasattr,
+    operator.is_,
+    operator.is_not,
+    setattr,
+    delattr,
+)
 
 
 def _has_out(node: Node, name: str) -> bool:

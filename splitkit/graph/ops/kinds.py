@@ -47,10 +47,7 @@ _PLAIN = (
 _DEEP = 16  # levels of containers and attributes that are looked through
 _READS = (getattr, operator.getitem)
 _ANY = (None, Any, object, inspect.Parameter.empty)
-_KNOWN_WORDS = frozenset(
-    "torch Tensor LongTensor FloatTensor BoolTensor IntTensor Parameter Optional Union None int float bool complex str "
-    "typing t nn".split()
-)
+_KNOWN_WORDS = re.compile(r"torch|typing|\w*Tensor|Parameter|Optional|Union|None|int|float|bool|complex|str")
 
 
 def kind_of(node: Node, root: nn.Module | None, known: dict[Node, Kind] | None = None) -> Kind:
@@ -160,8 +157,7 @@ def _of_result(function: object, path: Sequence[Node]) -> Kind:
     annotated = getattr(inspect.unwrap(function), "__annotations__", {}).get("return") if callable(function) else None
     for read in path:
         annotated = _step(annotated, read)
-    found = _of_type(annotated)
-    return found
+    return _of_type(annotated)
 
 
 def _of_type(annotated: Any) -> Kind:
@@ -209,7 +205,7 @@ def _agreed(kinds: set[Kind]) -> Kind:
 
 def _of_words(text: str) -> Kind:
     words = set(re.findall(r"[A-Za-z_]\w*", text))
-    return Kind.OPEN if words == {"Any"} else Kind.TENSOR if words <= _KNOWN_WORDS else Kind.OBJECT
+    return Kind.OPEN if words == {"Any"} else Kind.TENSOR if all(map(_KNOWN_WORDS.fullmatch, words)) else Kind.OBJECT
 
 
 def _of_class(kind: Any) -> Kind:
