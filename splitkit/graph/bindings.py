@@ -108,7 +108,7 @@ def _bindings(
     for node in effects:
         if node.op not in ("get_attr", "call_module"):
             continue
-        value = called[node] if node.op == "call_module" else attribute(root, str(node.target))
+        value: Any = called[node] if node.op == "call_module" else attribute(root, str(node.target))
         path = _reached_owner(root, str(node.target), reached)
         if path:
             whole.add(path)

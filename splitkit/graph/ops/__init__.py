@@ -16,6 +16,7 @@ on one another in this order::
     kinds      is a value a tensor, an array or an object?
     foreign    what is no tensor: arrays, objects
     sizes      which arguments are asked for their size only
+    views      which only take a reference, and read nothing
     declared   what users say
     quick      targets that do nothing but compute, remembered
     classify   all of it, with the graphs inside a node
@@ -28,5 +29,6 @@ from splitkit.graph.ops.declared import declare
 from splitkit.graph.ops.facts import PURE, Effects
 from splitkit.graph.ops.sizes import sizes_only
 from splitkit.graph.ops.tuples import is_tuple
+from splitkit.graph.ops.views import base_of_view
 
-__all__ = ["PURE", "Effects", "Memo", "declare", "effects_of", "is_tuple", "sizes_only"]
+__all__ = ["PURE", "Effects", "Memo", "base_of_view", "declare", "effects_of", "is_tuple", "sizes_only"]
