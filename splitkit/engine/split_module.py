@@ -72,7 +72,7 @@ def split_module(
         emitted = emit(
             flow, whole, units, style, _torch.wants_lazy_code(), runs_of(flow, whole, labels) if labels else {}
         )
-        watch_inputs(flow, units, emitted)
+        watch_inputs(flow, whole, units, emitted)
     if qualname_map is not None:
         for part, attributes in emitted.attributes.items():
             qualname_map |= {f"{part}.{name}": original for name, original in attributes.items() if part}

@@ -46,7 +46,7 @@ def references_of(
         return {}
     found = {n: b for n, e in effects.items() if e.aliases and (b := base_of_view(n, e, root, known)) is not None}
     written = {w for e in effects.values() for w in e.writes}
-    for node in reversed(effects):
+    for node in reversed(list(effects)):
         if node in written:  # what is written is part of what it was taken from
             written.update(effects[node].aliases)
     return {

@@ -2,7 +2,7 @@
 
 ``meta["val"]`` decides where there is one, then the annotation of an input (``node.type``), then how the graph uses it:
 what a graph asks for a method or an attribute that tensors do not have is an object. An input about which nothing is
-known is taken for a tensor (`assumed`), and a split that relies on it looks at each call.
+known is taken for a tensor (`splitkit.graph.assumed`), and a split that relies on it looks at each call.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def kind_of(node: Node, root: nn.Module | None, known: dict[Node, Kind] | None =
 
 
 def _kind(node: Node, root: nn.Module | None) -> Kind:
-    source, path = _source(node)
+    source, path = read_from(node)
     value = value_of(source)
     if value is None and source.op == "get_attr":
         value = lookup(root, source.target)
@@ -81,18 +81,13 @@ def _kind(node: Node, root: nn.Module | None) -> Kind:
     return Kind.TENSOR
 
 
-def _source(node: Node) -> tuple[Node, list[Node]]:
-    """What attributes and items are read of, and these reads in their order."""
+def read_from(node: Node) -> tuple[Node, list[Node]]:
+    """The node that a value is read from through attributes and items, and these reads in their order."""
     path: list[Node] = []
     while value_of(node) is None and node.target in _READS and isinstance(node.args[0], Node) and len(path) < _DEEP:
         path.append(node)
         node = node.args[0]
     return node, path[::-1]
-
-
-def origin(node: Node) -> Node:
-    """What a value is read of through attributes and items: itself, or a node before it."""
-    return _source(node)[0]
 
 
 _UNKNOWN = object()
@@ -232,6 +227,10 @@ def _is_tensor_class(kind: Any) -> bool:
     return name.endswith("Tensor") and module.split(".")[0] == "torch"
 
 
+class _Hidden:
+    """The annotation of what an object holds, where its class does not say it."""
+
+
 def _step(annotated: Any, read: Node) -> Any:
     """The annotation of an item or attribute of a value, ``None`` if nothing says it."""
     annotated = _bare(annotated)
@@ -242,10 +241,11 @@ def _step(annotated: Any, read: Node) -> Any:
     kind = _of_type(annotated)
     if kind in (Kind.TENSOR, Kind.ARRAY):
         return annotated
+    if kind is Kind.OBJECT or (read.target is getattr and isinstance(annotated, type) and kind is Kind.PLAIN):
+        hints = _hints(annotated) if isinstance(annotated, type) else {}
+        return hints.get(str(read.args[1])) or _Hidden
     if read.target is getattr:
-        return _hints(annotated).get(str(read.args[1])) if isinstance(annotated, type) else None
-    if kind is Kind.OBJECT:
-        return _hints(annotated).get(str(read.args[1]), object) if isinstance(annotated, type) else None
+        return None
     if origin_ is tuple and not (len(args) == 2 and args[1] is Ellipsis):
         index = read.args[1]
         return args[index] if isinstance(index, int) and -len(args) <= index < len(args) else None
