@@ -104,7 +104,7 @@ def test_a_private_attribute_of_an_object_would_be_seen():
 def test_each_file_opens_with_one_sentence_and_stays_small(file):
     doc = ast.get_docstring(HOUSE.tree(file))
     assert doc and doc.splitlines()[0].rstrip().endswith((".", "?", ":")), f"{file} does not say what it is"
-    assert HOUSE.lines(file) <= 330, f"{file} has {HOUSE.lines(file)} lines"
+    assert HOUSE.lines(file) <= 500, f"{file} has {HOUSE.lines(file)} lines"
 
 
 @pytest.mark.parametrize("file", [f for f in FILES if f.startswith("policies/") and not f.endswith("__init__.py")])

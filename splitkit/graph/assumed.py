@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.ops import tables
-from splitkit.graph.ops.kinds import Kind, kind_of, read_from
+from splitkit.graph.ops.kinds import ValueKind, kind_of, read_from
 from splitkit.graph.ops.names import is_python
 
 Path = tuple[tuple[bool, object], ...]
@@ -39,11 +39,11 @@ class Assumed:
 
 def assumed_tensors(flow: Dataflow) -> Mapping[Node, tuple[Assumed, ...]]:
     """Placeholder -> the values read from it that are taken for tensors, in time linear in nodes and edges."""
-    known: dict[Node, Kind] = {}
+    known: dict[Node, ValueKind] = {}
     found: dict[Node, dict[Path, list[Node]]] = {}
     for node, effect in flow.effects.items():
         for value in _operands(node) if effect.known else ():
-            if kind_of(value, flow.root, known) is Kind.OPEN:
+            if kind_of(value, flow.root, known) is ValueKind.OPEN:
                 source, reads = read_from(value)
                 if source.op == "placeholder":
                     path = tuple((r.target is getattr, r.args[1]) for r in reads)

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
+from splitkit import _torch
 from splitkit.graph.ops.barriers import is_ambient, says_ambient
 
 _LIMIT = 20_000  # objects that are looked at for one piece of code
@@ -160,7 +161,8 @@ class _Walk:
         self.defined.update(held)
         self.add(*held.values())
         if isinstance(value, nn.Module):  # torch keeps these apart, under the names by which code asks for them
-            self.defined.update((*value._modules, *value._parameters, *value._buffers))  # 2.11, 2.13, 2.15
+            apart = _torch.attributes_of(value)
+            self.defined.update((*apart.modules, *apart.parameters, *apart.buffers))
         for one in type(value).__mro__:
             slots = vars(one).get("__slots__", ())
             self.add(*(getattr(value, name, None) for name in ((slots,) if isinstance(slots, str) else slots)))

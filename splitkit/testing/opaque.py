@@ -9,6 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from splitkit import _torch
+
 
 class Rebinding(nn.Module):
     """A leaf that binds a buffer anew, its own or one of another module; the graph reads it."""
@@ -64,7 +66,7 @@ class Wrapped(Tensor):
     @staticmethod
     def __new__(cls, held: Tensor) -> Wrapped:
         """A wrapper of the size of what it holds."""
-        made: Wrapped = Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
+        made: Wrapped = _torch.make_wrapper(cls, held.shape, dtype=held.dtype)
         return made
 
     def __init__(self, held: Tensor) -> None:
@@ -81,7 +83,7 @@ class Wrapped(Tensor):
             return value.held if isinstance(value, Wrapped) else value
 
         result = func(*map(bare, args), **{k: bare(v) for k, v in (kwargs or {}).items()})
-        return args[0] if func._schema.is_mutable else result
+        return args[0] if func.overloadpacket.__name__.endswith("_") else result
 
 
 def wrap(x: Tensor) -> Wrapped:

@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from splitkit.graph.ops import tables
 from splitkit.graph.ops.facts import Effects, unknown
-from splitkit.graph.ops.kinds import Kind, kind_of
+from splitkit.graph.ops.kinds import ValueKind, kind_of
 from splitkit.graph.ops.modules import is_stock, lookup
 from splitkit.graph.ops.names import is_python, torch_name
 from splitkit.graph.symbols import value_of
@@ -36,7 +36,7 @@ class Origins:
         arrays_or_tensors: the same, where an input is taken for a tensor.
     """
 
-    kinds: dict[Node, Kind] = field(default_factory=dict)
+    kinds: dict[Node, ValueKind] = field(default_factory=dict)
     arrays: dict[Node, bool] = field(default_factory=dict)
     arrays_or_tensors: dict[Node, bool] = field(default_factory=dict)
 
@@ -50,9 +50,9 @@ def foreign_effects(node: Node, root: nn.Module, origins: Origins) -> Effects | 
     if name in tables.AMBIENT:
         return None
     kind = kind_of(subject, root, origins.kinds)
-    if kind is Kind.ARRAY and hasattr(np.ndarray, name):
+    if kind is ValueKind.ARRAY and hasattr(np.ndarray, name):
         return Effects(tuple(node.all_input_nodes), tuple(node.all_input_nodes))
-    if not hasattr(torch.Tensor, name) or kind is Kind.OBJECT:
+    if not hasattr(torch.Tensor, name) or kind is ValueKind.OBJECT:
         return unknown(node)
     in_place = name in tables.IN_PLACE_ELSEWHERE or (name == "add" and not node.users)  # a set's
     if in_place and name != "add" and not node.users and subject.op == "placeholder" and value_of(subject) is None:
@@ -65,7 +65,9 @@ def foreign_effects(node: Node, root: nn.Module, origins: Origins) -> Effects | 
 
 def operand_effects(node: Node, root: nn.Module, origins: Origins) -> Effects | None:
     """What one of Python's operators does that is given an object, which may define it; ``None`` if none is."""
-    if node.target is getattr or not any(kind_of(n, root, origins.kinds) is Kind.OBJECT for n in node.all_input_nodes):
+    if node.target is getattr or not any(
+        kind_of(n, root, origins.kinds) is ValueKind.OBJECT for n in node.all_input_nodes
+    ):
         return None
     return None if node.target in _HANDS_ON else unknown(node)
 
@@ -114,7 +116,7 @@ def _made_array(value: Node, root: nn.Module, or_tensor: bool) -> bool | Node:
         return not isinstance(known, _KNOWN)
     if value.op == "placeholder":
         kind = kind_of(value, root)
-        return kind is Kind.ARRAY or (kind is Kind.OPEN and not or_tensor)
+        return kind is ValueKind.ARRAY or (kind is ValueKind.OPEN and not or_tensor)
     if value.op == "call_module":
         module = lookup(root, target)
         return not is_stock(module) and not isinstance(module, fx.GraphModule)

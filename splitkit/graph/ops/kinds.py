@@ -27,7 +27,7 @@ from splitkit.graph.ops.names import is_python, torch_name
 from splitkit.graph.symbols import value_of
 
 
-class Kind(Enum):
+class ValueKind(Enum):
     """Of a value."""
 
     TENSOR = 0  # or a number that takes part in its place
@@ -50,7 +50,7 @@ _ANY = (None, Any, object, inspect.Parameter.empty)
 _KNOWN_WORDS = re.compile(r"torch|typing|\w*Tensor|Parameter|Optional|Union|None|int|float|bool|complex|str")
 
 
-def kind_of(node: Node, root: nn.Module | None, known: dict[Node, Kind] | None = None) -> Kind:
+def kind_of(node: Node, root: nn.Module | None, known: dict[Node, ValueKind] | None = None) -> ValueKind:
     """The kind of the value of a node.
 
     Args:
@@ -65,7 +65,7 @@ def kind_of(node: Node, root: nn.Module | None, known: dict[Node, Kind] | None =
     return known[node]
 
 
-def _kind(node: Node, root: nn.Module | None) -> Kind:
+def _kind(node: Node, root: nn.Module | None) -> ValueKind:
     source, path = read_from(node)
     value = value_of(source)
     if value is None and source.op == "get_attr":
@@ -78,7 +78,7 @@ def _kind(node: Node, root: nn.Module | None) -> Kind:
         return _of_result(getattr(lookup(root, source.target), "forward", None), path)
     if source.op == "call_function" and not is_python(source) and torch_name(source.target) is None:
         return _of_result(source.target, path)
-    return Kind.TENSOR
+    return ValueKind.TENSOR
 
 
 def read_from(node: Node) -> tuple[Node, list[Node]]:
@@ -113,28 +113,28 @@ def _has(value: object, name: str) -> bool:
     return name in getattr(value, "__dict__", {})
 
 
-def _of_value(value: object) -> Kind:
+def _of_value(value: object) -> ValueKind:
     if isinstance(value, _TENSORS):
-        return Kind.TENSOR
+        return ValueKind.TENSOR
     if type(value) in _CONTAINERS or (isinstance(value, _PLAIN) and not isinstance(value, _CONTAINERS)):
-        return Kind.PLAIN
+        return ValueKind.PLAIN
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return Kind.PLAIN
-    return Kind.ARRAY if type(value) is np.ndarray else Kind.OBJECT
+        return ValueKind.PLAIN
+    return ValueKind.ARRAY if type(value) is np.ndarray else ValueKind.OBJECT
 
 
 # ---------------------------------------------------------------- annotations
 
 
-def _of_input(source: Node, path: Sequence[Node]) -> Kind:
+def _of_input(source: Node, path: Sequence[Node]) -> ValueKind:
     annotated = source.type
     if str(source.target).startswith("*"):
         annotated = None
     for read in path:
         annotated = _step(annotated, read)
     found = _of_type(annotated)
-    used = (path[-1] if path else source) if found is Kind.OPEN else None
-    return Kind.OBJECT if used is not None and _is_used_as_object(used) else found
+    used = (path[-1] if path else source) if found is ValueKind.OPEN else None
+    return ValueKind.OBJECT if used is not None and _is_used_as_object(used) else found
 
 
 def _is_used_as_object(node: Node) -> bool:
@@ -147,7 +147,7 @@ def _is_used_as_object(node: Node) -> bool:
     return False
 
 
-def _of_result(function: object, path: Sequence[Node]) -> Kind:
+def _of_result(function: object, path: Sequence[Node]) -> ValueKind:
     """What opaque code returns, by its annotation; tensors, if it has none."""
     annotated = getattr(inspect.unwrap(function), "__annotations__", {}).get("return") if callable(function) else None
     for read in path:
@@ -155,21 +155,21 @@ def _of_result(function: object, path: Sequence[Node]) -> Kind:
     return _of_type(annotated)
 
 
-def _of_type(annotated: Any) -> Kind:
+def _of_type(annotated: Any) -> ValueKind:
     """The kind of values that an annotation allows."""
     annotated = _bare(annotated)
     if annotated in _ANY if _is_hashable(annotated) else False:
-        return Kind.OPEN
+        return ValueKind.OPEN
     if isinstance(annotated, (typing.TypeVar, typing.ForwardRef)):
         annotated = getattr(annotated, "__forward_arg__", None)
-        return Kind.OPEN if annotated is None else _of_words(annotated)
+        return ValueKind.OPEN if annotated is None else _of_words(annotated)
     if isinstance(annotated, str):
         return _of_words(annotated)
     origin_ = typing.get_origin(annotated)
     if origin_ in (typing.Union, types.UnionType):
         return _agreed({_of_type(a) for a in typing.get_args(annotated) if a is not type(None)})
     if origin_ is typing.Literal:
-        return Kind.PLAIN
+        return ValueKind.PLAIN
     return _of_class(origin_ if origin_ is not None else annotated)
 
 
@@ -191,30 +191,36 @@ def _bare(annotated: Any) -> Any:
             return annotated
 
 
-def _agreed(kinds: set[Kind]) -> Kind:
-    for kind in (Kind.OBJECT, Kind.ARRAY, Kind.OPEN, Kind.TENSOR):
+def _agreed(kinds: set[ValueKind]) -> ValueKind:
+    for kind in (ValueKind.OBJECT, ValueKind.ARRAY, ValueKind.OPEN, ValueKind.TENSOR):
         if kind in kinds:
             return kind
-    return Kind.PLAIN
+    return ValueKind.PLAIN
 
 
-def _of_words(text: str) -> Kind:
+def _of_words(text: str) -> ValueKind:
     words = set(re.findall(r"[A-Za-z_]\w*", text))
-    return Kind.OPEN if words == {"Any"} else Kind.TENSOR if all(map(_KNOWN_WORDS.fullmatch, words)) else Kind.OBJECT
+    return (
+        ValueKind.OPEN
+        if words == {"Any"}
+        else ValueKind.TENSOR
+        if all(map(_KNOWN_WORDS.fullmatch, words))
+        else ValueKind.OBJECT
+    )
 
 
-def _of_class(kind: Any) -> Kind:
+def _of_class(kind: Any) -> ValueKind:
     if isinstance(kind, TensorType) or _is_tensor_class(kind):
-        return Kind.TENSOR
+        return ValueKind.TENSOR
     if not isinstance(kind, type):
-        return Kind.OBJECT
+        return ValueKind.OBJECT
     if kind is np.ndarray:
-        return Kind.ARRAY
+        return ValueKind.ARRAY
     if issubclass(kind, _NUMBERS):
-        return Kind.TENSOR
+        return ValueKind.TENSOR
     if kind in _PLAIN or kind in (Sequence, Mapping) or kind.__module__ in ("collections.abc", "typing"):
-        return Kind.PLAIN
-    return Kind.PLAIN if issubclass(kind, tuple) and hasattr(kind, "_fields") else Kind.OBJECT
+        return ValueKind.PLAIN
+    return ValueKind.PLAIN if issubclass(kind, tuple) and hasattr(kind, "_fields") else ValueKind.OBJECT
 
 
 def _is_tensor_class(kind: Any) -> bool:
@@ -239,9 +245,9 @@ def _step(annotated: Any, read: Node) -> Any:
         steps = [_step(a, read) for a in args if a is not type(None)]
         return steps[0] if len(steps) == 1 else typing.Union[tuple(steps)] if all(steps) else None  # noqa: UP007
     kind = _of_type(annotated)
-    if kind in (Kind.TENSOR, Kind.ARRAY):
+    if kind in (ValueKind.TENSOR, ValueKind.ARRAY):
         return annotated
-    if kind is Kind.OBJECT or (read.target is getattr and isinstance(annotated, type) and kind is Kind.PLAIN):
+    if kind is ValueKind.OBJECT or (read.target is getattr and isinstance(annotated, type) and kind is ValueKind.PLAIN):
         hints = _hints(annotated) if isinstance(annotated, type) else {}
         return hints.get(str(read.args[1])) or _Hidden
     if read.target is getattr:

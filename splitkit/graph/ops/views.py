@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from splitkit.graph.ops import tables
 from splitkit.graph.ops.facts import Effects, first_argument
-from splitkit.graph.ops.kinds import Kind, kind_of
+from splitkit.graph.ops.kinds import ValueKind, kind_of
 from splitkit.graph.ops.names import torch_name
 from splitkit.graph.ops.tuples import Known, is_tuple
 from splitkit.graph.symbols import value_of
@@ -60,7 +60,7 @@ def _is_tensor(base: Node, root: nn.Module, known: Known) -> bool:
     value = value_of(base)
     if value is not None:
         return isinstance(value, torch.Tensor)
-    return is_tuple(base, root, known) is False and kind_of(base, root) is Kind.TENSOR
+    return is_tuple(base, root, known) is False and kind_of(base, root) is ValueKind.TENSOR
 
 
 def _is_basic(index: object) -> bool:
