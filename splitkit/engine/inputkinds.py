@@ -43,7 +43,7 @@ class InputKinds:
         _torch.on_deepcopy(module, self.watch)
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise SK216 if an input is no tensor."""
+        """Raise SK219 if an input is no tensor."""
         given = given_to(module.graph, args, kwargs)
         for position, name, assumed in self.wanted:
             for path, by, no_array in assumed:
@@ -62,7 +62,7 @@ def _read(value: Any, path: Path) -> Any:
 def _refused(name: str, path: Path, leaf: object, by: str) -> PlanError:
     where = name + "".join(f".{key}" if is_attribute else f"[{key!r}]" for is_attribute, key in path)
     return PlanError(
-        "SK216",
+        "SK219",
         f"{where} is a {type(leaf).__name__} in this call, and {by}, which may then do anything, "
         "was taken for what it does to a tensor",
         f"Annotate the input in forward ({name}: {type(leaf).__name__}), so that the graph knows it, and split again.",
