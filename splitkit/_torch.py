@@ -74,6 +74,11 @@ def inputs_of(node: fx.Node) -> Collection[fx.Node]:
     return node._input_nodes.keys()
 
 
+def make_wrapper(kind: Any, size: Any, dtype: torch.dtype) -> Any:
+    """A tensor of a subclass that has a size and no memory of its own (2.11, 2.13, 2.15)."""
+    return torch.Tensor._make_wrapper_subclass(kind, size, dtype=dtype)
+
+
 def schema_of(op: Any) -> Any:
     """The schema of an overload: name, arguments, returns (2.11, 2.13, 2.15)."""
     return op._schema

@@ -56,14 +56,22 @@ def keep_whole(
     """Put some of the original's modules in whole where only a buffer of them is read, so that ``module.double()``
     does not make two of it; gives the attributes of the module as they are then.
     """
-    owners = {name.rpartition(".")[0] for name, source in attributes.items() if source == name} & set(whole)
+    inside = {n: o for n, source in attributes.items() if source == n and (o := _owner(n, whole)) is not None}
+    owners = {*inside.values()}
     if not owners:
         return attributes
     for owner in owners:
         *path, last = owner.split(".")
         setattr(module.get_submodule(".".join(path)), last, original.get_submodule(owner))
-    others = {name: source for name, source in attributes.items() if name.rpartition(".")[0] not in owners}
+    others = {name: source for name, source in attributes.items() if name not in inside}
     return {**others, **{owner: owner for owner in sorted(owners)}}
+
+
+def _owner(name: str, whole: Collection[str]) -> str | None:
+    """The outermost of the modules ``whole`` that holds an attribute."""
+    atoms = name.split(".")
+    owners = (".".join(atoms[:end]) for end in range(1, len(atoms))) if whole else ()
+    return next((owner for owner in owners if owner in whole), None)
 
 
 def _class_of(lazy: bool, is_part: bool) -> type[fx.GraphModule]:

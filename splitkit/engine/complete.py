@@ -9,6 +9,7 @@ from typing import Literal, NoReturn
 import torch
 from torch.fx import Node
 
+from splitkit.engine.opaque import check_opaque, read_in_time
 from splitkit.errors import PlanError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.effects import NO_MEMORY, Memory, memory_of
@@ -42,6 +43,7 @@ def complete(flow: Dataflow, plan: Plan, parameters: Literal["own", "hoist"] = "
         places[node] = tuple(dict.fromkeys(key for user in node.users for key in places.get(user, ())))
     for node in _hoisted(flow, places, attributes, everything=parameters == "hoist"):
         places[node] = (HOST,)
+    read_in_time(flow, places)
     return replace(plan, places=places)
 
 
@@ -85,6 +87,7 @@ def check(flow: Dataflow, plan: Plan) -> None:
     if plan.routing == "relay":
         require_parts(flow, plan)
     _check_dropped(flow, plan)
+    check_opaque(flow, plan)
     for node, reason in flow.once.items():
         keys = plan.places.get(node, ())
         if len(keys) > 1:

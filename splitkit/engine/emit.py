@@ -96,9 +96,10 @@ def emit(
 
 
 def _kept_whole(flow: Dataflow) -> set[str]:
-    """Modules that some part calls, and of which another reads a buffer that is written: one object in both."""
+    """Modules that some part calls, and of which another reads what is written or bound anew: one object in both."""
     owners = {str(n.target).rpartition(".")[0] for n in flow.written}
-    return owners and owners & {str(n.target) for n in flow.scope if n.op == "call_module"}
+    owners &= {str(n.target) for n in flow.scope if n.op == "call_module"} if owners else owners
+    return owners | flow.bindings.whole
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,8 @@ def _write_part(sub: Subgraph, flow: Dataflow, style: Style, run: StateRun | Non
         name = value.name if style.original_input_names else f"arg_{number}"
         env[value] = writer.placeholder(name, value.type)
         env[value].meta.update(value.meta)
-    read = [n for n in sub.nodes if n.op == "get_attr"]
+    in_time = flow.bindings.reads  # these are read in their turn
+    read = [n for n in sub.nodes if n.op == "get_attr" and n not in in_time]
     called = [str(n.target) for n in sub.nodes if n.op == "call_module"]
     renamed = flat_names(called) if style.like_torch else {}
 
@@ -124,7 +126,7 @@ def _write_part(sub: Subgraph, flow: Dataflow, style: Style, run: StateRun | Non
         env[node] = writer.copy(node, value_of, renamed.get(str(node.target)) if node.op == "call_module" else None)
 
     value_of = env.__getitem__
-    computed = [n for n in sub.nodes if n.op != "get_attr"]
+    computed = [n for n in sub.nodes if n.op != "get_attr" or n in in_time]
     if run:
         of_regions = _write_run(RunGraph(run, writer.graph), flow, read, computed, copy)
     else:
@@ -133,7 +135,7 @@ def _write_part(sub: Subgraph, flow: Dataflow, style: Style, run: StateRun | Non
     single = len(values) == 1 and not style.tuple_return
     output = writer.append("output", "output", (values[0] if single else values,), "output")
     _describe(output, sub.outputs, single)
-    targets = [*(str(n.target) for n in read), *called, *of_regions]
+    targets = [*(str(n.target) for n in sub.nodes if n.op == "get_attr"), *called, *of_regions]
     return _Written(writer.graph, env, {renamed.get(target, target): target for target in targets})
 
 
@@ -145,10 +147,12 @@ def _write_scoped(
         copy(node)
     scopes, scope = flow.scope, NEUTRAL
     for node in computed:
-        if scopes[node] is not scope:
+        if scopes[node] is not scope and node.op != "get_attr":
             scope = scopes[node]
             scoped.move_to(scope)
         copy(node)
+        if flow.effects[node].ambient:
+            scoped.opaque_ran()
     scoped.finish(NEUTRAL)
     return scoped.attributes
 
@@ -191,11 +195,11 @@ class _Parent:
 
     def write(self, units: tuple[Subgraph | Node, ...]) -> None:
         """Write inputs, attributes, then calls of parts and the host's own nodes, and the output."""
-        own = [u for u in units if isinstance(u, Node)]
+        own, in_time = [u for u in units if isinstance(u, Node)], self._flow.bindings.reads
         for node in (n for n in own if n.op == "placeholder"):
             self._copy(node)
         if not self._style.late_attributes:
-            for node in (n for n in own if n.op == "get_attr"):
+            for node in (n for n in own if n.op == "get_attr" and n not in in_time):
                 self._copy(node)
         for unit in units:
             if isinstance(unit, Subgraph):
@@ -203,9 +207,16 @@ class _Parent:
             elif unit.op == "output":
                 self._scoped.finish(self._final)
                 self._copy(unit)
+            elif unit in in_time:
+                self._copy(unit)
             elif unit.op not in ("placeholder", "get_attr"):
                 self._scoped.move_to(self._flow.scope[unit])
                 self._copy(unit)
+                self._ran(unit)
+
+    def _ran(self, *nodes: Node) -> None:
+        if any(self._flow.effects[n].ambient for n in nodes):
+            self._scoped.opaque_ran()
 
     def _copy(self, node: Node) -> None:
         self.env[node] = self.copies[node] = self._writer.copy(node, self._value)
@@ -218,6 +229,7 @@ class _Parent:
     def _call(self, sub: Subgraph) -> None:
         self._scoped.move_to(NEUTRAL)  # a part opens the regions of its nodes itself
         call = self._call_node(sub, tuple(map(self._value, sub.inputs)))
+        self._ran(*sub.nodes)
         single = len(sub.outputs) == 1 and not self._style.tuple_return
         _describe(call, sub.outputs, single)
         if single:

@@ -35,6 +35,7 @@ from splitkit.graph.effects import REACHED, SIZES, Memory, memory_of
 from splitkit.graph.ops import PURE
 from splitkit.graph.storages import Lookup, storage_key
 from splitkit.graph.symbols import value_of
+from splitkit.inputkinds import refuse_objects
 from splitkit.sharing import CHECKS, Use, refuse_shared
 
 _ANYWHERE = ("as_strided", "set_", "resize", "storage")
@@ -95,7 +96,7 @@ class _Reader:
 
 def check_nodes(graph: fx.Graph) -> dict[Node, None]:
     """The nodes of a parent that check its inputs, and those that read attributes for that alone."""
-    found = {n: None for check in CHECKS for n in graph.find_nodes(op="call_function", target=check)}
+    found = {n: None for check in (*CHECKS, refuse_objects) for n in graph.find_nodes(op="call_function", target=check)}
     left = list(found)
     while left:
         for node in left.pop().all_input_nodes:

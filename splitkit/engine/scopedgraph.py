@@ -54,6 +54,12 @@ class ScopedGraph:
         """Leave the ambient state as ``final``."""
         self.move_to(final)
 
+    def opaque_ran(self) -> None:
+        """From here on the caller's settings are what opaque code, which has just run, has left."""
+        set_here = [setting for name, setting in SETTINGS.items() if self._settings[name] is not CALLERS]
+        self._callers = {setting.name: self._asked(setting) for setting in set_here}
+        self._first = None
+
     def _enter(self, enter: Node) -> None:
         handle = self._append(self.graph.node_copy(enter, self._attribute))
         self._open.append((enter, handle, dict(self._settings)))
@@ -81,11 +87,15 @@ class ScopedGraph:
         if value is not CALLERS:
             target, args, kwargs = setting.write(value)
             return self.graph.call_function(target, args, kwargs) if kwargs else self._writer.call(target, args)
+        return self._writer.call(setting.set, (self._asked(setting),))
+
+    def _asked(self, setting: Setting) -> Node:
+        """The node that yields what the caller had."""
         if setting.name not in self._callers:
             assert self._first is not None, "what is the caller's needs no setting"
             with self.graph.inserting_before(self._first):
                 self._callers[setting.name] = self.graph.call_function(setting.get)
-        return self._writer.call(setting.set, (self._callers[setting.name],))
+        return self._callers[setting.name]
 
     def _append(self, state_op: Node) -> Node:
         if self._first is None:

@@ -18,6 +18,7 @@ from splitkit.costs import Costs, default, unit
 from splitkit.engine.complete import check, complete
 from splitkit.engine.cut import Subgraph, cut
 from splitkit.engine.emit import Emitted, emit
+from splitkit.engine.inputkinds import input_kinds
 from splitkit.engine.names import Style
 from splitkit.engine.overlaps import overlap_check
 from splitkit.engine.replacing import replace_child, require_replaceable
@@ -218,7 +219,7 @@ def split(
         units = cut(flow, whole)
         emitted = emit(flow, whole, units, Style(), lazy)
         if check_inputs:
-            watch_inputs(flow, units, emitted)
+            watch_inputs(flow, whole, units, emitted)
     subgraphs = {u.key: u for u in units if isinstance(u, Subgraph)}
     return Split(emitted.module, whole, flow, subgraphs, emitted.parts, _qualified_names(emitted), emitted.copies)
 
@@ -246,8 +247,12 @@ def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
         raise PolicyError("SK302", f"{name}={value!r} is not known", f"Use {', '.join(others)} or {last}.")
 
 
-def watch_inputs(flow: Dataflow, units: tuple[Subgraph | Node, ...], emitted: Emitted) -> None:
-    """Let the parent refuse inputs that share memory, if its parts would use it in another order than the graph."""
+def watch_inputs(flow: Dataflow, plan: Plan, units: tuple[Subgraph | Node, ...], emitted: Emitted) -> None:
+    """Let the parent refuse inputs that share memory, if its parts would use it in another order than the graph; and
+    objects, where the parts rely on tensors.
+    """
+    if kinds := input_kinds(flow, plan, units):
+        kinds.write(emitted.module)
     if check := overlap_check(flow, units, lambda: _qualified_names(emitted)):
         check.write(emitted.module, {name for name in emitted.attributes if name})
 

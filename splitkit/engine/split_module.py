@@ -84,7 +84,7 @@ def _emitted(
     runs = runs_of(flow, whole, labels) if labels else {}
     emitted = emit(flow, whole, units, style, _torch.wants_lazy_code(), runs)
     if check_inputs:
-        watch_inputs(flow, units, emitted)
+        watch_inputs(flow, whole, units, emitted)
     return emitted
 
 

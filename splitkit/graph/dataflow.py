@@ -18,9 +18,11 @@ from torch.fx import Node
 from splitkit._torch import inputs_of
 from splitkit.brief import brief
 from splitkit.errors import GraphError, NoPlanError
+from splitkit.graph.bindings import Bindings, bindings_of
 from splitkit.graph.effects import order_of
 from splitkit.graph.ops import Effects, Memo, effects_of, is_tuple
 from splitkit.graph.ops.tuples import Known
+from splitkit.graph.references import Reference, references_of
 from splitkit.graph.scope import Scope, is_state_op, scopes
 from splitkit.graph.storages import Lookup, owned
 from splitkit.graph.symbols import binders, is_symbolic, symbols_of, value_of
@@ -45,6 +47,8 @@ class Dataflow:
         written: attributes (``get_attr`` nodes) whose memory the graph writes.
         followers: nodes that unpack a tuple -> the node that made the tuple. They live where it lives.
         effects: what each node does, as classified by `splitkit.graph.ops`.
+        bindings: the attributes that opaque code may bind anew.
+        references: views that read nothing of their bases.
     """
 
     graph: fx.Graph
@@ -57,6 +61,8 @@ class Dataflow:
     written: frozenset[Node]
     followers: Mapping[Node, Node]
     effects: Mapping[Node, Effects]
+    bindings: Bindings
+    references: Mapping[Node, Reference]
 
     __repr__ = brief
 
@@ -152,15 +158,20 @@ def analyze(gm: fx.GraphModule) -> Dataflow:
     require_order(graph)
     scope, final = scopes(graph)
     memo = Memo()
-    effects = {n: effects_of(n, gm, memo) for n in scope}
+    effects: Mapping[Node, Effects] = {n: effects_of(n, gm, memo) for n in scope}
     find = Lookup(gm)
     for node in scope:
         if node.op == "get_attr":
             find(str(node.target))  # SK104 if it is not there
+    effects, bindings = bindings_of(effects, gm)
     followers = _followers(effects, gm, memo.tuples)
-    order = order_of(effects, gm, followers.__contains__)
+    references = references_of(effects, scope, gm, memo.tuples)
+    order = order_of(effects, gm, followers.__contains__, bindings, references)
     index = {n: i for i, n in enumerate(graph.nodes)}
-    return Dataflow(graph, gm, index, order.after, scope, final, order.once, order.written, followers, effects)
+    once, written = order.once, order.written
+    return Dataflow(
+        graph, gm, index, order.after, scope, final, once, written, followers, effects, bindings, references
+    )
 
 
 def facts_of(given: object) -> Dataflow:

@@ -9,9 +9,10 @@ are one class). Along graph order, reads and writes of a class give *order edges
 
 Random generators and the outside world (prints) are classes too, so that independent dropouts keep their order.
 So is ambient state that no `Scope` describes (a default dtype, a choice of attention kernels): what sets it writes, and
-every other node reads, so nothing moves across.
-Obtaining a reference (get_attr, placeholder, getitem of a tuple) reads nothing: only its users do. Asking for a size
-(``empty_like``) reads no memory; it keeps its place among ops that resize.
+every other node reads, so nothing moves across. Attributes that opaque code may bind anew are one more
+(`splitkit.graph.bindings`).
+Obtaining a reference (get_attr, placeholder, getitem of a tuple, a view) reads nothing: only its users do. Asking for a
+size (``empty_like``) reads no memory; like views, it keeps its place among ops that resize.
 
 Code that splitkit does not know may reach more than its arguments: any attribute of the graph, whatever opaque code was
 given before and whatever it has made. It counts as reader and writer of all that (`Memory`).
@@ -24,12 +25,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch.fx import Node
 
+from splitkit.graph.bindings import NO_BINDINGS, Bindings
 from splitkit.graph.classes import Classes, held_in, is_plain
 from splitkit.graph.ops import PURE, Effects, sizes_only
+from splitkit.graph.references import Reference
 from splitkit.graph.scope import is_state_op
 from splitkit.graph.storages import Lookup, storage_key
 from splitkit.graph.symbols import value_of
@@ -37,10 +41,12 @@ from splitkit.graph.symbols import value_of
 RANDOM = "random numbers"
 OUTSIDE = "the outside world"
 AMBIENT = "ambient state"
+BOUND = "attributes that opaque code may bind anew"
 SIZES = "sizes of"
 REACHED = "memory that opaque code may reach"
 LENT = "memory that opaque code may have handed out"
 _TOKENS = (RANDOM, OUTSIDE, AMBIENT, REACHED, LENT)
+NO_REFERENCES: Mapping[Node, Reference] = MappingProxyType({})
 NO_MEMORY: Set[Hashable] = frozenset({*_TOKENS, *((SIZES, token) for token in _TOKENS)})
 
 
@@ -66,13 +72,21 @@ class _Edges(dict[Node, tuple[Node, ...]]):
         return ()
 
 
-def order_of(effects: Mapping[Node, Effects], root: torch.nn.Module, is_reference: Callable[[Node], bool]) -> Order:
+def order_of(
+    effects: Mapping[Node, Effects],
+    root: torch.nn.Module,
+    is_reference: Callable[[Node], bool],
+    bindings: Bindings = NO_BINDINGS,
+    references: Mapping[Node, Reference] = NO_REFERENCES,
+) -> Order:
     """Order edges and copy bans of a graph, in time linear in nodes and edges.
 
     Args:
         effects: what each node of the graph does, in graph order.
         root: the module that owns the graph's attributes.
         is_reference: nodes that only pass a reference on (getitem of a tuple).
+        bindings: the attributes that opaque code may bind anew.
+        references: views that read nothing of their bases.
     """
     acting = _acting(effects)
     memory = memory_of(effects, root)
@@ -80,12 +94,22 @@ def order_of(effects: Mapping[Node, Effects], root: torch.nn.Module, is_referenc
     after, once = _Edges(), dict[Node, str]()
     last_write: dict[Hashable, Node] = {}
     readers: dict[Hashable, dict[Node, None]] = {}
-    for node in _concerned(acting, effects, members, AMBIENT in written):
+    everybody = AMBIENT in written or bool(bindings.opaque)
+    for node in _concerned(acting, effects, members, everybody):
         if node.op in ("placeholder", "get_attr") or is_reference(node):
             continue
         effect = effects[node]
         writes, touched = memory.use(node, effect)
         before: dict[Node, None] = {}
+        if node in references:
+            touched = memory.refer(node, references[node].base, touched)
+            c = members.get(node)
+            if c in last_write and not references[node].may_be_early:
+                before[last_write[c]] = None
+        if not effect.known:
+            writes[BOUND] = touched[BOUND] = None
+        elif bindings.reads_one(node):
+            touched[BOUND] = None
         for c in touched:
             if c in last_write:
                 before[last_write[c]] = None
@@ -137,6 +161,14 @@ class Memory:
         if self.reached or not effect.known:
             self._reach([*items, *asked], effect, writes, touched)
         return writes, touched
+
+    def refer(self, view: Node, base: Node, touched: dict[Hashable, None]) -> dict[Hashable, None]:
+        """What a view touches that reads nothing of its base: the sizes, and what its other arguments are."""
+        c = self.members.get(base, base)
+        others = {self.members.get(a, a) for a in view.all_input_nodes if a is not base}
+        if c not in touched or c in others:
+            return touched
+        return {(SIZES, c) if t == c else t: None for t in touched}
 
     def _reach(
         self, items: list[Hashable], effect: Effects, writes: dict[Hashable, None], touched: dict[Hashable, None]

@@ -124,7 +124,23 @@ def _needs(
             for earlier in after[node]:  # an effect waits for every copy
                 for other in places[earlier]:
                     _add(before, unit, unit_of(earlier, other), (earlier, node))
+    _keep_reads(flow, places, needs)
     return needs, {unit: first.get(unit, -1) for unit in needs}  # the host's attributes are there from the start
+
+
+def _keep_reads(flow: Dataflow, places: Mapping[Node, tuple[PartKey, ...]], needs: Needs) -> None:
+    """An attribute that opaque code may bind anew: the host reads it after the code before it, before that after it."""
+    for node, (earlier, later) in flow.bindings.reads.items():
+        if HOST not in places.get(node, ()):
+            continue
+        unit = unit_of(node, HOST)
+        for opaque in () if earlier is None else (earlier,):
+            for key in places[opaque]:
+                _add(needs[unit], unit, unit_of(opaque, key), (opaque, node))
+        for opaque in () if later is None else (later,):
+            for key in places[opaque]:
+                other = unit_of(opaque, key)
+                _add(needs.setdefault(other, {}), other, unit, (node, opaque))
 
 
 _IN_HOST = (HOST,)

@@ -35,7 +35,7 @@ from splitkit.plans.parts import HOST, PartKey
 from splitkit.plans.record import Plan
 from splitkit.runtime.parent import calls_of, values_of
 from splitkit.runtime.values import Carried, carried
-from splitkit.runtime.written import written_memory
+from splitkit.runtime.written import steps_of, written_memory
 
 
 class Staged(Protocol):
@@ -255,7 +255,8 @@ def _require_own_memory(split: Split, stage_of: Mapping[Node, int]) -> frozenset
     """
     flow, homes = split.flow, _homes(split, stage_of)
     try:
-        found = written_memory(flow, {node: [torch.device("cpu", stage)] for node, stage in homes.items()})
+        stages = {node: [torch.device("cpu", stage)] for node, stage in homes.items()}
+        found = written_memory(flow, stages, steps_of(split))
     except PipelineError as error:
         reason = f"stages would share memory that is written: {error.reason}"
         raise PipelineError("SK801", reason, "Put the nodes that share it into one stage.", error.nodes) from error

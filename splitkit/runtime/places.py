@@ -20,7 +20,7 @@ from splitkit.graph.symbols import value_of
 from splitkit.pipeline.together import fills_memory, read_by_address
 from splitkit.plans.localize import is_small
 from splitkit.plans.parts import HOST, PartKey
-from splitkit.runtime.written import WrittenMemory, written_memory
+from splitkit.runtime.written import WrittenMemory, steps_of, written_memory
 
 DeviceLike = torch.device | str
 Devices = Mapping[PartKey, DeviceLike] | Sequence[DeviceLike] | DeviceLike | None
@@ -108,7 +108,8 @@ def places_of(split: Split, parts: Mapping[PartKey, torch.device]) -> DevicePlac
         if copied in nodes:
             runs.setdefault(node, []).append(nodes[copied])
     runs = {n: _home_first(split, parts, n, where) for n, where in runs.items()}
-    written = written_memory(split.flow, {n: d for n, d in runs.items() if n.op not in ("get_attr", "placeholder")})
+    computed = {n: d for n, d in runs.items() if n.op not in ("get_attr", "placeholder")}
+    written = written_memory(split.flow, computed, steps_of(split))
     held = _held(split, parts, nodes, written)
     _require_dense(split, runs, held)
     checks = check_nodes(split.module.graph)

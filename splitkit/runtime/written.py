@@ -11,16 +11,19 @@ A value that crosses is a copy, made once for each device::
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
+from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.effects import NO_MEMORY, Memory, memory_of
 from splitkit.graph.written import GIVEN, touches
+from splitkit.plans.parts import HOST
 
 Devices = Mapping[Node, Sequence[torch.device]]
 
@@ -42,12 +45,13 @@ Rows = Sequence[tuple[Node, Sequence[torch.device], bool]]
 """Who touches some memory, in graph order: node, where it runs, whether it writes."""
 
 
-def written_memory(flow: Dataflow, devices: Devices) -> WrittenMemory:
+def written_memory(flow: Dataflow, devices: Devices, step: Mapping[Node, int]) -> WrittenMemory:
     """Where memory that is written must be.
 
     Args:
         flow: facts about the graph.
         devices: node -> where it is computed, its home first; what is not there is computed nowhere.
+        step: node -> when its part runs.
 
     Raises:
         PipelineError: SK808 where no copies could keep the values right.
@@ -61,6 +65,7 @@ def written_memory(flow: Dataflow, devices: Devices) -> WrittenMemory:
     for item, rows in _uses(flow, memory, devices).items():
         if any(is_write for _, _, is_write in rows):
             homes[item] = _require_one_home(item in NO_MEMORY, rows)
+            _require_views_in_turn(flow, rows, homes[item], step)
             _require_one_way_in(flow, devices, sharing.get(item, []), rows, homes[item])
     given = {n: homes[item] for n, item in members.items() if n.op in GIVEN and item in homes}
     return WrittenMemory(given, frozenset(members))
@@ -89,6 +94,28 @@ def _require_one_home(all_of_it: bool, rows: Rows) -> torch.device:
         if any(device != home and device in early for device in where):  # which has one copy, made before
             raise _apart(writer, node)
     return home
+
+
+def _require_views_in_turn(flow: Dataflow, rows: Rows, home: torch.device, step: Mapping[Node, int]) -> None:
+    """A view on another device is a copy, made when its part runs: between the same writes as in the graph."""
+    writes = [node for node, _, is_write in rows if is_write and node in step]
+    places, steps = [flow.index[node] for node in writes], [step[node] for node in writes]  # writes keep their order
+    for node, where, _ in rows:
+        if node in flow.references and any(device != home for device in where):
+            before = bisect_left(places, flow.index[node])
+            if not bisect_left(steps, step[node]) <= before <= bisect_right(steps, step[node]):
+                raise _apart(writes[0], node)
+
+
+def steps_of(split: Split) -> Mapping[Node, int]:
+    """Node -> the step of the parent in which its first copy runs."""
+    steps = {node: i for i, node in enumerate(split.module.graph.nodes)}
+    calls = {str(n.target): i for n, i in steps.items() if n.op in ("call_module", "get_attr")}
+    found = {node: steps[copied] for node, copied in split.copies[HOST].items() if copied in steps}
+    for key, sub in split.subgraphs.items():
+        for node in sub.nodes:
+            found[node] = min(calls[split.names[key]], found.get(node, len(steps)))
+    return found
 
 
 def _require_one_way_in(

@@ -17,11 +17,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m splitkit.testing", description=main.__doc__)
     parser.add_argument("--plans", type=int, default=1000, help="how many plans to try (default: 1000)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first graph (default: 0)")
+    parser.add_argument("--judge", action="store_true", help="say how many refusals some order of the parts disproves")
     args = parser.parse_args()
     start = time.perf_counter()
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("plans", total=args.plans)
-        report = fuzz(args.plans, args.seed, tick=lambda done: progress.update(task, completed=done))
+        report = fuzz(args.plans, args.seed, tick=lambda done: progress.update(task, completed=done), judge=args.judge)
     print(f"{report}; {time.perf_counter() - start:.0f} s")
 
 

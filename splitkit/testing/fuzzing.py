@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter
 from collections.abc import Callable
 from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, field
 from io import StringIO
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -17,10 +18,12 @@ from splitkit import _torch
 from splitkit.costs import unit
 from splitkit.engine.split import Split, split
 from splitkit.errors import CheckError, PlanError
-from splitkit.graph.dataflow import analyze
+from splitkit.graph.dataflow import Dataflow, analyze
+from splitkit.plans.record import Plan
 from splitkit.testing.compare import Comparison, compare
 from splitkit.testing.oracle import assert_emitted_as_planned, assert_inlines, assert_same
 from splitkit.testing.randoms import Choose, random_graph, random_inputs, random_plan
+from splitkit.testing.sequential import runs_in_some_order
 from splitkit.testing.trial import untouched
 from splitkit.testing.visible import close_all
 
@@ -36,6 +39,9 @@ class FuzzReport:
         shared: legal plans that did the same with one tensor as both inputs.
         shared_refused: those that refused such a call, or that cannot be compared in it.
         unusable: graphs that do not even run whole, and were passed over.
+        judged: refusals that were put before the oracle (`splitkit.testing.sequential`).
+        false: those of them whose parts would have run rightly in some order.
+        undecided: those that have too many orders to try.
     """
 
     legal: int = 0
@@ -44,6 +50,9 @@ class FuzzReport:
     unusable: int = 0
     shared: int = 0
     shared_refused: int = 0
+    judged: int = 0
+    false: int = 0
+    undecided: int = 0
 
     @property
     def plans(self) -> int:
@@ -52,38 +61,79 @@ class FuzzReport:
 
     def __str__(self) -> str:
         refused = ", ".join(f"{count} {code}" for code, count in sorted(self.refused.items()))
+        judged = self.judged and (
+            f"; {self.false} of {self.judged} refusals would have run rightly in some order of the parts "
+            f"({self.undecided} with too many orders to try)"
+        )
         return (
             f"{self.plans} plans on {self.graphs} graphs: {self.legal} legal and the same as the whole, "
             f"{self.refused.total()} refused ({refused}); one tensor as both inputs: {self.shared} the same, "
             f"{self.shared_refused} refused or not compared; {self.unusable} graphs do not run whole"
+            f"{judged or ''}"
         )
 
 
-def try_plan(gm: fx.GraphModule, inputs: tuple[torch.Tensor, ...], choose: Choose, report: FuzzReport) -> None:
-    """Draw one plan for a graph and hold it to the laws.
+def try_plan(
+    gm: fx.GraphModule, inputs: tuple[Any, ...], choose: Choose, report: FuzzReport, judge: bool = False
+) -> None:
+    """Draw one plan for a graph and hold it to the laws; perhaps judge a refusal.
 
     Raises:
         CheckError: SK701 when the engine ran a plan wrongly.
     """
-    plan = random_plan(analyze(gm), choose)
+    flow = analyze(gm)
+    plan = random_plan(flow, choose)
     parameters: Literal["own", "hoist"] = "hoist" if choose(2) else "own"
     try:
         made = split(gm, plan, costs=unit(gm), parameters=parameters)
     except PlanError as error:
         report.refused[error.code] += 1
+        if judge and error.code in _JUDGED:
+            _judge(flow, plan, inputs, report)
         return
     assert_emitted_as_planned(made)
     assert_inlines(made)
-    rounds_weights = any(n.target is _torch.ENTER_AUTOCAST for n in gm.graph.nodes)
-    assert_same_but_for_noise(compare(gm, made, *inputs, tolerance=5e-2 if rounds_weights else 1e-4))
-    if rounds_weights or not try_shared(gm, made, inputs[0]):
+    rounds_weights = _rounds_weights(gm)
+    try:
+        assert_same_but_for_noise(compare(gm, made, *inputs, tolerance=5e-2 if rounds_weights else 1e-4))
+    except PlanError as error:
+        if error.code != "SK219":
+            raise
+        report.refused[error.code] += 1
+        return
+    if rounds_weights or not try_shared(gm, made, inputs[0], inputs[2:]):
         report.shared_refused += not rounds_weights
     else:
         report.shared += 1
     report.legal += 1
 
 
-def try_shared(gm: fx.GraphModule, made: Split, given: torch.Tensor) -> bool:
+_JUDGED = ("SK203", "SK217", "SK218")
+
+
+def _rounds_weights(gm: fx.GraphModule) -> bool:
+    return any(n.target is _torch.ENTER_AUTOCAST for n in gm.graph.nodes)
+
+
+def _judge(flow: Dataflow, plan: Plan, inputs: tuple[Any, ...], report: FuzzReport) -> None:
+    """Ask the oracle whether a refused plan could have been run rightly."""
+    tolerance = 5e-2 if _rounds_weights(flow.root) else 1e-4
+
+    def is_right(module: fx.GraphModule) -> bool:
+        try:
+            assert_same_but_for_noise(compare(flow.root, module, *inputs, tolerance=tolerance))
+        except Exception:  # it raises, or gives something else
+            close_all()
+            return False
+        return True
+
+    found = runs_in_some_order(flow, plan, is_right)
+    report.judged += 1
+    report.false += found is True
+    report.undecided += found is None
+
+
+def try_shared(gm: fx.GraphModule, made: Split, given: torch.Tensor, others: tuple[Any, ...] = ()) -> bool:
     """Give one tensor as both inputs: the split does what the whole does, or refuses the call (``False``).
 
     Raises:
@@ -94,7 +144,7 @@ def try_shared(gm: fx.GraphModule, made: Split, given: torch.Tensor) -> bool:
         with untouched(module), torch.random.fork_rng():
             torch.manual_seed(0)
             both = given.detach().clone()
-            made = module(both, both)
+            made = module(both, both, *copy.deepcopy(others))
             return [t.detach().clone() for t in (*made, both, *gm.state_dict().values())]
 
     try:
@@ -124,7 +174,7 @@ def assert_same_but_for_noise(found: Comparison) -> None:
         found.raise_if_different()
 
 
-def usable_inputs(gm: fx.GraphModule, seed: int = 0) -> tuple[torch.Tensor, ...] | None:
+def usable_inputs(gm: fx.GraphModule, seed: int = 0) -> tuple[Any, ...] | None:
     """Inputs on which the graph runs whole: with gradients, else (autograd refuses the graph's writes) without, with
     the parameters frozen. None if it does not run at all.
     """
@@ -140,7 +190,11 @@ def usable_inputs(gm: fx.GraphModule, seed: int = 0) -> tuple[torch.Tensor, ...]
 
 
 def fuzz(
-    plans: int, seed: int = 0, plans_per_graph: int = 5, tick: Callable[[int], object] = lambda done: None
+    plans: int,
+    seed: int = 0,
+    plans_per_graph: int = 5,
+    tick: Callable[[int], object] = lambda done: None,
+    judge: bool = False,
 ) -> FuzzReport:
     """Try ``plans`` random plans on random graphs.
 
@@ -149,6 +203,7 @@ def fuzz(
         seed: of the first graph; graph ``i`` is ``seed + i``, so a failure can be run again.
         plans_per_graph: plans for each graph.
         tick: called with the number of plans so far.
+        judge: put each refusal before the oracle that runs the parts in every order.
 
     Raises:
         CheckError: SK701 when the engine ran a plan wrongly, with the seed in a note.
@@ -165,7 +220,7 @@ def fuzz(
         report.graphs += 1
         for _ in range(plans_per_graph):
             try:
-                try_plan(gm, inputs, dice.randrange, report)
+                try_plan(gm, inputs, dice.randrange, report, judge)
             except Exception as error:
                 error.add_note(f"graph seed {current}:\n{gm.code}")
                 raise

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
@@ -17,6 +18,7 @@ from splitkit.graph.dataflow import Dataflow
 from splitkit.plans.parts import HOST, PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune, refine, rematerialize
+from splitkit.testing.opaque import Meter, Rebinding, meter_from, random_array, unsettle, wrap
 from splitkit.testing.visible import Divided, Hidden, enter_level, exit_level, observe
 
 Choose = Callable[[int], int]
@@ -37,8 +39,11 @@ _SETTINGS: tuple[tuple[states.Setting, tuple[Any, Any]], ...] = (
 class _Root(nn.Module):
     """What random graphs compute with: a tied weight under two names, a buffer, modules with state and randomness."""
 
-    def __init__(self) -> None:
+    def __init__(self, exotic: bool) -> None:
         super().__init__()
+        if exotic:
+            self.leaf = Rebinding(SIZE)
+            self.paths = nn.ModuleDict({"again": Rebinding(SIZE, self.leaf)})
         self.weight = nn.Parameter(torch.randn(SIZE, SIZE) / 3)
         self.tied = nn.Module()
         self.tied.weight = self.weight
@@ -55,11 +60,14 @@ class _Root(nn.Module):
 class _Writer:
     """Appends one random op at a time; ``values`` are the square tensors so far."""
 
-    def __init__(self, choose: Choose, opaque: bool) -> None:
+    def __init__(self, choose: Choose, opaque: bool, exotic: bool) -> None:
         self.choose = choose
-        self.opaque = opaque
+        self.opaque, self.exotic = opaque, exotic
         self.graph = fx.Graph()
         self.values = [self.graph.placeholder(name) for name in ("x", "y")]
+        if exotic:
+            self.meters = [self.graph.placeholder("meter", Meter if choose(4) else None)]
+            self.array = self.graph.placeholder("array", np.ndarray if choose(2) else None)
         self.regions: list[tuple[Any, Node]] = []  # what closes each that is open, and its handle
         self.hooks = 0  # how many pairs of saved-tensors hooks are open
         self.menu = self.swarm()
@@ -85,6 +93,28 @@ class _Writer:
         ]  # fmt: skip
         if self.opaque:
             special += [self.hidden, self.fresh]
+        if self.exotic:
+            special = [
+                *(
+                    self.leaf,
+                    self.leaf,
+                    self.unsettle,
+                    self.meter,
+                    self.meter,
+                    self.new_meter,
+                    self.arrays,
+                    self.wrapped,
+                ),
+                *(
+                    self.attribute,
+                    self.view,
+                    self.reference,
+                    self.reference,
+                    self.chunk,
+                    self.inplace_method,
+                ),
+                *(self.write_part, self.observe, self.random),
+            ]
         picked = [special[self.choose(len(special))] for _ in range(1 + self.choose(6))]
         return [self.unary, self.binary, self.product, *picked]
 
@@ -159,6 +189,63 @@ class _Writer:
         name = HIDDEN[self.choose(len(HIDDEN))]
         self.values.append(self.graph.call_module(name, (self.graph.call_method("float", (self.value(),)),)))
         self.add(torch.mul, self.value(), self.graph.get_attr("state"))
+
+    def leaf(self) -> None:
+        """A leaf that binds a buffer anew, reads of it before and after."""
+        value = self.graph.call_method("float", (self.value(),))
+        if self.choose(2):
+            self.values.append(self.graph.get_attr("leaf.state"))
+        self.values.append(self.graph.call_module(("leaf", "paths.again")[self.choose(2)], (value,)))
+        if self.choose(2):
+            self.values.append(self.graph.get_attr("leaf.state"))
+
+    def unsettle(self) -> None:
+        self.add(unsettle, self.value())
+        self.observe()
+
+    def meter(self) -> None:
+        """A method of an object that a tensor has as well."""
+        meter = self.meters[self.choose(len(self.meters))]
+        self.values.append(self.graph.call_method(("add", "mul")[self.choose(2)], (meter, self.value())))
+
+    def new_meter(self) -> None:
+        self.meters.append(self.call(meter_from, self.value()))
+        self.meter()
+
+    def arrays(self) -> None:
+        """Numpy's methods with an ``out``, and a tensor that shares the memory of an array."""
+        kind = self.choose(3)
+        if kind == 0:
+            self.graph.call_method("cumsum", (self.array, 0, None, self.array))
+        elif kind == 1:
+            self.graph.call_method("sort", (self.array,))
+        self.add(torch.add, self.call(torch.from_numpy, self.array), self.value())
+
+    def wrapped(self) -> None:
+        """A write through a wrapper subclass to the memory that it is about."""
+        held = self.call(wrap, self.value())
+        if self.choose(2):
+            self.graph.call_method("neg_", (held,))
+        self.add(torch.mul, self.value(), self.call(getattr, held, "held"))
+
+    def reference(self) -> None:
+        """Views of all kinds, before and after writes."""
+        value, kind = self.value(), self.choose(5)
+        if self.choose(2):
+            self.graph.call_method("mul_", (value, 1.5))
+        if kind == 0:
+            made = self.graph.call_method("squeeze", (self.graph.call_method("unsqueeze", (value, 0)), 0))
+        elif kind == 1:
+            made = self.call(torch.transpose, value, 0, 1)
+        elif kind == 2:
+            made = self.call(operator.getitem, self.call(torch.sin, value), slice(None))
+        elif kind == 3:
+            made = self.call(torch.ops.aten.permute.default, value, [1, 0])
+        else:
+            made = self.graph.call_method("narrow", (value, 0, 0, SIZE))
+        if self.choose(2):
+            self.graph.call_method("neg_", (value,))
+        self.add(torch.add, made, self.value())
 
     def fresh(self) -> None:
         """A tensor of the size of another, whose memory may be written before or after."""
@@ -245,7 +332,15 @@ class _Writer:
         self.add(torch.clone, inner)
         self.observe()
 
+    def totals(self) -> list[Node]:
+        """What tells what has become of objects, arrays and buffers."""
+        x = self.graph.call_method("float", (self.values[-1],))
+        told = [self.graph.call_method("mul", (meter, x)) for meter in self.meters[:2]]
+        return [*told, self.call(torch.from_numpy, self.array), self.graph.get_attr("leaf.state")]
+
     def finish(self) -> fx.Graph:
+        if self.exotic:
+            self.values += [self.call(torch.mul, meter_total, 1) for meter_total in self.totals()]
         while self.regions:
             exit, handle = self.regions.pop()
             self.call(exit, handle)
@@ -259,7 +354,8 @@ class _Writer:
         if self.hidden in self.menu:  # else a split has no use for the buffer that they hold
             self.add(torch.clone, self.graph.get_attr("state"))
         picked = dict.fromkeys(self.value() for _ in range(1 + self.choose(3)))
-        self.graph.output((self.values[-1], *picked))
+        last = self.values[-4:] if self.exotic else self.values[-1:]
+        self.graph.output((*last, *picked))
         return self.graph
 
 
@@ -268,24 +364,31 @@ def random_graph(choose: Choose, length: int = 20, seed: int = 0) -> fx.GraphMod
     weights, random ops, tuples, modules with state, regions and settings of every kind, and ops that tell which hold.
 
     Every fourth seed has opaque code and fresh tensors as well; not each, for what opaque code may reach has little
-    freedom left in which a wrong order could show.
+    freedom left in which a wrong order could show. Every other fourth (`is_exotic`) has objects and arrays among its
+    inputs, leaves that bind buffers anew, code that changes the default dtype, wrapper subclasses, and more views.
 
     Autograd refuses some of them in backward (a saved value was overwritten); `without_gradients` makes those usable.
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        root = _Root()
-    writer = _Writer(choose, opaque=seed % 4 == 0)
+        root = _Root(is_exotic(seed))
+    writer = _Writer(choose, opaque=seed % 4 == 0, exotic=is_exotic(seed))
     for _ in range(length):
         writer.op()
     return fx.GraphModule(root, writer.finish())
 
 
-def random_inputs(requires_grad: bool = True, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs for `random_graph`."""
+def is_exotic(seed: int) -> bool:
+    """Whether `random_graph` of this seed takes an object and an array besides two tensors."""
+    return seed % 4 == 3
+
+
+def random_inputs(requires_grad: bool = True, seed: int = 0) -> tuple[Any, ...]:
+    """Inputs for `random_graph` of the same seed."""
     generator = torch.Generator().manual_seed(seed)
     x, y = (torch.randn(SIZE, SIZE, generator=generator) for _ in range(2))
-    return x.requires_grad_(requires_grad), y
+    others = (Meter(), random_array(SIZE, seed)) if is_exotic(seed) else ()
+    return x.requires_grad_(requires_grad), y, *others
 
 
 def random_plan(flow: Dataflow, choose: Choose) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -169,8 +170,18 @@ class _Inputs:
                     self.asked[name] = leaf
                 value = leaf.clone() if value.requires_grad else leaf
                 self.passed[name] = value
+            else:
+                value = _copied(value)
             rebuilt.append(value)
         self.rebuilt = pytree.tree_unflatten(rebuilt, spec)
+
+
+def _copied(value: Any) -> Any:
+    """A copy of an array or object among the inputs, which a run may change; itself, if it cannot be copied."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # of users' classes
+        return value
 
 
 @contextmanager
@@ -220,6 +231,7 @@ def _ambient() -> dict[str, Any]:
         for number, cuda in enumerate(torch.cuda.get_rng_state_all()):
             state[f"random state of cuda:{number}"] = cuda.numpy().tobytes()
     state |= {name: setting.get() for name, setting in SETTINGS.items()}
+    state["default dtype"] = torch.get_default_dtype()
     for device in _AUTOCAST_DEVICES:
         state[f"autocast on {device}"] = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
     return state
@@ -227,6 +239,7 @@ def _ambient() -> dict[str, Any]:
 
 def _set_ambient(state: Mapping[str, Any]) -> None:
     """Put back all but the random state."""
+    torch.set_default_dtype(state["default dtype"])
     for name, setting in SETTINGS.items():
         setting.set(state[name])
     for device in _AUTOCAST_DEVICES:

@@ -29,12 +29,14 @@ def observe(x: Tensor) -> Tensor:
     """``x`` and a number that tells the ambient state in which this runs."""
     inside = [torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")]
     digits = [*inside, *(setting.get() not in (False, None, (False, False)) for setting in SETTINGS.values())]
+    digits.append(torch.get_default_dtype() is torch.float64)
     return x + (_level + sum(2.0 ** -(1 + place) for place, digit in enumerate(digits) if digit))
 
 
 def close_all() -> None:
     """Leave every region that a graph which raised has left open."""
     exit_level(0)
+    torch.set_default_dtype(torch.float32)
     torch.set_autocast_enabled("cpu", False)
     while _torch.TOP_HOOKS(True) is not None:
         _torch.POP_HOOKS()

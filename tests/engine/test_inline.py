@@ -371,6 +371,8 @@ def test_randomly_edited_splits_run_like_their_inlining(seeds):
             try:
                 with redirect_stderr(StringIO()):
                     assert_same(made, made, *inputs)
+            except PlanError:  # the call gives an object where the parts stand on a tensor
+                continue
             except (RuntimeError, TypeError, AttributeError):  # the edit made no sense
                 close_all()
                 continue

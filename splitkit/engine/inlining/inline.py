@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate, islice
 
 from torch import fx
@@ -71,10 +71,17 @@ def _meta(split: Split) -> dict[str, object]:
 
 def _order(flat: Flat, gm: fx.GraphModule, original: Dataflow) -> list[tuple[int, Node]]:
     """The nodes in the original's order as far as data and effects allow, each with the index that it is to follow."""
-    after = analyze(gm).after  # of added nodes too
+    flow = analyze(gm)  # of added nodes too
     first = max((i for n, i in original.index.items() if n.op == "placeholder"), default=-1)
     place = {n: p if n in flat.origin else max(p, (first, 1)) for n, p in flat.place.items()}
-    order = stable_order({node: {*node.all_input_nodes, *after[node]} for node in flat.graph.nodes}, place)
+
+    def waits(node: Node) -> set[Node]:
+        after: Iterable[Node] = flow.after[node]
+        if node in flow.references:  # in the original it may have come before a write that ran before it in the split
+            after = (n for n in after if place[n] < place[node])
+        return {*node.all_input_nodes, *after}
+
+    order = stable_order({node: waits(node) for node in flat.graph.nodes}, place)
     reached = accumulate((place[node][0] for node in order), max, initial=-1)
     return list(zip(islice(reached, 1, None), order, strict=True))
 

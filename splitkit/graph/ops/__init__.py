@@ -13,8 +13,10 @@ on one another in this order::
     modules    torch.nn
     tuples     does a node yield a tuple?
     containers lists, dicts and iterators
+    kinds      is a value a tensor, an array or an object?
     foreign    what is no tensor: arrays, objects
     sizes      which arguments are asked for their size only
+    views      which only take a reference, and read nothing
     declared   what users say
     memo       what has been found out about a graph
     quick      targets that do nothing but compute, remembered
@@ -29,5 +31,6 @@ from splitkit.graph.ops.facts import PURE, Effects
 from splitkit.graph.ops.memo import Memo
 from splitkit.graph.ops.sizes import sizes_only
 from splitkit.graph.ops.tuples import is_tuple
+from splitkit.graph.ops.views import base_of_view
 
-__all__ = ["PURE", "Effects", "Memo", "declare", "effects_of", "is_tuple", "sizes_only"]
+__all__ = ["PURE", "Effects", "Memo", "base_of_view", "declare", "effects_of", "is_tuple", "sizes_only"]

@@ -15,6 +15,14 @@ from splitkit.graph.scope import NEUTRAL, scopes
 _SAYS_SO = re.compile("(^|_)(set|enter|exit|push|pop|enable|disable|increment|decrement)(?=_|[A-Z]|$)|Disable|Guard")
 
 
+def says_ambient(name: str) -> bool:
+    """Does a name, of an attribute that code asks for, say that it changes the ambient state?"""
+    return name not in _OF_CONTAINERS and (name in tables.AMBIENT or _SAYS_SO.search(name) is not None)
+
+
+_OF_CONTAINERS = frozenset(("pop", "set", "set_"))
+
+
 @remembered
 def is_ambient(target: Any) -> bool:
     """Does a function of torch change the ambient state, as far as its name says? Or a method, like ``__enter__``?"""

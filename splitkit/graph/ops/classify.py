@@ -16,7 +16,7 @@ from splitkit.graph.ops.barriers import is_restored
 from splitkit.graph.ops.containers import container_effects
 from splitkit.graph.ops.declared import declared_effects, declared_facts
 from splitkit.graph.ops.facts import PURE, Described, Effects, distinct, first_argument, union, unknown
-from splitkit.graph.ops.foreign import foreign_effects
+from splitkit.graph.ops.foreign import foreign_effects, operand_effects
 from splitkit.graph.ops.memo import Memo
 from splitkit.graph.ops.modules import ModuleEffects, bodies, is_changed, is_stock, lookup, state, stock_inside
 from splitkit.graph.ops.names import is_python, named_effects, python_effects
@@ -59,7 +59,10 @@ def _effects(node: Node, root: nn.Module, memo: Memo) -> Effects:
         return found
     if node.op == "call_method" and (found := foreign_effects(node, root, memo.origins)) is not None:
         return found
-    return python_effects(node) if is_python(node) else named_effects(node)
+    if not is_python(node):
+        return named_effects(node)
+    found = operand_effects(node, root, memo.origins)
+    return python_effects(node) if found is None else found
 
 
 def _call_module(node: Node, root: nn.Module, memo: Memo) -> Effects:

@@ -14,9 +14,10 @@ from torch.fx import Node
 from splitkit.graph.ops.facts import Effects, Facts, Slot
 from splitkit.graph.ops.modules import lookup, state
 from splitkit.graph.ops.schema import members
+from splitkit.inputkinds import refuse_objects
 from splitkit.sharing import CHECKS
 
-_DECLARED: dict[Any, Facts] = dict.fromkeys(CHECKS, Facts(check=True))
+_DECLARED: dict[Any, Facts] = dict.fromkeys((*CHECKS, refuse_objects), Facts(check=True))
 _WATCHERS: list[Callable[[], None]] = []
 
 

@@ -114,9 +114,9 @@ def distinct(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 
 def unknown(node: Node, state: tuple[torch.Tensor, ...] = ()) -> Effects:
-    """Everything that a node could do to its arguments and to the state that it reaches."""
+    """Everything that a node could do to its arguments, to the state that it reaches and to the ambient state."""
     reads = tuple(node.all_input_nodes)
-    return Effects(reads, reads, state, state, random=True, impure=True, known=False)
+    return Effects(reads, reads, state, state, random=True, impure=True, known=False, ambient=True)
 
 
 def nodes_in(value: object) -> tuple[Node, ...]:

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import fx, nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # 2.11, 2.13, 2.15
@@ -13,6 +14,7 @@ from torch.fx import Node
 
 from splitkit.graph.ops import tables
 from splitkit.graph.ops.facts import Effects, unknown
+from splitkit.graph.ops.kinds import ValueKind, kind_of
 from splitkit.graph.ops.modules import is_stock, lookup
 from splitkit.graph.ops.names import is_python, torch_name
 from splitkit.graph.symbols import value_of
@@ -29,12 +31,14 @@ class Origins:
     """What is known of where the values of a graph come from, so that no chain is followed twice.
 
     Attributes:
-        objects: node -> whether it yields an object of another kind than torch's.
+        kinds: node -> the kind of what it yields.
         arrays: node -> whether it may yield an array.
+        arrays_or_tensors: the same, where an input is taken for a tensor.
     """
 
-    objects: dict[Node, bool] = field(default_factory=dict)
+    kinds: dict[Node, ValueKind] = field(default_factory=dict)
     arrays: dict[Node, bool] = field(default_factory=dict)
+    arrays_or_tensors: dict[Node, bool] = field(default_factory=dict)
 
 
 def foreign_effects(node: Node, root: nn.Module, origins: Origins) -> Effects | None:
@@ -45,49 +49,74 @@ def foreign_effects(node: Node, root: nn.Module, origins: Origins) -> Effects | 
     name = str(node.target)
     if name in tables.AMBIENT:
         return None
-    if not hasattr(torch.Tensor, name) or _is_object(subject, root, origins.objects):
+    kind = kind_of(subject, root, origins.kinds)
+    if kind is ValueKind.ARRAY and hasattr(np.ndarray, name):
+        return Effects(tuple(node.all_input_nodes), tuple(node.all_input_nodes))
+    if not hasattr(torch.Tensor, name) or kind is ValueKind.OBJECT:
         return unknown(node)
     in_place = name in tables.IN_PLACE_ELSEWHERE or (name == "add" and not node.users)  # a set's
     if in_place and name != "add" and not node.users and subject.op == "placeholder" and value_of(subject) is None:
         return unknown(node)  # for what else would it be called?
-    return unknown(node) if (in_place or _has_out(node, name)) and may_be_array(subject, root, origins.arrays) else None
+    if not (in_place or has_out(node, name)):
+        return None
+    known = origins.arrays_or_tensors if in_place else origins.arrays
+    return unknown(node) if may_be_array(subject, root, in_place, known) else None
 
 
-def _has_out(node: Node, name: str) -> bool:
+def operand_effects(node: Node, root: nn.Module, origins: Origins) -> Effects | None:
+    """What one of Python's operators does that is given an object, which may define it; ``None`` if none is."""
+    if node.target is getattr or not any(
+        kind_of(n, root, origins.kinds) is ValueKind.OBJECT for n in node.all_input_nodes
+    ):
+        return None
+    return None if node.target in _HANDS_ON else unknown(node)
+
+
+# These hand objects on as they are, or ask for no more than what they are.
+_HANDS_ON = (
+    tuple,
+    list,
+    dict,
+    isinstance,
+    id,
+    type,
+    callable,
+    hasattr,
+    operator.is_,
+    operator.is_not,
+    setattr,
+    delattr,
+)
+
+
+def has_out(node: Node, name: str) -> bool:
     """Does a node stand where an array's method takes ``out``?"""
     place = 1 + tables.OUT_AFTER.get(name, len(node.args))
     return any(isinstance(a, Node) for a in node.args[place:])
 
 
-def _is_object(subject: Node, root: nn.Module, known: dict[Node, bool]) -> bool:
-    """Is it an object of another kind than torch's: an attribute of the graph, something that it holds, an input?"""
+def may_be_array(value: Node, root: nn.Module, or_tensor: bool, known: dict[Node, bool]) -> bool:
+    """Follow a value to what made it: a tensor's ``numpy()``, an object, code that is not known?
 
-    def step(value: Node) -> bool | Node:
-        found = value_of(value)
-        if found is None and value.target in (getattr, operator.getitem):
-            source = value.args[0]
-            return source if isinstance(source, Node) else False
-        if found is None and value.op == "get_attr":
-            found = lookup(root, value.target)
-        return found is not None and not isinstance(found, _KNOWN)
-
-    return followed(subject, step, known)
+    Args:
+        value: the array or tensor.
+        root: the module that owns the graph's attributes.
+        or_tensor: a tensor could be called in this way as well, and an input is one by far most often.
+        known: the answers for other nodes.
+    """
+    return followed(value, lambda node: _made_array(node, root, or_tensor), known)
 
 
-def may_be_array(value: Node, root: nn.Module, known: dict[Node, bool]) -> bool:
-    """Follow a value to what made it: a tensor's ``numpy()``, an object, code that is not known?"""
-    return followed(value, lambda node: _made_array(node, root), known)
-
-
-def _made_array(value: Node, root: nn.Module) -> bool | Node:
+def _made_array(value: Node, root: nn.Module, or_tensor: bool) -> bool | Node:
     """Whether a node may yield an array; or the argument that decides it."""
     known, target = value_of(value), value.target
     if known is None and value.op == "get_attr":
         known = lookup(root, target)
     if known is not None:
         return not isinstance(known, _KNOWN)
-    if value.op == "placeholder":  # a tensor, by far most often
-        return False
+    if value.op == "placeholder":
+        kind = kind_of(value, root)
+        return kind is ValueKind.ARRAY or (kind is ValueKind.OPEN and not or_tensor)
     if value.op == "call_module":
         module = lookup(root, target)
         return not is_stock(module) and not isinstance(module, fx.GraphModule)

@@ -16,7 +16,8 @@ from splitkit.graph.ops.barriers import is_ambient
 from splitkit.graph.ops.containers import is_iterator
 from splitkit.graph.ops.declared import declared_facts, on_declare
 from splitkit.graph.ops.facts import PURE, Effects, Facts, view_of
-from splitkit.graph.ops.foreign import followed, may_be_array
+from splitkit.graph.ops.foreign import followed, has_out, may_be_array
+from splitkit.graph.ops.kinds import ValueKind, kind_of
 from splitkit.graph.ops.memo import Memo
 from splitkit.graph.ops.modules import is_stock, lookup
 from splitkit.graph.ops.names import computes, signature_facts, torch_name
@@ -127,7 +128,10 @@ def _takes_single_values(node: Node, root: nn.Module, memo: Memo) -> bool:
     """The same for graphs without values: do its arguments come from ops that yield nothing but tensors and numbers?"""
     if node.op == "call_method":
         subject = node.args[0] if node.args else None
-        return hasattr(torch.Tensor, str(node.target)) and isinstance(subject, Node) and _is_single(subject, root, memo)
+        name = str(node.target)
+        if not hasattr(torch.Tensor, name) or not isinstance(subject, Node) or has_out(node, name):
+            return False
+        return _is_single(subject, root, memo)
     inputs = node.all_input_nodes
     if node.target is operator.getitem:
         if len(inputs) == 1 and not is_iterator(inputs[0]) and is_tuple(inputs[0], root, memo.tuples):
@@ -139,7 +143,12 @@ def _takes_single_values(node: Node, root: nn.Module, memo: Memo) -> bool:
     if inputs and inputs[0] not in others:  # whatever it is taken for, the result is taken for
         memo.single[node] = True
     # An input that nothing is known of may be an array, but is taken for no container.
-    return all(n.op == "placeholder" and value_of(n) is None for n in others)
+    return all(n.op == "placeholder" and _says_nothing(n, root, memo) for n in others)
+
+
+def _says_nothing(value: Node, root: nn.Module, memo: Memo) -> bool:
+    """Whether neither a value nor an annotation says that an input is something else than a tensor."""
+    return value_of(value) is None and kind_of(value, root, memo.origins.kinds) in (ValueKind.OPEN, ValueKind.TENSOR)
 
 
 def _is_single(value: Node, root: nn.Module, memo: Memo) -> bool:
@@ -163,7 +172,7 @@ def _yields_one(node: Node, root: nn.Module, memo: Memo) -> bool | Node:
         known = _KNOWN.get(id(target)) or _learn(target)
         if known is not None and known[3]:
             return True
-    if is_tuple(node, root, memo.tuples) is not False or may_be_array(node, root, memo.origins.arrays):
+    if is_tuple(node, root, memo.tuples) is not False or may_be_array(node, root, True, memo.origins.arrays_or_tensors):
         return False
     if target not in (operator.getitem, getattr) or not isinstance(source, Node):
         return True

@@ -185,6 +185,16 @@ SIZES_OF: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(_words("is_same_size result_type"), (0, 1)),
 }
 SIZE_ATTRIBUTES = frozenset(_words("shape dtype device layout ndim itemsize nbytes is_cuda is_cpu is_meta is_sparse"))
+# Functions, methods and operators that refer to the memory of their first argument (if strided), and never copy it.
+VIEWS = frozenset(
+    _words(
+        "alias as_strided chunk detach diagonal expand expand_as hsplit vsplit dsplit mH mT matrix_H movedim moveaxis "
+        "narrow numpy_T permute select slice split split_with_sizes squeeze swapaxes swapdims t transpose unbind "
+        "unflatten unfold unsqueeze view view_as view_as_real view_as_complex _reshape_alias _unsafe_view unsafe_chunk "
+        "unsafe_split unsafe_split_with_sizes"
+    )
+)
+VIEW_ATTRIBUTES = frozenset(_words("T mT data"))
 # Operators that change the size of what they write, besides those that torch tags as in-place views.
 RESIZES = frozenset(
     _words(
