@@ -30,13 +30,13 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit.engine.cut import Subgraph
+from splitkit.graph.checks import check_nodes
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.effects import REACHED, SIZES, Memory, memory_of
 from splitkit.graph.ops import PURE
 from splitkit.graph.storages import Lookup, storage_key
 from splitkit.graph.symbols import value_of
-from splitkit.inputkinds import refuse_objects
-from splitkit.sharing import CHECKS, Use, refuse_shared
+from splitkit.sharing import Use, refuse_shared
 
 _ANYWHERE = ("as_strided", "set_", "resize", "storage")
 """Parts of the names of ops that may reach bytes of a storage which the tensor that they are given does not show."""
@@ -92,19 +92,6 @@ class _Reader:
         if name not in self.made:
             self.made[name] = self.graph.get_attr(name)
         return self.made[name]
-
-
-def check_nodes(graph: fx.Graph) -> dict[Node, None]:
-    """The nodes of a parent that check its inputs, and those that read attributes for that alone."""
-    found = {n: None for check in (*CHECKS, refuse_objects) for n in graph.find_nodes(op="call_function", target=check)}
-    left = list(found)
-    while left:
-        for node in left.pop().all_input_nodes:
-            reads = node.op == "get_attr" or node.target is getattr
-            if reads and node not in found and all(user in found for user in node.users):
-                found[node] = None
-                left.append(node)
-    return found
 
 
 def rename_watched(graph: fx.Graph, rename: Callable[[str], str], parts: Collection[str] = ()) -> bool:

@@ -219,7 +219,8 @@ def split(
         units = cut(flow, whole)
         emitted = emit(flow, whole, units, Style(), lazy)
         if check_inputs:
-            watch_inputs(flow, whole, units, emitted)
+            watch_kinds(flow, whole, units, emitted)
+            watch_memory(flow, units, emitted)
     subgraphs = {u.key: u for u in units if isinstance(u, Subgraph)}
     return Split(emitted.module, whole, flow, subgraphs, emitted.parts, _qualified_names(emitted), emitted.copies)
 
@@ -247,12 +248,14 @@ def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
         raise PolicyError("SK302", f"{name}={value!r} is not known", f"Use {', '.join(others)} or {last}.")
 
 
-def watch_inputs(flow: Dataflow, plan: Plan, units: tuple[Subgraph | Node, ...], emitted: Emitted) -> None:
-    """Let the parent refuse inputs that share memory, if its parts would use it in another order than the graph; and
-    objects, where the parts rely on tensors.
-    """
+def watch_kinds(flow: Dataflow, plan: Plan, units: tuple[Subgraph | Node, ...], emitted: Emitted) -> None:
+    """Let the parent refuse objects among its inputs, where its parts rely on tensors."""
     if kinds := input_kinds(flow, plan, units):
         kinds.write(emitted.module)
+
+
+def watch_memory(flow: Dataflow, units: tuple[Subgraph | Node, ...], emitted: Emitted) -> None:
+    """Let the parent refuse inputs that share memory, if its parts would use it in another order than the graph."""
     if check := overlap_check(flow, units, lambda: _qualified_names(emitted)):
         check.write(emitted.module, {name for name in emitted.attributes if name})
 

@@ -14,7 +14,7 @@ from splitkit.engine.cut import cut
 from splitkit.engine.emit import Emitted, emit
 from splitkit.engine.kept_state import runs_of
 from splitkit.engine.names import Style
-from splitkit.engine.split import PIPELINING, decide, watch_inputs
+from splitkit.engine.split import PIPELINING, decide, watch_memory
 from splitkit.graph.dataflow import analyze
 from splitkit.plans.parts import PartKey
 from splitkit.plans.policy import Policy, PolicyLike
@@ -84,7 +84,7 @@ def _emitted(
     runs = runs_of(flow, whole, labels) if labels else {}
     emitted = emit(flow, whole, units, style, _torch.wants_lazy_code(), runs)
     if check_inputs:
-        watch_inputs(flow, whole, units, emitted)
+        watch_memory(flow, units, emitted)  # not what inputs are: the parent would no longer be torch's
     return emitted
 
 

@@ -187,7 +187,7 @@ def acts(root: nn.Module, node: Node) -> bool:
     if is_state_op(node):
         return True
     effects = effects_of(node, root)
-    return effects.ambient or (effects.impure and effects.known and not isinstance(node.target, Described))
+    return effects.known and (effects.ambient or (effects.impure and not isinstance(node.target, Described)))
 
 
 def hint(size: int | torch.SymInt, sizes: Mapping[str, int] = NO_SIZES) -> int:

@@ -18,7 +18,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -140,7 +140,7 @@ class _Walk:
             self.add(value.__self__)
 
     def judge(self, value: Any) -> None:
-        if is_ambient(value):
+        if isinstance(value, Hashable) and is_ambient(value):
             self.found.sets_state = True
 
     def kind(self, value: type) -> None:

@@ -12,6 +12,7 @@ from torch.fx import Node
 from splitkit import _torch
 from splitkit._torch import HigherOrderOperator, OpOverload
 from splitkit.errors import GraphError, listed
+from splitkit.graph.checks import check_nodes
 from splitkit.graph.fakecalls import hint
 from splitkit.graph.scope import is_state_op
 from splitkit.graph.storages import owned, tensors
@@ -63,11 +64,13 @@ def read_bytes(root: nn.Module, node: Node) -> int:
 def missing(graph: fx.Graph) -> list[Node]:
     """The nodes whose price needs a ``meta["val"]`` that is not there."""
     inert = ("get_attr", "output")
-    return [
+    found = [
         node
         for node in graph.nodes
         if "val" not in node.meta and node.op not in inert and not is_state_op(node) and not _yields_nothing(node)
     ]
+    checks = check_nodes(graph) if found else {}
+    return [node for node in found if node not in checks]
 
 
 def _yields_nothing(node: Node) -> bool:

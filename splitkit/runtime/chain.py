@@ -22,9 +22,9 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit.brief import brief
-from splitkit.engine.overlaps import check_nodes
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
+from splitkit.graph.checks import check_nodes
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.effects import memory_of
 from splitkit.graph.gradients import Gradients

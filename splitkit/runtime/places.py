@@ -11,9 +11,9 @@ from torch import nn
 from torch.fx import Node
 
 from splitkit._torch import pytree
-from splitkit.engine.overlaps import check_nodes
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError, nearest
+from splitkit.graph.checks import check_nodes
 from splitkit.graph.scope import is_state_op
 from splitkit.graph.storages import attribute, tensors
 from splitkit.graph.symbols import value_of

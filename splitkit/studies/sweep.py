@@ -50,9 +50,10 @@ def sweep(
         found = splitkit.sweep(gm, splitkit.costs.roofline(gm, "h200"), memory="80GiB", links="nvlink4")
         split = splitkit.split(gm, found.pareto[0].plan)
 
-    Stages are those of `splitkit.policies.Stages`, found once for all schedules that put them on the same ranks. Where
-    they do not fit the memory, they are found again for that schedule within it, unless the ranks hold more than that
-    on average. A combination that a schedule refuses is a row that says why.
+    Stages are those of `splitkit.policies.Stages`, found once for all schedules that put one stage on each rank, and
+    for each combination where ranks have several. Where they do not fit the memory, they are found again for that
+    schedule within it, unless the ranks hold more than that on average. A combination that a schedule refuses is a row
+    that says why.
 
     Args:
         gm: a forward graph, captured with the inputs of one microbatch.
@@ -160,9 +161,14 @@ class Sweeper:
         return None if self.memory is None else nbytes("sweep", "memory", self.memory)
 
     def _common(self, stages: int, schedule: str, microbatches: int) -> tuple[Plan, tuple[StageCosts, ...]]:
-        """Stages without a limit; without links it does not matter on which ranks they are."""
+        """Stages without a limit.
+
+        Where a rank has one stage, they depend on the ranks alone, and without links not even on these. Where it has
+        several, the simulated step decides.
+        """
         ranks = pipeline_order(schedule, stages, microbatches).rank_of
-        key = (stages, None if self.links is None else ranks)
+        several = len({*ranks}) < len(ranks)
+        key = (stages, schedule, microbatches) if several else (stages, None if self.links is None else ranks)
         if key not in self._known:
             plan = self._plan(stages, schedule, microbatches, None)
             self._known[key] = plan, self._prices.of(plan)

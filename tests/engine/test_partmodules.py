@@ -42,9 +42,9 @@ def made(request, whole):
 
 @pytest.fixture
 def count_codes(monkeypatch):
-    """A list that gets an entry for each code that fx makes."""
+    """A list that gets an entry for each code that a part or parent makes."""
     codes: list[fx.Graph] = []
-    original = fx.Graph._python_code
+    original = LeanGraph.python_code
 
     def python_code(self, *args, **kwargs):
         codes.append(self)
@@ -52,7 +52,7 @@ def count_codes(monkeypatch):
 
     is_fast()  # which makes code once a process, and so does the first lean graph
     LeanGraph().python_code("self")
-    monkeypatch.setattr(fx.Graph, "_python_code", python_code)
+    monkeypatch.setattr(LeanGraph, "python_code", python_code)
     return codes
 
 

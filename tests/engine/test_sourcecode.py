@@ -58,8 +58,9 @@ def test_the_code_of_long_graphs_is_that_of_fx(make):
 
 
 def test_most_of_the_zoo_is_not_left_to_fx():
-    taken = [assert_as_fx(graph) for specimen in ZOO.values() for graph in parts_of(specimen.graph)]
-    assert sum(taken) > 0.9 * len(taken)
+    graphs = [graph for specimen in ZOO.values() for graph in parts_of(specimen.graph)]
+    taken = [assert_as_fx(graph) for graph in graphs if graph._codegen._body_transformer is None]
+    assert sum(taken) > 0.9 * len(taken) > 0.6 * len(graphs)  # the code of others restores modes after an error
 
 
 def _graph() -> tuple[fx.Graph, fx.Node]:
@@ -69,11 +70,6 @@ def _graph() -> tuple[fx.Graph, fx.Node]:
 
 def named_tuple(graph: fx.Graph, x: fx.Node) -> fx.Node:
     return graph.call_function(torch.stack, (Pair(x, x),))
-
-
-def integer_type(graph: fx.Graph, x: fx.Node) -> fx.Node:
-    x.type = int
-    return graph.call_function(torch.relu, (x,))
 
 
 def complex_number(graph: fx.Graph, x: fx.Node) -> fx.Node:
@@ -106,7 +102,6 @@ def two_nodes_of_one_name(graph: fx.Graph, x: fx.Node) -> fx.Node:
     "build",
     [
         named_tuple,
-        integer_type,
         complex_number,
         operator_as_argument,
         a_node_called_like_a_global,

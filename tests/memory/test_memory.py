@@ -20,7 +20,7 @@ from splitkit.testing import models
 from splitkit.testing.fuzzing import usable_inputs
 from splitkit.testing.graphzoo import zoo
 from splitkit.testing.nets import NETS
-from splitkit.testing.randoms import random_graph
+from splitkit.testing.randoms import is_exotic, random_graph
 
 KIB = 1024
 SMALL = {"layers": 2, "width": 64, "heads": 2, "batch": 2}
@@ -257,16 +257,16 @@ def test_random_graphs_to_the_byte(data):
 @pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 400), marks=pytest.mark.campaign)])
 def test_more_random_graphs_to_the_byte(seeds):
     tried = sum(_same_peak(random.Random(seed).randrange, seed) for seed in seeds)
-    assert tried > 0.6 * len(seeds)
+    assert tried > 0.4 * len(seeds)
 
 
 def _same_peak(choose, seed):
     gm = random_graph(choose, length=1 + choose(24), seed=seed)
-    inputs = usable_inputs(gm)
+    inputs = usable_inputs(gm, seed)
     gm.requires_grad_(False)  # the graph may enable gradients: what autograd saves is no part of the simulation
     # data decides: no fake run; opaque code lends a buffer: no node shows that it is not new
-    if inputs is None or any(node.target in ("item", "lend") for node in gm.graph.nodes):
-        return False
+    if inputs is None or is_exotic(seed) or any(node.target in ("item", "lend") for node in gm.graph.nodes):
+        return False  # an object or array among the inputs has no size
     inputs = tuple(x.detach() for x in inputs)
     sk.propagate(gm, *inputs)
     with torch.no_grad():

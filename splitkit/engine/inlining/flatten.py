@@ -19,9 +19,9 @@ from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
 
 from splitkit.engine.inlining.modules_now import FREE, Frame, Place, not_a_part
-from splitkit.engine.overlaps import check_nodes
 from splitkit.engine.split import Split
 from splitkit.engine.writer import Writer
+from splitkit.graph.checks import check_nodes
 from splitkit.graph.scope import NEUTRAL, Scope
 from splitkit.plans.parts import HOST, PartKey
 

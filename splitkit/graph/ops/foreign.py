@@ -59,8 +59,7 @@ def foreign_effects(node: Node, root: nn.Module, origins: Origins) -> Effects | 
         return unknown(node)  # for what else would it be called?
     if not (in_place or has_out(node, name)):
         return None
-    known = origins.arrays_or_tensors if in_place else origins.arrays
-    return unknown(node) if may_be_array(subject, root, in_place, known) else None
+    return unknown(node) if may_be_array(subject, root, origins, or_tensor=in_place) else None
 
 
 def operand_effects(node: Node, root: nn.Module, origins: Origins) -> Effects | None:
@@ -95,19 +94,20 @@ def has_out(node: Node, name: str) -> bool:
     return any(isinstance(a, Node) for a in node.args[place:])
 
 
-def may_be_array(value: Node, root: nn.Module, or_tensor: bool, known: dict[Node, bool]) -> bool:
+def may_be_array(value: Node, root: nn.Module, origins: Origins, *, or_tensor: bool) -> bool:
     """Follow a value to what made it: a tensor's ``numpy()``, an object, code that is not known?
 
     Args:
         value: the array or tensor.
         root: the module that owns the graph's attributes.
+        origins: the answers for other nodes.
         or_tensor: a tensor could be called in this way as well, and an input is one by far most often.
-        known: the answers for other nodes.
     """
-    return followed(value, lambda node: _made_array(node, root, or_tensor), known)
+    known = origins.arrays_or_tensors if or_tensor else origins.arrays
+    return followed(value, lambda node: _made_array(node, root, origins, or_tensor), known)
 
 
-def _made_array(value: Node, root: nn.Module, or_tensor: bool) -> bool | Node:
+def _made_array(value: Node, root: nn.Module, origins: Origins, or_tensor: bool) -> bool | Node:
     """Whether a node may yield an array; or the argument that decides it."""
     known, target = value_of(value), value.target
     if known is None and value.op == "get_attr":
@@ -115,7 +115,7 @@ def _made_array(value: Node, root: nn.Module, or_tensor: bool) -> bool | Node:
     if known is not None:
         return not isinstance(known, _KNOWN)
     if value.op == "placeholder":
-        kind = kind_of(value, root)
+        kind = kind_of(value, root, origins.kinds)
         return kind is ValueKind.ARRAY or (kind is ValueKind.OPEN and not or_tensor)
     if value.op == "call_module":
         module = lookup(root, target)

@@ -44,7 +44,7 @@ _PLAIN = (
     *(*_CONTAINERS, str, bytes, type(None), slice, range, type(Ellipsis), Iterator),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.UntypedStorage, torch.TypedStorage),
 )
-_DEEP = 16  # levels of containers and attributes that are looked through
+_DEEP = 8  # levels of containers and attributes that are looked through
 _READS = (getattr, operator.getitem)
 _ANY = (None, Any, object, inspect.Parameter.empty)
 _KNOWN_WORDS = re.compile(r"torch|typing|\w*Tensor|Parameter|Optional|Union|None|int|float|bool|complex|str")

@@ -172,7 +172,7 @@ def _yields_one(node: Node, root: nn.Module, memo: Memo) -> bool | Node:
         known = _KNOWN.get(id(target)) or _learn(target)
         if known is not None and known[3]:
             return True
-    if is_tuple(node, root, memo.tuples) is not False or may_be_array(node, root, True, memo.origins.arrays_or_tensors):
+    if is_tuple(node, root, memo.tuples) is not False or may_be_array(node, root, memo.origins, or_tensor=True):
         return False
     if target not in (operator.getitem, getattr) or not isinstance(source, Node):
         return True
