@@ -39,7 +39,7 @@ def test_a_loop_finds_no_plan_that_runs_wrongly(capsys, plans, seed):
         print(f"\nhypothesis: {SEEN}\nloop: {report}")
     assert report.plans >= plans
     assert report.legal > report.refused.total() > 0, "the plans are too tame or too wild to show anything"
-    assert set(report.refused) <= {"SK202", "SK203"}
+    assert set(report.refused) <= {"SK202", "SK203", "SK217", "SK219"}
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ BUGS = [
     ),
     Bug(
         "the caller's setting is asked for too late",
-        SCOPED, "ScopedGraph._written", "with self.graph.inserting_before(self._first):", "if True:", 9,
+        SCOPED, "ScopedGraph._asked", "with self.graph.inserting_before(self._first):", "if True:", 9,
     ),
     Bug(
         "what leaving inference mode restores is forgotten",
@@ -111,7 +111,7 @@ BUGS = [
     Bug(
         "hooks are pushed before they are allowed",
         SCOPED, "ScopedGraph.move_to",
-        "self._write(want, {name for enter in opening for name in region_kind(enter).sets(enter)})", "pass", 170,
+        "self._write(want, {name for enter in opening for name in region_kind(enter).sets(enter)})", "pass", 690,
     ),
     Bug("regions close in the order in which they opened", SCOPED, "ScopedGraph._close", ".pop()", ".pop(0)", 7),
     Bug(

@@ -288,7 +288,7 @@ PLANTED = {
         64, lambda m: m.setattr(movedgraphs.MovedGraphs, "is_late", lambda *a: False),
     ),
     "memory comes in by two ways": (2, lambda m: m.setattr(written, "_require_one_way_in", lambda *a: None)),
-    "a copy from before the write is read after it": (19, lambda m: plant(m, "device != home and device in early")),
+    "a copy from before the write is read after it": (48, lambda m: plant(m, "device != home and device in early")),
     "writes are on two devices": (8, lambda m: plant(m, "any(device != home for device in where)")),
 }  # fmt: skip
 
