@@ -168,8 +168,11 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def assert_same_but_for_noise(found: Comparison) -> None:
-    """Random graphs cancel (``y - y``): all their gradients may be rounding. Backward begins with numbers of size 1."""
-    real = [d for d in found.failures if d not in found.gradients or not d.largest <= 1e-6]
+    """Random graphs cancel (``y - y``): all their gradients may be rounding. Backward begins with numbers of size 1.
+
+    A normalisation of equal rows multiplies the rounding by ``1 / sqrt(eps)``, which is 316, and makes 3e-5 of it.
+    """
+    real = [d for d in found.failures if d not in found.gradients or not d.largest <= 1e-4]
     if real:
         found.raise_if_different()
 

@@ -19,7 +19,7 @@ from splitkit.testing.randoms import random_graph
 
 def shuffled(gm: fx.GraphModule, seed: int) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
     """A copy with other names and another legal order, and node -> its copy. State ops and inputs stay in place."""
-    made = copy.deepcopy(gm)
+    made = fx.GraphModule(gm, copy.deepcopy(gm.graph))  # of the same buffers, which other tests may have run
     twins = dict(zip(gm.graph.nodes, made.graph.nodes, strict=True))
     after, dice = sk.analyze(made).after, random.Random(seed)
     waits = {n: {*n.all_input_nodes, *after.get(n, ())} for n in made.graph.nodes}
