@@ -76,7 +76,7 @@ def test_transformers_in_training_mode(name, counted):
     assert 10 < len(counted) < len(gm.graph.nodes) / 2
     by_flops = max(gm.graph.nodes, key=sk.costs.flops(gm).flops)
     assert costs.seconds(by_flops) > 0 and costs.flops(by_flops) == sk.costs.flops(gm).flops(by_flops)
-    assert costs.note == "measured on cpu"
+    assert costs.note.startswith("measured on cpu")
     reader = by_flops.all_input_nodes[1]
     assert costs.nbytes(reader) == sk.costs.flops(gm).nbytes(reader) > 0
     assert costs.param_bytes(by_flops) == sk.costs.flops(gm).param_bytes(by_flops)
