@@ -102,7 +102,7 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         for name in cast(Any, tensor).__tensor_flatten__()[0]:
             yield from plain_tensors(getattr(tensor, name))
     elif tensor.layout is torch.sparse_coo:
-        yield from (tensor._indices(), tensor._values())  # 2.11, 2.13, 2.15
+        yield from (tensor._indices(), tensor._values())  # the public ones want a coalesced tensor: 2.11, 2.13, 2.15
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
     elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
@@ -114,11 +114,6 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def storage_id(storage: torch.UntypedStorage) -> int:
     """Equal for handles of one storage, while it lives (2.11, 2.13, 2.15)."""
     return int(storage._cdata)
-
-
-def on_deepcopy(module: Any, hook: Callable[[Any], None]) -> None:
-    """Have a copy that GraphModule.__deepcopy__ makes given to ``hook`` (2.11, 2.13, 2.15)."""
-    module._register_deepcopy_hook(hook)
 
 
 def set_hooks_message(message: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeGuard
 
@@ -41,6 +42,11 @@ def are_texts(value: object) -> TypeGuard[Collection[str]]:
     """Whether it is a collection of texts, perhaps empty, and not one text."""
     found = items_of(value)
     return found is not None and all(isinstance(item, str) for item in found)
+
+
+def plain_name(name: str) -> str:
+    """A name as people may write it, without case, hyphens, underscores and spaces: ``"RTX 4090"`` -> ``"rtx4090"``."""
+    return re.sub(r"[\s_-]", "", name).lower()
 
 
 def items_of(value: object) -> list[Any] | None:

@@ -9,7 +9,7 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from splitkit.checks import is_whole
+from splitkit.checks import is_whole, plain_name
 from splitkit.errors import CostError, FileError, UsageError
 
 if TYPE_CHECKING:
@@ -109,11 +109,7 @@ def _may_be_kind(text: str) -> bool:
 def _turned_around(item: str) -> re.Match[str] | None:
     """The match of ``h200x4``, which should be ``4xh200``; ``rtx3090`` is a kind."""
     match = _TURNED.fullmatch(item)
-    return match if match and _plain(match[1]) in map(_plain, KINDS) else None
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[\s_-]", "", name).lower()
+    return match if match and plain_name(match[1]) in map(plain_name, KINDS) else None
 
 
 def _instead(item: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from splitkit.checks import is_number, is_whole, shown
+from splitkit.checks import is_number, is_whole, plain_name, shown
 from splitkit.errors import CostError, FileError, nearest
 from splitkit.units import read_size
 
@@ -178,8 +177,8 @@ def find_device(device: str | Device) -> Device:
     """
     if isinstance(device, Device):
         return device
-    by_name = {_plain(name): known for name, known in _known().items()}
-    if not isinstance(device, str) or _plain(device) not in by_name:
+    by_name = {plain_name(name): known for name, known in _known().items()}
+    if not isinstance(device, str) or plain_name(device) not in by_name:
         raise CostError(
             "SK321",
             f"no device is called {device!r}",
@@ -189,11 +188,7 @@ def find_device(device: str | Device) -> Device:
                 f"Known are {', '.join(_known())}; describe yours with Device(...) or in a file for load_devices.",
             ),
         )
-    return replace(by_name[_plain(device)])
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[\s_-]", "", name).lower()
+    return replace(by_name[plain_name(device)])
 
 
 def _nearest(name: str, known: Any) -> str:

@@ -25,7 +25,7 @@ from torch import fx, nn
 from torch.fx import Node
 
 from splitkit._gc import collector_at_rest
-from splitkit._torch import pytree
+from splitkit._torch import plain_tensors, pytree
 from splitkit.graph.dataflow import Dataflow, root_of
 from splitkit.graph.fakecalls import NO_SIZES, StandIn, bodies, hint, hints, rounds
 from splitkit.graph.scope import is_state_op
@@ -36,7 +36,6 @@ from splitkit.memory.alone import Unlike
 from splitkit.memory.kernels import hinted_bytes
 from splitkit.memory.probes import BackwardBytes, Probes
 from splitkit.memory.savedcalls import Kept, SavedCalls
-from splitkit.memory.watch import plain_tensors
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from splitkit._torch import plain_tensors
 from splitkit.errors import GraphError
 from splitkit.graph.storages import storage_key, tensors
 from splitkit.graph.symbols import concrete, value_of
-from splitkit.memory.watch import plain_tensors
 
 SizeOf = Callable[["int | torch.SymInt"], int]
 Storages = dict[Hashable, torch.Tensor]

@@ -25,7 +25,7 @@ from torch import fx, nn
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit._torch import HigherOrderOperator
+from splitkit._torch import HigherOrderOperator, plain_tensors
 from splitkit.graph.fakecalls import bodies
 from splitkit.graph.fakeruns import values_again
 from splitkit.graph.scope import Scope, is_state_op, scopes
@@ -38,7 +38,6 @@ from splitkit.memory.layouts import layouts
 from splitkit.memory.options import known_bytes, refuse_sparse
 from splitkit.memory.stored import BEFORE, HELD, Buffer
 from splitkit.memory.temporaries import Temporaries
-from splitkit.memory.watch import plain_tensors
 
 Value = Mapping[Hashable, int]
 """What a node yields: identity of a storage -> number of its buffer in this run."""

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.13, 2.15
 
 from splitkit import _torch
-from splitkit._torch import pytree
+from splitkit._torch import plain_tensors, pytree
 from splitkit.errors import GraphError
 from splitkit.memory.kernels import bytes_made_by
 
@@ -251,21 +251,6 @@ def _is_composite(func: Any, given: list[torch.Tensor]) -> bool:
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def plain_tensors(tensor: Any) -> Iterator[torch.Tensor]:
-    """The tensors that hold the memory of one: what a subclass wraps, the components of a sparse tensor."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from plain_tensors(getattr(tensor, name))
-    elif tensor.layout is torch.sparse_coo:
-        yield from (tensor._indices(), tensor._values())  # the public ones want a coalesced tensor: 2.11, 2.13, 2.15
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-    else:
-        yield tensor
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
