@@ -31,13 +31,13 @@ from smallblocks import BLOCKS
 import splitkit as sk
 from splitkit.costs import Costs
 from splitkit.policies import SaveAll
-from splitkit.search.recompute.moments import Moments
-from splitkit.search.recompute.pool import Pool, Seen
-from splitkit.search.recompute.search import RecomputeSearch
-from splitkit.testing.nets import loss_or_sum
+from splitkit.search.recompute.memory_limits import MomentLimits
+from splitkit.search.recompute.plan_pool import Pool, Seen
+from splitkit.search.recompute.recompute_search import RecomputeSearch
+from splitkit.testing.small_nets import loss_or_sum
 from splitkit.training.choices import Savings, savings
+from splitkit.training.joint_storages import STATIC
 from splitkit.training.peaks import Peaks
-from splitkit.training.storages import STATIC
 
 Bools = NDArray[np.bool_]
 SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -114,7 +114,7 @@ class Schedule:
     """
 
     def __init__(self, problem: Savings, peaks: Peaks, times: int) -> None:
-        self.problem, self.peaks, self.moments = problem, peaks, Moments(problem, peaks)
+        self.problem, self.peaks, self.moments = problem, peaks, MomentLimits(problem, peaks)
         self._cost: list[float] = []
         self._whole: list[int] = []
         self._rows: list[tuple[list[int], list[float], float]] = []  # sum of coefficients <= most

@@ -26,8 +26,8 @@ from torch.utils.benchmark import Timer
 
 import splitkit as sk
 from splitkit import costs
-from splitkit.costs.measured import measured
-from splitkit.costs.measuring import Measured
+from splitkit.costs.timing.measured import measured
+from splitkit.costs.timing.measuring_run import Measured
 from splitkit.testing import models
 
 ROUNDS = 7

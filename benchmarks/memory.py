@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import estimator
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -29,10 +30,9 @@ from torch._inductor.fx_passes import memory_estimator as inductors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import splitkit as sk
-from splitkit.frontends.joint import capture_joint
-from splitkit.memory import estimator
+from splitkit.frontends.joint.joint_capture import capture_joint
 from splitkit.testing import models
-from splitkit.testing.nets import NETS, loss_or_sum
+from splitkit.testing.small_nets import NETS, loss_or_sum
 
 ATEN = torch.ops.aten
 

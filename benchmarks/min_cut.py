@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 import splitkit as sk
-from splitkit.search.recompute.hull import Hull
-from splitkit.search.recompute.network import Cutting
+from splitkit.search.recompute.network import CutNetwork
+from splitkit.search.recompute.pareto_cuts import Hull
 from splitkit.solvers.cuts.min_cut import INFINITE, Network, min_cut
 from splitkit.testing import models
 from splitkit.training.choices import Savings, savings
@@ -69,7 +69,7 @@ def rows(cases: dict[str, tuple[str, dict[str, int]]]) -> Iterator[dict[str, Any
     """One row a model."""
     for title, (name, sizes) in cases.items():
         problem = problem_of(name, sizes)
-        network = Cutting.of(problem, problem.nbytes.astype(np.float64), problem.fixed).network(PRICE)
+        network = CutNetwork.of(problem, problem.nbytes.astype(np.float64), problem.fixed).network(PRICE)
         graph = as_networkx(network)
         ours, cut = timed(lambda network=network: min_cut(network), ROUNDS)
         theirs, value = timed(lambda graph=graph: nx.minimum_cut_value(graph, 0, 1), 1)

@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import splitkit as sk
-from splitkit.frontends.trainstep import sum_of_outputs
+from splitkit.frontends.joint.train_step import sum_of_outputs
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime import pipeline
-from splitkit.runtime.pipeline import Pipeline
+from splitkit.runtime.ranks.pipeline import Pipeline
 
 NOTHING = 1e-2
 RATE = 1e-3

@@ -21,9 +21,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from splitkit.solvers.placement.latency.latency import latency
+from splitkit.solvers.placement.latency.latency_solver import latency
 from splitkit.solvers.placement.problem import Problem, Slot
-from splitkit.solvers.placement.sets.sets import noncontiguous
+from splitkit.solvers.placement.sets.set_solver import noncontiguous
 from splitkit.solvers.placement.solution import InfeasibleError, Solution
 from splitkit.solvers.placement.stages.contiguous import contiguous
 
@@ -70,17 +70,17 @@ def read(path: Path) -> Workload:
     accelerator = [node["fpgaLatency"] if node["supportedOnFpga"] else np.inf for node in nodes]
     colours = [node.get("colorClass") for node in nodes]
     number = {colour: place for place, colour in enumerate(dict.fromkeys(c for c in colours if c is not None))}
-    accelerators, hosts = int(data["maxFPGAs"]), int(data["maxCPUs"])
+    accelerators, cpus = int(data["maxFPGAs"]), int(data["maxCPUs"])
     problem = Problem.of(
         np.array([accelerator, [node["cpuLatency"] for node in nodes]], np.float64),
         [(cost[maker], (maker, *those)) for maker, those in readers.items()],
         [(index[edge["sourceId"]], index[edge["destId"]]) for edge in data["edges"]],
-        [Slot(0, data["maxSizePerFPGA"])] * accelerators + [Slot(1, host=True)] * hosts,
+        [Slot(0, data["maxSizePerFPGA"])] * accelerators + [Slot(1, cpu=True)] * cpus,
         nbytes=np.array([int(np.ceil(node["size"])) for node in nodes]),
         colours=np.array([-1 if colour is None else number[colour] for colour in colours]),
         backward=np.array([bool(node["isBackwardNode"]) for node in nodes]),
     )
-    names = [f"acc{d}" for d in range(accelerators)] + [f"cpu{d}" for d in range(hosts)]
+    names = [f"acc{d}" for d in range(accelerators)] + [f"cpu{d}" for d in range(cpus)]
     return Workload(path.stem, path.parent.name, [node["id"] for node in nodes], names, problem)
 
 

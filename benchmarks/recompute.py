@@ -31,7 +31,7 @@ from splitkit.policies import Remat
 from splitkit.policies.budget import Budget
 from splitkit.testing import models
 from splitkit.testing.models import Example
-from splitkit.testing.nets import ResNet, UNet, loss_or_sum
+from splitkit.testing.small_nets import ResNet, UNet, loss_or_sum
 
 BUDGETS = (1.0, 0.8, 0.5, 0.3, 0.2, 0.1, 0.0)
 PRICES: dict[str, Callable[[torch.fx.GraphModule], Costs]] = {

@@ -25,7 +25,7 @@ from splitkit.errors import NoPlanError
 from splitkit.graph.dataflow import Dataflow, module_path, readers_of, waits_for
 from splitkit.plans.record import Plan
 from splitkit.policies import Expert
-from splitkit.search.placing import Placing
+from splitkit.search.placement_model import PlacementModel
 
 Named = tuple[str, object]
 """A module, parameter or buffer, and its dotted name."""
@@ -81,7 +81,7 @@ def placed(flow: Dataflow, devices: Mapping[str, int]) -> Plan:
     a head that is tied to the embedding on the first device, to which accelerate would send the values back.
     """
     stage: dict[Node, int] = {}
-    free = set(Placing(flow, unit(flow.root), [dict.fromkeys(flow.nodes, 0.0)], repeat=True).shared)
+    free = set(PlacementModel(flow, unit(flow.root), [dict.fromkeys(flow.nodes, 0.0)], repeat=True).shared)
     for node in flow.nodes:
         own = None if node in free else _device_of(module_path(node), devices)
         if own is None:
@@ -119,7 +119,7 @@ def layers_of(flow: Dataflow, model: nn.Module) -> list[tuple[str, nn.Module]]:
     while todo:
         name, module = todo.pop()
         listed = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.ModuleList)
-        if listed or type(module).__name__ in _kept_whole(model) or not list(module.children()):
+        if listed or type(module).__name__ in _modules_to_share(model) or not list(module.children()):
             found.append((name, module))
         else:
             todo += [(f"{name}.{child}", of) for child, of in module.named_children()]
@@ -173,7 +173,7 @@ def balanced_memory(model: nn.Module, count: int) -> list[float]:
     blocks: dict[str, int] = {}
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if name in sizes and kind in _kept_whole(model):
+        if name in sizes and kind in _modules_to_share(model):
             blocks.setdefault(kind, sizes[name])  # the first of each class
     buffer = int(1.25 * max(mean, *blocks.values(), 0))
     return [float(sizes[""] // count + buffer)] * (count - 1) + [math.inf]
@@ -185,7 +185,7 @@ def device_map(model: nn.Module, memory: Sequence[float]) -> dict[str, int]:
     The first device keeps room for the largest layer that is still to be placed. Modules that are tied are placed
     together, if need be split until that fits.
     """
-    sizes, whole, ties = _sizes(model), _kept_whole(model), _ties(model)
+    sizes, whole, ties = _sizes(model), _modules_to_share(model), _ties(model)
     todo: list[Named] = [
         *model.named_parameters(recurse=False), *model.named_children(), *model.named_buffers(recurse=False)
     ]  # fmt: skip
@@ -215,7 +215,7 @@ def device_map(model: nn.Module, memory: Sequence[float]) -> dict[str, int]:
     return found
 
 
-def _kept_whole(model: nn.Module) -> Collection[str]:
+def _modules_to_share(model: nn.Module) -> Collection[str]:
     """Names of classes."""
     return getattr(model, "_no_split_modules", None) or ()
 

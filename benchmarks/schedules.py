@@ -26,17 +26,15 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.torch_version import TorchVersion
 
+from splitkit.pipeline.schedules import known_schedules, schedule_named
 from splitkit.pipeline.simulate import ScheduleRun, StageCosts, simulate_schedule
-from splitkit.pipeline.torch_orders import SCHEDULES
 
-SINGLE = ("GPipe", "1F1B")
-SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 WIDTH = 8
 
 # Before its first step torch 2.11 sends a message between stages that follow each other, also on one rank; gloo cannot.
 RUNNABLE = [
     name
-    for name in SCHEDULES.values()
+    for name in (schedule.name for schedule in known_schedules() if schedule.torch_class)
     if name not in ("ZBVZeroBubble", "DualPipeV") or TorchVersion(torch.__version__) >= "2.13"
 ]
 
@@ -55,7 +53,7 @@ class Case:
     def costs(self) -> list[StageCosts]:
         """Torch runs all of the first stage's backward as its weight part, where it tells the parts apart."""
         stages = [StageCosts(seconds, seconds, seconds) for seconds in self.forward]
-        if self.schedule in SPLIT:
+        if schedule_named(self.schedule).divided:
             stages[0] = StageCosts(self.forward[0], 0.0, 2 * self.forward[0])
         return stages
 
@@ -143,7 +141,7 @@ def measure(case: Case, rank: int, repeat: int) -> dict[str, Any]:
         for index in mine
     ]
     made: Any = schedules.get_schedule_class(case.schedule)
-    single = case.schedule in SINGLE
+    single = schedule_named(case.schedule).is_single
     schedule = made(stages[0] if single else stages, case.microbatches, loss_fn=lambda out, target: out.sum())
     numbered = torch.arange(case.microbatches, dtype=torch.float32)[:, None].expand(-1, WIDTH).contiguous()
     target = numbered if len(case.forward) - 1 in mine else None
@@ -216,7 +214,7 @@ def cases_of(names: list[str], ranks: int, microbatches: int, seconds: float, he
     """Each schedule with equal stages, with a heavy first, and with a heavy last."""
     cases = []
     for name in names:
-        count = ranks * (1 if name in SINGLE else 2)
+        count = ranks * schedule_named(name).usual_stages_per_rank
         equal = (seconds,) * count
         more = (heavy * seconds,)
         shapes = [equal] if heavy == 1 else [equal, more + equal[1:], equal[1:] + more]

@@ -130,12 +130,12 @@ _NARROW = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id
 _SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
 
 
-def transformer(family: str, layers: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def transformer(family: str, layers: int) -> tuple[nn.Module, dict[str, Any]]:
     """A narrow model of a family of transformers, and its inputs."""
     import transformers as t
 
     ids = torch.randint(3, 60, (1, 16))
-    inputs = {"input_ids": ids}
+    inputs: dict[str, Any] = {"input_ids": ids}
     model: nn.Module
     if family == "GPT-2":
         model = t.GPT2LMHeadModel(t.GPT2Config(**_NARROW, n_embd=32, n_layer=layers, n_head=2, n_positions=32))
@@ -144,7 +144,7 @@ def transformer(family: str, layers: int) -> tuple[nn.Module, dict[str, torch.Te
     elif family == "T5":
         sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": layers, "num_heads": 2}
         model = t.T5ForConditionalGeneration(t.T5Config(**_NARROW, **sizes))
-        inputs["decoder_input_ids"] = ids
+        inputs |= {"decoder_input_ids": ids, "use_cache": False}  # its decoder has a configuration of its own
     else:
         ends = {"cls_token_id": 0, "sep_token_id": 0}
         model = t.ModernBertForMaskedLM(t.ModernBertConfig(**_NARROW, **_SMALL, **ends, num_hidden_layers=layers))
@@ -153,13 +153,13 @@ def transformer(family: str, layers: int) -> tuple[nn.Module, dict[str, torch.Te
     return model.eval(), inputs
 
 
-def exported(model: nn.Module, inputs: dict[str, torch.Tensor]) -> fx.GraphModule:
+def exported(model: nn.Module, inputs: dict[str, Any]) -> fx.GraphModule:
     """The module of ``torch.export``: parameters are attributes under dotted names."""
     made: Any = torch.export.export(model, (), inputs, strict=False).module()
     return cast(fx.GraphModule, made)
 
 
-def seen_by_dynamo(model: nn.Module, inputs: dict[str, torch.Tensor]) -> fx.GraphModule:
+def seen_by_dynamo(model: nn.Module, inputs: dict[str, Any]) -> fx.GraphModule:
     """What a backend of ``torch.compile`` is given: parameters are inputs."""
     found: list[fx.GraphModule] = []
 

@@ -40,14 +40,14 @@ from torch.utils import _pytree as pytree
 import splitkit as sk
 from splitkit.costs import Costs, Links
 from splitkit.errors import SplitError
-from splitkit.memory.autograd import activations
-from splitkit.pipeline.stageprices import StagePrices
+from splitkit.memory.autograd.saved_storages import activations
+from splitkit.pipeline.stage_prices import StagePrices
 from splitkit.plans.record import Plan
 from splitkit.policies import Stages
-from splitkit.search.placing import Placing, Travel
+from splitkit.search.placement_model import PlacementModel, TransferTimes
 from splitkit.testing import models
 from splitkit.testing.models import Example
-from splitkit.testing.nets import UNet
+from splitkit.testing.small_nets import UNet
 
 MICROBATCHES = 16
 LINK = "nvlink4"
@@ -134,8 +134,8 @@ class Case:
             self.costs = sk.costs.training(sk.costs.roofline(self.gm, "h100"))
         self.flow = sk.analyze(self.gm)
         seconds = {node: self.costs.seconds(node) for node in self.flow.nodes}
-        self._sending = Placing(self.flow, self.costs, [seconds])
-        self._copying = Placing(self.flow, self.costs, [seconds], repeat=True)
+        self._sending = PlacementModel(self.flow, self.costs, [seconds])
+        self._copying = PlacementModel(self.flow, self.costs, [seconds], repeat=True)
         self._prices = StagePrices(self.flow, self.costs, "adam", activations(self.gm))
 
     def planned(self, policy: Any) -> tuple[Plan, float]:
@@ -152,7 +152,7 @@ class Case:
     def figures(self, plan: Plan, count: int, setting: Setting) -> dict[str, Any]:
         """Seconds of the most loaded stage and of the step; bytes of the fullest rank."""
         links = None if setting.links is None else Links.preset(setting.links)
-        travel = None if links is None else Travel.over(links, range(count), training=setting.training)
+        travel = None if links is None else TransferTimes.over(links, range(count), training=setting.training)
         loads = self._sending.loads(plan, range(count), [0] * count, travel)
         stages = self._prices.of(plan)
         run = sk.simulate_schedule(stages, "1f1b", MICROBATCHES, links=links)

@@ -36,7 +36,7 @@ from splitkit.policies import Remat
 from splitkit.policies.budget import Budget
 from splitkit.testing import models
 from splitkit.testing.models import Example
-from splitkit.testing.nets import ResNet, loss_or_sum
+from splitkit.testing.small_nets import ResNet, loss_or_sum
 from splitkit.training.flow import as_joint
 
 Step = Callable[[], object]

@@ -22,8 +22,8 @@ from rich.console import Console
 
 import splitkit as sk
 from splitkit.testing import models
-from splitkit.testing.nets import loss_or_sum
-from splitkit.view.tables import table
+from splitkit.testing.small_nets import loss_or_sum
+from splitkit.view.console.tables import table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from browser import Browser

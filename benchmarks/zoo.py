@@ -43,9 +43,9 @@ from torch.utils._pytree import tree_leaves
 from zoo_models import Row, rows
 
 import splitkit as sk
-from splitkit.frontends.step import DividedStep
-from splitkit.frontends.trainstep import TrainingStep, sum_of_outputs
-from splitkit.testing.nets import loss_or_sum
+from splitkit.frontends.joint.step_module import DividedStep
+from splitkit.frontends.joint.train_step import TrainingStep, sum_of_outputs
+from splitkit.testing.small_nets import loss_or_sum
 
 SECONDS, BYTES = 600, 8 << 30  # of one architecture, until its process is ended
 BUDGET = 0.7

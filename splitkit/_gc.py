@@ -1,4 +1,4 @@
-"""The garbage collector at rest, or at work on new objects only, while nothing is made that it could collect."""
+"""Pause Python's garbage collector, or restrict it to new objects, around code that makes no garbage."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collector_at_rest() -> Iterator[None]:
-    """Nothing that a simulation makes is garbage; looking for it again and again takes half of the time."""
+def paused_collector() -> Iterator[None]:
+    """Pause the collector. Simulations make no cyclic garbage, and repeated collections take half of their time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -19,19 +19,20 @@ def collector_at_rest() -> Iterator[None]:
             gc.enable()
 
 
-_STEP = 1500  # new objects: so many are still in the processor's cache
+_STEP = 1500  # new objects per collection; so many are still in the CPU's cache
 _NEVER = 2**31 - 1
 
 
 @contextmanager
-def collector_of_new_objects() -> Iterator[None]:
-    """The collector looks at each new object once, soon, and at no old ones.
+def collector_for_new_objects() -> Iterator[None]:
+    """Let the collector look at each new object once, soon after it is made, and never at old objects.
 
-    For code that makes many objects, of which most stay. By its own rules the collector would look at all objects of
-    the process again and again; at rest it would look at all new ones at the end, when none is in the cache any more.
+    This is for code that makes many objects, most of which stay. By default the collector would visit all objects of
+    the process again and again. Paused, it would visit all new objects at the end, when they are no longer in the
+    cache.
     """
     before = gc.get_threshold()
-    gc.set_threshold(_STEP if before[0] else 0, _NEVER, _NEVER)  # 0: the caller has put it to rest
+    gc.set_threshold(_STEP if before[0] else 0, _NEVER, _NEVER)  # 0: the caller has paused it
     try:
         yield
     finally:

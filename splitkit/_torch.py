@@ -1,7 +1,7 @@
-"""The private torch names that the core cannot do without, in one place.
+"""The private names of torch that the core needs, in one place.
 
-Checked on torch 2.11, 2.13 and 2.15; ``tests/test_torch_private.py`` fails when one of them goes away. Capture and
-the joint-graph door hold their own.
+They were checked on torch 2.11, 2.13 and 2.15; ``tests/test_torch_private.py`` fails when one of them disappears. The
+package ``frontends`` uses some more of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.fx import graph_module as _graph_module
 from torch.nn.modules import module as _module
 from torch.utils import _pytree as pytree  # the public torch.utils.pytree lacks paths (2.11)
 
-from splitkit._gc import collector_at_rest
+from splitkit._gc import paused_collector
 
 __all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "OpOverloadPacket", "pytree"]
 
@@ -37,26 +37,26 @@ EXIT_RECORD: Any = torch.ops.profiler._record_function_exit
 PUSH_HOOKS: Any = torch._C._autograd._push_saved_tensors_default_hooks
 POP_HOOKS: Any = torch._C._autograd._pop_saved_tensors_default_hooks
 TOP_HOOKS: Any = torch._C._autograd._top_saved_tensors_default_hooks
-# What else Dynamo writes as calls that overwrite a value (2.11, 2.13, 2.15).
+# Other calls in Dynamo's graphs that set a value of the ambient state (2.11, 2.13, 2.15).
 IS_FWD_GRAD: Any = torch._C._is_fwd_grad_enabled
 SET_FWD_GRAD: Any = torch._C._set_fwd_grad_enabled
 FORBID_HOOKS: Any = torch._C._autograd._saved_tensors_hooks_disable
 ALLOW_HOOKS: Any = torch._C._autograd._saved_tensors_hooks_enable
 HOOKS_MESSAGE: Any = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
-# Tensors as torch.func hands them to the function that it transforms (2.11, 2.13, 2.15).
+# The wrapped tensors that torch.func passes to the function that it transforms (2.11, 2.13, 2.15).
 _functorch: Any = torch._C._functorch
 # The layout of torch.Tensor.to_mkldnn (2.11, 2.13, 2.15).
 MKLDNN: Any = torch._mkldnn  # type: ignore[attr-defined]
 SET_DETERMINISTIC: Any = torch._C._set_deterministic_algorithms
 
 
-# An empty kernel of so many cycles, and the view that is_neg() says (2.11, 2.13, 2.15).
+# A CUDA kernel that only waits for a number of cycles, and the view for which is_neg() is true (2.11, 2.13, 2.15).
 CUDA_SLEEP: Any = torch.cuda._sleep
 NEG_VIEW: Any = torch._neg_view
 
 
 class Attributes(NamedTuple):
-    """What a module itself holds, by name; changing a dictionary changes the module."""
+    """The tables of a module by name; changing a table changes the module."""
 
     parameters: dict[str, nn.Parameter | None]
     buffers: dict[str, torch.Tensor | None]
@@ -65,44 +65,61 @@ class Attributes(NamedTuple):
 
 
 def attributes_of(module: nn.Module) -> Attributes:
-    """The tables of `nn.Module`, also entries that are None and names that mean one thing (2.11, 2.13, 2.15)."""
+    """Return the tables of a module, including entries that are None and aliases (2.11, 2.13, 2.15)."""
     return Attributes(module._parameters, module._buffers, module._modules, module._non_persistent_buffers_set)
 
 
+def member_of(owner: object, name: str) -> Any:
+    """Return ``getattr(owner, name)``, at a third of its cost for children of modules (2.11, 2.13, 2.15).
+
+    Python finds a child only after all other places have failed, by the slow call ``nn.Module.__getattr__``.
+    """
+    if isinstance(owner, nn.Module):
+        held = owner.__dict__
+        child = held["_modules"].get(name)
+        if child is not None and name not in held:
+            for kind in type(owner).__mro__:
+                if name in kind.__dict__:
+                    break
+            else:
+                return child
+    return getattr(owner, name)
+
+
 def inputs_of(node: fx.Node) -> Collection[fx.Node]:
-    """``node.all_input_nodes`` without a copy: 2.11, 2.13, 2.15."""
+    """Return ``node.all_input_nodes`` without a copy (2.11, 2.13, 2.15)."""
     return node._input_nodes.keys()
 
 
 def make_wrapper(kind: Any, size: Any, dtype: torch.dtype) -> Any:
-    """A tensor of a subclass that has a size and no memory of its own (2.11, 2.13, 2.15)."""
+    """Make a tensor of a subclass that has a size but no memory of its own (2.11, 2.13, 2.15)."""
     return torch.Tensor._make_wrapper_subclass(kind, size, dtype=dtype)
 
 
 def schema_of(op: Any) -> Any:
-    """The schema of an overload: name, arguments, returns (2.11, 2.13, 2.15)."""
+    """Return the schema of an overload: name, arguments, returns (2.11, 2.13, 2.15)."""
     return op._schema
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether autograd knows it as a view (2.11, 2.13, 2.15)."""
+    """Return whether autograd treats a tensor as a view (2.11, 2.13, 2.15)."""
     return tensor._is_view()
 
 
 def is_dispatched() -> bool:
-    """Whether a mode of ``__torch_dispatch__`` is at work, as in tracing: it sees operators (2.11, 2.13, 2.15)."""
+    """Return whether a ``__torch_dispatch__`` mode is active, as in tracing (2.11, 2.13, 2.15)."""
     return bool(torch._C._len_torch_dispatch_stack())
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that hold the memory of one: those inside wrapper subclasses, ``torch.func`` and sparse layouts."""
+    """Yield the tensors that have the memory of a tensor: the inner ones of a wrapper or a sparse layout."""
     if _functorch.is_functorch_wrapped_tensor(tensor):
         yield from plain_tensors(_functorch.get_unwrapped(tensor))
     elif hasattr(tensor, "__tensor_flatten__"):
         for name in cast(Any, tensor).__tensor_flatten__()[0]:
             yield from plain_tensors(getattr(tensor, name))
     elif tensor.layout is torch.sparse_coo:
-        yield from (tensor._indices(), tensor._values())  # the public ones want a coalesced tensor: 2.11, 2.13, 2.15
+        yield from (tensor._indices(), tensor._values())  # the public ones need a coalesced tensor: 2.11, 2.13, 2.15
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
     elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
@@ -112,12 +129,12 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """Equal for handles of one storage, while it lives (2.11, 2.13, 2.15)."""
+    """Return a number that is equal for handles of one storage, while it lives (2.11, 2.13, 2.15)."""
     return int(storage._cdata)
 
 
 def set_hooks_message(message: str | None) -> None:
-    """Put back what ``HOOKS_MESSAGE()`` gave: why saved-tensors hooks are forbidden, ``None`` if they are not."""
+    """Restore what ``HOOKS_MESSAGE()`` returned: why saved-tensors hooks are forbidden, ``None`` if they are not."""
     if message is None:
         ALLOW_HOOKS()
     else:
@@ -125,29 +142,29 @@ def set_hooks_message(message: str | None) -> None:
 
 
 def deterministic() -> tuple[bool, bool]:
-    """Whether deterministic algorithms are in force, and whether a lack of one only warns."""
+    """Return whether deterministic algorithms are required, and whether a missing one only warns."""
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def set_deterministic(value: tuple[bool, bool]) -> None:
-    """Put back what `deterministic` gave."""
+    """Restore what `deterministic` returned."""
     SET_DETERMINISTIC(value[0], warn_only=value[1])
 
 
 def spellings(target: Any) -> tuple[Any, ...]:
-    """The targets that mean it: a custom operator is the object that was defined, its packet and its overloads."""
-    overload = getattr(target, "_opoverload", target)  # of torch.library.custom_op: 2.11, 2.13, 2.15
+    """Return all targets of one operator: for a custom one its definition, its packet and its overloads."""
+    overload = getattr(target, "_opoverload", target)  # for torch.library.custom_op: 2.11, 2.13, 2.15
     packet: Any = overload.overloadpacket if isinstance(overload, OpOverload) else overload
     if not isinstance(packet, OpOverloadPacket):
         return (target,)
     return (target, packet, *(getattr(packet, name) for name in cast(Any, packet).overloads()))
 
 
-# A GraphModule that makes its code when it is first called, and torch's own switch for it (2.11, 2.13, 2.15).
+# A GraphModule that generates its code when it is first called (2.11, 2.13, 2.15).
 LazyGraphModule: Any = _lazy_graph_module._LazyGraphModule
 
 
-# The hooks that apply to every module; dictionaries that nn.Module.__call__ asks (2.11, 2.13, 2.15).
+# The hooks that apply to every module, which nn.Module.__call__ looks up (2.11, 2.13, 2.15).
 HOOKS_OF_ALL_MODULES: tuple[dict[int, Any], ...] = (
     _module._global_forward_hooks,
     _module._global_forward_pre_hooks,
@@ -157,25 +174,25 @@ HOOKS_OF_ALL_MODULES: tuple[dict[int, Any], ...] = (
 
 
 def unpickled(kind: type[fx.GraphModule], body: dict[str, Any], imports: str) -> fx.GraphModule:
-    """What ``GraphModule.__reduce__`` has saved, as a module of a class of ours: 2.11, 2.13, 2.15."""
+    """Rebuild what ``GraphModule.__reduce__`` saved, as a module of our own class (2.11, 2.13, 2.15)."""
     forward = _graph_module._forward_from_src(imports + body["_code"], {})
     return cast(fx.GraphModule, _graph_module._deserialize_graph_module(forward, body, kind))
 
 
 def wants_lazy_code() -> bool:
-    """Whether torch's ``_use_lazy_graph_module(True)`` is in force."""
+    """Return whether torch's ``_use_lazy_graph_module(True)`` is active."""
     return _lazy_graph_module._get_graph_module_cls() is LazyGraphModule
 
 
 def codegen_of(graph: fx.Graph) -> Any:
-    """A copy of the code generator of a graph, which holds the pytree signature; there is no public getter."""
+    """Return a copy of a graph's code generator, which has the pytree signature; there is no public getter."""
     return copy.copy(graph._codegen)
 
 
 def pytree_codegen(names: list[str], ins: Any, outs: Any) -> Any:
-    """A code generator as graphs of ``torch.export`` have: names of the inputs, and the forms of inputs and outputs.
+    """Make a code generator as in graphs of ``torch.export``, from input names and the pytrees of inputs and outputs.
 
-    2.11, 2.13, 2.15; ``tests/test_torch_private.py`` fails when it goes away.
+    2.11, 2.13, 2.15; ``tests/test_torch_private.py`` fails when it disappears.
     """
     from torch.fx import graph
 
@@ -183,9 +200,10 @@ def pytree_codegen(names: list[str], ins: Any, outs: Any) -> Any:
 
 
 def size_hint(value: object) -> int:
-    """A plain int for an int or a ``SymInt``: the value seen at capture.
+    """Return a plain int for an int or a ``SymInt``: the value seen at capture.
 
-    Raises ``TypeError`` for a symbol that only the data decides (unbacked).
+    Raises:
+        TypeError: for an unbacked symbol, whose value depends on the data.
     """
     if isinstance(value, int):
         return value
@@ -196,18 +214,18 @@ def size_hint(value: object) -> int:
 
 
 def is_composite(op: OpOverload) -> bool:
-    """Whether the op is made of others that the dispatcher sees: ``linear``, ``dropout``; not ``addmm``."""
+    """Return whether the dispatcher decomposes an op into others: ``linear`` and ``dropout``, but not ``addmm``."""
     keys = torch._C._dispatch_has_kernel_for_dispatch_key  # 2.11, 2.13, 2.15
     return bool(keys(cast(Any, op).name(), "CompositeImplicitAutograd"))
 
 
 def meta_of(module: nn.Module) -> dict[str, Any]:
-    """``GraphModule.meta``, which type checkers take for a submodule."""
+    """Return ``GraphModule.meta``, which type checkers take for a submodule."""
     return cast(dict[str, Any], getattr(module, "meta", {}))
 
 
 def qualified_name(target: Any) -> str:
-    """What a function is called in the code of a graph, with dots (2.11, 2.13, 2.15)."""
+    """Return the dotted name of a function in the code of a graph (2.11, 2.13, 2.15)."""
     try:
         return fx.node._get_qualified_name(target)
     except Exception:
@@ -215,7 +233,7 @@ def qualified_name(target: Any) -> str:
 
 
 def target_name(node: fx.Node) -> str:
-    """What a node calls: ``aten.linear.default``, ``_operator.getitem``, ``transformer.wte.weight``."""
+    """Return the name of a node's target: ``aten.linear.default``, ``_operator.getitem``, ``h.0.weight``."""
     target = node.target
     if isinstance(target, str | torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return str(target)
@@ -225,10 +243,10 @@ def target_name(node: fx.Node) -> str:
 
 
 def rename(names: Mapping[fx.Node, str]) -> None:
-    """Give nodes of a graph names that may be those of others among them; ``Node._rename`` avoids any that is taken.
+    """Rename nodes of a graph, also to the old names of each other; ``Node._rename`` would avoid a name that is taken.
 
     Args:
-        names: node -> its new name; different ones, that no other node of the graph has.
+        names: node -> its new name; the names differ, and no other node of the graph has one of them.
     """
     for node, name in names.items():
         node.name = name
@@ -236,10 +254,10 @@ def rename(names: Mapping[fx.Node, str]) -> None:
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode of fakes, in which modules may keep what is real, and whose answers do not depend on what ran before.
+    """Make a fake mode that accepts real parameters, and whose results do not depend on what ran before.
 
-    Torch remembers what ops gave, in all modes of a process, and rebuilds it from strides: a storage that is larger
-    than what lies in it is not rebuilt as it was.
+    Torch caches results of ops for all fake modes of a process, and rebuilds a cached tensor from its strides. If its
+    storage is larger than the tensor, the rebuilt storage has another size. The cache is therefore disabled.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False  # 2.11, 2.13, 2.15
@@ -247,26 +265,26 @@ def fake_mode() -> FakeTensorMode:
 
 
 CLOSE_VMAP: Callable[[], object] = torch._C._functorch._vmap_decrement_nesting  # 2.11, 2.13, 2.15
-"""Closes the innermost level that ``torch.vmap`` has opened."""
+"""Close the innermost level that ``torch.vmap`` has opened."""
 
 
 def functorch_depth() -> int:
-    """How many levels of functorch (``vmap``, ``grad``) are open."""
+    """Return the number of open levels of functorch (``vmap``, ``grad``)."""
     return len(torch._C._functorch.get_interpreter_stack() or ())  # 2.11, 2.13, 2.15
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that holds the memory of one inside functorch: of a ``vmap``, the whole batch."""
+    """Return the tensor that has the memory of a functorch tensor: for ``vmap``, the whole batch."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # 2.11, 2.13, 2.15
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
 
 
 def allocations(run: Callable[[], Any]) -> list[int]:
-    """Bytes that the CPU's allocator gave (positive) and took back (negative) during ``run()``, in order.
+    """Return the bytes that the CPU allocator allocated (positive) and freed (negative) during ``run()``, in order.
 
-    What ``run`` returns is still there at the end. The public profiler gives sums by op, from which no peak can be
-    told, and 2.13 and 2.15 write two lines to standard error each time; the legacy one (2.11, 2.13, 2.15) does not.
+    The result of ``run`` is still alive at the end. The public profiler only has sums by op, which do not give a peak,
+    and in 2.13 and 2.15 it writes two lines to standard error each time; the legacy one (2.11, 2.13, 2.15) does not.
     """
     profiler: Any = torch.autograd
     config = profiler.ProfilerConfig(
@@ -279,9 +297,9 @@ def allocations(run: Callable[[], Any]) -> list[int]:
         torch._C._profiler._ExperimentalConfig(),
     )
     result: Any = None
-    # Garbage of others that is freed would count as taken back. The collector rests until the profiler is off: its
-    # count of new objects goes on while it rests, so that it may look at the first object after it.
-    with collector_at_rest():
+    # Freeing older garbage would count as freed bytes, so the collector is paused until the profiler is off. Its count
+    # of new objects goes on while it is paused, so it may run at the first object after that.
+    with paused_collector():
         profiler._enable_profiler_legacy(config)
         try:
             result = run()
@@ -292,15 +310,15 @@ def allocations(run: Callable[[], Any]) -> list[int]:
 
 
 def action_schedule(stages: list[Any], count: int, loss: Any, ranks: Iterable[Iterable[object]]) -> Any:
-    """A pipeline schedule that runs actions: what all schedules of several stages a rank inherit.
+    """Make a pipeline schedule that runs actions, of the base class of all schedules with several stages per rank.
 
-    2.11, 2.13, 2.15; ``tests/test_torch_private.py`` fails when it goes away.
+    2.11, 2.13, 2.15; ``tests/test_torch_private.py`` fails when it disappears.
 
     Args:
-        stages: of this rank.
-        count: microbatches.
-        loss: as torch's ``loss_fn``; ``None`` to leave out what is of backward, once it is checked.
-        ranks: the actions of each rank in order, forward and backward; their texts are torch's.
+        stages: the stages of this rank.
+        count: the number of microbatches.
+        loss: torch's ``loss_fn``; ``None`` to drop the actions of backward, after they were checked.
+        ranks: the actions of each rank in order, forward and backward, as torch writes them.
     """
     from torch.distributed.pipelining import schedules
 
@@ -316,15 +334,15 @@ def action_schedule(stages: list[Any], count: int, loss: Any, ranks: Iterable[It
 
 
 def message_schedule(stage: Any, count: int, loss: Any, row: Iterable[str]) -> Any:
-    """A pipeline schedule that runs what one rank computes, sends and receives, in this order and unchecked.
+    """Make a pipeline schedule that computes, sends and receives in the given order of one rank, unchecked.
 
-    2.11, 2.13, 2.15; ``tests/test_torch_private.py`` fails when it goes away.
+    2.11, 2.13, 2.15; ``tests/test_torch_private.py`` fails when it disappears.
 
     Args:
-        stage: of this rank.
-        count: its microbatches.
-        loss: as torch's ``loss_fn``; ``None`` where nothing of backward is in the row.
-        row: texts as torch writes its actions: ``0F0``, ``0SEND_F0``.
+        stage: the stage of this rank.
+        count: the number of its microbatches.
+        loss: torch's ``loss_fn``; ``None`` if the row has no backward.
+        row: the actions as torch writes them: ``0F0``, ``0SEND_F0``.
     """
     from torch.distributed.pipelining import schedules
 
@@ -338,7 +356,7 @@ def message_schedule(stage: Any, count: int, loss: Any, row: Iterable[str]) -> A
 
 
 def _with_waits(row: Iterable[str]) -> list[str]:
-    """With the ends of messages, which torch 2.15 asks for: before the backward that answers, else behind all."""
+    """Insert the waits for sends that torch 2.15 requires: before the backward that answers, else at the end."""
     made, sent = list[str](), list[str]()
     for action in row:
         if (wait := action.replace("B", "WAIT_SEND_F")) in sent:
@@ -351,9 +369,10 @@ def _with_waits(row: Iterable[str]) -> list[str]:
 
 
 def skip_warm_up(stage: Any) -> None:
-    """Let a pipeline stage exchange nothing with its neighbours before its first microbatch, once for each of them.
+    """Prevent a pipeline stage from exchanging messages with its neighbours before its first microbatch.
 
-    2.11 sends its number, 2.13 asks whether all metadata is static, 2.15 asks all ranks at once.
+    Before the first microbatch, 2.11 sends the number of the stage, 2.13 asks each neighbour whether all metadata is
+    static, and 2.15 asks all ranks at once. Our metadata is static.
     """
     static = torch.ones((), dtype=torch.int32)
     stage._get_init_p2p_neighbors_ops = list
@@ -362,7 +381,7 @@ def skip_warm_up(stage: Any) -> None:
 
 
 def default_store() -> Any:
-    """The store of the default process group (2.11, 2.13, 2.15)."""
+    """Return the store of the default process group (2.11, 2.13, 2.15)."""
     from torch.distributed import distributed_c10d
 
     found: Any = distributed_c10d._get_default_store
@@ -370,7 +389,7 @@ def default_store() -> Any:
 
 
 def timeout_of(group: Any) -> Any:
-    """The time limit of a process group, ``None`` for the default one; ``new_group`` would take 30 minutes.
+    """Return the time limit of a process group (``None``: the default group), since ``new_group`` would use 30 minutes.
 
     2.11, 2.13, 2.15.
     """
@@ -382,6 +401,6 @@ def timeout_of(group: Any) -> Any:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called, or it is what ``torch.compile`` made of one (2.11, 2.13, 2.15)."""
+    """Return whether ``module.compile()`` was called, or ``torch.compile`` returned the module (2.11, 2.13, 2.15)."""
     found: Any = module
     return found._compiled_call_impl is not None or hasattr(module, "_orig_mod")

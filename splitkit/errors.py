@@ -1,4 +1,4 @@
-"""Every error that splitkit raises on purpose: one family, each with a stable code, a reason and a remedy."""
+"""The errors that splitkit raises on purpose: one family, each with a stable code, a reason and a remedy."""
 
 from __future__ import annotations
 
@@ -11,44 +11,45 @@ CODES: dict[str, str] = {
     "SK103": "regions do not balance",
     "SK104": "an attribute of the graph does not exist",
     "SK105": "a region cannot be registered",
-    "SK106": "a part of a split cannot be understood",
+    "SK106": "a part of a split cannot be inlined",
     "SK107": "a split with regions cannot be pickled",
     "SK108": "a size has no bound",
     "SK109": "a graph does not run on fake tensors",
     "SK110": "an option of the memory simulation makes no sense",
-    "SK111": "a node reads what is not before it in its graph",
+    "SK111": "a node reads a node that does not come before it in its graph",
     "SK112": "a lazy module has made no parameters yet",
     "SK201": "the plan names nodes of another graph",
     "SK202": "a node that may run only once is planned several times",
     "SK203": "parts depend on each other in a cycle",
-    "SK204": "a name in the mapping is no node of the graph",
-    "SK205": "a node is planned nowhere, or twice in one part",
-    "SK206": "a part cannot be named or written",
+    "SK204": "a name in the mapping is not a node of the graph",
+    "SK205": "a node has no part, or one part twice",
+    "SK206": "a part does not exist or is described wrongly",
     "SK207": "a checkpointed part has effects",
-    "SK208": "a node that is needed is planned in no part",
+    "SK208": "a node that is needed has no part",
     "SK209": "values cannot be relayed from part to part",
-    "SK210": "an effect is planned in the other half",
-    "SK211": "the key of a part equals others",
+    "SK210": "a node that may run only once is moved to the other half",
+    "SK211": "the key of a part equals other keys",
     "SK212": "inputs of a call share memory that is written",
-    "SK215": "a later graph writes to what backward needs",
+    "SK215": "a later graph writes to memory that backward needs",
     "SK216": "a part cannot be replaced",
     "SK217": "opaque code may change a region that several parts open",
-    "SK218": "opaque code may bind attributes of the graph module anew",
-    "SK219": "an input of a call is no tensor",
+    "SK218": "opaque code may rebind attributes of the graph module",
+    "SK219": "an input of a call is not a tensor",
     "SK301": "not a policy",
     "SK302": "a policy was given a bad parameter",
     "SK303": "no plan fits",
     "SK304": "a pattern or name matches nothing",
-    "SK305": "the model asks for a memory budget of its own",
+    "SK305": "the model sets a memory budget of its own",
     "SK320": "a device is described wrongly",
     "SK321": "there is no such device",
     "SK322": "links are described wrongly",
     "SK323": "the costs do not fit",
     "SK324": "a graph cannot be measured",
     "SK325": "a node was not measured",
-    "SK330": "a schedule does not go with the numbers of stages, ranks or microbatches",
-    "SK331": "the actions of a schedule wait for ever",
+    "SK330": "a schedule does not fit the numbers of stages, ranks or microbatches",
+    "SK331": "the actions of a schedule deadlock",
     "SK332": "the costs of a stage make no sense",
+    "SK333": "a registered schedule contradicts itself",
     "SK401": "the model could not be captured",
     "SK402": "an example model or its package is missing",
     "SK403": "a model factory is wrong",
@@ -61,30 +62,30 @@ CODES: dict[str, str] = {
     "SK504": "a file could not be read or written",
     "SK505": "a folder of stages is damaged",
     "SK506": "a stage cannot be written as data",
-    "SK507": "weights are not those of the stages",
-    "SK508": "a stage needs what this process does not have",
+    "SK507": "the weights do not fit the stages",
+    "SK508": "a stage needs an op or a class that this process does not have",
     "SK509": "a plan was made for other sizes",
     "SK601": "the command was used wrongly",
-    "SK602": "a model is named without the function that makes it",
-    "SK603": "an output would overwrite something that is needed",
+    "SK602": "a model is given without the function that makes it",
+    "SK603": "an output would overwrite a file that is needed",
     "SK701": "the split differs from the whole",
     "SK702": "the graph that was split differs from the model",
     "SK703": "the model differs from itself",
     "SK801": "the split cannot run on several ranks",
-    "SK802": "a step was given what the pipeline does not take",
-    "SK803": "a value at a border is not what the plan says",
-    "SK804": "the ranks do not run the same",
+    "SK802": "a step was given arguments that the pipeline cannot use",
+    "SK803": "a value at a border differs from the plan",
+    "SK804": "the ranks differ in graph, plan, code or arguments",
     "SK805": "a rank of the pipeline failed",
     "SK806": "this version of torch cannot run it",
     "SK807": "the parts cannot be put on these devices",
-    "SK808": "memory that is shared would lie on several devices",
+    "SK808": "shared memory would lie on several devices",
     "SK901": "this cannot be drawn",
     "SK902": "the package for live views is missing",
 }
 
 
 class SplitError(ValueError):
-    """The family of splitkit's errors.
+    """The base class of splitkit's errors.
 
     ``str(error)`` is ``"SK203: reason"`` followed by the remedy on its own line. The code is stable across releases
     and listed in ``docs/errors.md``.
@@ -93,7 +94,7 @@ class SplitError(ValueError):
         code: ``"SK"`` and three digits.
         reason: what is wrong, naming the node or field.
         remedy: what would work.
-        nodes: names of the nodes concerned.
+        nodes: the names of the nodes concerned.
     """
 
     def __init__(self, code: str, reason: str, remedy: str = "", nodes: Iterable[object] = ()) -> None:
@@ -127,8 +128,8 @@ class NoPlanError(PolicyError):
     """The policy is sound but no plan meets its demands (SK303).
 
     Attributes:
-        nearest: the plan that misses the demands by the least, where the search has one; it is not pickled.
-        excess: how many bytes that plan is over the budget.
+        nearest: the plan that misses the demands by the least, if the search has one; it is not pickled.
+        excess: the bytes by which that plan exceeds the budget.
     """
 
     nearest: object = None
@@ -152,10 +153,10 @@ class FileError(SplitError):
 
 
 class PlanWarning(UserWarning):
-    """A plan can be used, but what it says of itself does not hold (SK509).
+    """A plan can be used, but its claim does not hold (SK509).
 
     Attributes:
-        code: as of `SplitError`.
+        code: as in `SplitError`.
         reason: what differs, naming a node.
     """
 
@@ -169,7 +170,11 @@ class UsageError(SplitError):
 
 
 class CheckError(SplitError, AssertionError):
-    """A split does not give what the whole gives (SK70x)."""
+    """A split gives other results than the whole (SK70x)."""
+
+
+class PipelineError(SplitError, RuntimeError):
+    """A split cannot run on several ranks, or one of them failed (SK8xx)."""
 
 
 class ViewError(SplitError):
@@ -177,22 +182,18 @@ class ViewError(SplitError):
 
 
 def near(name: str, known: Iterable[str], most: int = 1, cutoff: float = 0.6) -> list[str]:
-    """Those of ``known`` that are spelled nearly like ``name``, in whatever case, the nearest first."""
+    """Return the names in ``known`` that are spelled nearly like ``name``, ignoring case, the nearest first."""
     spelled = {other.lower(): other for other in known}
     return [spelled[found] for found in get_close_matches(name.lower(), spelled, most, cutoff)]
 
 
 def nearest(name: str, known: Iterable[str], then: str = "", most: int = 1, cutoff: float = 0.6) -> str:
-    """``Did you mean gpt2?`` and what comes ``then``; that alone if nothing is near."""
+    """Return ``Did you mean gpt2?`` followed by ``then``, or only ``then`` if no name is near."""
     found = near(name, known, most, cutoff)
     return f"Did you mean {', '.join(found)}? {then}".rstrip() if found else then
 
 
 def listed(names: Sequence[object], most: int) -> str:
-    """``a, b, c and 4 more``."""
+    """Join names as ``a, b, c and 4 more``, with at most ``most`` of them written out."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(map(str, names[:most]))}{more}"
-
-
-class PipelineError(SplitError, RuntimeError):
-    """A split cannot run on several ranks, or one of them failed (SK8xx)."""

@@ -1,42 +1,66 @@
-"""The authors' door: what a policy of one's own is made of; users of policies need the front door alone.
+"""The public API for writing your own policies, plans, schedules and regions; to use policies, import ``splitkit``.
 
 >>> from splitkit.extend import Costs, Dataflow, Plan, PolicyError, checks, module_path
 
 Facts are methods of `Dataflow`, and of nodes and tensors ``module_path``, ``readers_of``, ``given_back``, ``is_small``,
-``storage_key``, ``start_of``, ``storage_bytes``, ``tensor_bytes``. Texts show bytes by ``size``. An error is
+``storage_key``, ``start_of``, ``storage_bytes``, ``tensor_bytes``. ``size`` formats bytes. An error is
 ``NoPlanError("SK303", reason, remedy, [node])``; a claim ``replace(plan, claim=Claim("parts", 3, 3, "greedy", 0))``.
+
+`refine`, `merge`, `condense`, `prune`, `relay` and `rematerialize` turn one plan into another. `propagate` adds sizes
+to a graph that has none, `declare` says what an op of your own does, and `register_region` says what opens and closes a
+mode of your own. `StageCosts` and `PipelineOrder` describe your own stages and schedules for
+`splitkit.simulate_schedule`. `partition_fn` is for code that calls AOTAutograd itself, and `JointSignature` describes
+the inputs and outputs of a joint graph.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from splitkit import checks
 from splitkit.errors import CycleError, NoPlanError, PlanError, PolicyError, SplitError
+from splitkit.graph.ambient import register_region
+from splitkit.graph.byte_sizes import storage_bytes, tensor_bytes
 from splitkit.graph.dataflow import Dataflow, analyze, enough_nodes, given_back, module_path, readers_of
+from splitkit.graph.fake_runs import propagate
+from splitkit.graph.node_selection import Ops, modules_matching, rule_of
 from splitkit.graph.ops import declare
-from splitkit.graph.select import Ops, modules_matching, rule_of
-from splitkit.graph.sizes import storage_bytes, tensor_bytes
 from splitkit.graph.storages import start_of, storage_key
-from splitkit.plans.localize import is_small
-from splitkit.plans.parts import HOST, Claim, Part, PartKey
+from splitkit.pipeline.action import Action
+from splitkit.pipeline.order import PipelineOrder
+from splitkit.pipeline.schedule import Schedule
+from splitkit.pipeline.schedules import register_schedule
+from splitkit.pipeline.stage_costs import StageCosts
+from splitkit.plans.local_copies import is_small
+from splitkit.plans.parts import PARENT, Claim, Part, PartKey
 from splitkit.plans.policy import Policy
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import condense, merge, prune, refine, relay, rematerialize
 from splitkit.prices import Costs
 from splitkit.units import size
 
+if TYPE_CHECKING:
+    from splitkit.frontends.aot import partition_fn as partition_fn
+    from splitkit.frontends.joint.joint_signature import JointSignature as JointSignature
+
 __all__ = [
-    "HOST",
+    "PARENT",
+    "Action",
     "Claim",
     "Costs",
     "CycleError",
     "Dataflow",
+    "JointSignature",
     "NoPlanError",
     "Ops",
     "Part",
     "PartKey",
+    "PipelineOrder",
     "Plan",
     "PlanError",
     "Policy",
     "PolicyError",
+    "Schedule",
     "SplitError",
+    "StageCosts",
     "analyze",
     "checks",
     "condense",
@@ -47,9 +71,13 @@ __all__ = [
     "merge",
     "module_path",
     "modules_matching",
+    "partition_fn",
+    "propagate",
     "prune",
     "readers_of",
     "refine",
+    "register_region",
+    "register_schedule",
     "relay",
     "rematerialize",
     "rule_of",
@@ -59,3 +87,20 @@ __all__ = [
     "storage_key",
     "tensor_bytes",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load names of the front ends on first use, since policies import this module and need none of them."""
+    if name == "partition_fn":
+        from splitkit.frontends.aot import partition_fn
+
+        return partition_fn
+    if name == "JointSignature":
+        from splitkit.frontends.joint.joint_signature import JointSignature
+
+        return JointSignature
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

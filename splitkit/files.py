@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all; devices, pipes and links are written to, never replaced."""
+"""Write files whole or not at all; write to devices, pipes and links, but never replace them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from splitkit.errors import FileError
 PathLike = str | os.PathLike[str]
 
 
-def write(path: PathLike, text: str) -> None:
+def write_file(path: PathLike, text: str) -> None:
     """Write a text file.
 
-    A regular file is either whole or as it was, and keeps its permissions; a link stays a link, to a file that is
-    written so. What is no regular file (a device, a pipe, ``/dev/stdout``) is written to.
+    If writing fails, a regular file stays as it was; its permissions never change. A link stays a link, and its target
+    is written in the same way. A device or a pipe (``/dev/stdout``) is written to directly.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: if it cannot be written.
     """
     number = descriptor(path)
     found = None if number is not None else _found(path)
@@ -38,7 +38,9 @@ def _write_into(path: Path, text: str) -> None:
 
 
 def _write_whole(target: Path, found: os.stat_result | None, text: str) -> None:
-    if found is not None and not os.access(target, os.W_OK):  # a rename would not ask
+    if found is not None and not os.access(
+        target, os.W_OK
+    ):  # a rename ignores the permissions of the file that it replaces
         raise _error(errno.EACCES, target)
     if found is not None and not os.access(target.parent, os.W_OK | os.X_OK):
         _write_into(target, text)
@@ -55,7 +57,7 @@ def _write_whole(target: Path, found: os.stat_result | None, text: str) -> None:
 
 
 def require_writable(path: PathLike) -> None:
-    """Raise the ``OSError`` that `write` would meet, as far as it can be known beforehand; nothing is changed."""
+    """Raise the ``OSError`` that `write_file` would raise, as far as it can be known beforehand; change nothing."""
     number = descriptor(path)
     if number is not None:
         os.fstat(number)
@@ -68,17 +70,17 @@ def require_writable(path: PathLike) -> None:
 
 
 def require_room(folder: Path) -> None:
-    """Raise ``OSError`` if no file can be made in a folder."""
-    import tempfile  # it loads half of the standard library
+    """Raise ``OSError`` if no file can be created in a folder."""
+    import tempfile  # here, since it is slow to load
 
-    with tempfile.TemporaryFile(dir=folder):  # a file without a name, where the system has such
+    with tempfile.TemporaryFile(dir=folder):  # without a name, on systems that support that
         pass
 
 
 def descriptor(path: PathLike) -> int | None:
-    """The number of the file that this process has open and that a path names, as ``/dev/stdout`` names 1.
+    """Return the file descriptor of this process that a path names (``/dev/stdout`` names 1), or ``None``.
 
-    To open such a path would begin the file anew: what was printed into it is lost.
+    Opening such a path would truncate the file, and what was printed into it would be lost.
     """
     place = Path(path).absolute()
     open_files = {os.path.realpath("/dev/fd"), os.path.realpath("/proc/self/fd")}
@@ -92,7 +94,7 @@ def descriptor(path: PathLike) -> int | None:
 
 
 def _found(path: PathLike) -> os.stat_result | None:
-    """What is there now; ``None`` for nothing. Raises ``OSError`` for what cannot be a file."""
+    """Return the status of the file at a path, ``None`` if there is none; raise ``OSError`` if it cannot be a file."""
     text = os.fspath(path)
     if not text:
         raise _error(errno.ENOENT, path)
@@ -114,8 +116,10 @@ def _error(number: int, path: PathLike) -> OSError:
 
 
 def refusal(path: PathLike, error: Exception) -> FileError:
-    """SK504 for what `write` or `require_writable` raised, with what to write instead."""
-    if not isinstance(error, OSError) or error.errno == errno.ENAMETOOLONG:  # the name, or what is to be written
+    """Return the error SK504 for an error of `write_file` or `require_writable`, with a path that would work."""
+    if (
+        not isinstance(error, OSError) or error.errno == errno.ENAMETOOLONG
+    ):  # the name or the text is at fault, not the file system
         return FileError(
             "SK504",
             f"cannot write {os.fspath(path)!r:.200}: {getattr(error, 'strerror', None) or error}",
@@ -124,14 +128,14 @@ def refusal(path: PathLike, error: Exception) -> FileError:
     reason, number = error.strerror or str(error), error.errno
     folder = Path(path).parent
     if folder.is_dir():
-        folder = Path(os.path.realpath(path)).parent  # of what a link points to
+        folder = Path(os.path.realpath(path)).parent  # the folder of a link's target
     remedy = "Name another file."
     if not os.fspath(path):
         reason, remedy = "the name is empty", "Name a file, such as plan.json."
     elif number == errno.EISDIR:
         reason, remedy = "it is a folder", f"Name a file in it, such as {Path(path) / 'plan.json'}."
     elif number == errno.ENOTDIR or (number == errno.ENOENT and folder.exists() and not folder.is_dir()):
-        reason, remedy = f"{folder} is no folder", "Name a file in a folder."
+        reason, remedy = f"{folder} is not a folder", "Name a file in a folder."
     elif number == errno.ENOENT and not folder.exists():
         reason, remedy = f"there is no folder {folder}", "Make it first, or name a file in one that exists."
     elif number in (errno.EACCES, errno.EPERM, errno.EROFS):

@@ -1,10 +1,10 @@
-"""Which of a model's outputs is its loss: one rule for everything that trains, compares or times a model.
+"""The rule that finds the loss among a model's outputs, for everything that trains, compares or times a model.
 
-1. what is called ``loss``: an attribute, a key or a field of the output;
-2. else the only number among the outputs that requires grad;
-3. else none: whoever needs one refuses, with `no_loss` as the reason.
+1. The loss is the output called ``loss``: an attribute, a key or a field.
+2. Otherwise it is the only number among the outputs that requires grad.
+3. Otherwise there is none, and callers that need one refuse, with `no_loss` as the reason.
 
-Dynamo traces these functions where `splitkit.capture_joint` captures a model with its loss: they are plain Python.
+Dynamo traces these functions where `splitkit.capture_joint` captures a model with its loss, so they are plain Python.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_DEPTH = 6  # of outputs inside outputs
+_DEPTH = 6  # levels of nesting that are searched
 _CLOSED = (nn.Module, type, FunctionType, ModuleType)
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """The loss in what a model returned, ``None`` if it returned none."""
+    """Return the loss in a model's output, ``None`` if there is none."""
     own: Tensor | None = named_loss(output)
     if own is not None:
         return own
@@ -33,7 +33,7 @@ def loss_of(output: Any) -> Tensor | None:
 
 
 def named_loss(output: Any, kind: Any = Tensor) -> Any:
-    """What is called ``loss`` in an output, ``None`` if that is nothing, or nothing of this kind."""
+    """Return the value called ``loss`` in an output, ``None`` if there is none of this kind."""
     if isinstance(output, Mapping) and isinstance(output.get("loss"), kind):
         return output["loss"]
     own = getattr(output, "loss", None)
@@ -41,7 +41,7 @@ def named_loss(output: Any, kind: Any = Tensor) -> Any:
 
 
 def tensors_in(output: Any, path: str = "", depth: int = 0) -> list[tuple[str, Tensor]]:
-    """The tensors in an output with their paths: in tuples, lists, dicts, and attributes of objects of any class."""
+    """Return the tensors in an output with their paths, from tuples, lists, dicts and attributes of any object."""
     if isinstance(output, Tensor):
         return [(path, output)]
     found: list[tuple[str, Tensor]] = []
@@ -52,7 +52,7 @@ def tensors_in(output: Any, path: str = "", depth: int = 0) -> list[tuple[str, T
 
 
 def _held(output: Any) -> list[tuple[str, Any]]:
-    """What a container or an object holds, and how it is reached."""
+    """Return (path, value) of everything that a container or an object holds."""
     if isinstance(output, Mapping):
         return [(f"[{key!r}]", value) for key, value in output.items()]
     if isinstance(output, (tuple, list)):
@@ -69,7 +69,7 @@ def _held(output: Any) -> list[tuple[str, Any]]:
 
 
 def no_loss(output: Any) -> str:
-    """Why an output has no loss, with all tensors in it: name, dtype, shape and whether it requires grad."""
+    """Say why an output has no loss, and list its tensors: name, dtype, shape and whether they require grad."""
     tensors = tensors_in(output)
     numbers = sum(value.requires_grad and value.numel() == 1 for _, value in tensors)
     kind = type(output).__name__
@@ -83,7 +83,7 @@ def no_loss(output: Any) -> str:
 
 _SHOWN = 12
 GIVE = "loss=lambda output: ..."
-"""How a loss is given."""
+"""The argument by which users name the loss."""
 
 
 def _text(value: Tensor) -> str:
@@ -92,8 +92,8 @@ def _text(value: Tensor) -> str:
 
 
 def outputs_of(graph: torch.fx.Graph, value: Any) -> Any:
-    """What a graph returns, with ``value(node)`` for each node; ``None`` if its class takes no such value."""
+    """Return the output of a graph with ``value(node)`` for each node; ``None`` if its class rejects such values."""
     try:
         return graph.process_outputs(torch.fx.map_arg(graph.output_node().args[0], value))
-    except Exception:  # of the class's own
+    except Exception:  # whatever the constructor of the class raises
         return None

@@ -1,23 +1,26 @@
-"""What every kind of costs answers about a node."""
+"""The protocol of costs, which price the nodes of a graph, and the check of every price."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 from torch.fx import Node
 
 from splitkit.checks import is_number, is_whole, shown
 from splitkit.errors import CostError, SplitError
 
+Optimizer = Literal["adam", "adamw", "momentum", "sgd"] | None
+"""The name of the optimizer whose state counts in training; ``None`` for inference."""
+
 
 def unit_of(costs: object) -> str:
-    """What ``seconds`` of these costs counts: ``"s"`` for time, measured or nominal; else what to print instead."""
+    """Return the unit of ``seconds`` of these costs: ``"s"`` for time, measured or nominal, else the word to print."""
     return str(getattr(costs, "unit", "s"))
 
 
 def includes_backward(costs: object) -> bool:
-    """Whether ``seconds`` of these costs include the backward of a node: they can say how much it is."""
+    """Return whether ``seconds`` of these costs include the backward of a node, and ``backward`` says how much."""
     return hasattr(costs, "backward")
 
 
@@ -25,38 +28,42 @@ class Costs(Protocol):
     """Prices of the nodes of one graph."""
 
     def seconds(self, node: Node) -> float:
-        """Time to run ``node``: comparable within one graph; real seconds only where the costs were measured.
+        """Return the time to run ``node``, comparable within one graph; real seconds only if the costs were measured.
 
-        Costs that count something else, as `splitkit.costs.unit` counts nodes, say so in an attribute ``unit``. Costs
-        whose seconds include a node's backward have a method ``backward(node)``: how many times its forward that takes.
+        Costs that count something else have an attribute ``unit``: `splitkit.costs.unit` counts nodes. Costs whose
+        seconds include a node's backward have a method ``backward(node)`` that returns backward as a multiple of
+        forward.
         """
         ...
 
     def flops(self, node: Node) -> float:
-        """Floating-point operations of ``node``."""
+        """Return the floating-point operations of ``node``."""
         ...
 
     def nbytes(self, node: Node) -> int:
-        """Bytes of what ``node`` yields. A view counts its own size; a symbolic size counts as seen at capture."""
+        """Return the bytes of the value of ``node``.
+
+        A view has its own size; a symbolic size counts as seen at capture.
+        """
         ...
 
     def param_bytes(self, node: Node) -> int:
-        """Bytes of the parameters and buffers that ``node`` reads.
+        """Return the bytes of the parameters and buffers that ``node`` reads.
 
-        Each reader of a parameter counts it: callers that add up take each attribute once.
+        Every reader of a parameter counts it, so a caller that adds them up must count each attribute once.
         """
         ...
 
 
 MOST_SECONDS, MOST_BYTES = 1e100, 2**50
-"""The highest prices of one node: sums and products of many of them are still finite, and whole in 64 bits."""
+"""The highest prices of one node. Sums and products of many prices stay finite as floats and exact as 64-bit ints."""
 
 
 def require_costs(given: object) -> Costs:
-    """What was given, if it prices nodes.
+    """Return the costs as they were given.
 
     Raises:
-        CostError: SK323 if it has not the four methods.
+        CostError: SK323 if they lack one of the four methods.
     """
     if not isinstance(given, type) and all(callable(getattr(given, name, None)) for name in _METHODS):
         return cast(Costs, given)
@@ -64,11 +71,11 @@ def require_costs(given: object) -> Costs:
 
 
 def checked(given: object) -> Costs:
-    """The costs, with a check of each price that is asked for: who weighs prices asks through it.
+    """Return the costs with a check of every price; whoever compares prices uses these.
 
     Raises:
-        CostError: SK323 for what prices no nodes; the methods of the result raise it for what is no price, and name
-            the node.
+        CostError: SK323 if they do not price nodes. The methods of the result raise it for a price that is not a
+            number in range, and name the node.
     """
     if isinstance(given, Checked):
         return given
@@ -80,48 +87,48 @@ def checked(given: object) -> Costs:
 def _no_costs(given: object) -> CostError:
     return CostError(
         "SK323",
-        f"{shown(given):.100} prices no nodes",
-        "Give what splitkit.costs makes of the graph, such as splitkit.costs.roofline(gm, 'h200').",
+        f"{shown(given):.100} does not price nodes",
+        "Give costs of the graph, such as splitkit.costs.roofline(gm, 'h200').",
     )
 
 
 def as_given(costs: object) -> Any:
-    """Costs as they were given, without the check: for questions of what kind they are."""
+    """Return the costs without the check, to ask of what kind they are."""
     return costs.costs if isinstance(costs, Checked) else costs
 
 
 @dataclass(frozen=True)
 class Checked:
-    """Costs whose every price is checked when it is asked for; all else is that of the costs.
+    """Costs that check every price; all other attributes are those of the costs inside.
 
     Attributes:
-        costs: as they were given.
+        costs: the costs as they were given.
     """
 
     costs: Any
 
     def __getattr__(self, name: str) -> Any:
-        if name == "costs":  # not yet there while it is copied or unpickled
+        if name == "costs":  # not set yet while the object is copied or unpickled
             raise AttributeError(name)
         return getattr(self.costs, name)
 
     def seconds(self, node: Node) -> float:
-        """Of the node, SK323 for what are none."""
+        """Return the seconds of a node; SK323 if they are not a number in range."""
         value = self._asked("seconds", node)
         if type(value) is float and 0.0 <= value <= MOST_SECONDS:
             return value
         return self._number("seconds", node, value, MOST_SECONDS)
 
     def flops(self, node: Node) -> float:
-        """Of the node, SK323 for what are none."""
+        """Return the FLOPs of a node; SK323 if they are not a number in range."""
         return self._number("flops", node, self._asked("flops", node), MOST_SECONDS)
 
     def nbytes(self, node: Node) -> int:
-        """Of the node, SK323 for what are none."""
+        """Return the bytes of the value of a node; SK323 if they are not a number in range."""
         return self._bytes("nbytes", node, self._asked("nbytes", node))
 
     def param_bytes(self, node: Node) -> int:
-        """Of the node, SK323 for what are none."""
+        """Return the bytes of the parameters of a node; SK323 if they are not a number in range."""
         return self._bytes("param_bytes", node, self._asked("param_bytes", node))
 
     def _asked(self, what: str, node: Node) -> object:
@@ -131,7 +138,7 @@ class Checked:
             raise
         except Exception as error:
             reason = f"{self._name}.{what}({node.name}) fails: {type(error).__name__}: {error}"
-            raise CostError("SK323", reason, "Costs answer for every node of their graph.", [node]) from error
+            raise CostError("SK323", reason, "Costs must price every node of their graph.", [node]) from error
 
     def _number(self, what: str, node: Node, value: object, most: float) -> float:
         if not is_number(value) or float(value) > most:

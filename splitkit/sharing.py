@@ -1,7 +1,7 @@
 """Whether tensors share memory, byte for byte, and the check by which a graph refuses a call whose inputs do.
 
-The check is a node of a graph (`refuse_shared`), so that it is copied, traced, pickled and interpreted with it. Where a
-compiler or another mode of dispatch is at work, it calls an operator that does the same, which compiled and exported
+The check is a node of the graph (`refuse_shared`), so that it is copied, traced, pickled and interpreted with the
+graph. Under a compiler or another dispatch mode it calls an operator that does the same, which compiled and exported
 programs keep.
 """
 
@@ -24,19 +24,22 @@ from splitkit.errors import PlanError
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 _LIMIT = 10_000
-"""How many candidates numpy may try to tell two strided tensors apart; where that is not enough, they count as one."""
+"""The most candidates that numpy tries to decide whether two strided tensors overlap; beyond that they count as one.
+
+The exact question is NP-hard (``numpy.shares_memory``), and a call of the model must not hang on it. Not tuned.
+"""
 
 
 class ByteRange(NamedTuple):
     """The bytes of a strided tensor.
 
     Attributes:
-        space: what addresses refer to: a device, or a storage that has no address (meta, fake).
+        space: the space that addresses refer to: a device, or a storage that has no address (meta, fake).
         start: the address of the first byte.
         end: the address behind the last byte.
-        shape: of the tensor.
-        strides: in bytes.
-        width: of an element in bytes.
+        shape: the shape of the tensor.
+        strides: the strides in bytes.
+        width: the bytes of an element.
     """
 
     space: Hashable
@@ -58,7 +61,7 @@ class Use(NamedTuple):
 
 
 def out_of_order(uses: Iterable[Use]) -> tuple[Use, Use] | None:
-    """Two uses, at least one of them a write, that run in another order than that of the graph."""
+    """Return two uses, one of them a write, that run in another order than in the graph, or ``None``."""
     latest: Use | None = None
     latest_write: Use | None = None
     for use in _by_node(uses):
@@ -73,7 +76,7 @@ def out_of_order(uses: Iterable[Use]) -> tuple[Use, Use] | None:
 
 
 def _by_node(uses: Iterable[Use]) -> list[Use]:
-    """One use a node, in the order of the graph: a node may use several of the things that are compared."""
+    """Return one use per node, in graph order, since a node may use several of the compared values."""
     found: dict[int, Use] = {}
     for use in uses:
         if use.place not in found or use.writes:
@@ -82,10 +85,10 @@ def _by_node(uses: Iterable[Use]) -> list[Use]:
 
 
 def blocks(value: object, whole: bool = False) -> Iterator[ByteRange]:
-    """The memory of the tensors in ``value``, a tensor or a tree of them; a wrapper counts as the tensors inside it.
+    """Yield the memory of the tensors in ``value``; a wrapper subclass counts as the tensors inside it.
 
     Args:
-        value: what to look into.
+        value: a tensor or a pytree of them.
         whole: count the whole storage of each tensor, not only the bytes that the tensor shows.
     """
     for leaf in (value,) if isinstance(value, Tensor) else pytree.tree_leaves(value):
@@ -96,7 +99,7 @@ def blocks(value: object, whole: bool = False) -> Iterator[ByteRange]:
 
 
 def _block(tensor: Tensor, whole: bool) -> ByteRange | None:
-    """The memory of a plain tensor; ``None`` for one without elements, its identity for one that has no strides."""
+    """Return the memory of a plain tensor: ``None`` if it has no elements, its identity if it has no strides."""
     if not tensor.numel():
         return None
     try:
@@ -116,7 +119,7 @@ def _block(tensor: Tensor, whole: bool) -> ByteRange | None:
 
 
 def overlap(a: ByteRange, b: ByteRange) -> bool:
-    """Whether two tensors have a byte in common: exact, but for strides that take too long to tell apart."""
+    """Return whether two tensors have a byte in common: exactly, unless numpy would need too long (`_LIMIT`)."""
     if a.space != b.space or a.start >= b.end or b.start >= a.end:
         return False
     if a == b:
@@ -129,32 +132,32 @@ def overlap(a: ByteRange, b: ByteRange) -> bool:
 
 
 class _Bytes:
-    """A block as an array of numpy, which is asked for its addresses alone and never read."""
+    """A block as a numpy array of which only the addresses are used; its bytes are never read."""
 
     def __init__(self, block: ByteRange, base: int) -> None:
         self.__array_interface__ = {
             "version": 3,
             "typestr": "|u1",
-            "data": (block.start - base + 4096, True),  # not at 0, which numpy takes for no address
+            "data": (block.start - base + 4096, True),  # not 0, which numpy takes for a missing address
             "shape": (*block.shape, block.width),
             "strides": (*block.strides, 1),
         }
 
     def array(self) -> Any:
-        """Numpy's view of it."""
+        """Return the numpy array."""
         return np.asarray(self)
 
 
 def refuse_shared(given: List[Tensor], whole: bool, table: str) -> None:  # noqa: UP006
     """Refuse a call whose inputs share memory that the parts of a split would use in another order than the graph.
 
-    The annotations are for TorchScript, which compiles this function. Elsewhere ``given`` may hold whatever inputs
-    are: trees of tensors, and ``None`` for what is not there.
+    The annotations are for TorchScript, which compiles this function. Elsewhere ``given`` may hold any inputs: pytrees
+    of tensors, and ``None`` for a missing one.
 
     Args:
         given: the inputs and attributes to compare.
         whole: compare the whole storages, not only the bytes that the tensors show.
-        table: as JSON, ``[name, class, uses]`` for each of them; those of one class may share memory.
+        table: as JSON, ``[name, class, uses]`` for each of them; values of one class may share memory.
 
     Raises:
         PlanError: SK212.
@@ -184,7 +187,7 @@ def _refuse_shared(given: Sequence[Any], whole: bool, table: str) -> None:
 
 
 def _are_apart(given: Sequence[Any], whole: bool) -> bool:
-    """Whether the addresses alone show that nothing is shared; quick, and no for whatever is not a plain tensor."""
+    """Return whether addresses alone show that nothing is shared: a quick test, false for other than plain tensors."""
     spans = []
     try:
         for tensor in given:
@@ -212,7 +215,7 @@ def _extent(tensor: Tensor) -> int:
 
 
 def _compare(given: Sequence[Any], owners: Sequence[int], whole: bool, table: str) -> None:
-    """The check itself: pairs of blocks, of which only those that may overlap are looked at."""
+    """Check all pairs of blocks; sorted by address, so only pairs that may overlap are compared."""
     found = [(block, owner) for value, owner in zip(given, owners, strict=True) for block in blocks(value, whole)]
     found.sort(key=lambda entry: entry[0].start)
     known: list[tuple[str, int, list[list[Any]]]] = json.loads(table)
@@ -241,7 +244,7 @@ def _refuse(*items: tuple[str, int, list[list[Any]]]) -> None:
 
 
 _LIBRARY = torch.library.Library("splitkit", "FRAGMENT")  # type: ignore[no-untyped-call]
-# CONSERVATIVE: TorchScript would take an operator without outputs for one without effects, and drop it.
+# CONSERVATIVE: otherwise TorchScript assumes that an operator without outputs has no effects, and removes it.
 _LIBRARY.define(  # type: ignore[no-untyped-call]
     "refuse_shared(Tensor[] given, int[] owners, bool whole, str table) -> ()", alias_analysis="CONSERVATIVE"
 )
@@ -254,6 +257,6 @@ CHECKS: tuple[Any, ...] = (
     torch.ops.splitkit.refuse_shared,
     torch.ops.splitkit.refuse_shared.default,
 )
-"""What a node calls that is such a check."""
+"""The targets of nodes that are such checks."""
 for _check in CHECKS:
     torch.fx.node.has_side_effect(_check)

@@ -1,4 +1,4 @@
-"""Numbers for people."""
+"""Texts of numbers, bytes and times for people, and numbers from such texts."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ _SIZE = re.compile(r"\s*(\d{1,2000}(?:\.\d{1,2000})?(?:[eE]\+?\d{1,3})?)\s*([A-Z
 
 
 def quantity(value: float) -> str:
-    """``1234567`` -> ``1.23 M``; small whole numbers stay as they are."""
+    """Return ``1.23 M`` for ``1234567``; small whole numbers stay as they are."""
     return _scaled(value, 1000.0, ("", "k", "M", "G", "T", "P", "E"))
 
 
 def size(nbytes: float) -> str:
-    """``1536`` -> ``1.50 KiB``."""
+    """Return ``1.50 KiB`` for ``1536``."""
     return _scaled(nbytes, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
 def read_size(text: str) -> int | None:
-    """``"1.5 KiB"`` -> 1536, ``"2kB"`` -> 2000, ``"512"`` -> 512, ``"1e3"`` -> 1000; ``None`` for what is no size."""
+    """Read bytes: 1536 for ``"1.5 KiB"``, 2000 for ``"2kB"``; ``None`` for a text that is not a size."""
     match = _SIZE.fullmatch(text)
     if match is None or match[2].upper() not in _BYTES:
         return None
     nbytes = Fraction(match[1]) * _BYTES[match[2].upper()]  # exact, where a float gives 1000 for "1.001 kB"
     if "." in match[1] and _BYTES[match[2].upper()] == 1 and ("e" not in match[1].lower() or nbytes.denominator != 1):
-        return None  # half a byte: the unit was forgotten
+        return None  # a fraction of a byte, so the unit was probably forgotten
     return int(nbytes)
 
 
 def read_percent(text: str) -> float | None:
-    """``"80%"`` -> 0.8; ``None`` for anything but a number from 0 to 100 and a percent sign."""
+    """Read 0.8 from ``"80%"``; ``None`` for anything but a number from 0 to 100 and a percent sign."""
     match = _PERCENT.fullmatch(text)
     share = float(match[1]) / 100 if match else None
     return share if share is not None and share <= 1 else None
 
 
 def duration(seconds: float, unit: str = "s") -> str:
-    """``0.0123`` -> ``12.3 ms``, ``4e-10`` -> ``400 ps``; ``3 nodes`` for prices in another unit than ``"s"``."""
+    """Return ``12.3 ms`` for ``0.0123``, and ``3 nodes`` for a price whose unit is not ``"s"``."""
     if unit != "s":
         return f"{quantity(seconds)} {unit}"
     for scale, name in _SECONDS:
@@ -63,6 +63,13 @@ def _scaled(value: float, base: float, units: tuple[str, ...]) -> str:
     return f"{number} {units[power]}".rstrip()
 
 
-def at_most(nbytes: int, bounds: Sized) -> str:
-    """``13.45 GiB``, or ``at most 13.45 GiB`` if upper ``bounds`` stand for some sizes."""
-    return f"at most {size(nbytes)}" if bounds else size(nbytes)
+def bounded(nbytes: int, above: Sized, below: Sized = ()) -> str:
+    """Return ``13.45 GiB``, and say on which side it errs: ``at most``, ``at least`` or ``about``.
+
+    Args:
+        nbytes: the bytes.
+        above: what was counted by an upper bound; if anything was, the text begins with ``at most``.
+        below: what was counted by a lower bound; then the text begins with ``at least``, with both ``about``.
+    """
+    words = {(True, False): "at most ", (False, True): "at least ", (True, True): "about "}
+    return words.get((bool(len(above)), bool(len(below))), "") + size(nbytes)

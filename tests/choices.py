@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from splitkit.engine.pair import divide
 from splitkit.errors import SplitError
 from splitkit.memory.profile import simulate_memory
-from splitkit.training.flow import BACKWARD, FORWARD, homes, unrepeatable
+from splitkit.training.flow import BACKWARD, FORWARD, save_all_plan, unrepeatable
 
 aten = torch.ops.aten
 
@@ -40,7 +40,7 @@ class Prices:
 def for_forward(flow):
     """The nodes that forward needs for its outputs and effects."""
     stack = [n for n in flow.outputs if isinstance(n, Node)]
-    stack += [n for n in flow.once if homes(flow).home(flow.producer(n)) == FORWARD]
+    stack += [n for n in flow.once if save_all_plan(flow).home(flow.producer(n)) == FORWARD]
     found = set()
     while stack:
         node = stack.pop()
@@ -64,7 +64,7 @@ def saved(pair):
 
 def every_plan(flow, costs):
     """(saved bytes, seconds) of every plan that the engine accepts."""
-    fixed, home = unrepeatable(flow), homes(flow)
+    fixed, home = unrepeatable(flow), save_all_plan(flow)
     tainted = set(flow.backward_inputs)
     for node in flow.index:
         if any(read in tainted for read in node.all_input_nodes):

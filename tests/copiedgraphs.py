@@ -22,7 +22,7 @@ def joined(reads, outputs):
         values.append(graph.call_function(torch.add, (values[a], values[b])))
     graph.output(tuple(values[place] for place in outputs))
     gm = fx.GraphModule(root, graph)
-    sk.propagate(gm, torch.ones(2))
+    sk.extend.propagate(gm, torch.ones(2))
     return gm, values[2:]
 
 

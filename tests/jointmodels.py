@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import splitkit as sk
 from splitkit.costs import roofline
-from splitkit.frontends.joint import Joint, capture_joint
+from splitkit.frontends.joint.joint_capture import Joint, capture_joint
 from splitkit.testing.models import Example, build
-from splitkit.testing.nets import NETS, Writing, loss_or_sum
+from splitkit.testing.small_nets import NETS, Writing, loss_or_sum
 
 WIDER = {"layers": 2, "width": 64, "heads": 2, "batch": 2}
 TINY = {"layers": 1, "width": 32, "heads": 4, "batch": 2}
@@ -213,3 +214,36 @@ def ran(joint, pair, args, kwargs):
     torch.manual_seed(0)
     outputs, gradients = pair.run(joint.primals(*args, **kwargs), joint.tangents())
     return joint.read([*outputs, *gradients])
+
+
+def assert_step_like_eager(model, policy, *args, **kwargs):
+    joint = capture_joint(model, *args, **kwargs)
+    assert_pair_like_eager(joint, policy, *args, **kwargs)
+    return joint
+
+
+def assert_pair_like_eager(joint, policy, *args, **kwargs):
+    """The pair that the policy makes, run, against eager; and its memory, simulated."""
+    pair = joint.split(policy)
+    assert sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).peak > 0
+    outputs, gradients = pair.run(joint.primals(*args, **kwargs), joint.tangents())
+    found = joint.read([*outputs, *gradients])
+    plain = copy.deepcopy(joint.model)
+    loss = plain(*args, **kwargs)
+    loss.backward()
+    torch.testing.assert_close(found.loss, loss.detach())
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    assert expected.keys() <= found.gradients.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found.gradients[name], gradient)
+
+
+class Checked(nn.Module):
+    """Its body checks something on the way, in an op that yields nothing."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.linear, self.w, self.body = nn.Linear(4, 4), nn.Parameter(torch.rand(4) + 1), body
+
+    def forward(self, x):
+        return self.body(self, x)

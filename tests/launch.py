@@ -44,7 +44,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 
     out = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
-        patch.setattr("splitkit.cli.launch.ranks", _forked)
+        patch.setattr("splitkit.cli.launcher.ranks", _forked)
         patch.setattr(sys, "argv", ["splitkit", *words])
         patch.delenv("RANK", raising=False)
         code = cli.main(list(words))
@@ -52,7 +52,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def _forked(words: list[str], count: int, wait: float) -> tuple[int, str]:
-    """As `splitkit.cli.launch.ranks`."""
+    """As `splitkit.cli.launcher.ranks`."""
     (first,) = [line for line in launch("cli/commanded.py", count, *words) if "ended" in line]
     return first["ended"], json.dumps(first["data"])
 

@@ -11,8 +11,8 @@ from torch.fx import Node
 import splitkit as sk
 from splitkit import policies
 from splitkit.errors import NoPlanError
-from splitkit.graph.fakeruns import propagate
-from splitkit.graph.sizes import missing
+from splitkit.graph.byte_sizes import nodes_without_values
+from splitkit.graph.fake_runs import propagate
 from splitkit.plans.policy import Policy, as_plan
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import refine
@@ -50,7 +50,7 @@ class Mapped:
 
 
 class Half:
-    """Every other run of three nodes is left in the host."""
+    """Every other run of three nodes is left in the parent."""
 
     def assign(self, flow, costs):
         return refine(flow, Plan.of({n: i // 3 % 2 for i, n in enumerate(flow.nodes) if i // 3 % 2}))
@@ -155,7 +155,7 @@ def policies_in(table):
 def sized(name):
     """The graph of a specimen with ``meta["val"]`` on its nodes; one of its own, since sizes change what is done."""
     specimen = _own_specimens()[name]
-    if missing(specimen.graph.graph):
+    if nodes_without_values(specimen.graph.graph):
         propagate(specimen.graph, *specimen.inputs)
     return specimen.graph
 

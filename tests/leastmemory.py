@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import splitkit as sk
-from splitkit.pipeline.stageprices import StagePrices
+from splitkit.pipeline.stage_prices import StagePrices
 
 KINDS = ("chain", "tower", "branches", "tied", "relus")
 SCHEDULES = (None, "1f1b", "gpipe")

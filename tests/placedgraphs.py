@@ -41,7 +41,7 @@ def dags(draw, nodes=6):
         values.append(graph.call_function(torch.add, (a, b)))
     graph.output(tuple(values[1:]))
     gm = fx.GraphModule(nn.Module(), graph)
-    sk.propagate(gm, torch.ones(2))
+    sk.extend.propagate(gm, torch.ones(2))
     price = st.sampled_from([0.0, 0.1, 0.3, 0.7, 1.0, 2.0])
     return gm, {n.name: draw(price) for n in values[1:]}
 

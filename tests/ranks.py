@@ -45,8 +45,8 @@ def imported() -> None:
 
     import splitkit as sk
     import splitkit.cli.commands.train
-    import splitkit.runtime.pipeline
-    import splitkit.testing.pipelines
+    import splitkit.runtime.ranks.pipeline
+    import splitkit.testing.pipeline_check
 
     torch.set_num_threads(1)
     sk.split(sk.capture(nn.ReLU(), torch.ones(2)), sk.policies.Stages(1))

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
-from splitkit import checks
-from splitkit.errors import PolicyError
+import splitkit as sk
+from splitkit import checks, costs
+from splitkit.errors import CostError, GraphError, PolicyError
 from splitkit.policies import Acyclic, Buckets, Budget, Random, RoundRobin, Stages
 
 INF, NAN = float("inf"), float("nan")
@@ -85,3 +88,47 @@ def test_policies_take_the_ints_of_numpy_and_bytes_as_texts():
     assert Budget(np.int64(512))._bytes(0) == Budget("0.5KiB")._bytes(0) == Budget(np.float32(0.5))._bytes(1024) == 512
     assert checks.memory_of(Stages(4), np.int64(80), 4) == checks.memory_of(Stages(4), "80", 4) == (80,) * 4
     assert Stages(4, memory=np.int64(80)) == Stages(4, memory=80)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda gm: sk.policies.Stages(2, memory="9" * 5000),
+        lambda gm: sk.policies.Stages(2, memory="1" + "0" * 400 + "GiB"),
+        lambda gm: sk.policies.Devices(["h200"] * 4, memory=b"1GiB"),  # type: ignore[arg-type]
+        lambda gm: sk.policies.Best([sk.policies.Stages(2)], memory="lots"),
+        lambda gm: sk.policies.Budget(np.array([1, 2])),  # type: ignore[arg-type]
+        lambda gm: sk.sweep(gm, costs.flops(gm), memory="lots"),
+    ],
+    ids=["digits", "zeros", "bytes", "best", "array", "sweep"],
+)
+def test_what_is_no_size_is_refused_by_the_name_of_what_takes_it(ask):
+    gm = sk.capture(nn.Linear(4, 4), torch.randn(2, 4))
+    with pytest.raises(PolicyError, match=r"SK302: (Stages|Devices|Best|Budget|sweep)\("):
+        ask(gm)
+
+
+@pytest.mark.parametrize(
+    "policy", [sk.policies.Stages, lambda n, seconds: sk.policies.Devices(["h200"] * n, seconds=seconds)]
+)
+def test_endless_seconds_are_refused(policy):
+    with pytest.raises(PolicyError, match=r"SK302: (Stages|Devices)\(seconds=inf\)"):
+        policy(2, seconds=float("inf"))
+
+
+def test_bytes_of_a_device_and_of_an_allocators_block_may_be_text(tmp_path):
+    device = sk.costs.Device("mine", {"float32": 1e12}, 1e12, "80GiB")
+    assert device.memory == 80 * 2**30 and device == sk.costs.Device("mine", {"float32": 1e12}, 1e12, 80 * 2**30)
+    (tmp_path / "d.toml").write_text('[d]\nmemory = "1GiB"\nbandwidth = 1e12\npeak = {float32 = 1e12}\n')
+    assert sk.costs.load_devices(tmp_path / "d.toml")["d"].memory == 2**30
+    with pytest.raises(CostError, match="SK320.*memory"):
+        sk.costs.Device("mine", {"float32": 1e12}, 1e12, "lots")
+    gm = sk.capture(nn.Linear(3, 3), torch.ones(1, 3))
+    assert sk.simulate_memory(gm, block="2KiB").peak == sk.simulate_memory(gm, block=2048).peak
+    with pytest.raises(GraphError, match="SK110: block is 'lots'"):
+        sk.simulate_memory(gm, block="lots")
+
+
+def test_half_a_byte_is_refused_as_a_limit():
+    with pytest.raises(PolicyError, match="SK302.*'0.5'"):
+        Stages(2, memory="0.5")

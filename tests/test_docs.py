@@ -14,6 +14,7 @@ from torch import fx, nn
 import splitkit as sk
 from splitkit import policies
 from splitkit.cli.parser import make_parser
+from splitkit.pipeline import schedules
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "split_module.md").read_text()
@@ -57,7 +58,7 @@ def test_the_files_that_it_names_are_there(page, least):
 def test_the_python_blocks_of_placement_run_one_after_another():
     scope = {}
     blocks = re.findall(r"```python\n(.*?)```", PLACEMENT, re.S)
-    assert len(blocks) == 7
+    assert len(blocks) == 6
     for block in blocks:
         exec(block, scope)
 
@@ -166,6 +167,14 @@ def test_its_table_names_each_test_beside_torchs_partitioner_once():
 
 
 # ---- docs/runtime.md
+
+
+def test_the_schedule_of_your_own_is_planned(monkeypatch):
+    monkeypatch.setattr(schedules, "_KNOWN", dict(schedules._KNOWN))
+    (block,) = re.findall(r"```python\n([^`]*register_schedule[^`]*)```", (ROOT / "docs" / "runtime.md").read_text())
+    scope = {"sk": sk, "gm": sk.capture(nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)]), torch.ones(1, 2))}
+    exec(block, scope)
+    assert "one by one of 8" in scope["plan"].note
 
 
 def test_the_python_blocks_of_stages_run_one_after_another(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ POLICIES = {
     "Stages(2)": Stages(2, seconds=1),
     "Stages(4)": Stages(4, seconds=1),
     "RoundRobin(3)": RoundRobin(3),
-    "Random(5)": Random(5, seed=1, host=0.05, copies=0.5),
+    "Random(5)": Random(5, seed=1, parent=0.05, copies=0.5),
 }
 
 

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
 import splitkit as sk
 from splitkit.graph.dataflow import analyze
-from splitkit.memory.autograd import activations
+from splitkit.memory.autograd.saved_storages import activations
 from splitkit.policies import Acyclic, Best, Devices, Expert, MemoryBudget, RoundRobin, Stages
-from splitkit.search.demand import Demand
-from splitkit.search.stages import Staging
+from splitkit.search.request import StageRequest
+from splitkit.search.stages.stage_search import StagePlanner
 from splitkit.solvers.placement.stages.contiguous import contiguous
 
 MEMORY = "1MiB"
@@ -156,6 +157,31 @@ def test_placements_that_are_the_same_are_weighed_once(gm):
         weighed.extend(own)
         return found
 
-    demand = Demand(None, sk.analyze(gm), sk.costs.unit(gm), "1f1b")
-    Staging(demand, (0, 1), solver=solver).plan()
+    demand = StageRequest(None, sk.analyze(gm), sk.costs.unit(gm), "1f1b")
+    StagePlanner(demand, (0, 1), solver=solver).plan()
     assert weighed
+
+
+def _costs_of_two_stages(flow: sk.extend.Dataflow) -> str:
+    plan = sk.plan(flow.root, sk.policies.Stages(2))
+    return repr(sk.stage_costs(flow, plan, sk.costs.flops(flow)))
+
+
+def test_facts_first_asked_for_in_inference_mode_are_the_same():
+    gm = sk.capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.randn(2, 4))
+    right, flow = _costs_of_two_stages(analyze(gm)), analyze(gm)
+    with torch.inference_mode():
+        assert _costs_of_two_stages(flow) == right
+    assert _costs_of_two_stages(flow) == right
+
+
+def test_facts_are_found_anew_for_other_kernels_of_attention():
+    class Attention(nn.Module):
+        def forward(self, q):
+            return F.scaled_dot_product_attention(q, q, q)
+
+    gm = sk.capture(nn.Sequential(nn.Linear(8, 8), Attention(), nn.Linear(8, 8)), torch.randn(2, 4, 16, 8))
+    right, flow = _costs_of_two_stages(analyze(gm)), analyze(gm)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert _costs_of_two_stages(flow) != right
+    assert _costs_of_two_stages(flow) == right

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from importlib import import_module
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from splitkit.errors import CheckError
 from splitkit.testing.fuzzing import FuzzReport, fuzz, try_plan, usable_inputs
-from splitkit.testing.randoms import random_graph
+from splitkit.testing.random_graphs import random_graph
 
 SEEN = FuzzReport()
 
@@ -68,32 +69,33 @@ class Bug:
                 monkeypatch.setattr(user, name, scope[name])
 
 
-ORDER, EFFECTS, EMIT = "splitkit.plans.order", "splitkit.graph.effects", "splitkit.engine.emit"
-SCOPE, SCOPED = "splitkit.graph.scope", "splitkit.engine.scopedgraph"
+ORDER, EMIT = "splitkit.plans.part_order", "splitkit.engine.codegen.emit"
+EDGES, MEMORY = "splitkit.graph.order_edges", "splitkit.graph.shared_memory"
+SCOPE, SCOPED = "splitkit.graph.scope", "splitkit.engine.codegen.scoped_graph"
 BUGS = [
     Bug(
         "a read does not wait for the write before it",
-        EFFECTS, "order_of", "if c in last_write:", "if c in last_write and c in writes:",
+        EDGES, "order_edges", "if c in last_write:", "if c in last_write and c in writes:",
     ),
     Bug(
         "a write does not wait for the reads before it",
-        EFFECTS, "order_of", "before |= readers.pop(c, {})", "pass",
+        EDGES, "order_edges", "before |= readers.pop(c, {})", "pass",
     ),
-    Bug("random ops do not keep their order", EFFECTS, "_written", "if effect.random:", "if False:", 13),
-    Bug("a view is not its base", EFFECTS, "_alias_classes", "for other in effect.aliases:", "for other in ():"),
-    Bug("tied names are two storages", EFFECTS, "_alias_classes", "storage_key(held)", "object()", 10),
+    Bug("random ops do not keep their order", MEMORY, "_written", "if effect.random:", "if False:", 13),
+    Bug("a view is not its base", MEMORY, "_alias_classes", "for other in effect.aliases:", "for other in ():"),
+    Bug("tied names are two storages", MEMORY, "_alias_classes", "storage_key(held)", "object()", 10),
     Bug(
         "an effect waits for the home alone",
         ORDER, "_needs", "for other in places[earlier]:", "for other in places[earlier][:1]:", 12,
     ),
-    Bug("opaque code reaches nothing", EFFECTS, "Memory.use", "if self.reached or not effect.known:", "if False:", 59),
-    Bug("opaque code only reads", EFFECTS, "Memory._reach", "writes[REACHED] = None", "pass", 59),
+    Bug("opaque code reaches nothing", MEMORY, "Memory.use", "if self.reached or not effect.known:", "if False:", 59),
+    Bug("opaque code only reads", MEMORY, "Memory._reach", "writes[REACHED] = None", "pass", 59),
     Bug("effects are no edges", ORDER, "_needs", "in after[node]:", "in ():"),
     Bug(
         "what may run once is copied",
-        "splitkit.engine.complete", "check", "if len(keys) > 1:", "if len(keys) > 9:", 15,
+        "splitkit.engine.complete", "check_plan", "if len(keys) > 1:", "if len(keys) > 9:", 15,
     ),
-    Bug("parts run in the host's region", EMIT, "_Parent._call", "self._scoped.move_to(NEUTRAL)", "pass"),
+    Bug("parts run in the parent's region", EMIT, "_Parent._call", "self._scoped.move_to(NEUTRAL)", "pass"),
     Bug("a part leaves its region open", EMIT, "_write_scoped", "scoped.finish(NEUTRAL)", "pass", 8),
     Bug(
         "settings are not set back",
@@ -135,3 +137,23 @@ def test_the_fuzzer_finds_a_planted_bug(bug, monkeypatch):
     with pytest.raises((CheckError, RuntimeError, LookupError)) as caught:
         fuzz(2000, seed=bug.seed)
     assert "graph seed" in "".join(caught.value.__notes__)
+
+
+def test_a_graph_that_differs_from_itself_is_left_out():
+    assert usable_inputs(random_graph(lambda n: 0, 3, 0)) is not None
+
+    class Counting(torch.nn.Module):
+        calls = 0
+
+        def forward(self, x, meter, array):
+            Counting.calls += 1  # a trace keeps the number, an opaque module does not
+            return x * Counting.calls
+
+    root = torch.nn.Module()
+    root.leaf = Counting()
+    gm = random_graph(lambda n: 0, 3, 0)
+    names = [n.name for n in gm.graph.nodes if n.op == "placeholder"]
+    graph = torch.fx.Graph()
+    inputs = [graph.placeholder(name) for name in names]
+    graph.output(graph.call_module("leaf", (inputs[0], None, None)))
+    assert usable_inputs(torch.fx.GraphModule(root, graph)) is None

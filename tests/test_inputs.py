@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any
 
@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import splitkit as sk
-from splitkit import costs
+from splitkit import costs, policies
 from splitkit.costs import Device, Link, Links
 from splitkit.errors import NoPlanError, SplitError
-from splitkit.pipeline.stagecosts import StageCosts
+from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.policies import (
     Acyclic,
     AroundOps,
@@ -23,6 +23,7 @@ from splitkit.policies import (
     Best,
     Buckets,
     Budget,
+    ByDevice,
     ByName,
     ByParameterBytes,
     BySupport,
@@ -114,7 +115,8 @@ SHARE = (*NEVER, None, 1.5, INF, HUGE, "0.5")
 WORD = (*NEVER, 0, 1.5, INF, HUGE, "lots")
 FIELDS = {
     "Stages": (placed(Stages), {"n": 2}, {
-        "n": (*COUNT, None), "schedule": WORD, "memory": LIMIT, "links": WORD, "optimizer": WORD, "seconds": TIME}),
+        "n": (*COUNT, None), "schedule": WORD, "memory": LIMIT, "links": WORD, "optimizer": WORD, "seconds": TIME,
+        "tolerance": (*SHARE, None), "replicas": (*NEVER[:-1], None, 0, 1.5, INF, HUGE, [], [0], [1.5], "12")}),
     "Stages, 1f1b": (placed(Stages), {"n": 2, "schedule": "1f1b"}, {
         "n": (*COUNT, None), "microbatches": COUNT, "memory": LIMIT, "optimizer": (*WORD, None)}),
     "Devices": (placed(Devices), {"devices": ["h200", "h200"]}, {
@@ -122,6 +124,8 @@ FIELDS = {
         "objective": (*WORD, None), "pieces": (*NEVER, 0, 2, 1.5, INF, HUGE, "1"), "optimizer": WORD, "seconds": TIME,
         "together": (*NEVER, None, 5, "layers.*"),
         "only": (*NEVER, None, 5, "layers.*", {1: [0]}, {"layers.0": 0}, {"layers.0": []}, {"layers.0": [7]})}),
+    "Devices, replicas": (placed(Devices), {"devices": ["h200", "h200"]}, {
+        "replicas": (*NEVER, None, 0, 2, [], [2], [1, 2], "1")}),
     "Devices, latency": (placed(Devices), {"devices": ["h200", "h200"], "objective": "latency"}, {
         "pieces": (*NEVER, None, 0, 1.5, INF, "1"), "seconds": TIME}),
     "MemoryBudget": (placed(MemoryBudget), {"memory": "1GiB"}, {
@@ -135,19 +139,26 @@ FIELDS = {
     "Buckets": (placed(Buckets), {"bytes": 100}, {"bytes": (*SIZE, 0), "first": (*LIMIT, 0)}),
     "ByParameterBytes": (placed(ByParameterBytes), {"limit": "1GiB"}, {"limit": (*SIZE, 0)}),
     "ByName": (placed(ByName), {"parts": {}}, {"parts": (*NEVER, None, 5, "layers.*", [], {1: 2})}),
+    "ByDevice": (placed(ByDevice), {}, {
+        "rule": (NAN, -1, None, b"cuda:0", object(), ["x"], {"a": 1}, "cuda:0", lambda node: "x", lambda node: 1.5)}),
     "BySupport": (placed(BySupport), {"rule": ["aten.relu"]}, {
+        "rule": (NAN, -1, None, b"mm", [None], torch.tensor(2), object()),
         "unsupported": (*WORD, None), "min_size": (*COUNT, None)}),
     "AroundOps": (placed(AroundOps), {}, {"ops": (NAN, -1, None, b"mm", [None], torch.tensor(2), object())}),
     "AtMarkers": (placed(AtMarkers), {}, {"marker": (NAN, -1, None, [None], torch.tensor(2), {"layers.0": "x"})}),
     "Random": (placed(Random), {}, {
-        "n": (*COUNT, None), "seed": (NAN, None, "x", [], 1.5, True, INF), "host": SHARE, "copies": SHARE}),
+        "n": (*COUNT, None), "seed": (NAN, None, "x", [], 1.5, True, INF), "parent": SHARE, "copies": SHARE}),
     "RoundRobin": (placed(RoundRobin), {}, {"n": (*COUNT, None)}),
     "Budget": (halved(Budget), {"budget": "least"}, {
         "budget": (*SIZE, 1.5, "0.5"), "of": (*WORD, None), "time_limit": (*NEVER, 0, HUGE, "1"),
         "candidates": (*NEVER, None, 5, [3], "SaveAll"), "price": WORD, "pool": NEVER}),
+    "Budget, card": (halved(Budget), {"card": "1GiB"}, {
+        "card": (*SIZE, 1.5), "optimizer": (*NEVER, 5, "lots"), "accumulate": (*NEVER[:7], None, 0, 1, "yes"),
+        "reserve": (*NEVER, None, 1.5, INF, HUGE, "-1GiB"), "budget": (0, 0.5, "least"), "of": ("saved",)}),
     "MinCut": (halved(MinCut), {}, {
         "price": (*NEVER, None, INF, np.float32("inf"), HUGE, 1e308, "1e11"), "size": (NAN, 5), "rules": (5, "x")}),
-    "Remat": (halved(Remat), {}, {"modules": (*NEVER, None, 5, [])}),
+    "Remat": (halved(Remat), {}, {
+        "modules": (*NEVER, None, 5, []), "keep": (NAN, -1, None, b"mm", [None], torch.tensor(2), object())}),
     "Precompute": (halved(Precompute), {}, {"base": (*NEVER, None, SaveAll), "movable": (NAN, -1, [None])}),
     "Frontier": (lambda case, **given: Frontier(case.joint, case.joint_prices, **given).points, {}, {
         "of": (*WORD, None), "budgets": (*COUNT, None), "price": WORD}),
@@ -157,7 +168,7 @@ FIELDS = {
     "sweep": (lambda case, **given: sk.sweep(case.gm, case.prices, **given), {
         "stages": [2], "microbatches": [4], "schedules": ["1f1b"]}, {
         "stages": (*NEVER, None, [], 4, [0], [1.5], [HUGE], "24"), "microbatches": (*NEVER, None, [], 4, [0], [HUGE]),
-        "schedules": (*NEVER, None, [], "1f1b"), "memory": LIMIT, "links": WORD, "optimizer": (*WORD, None)}),
+        "schedules": (*NEVER, [], "1f1b"), "memory": LIMIT, "links": WORD, "optimizer": (*WORD, None)}),
     "simulate_schedule": (simulated, {}, {
         "stages": (*NEVER, None, [], [1.0]), "schedule": (*WORD, None), "microbatches": (*COUNT, None),
         "ranks": COUNT, "links": WORD, "devices": (*NEVER, 5, "ab", ["a"])}),
@@ -197,6 +208,13 @@ def refused(through, *args, **given):
     assert caught.value.code in sk.errors.CODES and caught.value.reason and caught.value.remedy
     assert len(str(caught.value)) < 2000
     return caught.value
+
+
+@pytest.mark.parametrize("name", policies.__all__)
+def test_every_field_of_every_policy_is_in_the_table(name):
+    """A new policy, or a new field of one, is held to bad values too."""
+    given = {field for door, (_, _, values) in FIELDS.items() if door.split(",")[0] == name for field in values}
+    assert given == {field.name for field in fields(getattr(policies, name))}
 
 
 @pytest.mark.parametrize("door", FIELDS)

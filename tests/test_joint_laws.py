@@ -18,7 +18,7 @@ from splitkit.errors import PlanError, PolicyError
 from splitkit.frontends.aot import joint_flow
 from splitkit.memory.profile import simulate_memory
 from splitkit.plans.record import Plan
-from splitkit.training.flow import BACKWARD, FORWARD, homes, unrepeatable
+from splitkit.training.flow import BACKWARD, FORWARD, save_all_plan, unrepeatable
 from splitkit.training.peaks import Peaks
 
 
@@ -87,7 +87,7 @@ def test_what_may_run_once_runs_once_where_it_belongs(name, policy):
         assert {FORWARD, BACKWARD}.issuperset(keys)
         assert not (node in late and FORWARD in keys), f"{node} needs a gradient"
         if node in flow.once:
-            assert keys == homes(flow)[node]
+            assert keys == save_all_plan(flow)[node]
         if node in fixed:
             assert keys == (FORWARD,)
     for half, module in ((FORWARD, pair.forward), (BACKWARD, pair.backward)):

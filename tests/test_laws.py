@@ -15,7 +15,7 @@ from splitkit.costs import unit
 from splitkit.engine.split import split
 from splitkit.errors import PlanError
 from splitkit.graph.dataflow import analyze, module_path
-from splitkit.plans.parts import HOST
+from splitkit.plans.parts import PARENT
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import condense, relay
 from splitkit.policies import ByName
@@ -93,7 +93,7 @@ def test_relayed_plans_keep_the_laws(specimen, policy, parameters):
     flow, plan = analyze(graph), planned(specimen, policy)
     if plan is None:
         return
-    if any(HOST in plan.places.get(n, (HOST,)) for n in flow.nodes):
+    if any(PARENT in plan.places.get(n, (PARENT,)) for n in flow.nodes):
         with pytest.raises(PlanError, match="SK209"):
             relay(flow, plan)
         return

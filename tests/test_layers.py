@@ -1,4 +1,4 @@
-"""The house: imports go down only, no cycles, no private names of torch but where they may be, files stay small."""
+"""Imports go to lower layers only and form no cycle, private names of torch are in few files, and files stay small."""
 
 from __future__ import annotations
 
@@ -7,74 +7,79 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from rooms import DOORS, FLOOR, FORBIDDEN, GUESTS, House, room_of, table
+from package_layers import FORBIDDEN, LAYER, PUBLIC_FILES, READERS_OF_PUBLIC_FILES, SourceTree, package_of, table
 
 import splitkit
 
-HOUSE = House(Path(splitkit.__file__).parent)
-FILES = HOUSE.files
+SOURCES = SourceTree(Path(splitkit.__file__).parent)
+FILES = SOURCES.files
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_imports_go_to_the_own_room_or_a_lower_floor(file):
-    own = room_of(file)
-    for other, line in HOUSE.imports(file):
-        if file in DOORS or (own, other) in GUESTS:
+def test_imports_go_to_the_own_package_or_a_lower_layer(file):
+    own = package_of(file)
+    for other, line in SOURCES.imports(file):
+        if file in PUBLIC_FILES or (own, other) in READERS_OF_PUBLIC_FILES:
             continue
-        room = room_of(other)
-        assert other not in DOORS, f"{file}:{line} imports a door"
-        assert room == own or FLOOR[room] < FLOOR[own], f"{file}:{line} ({own}) imports {other} ({room})"
-        assert room not in FORBIDDEN.get(own, ()), f"{file}:{line}: {own} must not know {room}"
+        package = package_of(other)
+        assert other not in PUBLIC_FILES, f"{file}:{line} imports a public file"
+        assert package == own or LAYER[package] < LAYER[own], f"{file}:{line} ({own}) imports {other} ({package})"
+        assert package not in FORBIDDEN.get(own, ()), f"{file}:{line}: {own} must not import {package}"
 
 
-def test_every_room_has_a_floor_and_a_contract():
-    assert {room_of(file) for file in FILES} <= set(FLOOR)
+def test_every_package_has_a_layer_and_a_docstring():
+    assert {package_of(file) for file in FILES} <= set(LAYER)
     for file in FILES:
         if Path(file).name == "__init__.py" and file != "__init__.py":
-            assert len(ast.get_docstring(HOUSE.tree(file)) or "") > 40, f"{file} does not say what its room is for"
+            assert len(ast.get_docstring(SOURCES.tree(file)) or "") > 40, f"{file} does not say what its package is for"
 
 
 def test_no_files_import_in_a_cycle():
-    assert HOUSE.cycles() == []
+    assert SOURCES.cycles() == []
 
 
 def test_cycles_and_bad_imports_would_be_seen(tmp_path):
-    """A cycle through a function and TYPE_CHECKING, and an import that goes up, in a house of three files."""
-    house = tmp_path / "house"
-    (house / "graph").mkdir(parents=True)
-    (house / "__init__.py").touch()
-    (house / "graph" / "a.py").write_text("def f():\n    from house.graph import b\n")
-    (house / "graph" / "b.py").write_text(
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from house.graph.a import f\nimport house.cli.c\n"
+    """A cycle through a function and TYPE_CHECKING, and an import of a higher layer, in a package of three files."""
+    folder = tmp_path / "sources"
+    (folder / "graph").mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (folder / "graph" / "a.py").write_text("def f():\n    from sources.graph import b\n")
+    (folder / "graph" / "b.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from sources.graph.a import f\nimport sources.cli.c\n"
     )
-    (house / "cli").mkdir()
-    (house / "cli" / "c.py").touch()
-    found = House(house)
+    (folder / "cli").mkdir()
+    (folder / "cli" / "c.py").touch()
+    found = SourceTree(folder)
     assert found.cycles() == [["graph/a.py", "graph/b.py"]]
     assert dict(found.imports("graph/b.py")) == {"graph/a.py": 3, "cli/c.py": 4}
-    assert table(found)[-1] == "4 files, 6 lines, 1 arrows between rooms, 1 cycles"
+    assert table(found)[-1] == "4 files, 6 lines, 1 imports between packages, 1 cycles"
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if room_of(file) == "solvers"])
+@pytest.mark.parametrize("file", [file for file in FILES if package_of(file) == "solvers"])
 def test_solvers_are_pure(file):
-    tree = HOUSE.tree(file)
+    tree = SOURCES.tree(file)
     names = {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     names |= {n.module.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
     plain = "__future__ collections dataclasses functools heapq importlib itertools math sys time types typing"
     assert names <= {*plain.split(), "numpy", "scipy", "splitkit"}
 
 
-PRIVATE_ROOMS = ("_torch.py", "frontends/", "graph/ops/", "memory/watch.py")
-PRIVATE_ENGINE = ("engine/writer.py", "engine/sourcecode.py", "engine/partmodules.py", "engine/assemble.py")
+PRIVATE_PACKAGES = ("_torch.py", "frontends/", "graph/ops/", "memory/storage_watch.py")
+PRIVATE_ENGINE = (
+    "engine/codegen/writer.py",
+    "engine/codegen/source_code.py",
+    "engine/codegen/part_modules.py",
+    "engine/codegen/assemble.py",
+)
 """Where private torch names may stand; each use has the versions it was checked on beside it."""
 
 _OWN = ("self", "cls", "argparse")
 _NAMEDTUPLE = ("_replace", "_asdict", "_fields")
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if not f.startswith((*PRIVATE_ROOMS, *PRIVATE_ENGINE))])
+@pytest.mark.parametrize("file", [f for f in FILES if not f.startswith((*PRIVATE_PACKAGES, *PRIVATE_ENGINE))])
 def test_private_torch_names_stand_in_few_files(file):
-    tree = HOUSE.tree(file)
+    tree = SOURCES.tree(file)
     assert not [name for node in ast.walk(tree) for name in _private_imports(node)]
     assert not _private_attributes(tree)
 
@@ -102,36 +107,64 @@ def test_a_private_attribute_of_an_object_would_be_seen():
 
 @pytest.mark.parametrize("file", FILES)
 def test_each_file_opens_with_one_sentence_and_stays_small(file):
-    doc = ast.get_docstring(HOUSE.tree(file))
+    doc = ast.get_docstring(SOURCES.tree(file))
     assert doc and doc.splitlines()[0].rstrip().endswith((".", "?", ":")), f"{file} does not say what it is"
-    assert HOUSE.lines(file) <= 500, f"{file} has {HOUSE.lines(file)} lines"
+    assert SOURCES.lines(file) <= 500, f"{file} has {SOURCES.lines(file)} lines"
 
 
 @pytest.mark.parametrize("file", [f for f in FILES if f.startswith("policies/") and not f.endswith("__init__.py")])
 def test_a_file_of_policies_is_one_policy(file):
     import splitkit.policies
 
-    classes = [n for n in HOUSE.tree(file).body if isinstance(n, ast.ClassDef) and not n.name.startswith("_")]
+    classes = [n for n in SOURCES.tree(file).body if isinstance(n, ast.ClassDef) and not n.name.startswith("_")]
     assert [n.name for n in classes if n.name in splitkit.policies.__all__] == [n.name for n in classes]
     assert len(classes) == 1, f"{file} has the public classes {[n.name for n in classes]}"
     assert any(isinstance(n, ast.FunctionDef) and n.name == "assign" for n in classes[0].body)
 
 
+SAME_NAMES = {
+    "run": "each command of the command line has one, and the parser calls it",
+    "main": "the entry points of the package, the command line and the fuzzer",
+}
+"""Functions that share a name, and why."""
+
+NAMED_BY_USERS = ("cli/commands/", "policies/")
+"""Packages whose files are named after what users write: a verb of the command line, or a policy."""
+
+
+def defined(kind: type[ast.FunctionDef] | type[ast.ClassDef]) -> Counter[str]:
+    """Count how often each public name of this kind is defined at the top level of a file."""
+    nodes = (node for file in FILES for node in SOURCES.tree(file).body if isinstance(node, kind))
+    return Counter(node.name for node in nodes if not node.name.startswith("_"))
+
+
+def repeated(names: Counter[str]) -> set[str]:
+    return {name for name, count in names.items() if count > 1}
+
+
 def test_a_public_class_name_has_one_meaning():
-    names = Counter(
-        node.name
-        for file in FILES
-        for node in HOUSE.tree(file).body
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-    )
-    assert [name for name, count in names.items() if count > 1] == []
+    assert repeated(defined(ast.ClassDef)) == set()
+
+
+def test_a_public_function_name_has_one_meaning():
+    assert repeated(defined(ast.FunctionDef)) == set(SAME_NAMES)
+
+
+def test_a_file_name_has_one_meaning():
+    names = Counter(Path(file).stem for file in FILES if not file.startswith(NAMED_BY_USERS))
+    assert repeated(names) == {"__init__", "__main__"}
+
+
+def test_a_repeated_name_would_be_seen():
+    assert repeated(Counter(["check", "plan", "check"])) == {"check"}
 
 
 REGISTRIES = {
     "graph/ambient.py": "regions and settings, to which users add with register_region",
-    "graph/ops/quick.py": "verdicts about targets, which are the same for ever",
+    "graph/ops/fast_path.py": "verdicts about targets, which are the same for ever",
     "graph/ops/declared.py": "what users declare of their ops",
-    "testing/visible.py": "a level that ops of the tests set, as autocast sets its own",
+    "pipeline/schedules.py": "pipeline schedules, to which users add with register_schedule",
+    "testing/visible_state.py": "a level that ops of the tests set, as autocast sets its own",
 }
 """Files whose module-level state may change, and what it is."""
 
@@ -140,7 +173,7 @@ REGISTRIES = {
 def test_no_state_outlives_a_call(file):
     """No function changes a container or a name of its module, but in the registries."""
     if file not in REGISTRIES:
-        assert _changed_globals(HOUSE.tree(file)) == []
+        assert _changed_globals(SOURCES.tree(file)) == []
 
 
 _CHANGES = {

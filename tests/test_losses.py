@@ -13,10 +13,10 @@ from torch import nn
 import splitkit as sk
 from splitkit.errors import CaptureError, PipelineError
 from splitkit.losses import loss_of, no_loss
-from splitkit.runtime.chain import chain_of
-from splitkit.runtime.ends import ends_of, own_loss, require_loss
+from splitkit.runtime.ranks.last_stage import ends_of, own_loss, require_loss
+from splitkit.runtime.ranks.stage_chain import chain_of
 from splitkit.testing.models import Example
-from splitkit.testing.timing import best
+from splitkit.testing.timing import best_step
 
 
 @dataclasses.dataclass
@@ -113,7 +113,7 @@ def test_every_entry_point_finds_the_same_loss(name):
     gm = sk.capture(model, X)
     same = sk.compare(model, gm, X)
     assert same.same and same.loss_is_models and same.loss == pytest.approx((float(loss.detach()),) * 2)
-    timed = best(gm, (), Example(model, (X,), {}), 0, 1)
+    timed = best_step(gm, (), Example(model, (X,), {}), 0, 1)
     assert timed.loss_is_models and timed.loss == pytest.approx(float(loss.detach())) and timed.backward is not None
 
 
@@ -175,3 +175,13 @@ def test_backward_is_measured_from_the_loss_alone(monkeypatch, gives, numbers):
     monkeypatch.setattr(torch.autograd, "backward", seen)
     sk.costs.measured(sk.capture(net(gives), X), (X,), cache=False, min_run_time=1e-6, backward=True)
     assert began == numbers
+
+
+def test_why_there_is_no_loss_says_what_there_is():
+    one, grad = torch.ones(()), torch.ones(2, requires_grad=True)
+    assert no_loss({"a": 3}) == "the model returns a dict without tensors, and no loss"
+    assert "none of its outputs is one number" in no_loss((one, grad))
+    text = no_loss([grad.sum(), grad.sum(), *[one] * 12])
+    assert "2 numbers require grad" in text and text.splitlines()[1] == "    output[0]: float32[], requires grad"
+    assert text.splitlines()[-1] == "    and 2 more" and len(text.splitlines()) == 14
+    assert "more" not in no_loss([one] * 12)

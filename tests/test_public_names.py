@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import inspect
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,42 +17,98 @@ import splitkit.extend
 import splitkit.policies
 import splitkit.testing
 
-FRONT_DOOR = {
-    "CaptureError", "CheckError", "Claim", "Comparison", "CostError", "CycleError", "Dataflow", "FileError",
-    "GraphError", "HOST", "PipelineOrder", "ScheduleError", "ScheduleRun", "StageCosts", "simulate_schedule",
-    "stage_costs", "sweep",
-    "Frontier", "Joint", "JointSignature", "MeasuredMemory", "MemoryProfile", "Pair", "apply", "backend",
-    "capture_joint", "measure_memory", "partition_fn", "propagate", "simulate_memory",
-    "NoPlanError", "Part", "Plan", "PlanError", "Policy", "PolicyError", "Split", "SplitError",
-    "analyze", "capture", "compare", "condense", "inline", "merge", "plan", "prune", "refine", "register_region",
-    "relay", "rematerialize", "report", "split", "split_module", "costs", "policies", "testing",
+MODULES = {"costs", "extend", "policies", "runtime", "testing", "view"}
+FRONT_DOOR = MODULES | {
+    "CUDA_BLOCK", "CaptureError", "CheckError", "Comparison", "CostError", "CycleError", "FileError", "Frontier",
+    "GraphError", "Joint", "MeasuredMemory", "MemoryProfile", "NoPlanError", "Pair", "Part", "Plan", "PlanError",
+    "PolicyError", "ScheduleError", "ScheduleRun", "Split", "SplitError", "analyze", "apply", "backend", "capture",
+    "capture_joint", "compare", "inline", "measure_memory", "plan", "report", "simulate_memory", "simulate_schedule",
+    "split", "split_module", "stage_costs", "sweep",
 }  # fmt: skip
+CONSTANTS = {"CUDA_BLOCK", "PARENT", "Ops", "PartKey"}
+"""What has no docstring that Python could show."""
+
+
+NAMED = re.compile(r"(?<![\w.])splitkit(?:\.[A-Za-z]\w*)+")
+"""A name of the package with its path, in a text."""
+
+
+def can_be_imported(name):
+    """Whether a module has it; a function of a module's name (`splitkit.runtime.pipeline`) hides none of the module."""
+    words = name.split(".")
+    for end in range(len(words), 0, -1):
+        try:
+            found = importlib.import_module(".".join(words[:end]))
+        except ImportError:
+            continue
+        for word in words[end:]:
+            found = getattr(found, word, None)
+        return found is not None or words[-1] == "PARENT"
+    return False
+
+
+def public(module):
+    return {name for name in dir(module) if not name.startswith("_")}
 
 
 def test_the_front_door_is_this_and_no_more():
     assert set(splitkit.__all__) == FRONT_DOOR
-    assert set(dir(splitkit)) >= FRONT_DOOR
+    assert public(splitkit) == FRONT_DOOR
 
 
 @pytest.mark.parametrize("name", sorted(FRONT_DOOR))
 def test_every_public_name_is_there_and_documented(name):
     thing = getattr(splitkit, name)
-    assert name == "HOST" or inspect.getdoc(thing)
+    assert name in CONSTANTS or inspect.getdoc(thing)
 
 
-@pytest.mark.parametrize("module", [splitkit.policies, splitkit.testing, splitkit.costs, splitkit.extend])
+def test_packages_are_there_without_an_import_of_their_own():
+    code = f"import splitkit as sk; assert all(getattr(sk, m).__name__ == 'splitkit.' + m for m in {sorted(MODULES)})"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_package_lists_what_it_has():
+    for package in (splitkit.view, splitkit.extend):
+        assert public(package) == {*package.__all__}
+
+
+def test_names_for_authors_are_not_at_the_front():
+    authors = set(splitkit.extend.__all__)
+    shared = {name for name in authors & FRONT_DOOR if not name.endswith("Error")}
+    assert shared == {"Part", "Plan", "analyze"}
+    assert {"propagate", "refine", "partition_fn", "JointSignature", "StageCosts", "register_region"} <= authors
+
+
+def test_policies_do_not_load_the_front_ends():
+    code = "import sys, splitkit.policies; assert not [m for m in sys.modules if m.startswith('splitkit.frontends')]"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_names_in_texts_are_where_the_texts_say():
+    """Each ``splitkit.name`` in a docstring or a message can be imported; a text without spaces is a key."""
+    folder = Path(splitkit.__file__).parent
+    missing = []
+    for path in folder.rglob("*.py"):
+        texts = (n.value for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.Constant))
+        found = {name for text in texts if isinstance(text, str) and " " in text for name in NAMED.findall(text)}
+        missing += [f"{path.name}: {name}" for name in found if not can_be_imported(name)]
+    assert missing == []
+    assert not can_be_imported("splitkit.refine") and can_be_imported("splitkit.extend.refine")
+
+
+@pytest.mark.parametrize(
+    "module", [splitkit.policies, splitkit.testing, splitkit.costs, splitkit.extend, splitkit.view]
+)
 def test_what_a_public_module_lists_it_has(module):
     for name in module.__all__:
-        assert name in ("HOST", "Ops", "PartKey") or inspect.getdoc(getattr(module, name)), name
+        assert name in CONSTANTS or inspect.getdoc(getattr(module, name)), name
 
 
 def test_functions_are_not_hidden_by_modules_of_their_name():
     """No module of the package is called as a function of the front door."""
-    from pathlib import Path
-
     folder = Path(splitkit.__file__).parent
     modules = {path.stem for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()}
-    assert modules & FRONT_DOOR == {"costs", "policies", "testing"}
+    assert modules & FRONT_DOOR == MODULES
 
 
 def test_an_unknown_name_is_an_attribute_error():
@@ -57,8 +117,6 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 def test_type_checkers_see_the_same_names():
-    import ast
-
     tree = ast.parse(inspect.getsource(splitkit))
     guarded = next(n for n in tree.body if isinstance(n, ast.If))
     seen = {a.asname for n in guarded.body for a in n.names}

@@ -15,9 +15,11 @@ from splitkit.testing.models import build
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+TOUR = (ROOT / "docs" / "tour.md").read_text()
 
 
-def test_the_python_blocks_run_one_after_another(capsys):
+@pytest.mark.parametrize(("text", "count"), [(README, 2), (TOUR, 5)], ids=["README", "tour"])
+def test_the_python_blocks_run_one_after_another(text, count, capsys):
     example = build("gpt2", layers=2, width=32, heads=2, vocab=96, seq=12)
 
     class WithLoss(type(example.model)):
@@ -26,12 +28,13 @@ def test_the_python_blocks_run_one_after_another(capsys):
 
     example.model.__class__ = WithLoss  # as the training step of a user returns it
     scope = {"model": example.model, "inputs": (example.kwargs["input_ids"],)}
-    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
-    assert len(blocks) == 5
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(blocks) == count
     for block in blocks:
         exec(block, scope)
     assert "transformer.h.0" in capsys.readouterr().out
-    assert ("attention", 1) in scope["split"].parts and scope["pair"].saved
+    if text is TOUR:
+        assert ("attention", 1) in scope["split"].parts and scope["pair"].saved
     assert scope["trained"].lm_head.weight is example.model.lm_head.weight
     with torch.no_grad():
         scope["split"](*scope["inputs"])
@@ -48,8 +51,8 @@ def test_both_commands_set_everything_up_by_themselves(name, option):
 
 
 def test_the_splitkit_commands_of_the_readme_are_understood():
-    commands = re.findall(r"(?:\.venv/bin/|`)splitkit ((?:plan|run|split|capture|sweep) [^`&\n]*)", README)
-    assert len(commands) >= 5
+    commands = re.findall(r"(?:\.venv/bin/|`)splitkit ((?:plan|run|split|capture|sweep) [^`&\n]*)", README + TOUR)
+    assert len(commands) >= 8
     for command in commands:
         make_parser().parse_args(shlex.split(command))
 
@@ -59,6 +62,10 @@ def test_the_files_it_names_are_there():
         assert (ROOT / name).exists(), name
     for name in re.findall(r"\]\(([^)#:]+)\)", README):
         assert (ROOT / name).exists(), name
+
+
+def test_the_readme_stays_short():
+    assert len(README.split()) < 920, "a third of what it was: details belong in docs/"
 
 
 def test_the_changelog_is_kept():

@@ -22,7 +22,7 @@ import splitkit as sk
 from splitkit.costs import roofline, unit
 from splitkit.errors import NoPlanError
 from splitkit.policies import Acyclic, Budget, MinCut, Precompute, RoundRobin, SaveAll, Stages
-from splitkit.testing.nets import loss_or_sum
+from splitkit.testing.small_nets import loss_or_sum
 
 FORWARD_GRAPH, JOINT_GRAPHS = "tied language model, exported", ("branches",)
 CUT = "cut short by time: another machine may find another plan"
@@ -122,7 +122,7 @@ def _planned_and_dropped(number):
         return joint.graph_module.graph, joint.flow, joint.graph_module
     gm = fx.symbolic_trace(net)
     if number % 15 == 3:
-        sk.propagate(gm, x)
+        sk.extend.propagate(gm, x)
         for policy in (Stages(2, links="pcie4"), Acyclic(2)):
             sk.split(gm, policy)
         sk.simulate_memory(gm)

@@ -14,7 +14,7 @@ from torch.fx.passes.split_module import split_module as torchs
 from torch.testing._internal.two_tensor import TwoTensor
 
 import splitkit as sk
-from splitkit.sharing import blocks, overlap
+from splitkit.sharing import Use, _are_apart, blocks, out_of_order, overlap
 
 ROW, NUMBERS = torch.arange(12.0), np.arange(6.0)
 with FakeTensorMode():
@@ -285,3 +285,107 @@ def test_what_torchs_split_can_do_ours_can(what):
         for parameters in ("own", "hoist"):
             assert torch.equal(go(sk.split(gm, PARTS, parameters=parameters, lazy=lazy).module), expected)
     assert torch.equal(go(sk.split_module(gm, None, lambda n: PARTS[n.name])), expected)
+
+
+def two_inputs_one_written():
+    root = nn.Module()
+    root.register_buffer("buf", torch.zeros(3))
+    graph = fx.Graph()
+    x, y, buffer = graph.placeholder("x"), graph.placeholder("y"), graph.get_attr("buf")
+    a = graph.call_function(torch.mul, (y, 1))
+    graph.call_method("add_", (x, 10))
+    r = graph.call_function(torch.sub, (a, y))
+    graph.output((r, graph.call_function(torch.add, (r, buffer))))
+    return fx.GraphModule(root, graph)
+
+
+@pytest.mark.parametrize("copied", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("make", ["own", "hoist", "lazy", "split_module"])
+def test_inputs_that_share_memory_are_refused_where_one_is_written(make, copied):
+    gm = two_inputs_one_written()
+    where = {"mul": "A", "add_": "B", "sub": "A", "add": "A"}
+    if make == "split_module":
+        module = sk.split_module(gm, None, lambda n: where[n.name])
+    elif make == "lazy":
+        module = sk.split(gm, where, lazy=True).module
+    else:
+        module = sk.split(gm, where, parameters=make).module
+    module = copied(module)
+    t, buffer = torch.zeros(3), next(module.buffers())
+    calls = [
+        ((t, t), {}),
+        ((), {"x": t, "y": t}),
+        ((t, t.view(3)), {}),
+        ((t, torch.from_numpy(t.numpy())), {}),
+        ((buffer, t), {}),
+    ]
+    for args, kwargs in calls:
+        with pytest.raises(sk.SplitError, match="SK212"):
+            module(*args, **kwargs)
+    assert module(torch.zeros(3), t)[0].tolist() == [0.0] * 3
+
+
+def test_inputs_that_share_memory_are_fine_where_parts_keep_the_order_or_nothing_is_written():
+    gm = two_inputs_one_written()
+    made = sk.split(gm, {"mul": 0, "add_": 1, "sub": 2, "add": 2})
+    t = torch.zeros(3)
+    assert not made.module._forward_pre_hooks and made(t, t)[0].tolist() == [-10.0] * 3
+    reads = fx.symbolic_trace(lambda x, y: (x + y) * torch.sin(x))
+    module = sk.split(reads, {"add": 0, "sin": 1, "mul": 0}).module
+    assert not module._forward_pre_hooks and torch.equal(module(t, t), reads(t, t))
+
+
+def test_an_input_in_a_dict_that_is_a_buffer_which_batch_norm_writes_is_refused():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x, given):
+            early = given["mean"] * 1
+            return self.norm(x), given["mean"] - early
+
+    net = Net()
+    gm = sk.capture(net, torch.randn(4, 3), {"mean": torch.zeros(3)})
+    first = next(n for n in gm.graph.nodes if "mul" in n.name)
+    last = next(n for n in gm.graph.nodes if "sub" in n.name)
+    module = sk.split(gm, lambda n: "A" if n in (first, last) else "B").module
+    assert module(torch.randn(4, 3), {"mean": torch.zeros(3)})[1].tolist() == [0.0] * 3
+    with pytest.raises(sk.SplitError, match="SK212"):
+        module(torch.randn(4, 3), {"mean": net.norm.running_mean})
+
+
+def test_an_empty_tensor_may_be_given_twice():
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    a = graph.call_function(torch.mul, (y, 1))
+    b = graph.call_method("add_", (x, 10))
+    graph.output((graph.call_function(torch.sub, (a, y)), b))
+    gm = fx.GraphModule(nn.Module(), graph)
+    made = sk.split(gm, lambda n: "B" if n.target == "add_" else "A")
+    nothing = torch.zeros(0)
+    assert made(nothing, nothing)[0].shape == (0,)
+    with pytest.raises(sk.PlanError, match="SK212"):
+        made(both := torch.ones(2), both)
+
+
+def use(place, first, last=None, writes=False):
+    return Use(place, first, first if last is None else last, writes, f"{'write' if writes else 'read'} {place}")
+
+
+def test_uses_in_another_order_than_the_graphs_are_found_however_they_are_listed():
+    early, write, late = use(0, 1), use(1, 2, writes=True), use(2, 3)
+    assert out_of_order([late, write, early]) is None and out_of_order([]) is None
+    assert out_of_order([late, use(1, 3, writes=True), early]) == (use(1, 3, writes=True), late)
+    assert out_of_order([write, use(0, 1, 2)]) == (use(0, 1, 2), write)  # a copy of the read runs as late as the write
+    assert out_of_order([use(0, 9), use(1, 1), late]) is None  # reads may run in any order
+    both = use(1, 5), use(1, 5, writes=True)  # a node that reads and writes is a write
+    assert out_of_order([*both, use(2, 4)]) == out_of_order([*reversed(both), use(2, 4)]) == (both[1], use(2, 4))
+
+
+def test_of_three_tensors_two_share_memory():
+    x = torch.arange(8.0)
+    assert _are_apart([x[4:], None, x[:2], x[2:4]], False)
+    assert not _are_apart([x[:3], x[2:4], x[6:]], False) and not _are_apart([x[6:], x[:3], x[2:4]], False)
+    assert not _are_apart([x[:2], x[6:]], True) and _are_apart([x, x.clone(), x.clone()], True)
+    assert _are_apart([x[:4:2], x[3:]], False) and not _are_apart([x[:5:2], x[4:]], False)

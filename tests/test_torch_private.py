@@ -172,7 +172,7 @@ def test_allocations_of_a_call_in_order():
 
 
 def test_garbage_at_the_end_of_a_call_is_not_taken_back():
-    """Bug: the collector, once it was on again, freed what others had left before the profiler was off."""
+    """The collector is on again only when the profiler is off; else it would free what others left."""
     threshold = gc.get_threshold()
 
     def run():
@@ -220,13 +220,13 @@ def test_dynamo_says_at_which_line_it_gave_up():
 
     with pytest.raises(Exception) as caught:  # its class varies
         aot.trace_joint(Step(), (torch.ones(3, requires_grad=True),), {})
-    assert "# this line" in aot.line_of(caught.value)
+    assert "# this line" in aot.line_of_model(caught.value)
 
 
 def test_inductor_takes_a_partitioner():
     from torch._inductor import config
 
-    from splitkit.frontends.inductor import Partitioner
+    from splitkit.frontends.compile.inductor import Partitioner
 
     partitioner = Partitioner(lambda *args, **kwargs: None)
     with config.patch({"custom_partitioner_fn": partitioner}):
@@ -397,3 +397,68 @@ def test_dispatch_modes_wrapped_tensors_and_storages_are_told_apart():
     assert [t.data_ptr() for t in seen] == [one.data_ptr()]
     assert _torch.storage_id(one.untyped_storage()) == _torch.storage_id(one[1:].untyped_storage())
     assert _torch.storage_id(one.untyped_storage()) != _torch.storage_id(other.untyped_storage())
+
+
+def test_members_are_found_as_python_finds_them() -> None:
+    class Owner(nn.Module):
+        hidden = None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.child, self.plain, self.weight = nn.Linear(1, 1), [1], nn.Parameter(torch.ones(1))
+            self._modules["hidden"] = self._modules["plain"] = nn.ReLU()
+
+    owner = Owner()
+    for name in ("child", "plain", "weight", "hidden", "training"):
+        assert _torch.member_of(owner, name) is getattr(owner, name)
+    assert _torch.member_of(owner.child, "in_features") == 1
+    assert _torch.member_of([1], "append")(2) is None
+    with pytest.raises(AttributeError):
+        _torch.member_of(owner, "missing")
+
+
+def test_levels_of_functorch_are_counted_closed_and_looked_through():
+    whole = torch.zeros(3, 2)
+    seen = []
+
+    def look(x):
+        seen.append((_torch.functorch_depth(), _torch.unwrapped(x), torch._C._are_functorch_transforms_active()))
+        return torch.vmap(lambda y: seen.append((_torch.functorch_depth(), _torch.unwrapped(y), True)) or y)(x)
+
+    torch.vmap(look)(whole)
+    assert [depth for depth, _, _ in seen] == [1, 2] and all(active for _, _, active in seen)
+    assert all(t.data_ptr() == whole.data_ptr() and t.shape == whole.shape for _, t, _ in seen)
+    assert _torch.functorch_depth() == 0 and not torch._C._are_functorch_transforms_active()
+    assert _torch.unwrapped(whole) is whole
+    torch._C._functorch._vmap_increment_nesting(3, "error")
+    try:
+        assert _torch.functorch_depth() == 1
+    finally:
+        _torch.CLOSE_VMAP()
+    assert _torch.functorch_depth() == 0
+
+
+def test_a_captured_vmap_opens_and_closes_by_these_names():
+    from splitkit.memory.kernels import vmap_batches
+
+    program = torch.export.export(Mapped(), (torch.zeros(3, 2),))
+    names = [getattr(node.target, "__name__", "") for node in program.graph.nodes]
+    assert names.count(vmap_batches._OPENS) == names.count(vmap_batches._CLOSES) == 1
+
+
+class Mapped(torch.nn.Module):
+    def forward(self, x):
+        return torch.vmap(torch.sin)(x)
+
+
+def test_hooks_of_saved_tensors_are_forbidden_and_allowed_again():
+    before = _torch.HOOKS_MESSAGE()
+    try:
+        _torch.set_hooks_message("not here")
+        assert _torch.HOOKS_MESSAGE() == "not here"
+        _torch.set_hooks_message(None)
+        assert _torch.HOOKS_MESSAGE() is None
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            pass
+    finally:
+        _torch.set_hooks_message(before)

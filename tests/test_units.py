@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+import re
 
+import pytest
+import torch
+from torch import nn
+
+import splitkit as sk
+from splitkit.costs import unit
+from splitkit.policies import Budget, MinCut, Stages
 from splitkit.units import duration, read_percent, read_size, size
+from splitkit.view.renderers import svg
 
 
 @pytest.mark.parametrize(
@@ -61,9 +69,31 @@ def test_what_is_printed_is_read_again(nbytes):
         (-2e-3, "-2 ms"),
     ],
 )
-def test_bug_times_were_printed_as_1e_06_us(seconds, text):
+def test_times_are_printed_in_a_unit_of_their_size(seconds, text):
     assert duration(seconds) == text and "e" not in text
 
 
 def test_what_is_no_time_keeps_its_unit():
     assert duration(3, "nodes") == "3 nodes" and duration(1234567.0, "FLOPs") == "1.23 M FLOPs"
+
+
+def test_prices_that_count_nodes_are_not_printed_as_seconds():
+    x = torch.randn(2, 8)
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU())
+    joint = sk.capture_joint(model, x, loss=torch.sum)
+    prices = unit(joint.graph_module)
+    frontier = sk.Frontier(joint, prices)
+    texts = [str(frontier), frontier.points[0].plan.note, svg(frontier)]
+    texts += [
+        joint.split(policy, prices).plan.note for policy in (MinCut(price=0.0), Budget(1.0), Budget(1.0, "saved"))
+    ]
+    with pytest.raises(sk.NoPlanError) as refused:
+        joint.split(Budget(1), prices)
+    graph = sk.capture(model, x)
+    prices = unit(graph)
+    stages = sk.plan(graph, Stages(2, schedule="1f1b"), prices)
+    step = sk.simulate_schedule(sk.stage_costs(sk.analyze(graph), stages, prices), "gpipe", 4)
+    rows = sk.sweep(graph, prices, stages=(2,), microbatches=(4,), schedules=("gpipe",))
+    for text in (*texts, str(refused.value), stages.note, str(step), str(rows)):
+        assert " nodes" in text
+        assert not re.search(r"\d (s|ms|us)\b", text)

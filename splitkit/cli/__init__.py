@@ -1,6 +1,7 @@
-"""The command line: parse, run one command, print its outcome; errors become messages and exit codes.
+"""The command line: parses the arguments, runs one command and prints its outcome.
 
-0 fine, 1 error, 2 wrong usage, 3 no plan fits, 4 the split differs from the whole, 130 interrupted.
+Errors become messages and exit codes: 0 success, 1 error, 2 wrong usage, 3 no plan fits, 4 the split differs from the
+unsplit model, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from importlib import import_module
 from typing import cast
 
-from splitkit.cli import distribution, outputs
+from splitkit.cli import distribution, outputs, own_schedules
 from splitkit.cli.outcome import Outcome, jsonable
 from splitkit.cli.parser import make_parser
 from splitkit.errors import CheckError, NoPlanError, PlanWarning, SplitError, UsageError
@@ -24,12 +25,12 @@ from splitkit.errors import CheckError, NoPlanError, PlanWarning, SplitError, Us
 __all__ = ["main"]
 
 ERROR, USAGE, NO_PLAN, DIFFERENT = 1, 2, 3, 4
-BAD_PARAMETERS = ("SK301", "SK302", "SK330")  # of a policy, or of a schedule
+BAD_PARAMETERS = ("SK301", "SK302", "SK330")  # errors in the parameters of a policy or schedule: wrong usage
 INTERRUPTED, PIPE_CLOSED = 128 + 2, 128 + 13  # as a shell reports SIGINT and SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` (by default that of the process) and return its exit code."""
+    """Run the command line ``argv``, by default that of the process, and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _parse_and_run(words)
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def exit_code(error: Exception) -> int:
-    """The exit code that tells what kind of error it was."""
+    """Return the exit code for an error."""
     if isinstance(error, NoPlanError):
         return NO_PLAN
     if isinstance(error, CheckError):
@@ -60,19 +61,22 @@ def _parse_and_run(words: list[str]) -> int:
     except SystemExit as done:  # --help and --version
         sys.stdout.flush()
         return int(done.code or 0)
-    outputs.check(args)
+    outputs.check_outputs(args)
     quiet = nullcontext() if args.debug else _silence()
     with quiet, redirect_stdout(sys.stderr) if args.json else nullcontext(), _own_output():
+        own_schedules.load_own_schedules(args)
         outcome = _command(args)
-    aside = outputs.write(outcome.files)
+    aside = outputs.write_outputs(outcome.files)
     if outcome.quiet:
         return outcome.code
     if args.json:
         print(json.dumps(jsonable(outcome.data), indent=1, allow_nan=False))
     else:
-        from splitkit.view.console import show
+        from splitkit.view.console.console import show
 
-        with redirect_stdout(sys.stderr) if aside else nullcontext():  # a reader of the file gets nothing else
+        with (
+            redirect_stdout(sys.stderr) if aside else nullcontext()
+        ):  # whoever reads the file from standard output must get nothing else
             show(*outcome.text)
     sys.stdout.flush()
     return outcome.code
@@ -80,12 +84,12 @@ def _parse_and_run(words: list[str]) -> int:
 
 @contextmanager
 def _own_output() -> Iterator[None]:
-    """What libraries print past Python, as HiGHS does, goes to standard error."""
+    """Send what native libraries print (HiGHS does) to standard error, so that standard output stays parseable."""
     sys.stdout.flush()
     try:
         kept = os.dup(1)
         os.dup2(2, 1)
-    except OSError:  # one of them is closed
+    except OSError:  # standard output or standard error is closed
         yield
         return
     try:
@@ -96,7 +100,7 @@ def _own_output() -> Iterator[None]:
 
 
 def _warn(message: Warning | str, *where: object, **others: object) -> None:
-    """What the user is told instead of the line of Python that warned."""
+    """Print a warning without the line of Python code that raised it, which means nothing to a user."""
     print(f"warning: {message}", file=sys.stderr)
 
 
@@ -106,7 +110,7 @@ def _command(args: Namespace) -> Outcome:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """No warnings and logs of torch and transformers, which concern the makers of the model; those of plans stay."""
+    """Silence warnings and logs of torch and transformers, which concern the model's author; keep plan warnings."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -136,23 +140,23 @@ def _fail(error: Exception | str, code: int, as_json: bool) -> int:
 
 
 def _facts(error: Exception | str) -> dict[str, str | list[str] | None]:
-    """What a JSON reader is told; ``code`` is ``None`` for an error that splitkit did not foresee."""
+    """Return an error as JSON data; ``code`` is ``None`` for an error that is not splitkit's."""
     if isinstance(error, SplitError):
         return {"code": error.code, "reason": error.reason, "remedy": error.remedy, "nodes": list(error.nodes)}
     if isinstance(error, str):
         return {"code": None, "reason": error, "remedy": "", "nodes": []}
-    remedy = "Run the command again with --debug to see where."
+    remedy = "Run the command again with --debug to see the traceback."
     if notes := getattr(error, "__notes__", ()):
-        remedy = f"{notes[-1]}. Mend it there; --debug shows the traceback."
+        remedy = f"{notes[-1]}. Fix it there; --debug shows the traceback."
     if isinstance(error, ModuleNotFoundError) and error.name:
         remedy = f"Install {error.name}; `splitkit doctor` shows what else is missing."
     if isinstance(error, ImportError | AttributeError) and (clash := distribution.other()):
-        remedy = f"Another package may have overwritten files of this one ({clash}): {distribution.REMEDY}."
+        remedy = f"Another package may have overwritten files of splitkit ({clash}): {distribution.REMEDY}."
     return {"code": None, "reason": f"{type(error).__name__}: {error}", "remedy": remedy, "nodes": []}
 
 
 def _reader_has_gone() -> int:
-    """Say nothing, also not when Python flushes standard output at exit."""
+    """Redirect standard output to nowhere, so that Python's flush at exit does not fail on the closed pipe."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return PIPE_CLOSED

@@ -1,4 +1,4 @@
-"""``python -m splitkit.cli``."""
+"""Runs the command line as ``python -m splitkit.cli``."""
 
 import sys
 

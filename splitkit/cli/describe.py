@@ -1,4 +1,4 @@
-"""Nodes and values as data."""
+"""Describes nodes and values as plain data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from splitkit.graph.dataflow import module_path
 
 
 def node_data(node: Node) -> dict[str, Any]:
-    """One node of a graph."""
+    """Return one node of a graph as data."""
     return {
         "name": node.name,
         "op": node.op,
@@ -24,12 +24,12 @@ def node_data(node: Node) -> dict[str, Any]:
 
 
 def named_value(node: Node) -> dict[str, Any]:
-    """The value that a node yields, by its name."""
+    """Return the name and the type of a node's value."""
     return {"name": node.name, **value_data(node.meta.get("val"))}
 
 
 def value_data(value: object) -> dict[str, Any]:
-    """Shape and dtype of a tensor; the type of anything else; ``items`` of a tuple."""
+    """Return the shape and dtype of a tensor, the ``items`` of a tuple, or the type of anything else."""
     if isinstance(value, torch.Tensor):
         return {"shape": [size_data(s) for s in value.shape], "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, tuple | list):
@@ -37,14 +37,14 @@ def value_data(value: object) -> dict[str, Any]:
     return {"shape": None, "dtype": None if value is None else type(value).__name__}
 
 
-def value_text(value: object) -> str:
-    """``float32[2, 8, 64]``."""
+def tensor_text(value: object) -> str:
+    """Return ``float32[2, 8, 64]``."""
     if isinstance(value, tuple | list):
-        return f"({', '.join(map(value_text, value))})"
+        return f"({', '.join(map(tensor_text, value))})"
     data = value_data(value)
     return f"{data['dtype']}{data['shape'] if data['shape'] is not None else ''}"
 
 
 def size_data(size: int | torch.SymInt) -> int | str:
-    """A number, or the symbol of a size that varies; a symbol that turned out to be fixed is its number."""
+    """Return a size as a number, or as its symbol if it varies; torch may keep a symbol for a size that is fixed."""
     return int(str(size)) if str(size).isdigit() else str(size)

@@ -1,4 +1,7 @@
-"""What to write for a model that is named wrongly: read from names and source, no code of the model is run."""
+"""Checks the name of a model and suggests what to write instead.
+
+Suggestions come from file names and source code: torch is not imported, and no code of the model runs.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,16 @@ from splitkit.testing.models import NAMES
 EXAMPLE = "my_model.py:make"
 
 
-def check(spec: str, plans: bool) -> None:
-    """Refuse what names no model; without torch.
+def check_model_name(spec: str, plans: bool) -> None:
+    """Refuse a text that names no model.
 
     Args:
-        spec: as it was written.
-        plans: whether a plan file may stand in its place.
+        spec: the text on the command line.
+        plans: whether the command accepts a plan file as well.
 
     Raises:
-        UsageError: SK402 for what is no example, SK602 for a file or module without a function of it.
-        CaptureError: SK403 for a file that is not there.
+        UsageError: SK402 for an unknown example, SK602 for a file or module without a function.
+        CaptureError: SK403 for a file that does not exist.
     """
     place, colon, name = spec.rpartition(":")
     if not colon:
@@ -39,14 +42,14 @@ def check(spec: str, plans: bool) -> None:
 
 
 def _check_word(spec: str, plans: bool) -> None:
-    """A name without a colon."""
+    """Refuse a name without a colon that is no example."""
     if spec in NAMES:
         return
     path = Path(spec)
     if path.suffix == ".json":
         raise UsageError("SK602", f"{spec} is no model", "Name a model; `splitkit run PLAN.json` runs a plan.")
     if path.suffix == ".py" or (path.is_file() and path.suffix != ""):
-        lack = ", and no function in it" if path.is_file() else " that does not exist, and no function in it"
+        lack = " but no function in it" if path.is_file() else " that does not exist, and no function in it"
         raise UsageError("SK602", f"{spec} names a file{lack}", _of_file(path, plans))
     if not near(spec, NAMES) and path.is_dir():
         raise UsageError("SK602", f"{spec} is a folder", _of_folder(path))
@@ -55,7 +58,7 @@ def _check_word(spec: str, plans: bool) -> None:
     if path.with_suffix(".py").is_file():
         remedy = f"Did you mean {_such_as(path.with_suffix('.py'))}? {choices}"
     elif plans and path.is_file():
-        remedy = f"A plan is known by its name: call it {spec}.json. {choices}"
+        remedy = f"The name of a plan file must end in .json: rename it to {spec}.json. {choices}"
     elif plans and path.with_name(f"{path.name}.json").is_file():
         remedy = f"Did you mean {spec}.json? {choices}"
     raise UsageError("SK402", f"there is no example model {spec!r}", remedy)
@@ -68,7 +71,7 @@ def _instead(place: str, name: str) -> str:
 
 
 def _of_file(path: Path, plans: bool) -> str:
-    """What to write for a file without a function."""
+    """Return what to write for a file without a function."""
     if not path.is_file():
         found = near(path.name, _python_files(path.parent))
         return (
@@ -80,7 +83,7 @@ def _of_file(path: Path, plans: bool) -> str:
     try:
         names = functions_in(path)
     except (SyntaxError, ValueError) as error:
-        return f"Write {path}:FUNCTION; and mend the file: {error}."
+        return f"Write {path}:FUNCTION, and fix the file: {error}."
     if not names:
         return f"Define a function in it that returns (module, inputs), such as make, and write {path}:make."
     return f"Write {path}:FUNCTION, such as {path}:{names[0]}; {functions_listed(names)}."
@@ -92,7 +95,7 @@ def _of_folder(path: Path) -> str:
 
 
 def _such_as(path: Path) -> str:
-    """``my_model.py:make``, with a function that is there."""
+    """Return ``my_model.py:make``, with a function of the file."""
     try:
         names = functions_in(path)
     except (OSError, SyntaxError, ValueError):

@@ -1,4 +1,4 @@
-"""What a command gives back: data for ``--json``, text for people, an exit code."""
+"""Defines what a command returns: data for ``--json``, text for people, files and an exit code."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a command; printing is left to `splitkit.cli.main`.
+    """The result of a command, which `splitkit.cli.main` prints.
 
     Attributes:
         data: what ``--json`` prints.
         text: strings and rich tables for people.
-        code: exit code.
-        files: path -> data to write there as JSON, or text, before anything is printed.
-        quiet: whether nothing is printed: another process does.
+        code: the exit code.
+        files: path -> text, or data to write as JSON, before anything is printed.
+        quiet: whether to print nothing, because another process does.
     """
 
     data: Mapping[str, Any]
@@ -31,7 +31,7 @@ class Outcome:
 
 
 def jsonable(value: Any) -> Any:
-    """The same data with ``None`` for infinities and NaNs, which JSON does not know."""
+    """Return data with ``None`` in place of infinities and NaNs, which JSON lacks."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -39,6 +39,6 @@ def jsonable(value: Any) -> Any:
     return [jsonable(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def seconds(value: float) -> str:
-    """``0.0123`` -> ``12.3 ms``."""
+def seconds_text(value: float) -> str:
+    """Return ``12.3 ms`` for 0.0123."""
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"

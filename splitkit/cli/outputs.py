@@ -1,4 +1,4 @@
-"""The files that a command line wants written: refused before the work, written at its end."""
+"""Checks the output files of a command before it starts, and writes them at its end."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from splitkit.errors import FileError, UsageError
 STDOUT = "/dev/stdout"
 
 
-def check(args: Namespace) -> None:
-    """Refuse outputs that cannot be written, or that would overwrite what the command reads; without torch.
+def check_outputs(args: Namespace) -> None:
+    """Refuse outputs that cannot be written or would overwrite an input, before torch is imported.
 
-    ``-`` becomes `STDOUT`.
+    Replaces ``-`` in ``args`` by `STDOUT`.
 
     Raises:
-        FileError: SK504.
-        UsageError: SK603.
+        FileError: SK504 if an output cannot be written.
+        UsageError: SK603 if two outputs, or an output and an input, are the same file.
     """
     wanted = {}
     for option in ("output", "trace", "view"):
@@ -36,7 +36,7 @@ def check(args: Namespace) -> None:
     for option, path in wanted.items():
         _require_other(option, path, args)
     for (one, path), (other, again) in combinations(wanted.items(), 2):
-        if _same(path, again):
+        if _same(path, again):  # the second would overwrite the first
             raise UsageError("SK603", f"{one} and {other} both name {path}", "Name two files.")
     if args.command == "split":
         if args.output is not None:
@@ -56,13 +56,11 @@ def check(args: Namespace) -> None:
 def _require_other(option: str, path: str, args: Namespace) -> None:
     for source in _inputs(args):
         if _same(path, source):
-            raise UsageError(
-                "SK603", f"{option} {path} would overwrite what this command reads", "Name another file, or a new one."
-            )
+            raise UsageError("SK603", f"{option} {path} would overwrite what this command reads", "Name another file.")
 
 
 def _inputs(args: Namespace) -> Iterator[str]:
-    """What the arguments name that may be a file: the model, a plan, devices."""
+    """Yield the texts in the arguments that may name an input file: the model, a plan, devices."""
     for name in ("model", "target", "devices", "costs"):
         text = getattr(args, name, None)
         if text:
@@ -72,7 +70,7 @@ def _inputs(args: Namespace) -> Iterator[str]:
 
 
 def _same(one: str, other: str) -> bool:
-    """Whether two names are one regular file, which may not be there yet."""
+    """Return whether two names are the same regular file, which need not exist yet."""
     try:
         if Path(one).exists() and Path(other).exists():
             return Path(one).is_file() and Path(one).samefile(other)
@@ -87,34 +85,34 @@ def _require_folder(folder: str, force: bool) -> None:
     if not folder:
         raise FileError("SK504", "cannot write '': the name is empty", "Name a folder, such as parts.")
     if path.exists() and not path.is_dir():
-        raise FileError("SK504", f"{folder} is a file", "Name a folder: one file a part is written into it.")
+        raise FileError("SK504", f"{folder} is a file", "Name a folder: each part is written to a file in it.")
     if path.is_dir() and any(path.iterdir()) and not force:
-        raise FileError("SK504", f"the folder {folder} is not empty", "Name another one, or pass --force.")
+        raise FileError("SK504", f"the folder {folder} is not empty", "Name another folder, or pass --force.")
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
-        raise FileError("SK504", f"there is no folder {target.parent}", "Make it first.")
+        raise FileError("SK504", f"there is no folder {target.parent}", "Create it first.")
     try:
         files.require_room(target if target.is_dir() else target.parent)
     except OSError as error:
         raise FileError("SK504", f"cannot write {folder}: {error.strerror}", "Name another folder.") from error
 
 
-def write(wanted: Mapping[str, Mapping[str, Any] | str]) -> bool:
-    """Write data as JSON, and text, each file whole or not at all; whether one of them is standard output."""
+def write_outputs(wanted: Mapping[str, Mapping[str, Any] | str]) -> bool:
+    """Write texts, and data as JSON, each file whole or not at all; return whether one is standard output."""
     if not wanted:
         return False
-    from splitkit.plans import file as planfile  # it waits for torch
+    from splitkit.plans import plan_file  # imports torch
 
     for path, data in wanted.items():
         if isinstance(data, str):
             _write_text(path, data)
         else:
-            planfile.write(path, data)
+            plan_file.write_json(path, data)
     return any(files.descriptor(path) == 1 for path in wanted)
 
 
 def _write_text(path: str, text: str) -> None:
     try:
-        files.write(path, text)
+        files.write_file(path, text)
     except (OSError, ValueError) as error:
         raise files.refusal(path, error) from error

@@ -1,4 +1,7 @@
-"""The pages that ``splitkit view`` and ``--view`` write. What draws them waits for torch, and is imported late."""
+"""Makes the pages that ``splitkit view`` and ``--view`` write.
+
+The renderers import torch, so they are imported where they are used.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,25 @@ if TYPE_CHECKING:
 
 
 def plan_page(plan: Plan, **options: Any) -> str:
-    """The page of a plan to steer; where that is refused, a still one with the reason."""
-    from splitkit.view.pictures import pictured
-    from splitkit.view.showing import html_of, without_ladder
+    """Return the interactive page of a plan; if it cannot be drawn, a still page with the reason."""
+    from splitkit.view.renderers import fallback_html, picture_html, pictured
 
     picture = pictured(plan, **options)
     try:
-        return html_of(picture)
+        return picture_html(picture)
     except SplitError as error:
-        return without_ladder(picture, error)
+        return fallback_html(picture, error)
 
 
 def still_pages(title: str, shown: Mapping[str, object]) -> str:
-    """One page of still pictures: heading -> an object that shows itself."""
-    from splitkit.view.html import fragment, still_page
-    from splitkit.view.pictures import pictured
+    """Return one page of still pictures.
+
+    Args:
+        title: the title of the page.
+        shown: heading -> the object to draw below it.
+    """
+    from splitkit.view.page.html import fragment, still_page
+    from splitkit.view.renderers import pictured
 
     parts = []
     for heading, one in shown.items():
@@ -37,5 +44,5 @@ def still_pages(title: str, shown: Mapping[str, object]) -> str:
 
 
 def wrote(path: str, text: str) -> str:
-    """What is said of a page that is written."""
+    """Return the line that reports a written page."""
     return f"wrote {path} ({size(len(text.encode()))}); open it in a browser"

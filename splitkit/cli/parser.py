@@ -1,12 +1,13 @@
-"""The arguments of every command. Nothing here waits for torch."""
+"""Defines the arguments of every command; imports no torch, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
 import argparse
 
 from splitkit import __version__
-from splitkit.cli.arguments import Parser, above_zero, numbers, positive, words
-from splitkit.cli.options import (
+from splitkit.cli.part_flags import BACKENDS
+from splitkit.cli.syntax.arguments import Parser, above_zero, numbers, positive, words
+from splitkit.cli.syntax.options import (
     MODEL_HELP,
     Commands,
     HelpFormatter,
@@ -21,20 +22,20 @@ from splitkit.cli.options import (
     add_view,
     command,
 )
-from splitkit.cli.partflags import BACKENDS
+from splitkit.pipeline.schedules import known_schedules, words_of
 
 EPILOG = """exit codes:
-  0 fine   1 error   2 wrong usage   3 no plan fits   4 the split differs from the whole   130 interrupted
+  0 success   1 error   2 wrong usage   3 no plan fits   4 the split differs from the unsplit model   130 interrupted
 
 example:
   splitkit plan gpt2 --stages 4 -o plan.json && splitkit run plan.json --check"""
 
 
 def make_parser() -> Parser:
-    """The parser of ``splitkit``."""
+    """Return the parser of ``splitkit``."""
     parser = Parser(
         prog="splitkit",
-        description="Split PyTorch graphs into parts, and prove that the parts do what the whole did.",
+        description="Split PyTorch graphs into parts, and check that the parts compute what the whole did.",
         epilog=EPILOG,
         formatter_class=HelpFormatter,
         allow_abbrev=False,
@@ -51,7 +52,7 @@ def make_parser() -> Parser:
     _sweep(commands)
     _devices(commands)
     command(commands, "policies", "list the policies that --policy knows", "splitkit policies --json")
-    command(commands, "doctor", "check the installation, and split a tiny model", "splitkit doctor")
+    command(commands, "doctor", "check the installation, and test it on a tiny model", "splitkit doctor")
     return parser
 
 
@@ -76,7 +77,7 @@ def _plan(commands: Commands[Parser]) -> None:
     )
     parser = command(commands, "plan", "decide which part computes which node", example)
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    _add_parts(parser.add_argument_group("how to cut"))
+    _add_parts(parser.add_argument_group("parts"))
     _add_limits(parser.add_argument_group("devices (with --devices or --stages)"))
     _add_step(parser.add_argument_group("training step (with --devices or --stages)"))
     prices = parser.add_argument_group("prices")
@@ -95,7 +96,7 @@ def _add_parts(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--devices",
         metavar="LIST",
-        help="parts for these devices: 4xh200, or h200,h200,a100, or FILE.toml (as `splitkit devices --help` says); "
+        help="plan for these devices: 4xh200, or h200,h200,a100, or FILE.toml (see `splitkit devices --help`); "
         "devices of one kind become stages of a pipeline",
     )
     one.add_argument("--policy", metavar="EXPR", help="a policy with its parameters; `splitkit policies` lists them")
@@ -103,7 +104,7 @@ def _add_parts(group: argparse._ArgumentGroup) -> None:
         "--what",
         choices=("parts", "fwd-bwd"),
         default="parts",
-        help="cut the forward into parts (default), or a training step into forward and backward",
+        help="split the forward into parts (default), or divide a training step into forward and backward",
     )
     add_on_cycle(group)
 
@@ -112,15 +113,15 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--memory",
         metavar="SIZE",
-        help="of each device: 80GiB, 80%% of what it has, or least for the stages with the lowest peak (default: all "
-        "it has); with fwd-bwd least, the peak that is allowed: 2GiB, or 50%% of what can be saved; with fwd-bwd and "
-        "--optimizer the memory of the card: 24GiB, of which 5%% are left free",
+        help="memory limit of each device: 80GiB, 80%% of its memory, or least for the lowest possible peak (default: "
+        "all its memory); with fwd-bwd the limit on the peak: 2GiB, 50%% of what can be saved, or least; with fwd-bwd "
+        "and --optimizer the memory of the card, of which 5%% stay free: 24GiB",
     )
     add_links(group)
     group.add_argument(
         "--objective",
         choices=("throughput", "latency"),
-        help="least load of the busiest device (default), or least time of one sample",
+        help="minimize the load of the busiest device (default), or the time of one sample",
     )
 
 
@@ -128,27 +129,27 @@ def _add_step(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--schedule",
         metavar="NAME",
-        help="gpipe, 1f1b, interleaved-1f1b, looped-bfs, interleaved-zero-bubble, zbv or dualpipev; the step is "
-        "simulated (default: inference, one sample after the other)",
+        help=f"{words_of()}, or FILE.py:NAME for a schedule of your own; the step is simulated (default: inference, "
+        "one sample after the other)",
     )
     group.add_argument(
         "--microbatches",
         type=positive,
         metavar="N",
-        help="of a step, each of the size that is captured (default: two a stage)",
+        help="number of microbatches in a step; each is a batch as captured (default: 2 per stage)",
     )
     group.add_argument(
         "--replicas",
         type=numbers,
         metavar="LIST",
-        help="on how many devices a stage may stand, such as 1,2,4: each runs its share of every microbatch; --stages "
-        "or --devices then says how many devices there are (default: 1)",
+        help="numbers of replicas that a stage may have, such as 1,2,4; each replica runs a share of the microbatches. "
+        "--stages or --devices is then the number of devices (default: 1)",
     )
     group.add_argument(
         "--optimizer",
         choices=("adam", "adamw", "momentum", "sgd", "none"),
-        help="whose state is held; none: inference (default: adam with --schedule, else none); with fwd-bwd: the card "
-        "holds its state and the gradients of earlier microbatches, too",
+        help="optimizer whose state takes memory; none means inference (default: adam with --schedule, else none); "
+        "with fwd-bwd the card also holds its state and accumulated gradients",
     )
 
 
@@ -160,16 +161,18 @@ def _split(commands: Commands[Parser]) -> None:
         "-o",
         "--output",
         metavar="DIR",
-        help="write the code of the parts, and their stages: `splitkit train DIR` runs them",
+        help="write the code of the parts, and the stages that `splitkit train DIR` runs",
     )
     parser.add_argument("--force", action="store_true", help="write into a folder that is not empty")
 
 
 def _run(commands: Commands[Parser]) -> None:
     example = "splitkit run plan.json --check\nsplitkit run gpt2 --stages 4 --repeat 5"
-    parser = command(commands, "run", "run a split model, or a divided training step, forward and backward", example)
+    parser = command(commands, "run", "run forward and backward of a split model or a divided training step", example)
     add_plan_or_model(parser)
-    parser.add_argument("--check", action="store_true", help="compare with the unsplit model; exit 4 if not the same")
+    parser.add_argument(
+        "--check", action="store_true", help="compare with the unsplit model; exit with 4 if they differ"
+    )
     parser.add_argument("--repeat", type=positive, default=1, metavar="N", help="time the best of N runs (default 1)")
 
 
@@ -185,33 +188,44 @@ def _train(commands: Commands[Parser]) -> None:
     parser = command(commands, "train", "train a split model as a pipeline of several processes", example)
     add_plan_or_model(parser)
     group = parser.add_argument_group("pipeline")
-    group.add_argument("--nproc", type=positive, metavar="N", help="start N processes here; without it torchrun does")
+    group.add_argument(
+        "--nproc", type=positive, metavar="N", help="start N processes on this machine; without it, use torchrun"
+    )
     group.add_argument(
         "--schedule",
         default="1f1b",
         metavar="NAME|FILE.csv",
-        help="as of plan (default 1f1b), or an order of your own as torch writes it: a row for each rank, 0F0,0F1,0B0",
+        help="a schedule, as for plan (default 1f1b), or a file in torch's format with a row per rank: 0F0,0F1,0B0",
     )
     group.add_argument(
         "--microbatches",
         type=positive,
         metavar="N",
-        help="of a step, each as the example's inputs, of all pipelines together (default: 8, or as the file has)",
+        help="number of microbatches in a step, of all pipelines together; each is a batch like the example's inputs "
+        "(default: 8, or the number in the file)",
     )
     group.add_argument(
         "--dp", type=positive, metavar="N", help="N pipelines side by side (default: the replicas of the plan's parts)"
     )
-    group.add_argument("--fsdp", action="store_true", help="shard each stage over its replicas: torch's FSDP2")
-    group.add_argument("--recompute", action="store_true", help="keep only the inputs of parts, and compute them again")
+    group.add_argument("--fsdp", action="store_true", help="shard each stage over its replicas with torch's FSDP2")
+    group.add_argument(
+        "--recompute", action="store_true", help="save only the inputs of parts, and recompute the rest in backward"
+    )
     group.add_argument(
         "--compile", nargs="?", const="inductor", choices=BACKENDS, help="compile each part (default inductor)"
     )
-    group.add_argument("--weights", metavar="PATH", help="of a folder of stages: safetensors, or a torch checkpoint")
     group.add_argument(
-        "--steps", type=positive, default=10, metavar="N", help="in all, those before --resume too (default 10)"
+        "--weights", metavar="PATH", help="weights for a folder of stages: safetensors, or a torch checkpoint"
     )
-    group.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw", help="default adamw")
-    group.add_argument("--lr", type=above_zero, metavar="X", help="learning rate (default: 1e-3, of sgd 1e-2)")
+    group.add_argument(
+        "--steps",
+        type=positive,
+        default=10,
+        metavar="N",
+        help="number of steps, including those before --resume (default 10)",
+    )
+    group.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw", help="(default adamw)")
+    group.add_argument("--lr", type=above_zero, metavar="X", help="learning rate (default: 1e-3; for sgd 1e-2)")
     group.add_argument(
         "--timeout",
         type=positive,
@@ -222,14 +236,16 @@ def _train(commands: Commands[Parser]) -> None:
     group.add_argument(
         "--check",
         action="store_true",
-        help="compare losses, gradients and weights of each step with the unsplit model; exit 4 if not the same",
+        help="compare losses, gradients and weights of each step with the unsplit model; exit with 4 if they differ",
     )
     group.add_argument(
-        "--tolerance", type=above_zero, default=1e-3, metavar="X", help="of --check, relative (default 1e-3)"
+        "--tolerance", type=above_zero, default=1e-3, metavar="X", help="relative tolerance of --check (default 1e-3)"
     )
     group.add_argument("--checkpoint", metavar="FOLDER", help="write model and optimizer after the last step")
-    group.add_argument("--every", type=positive, metavar="N", help="and after each N steps")
-    group.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the folder, if any")
+    group.add_argument("--every", type=positive, metavar="N", help="write it after every N steps as well")
+    group.add_argument(
+        "--resume", action="store_true", help="continue from the last checkpoint in the folder, if there is one"
+    )
 
 
 def _sweep(commands: Commands[Parser]) -> None:
@@ -241,29 +257,35 @@ def _sweep(commands: Commands[Parser]) -> None:
         "splitkit sweep llama --stages 4 --microbatches 8,32 --schedules 1f1b,zbv,dualpipev\n"
         "splitkit sweep plan.json --devices h200"
     )
-    what = "show what less memory for training costs; or, with --stages, which pipelines are fastest and smallest"
+    what = "show what training in less memory costs; or, with --stages, find the fastest and smallest pipelines"
     parser = command(commands, "sweep", what, example)
     add_plan_target(parser)
     add_model_options(parser)
     add_costs(parser.add_argument_group("prices"), "roofline:a100")
-    parser.add_argument("--points", type=positive, metavar="N", help="without --stages: rows to show (default 10)")
-    parser.add_argument(
-        "--of", choices=("saved", "peak"), help="without --stages: the memory that is bounded (default saved)"
+    parser.add_argument("--points", type=positive, metavar="N", help="without --stages: number of rows (default 10)")
+    parser.add_argument("--of", choices=("saved", "peak"), help="without --stages: the memory to limit (default saved)")
+    add_view(parser, "the picture and the table of the results")
+    group = parser.add_argument_group(
+        "pipelines: every combination of stages, microbatches and schedules is planned and simulated"
     )
-    add_view(parser, "the picture and the table of all that was found")
-    group = parser.add_argument_group("pipelines: stages x microbatches x schedules, each planned and simulated")
     group.add_argument("--stages", type=numbers, metavar="N,N", help="numbers of stages, such as 2,4,8")
-    group.add_argument("--microbatches", type=numbers, metavar="N,N", help="of a step (default 4,8,16)")
+    group.add_argument("--microbatches", type=numbers, metavar="N,N", help="numbers of microbatches (default 4,8,16)")
     group.add_argument(
         "--schedules",
         type=words,
         metavar="NAME,NAME",
-        help="such as 1f1b,dualpipev (default gpipe,1f1b,interleaved-1f1b,zbv)",
+        help=f"schedules, such as 1f1b,dualpipev (default {','.join(s.word for s in known_schedules() if s.swept)})",
     )
-    group.add_argument("--devices", metavar="KIND", help="what all ranks are: h200, or devices.toml with one table")
-    group.add_argument("--memory", metavar="SIZE", help="bytes of each rank, such as 80GiB (default: that of KIND)")
+    group.add_argument(
+        "--devices", metavar="KIND", help="the device of every rank: h200, or a devices.toml with one table"
+    )
+    group.add_argument(
+        "--memory", metavar="SIZE", help="memory limit of each rank, such as 80GiB (default: the memory of KIND)"
+    )
     add_links(group)
-    group.add_argument("--optimizer", choices=("adam", "momentum", "sgd"), help="whose state is held (default adam)")
+    group.add_argument(
+        "--optimizer", choices=("adam", "momentum", "sgd"), help="optimizer whose state takes memory (default adam)"
+    )
 
 
 def _devices(commands: Commands[Parser]) -> None:
@@ -288,22 +310,26 @@ def _profile(commands: Commands[Parser]) -> None:
         "splitkit profile plan.json --predict\n"
         "splitkit profile gpt2 --stages 4 --ranks 2 --microbatches 8"
     )
-    parser = command(commands, "profile", "predict the peak of memory, and measure it in a real run", example)
+    parser = command(commands, "profile", "predict the peak memory, and measure it in a real run", example)
     add_plan_or_model(parser)
     parser.add_argument("--predict", dest="run", action="store_false", help="do not run the model")
-    parser.add_argument("--forward-only", action="store_true", help="leave out forward + backward")
-    parser.add_argument("--top", type=positive, default=10, metavar="N", help="largest values to show (default 10)")
-    add_view(parser, "the bytes over time")
-    group = parser.add_argument_group("pipeline: steps as simulated from measured stages and links, and as they ran")
-    group.add_argument("--ranks", type=positive, metavar="N", help="start N processes, and run schedules on them")
+    parser.add_argument("--forward-only", action="store_true", help="profile only forward, not forward + backward")
+    parser.add_argument(
+        "--top", type=positive, default=10, metavar="N", help="number of largest values to show (default 10)"
+    )
+    add_view(parser, "memory over time")
+    group = parser.add_argument_group("pipeline: compares simulated steps with measured ones")
+    group.add_argument("--ranks", type=positive, metavar="N", help="start N processes, and run the schedules on them")
     group.add_argument(
         "--schedules",
         type=words,
         metavar="NAME,NAME",
-        help="names or order.csv (default: all of torch's that go with stages and ranks)",
+        help="schedules, or order.csv (default: all that fit the numbers of stages and ranks)",
     )
-    group.add_argument("--microbatches", type=positive, default=8, metavar="N", help="of a step, 2 or more (default 8)")
-    group.add_argument("--repeat", type=positive, default=3, metavar="N", help="steps that are timed (default 3)")
+    group.add_argument(
+        "--microbatches", type=positive, default=8, metavar="N", help="microbatches in a step, 2 or more (default 8)"
+    )
+    group.add_argument("--repeat", type=positive, default=3, metavar="N", help="number of timed steps (default 3)")
 
 
 def _view(commands: Commands[Parser]) -> None:
@@ -311,19 +337,29 @@ def _view(commands: Commands[Parser]) -> None:
         "splitkit view plan.json -o page.html --schedule 1f1b --microbatches 8 --memory 80GiB\n"
         "splitkit view gpt2 --stages 4 --costs roofline:h100 -o page.html"
     )
-    parser = command(commands, "view", "draw forward, backward, saved bytes and cuts as a page to steer", example)
+    parser = command(
+        commands, "view", "draw forward, backward, saved bytes and borders as an interactive page", example
+    )
     add_plan_or_model(parser)
     parser.add_argument(
         "-o", "--output", metavar="FILE", required=True, help="the page; it needs nothing but a browser"
     )
     parser.add_argument(
-        "--beside", metavar="PLAN.json", help="another plan of the model, to see what is in another stage"
+        "--beside", metavar="PLAN.json", help="another plan of the model, to see which rows change stages"
     )
     group = parser.add_argument_group("below the picture")
-    group.add_argument("--schedule", metavar="NAME", help="the timeline of a step: gpipe, 1f1b, ...; as of plan")
-    group.add_argument("--microbatches", type=positive, metavar="N", help="of a step (default: two a stage)")
-    add_links(group)
-    group.add_argument("--memory", metavar="SIZE", help="bytes of each device, such as 80GiB: what exceeds it is red")
     group.add_argument(
-        "--optimizer", choices=("adam", "momentum", "sgd", "none"), help="none: inference (default adam)"
+        "--schedule", metavar="NAME", help="draw the timeline of a step under this schedule, as for plan"
+    )
+    group.add_argument(
+        "--microbatches", type=positive, metavar="N", help="microbatches in the step (default: 2 per stage)"
+    )
+    add_links(group)
+    group.add_argument(
+        "--memory", metavar="SIZE", help="memory limit of each device, such as 80GiB: what exceeds it is red"
+    )
+    group.add_argument(
+        "--optimizer",
+        choices=("adam", "momentum", "sgd", "none"),
+        help="optimizer whose state takes memory; none means inference (default adam)",
     )

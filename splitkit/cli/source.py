@@ -1,4 +1,7 @@
-"""Which model a command works on, and the record of it that a plan file keeps. No torch, no code of the model yet."""
+"""Determines which model a command works on, and reads and writes the record of it in a plan file.
+
+Neither imports torch nor runs code of the model: a plan file may come from anywhere.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from splitkit.errors import FileError, UsageError, nearest
 from splitkit.testing.models import NAMES, SIZES
 
 RESERVED = ("name", "seed", "spec")
-"""Words that `splitkit.testing.models` takes itself."""
+"""Names that sizes cannot have: `splitkit.testing.models` has parameters of these names."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +27,12 @@ class Source:
     """How to make the model again and capture it.
 
     Attributes:
-        spec: an example's name, or ``place:factory``.
-        sizes: what the example or the factory is called with.
-        how: way of capture.
+        spec: the name of an example, or ``place:factory``.
+        sizes: the arguments of the example or the factory.
+        how: the way of capture.
         dynamic: whether the sizes of inputs may vary.
-        seed: from which weights and inputs are drawn.
-        mode: ``"eval"``, or ``"train"`` for a model left as it was made.
+        seed: the seed of the weights and inputs.
+        mode: ``"eval"``, or ``"train"`` to leave the model as the factory made it.
     """
 
     spec: str
@@ -40,12 +43,12 @@ class Source:
     mode: str = "train"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready data."""
+        """Return JSON-ready data."""
         return asdict(self)
 
 
-def record(source: Source, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What the file or folder at ``path`` says of its model: where the factory's file is from there, too."""
+def source_record(source: Source, path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the record of a model for a file or folder at ``path``, with the factory's file relative to it."""
     place = Path(source.spec.rpartition(":")[0])
     found = source.to_dict()
     if place.suffix == ".py":
@@ -54,21 +57,21 @@ def record(source: Source, path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _folder(path: str | os.PathLike[str]) -> Path:
-    """The folder itself, or that of a file."""
+    """Return a folder itself, or the folder of a file."""
     given = Path(path)
     return given if given.is_dir() else given.parent
 
 
 def from_args(spec: str, args: Namespace) -> Source:
-    """The model that the command line names."""
+    """Return the model that the command line names."""
     return with_options(Source(spec, {}), args)
 
 
 def with_options(source: Source, args: Namespace) -> Source:
-    """``source`` with what the command line says instead.
+    """Return ``source`` with the options of the command line in place of its own.
 
     Raises:
-        UsageError: SK402 and SK602 for a name that is no model's, SK601 for sizes and options that do not fit.
+        UsageError: SK402 and SK602 for a bad model name, SK601 for sizes and options that do not fit.
     """
     given = {name: value for name in ("how", "dynamic", "seed") if (value := getattr(args, name)) is not None}
     if args.eval:
@@ -82,7 +85,7 @@ def with_options(source: Source, args: Namespace) -> Source:
 
 
 def _check(source: Source, plans: bool) -> None:
-    factories.check(source.spec, plans)
+    factories.check_model_name(source.spec, plans)
     known = SIZES.get(source.spec)
     for name in source.sizes:
         if known is not None and name not in known:
@@ -95,13 +98,13 @@ def _check(source: Source, plans: bool) -> None:
 
 
 def next_command(source: Source, plan: str | None, ranks: int = 0, schedule: str = "") -> str | None:
-    """The command that runs a plan file and compares it with the unsplit model.
+    """Return the command that runs a plan file and compares it with the unsplit model; ``None`` without a file.
 
     Args:
         source: the model that the plan was made for.
-        plan: the plan file; without one there is no such command.
+        plan: the plan file.
         ranks: the number of processes, for a plan that trains as a pipeline.
-        schedule: of that pipeline.
+        schedule: the schedule of that pipeline.
     """
     if plan is None or plan.startswith("/dev/"):
         return None
@@ -114,14 +117,14 @@ def next_command(source: Source, plan: str | None, ranks: int = 0, schedule: str
 
 
 def from_plan(path: str, data: Mapping[str, Any], args: Namespace) -> Source:
-    """The model of a plan file: the recorded one, or that of ``--model``.
+    """Return the model of a plan file: the recorded one, or that of ``--model``.
 
-    A plan file may come from anywhere, so a factory that only the file names is not called. One that is not in the
-    current folder is looked for next to the plan.
+    A plan file may come from anywhere, so a factory is never called only because the file names it: the user must name
+    it too. A factory's file that is not in the current folder is looked for next to the plan.
 
     Raises:
-        UsageError: SK601 when ``--model`` has to be given.
-        FileError: SK501 when the record is damaged.
+        UsageError: SK601 if ``--model`` must be given.
+        FileError: SK501 if the record is damaged.
     """
     record = data.get("model")
     if record is None:
@@ -136,13 +139,13 @@ def from_plan(path: str, data: Mapping[str, Any], args: Namespace) -> Source:
 
 
 def _found(spec: str, path: str, own: str, file: object) -> str:
-    """A factory in a file that is not in the current folder: where the plan says it is, or next to the plan.
+    """Find a factory's file that is not in the current folder: where the plan says it is, or next to the plan.
 
     Args:
-        spec: the factory that is wanted.
-        path: of the plan, or of a folder of stages.
+        spec: the factory to find.
+        path: the path of the plan, or of a folder of stages.
         own: the factory that the plan was made with.
-        file: where the plan says that its file is, seen from the plan.
+        file: the path of its file in the plan's record, relative to the plan.
     """
     place, _, name = spec.rpartition(":")
     if not place.endswith(".py") or Path(place).is_file():
@@ -155,10 +158,10 @@ def _found(spec: str, path: str, own: str, file: object) -> str:
 
 
 def recorded(path: str, record: Any) -> Source:
-    """The model that a file says it was made for.
+    """Return the model that a file records.
 
     Raises:
-        FileError: SK501 when the record is damaged.
+        FileError: SK501 if the record is damaged.
     """
     if not isinstance(record, dict) or not isinstance(record.get("spec"), str):
         raise _damaged(path, "model")

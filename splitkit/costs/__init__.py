@@ -1,21 +1,21 @@
-"""Prices of nodes: what a policy weighs. Functions of a graph make them; anything with the four methods will do."""
+"""Cost models, which price the nodes of a graph for policies; any object with the methods of `Costs` is one."""
 
 from __future__ import annotations
 
 from torch import fx
 
-from splitkit.costs.counting import Flops, flops
 from splitkit.costs.devices import Device, devices, load_devices
+from splitkit.costs.formulas.flop_count import Flops, flops
 from splitkit.costs.fused import Fused, fused
 from splitkit.costs.links import Link, Links
-from splitkit.costs.measured import measured
-from splitkit.costs.measuring import Measured
 from splitkit.costs.roofline import Roofline, roofline
-from splitkit.costs.steps import MeasuredSteps
+from splitkit.costs.timing.measured import measured
+from splitkit.costs.timing.measuring_run import Measured
+from splitkit.costs.timing.step_prices import MeasuredSteps
 from splitkit.costs.training import training
 from splitkit.costs.uniform import Unit, unit
+from splitkit.graph.byte_sizes import nodes_without_values
 from splitkit.graph.dataflow import Dataflow, root_of
-from splitkit.graph.sizes import missing
 from splitkit.prices import Costs, unit_of
 
 __all__ = [
@@ -43,5 +43,5 @@ __all__ = [
 
 
 def default(gm: fx.GraphModule | Dataflow) -> Costs:
-    """FLOPs where the graph, or that of facts, has the ``meta["val"]`` that they need, else one unit a node."""
-    return unit(gm) if missing(root_of(gm).graph) else flops(gm)
+    """Return costs by FLOPs if the graph has the ``meta["val"]`` that they need, else price 1 for each node."""
+    return unit(gm) if nodes_without_values(root_of(gm).graph) else flops(gm)

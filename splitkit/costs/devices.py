@@ -1,4 +1,4 @@
-"""Devices as a roofline sees them: peak FLOP/s by dtype, memory bandwidth, memory, and the time to start a kernel."""
+"""Describe devices for a roofline: peak FLOP/s by dtype, memory bandwidth, memory size and kernel launch time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from splitkit.checks import is_number, is_whole, plain_name, shown
 from splitkit.errors import CostError, FileError, nearest
 from splitkit.units import read_size
 
-# Where a device has no peak of its own for a dtype: the dtype that does its work, and how many operations of that one
-# make one. A product of complex numbers is four real ones with as many sums.
+# For a dtype without a peak of its own: the dtype that does its work, and how many operations of that dtype make one.
+# A complex multiplication with an addition is four real ones.
 _INSTEAD: Mapping[str, tuple[str, float]] = {
     "tf32": ("float32", 1),
     "bfloat16": ("float16", 1),
@@ -30,26 +30,26 @@ _INSTEAD: Mapping[str, tuple[str, float]] = {
     "complex128": ("float64", 4),
 }
 _LEAST, _MOST, _MOST_LAUNCH = 1e-6, 1e30, 1e12
-"""Figures beyond these are slips, and give prices that no longer add up."""
+"""Limits of plausible figures: beyond them, sums of prices lose their precision."""
 _PEAKS = frozenset(_INSTEAD) | {"float32"}
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a data sheet says.
+    """The figures of a device's data sheet.
 
     Attributes:
-        name: what it is called.
-        peak: FLOP/s of dense products, by name of dtype: ``"float32"`` (needed), ``"tf32"``, ``"bfloat16"``,
-            ``"float16"``, ``"float8"``, ``"int8"``, ``"float64"``, or a complex one. For one that is not there, that of
-            the dtype in which the device would do it.
-        bandwidth: how fast its memory is, in bytes a second.
-        memory: bytes; a text (``"80GiB"``) becomes the number.
-        launch: seconds to start a kernel.
+        name: name of the device.
+        peak: name of dtype -> FLOP/s of dense products: ``"float32"`` (required), ``"tf32"``, ``"bfloat16"``,
+            ``"float16"``, ``"float8"``, ``"int8"``, ``"float64"``, or a complex dtype. A missing dtype has the peak of
+            the dtype that the device would compute it in.
+        bandwidth: bytes per second of its memory.
+        memory: bytes of its memory; a text such as ``"80GiB"`` is converted.
+        launch: seconds to launch a kernel.
         source: where the figures come from.
 
     Raises:
-        CostError: SK320 for a field of another type, a figure that is not positive, or a dtype that has no peak.
+        CostError: SK320 for a field of a wrong type, a figure that is not positive, or an unknown dtype.
     """
 
     name: str
@@ -67,12 +67,12 @@ class Device:
         object.__setattr__(self, "peak", dict(self.peak))
 
     def rate(self, dtype: torch.dtype | str) -> float:
-        """FLOP/s of products of this dtype; ``"tf32"`` is float32 that torch may round."""
+        """Return the FLOP/s of products of this dtype; ``"tf32"`` is float32 that torch may round."""
         name = str(dtype).removeprefix("torch.")
         name = "float8" if name.startswith("float8") else "int8" if name in ("uint8", "qint8", "quint8") else name
         cost = 1.0
         while name not in self.peak:
-            name, more = _INSTEAD.get(name, ("float32", 1))  # other integers and bool: as many as in float32
+            name, more = _INSTEAD.get(name, ("float32", 1))  # other integers and bool count as float32
             cost *= more
         return self.peak[name] / cost
 
@@ -103,8 +103,8 @@ def _positive(what: str, value: object, unit: str, fits: Callable[[object], bool
 
 
 def devices() -> dict[str, Device]:
-    """The devices that splitkit knows, by name, such as ``"a100"``; the command `splitkit devices` lists them."""
-    return {name: replace(device) for name, device in _known().items()}  # copies: a peak can be changed
+    """Return name -> device for the devices that splitkit knows, such as ``"a100"``; `splitkit devices` lists them."""
+    return {name: replace(device) for name, device in _known().items()}  # copies, as the dict of peaks is mutable
 
 
 @cache
@@ -114,20 +114,20 @@ def _known() -> Mapping[str, Device]:
 
 
 def load_devices(path: str | Path) -> dict[str, Device]:
-    """The devices that a TOML file describes, by name, one table a device::
+    """Return name -> device for the devices in a TOML file, which has one table for each::
 
         [mine]
         peak = { float32 = 40e12, bfloat16 = 160e12 }    # FLOP/s
-        bandwidth = 900e9                                # bytes a second
+        bandwidth = 900e9                                # bytes per second
         memory = 48_000_000_000                          # bytes
-        launch = 4e-6                                    # seconds, 0 if left out
+        launch = 4e-6                                    # seconds, default 0
         source = "its data sheet"
 
-    ``roofline(gm, load_devices("mine.toml")["mine"])`` then uses it.
+    Use it as ``roofline(gm, load_devices("mine.toml")["mine"])``.
 
     Raises:
         FileError: SK504 if the file cannot be read.
-        CostError: SK320 if it is no TOML, a field is missing, unknown or of another type; names the device.
+        CostError: SK320 if the file is no TOML, or a device has a missing, unknown or wrong field.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -141,19 +141,19 @@ def _parsed(where: str, text: str) -> dict[str, Device]:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise CostError("SK320", f"{where} is no TOML: {error}", "One table a device; see load_devices.") from error
-    return {name: device_of(where, name, table) for name, table in tables.items()}
+    return {name: device_from_table(where, name, table) for name, table in tables.items()}
 
 
-def device_of(where: str, name: str, table: object) -> Device:
-    """The device that a table of a file describes.
+def device_from_table(where: str, name: str, table: object) -> Device:
+    """Return the device that a table of a file describes.
 
     Args:
         where: the file, for errors.
         name: the key of the device's table in the file.
-        table: its fields.
+        table: the fields of the device.
 
     Raises:
-        CostError: SK320 if a field is missing, unknown or of another type.
+        CostError: SK320 if a field is missing, unknown or of a wrong type.
     """
     if not isinstance(table, dict):
         raise CostError("SK320", f"{where}: {name} is no table", f"Write [{name}] above the fields of a device.")
@@ -170,10 +170,10 @@ def device_of(where: str, name: str, table: object) -> Device:
 
 
 def find_device(device: str | Device) -> Device:
-    """A device itself, or the known one of that name, whatever its case, hyphens and spaces.
+    """Return the given device, or the known device of a name; case, hyphens and spaces do not matter.
 
     Raises:
-        CostError: SK321 if there is none.
+        CostError: SK321 if no device has that name.
     """
     if isinstance(device, Device):
         return device

@@ -1,12 +1,13 @@
-"""Seconds by the roofline under a compiler that fuses: a chain of pointwise ops costs one read and one write.
+"""Estimate seconds by the roofline under a compiler that fuses: a chain of pointwise ops costs one read and one write.
 
 ::
 
     x ──> sin ──> exp ──> mm        roofline    sin: read, write    exp: read, write
                                     here        sin: read           exp: write           one launch for both
 
-A kernel (`splitkit.costs.fusion`) reads what others made, once, and writes what others read; the first node that reads
-a value is charged for that, and its members share the launch. What runs alone costs what the roofline says.
+A kernel (`splitkit.costs.formulas.fusion`) reads each value from outside once, and writes the values that other kernels
+read. Reading a value is charged to the first node that reads it, and the nodes of a kernel share its launch. A node
+that runs alone costs what the roofline says.
 """
 
 from __future__ import annotations
@@ -18,28 +19,28 @@ from functools import cached_property
 from torch import fx
 from torch.fx import Node
 
-from splitkit.brief import brief
-from splitkit.costs.counting import Flops, counter_of
 from splitkit.costs.devices import Device, find_device
-from splitkit.costs.fusion import Fusion, Kernel
-from splitkit.costs.loops import loop_of
+from splitkit.costs.formulas.flop_count import CountedCosts, Flops, counter_of
+from splitkit.costs.formulas.fusion import Fusion, Kernel
+from splitkit.costs.formulas.kernel_loops import loop_of
 from splitkit.costs.roofline import Roofline
+from splitkit.graph.byte_sizes import require_values
 from splitkit.graph.dataflow import Dataflow, root_of
-from splitkit.graph.joint import backward_nodes, is_joint
-from splitkit.graph.sizes import require_values
+from splitkit.graph.joint_marks import backward_nodes, is_joint
+from splitkit.short_repr import brief
 
 
 def fused(gm: fx.GraphModule | Dataflow, device: str | Device = "a100", *, tf32: bool = False) -> Fused:
-    """Costs in estimated seconds on a device, of a graph that Inductor or another fusing compiler runs.
+    """Return costs in estimated seconds on a device, of a graph that Inductor or another fusing compiler runs.
 
-    In a joint graph a node of forward costs what it adds to the kernels of backward if it is computed again there:
-    nothing where a kernel of backward that reads it fuses with it and may as well read its one input, the read of its
-    inputs otherwise, and its write where a product or another library call reads it. A reduction costs as much as alone
-    where no kernel of backward has its rows at hand.
+    In a joint graph, the price of a forward node is what recomputing it adds to the kernels of backward. It is 0 if a
+    backward kernel that reads the node fuses with it and can read its single input instead; otherwise it is the reading
+    of its inputs, and also its writing if a product or another library call reads it. A reduction costs as much as
+    alone if no backward kernel has its rows at hand.
 
-    Against Inductor's own scheduler for GPUs (torch 2.11 and 2.15), two layers each: as many kernels within 25 % in
-    forward and backward of GPT-2, Llama, BERT and ViT; of ResNets, whose layout Inductor changes, up to twice or half
-    as many.
+    Compared with Inductor's own scheduler for GPUs (torch 2.11 and 2.15, models of two layers), the number of kernels
+    agrees within 25 % in forward and backward of GPT-2, Llama, BERT and ViT. For ResNets, whose layout Inductor
+    changes, it differs by up to a factor of two.
 
     Args:
         gm: the graph, or facts about it.
@@ -47,8 +48,8 @@ def fused(gm: fx.GraphModule | Dataflow, device: str | Device = "a100", *, tf32:
         tf32: whether products of float32 may be rounded, as by ``torch.set_float32_matmul_precision("high")``.
 
     Raises:
-        GraphError: SK101 when it is no graph, SK102 when nodes have no ``meta["val"]``.
-        CostError: SK321 when no device is called so.
+        GraphError: SK101 if ``gm`` is no graph, SK102 if nodes have no ``meta["val"]``.
+        CostError: SK321 if no device has that name.
     """
     root = root_of(gm)
     require_values(root.graph)
@@ -56,14 +57,14 @@ def fused(gm: fx.GraphModule | Dataflow, device: str | Device = "a100", *, tf32:
 
 
 @dataclass(frozen=True)
-class Fused:
-    """See `fused`.
+class Fused(CountedCosts):
+    """The costs of `fused`.
 
     Attributes:
         gm: the graph.
-        device: where it runs.
-        tf32: whether products may be rounded.
-        counter: what counts its FLOPs.
+        device: the device that runs it.
+        tf32: whether products of float32 may be rounded.
+        counter: the counter of its FLOPs.
     """
 
     gm: fx.GraphModule
@@ -117,32 +118,21 @@ class Fused:
             return moved / self.device.bandwidth + launch
         return self._alone.seconds(node) if node in self.fusion.kernel else 0.0
 
-    def flops(self, node: Node) -> float:
-        """As `splitkit.costs.flops`."""
-        return self._alone.flops(node)
-
     def moved(self, node: Node) -> int:
         """Bytes that the node's kernel reads and writes on its account."""
         return self._charged[node][0] if node in self._charged else self._alone.moved(node)
 
-    def nbytes(self, node: Node) -> int:
-        """Bytes of the node's value."""
-        return self._alone.nbytes(node)
-
-    def param_bytes(self, node: Node) -> int:
-        """Bytes of the parameters and buffers that the node reads."""
-        return self._alone.param_bytes(node)
-
     def _borders(self, kernel: Kernel) -> dict[Node, int]:
-        """Bytes over the borders of a kernel, each charged to one node."""
+        """Return node -> the bytes that its kernel reads and writes on its account."""
         read = self._read(kernel.nodes)
         return {node: read[node] + self._written(node, lambda other: other is not kernel) for node in kernel.nodes}
 
     def _again(self, nodes: list[Node], backward: Collection[Node]) -> dict[Node, int]:
-        """Bytes that nodes of one kernel of forward add to backward if they are computed there.
+        """Return node -> the bytes that it adds to backward if the nodes of one forward kernel are recomputed there.
 
-        A kernel of backward that read one of them reads what it is computed of instead. What is spared beyond that goes
-        to the node before it, if that one is computed for its sake only. Several kernels each read, or one writes it.
+        A backward kernel that would have read a saved value reads the inputs of that value instead. If that spares
+        bytes, the rest is credited to the node before it, if that node is recomputed for this one only. If several
+        kernels need the value, either each reads the inputs, or one writes the value.
         """
         read, spared, found = self._read(nodes), dict.fromkeys(nodes, 0), dict[Node, int]()
         for node in reversed(nodes):
@@ -157,7 +147,7 @@ class Fused:
         return found
 
     def _read(self, nodes: list[Node]) -> dict[Node, int]:
-        """Bytes of what nodes of one kernel read that they do not make, each charged to the first that reads it."""
+        """Return node -> the bytes from outside the kernel that it is the first to read."""
         found: dict[Node, int] = {}
         charged = set(nodes)
         for node in nodes:
@@ -167,12 +157,12 @@ class Fused:
         return found
 
     def _written(self, node: Node, counts: Callable[[Kernel | None], bool]) -> int:
-        """Bytes that kernels read of a node for which it is written."""
+        """Return the bytes of a node's values that are read by kernels for which ``counts`` holds."""
         reads = {read: None for user, read in self.fusion.readers(node) if counts(self.fusion.kernel.get(user))}
         return sum(map(self.nbytes, reads))
 
     def _fused_readers(self, node: Node, backward: Collection[Node]) -> tuple[set[Kernel], set[Node]]:
-        """The generated kernels of backward that read a node, and what they read: itself, or members of its tuple."""
+        """Return the generated backward kernels that read a node, and the values that they read."""
         kernels, values = set[Kernel](), set[Node]()
         for user, value in self.fusion.readers(node):
             kernel = self.fusion.kernel.get(user)
@@ -182,20 +172,20 @@ class Fused:
         return kernels, values
 
     def _is_reduced_apart(self, node: Node, backward: Collection[Node]) -> bool:
-        """Whether a node reduces rows, and no kernel of backward that reads it has these at hand."""
+        """Whether a node reduces rows and no backward kernel that reads it loops over the same rows."""
         loop = loop_of(node)
         readers = (self.fusion.kernel.get(user) for user, _ in self.fusion.readers(node) if user in backward)
         return loop is not None and loop.row is not None and all(k is None or k.loop != loop for k in readers)
 
     def _of_second(self, node: Node) -> int:
-        """Bytes of the other kernel of a node: it reads the same, or writes zeros."""
+        """Return the bytes of the second kernel of a node, which reads the same inputs or writes zeros."""
         loop = self.fusion.second[node].loop
         is_zeros = loop is not None and loop.row is None
         return self.nbytes(node) if is_zeros else sum(map(self.nbytes, self.fusion.reads[node]))
 
 
 def _backward_of_both(graph: fx.Graph) -> dict[Node, None]:
-    """The nodes of backward of a joint graph; none in a graph of forward or backward alone."""
+    """Return the backward nodes of a joint graph; none for a graph of forward or backward alone."""
     backward = backward_nodes(graph) if is_joint(graph) else {}
     outputs = graph.output_node().all_input_nodes
     return backward if any(node.op != "placeholder" and node not in backward for node in outputs) else {}

@@ -1,4 +1,4 @@
-"""Links between devices: how long bytes take from one to another."""
+"""Describe the links between devices: how long a transfer takes from one to another."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from splitkit.errors import CostError, nearest
 
 Array = npt.NDArray[np.float64]
 SLOWEST, LONGEST_WAIT = 1e-12, 1e12
-"""Of a link: what is beyond them carries nothing, and has no times that can be added up."""
+"""Limits of a link's bandwidth (bytes per second) and latency (seconds): beyond them, sums of times lose precision."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of one wire.
+    """One direction of a connection between two devices.
 
     Attributes:
-        bandwidth: bytes a second.
+        bandwidth: bytes per second.
         latency: seconds before the first byte arrives.
         source: where the figures come from.
 
     Raises:
-        CostError: SK322 for figures that make no sense.
+        CostError: SK322 for impossible figures.
     """
 
     bandwidth: float
@@ -49,12 +49,12 @@ class Link:
             object.__setattr__(self, name, float(getattr(self, name)))
 
     def seconds(self, nbytes: float) -> float:
-        """Seconds for one message."""
+        """Return the seconds that one message takes."""
         return self.latency + nbytes / self.bandwidth
 
 
-# Bandwidths are peaks of one direction: vendors add both up for NVLink. Latencies are in no data sheet: these are round
-# figures of the order that p2pBandwidthLatencyTest (NVLink, PCIe) and RDMA through a switch (Ethernet) show.
+# Bandwidths are peaks of one direction; the vendors' figures for NVLink add up both. No data sheet gives latencies:
+# these are round figures of the order that p2pBandwidthLatencyTest (NVLink, PCIe) and RDMA through a switch show.
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/nvlink/"
 _AMD = "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html"
 _PCI = "https://pcisig.com/specifications: 16 lanes, 128b/130b"
@@ -76,7 +76,7 @@ PRESETS: Mapping[str, Link] = {
 
 
 def _link(link: object) -> Link:
-    """A link, or the preset of that name, whatever its case, hyphens and spaces."""
+    """Return the given link, or the preset of a name; case, hyphens and spaces do not matter."""
     if isinstance(link, Link):
         return link
     if isinstance(link, str):
@@ -94,15 +94,16 @@ def _plain(name: str) -> str:
 
 @dataclass(frozen=True)
 class Links:
-    """Between any two devices of a machine or cluster; nobody else uses a link at the same time.
+    """The links between the devices of a machine or cluster, without contention: each transfer has its link alone.
 
-    A device is whatever a plan calls it: a number, ``"cuda:1"``, a ``torch.device`` (the same as its text).
+    A device has the name that a plan gives it: a number, ``"cuda:1"``, or a ``torch.device`` (the same as its text).
 
     Attributes:
         between: the link of any two devices that no other field names; ``None`` if they have none.
-        inside: the link of two devices of one node, where there are nodes.
-        size: devices of a node, 0 where there are none. Device ``i``, or ``"cuda:i"``, is on node ``i // size``.
-        pairs: links of single (source, target) pairs.
+        inside: the link of two devices of one cluster node, if there are cluster nodes.
+        size: number of devices of a cluster node, 0 without nodes. Device ``i``, or ``"cuda:i"``, is on node
+            ``i // size``.
+        pairs: (source, target) -> the link of that pair.
     """
 
     between: Link | None = None
@@ -129,29 +130,33 @@ class Links:
 
     @classmethod
     def preset(cls, name: str) -> Links:
-        """The same known link between any two devices: ``"nvlink4"``, ``"pcie5"`` and the others of
-        `PRESETS`.
+        """Return links that are all the same known link, such as ``"nvlink4"`` or ``"pcie5"`` (see `PRESETS`).
 
         Raises:
-            CostError: SK322 if there is none of that name.
+            CostError: SK322 if no link has that name.
         """
         return cls(_link(name))
 
     @classmethod
     def uniform(cls, bandwidth: float, latency: float = 0.0) -> Links:
-        """The same link between any two devices: bytes a second, and seconds before the first.
+        """Return links that are all the same, from bytes per second and seconds of latency.
 
         Raises:
-            CostError: SK322 for figures that make no sense.
+            CostError: SK322 for impossible figures.
         """
         return cls(Link(bandwidth, latency))
 
     @classmethod
     def nodes(cls, size: int, inside: str | Link, between: str | Link) -> Links:
-        """Nodes of ``size`` devices: ``Links.nodes(8, inside="nvlink4", between="ethernet400")``.
+        """Return the links of a cluster: ``Links.nodes(8, inside="nvlink4", between="ethernet400")``.
+
+        Args:
+            size: devices per cluster node.
+            inside: the link of two devices of one node.
+            between: the link of two devices of different nodes.
 
         Raises:
-            CostError: SK322 if ``size`` is no positive number or a link is not known.
+            CostError: SK322 if ``size`` is no positive whole number or a link is unknown.
         """
         if not is_whole(size, 1):
             raise CostError("SK322", f"a node of {shown(size)} devices", "Give a whole number, 1 or more.")
@@ -161,15 +166,15 @@ class Links:
     def matrix(
         cls, bandwidth: npt.ArrayLike, latency: npt.ArrayLike = 0.0, devices: Sequence[Hashable] | None = None
     ) -> Links:
-        """A link for each (source, target): row sends to column; the diagonal is not looked at.
+        """Return a link for each (source, target) pair: rows send, columns receive, and the diagonal is ignored.
 
         Args:
-            bandwidth: ``[k, k]``, bytes a second.
-            latency: ``[k, k]``, or one number; seconds.
-            devices: what the rows are called, ``0 .. k - 1`` if not given.
+            bandwidth: array ``[k, k]`` of bytes per second.
+            latency: array ``[k, k]`` or one number, in seconds.
+            devices: names of the rows, by default ``0 .. k - 1``.
 
         Raises:
-            CostError: SK322 if the shapes do not fit or a figure makes no sense; names the pair.
+            CostError: SK322 if the shapes do not fit or a figure is impossible.
         """
         try:
             speeds, waits = np.asarray(bandwidth, float), np.asarray(latency, float)
@@ -195,16 +200,16 @@ class Links:
     def measured(
         cls, devices: Sequence[torch.device | str], sizes: Sequence[int] = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
     ) -> Links:
-        """Time copies between torch devices that exist, and fit latency and bandwidth to them.
+        """Time copies between torch devices of this machine, and fit latency and bandwidth to the times.
 
         Two names of the CPU (``"cpu:0"``, ``"cpu:1"``) measure copies in memory.
 
         Args:
-            devices: two or more; each pair is timed both ways, one at a time.
-            sizes: bytes of the copies, two or more.
+            devices: two or more devices; each pair is timed in both directions, one at a time.
+            sizes: two or more sizes of copies, in bytes.
 
         Raises:
-            CostError: SK322 if there are fewer, or one of the devices does not exist.
+            CostError: SK322 if there are fewer devices or sizes, or a device does not exist.
         """
         names = _names_of(devices, 0)
         if len(set(names)) < 2 or len(set(names)) != len(names):
@@ -219,7 +224,7 @@ class Links:
         return cls(pairs=pairs)
 
     def link(self, source: Hashable, target: Hashable) -> Link:
-        """The link from one device to another.
+        """Return the link from one device to another.
 
         Raises:
             CostError: SK322 if there is none.
@@ -235,17 +240,17 @@ class Links:
         return found
 
     def seconds(self, source: Hashable, target: Hashable, nbytes: float) -> float:
-        """Seconds to send ``nbytes`` in one message; 0 within one device.
+        """Return the seconds to send ``nbytes`` in one message; 0 within one device.
 
         Raises:
-            CostError: SK322 if there is no such link, or ``nbytes`` is no number, or negative.
+            CostError: SK322 if there is no such link, or ``nbytes`` is negative or no number.
         """
         if not is_number(nbytes):
             raise CostError("SK322", f"{shown(nbytes)} bytes from {source} to {target}", "Give 0 or more.")
         return 0.0 if _name(source) == _name(target) else self.link(source, target).seconds(nbytes)
 
     def to_arrays(self, devices: Sequence[Hashable]) -> tuple[Array, Array]:
-        """Latency and bandwidth for solvers: ``[k, k]`` each, row sends to column; the diagonal is 0 and infinite.
+        """Return latency and bandwidth as ``[k, k]`` arrays (rows send); the diagonals are 0 and infinite.
 
         Raises:
             CostError: SK322 if two devices have no link.
@@ -265,7 +270,7 @@ def _name(device: Hashable) -> Hashable:
 
 
 def _names_of(devices: object, count: int) -> list[Hashable]:
-    """What devices are called, ``0 .. count - 1`` if nothing is said."""
+    """Return the names of devices, ``0 .. count - 1`` by default."""
     found = list(range(count)) if devices is None else items_of(devices)
     if found is None or not all(isinstance(name, Hashable) for name in found):
         raise CostError("SK322", f"devices are {shown(devices)}", 'List their names: [0, 1], or ["cuda:0", "cuda:1"].')
@@ -273,7 +278,7 @@ def _names_of(devices: object, count: int) -> list[Hashable]:
 
 
 def _rank(device: Hashable) -> int:
-    """Of ``3`` and ``"cuda:3"``: 3."""
+    """Return the number of a device: 3 for ``3`` and for ``"cuda:3"``."""
     number: Any = device.rpartition(":")[2] if isinstance(device, str) else device
     if isinstance(number, str) and number.isdecimal():
         return int(number)
@@ -283,18 +288,18 @@ def _rank(device: Hashable) -> int:
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
-    """The link whose times deviate least, relative to each (least squares); latency is not below 0."""
+    """Return the link with the least sum of squared relative errors of its times; its latency is not negative."""
     n, t = np.asarray(sizes, float), np.asarray(seconds, float)
     (latency, slope), *_ = np.linalg.lstsq(np.stack([1 / t, n / t], 1), np.ones_like(t), rcond=None)
     if latency < 0:
         latency, slope = 0.0, float((n / t).sum() / ((n / t) ** 2).sum())
-    if slope <= 0:  # larger copies took no longer: nothing but latency was seen
+    if slope <= 0:  # larger copies took no longer: the times show latency only
         return Link(math.inf, float(t.mean()))
     return Link(float(1 / slope), float(latency))
 
 
 def _copy_seconds(source: str, target: str, nbytes: int, repeats: int = 10) -> float:
-    """The shortest of some copies of ``nbytes``; the median would hold what else the machine does."""
+    """Return the shortest time of several copies of ``nbytes``; a median would include other work of the machine."""
     try:
         sent = torch.ones(nbytes, dtype=torch.uint8, device=source)
         received = torch.empty(nbytes, dtype=torch.uint8, device=target)
@@ -319,11 +324,11 @@ def _wait(places: Sequence[torch.device]) -> None:
             torch.get_device_module(place).synchronize(place)
 
 
-def links_of(links: object) -> Links | None:
-    """Links, the preset of that name, or none for ``None``.
+def as_links(links: object) -> Links | None:
+    """Return given links, the preset of a name, or ``None`` for ``None``.
 
     Raises:
-        CostError: SK322 for another name, and for anything else.
+        CostError: SK322 for an unknown name or any other object.
     """
     if links is None or isinstance(links, Links):
         return links

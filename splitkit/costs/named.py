@@ -1,4 +1,4 @@
-"""Prices that a policy asks for by name, whatever costs it is given: those under a compiler that fuses."""
+"""Resolve cost models that a policy names (``price="fused"``), whatever costs it is given."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from splitkit.checks import is_word, shown
 from splitkit.costs import Costs, Device, Fused, default, fused
 from splitkit.costs.devices import devices
 from splitkit.errors import PolicyError
+from splitkit.graph.byte_sizes import nodes_without_values
 from splitkit.graph.dataflow import Dataflow
-from splitkit.graph.sizes import missing
 from splitkit.graph.storages import tensors
 from splitkit.graph.symbols import value_of
 from splitkit.prices import as_given
 
 Price = Literal["fused"]
-"""Prices by name. ``"fused"``: `splitkit.costs.fused`, for Inductor, under which a chain of pointwise ops costs one
-read and one write; costs of single ops overprice such a chain."""
+"""Name of a cost model. ``"fused"`` is `splitkit.costs.fused`, for Inductor, where a chain of pointwise ops costs one
+read and one write; prices of single ops are too high for such a chain."""
 
 _A_GPU = "a100"
 
 
 def require_price(policy: object, price: object) -> None:
-    """Refuse what is neither ``None`` nor the name of prices.
+    """Raise unless ``price`` is ``None`` or the name of a cost model.
 
     Raises:
         PolicyError: SK302.
@@ -39,7 +39,7 @@ def require_price(policy: object, price: object) -> None:
 
 
 def priced(flow: Dataflow, costs: Costs, price: Price | None) -> Costs:
-    """The costs as they are, or the prices of that name for the graph, on the device of the costs if they have one.
+    """Return the costs unchanged, or the named cost model of the graph, on the device of the costs if they have one.
 
     Raises:
         GraphError: SK102 for a graph without ``meta["val"]``.
@@ -52,12 +52,12 @@ def priced(flow: Dataflow, costs: Costs, price: Price | None) -> Costs:
 
 
 def by_inductor(gm: fx.GraphModule) -> Costs:
-    """Fused prices on the device where the values of a graph live; one second a node where sizes are unknown."""
-    return default(gm) if missing(gm.graph) else fused(gm, device_of(gm), tf32=_rounds())
+    """Return fused costs on the device of the graph's values, or one second for each node if sizes are unknown."""
+    return default(gm) if nodes_without_values(gm.graph) else fused(gm, device_of(gm), tf32=_rounds())
 
 
 def device_of(gm: fx.GraphModule) -> str:
-    """The known device where most values of a graph live: the CPU, the GPU of this machine, or else an A100."""
+    """Return the device where most values of a graph lie: the CPU, this machine's GPU if known, or an A100."""
     on = [t.device.type for node in gm.graph.nodes for t in tensors(value_of(node))]
     if 2 * on.count("cpu") >= len(on):
         return "cpu"
@@ -65,9 +65,9 @@ def device_of(gm: fx.GraphModule) -> str:
 
 
 def known_device(name: str) -> str | None:
-    """The known device that a driver calls so: ``"NVIDIA GeForce RTX 4090"`` -> ``"rtx-4090"``.
+    """Return the known device for a driver's name of a GPU: ``"NVIDIA GeForce RTX 4090"`` -> ``"rtx-4090"``.
 
-    ``None`` for every other one, also for a faster or slower variant such as ``"RTX 3060 Ti"``.
+    Returns ``None`` for any other GPU, including faster or slower variants such as ``"RTX 3060 Ti"``.
     """
     text = re.sub(r"[\s_]", "-", name.lower())
     variant = r"(?!-(ti|super|laptop|mobile|d)\b)"

@@ -1,11 +1,12 @@
-"""Seconds by the roofline: a node takes as long as its arithmetic or its memory traffic, and a kernel's start.
+"""Estimate seconds by the roofline model: the time of a node's arithmetic or memory traffic, plus a kernel launch.
 
 ::
 
     seconds = max(FLOPs / peak of the dtype, bytes moved / bandwidth) + launch
 
-Williams, Waterman, Patterson: Roofline (CACM 2009). A node is one kernel, also where it is made of several ops
-(``linear``, ``layer_norm``, attention): it reads its inputs and writes its outputs. No fusion of nodes, no caches.
+Source: Williams, Waterman, Patterson: Roofline (CACM 2009). Each node counts as one kernel that reads its inputs and
+writes its outputs, even if it is composed of several ops (``linear``, ``layer_norm``, attention). The model has no
+fusion of nodes and no caches.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit._torch import HigherOrderOperator
-from splitkit.brief import brief
-from splitkit.costs.counting import Count, Flops, bodies, counter_of
 from splitkit.costs.devices import Device, find_device
-from splitkit.costs.traffic import moved_bytes, operands, written_bytes
+from splitkit.costs.formulas.flop_count import Count, CountedCosts, Flops, counted_bodies, counter_of
+from splitkit.costs.formulas.traffic import moved_bytes, operands, written_bytes
+from splitkit.graph.byte_sizes import require_values
 from splitkit.graph.dataflow import Dataflow, root_of
-from splitkit.graph.fakecalls import rounds
+from splitkit.graph.fake_calls import body_calls
 from splitkit.graph.scope import Scope, region_kind, scopes
-from splitkit.graph.sizes import require_values
 from splitkit.graph.storages import tensors
 from splitkit.graph.symbols import value_of
+from splitkit.short_repr import brief
 
 
 def roofline(gm: fx.GraphModule | Dataflow, device: str | Device = "a100", *, tf32: bool = False) -> Roofline:
-    """Costs in estimated seconds on a device: on that one only, by its data sheet, whatever runs the graph here.
+    """Return costs in estimated seconds on a device, by its data sheet, whatever machine this runs on.
 
-    For times of this machine measure them (`splitkit.costs.measured`): ``"cpu"`` is some CPU, which may be ten and more
-    times as fast as the one at hand.
+    For the times of this machine, measure them with `splitkit.costs.measured`. The device ``"cpu"`` is a generic
+    server, which may be ten or more times as fast as the machine at hand.
 
     Args:
         gm: the graph, or facts about it.
@@ -42,8 +43,8 @@ def roofline(gm: fx.GraphModule | Dataflow, device: str | Device = "a100", *, tf
         tf32: whether products of float32 may be rounded, as by ``torch.set_float32_matmul_precision("high")``.
 
     Raises:
-        GraphError: SK101 when it is no graph, SK102 when nodes have no ``meta["val"]``.
-        CostError: SK321 when no device is called so.
+        GraphError: SK101 if ``gm`` is no graph, SK102 if nodes have no ``meta["val"]``.
+        CostError: SK321 if no device has that name.
     """
     root = root_of(gm)
     require_values(root.graph)
@@ -51,8 +52,8 @@ def roofline(gm: fx.GraphModule | Dataflow, device: str | Device = "a100", *, tf
 
 
 @dataclass(frozen=True)
-class Roofline:
-    """See `roofline`; ``counter`` counts its FLOPs."""
+class Roofline(CountedCosts):
+    """The costs of `roofline`; ``counter`` counts their FLOPs."""
 
     gm: fx.GraphModule
     device: Device
@@ -73,7 +74,7 @@ class Roofline:
         return f"roofline of {self.device.name}"
 
     def seconds(self, node: Node) -> float:
-        """Seconds of the kernel; 0 for what starts none: views, allocations, inputs, attributes, state ops."""
+        """Seconds of the node's kernel; 0 for nodes without one: views, allocations, inputs, attributes, state ops."""
         if node not in self._found:
             self._found[node] = self._of(node)
         return self._found[node]
@@ -81,29 +82,17 @@ class Roofline:
     def _of(self, node: Node) -> float:
         count = self.counter.count(node)
         if isinstance(node.target, HigherOrderOperator):
-            inner = [self._of_body(body) for body in bodies(self.gm, node)]
+            inner = [self._of_body(body) for body in counted_bodies(self.gm, node)]
             if inner:
-                return max(inner) if node.target is torch.ops.higher_order.cond else sum(inner) * rounds(node)
+                return max(inner) if node.target is torch.ops.higher_order.cond else sum(inner) * body_calls(node)
         if not count.counted and not written_bytes(self.gm, node, count):
             return 0.0
         compute = count.flops / self.device.rate(self._dtype(node, count))
         return max(compute, self.moved(node) / self.device.bandwidth) + self.device.launch
 
-    def flops(self, node: Node) -> float:
-        """As `splitkit.costs.flops`."""
-        return self.counter.flops(node)
-
     def moved(self, node: Node) -> int:
         """Bytes that the node's kernel reads and writes."""
         return moved_bytes(self.gm, node, self.counter.count(node))
-
-    def nbytes(self, node: Node) -> int:
-        """Bytes of the node's value."""
-        return self.counter.nbytes(node)
-
-    def param_bytes(self, node: Node) -> int:
-        """Bytes of the parameters and buffers that the node reads."""
-        return self.counter.param_bytes(node)
 
     def _of_body(self, body: fx.GraphModule) -> float:
         if body not in self._bodies:
@@ -112,7 +101,7 @@ class Roofline:
         return self._bodies[body]
 
     def _dtype(self, node: Node, count: Count) -> torch.dtype | str:
-        """In which the node computes: products in that of their first operand, all else in float32 or wider."""
+        """Return the dtype of a node's arithmetic: for products that of the first operand, else float32 or wider."""
         dtypes = [t.dtype for t in (*operands(self.gm, node), *tensors(value_of(node)))]
         if not count.counted:
             wide = [d for d in dtypes if d == torch.float64 or d.is_complex]
@@ -123,7 +112,7 @@ class Roofline:
         return "tf32" if self.tf32 and first == torch.float32 else first
 
     def _autocast(self, node: Node) -> torch.dtype | None:
-        """The dtype of the innermost autocast region of the node's device, ``None`` if it is off."""
+        """Return the dtype of the innermost autocast region of the node's device, ``None`` if there is none."""
         made: torch.Tensor | None = next(tensors(value_of(node)), None)
         scope = self._scopes.get(node)
         if made is None or scope is None:

@@ -1,8 +1,8 @@
-"""Costs of forward and backward together: by formula from a forward graph, exactly from a joint one.
+"""Price forward and backward together: by formula for a forward graph, exactly for a joint one.
 
-By formula, the backward of a product is one product for each factor that requires grad, that of fused attention 2.5
-times its forward (five products for two: the scores are computed again; Dao, FlashAttention-2, 2023, section 4.1, and
-torch's counter), that of any other op as dear as its forward, and that of a view nothing.
+By formula, the backward of a product is one product for each factor that requires grad. The backward of fused attention
+is 2.5 times its forward: five products for two, as the scores are recomputed (Dao, FlashAttention-2, 2023, section 4.1;
+torch's counter agrees). The backward of any other op costs as much as its forward, and that of a view nothing.
 """
 
 from __future__ import annotations
@@ -15,43 +15,44 @@ from torch import fx, nn
 from torch.fx import Node
 
 from splitkit._torch import pytree
-from splitkit.brief import brief
 from splitkit.checks import is_number, shown
-from splitkit.costs.counting import Flops, counter_of
+from splitkit.costs.base import WrappedCosts
+from splitkit.costs.formulas.flop_count import Flops, counter_of
 from splitkit.errors import CostError
+from splitkit.graph.byte_sizes import require_values
 from splitkit.graph.dataflow import Dataflow, facts_of
-from splitkit.graph.fakecalls import name_of, target_of
+from splitkit.graph.fake_calls import op_name, target_of
 from splitkit.graph.gradients import Gradients
-from splitkit.graph.joint import is_joint, owners
-from splitkit.graph.sizes import require_values
+from splitkit.graph.joint_marks import forward_owners, is_joint
 from splitkit.graph.symbols import value_of
 from splitkit.prices import Costs, as_given, checked, includes_backward, unit_of
+from splitkit.short_repr import brief
 
-# Ops of which the first argument is added to the product of the next two.
+# Ops that add their first argument to the product of the next two.
 _ADDED = frozenset(("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation"))
-# Ops of two factors; what else they take (a bias) costs no product.
+# Ops of two factors; their other arguments (a bias) cost no product.
 _PAIRS = _ADDED | {
     "linear", "matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "__matmul__", "_grouped_mm", "grouped_mm",
     "convolution", "_convolution", "conv1d", "conv2d", "conv3d",
     "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
 }  # fmt: skip
 _SDPA = "scaled_dot_product_attention"
-_ATTENTION = 2.5  # products in backward for one in forward, where the scores are computed again
+_ATTENTION = 2.5  # products in backward per product in forward, with recomputed scores (see above)
 
 
 def training(costs: Costs, gm: fx.GraphModule | Dataflow | None = None) -> FromFormula | FromJoint:
     """Wrap costs of a graph so that the price of a forward node includes its backward.
 
-    For a joint graph, each backward node's price is added to the forward node that it came from, and is 0 itself; for
-    a forward graph, backward is estimated. ``.source`` says which.
+    For a joint graph, the price of each backward node is added to the forward node that it came from, and the backward
+    node itself costs 0. For a forward graph, backward is estimated. The attribute ``source`` says which it is.
 
     Args:
-        costs: of the nodes of ``gm``: any with the four methods.
-        gm: the graph, or facts about it; not needed where ``costs`` has an attribute ``gm`` that says it.
+        costs: costs of the nodes of ``gm``: any object with the methods of `Costs`.
+        gm: the graph, or facts about it; not needed if ``costs`` has an attribute ``gm``.
 
     Raises:
-        CostError: SK323 if the graph is not known, or ``costs`` are none, or include backward already.
-        GraphError: SK102 when nodes have no ``meta["val"]``.
+        CostError: SK323 if the graph is not known, or if ``costs`` are no costs or include backward already.
+        GraphError: SK102 if nodes have no ``meta["val"]``.
     """
     if includes_backward(as_given(costs)):
         reason = f"{type(as_given(costs)).__name__} includes backward already"
@@ -71,15 +72,15 @@ def training(costs: Costs, gm: fx.GraphModule | Dataflow | None = None) -> FromF
 
 
 def with_backward(costs: Costs, flow: Dataflow) -> Costs:
-    """Costs that include the backward of a node: themselves if they do, else `training` of them."""
+    """Return costs that include backward: ``costs`` if they do, else ``training(costs)``."""
     return costs if includes_backward(costs) else training(costs, flow)
 
 
-def told_apart(costs: Costs, node: Node) -> tuple[float, float]:
-    """Seconds of a node's forward and of its backward, by costs that include both.
+def forward_and_backward(costs: Costs, node: Node) -> tuple[float, float]:
+    """Return the seconds of a node's forward and of its backward, by costs that include both.
 
     Raises:
-        CostError: SK323 for what are none.
+        CostError: SK323 if the costs do not give a valid ratio of the two.
     """
     given = as_given(costs)
     ratio = given.backward(node)
@@ -94,16 +95,30 @@ def told_apart(costs: Costs, node: Node) -> tuple[float, float]:
     return forward, both - forward
 
 
+class _WithBackward(WrappedCosts):
+    source: str
+
+    @property
+    def note(self) -> str:
+        """A text for reports: the costs of forward, and the source of backward."""
+        return ", ".join(filter(None, (getattr(self.costs, "note", ""), f"backward {self.source}")))
+
+    @property
+    def unit(self) -> str:
+        """The unit of the costs of forward."""
+        return unit_of(self.costs)
+
+
 @dataclass(frozen=True)
-class FromFormula:
-    """See `training`: forward graphs.
+class FromFormula(_WithBackward):
+    """The costs of `training` for a forward graph.
 
     Attributes:
-        costs: what a node costs in forward.
+        costs: the costs of forward.
         flow: facts about the forward graph.
-        source: for reports.
+        source: how backward is priced, for reports.
         gradients: which nodes have a backward.
-        counter: what counts their FLOPs: that of ``costs``, if they have one.
+        counter: the counter of their FLOPs, shared with ``costs`` if those have one.
     """
 
     costs: Costs
@@ -125,16 +140,6 @@ class FromFormula:
         """The forward graph."""
         return self.flow.root
 
-    @property
-    def note(self) -> str:
-        """What was added to which prices, for reports."""
-        return _note(self.costs, self.source)
-
-    @property
-    def unit(self) -> str:
-        """What the costs of forward count."""
-        return unit_of(self.costs)
-
     def seconds(self, node: Node) -> float:
         """Seconds of forward and backward."""
         return self.costs.seconds(node) * (1 + self.backward(node))
@@ -142,14 +147,6 @@ class FromFormula:
     def flops(self, node: Node) -> float:
         """FLOPs of forward and backward."""
         return self.costs.flops(node) * (1 + self.backward(node))
-
-    def nbytes(self, node: Node) -> int:
-        """Bytes of the node's value; its gradient has as many, if it has one."""
-        return self.costs.nbytes(node)
-
-    def param_bytes(self, node: Node) -> int:
-        """Bytes of the parameters and buffers that the node reads."""
-        return self.costs.param_bytes(node)
 
     def backward(self, node: Node) -> float:
         """How many times its forward the node costs in backward."""
@@ -165,16 +162,16 @@ class FromFormula:
         return (_ATTENTION * fused + products) / count.counted
 
     def _given(self, node: Node) -> list[bool]:
-        """For each tensor that ``node`` takes whether it requires grad."""
+        """Return for each tensor among the node's arguments whether it requires grad."""
         reads = self.gradients.reads[node]
         return [n in reads for n in pytree.tree_leaves((node.args, node.kwargs)) if _is_tensor(n)]
 
     def _factors(self, node: Node, given: list[bool]) -> float:
-        """Products in backward for one in forward: one for each factor that requires grad."""
+        """Return the products in backward per product in forward: one for each factor that requires grad."""
         target = target_of(self.gm, node)
         if isinstance(target, nn.Module):
             return float(any(given) + _weighs(target))
-        name = name_of(target)
+        name = op_name(target)
         if name == _SDPA:  # query @ key.T, and its product with value; each of them twice
             query, key, value = given[:3]
             return ((query or key) + query + key + value) / 2
@@ -183,15 +180,11 @@ class FromFormula:
         return float(any(first) + any(others))
 
 
-def _note(costs: Costs, source: str) -> str:
-    return ", ".join(filter(None, (getattr(costs, "note", ""), f"backward {source}")))
-
-
 def _no_kernel(node: Node, given: list[bool]) -> bool:
-    """Whether torch takes no fused kernel: that of the CPU has no gradient for a mask (as T5 learns one)."""
+    """Whether torch runs attention without a fused kernel: the CPU's has no gradient of a mask, which T5 learns."""
     made = value_of(node)
     on_cpu = isinstance(made, torch.Tensor) and made.device.type == "cpu"
-    return on_cpu and name_of(node.target) == _SDPA and any(given[3:])
+    return on_cpu and op_name(node.target) == _SDPA and any(given[3:])
 
 
 def _is_tensor(value: object) -> bool:
@@ -206,13 +199,13 @@ def _weighs(module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class FromJoint:
-    """See `training`: joint graphs of forward and backward.
+class FromJoint(_WithBackward):
+    """The costs of `training` for a joint graph of forward and backward.
 
     Attributes:
-        costs: what a node of the joint graph costs.
+        costs: the costs of the joint graph's nodes.
         gm: the joint graph.
-        source: for reports.
+        source: how backward is priced, for reports.
         owner: backward node -> the forward node that it came from.
     """
 
@@ -225,24 +218,14 @@ class FromJoint:
     __repr__ = brief
 
     def __post_init__(self) -> None:
-        owner, owned = owners(self.gm.graph), dict[Node, list[Node]]()
+        owner, owned = forward_owners(self.gm.graph), dict[Node, list[Node]]()
         for node, forward in owner.items():
             owned.setdefault(forward, []).append(node)
         object.__setattr__(self, "owner", owner)
         object.__setattr__(self, "_owned", owned)
 
-    @property
-    def note(self) -> str:
-        """What was added to which prices, for reports."""
-        return _note(self.costs, self.source)
-
-    @property
-    def unit(self) -> str:
-        """What the costs of forward count."""
-        return unit_of(self.costs)
-
     def of(self, node: Node) -> list[Node]:
-        """The nodes that ``node`` pays for: itself and its backward; none for a backward node."""
+        """Return the nodes whose prices ``node`` includes: itself and its backward nodes; none for a backward node."""
         return [] if node in self.owner else [node, *self._owned.get(node, ())]
 
     def seconds(self, node: Node) -> float:
@@ -252,11 +235,3 @@ class FromJoint:
     def flops(self, node: Node) -> float:
         """FLOPs of forward and backward; 0 for a backward node."""
         return sum(map(self.costs.flops, self.of(node)))
-
-    def nbytes(self, node: Node) -> int:
-        """Bytes of the node's value."""
-        return self.costs.nbytes(node)
-
-    def param_bytes(self, node: Node) -> int:
-        """Bytes of the parameters and buffers that the node reads."""
-        return self.costs.param_bytes(node)

@@ -1,4 +1,4 @@
-"""Costs that know nothing: every node takes as long as any other."""
+"""Price every node the same."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import ClassVar
 from torch import fx
 from torch.fx import Node
 
-from splitkit.brief import brief
+from splitkit.costs.base import GraphCosts
 from splitkit.graph.dataflow import Dataflow, root_of
 from splitkit.graph.scope import is_state_op
-from splitkit.graph.sizes import read_bytes, value_bytes
+from splitkit.short_repr import brief
 
 
 def unit(gm: fx.GraphModule | Dataflow) -> Unit:
-    """One FLOP, and one unit of time, for every node that a policy places: counts of nodes, printed as such.
+    """Return costs of one FLOP and one second for every node that a policy places; reports print them as node counts.
 
     Args:
         gm: the graph, or facts about it.
 
     Raises:
-        GraphError: SK101 when it is no graph.
+        GraphError: SK101 if ``gm`` is no graph.
     """
     return Unit(root_of(gm))
 
 
 @dataclass(frozen=True)
-class Unit:
-    """See `unit`. Bytes are real where ``meta["val"]`` is there, else 0."""
+class Unit(GraphCosts):
+    """The costs of `unit`. Bytes are those of ``meta["val"]``, or 0 without it."""
 
     gm: fx.GraphModule
     unit: ClassVar[str] = "nodes"
@@ -44,11 +44,3 @@ class Unit:
     def flops(self, node: Node) -> float:
         """As `seconds`."""
         return self.seconds(node)
-
-    def nbytes(self, node: Node) -> int:
-        """Bytes of the node's value, 0 if unknown."""
-        return value_bytes(node)
-
-    def param_bytes(self, node: Node) -> int:
-        """Bytes of the parameters and buffers that the node reads."""
-        return read_bytes(self.gm, node)

@@ -1,1 +1,4 @@
-"""Carries out a plan and decides nothing: complete, check, cut, emit, join again; only this room builds graphs."""
+"""The engine carries out plans: it completes and checks them, writes the modules of the parts, and inlines them again.
+
+It decides nothing. Only this package builds graphs.
+"""

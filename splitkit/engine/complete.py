@@ -1,4 +1,4 @@
-"""From a policy's plan to a place for every node, and the rules that a plan must keep."""
+"""Complete a policy's plan, so that every node has a place, and check that the plan keeps the graph's semantics."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Literal, NoReturn
 import torch
 from torch.fx import Node
 
-from splitkit.engine.opaque import check_opaque, read_in_time
+from splitkit.engine.opaque import check_opaque, hoist_rebindable_reads
 from splitkit.errors import PlanError
 from splitkit.graph.dataflow import Dataflow
-from splitkit.graph.effects import NO_MEMORY, Memory, memory_of
+from splitkit.graph.shared_memory import NO_MEMORY, Memory, memory_classes
 from splitkit.graph.storages import Lookup, attribute, storage_key
-from splitkit.plans.localize import recompute_locally
-from splitkit.plans.parts import HOST, PartKey
+from splitkit.plans.local_copies import recompute_locally
+from splitkit.plans.parts import PARENT, PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import require_parts
 
 
-def complete(flow: Dataflow, plan: Plan, parameters: Literal["own", "hoist"] = "own") -> Plan:
-    """Give every node a place.
+def complete_plan(flow: Dataflow, plan: Plan, parameters: Literal["own", "hoist"] = "own") -> Plan:
+    """Return the plan with a place for every node.
 
-    Inputs and the output go to the host, members of a tuple to its producer, attributes to each of their readers
-    (with ``parameters="hoist"``, tensors stay in the host and are passed in), and what the plan leaves out stays in
-    the host. So does a buffer that is written and that several parts read: registered in each of them,
-    ``module.double()`` would make it several. State ops have no place: they become scopes.
+    Inputs and the output go to the parent, members of a tuple to its producer, and attributes to each of their readers
+    (with ``parameters="hoist"``, tensors stay in the parent and are passed in). Nodes that the plan leaves out stay in
+    the parent, and so does a buffer that is written and that several parts read: if each part registered it,
+    ``module.double()`` would turn it into several buffers. State ops have no place; they become scopes.
 
     Raises:
-        PlanError: SK201 for nodes of another graph.
+        PlanError: SK201 if the plan places nodes of another graph.
     """
     if not plan.places.keys() <= flow.index.keys():
         _refuse_foreign([n for n in plan if n not in flow.index])
-    places: dict[Node, tuple[PartKey, ...]] = dict.fromkeys(flow.scope, (HOST,))
+    places: dict[Node, tuple[PartKey, ...]] = dict.fromkeys(flow.scope, (PARENT,))
     places |= {n: plan.places[n] for n in flow.nodes if n in plan.places}
     places |= {n: places[producer] for n, producer in flow.followers.items()}
     recompute_locally(flow, places)
@@ -42,15 +42,15 @@ def complete(flow: Dataflow, plan: Plan, parameters: Literal["own", "hoist"] = "
     for node in attributes:
         places[node] = tuple(dict.fromkeys(key for user in node.users for key in places.get(user, ())))
     for node in _hoisted(flow, places, attributes, everything=parameters == "hoist"):
-        places[node] = (HOST,)
-    read_in_time(flow, places)
+        places[node] = (PARENT,)
+    hoist_rebindable_reads(flow, places)
     return replace(plan, places=places)
 
 
 def _refuse_foreign(foreign: list[Node]) -> NoReturn:
     raise PlanError(
         "SK201",
-        f"the plan places {foreign[0]}, which is no node of this graph",
+        f"the plan places {foreign[0]}, which is not a node of this graph",
         "Plan again after editing the graph, or load the plan with Plan.load(path, gm.graph).",
         foreign,
     )
@@ -62,7 +62,7 @@ def _hoisted(
     attributes: Mapping[Node, object],
     everything: bool,
 ) -> list[Node]:
-    """The tensor attributes that the host keeps and passes in."""
+    """Return the tensor attributes that the parent keeps and passes in."""
     tensors = {n: value for n, value in attributes.items() if isinstance(value, torch.Tensor)}
     if everything:
         return list(tensors)
@@ -76,13 +76,13 @@ def _hoisted(
     ]
 
 
-def check(flow: Dataflow, plan: Plan) -> None:
-    """Refuse a plan that cannot be right.
+def check_plan(flow: Dataflow, plan: Plan) -> None:
+    """Raise an error for a plan whose parts could not give the results of the graph.
 
     Raises:
         PlanError: SK202 for copies of nodes that may run only once, SK207 for effects inside a checkpointed part,
-            SK208 for nodes that are needed and planned nowhere, SK209 for a relay around the host. Cycles are found by
-            `splitkit.plans.order.part_order` (SK203).
+            SK208 for nodes that are needed but have no part, SK209 for a relay around the parent, SK217 or SK218 for
+            opaque code (`splitkit.engine.opaque`). `splitkit.plans.part_order.part_order` finds cycles (SK203).
     """
     if plan.routing == "relay":
         require_parts(flow, plan)
@@ -94,7 +94,7 @@ def check(flow: Dataflow, plan: Plan) -> None:
             raise PlanError(
                 "SK202",
                 f"{node.name} is planned in {list(keys)}, but {reason}",
-                "Give it one part. splitkit.rematerialize never copies such nodes.",
+                "Give it one part. splitkit.extend.rematerialize never copies such nodes.",
                 [node],
             )
     if any(part.call == "checkpoint" for part in plan.parts.values()):
@@ -109,36 +109,39 @@ def _check_dropped(flow: Dataflow, plan: Plan) -> None:
             raise PlanError(
                 "SK208",
                 f"{node.name} is planned in no part, but {why}",
-                "Give it a part. splitkit.prune drops only what nobody needs.",
+                "Give it a part. splitkit.extend.prune drops only nodes that nobody needs.",
                 [node],
             )
 
 
 def _check_checkpoints(flow: Dataflow, plan: Plan) -> None:
-    """``torch.utils.checkpoint`` replays random numbers and asserts; it cannot undo a write, a print, or a later write
-    to what the part read."""
+    """Raise SK207 for nodes that ``torch.utils.checkpoint`` could not run again in backward.
+
+    It replays random numbers and asserts. It cannot undo a write or a print, nor a later write to a value that the
+    part read.
+    """
     for node in _fixed_in_time(flow):
         for key in plan.places.get(node, ()):
-            if key is not HOST and plan.parts[key].call == "checkpoint":
+            if key is not PARENT and plan.parts[key].call == "checkpoint":
                 raise PlanError(
                     "SK207",
                     f"part {key!r} is checkpointed and would run {node.name} again in backward, "
-                    f"but {flow.once.get(node, 'what it reads is written by another node')}",
-                    "Move the node to another part, or call that part plainly.",
+                    f"but {flow.once.get(node, 'another node writes the memory that it reads')}",
+                    "Move the node to another part, or use call='plain' for that part.",
                     [node],
                 )
 
 
 def _fixed_in_time(flow: Dataflow) -> dict[Node, None]:
-    """Nodes that may not run again later: writers, impure nodes, and readers of what is written."""
+    """Return the nodes that must not run again later: impure nodes, writers, and readers of written memory."""
     impure = (n for n, e in flow.effects.items() if not e.known or e.impure or e.ambient)
     seeded = (n for n, e in flow.effects.items() if e.random and _has_generator(flow, n))
     return dict.fromkeys([*impure, *seeded, *_users_of_written(flow)])
 
 
 def _users_of_written(flow: Dataflow) -> Iterator[Node]:
-    """Writers, and readers of what is written; what opaque code may reach besides its arguments does not count."""
-    found = memory_of(flow.effects, flow.root)
+    """Yield writers and readers of written memory; opaque code counts with its arguments only."""
+    found = memory_classes(flow.effects, flow.root)
     memory = Memory(found.members, found.written)
     running = ((n, e) for n, e in flow.effects.items() if n.op not in ("placeholder", "get_attr", "output"))
     uses = {n: memory.use(n, e) for n, e in running if n not in flow.followers}
@@ -147,7 +150,7 @@ def _users_of_written(flow: Dataflow) -> Iterator[Node]:
 
 
 def _has_generator(flow: Dataflow, node: Node) -> bool:
-    """Whether ``node`` draws from a generator of its own, which checkpoint does not set back."""
+    """Whether ``node`` draws from a generator of its own, whose state checkpoint does not restore."""
     read = [attribute(flow.root, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
     inputs = any(
         n.op == "placeholder" and not isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes

@@ -1,53 +1,55 @@
-"""Forward and backward as two modules, cut out of a joint graph by a plan."""
+"""Divide a joint graph into forward and backward modules by a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 from torch.fx import Node
 
-from splitkit.brief import brief
 from splitkit.costs import Costs
-from splitkit.engine.complete import check
+from splitkit.display import Shown
+from splitkit.engine.complete import check_plan
 from splitkit.errors import CycleError, PlanError
 from splitkit.graph.storages import storages_shown
 from splitkit.graph.symbols import value_of
 from splitkit.plans.parts import PartKey
 from splitkit.plans.policy import PolicyLike, as_plan
 from splitkit.plans.record import Plan
-from splitkit.shown import Shown
-from splitkit.training.checkpoints import honour
-from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, homes, is_size, nodes_in
-from splitkit.training.order import EmissionOrder, crossing
-from splitkit.training.savedvalues import SavedValue
+from splitkit.short_repr import brief
+from splitkit.training.checkpoints import apply_checkpoints
+from splitkit.training.emission_order import EmissionOrder, saved_for_backward
+from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, is_size, output_nodes, save_all_plan
+from splitkit.training.saved_values import SavedValue
+
+if TYPE_CHECKING:
+    from splitkit.files import PathLike
 
 Places = dict[Node, tuple[PartKey, ...]]
-_SHOWN = 5  # saved values that a pair prints
+_SHOWN = 5  # how many saved values a pair prints
 
 
 @dataclass(frozen=True)
 class Pair(Shown):
-    """The two halves of a training step, in the calling convention that AOTAutograd has for them::
+    """The two halves of a training step, in AOTAutograd's calling convention::
 
         forward(*primals)                    ->  (*outputs, *saved, *sizes)
         backward(*sizes, *saved, *tangents)  ->  gradients
 
-    Nodes of both have the names, and the very ``meta["val"]``, of the joint graph: a saved value is called alike in
-    both, and has the same storage. In a notebook a pair draws how large both are and what is saved; `view` and
-    `to_html` are a page of forward, what is saved, backward and the memory of each step. They take ``costs`` (FLOPs by
-    default), ``memory`` of the device and a ``title``.
+    Nodes of both halves keep the names and the ``meta["val"]`` objects of the joint graph, so a saved value has the
+    same name and the same storage in both. A notebook shows the size of both halves and the saved values; `view` and
+    `to_html` make a page of forward, the saved values, backward, and the memory over time.
 
     Attributes:
-        forward: takes parameters, buffers and inputs; gives the outputs and what backward needs.
-        backward: takes what forward saved and the gradients of outputs; gives gradients.
+        forward: takes parameters, buffers and inputs; returns the outputs and the values that backward needs.
+        backward: takes the values that forward saved and the gradients of the outputs; returns gradients.
         outputs: how many outputs of forward are outputs of the step.
-        saved: names of the saved tensors (and objects), in the order in which they are handed over.
-        sizes: names of the saved symbolic sizes.
-        plan: the complete plan that it was cut by; ``None`` if one of torch's partitioners made it.
+        saved: the names of the saved tensors (and objects), in the order in which they are passed.
+        sizes: the names of the saved symbolic sizes.
+        plan: the complete plan; ``None`` if one of torch's partitioners made the pair.
     """
 
     forward: fx.GraphModule
@@ -61,16 +63,66 @@ class Pair(Shown):
 
     @property
     def saved_values(self) -> tuple[SavedValue, ...]:
-        """What forward saves for backward, the largest first: each with its module, its op and its bytes.
+        """The values that forward saves for backward, the largest first: each with its module, its op and its bytes.
 
-        Several values may be views of one storage, which takes its bytes once.
+        If several values are views of one storage, its bytes exist only once.
         """
         nodes = {node.name: node for node in self.forward.graph.nodes}
         held = storages_shown(self.forward.graph.find_nodes(op="placeholder"))
         return tuple(sorted((SavedValue.of(nodes[name], held) for name in self.saved), key=lambda value: -value.nbytes))
 
+    def view(
+        self,
+        *,
+        height: int | None = None,
+        costs: Costs | None = None,
+        memory: float | str | None = None,
+        title: str = "",
+    ) -> Any:
+        """Return a page of forward, the saved values, backward, and the memory over time.
+
+        A notebook shows the page if this is the last line of a cell.
+
+        Args:
+            height: height of the frame in pixels.
+            costs: prices of the nodes; FLOPs by default.
+            memory: the memory of the device in bytes (or ``"80GiB"``), drawn as a line.
+            title: the text above the picture.
+
+        Raises:
+            ViewError: SK901 if the pair cannot be drawn.
+        """
+        return self._framed(height, costs=costs, memory=memory, title=title)
+
+    def to_html(
+        self,
+        path: PathLike,
+        *,
+        costs: Costs | None = None,
+        memory: float | str | None = None,
+        title: str = "",
+    ) -> None:
+        """Write the page as one file that any browser shows; the options are those of `view`.
+
+        Raises:
+            ViewError: SK901 if the pair cannot be drawn.
+            FileError: SK504 if the file cannot be written; an existing file is then left as it was.
+        """
+        self._write_html(path, costs=costs, memory=memory, title=title)
+
+    def to_svg(
+        self,
+        path: PathLike,
+        *,
+        costs: Costs | None = None,
+        memory: float | str | None = None,
+        title: str = "",
+    ) -> None:
+        """Write a static picture; the options are those of `view`, the errors those of `to_html`."""
+        self._write_svg(path, costs=costs, memory=memory, title=title)
+
     def __str__(self) -> str:
-        """A few lines: the plan, the graphs, how much is saved, and what is largest of it."""
+        """Return a few lines: the sizes of the halves, the note of the plan, and the largest saved values."""
         values = [value for value in self.saved_values if value.nbytes]
         more = [f"  ... and {len(values) - _SHOWN} more"] if len(values) > _SHOWN else []
         forward, backward = len(self.forward.graph.nodes), len(self.backward.graph.nodes)
@@ -85,17 +137,17 @@ class Pair(Shown):
 
     @classmethod
     def of(cls, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> Pair:
-        """Read off what is saved from two modules that keep the calling convention."""
+        """Return the pair of two modules in AOTAutograd's calling convention, which shows the saved values."""
         handed: Any = forward.graph.output_node().args[0][outputs:]  # type: ignore[index]
         sizes = [node.name for node in handed if is_size(node)]
         saved = [node.name for node in handed if node.name not in sizes]
         return cls(forward, backward, outputs, tuple(saved), tuple(sizes))
 
     def run(self, primals: list[Any], tangents: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Run forward, then backward, on real values; yields the outputs and the gradients.
+        """Run forward, then backward, on real values; return the outputs and the gradients.
 
-        Each value is freed after its last use, saved ones during backward, as under AOTAutograd: ``primals`` is
-        emptied, and what the caller does not hold goes as early as possible.
+        As under AOTAutograd, each value is freed after its last use, saved values during backward. For this,
+        ``primals`` is emptied; a primal is freed early only if the caller holds no other reference to it.
         """
         with torch.no_grad():
             made = list(_run(self.forward, primals))
@@ -109,7 +161,7 @@ class Pair(Shown):
 
 
 def _run(gm: fx.GraphModule, values: list[Any]) -> Any:
-    """Run a graph and free each value after its last use, one that nobody reads at once; empties ``values``."""
+    """Run a graph, freeing each value after its last use, and at once if nobody reads it; empty ``values``."""
     interpreter = fx.Interpreter(gm)
     for node in gm.graph.nodes:
         if not node.users and node.op not in ("placeholder", "output"):
@@ -118,21 +170,21 @@ def _run(gm: fx.GraphModule, values: list[Any]) -> Any:
 
 
 def divide(flow: JointFlow, policy: PolicyLike, costs: Costs) -> Pair:
-    """Cut a joint graph into forward and backward: plan, honour checkpoint tags, complete, check, emit.
+    """Divide a joint graph into forward and backward: plan, honour checkpoint tags, complete, check and emit.
 
-    What the policy does not place stays where eager autograd has it.
+    Nodes that the policy does not place stay where eager autograd computes them.
 
     Raises:
-        PlanError: SK202 for a second copy of what may run only once, SK206 for parts other than the two, SK208 for
-            nodes that are needed and planned nowhere, SK210 for an effect that is planned in the other half.
-        CycleError: SK203 when forward would need a value, or an effect, of backward.
+        PlanError: SK202 for a second copy of a node that may run only once, SK206 for parts other than the two, SK208
+            for nodes that are needed but have no part, SK210 for an effect that is planned in the other half.
+        CycleError: SK203 if forward would need a value, or an effect, of backward.
     """
     decided = as_plan(policy, flow, costs)
-    plan = _complete(flow, honour(flow, _with_homes(flow, decided)))
-    check(flow, plan)
+    plan = _complete(flow, apply_checkpoints(flow, _with_homes(flow, decided)))
+    check_plan(flow, plan)
     _check_effects(flow, plan)
     _check_order(flow, plan)
-    taken = crossing(flow, plan)
+    taken = saved_for_backward(flow, plan)
     sizes = [n for n in taken if is_size(n)]
     saved = sorted((n for n in taken if not is_size(n)), key=_rank)
     primals = [n for n in flow.graph.find_nodes(op="placeholder") if n not in flow.backward_inputs]
@@ -145,8 +197,8 @@ def divide(flow: JointFlow, policy: PolicyLike, costs: Costs) -> Pair:
 
 
 def _with_homes(flow: JointFlow, plan: Plan) -> Plan:
-    """The plan with a place for every placeable node."""
-    places = homes(flow).places | {n: plan.places[n] for n in flow.nodes if n in plan.places}  # type: ignore[operator]
+    """Return the plan with a place for every placeable node."""
+    places = save_all_plan(flow).places | {n: plan.places[n] for n in flow.nodes if n in plan.places}  # type: ignore[operator]
     for node, keys in places.items():
         if not {FORWARD, BACKWARD}.issuperset(keys):
             raise PlanError(
@@ -159,7 +211,7 @@ def _with_homes(flow: JointFlow, plan: Plan) -> Plan:
 
 
 def _complete(flow: JointFlow, plan: Plan) -> Plan:
-    """Give inputs, members of tuples and attributes their places."""
+    """Return the plan with places for inputs, members of tuples and attributes as well."""
     places: Places = {n: (FORWARD,) for n in flow.scope if n.op == "placeholder"}
     places |= dict.fromkeys(flow.backward_inputs, (BACKWARD,))
     places |= {n: plan.places[flow.producer(n)] for n in flow.scope if flow.producer(n) in plan.places}
@@ -170,22 +222,22 @@ def _complete(flow: JointFlow, plan: Plan) -> Plan:
 
 
 def _check_effects(flow: JointFlow, plan: Plan) -> None:
-    """What may run only once runs where eager autograd runs it: backward may come much later, or never."""
+    """Raise SK210 for an effect in the other half than under eager autograd: backward may run much later, or never."""
     for node, reason in flow.once.items():
         producer = flow.producer(node)
-        if producer in flow.homes and plan[producer] != flow.homes[producer]:
-            here, home = plan.home(producer), flow.homes.home(producer)
+        if producer in flow.save_all and plan[producer] != flow.save_all[producer]:
+            here, home = plan.home(producer), flow.save_all.home(producer)
             raise PlanError(
                 "SK210",
                 f"{producer.name} is planned in {here!r}, but it belongs to {home!r}: {reason}",
-                "Leave it where `homes` of splitkit.training.flow has it; `unrepeatable` there lists such nodes.",
+                "Leave it where splitkit.training.flow.save_all_plan has it; `unrepeatable` there lists such nodes.",
                 [producer],
             )
 
 
 def _check_order(flow: JointFlow, plan: Plan) -> None:
-    """Forward runs before backward: it can wait for nothing that is only there, nor come after a repeated effect."""
-    home = homes(flow)
+    """Raise SK203 if forward needs a value that only backward computes, or must follow an effect in backward."""
+    home = save_all_plan(flow)
     for node, keys in plan.items():
         if FORWARD not in keys or node.op == "placeholder":
             continue
@@ -195,7 +247,7 @@ def _check_order(flow: JointFlow, plan: Plan) -> None:
         for before in flow.after[node]:
             if home.home(before) == FORWARD and BACKWARD in plan[before]:
                 raise _cycle(node, "must run after the effect or read of", before)
-    for output in nodes_in(flow.outputs):
+    for output in output_nodes(flow.outputs):
         if FORWARD not in plan[output]:
             raise CycleError(
                 "SK203",
@@ -215,9 +267,10 @@ def _cycle(node: Node, verb: str, other: Node) -> CycleError:
 
 
 def _rank(node: Node) -> tuple[bool, bool]:
-    """Where a saved value stands: objects after tensors, and those last whose version autograd does not check.
+    """Return the sort key of a saved value: objects after tensors, and values without a version check last.
 
-    Part of the calling convention (``_extract_fwd_bwd_modules`` of 2.13 and 2.15); 2.11 sets no such mark.
+    This is part of the calling convention (``_extract_fwd_bwd_modules`` of torch 2.13 and 2.15); 2.11 sets no such
+    mark.
     """
     return not isinstance(value_of(node), torch.Tensor), bool(node.meta.get("saved_tensor_with_no_vc_check"))
 

@@ -1,1 +1,1 @@
-"""The way in from torch and out to it: export, symbolic trace, joint capture, ``torch.compile``; its private API."""
+"""Graphs from torch and back: export, symbolic trace, joint capture and ``torch.compile``, with their private API."""

@@ -1,4 +1,4 @@
-"""The door to AOTAutograd: all of its private API that splitkit stands on, and what its descriptors say."""
+"""Call AOTAutograd and read its descriptors; nearly all of its private API that splitkit uses is in this file."""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # 2
 from torch._guards import tracing  # 2.11, 2.13, 2.15
 from torch.fx import Node
 from torch.fx.experimental._backward_state import BackwardState  # 2.11, 2.13, 2.15
+from torch.utils._python_dispatch import _disable_current_modes  # 2.11, 2.13, 2.15
 
 from splitkit._torch import pytree
 from splitkit.costs import Costs, default
-from splitkit.engine.dedupe import deduplicated
+from splitkit.engine.common_subexpressions import deduplicate
 from splitkit.engine.pair import Pair, divide
-from splitkit.errors import CaptureError
-from splitkit.frontends.quietlogs import without_logging
-from splitkit.frontends.realtensors import on_real_tensors
-from splitkit.frontends.regionbudgets import refuse_region_budgets
-from splitkit.frontends.tokens import without_tokens
-from splitkit.frontends.tracing import without_globals, without_onednn
+from splitkit.errors import CaptureError, SplitError
+from splitkit.frontends.compile.region_budgets import refuse_region_budgets
+from splitkit.frontends.joint.effect_tokens import without_tokens
+from splitkit.frontends.trace_settings import without_globals, without_logging, without_onednn
 from splitkit.graph.dataflow import analyze
-from splitkit.graph.fakeruns import rebinds
+from splitkit.graph.fake_runs import rebinds
 from splitkit.plans.policy import PolicyLike
 from splitkit.training.flow import JointFlow
 
 _HERE = Path(__file__).parent
 
-# Every size and number as in the example, however often the code was captured before; RNNs opened like any module
-# (2.11, 2.13, 2.15).
+# Fix every size and number as in the example, however often the code was captured before, and trace into RNNs as into
+# any module (2.11, 2.13, 2.15).
 _FIXED: dict[str, Any] = {
     "specialize_int": True,
     "specialize_float": True,
@@ -44,8 +43,8 @@ _FIXED: dict[str, Any] = {
     "automatic_dynamic_shapes": False,
     "allow_rnn": True,
 }
-# What ends the outputs of forward and begins those of backward in a joint graph (2.11, 2.13, 2.15).
-_OF_BACKWARD = (
+# A joint graph has the outputs of forward, then those of backward, which have these classes (2.11, 2.13, 2.15).
+_BACKWARD_OUTPUTS = (
     descriptors.GradAOTOutput,
     descriptors.BackwardTokenAOTOutput,
     descriptors.PhiloxUpdatedBackwardOffsetAOTOutput,
@@ -54,10 +53,10 @@ _PIECES = (descriptors.SubclassGetAttrAOTOutput, descriptors.SubclassGetAttrAOTI
 
 
 def trace_joint(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.GraphModule:
-    """The joint graph of ``module``: Dynamo captures it whole, AOTAutograd traces forward and backward of that.
+    """Return the joint graph of ``module``: Dynamo captures the module, AOTAutograd traces its forward and backward.
 
-    Placeholders and outputs carry descriptors (``meta["desc"]``), nodes their values (``meta["val"]``) and module
-    paths.
+    Placeholders and outputs carry descriptors (``meta["desc"]``); nodes carry their values (``meta["val"]``) and their
+    module paths.
     """
     with (
         without_onednn(),
@@ -68,6 +67,7 @@ def trace_joint(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         _no_lost_state(module, args, kwargs),
     ):
         captured = dynamo_graph_capture_for_export(module)(*args, **kwargs)
+    # AOTAutograd must see the fake mode and the symbols of the capture, which are in its tracing context.
     with without_onednn(), tracing(captured.meta["tracing_context"]), ExitStack() as stack:
         described = aot_export_joint_with_descriptors(stack, captured, args, dict(kwargs))
     gm = described.graph_module
@@ -75,19 +75,22 @@ def trace_joint(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     for node in gm.graph.find_nodes(op="placeholder"):
         if (position := input_position(node)) is not None:
-            _keep_constant(node, leaves[position])
+            _record_constant(node, leaves[position])
     return gm
 
 
-def _keep_constant(node: Node, given: Any) -> None:
-    """AOTAutograd writes no value on an input that is a plain number, text or ``None``: the graph is made for it."""
+def _record_constant(node: Node, given: Any) -> None:
+    """Set ``meta["val"]`` of a number, string or ``None`` among the inputs, where AOTAutograd writes no value."""
     if "val" not in node.meta and not isinstance(given, torch.Tensor):
         node.meta["val"] = given
 
 
 @contextmanager
 def _no_lost_state(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Refuse a model that binds a buffer or parameter anew: Dynamo only warns. transformers puts its collector back."""
+    """Refuse a model that rebinds a buffer or parameter, of which Dynamo only warns; pass other warnings on.
+
+    Dynamo also warns of transformers' output collector, which transformers itself puts back: that warning is dropped.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -97,74 +100,82 @@ def _no_lost_state(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
             if rebinds(module, args, kwargs):
                 raise CaptureError(
                     "SK401",
-                    "the model binds a buffer or parameter anew, which a graph cannot do",
-                    "Write to it in place: self.mean.copy_(...). splitkit.apply and splitkit.backend take it as it is.",
+                    "the model rebinds a buffer or parameter, which a graph cannot do",
+                    "Write to it in place: self.mean.copy_(...). splitkit.apply and splitkit.backend accept the model.",
                 )
         elif not re.search(r"""\["G\['__import_transformers_\w+'\]\._active_collector"\]$""", text):  # 2.11, 2.13, 2.15
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
-def line_of(error: BaseException) -> str:
-    """``file:line: source`` of what Dynamo was tracing when it raised ``error``; empty if it does not say."""
+def line_of_model(error: BaseException) -> str:
+    """Return ``file:line: source`` of what Dynamo was tracing when it raised ``error``; empty if that is not known."""
     stack = getattr(error, "real_stack", None) or ()  # of TorchDynamoException: 2.11, 2.13, 2.15
     frames = [f for f in stack if not Path(f.filename).is_relative_to(_HERE)]
     return f"{frames[-1].filename}:{frames[-1].lineno}: {(frames[-1].line or '').strip()}" if frames else ""
 
 
+def with_model_line(error: SplitError, cause: Exception) -> SplitError:
+    """Return the error with the line of the model that Dynamo was tracing, which no traceback shows."""
+    line = line_of_model(cause)
+    if not line or line in error.reason:
+        return error
+    return type(error)(error.code, f"{error.reason}\n  at {line}", error.remedy, error.nodes)
+
+
 def count_forward_outputs(graph: fx.Graph) -> int:
-    """How many outputs of a joint graph forward yields; those of backward follow them."""
+    """Return how many outputs of a joint graph belong to forward; those of backward follow them."""
     described = graph.output_node().meta["desc"]
-    return next((i for i, d in enumerate(described) if isinstance(_plain(d), _OF_BACKWARD)), len(described))
+    return next((i for i, d in enumerate(described) if isinstance(_unwrapped(d), _BACKWARD_OUTPUTS)), len(described))
 
 
-def _plain(descriptor: Any) -> Any:
-    """What a tensor is, or what the tensor subclass is that it is a piece of."""
+def _unwrapped(descriptor: Any) -> Any:
+    """Return the descriptor itself or, for a piece of a tensor subclass, the descriptor of the subclass."""
     while isinstance(descriptor, _PIECES):
         descriptor = descriptor.base
     return descriptor
 
 
 def is_piece(node: Node) -> bool:
-    """Whether an input of a joint graph is a piece of a tensor subclass."""
+    """Return whether an input of a joint graph is a piece of a tensor subclass."""
     return bool(_pieces(node.meta["desc"]))
 
 
 def parameter_name(node: Node) -> str | None:
-    """The qualified name of the parameter that an input of a joint graph stands for."""
-    descriptor = _plain(node.meta["desc"])
+    """Return the qualified name of the parameter that an input of a joint graph stands for, if it is one."""
+    descriptor = _unwrapped(node.meta["desc"])
     return descriptor.target if isinstance(descriptor, descriptors.ParamAOTInput) else None
 
 
 def buffer_name(node: Node) -> str | None:
-    """The qualified name of the buffer that an input of a joint graph stands for."""
-    descriptor = _plain(node.meta["desc"])
+    """Return the qualified name of the buffer that an input of a joint graph stands for, if it is one."""
+    descriptor = _unwrapped(node.meta["desc"])
     return descriptor.target if isinstance(descriptor, descriptors.BufferAOTInput) else None
 
 
 def input_position(node: Node) -> int | None:
-    """Which leaf of the inputs an input of a joint graph stands for."""
-    descriptor = _plain(node.meta["desc"])
+    """Return the index of the leaf of ``(args, kwargs)`` that an input of a joint graph stands for, if it is one."""
+    descriptor = _unwrapped(node.meta["desc"])
     return descriptor.idx if isinstance(descriptor, descriptors.PlainAOTInput) else None
 
 
 def position_of_output(graph: fx.Graph, number: int) -> int | None:
-    """Where a joint graph gives the output with that number of the function that was traced; ``None`` if nowhere."""
+    """Return the position in a joint graph of output ``number`` of the traced function; ``None`` if it is missing."""
     described = graph.output_node().meta["desc"]
     return next((i for i, d in enumerate(described) if d == descriptors.PlainAOTOutput(number)), None)
 
 
 def is_tangent(node: Node) -> bool:
-    """Whether an input of a joint graph is the gradient of an output."""
-    return isinstance(_plain(node.meta.get("desc")), descriptors.TangentAOTInput)
+    """Return whether an input of a joint graph is the gradient of an output."""
+    return isinstance(_unwrapped(node.meta.get("desc")), descriptors.TangentAOTInput)
 
 
 def inputs_of_gradients(graph: fx.Graph) -> Iterator[tuple[int, Node]]:
-    """(position of an output, the input that it is the gradient of); a gradient may be ``None``."""
+    """Yield (position of an output, the input whose gradient it is); the gradient may be ``None``."""
     return _matched(graph, lambda d: d.grad_of if isinstance(d, descriptors.GradAOTOutput) else None)
 
 
 def inputs_of_updates(graph: fx.Graph) -> Iterator[tuple[int, Node]]:
-    """(position of an output, the input that AOTAutograd writes it into after forward)."""
+    """Yield (position of an output, the input that AOTAutograd copies it into after forward)."""
     return _matched(graph, _mutated)
 
 
@@ -173,57 +184,58 @@ def _mutated(descriptor: Any) -> Any:
 
 
 def _matched(graph: fx.Graph, input_of: Callable[[Any], Any]) -> Iterator[tuple[int, Node]]:
-    """Outputs with the inputs that their descriptors name; piece by piece, if these are tensor subclasses."""
-    inputs = {(_plain(d), _pieces(d)): n for n in graph.find_nodes(op="placeholder") if (d := n.meta.get("desc"))}
+    """Yield (position of an output, the input its descriptor names); pieces of subclasses are matched one by one."""
+    # A piece of an output names the whole input; it belongs to the same piece of that input.
+    inputs = {(_unwrapped(d), _pieces(d)): n for n in graph.find_nodes(op="placeholder") if (d := n.meta.get("desc"))}
     for i, descriptor in enumerate(graph.output_node().meta.get("desc", ())):
-        key = (input_of(_plain(descriptor)), _pieces(descriptor))
+        key = (input_of(_unwrapped(descriptor)), _pieces(descriptor))
         if key in inputs:
             yield i, inputs[key]
 
 
 def _pieces(descriptor: Any) -> tuple[str, ...]:
-    """Which piece of a tensor subclass it is, outermost last; empty for a plain tensor."""
+    """Return the attribute path of a piece of a tensor subclass, outermost last; empty for a plain tensor."""
     if not isinstance(descriptor, _PIECES):
         return ()
     return (*_pieces(descriptor.base), str(descriptor.attr))
 
 
 def updated_inputs(graph: fx.Graph) -> list[Node]:
-    """The inputs that AOTAutograd writes after forward; all of them, if a descriptor names none that there is.
+    """Return the inputs that AOTAutograd writes after forward; all inputs, if a descriptor names one that is not there.
 
-    The base of inputs that share memory (a synthetic base) is one such input.
+    That happens where inputs share memory: AOTAutograd replaces them by their base (a synthetic base).
     """
     inputs = graph.find_nodes(op="placeholder")
-    mutated = [m for d in graph.output_node().meta.get("desc", ()) if (m := _mutated(_plain(d))) is not None]
-    known = {_plain(n.meta.get("desc")) for n in inputs}
-    found = [n for n in inputs if _plain(n.meta.get("desc")) in mutated]
+    mutated = [m for d in graph.output_node().meta.get("desc", ()) if (m := _mutated(_unwrapped(d))) is not None]
+    known = {_unwrapped(n.meta.get("desc")) for n in inputs}
+    found = [n for n in inputs if _unwrapped(n.meta.get("desc")) in mutated]
     return found if all(m in known for m in mutated) else inputs
 
 
 def outputs_of_tangents(graph: fx.Graph) -> Iterator[tuple[Node, int]]:
-    """(tangent, position of the output whose gradient it is)."""
+    """Yield (tangent, position of the output whose gradient it is)."""
     described = list(enumerate(graph.output_node().meta["desc"]))
-    outputs = {(_plain(d), _pieces(d)): i for i, d in reversed(described)}
+    outputs = {(_unwrapped(d), _pieces(d)): i for i, d in reversed(described)}
     for node in filter(is_tangent, graph.find_nodes(op="placeholder")):
         descriptor = node.meta["desc"]
-        key = (_plain(descriptor).output, _pieces(descriptor))
+        key = (_unwrapped(descriptor).output, _pieces(descriptor))
         if key in outputs:
             yield node, outputs[key]
 
 
 PartitionFn = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
-"""What AOTAutograd calls with a joint graph and its inputs: ``fn(joint, inputs, *, num_fwd_outputs, **others)``."""
+"""A partition function, as AOTAutograd calls it: ``fn(joint, inputs, *, num_fwd_outputs, **others)``."""
 
 
 def joint_flow(gm: fx.GraphModule, forward_outputs: int, written: Iterable[Node] = ()) -> JointFlow:
-    """The facts about a joint graph that AOTAutograd made.
+    """Return the facts about a joint graph that AOTAutograd made.
 
-    Works without descriptors too, which the graphs inside higher-order ops lack.
+    This works without descriptors too, which the graphs inside higher-order ops lack.
 
     Args:
         gm: the joint graph.
-        forward_outputs: how many outputs are forward's.
-        written: nodes whose memory others write to between forward and backward.
+        forward_outputs: how many outputs belong to forward.
+        written: nodes whose memory other code writes to between forward and backward.
     """
     inputs = gm.graph.find_nodes(op="placeholder")
     late = sorted(filter(_kind_of_backward_input, inputs), key=_kind_of_backward_input)
@@ -231,14 +243,15 @@ def joint_flow(gm: fx.GraphModule, forward_outputs: int, written: Iterable[Node]
 
 
 def without_duplicates(gm: fx.GraphModule, forward_outputs: int) -> fx.GraphModule:
-    """A copy of a joint graph that AOTAutograd made, without common subexpressions."""
-    return deduplicated(joint_flow(gm, forward_outputs))
+    """Return a copy of a joint graph that AOTAutograd made, without common subexpressions."""
+    return deduplicate(joint_flow(gm, forward_outputs))
 
 
 def _kind_of_backward_input(node: Node) -> int:
-    """0 for an input of forward; for one of backward, the group that it is in: they are handed over in this order.
+    """Return 0 for an input of forward, else the place of its group in backward's signature.
 
-    The names are AOTAutograd's contract with its partitioners (2.11, 2.13, 2.15).
+    AOTAutograd passes tangents first, then RNG seeds and offsets, then backward state. The names are its contract with
+    its partitioners (2.11, 2.13, 2.15).
     """
     name = str(node.target)
     if "tangents" in name:
@@ -249,17 +262,17 @@ def _kind_of_backward_input(node: Node) -> int:
 
 
 def partition_fn(policy: PolicyLike, costs: Callable[[fx.GraphModule], Costs] = default) -> PartitionFn:
-    """A policy as AOTAutograd's ``partition_fn``.
+    """Return a policy as AOTAutograd's ``partition_fn``.
 
-    ``functorch.compile.aot_function(f, fw_compiler, partition_fn=splitkit.partition_fn(SaveAll()))``. For
-    ``torch.compile`` take `splitkit.backend`.
+    Use it as ``functorch.compile.aot_function(f, fw_compiler, partition_fn=splitkit.extend.partition_fn(SaveAll()))``.
+    For ``torch.compile``, use `splitkit.backend`.
 
     Args:
         policy: a policy that places nodes in ``"forward"`` and ``"backward"``.
-        costs: makes prices for a joint graph.
+        costs: returns the costs of a joint graph.
 
     Raises:
-        SplitError: when it is called; see `splitkit.engine.pair.divide`.
+        SplitError: when the function is called; see `splitkit.engine.pair.divide`.
     """
 
     def partition(
@@ -279,12 +292,12 @@ def divide_joint(
     costs: Callable[[fx.GraphModule], Costs],
     written: Callable[[fx.Graph], Iterable[Node]] = lambda graph: (),
 ) -> Pair:
-    """The halves that a policy makes of a joint graph of AOTAutograd's, as its compilers expect them.
+    """Divide a joint graph of AOTAutograd by a policy, with the metadata that AOTAutograd's compilers expect.
 
-    ``written`` names the nodes whose memory others write to between forward and backward.
+    ``written`` returns the nodes whose memory other code writes to between forward and backward.
     """
     for node, given in zip(joint.graph.find_nodes(op="placeholder"), pytree.tree_leaves(inputs), strict=False):
-        _keep_constant(node, given)
+        _record_constant(node, given)
     joint = without_duplicates(joint, forward_outputs)
     refuse_region_budgets(joint)
     flow = joint_flow(joint, forward_outputs, written(joint.graph))
@@ -295,8 +308,24 @@ def divide_joint(
     return pair
 
 
+@contextmanager
+def on_real_tensors(joint: fx.GraphModule) -> Iterator[None]:
+    """Run the block outside of torch's tracing modes, with guards off.
+
+    Cost models of users run while torch traces. Measuring needs real tensors, and the sizes that a cost model looks at
+    must not become guards of the compiled code.
+    """
+    values = (n.meta.get("val") for n in joint.graph.find_nodes(op="placeholder"))
+    symbol = next((s for v in values for s in (getattr(v, "shape", ()) or [v]) if isinstance(s, torch.SymInt)), None)
+    with ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        if symbol is not None:
+            stack.enter_context(symbol.node.shape_env.suppress_guards())  # 2.11, 2.13, 2.15
+        yield
+
+
 def _describe(pair: Pair, joint: fx.GraphModule) -> None:
-    """Write the descriptors on the outputs, and the marks on the nodes, that compilers of the halves look at."""
+    """Set the output descriptors and the node marks that the compilers of the halves read."""
     described = joint.graph.output_node().meta.get("desc")
     forward, backward = pair.forward.graph.output_node(), pair.backward.graph.output_node()
     if described is not None:

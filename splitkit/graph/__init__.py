@@ -1,1 +1,1 @@
-"""What is true of one ``fx.Graph``, computed once and read by everybody; nothing here edits a graph or knows parts."""
+"""Facts about one ``fx.Graph``, computed once for all readers. Nothing here edits a graph or knows about parts."""

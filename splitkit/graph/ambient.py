@@ -1,14 +1,14 @@
-"""The registry of ambient state: which targets open, close and set it.
+"""Register the targets that open, close and set ambient state.
 
-Two kinds of state appear in graphs::
+Graphs contain two kinds of such state::
 
     handle = enter(settings)      region: exit restores      disable()       setting: a value is overwritten,
     y = f(x)                      what its enter saw         y = f(x)        by whatever comes next
     exit(handle)                                             enable()
 
-Everything else that changes the state in which later nodes run (a default dtype, streams, the levels of ``vmap``,
-``grad`` and dual numbers, whose tensors die with their level) has no entry here: it is an effect that no node moves
-across (`splitkit.graph.effects.AMBIENT`).
+Everything else that changes the state in which later nodes run has no entry here: a default dtype, streams, the levels
+of ``vmap``, ``grad`` and dual numbers (whose tensors die with their level). It is an effect that no node may move
+across (`splitkit.graph.shared_memory.AMBIENT`).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Setting:
     """A value that calls overwrite.
 
     Attributes:
-        name: of the value, in `splitkit.graph.scope.Scope` and in messages.
-        get: target that yields the value in force; takes nothing.
-        set: target that puts back what ``get`` yielded.
-        writers: other targets that write a value -> which one, given their arguments.
-        write: the call that writes a constant value.
+        name: the name of the value, in `splitkit.graph.scope.Scope` and in messages.
+        get: target without arguments that returns the value in force.
+        set: target that restores a value that ``get`` returned.
+        writers: other target that writes a value -> function from its arguments to that value.
+        write: function from a constant value to the call that writes it.
     """
 
     name: str
@@ -48,15 +48,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class Region:
-    """A pair of targets.
+    """A pair of targets that open and close a kind of region.
 
     Attributes:
-        name: for messages.
-        enter: target that opens it.
-        exit: target that closes it and restores what ``enter`` saw.
-        key: which state it changes, given the enter node; two regions with one key restore each other's state.
-        sets: the settings that entering changes and leaving restores, given the enter node.
-        handle: whether ``enter`` yields what ``exit`` takes; else an exit closes the innermost open region of its kind.
+        name: what messages call the kind.
+        enter: target that opens a region.
+        exit: target that closes a region and restores the state that ``enter`` saw.
+        key: function from the enter node to the state that the region changes; regions of one key restore each other's.
+        sets: function from the enter node to the settings that entering changes and leaving restores.
+        handle: whether ``exit`` takes the result of ``enter``; if not, an exit closes the innermost region of its kind.
     """
 
     name: str
@@ -88,7 +88,7 @@ DETERMINISTIC = Setting(
     lambda value: (_torch.SET_DETERMINISTIC, (value[0],), {"warn_only": value[1]}),
 )
 SETTINGS: Mapping[str, Setting] = {s.name: s for s in (GRAD, FORWARD_GRAD, HOOKS, DETERMINISTIC)}
-"""By name."""
+"""Name -> setting."""
 
 
 def _first(node: Node) -> Any:
@@ -106,11 +106,11 @@ _BY_EXIT: dict[int, tuple[Region, ...]] = {}
 _BY_GET: dict[int, Setting] = {}
 _BY_SET: dict[int, tuple[Setting, Callable[..., Any]]] = {}
 TARGETS: dict[int, Any] = {}
-"""Every target that has an entry, by its id."""
+"""Id -> target, for every registered target; holding the target keeps its id from being reused."""
 
 
 def is_state_op(node: Node) -> bool:
-    """Whether ``node`` only changes, or only saves for a later change, the ambient state."""
+    """Whether ``node`` only changes the ambient state, or only saves it for a later change."""
     if id(node.target) not in TARGETS or node.op != "call_function":
         return False
     setting = read_by(node)  # `before = is_grad_enabled(); ...; set_grad_enabled(before)`
@@ -123,25 +123,25 @@ def _written(node: Node) -> Setting | None:
 
 
 def opened_by(node: Node) -> Region | None:
-    """The kind of region that ``node`` opens."""
+    """Return the kind of region that ``node`` opens, if it opens one."""
     return _BY_ENTER.get(id(node.target))
 
 
 def closed_by(node: Node) -> tuple[Region, ...]:
-    """The kinds of region that ``node`` may close."""
+    """Return the kinds of region that ``node`` may close."""
     return _BY_EXIT.get(id(node.target), ())
 
 
 def read_by(node: Node) -> Setting | None:
-    """The setting whose value ``node`` yields."""
+    """Return the setting whose value ``node`` yields, if it yields one."""
     return _BY_GET.get(id(node.target))
 
 
 def written_by(node: Node) -> tuple[Setting, Any]:
-    """The setting that ``node`` overwrites, and with what: a constant or a node.
+    """Return the setting that ``node`` overwrites, and its new value: a constant or a node.
 
     Raises:
-        GraphError: SK103 if its arguments do not fit.
+        GraphError: SK103 if the node's arguments do not fit the setting.
     """
     setting, value = _BY_SET[id(node.target)]
     try:
@@ -161,32 +161,34 @@ def register_region(
     grad: bool | None = None,
     handle: bool = True,
 ) -> None:
-    """Say that two functions or operators of your own open and close a region, as ``with`` blocks do.
+    """Declare that two functions or operators of your own open and close a region, as ``with`` blocks do.
 
-    Nodes that call them are then like those of autocast: no part computes them, and each part that has nodes from
-    inside a region enters and leaves it around these::
+    Nodes that call them are then treated like those of autocast: no part computes them, and each part that has nodes
+    from inside a region enters the region before these nodes and leaves it after them::
 
-        splitkit.register_region("scaled", enter_scale, exit_scale)
+        splitkit.extend.register_region("scaled", enter_scale, exit_scale)
 
         old = enter_scale(2.0) ─┐             part 0: enter_scale(2.0), mm, exit_scale
         mm                      │   split ==>
         relu                    │             part 1: enter_scale(2.0), relu, exit_scale
         exit_scale(old)        ─┘
 
-    A graph contains such nodes if you write them, or if your tracer takes the functions for leaves; tracers that run
-    them (``torch.export``) leave no trace of the region. Registering the same pair again changes nothing.
+    A graph contains such nodes if you write them, or if your tracer treats the functions as leaves; a tracer that runs
+    them (``torch.export``) leaves no trace of the region. Registering the same pair again changes nothing.
 
     Args:
         name: what messages call this kind of region.
-        enter: opens it. Its arguments must be constants or attributes of the graph.
-        exit: takes what ``enter`` returned, and nothing else, and restores what ``enter`` saw.
-        state: what the region changes, where that is not its own: kinds of one state restore each other's.
-        grad: the grad mode that ``enter`` sets and ``exit`` restores, if it does. Neither may change any other state
+        enter: opens a region. Its arguments must be constants or attributes of the graph.
+        exit: takes only the result of ``enter``, and restores the state that ``enter`` saw.
+        state: a name for the state that the region changes, if other kinds of region change the same state; such kinds
+            restore each other's.
+        grad: the grad mode that ``enter`` sets and ``exit`` restores, if they do. Neither may change any other state
             that splitkit knows (autocast, inference mode, ...).
-        handle: whether ``exit`` takes what ``enter`` returned; without, it takes nothing and closes the innermost.
+        handle: whether ``exit`` takes the result of ``enter``. If not, ``exit`` takes no arguments and closes the
+            innermost region.
 
     Raises:
-        GraphError: SK105 if one is not callable, both are the same, or one has another meaning already.
+        GraphError: SK105 if one of the two is not callable, both are the same, or one already has another meaning.
     """
     key: Hashable = ("registered", name if state is None else state)
     sets: Mapping[str, Any] = {} if grad is None else {GRAD.name: grad}
@@ -238,7 +240,7 @@ class RegionTargets(NamedTuple):
 
 
 def region_targets() -> RegionTargets:
-    """All that are known now."""
+    """Return the targets that are registered now."""
     return RegionTargets(
         tuple((TARGETS[i], kind.handle) for i, kind in _BY_ENTER.items()),
         tuple((TARGETS[i], kinds[0].handle) for i, kinds in _BY_EXIT.items()),
@@ -246,7 +248,7 @@ def region_targets() -> RegionTargets:
 
 
 def setting_targets() -> tuple[tuple[Any, str], ...]:
-    """Targets that overwrite a setting, each with the name of the setting."""
+    """Return the targets that overwrite a setting, each with the name of the setting."""
     return tuple((TARGETS[i], setting.name) for i, (setting, _) in _BY_SET.items())
 
 

@@ -1,15 +1,15 @@
-"""A graph's canonical form: the same for two graphs that differ only in names and in the order of independent nodes.
+"""Compute a graph's canonical form, equal for graphs that differ only in names and in the order of independent nodes.
 
-A model that loops over a set makes the same nodes in another order in another process, and fx numbers names as nodes
-come. What a node computes, and for whom, does not change by that::
+A model that loops over a set may make the same nodes in another order in another process, and fx numbers names in the
+order of the nodes. Neither changes what a node computes, or who reads it::
 
     process 1:  cos = cos(slow)   cos_1 = cos(fast)   out = f(cos, cos_1)      slow < fast < cos(slow) < cos(fast) < out
     process 2:  cos = cos(fast)   cos_1 = cos(slow)   out = f(cos_1, cos)      the same
 
-A walk from the output along the arguments meets every node that the output needs, each at a place that does not depend
-on the order of the graph. What only acts (a write, a print) comes behind, by what it does. Order edges
-(`Dataflow.after`) are part of the form: writers of one memory, and nodes that draw random numbers, keep their order.
-So graphs of one form are legal under the same plans, and the order of either is an order of both.
+The nodes are numbered by a depth-first walk from the output along the arguments, which does not depend on the order of
+the graph. Nodes that the output does not need (a write, a print) follow, sorted by what they do. Order edges
+(`Dataflow.after`) are part of the form: nodes that write the same memory or draw random numbers keep their order. So a
+plan that is valid for one graph is valid for each graph of the same form, and the order of either is valid for both.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit._torch import target_name
-from splitkit.brief import brief
 from splitkit.graph.dataflow import Dataflow, analyze
-from splitkit.graph.fakecalls import hint
+from splitkit.graph.fake_calls import hint
 from splitkit.graph.scope import Scope, is_state_op
 from splitkit.graph.storages import attribute
 from splitkit.graph.symbols import value_of
+from splitkit.short_repr import brief
 
-# What tracers call constants and bodies of control flow, numbered as they come: 2.11, 2.13, 2.15.
+# The names that tracers give to constants and to bodies of control flow, numbered in graph order: 2.11, 2.13, 2.15.
 _NUMBERED = re.compile(r"^_?(?:(?:lifted_)?(?:tensor|param|fx_const|torchbind_obj)\w*?|\w*_graph)_?\d+$")
 
 
 @dataclass(frozen=True)
 class CanonicalForm:
-    """See the module. Constants and sizes are no part of the form.
+    """The canonical form of a graph. Constants and sizes are not part of it.
 
     Attributes:
-        nodes: every node but state ops (enter, exit, set), in canonical order, inputs before what reads them.
-        lines: what each of them does: op, target, the numbers of its inputs and of the nodes that it waits for, and
-            the ambient state that it runs under.
+        nodes: all nodes except state ops (enter, exit, set), in canonical order: inputs before their readers.
+        lines: for each node a text of its op, its target, the numbers of its inputs and of the nodes that it waits for,
+            and the ambient state that it runs under.
     """
 
     nodes: tuple[Node, ...]
@@ -64,7 +64,7 @@ class CanonicalForm:
         return _digest("\n".join(self.lines))
 
     def first_difference(self, digests: Sequence[str]) -> int | None:
-        """The number of the first node that differs from a form of these digests; ``None`` if none does."""
+        """Return the number of the first node that differs from a form with these digests; ``None`` if none does."""
         if self.digests == tuple(digests):
             return None
         pairs = zip(self.digests, digests, strict=False)
@@ -72,7 +72,7 @@ class CanonicalForm:
 
 
 def canonical_form(gm: fx.GraphModule | Dataflow) -> CanonicalForm:
-    """The canonical form of a graph, in time linear in its nodes and edges.
+    """Return the canonical form of a graph, in time linear in its nodes and edges.
 
     Raises:
         GraphError: as `splitkit.analyze`.
@@ -87,7 +87,7 @@ def canonical_form(gm: fx.GraphModule | Dataflow) -> CanonicalForm:
 
 
 def value_text(node: Node) -> str:
-    """``float32[2, 16]``: what a node yields, with sizes as seen at capture; empty where that is not known."""
+    """Return a text of a node's value with its sizes at capture, such as ``float32[2, 16]``; empty if unknown."""
     return _value_text(value_of(node))
 
 
@@ -101,11 +101,11 @@ def _value_text(value: object) -> str:
 
 @dataclass(frozen=True)
 class _Call:
-    """What a node calls, without the names of what it is given.
+    """What a node calls, without the names of its arguments.
 
     Attributes:
-        text: op, target and the form of the arguments, ``%`` for a node and ``_`` for a constant.
-        inputs: the nodes among the arguments, once for each place.
+        text: op, target and the structure of the arguments, with ``%`` for a node and ``_`` for a constant.
+        inputs: the nodes among the arguments, repeated where they occur several times.
     """
 
     text: str
@@ -114,14 +114,14 @@ class _Call:
 
 @dataclass
 class _Walk:
-    """Numbers nodes, inputs before what reads them."""
+    """Numbers nodes, inputs before their readers."""
 
     flow: Dataflow
     calls: Mapping[Node, _Call]
     number: dict[Node, int] = field(default_factory=dict)
 
     def visit(self, last: Node) -> None:
-        """Number a node behind all that it reads."""
+        """Number all nodes that ``last`` depends on, then ``last``."""
         left = [(last, iter(self.calls[last].inputs))]
         while left:
             node, inputs = left[-1]
@@ -133,12 +133,12 @@ class _Walk:
                 left.append((found, iter(self.calls[found].inputs)))
 
     def line(self, node: Node) -> str:
-        """What a numbered node does."""
+        """Return the line of a numbered node."""
         inputs = " ".join(str(self.number[n]) for n in self.calls[node].inputs)
         return self._line(node, inputs, sorted(self.number[n] for n in self._waits(node)))
 
     def keys(self, nodes: Iterable[Node]) -> dict[Node, str]:
-        """What each of these nodes, which have no number yet and are in graph order, does."""
+        """Return a digest of what each of these nodes does; they have no number yet and are in graph order."""
         found: dict[Node, str] = {}
         for node in nodes:
             inputs, waits = (
@@ -157,7 +157,7 @@ class _Walk:
 
 
 def _rest(walk: _Walk) -> list[Node]:
-    """The nodes without a number that nothing without one reads, by what they do; equal ones in graph order."""
+    """Return the unnumbered nodes that no unnumbered node reads, sorted by what they do; equal ones in graph order."""
     left = [node for node in walk.calls if node not in walk.number]
     read = {n for node in left for n in walk.calls[node].inputs}
     keys = walk.keys(left)
@@ -174,7 +174,7 @@ def _call_of(node: Node, root: fx.GraphModule) -> _Call:
 
 
 def _form(value: Any, inputs: list[Node]) -> str:
-    """The form of an argument; what holds no node is a constant, however long."""
+    """Return the structure of an argument, and add its nodes to ``inputs``; an argument without nodes is a constant."""
     if isinstance(value, Node):
         if is_state_op(value):
             return "_"
@@ -193,7 +193,7 @@ def _form(value: Any, inputs: list[Node]) -> str:
 
 
 def _target(node: Node, root: fx.GraphModule) -> str:
-    """What a node calls or names; constants that are numbered as they come by what they are."""
+    """Return a text of what a node calls or names, without the numbers that a tracer gave to constants."""
     name = target_name(node)
     if node.op != "get_attr":
         return name
@@ -204,7 +204,7 @@ def _target(node: Node, root: fx.GraphModule) -> str:
 
 
 def is_numbered(name: str) -> bool:
-    """Whether a tracer chose the name of an attribute, and numbered it."""
+    """Whether a tracer chose the name of an attribute and numbered it."""
     return _NUMBERED.match(name.rpartition(".")[2]) is not None
 
 
@@ -214,13 +214,13 @@ def _scope_text(scope: Scope) -> str:
 
 
 def settings_text(node: Node) -> str:
-    """What a state op opens, closes or sets, without names of nodes: ``set_grad_enabled(False)``."""
+    """Return a text of a state op without names of nodes, such as ``set_grad_enabled(False)``."""
     given = [*node.args, *(value for _, value in sorted(node.kwargs.items()))]
     return f"{target_name(node)}({', '.join(map(_constant_text, given))})"
 
 
 def _constant_text(value: object) -> str:
-    """A constant as text that is the same in every process."""
+    """Return a text of a constant that is the same in every process."""
     if isinstance(value, Node):
         return str(value.target) if value.op == "get_attr" else "%"
     return repr(value) if isinstance(value, _PLAIN) else type(value).__name__

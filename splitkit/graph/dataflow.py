@@ -1,4 +1,4 @@
-"""Facts about a graph, computed once and read by everybody: policies, rewrites, the engine, reports."""
+"""Compute the facts about a graph that policies, rewrites, the engine and reports read."""
 
 from __future__ import annotations
 
@@ -16,39 +16,38 @@ from torch import fx, nn
 from torch.fx import Node
 
 from splitkit._torch import inputs_of
-from splitkit.brief import brief
 from splitkit.errors import GraphError, NoPlanError
-from splitkit.graph.bindings import Bindings, bindings_of
-from splitkit.graph.effects import order_of
+from splitkit.graph.opaque_bindings import Bindings, bindings_of
 from splitkit.graph.ops import Effects, Memo, effects_of, is_tuple
 from splitkit.graph.ops.tuples import Known
-from splitkit.graph.references import Reference, references_of
+from splitkit.graph.order_edges import Reference, order_edges, references_of
 from splitkit.graph.scope import Scope, is_state_op, scopes
-from splitkit.graph.storages import Lookup, owned
-from splitkit.graph.symbols import binders, is_symbolic, symbols_of, value_of
+from splitkit.graph.storages import Lookup, owned_tensors
+from splitkit.graph.symbols import is_symbolic, symbol_nodes, symbols_of, value_of
 from splitkit.prices import Costs
+from splitkit.short_repr import brief
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Dataflow:
-    """What `analyze` knows about a graph. It only reads the graph; edit the graph and it is stale.
+    """The result of `analyze`: facts about a graph. After an edit of the graph they are stale.
 
     Attributes:
         graph: the graph.
         root: the module that owns its parameters, buffers and called modules.
         index: node -> position in graph order, the tie-breaker everywhere.
-        after: order edges. ``after[n]`` are the nodes that must run before ``n`` for the sake of an effect.
-        scope: the ambient state (autocast, grad mode ...) that each node was captured under.
+        after: node -> the nodes that must run before it because of an effect (order edges).
+        scope: node -> the ambient state (autocast, grad mode ...) that it was captured under.
         final: the state in which the graph leaves its caller.
         once: node -> why it may not be copied: it writes memory, owns memory that is written, draws random numbers,
             or acts on the outside world. Iterates and tests like a set.
-        written: attributes (``get_attr`` nodes) whose memory the graph writes.
-        followers: nodes that unpack a tuple -> the node that made the tuple. They live where it lives.
-        effects: what each node does, as classified by `splitkit.graph.ops`.
+        written: the attributes (``get_attr`` nodes) whose memory the graph writes.
+        followers: node that unpacks a tuple -> the node that made the tuple. Both are in the same parts.
+        effects: node -> what it does, as classified by `splitkit.graph.ops`.
         bindings: the attributes that opaque code may bind anew.
-        references: views that read nothing of their bases.
+        references: view that reads nothing of its base -> that base, and whether the view may run early.
     """
 
     graph: fx.Graph
@@ -75,7 +74,7 @@ class Dataflow:
 
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
-        """The placeable nodes in graph order: what a policy deals with."""
+        """The placeable nodes in graph order: the nodes that a policy assigns to parts."""
         fixed, followers = ("placeholder", "output", "get_attr"), self.followers
         return tuple(n for n in self.scope if n.op not in fixed and n not in followers)
 
@@ -88,13 +87,13 @@ class Dataflow:
         return node in self._placeable
 
     def fact(self, find: Callable[..., T], *given: Hashable) -> T:
-        """What ``find(flow, *given)`` says, found once for all who ask: what autograd keeps of the graph, its FLOPs.
+        """Return ``find(flow, *given)``, computed once for all callers (what autograd saves, FLOPs ...).
 
-        Found anew after modules have changed their mode, tensors whether they require grad, or attention its kernels:
-        no edit of the graph.
+        The key contains the state that may change without an edit of the graph: the modes of modules, which tensors
+        require grad, and the kernels that attention may take.
         """
         root = self.root
-        wants = tuple(t.requires_grad for owned in (root.parameters(), root.buffers()) for t in owned)
+        wants = tuple(t.requires_grad for held in (root.parameters(), root.buffers()) for t in held)
         key = (find, given, wants, tuple(module.training for module in root.modules()), _kernels())
         if key not in self._facts:
             self._facts[key] = find(self, *given)
@@ -107,13 +106,13 @@ class Dataflow:
 
     @cached_property
     def _binders(self) -> Mapping[Any, Node]:
-        return binders(self.graph)
+        return symbol_nodes(self.graph)
 
     def symbols(self, node: Node) -> tuple[Node, ...]:
-        """The nodes that give a value to the symbols in the sizes of what ``node`` yields, by name of the symbol.
+        """Return the nodes that define the symbols in the sizes of the node's value, sorted by symbol.
 
-        A symbol that no node yields, as in graphs of ``torch.export`` that never ask for it, is left out: the tensor
-        itself carries it.
+        A symbol that no node yields is left out: the tensor itself carries it. Graphs of ``torch.export`` that never
+        ask for a size have such symbols.
         """
         value = value_of(node)
         if not is_symbolic(value):
@@ -121,28 +120,28 @@ class Dataflow:
         return tuple(self._binders[s] for s in symbols_of(value) if s in self._binders)
 
     def producer(self, node: Node) -> Node:
-        """The node itself, or the maker of the tuple that it unpacks."""
+        """Return the node that made the tuple that ``node`` unpacks, or the node itself."""
         return self.followers.get(node, node)
 
     def inputs(self, node: Node) -> dict[Node, None]:
-        """The placeable nodes whose values ``node`` reads, each once, in the order of its arguments."""
+        """Return the placeable nodes whose values ``node`` reads, each once, in the order of its arguments."""
         producers = (self.producer(read) for read in reads(node))
         return {p: None for p in producers if p is not node and self.is_placeable(p)}
 
     @cached_property
     def waits(self) -> Mapping[Node, tuple[Node, ...]]:
-        """Placeable node -> the placeable nodes that must run before it: what it reads, then for an effect's sake."""
+        """Placeable node -> the placeable nodes that must run before it: its inputs, then its order edges."""
         return {node: (*self.inputs(node), *self.after.get(node, ())) for node in self.nodes}
 
     def owned(self, *nodes: Node) -> tuple[torch.Tensor, ...]:
-        """The parameters, buffers and constants that nodes read, also in modules that they call and in bodies of
-        higher-order operators.
+        """Return the parameters, buffers and constants that nodes read, also in the modules that they call and in the
+        bodies of higher-order operators.
 
-        Each memory once, whatever its names: of tensors that begin at the same place of a storage the parameter, then
-        the largest. Views that begin at several places of one storage are several, such as the weights of an LSTM on
-        CUDA; ask `splitkit.extend.storage_key` which these are.
+        Of tensors that begin at the same place of a storage only one is returned: a parameter if there is one, then
+        the largest. Views that begin at different places of one storage are all returned, such as the weights of an
+        LSTM on CUDA; `splitkit.extend.storage_key` is equal for them.
         """
-        return owned(self.root, nodes)
+        return owned_tensors(self.root, nodes)
 
 
 def analyze(gm: fx.GraphModule) -> Dataflow:
@@ -152,7 +151,7 @@ def analyze(gm: fx.GraphModule) -> Dataflow:
 
     Raises:
         GraphError: SK101 if ``gm`` is no GraphModule, SK103 or SK104 if its regions or attributes do not resolve, SK111
-            if a node reads one that is not in the graph, or comes after it.
+            if a node reads a node that is not in the graph or that comes after it.
     """
     graph = require_graph(gm).graph
     require_order(graph)
@@ -166,7 +165,7 @@ def analyze(gm: fx.GraphModule) -> Dataflow:
     effects, bindings = bindings_of(effects, gm)
     followers = _followers(effects, gm, memo.tuples)
     references = references_of(effects, scope, gm, memo.tuples)
-    order = order_of(effects, gm, followers.__contains__, bindings, references)
+    order = order_edges(effects, gm, followers.__contains__, bindings, references)
     index = {n: i for i, n in enumerate(graph.nodes)}
     once, written = order.once, order.written
     return Dataflow(
@@ -175,7 +174,7 @@ def analyze(gm: fx.GraphModule) -> Dataflow:
 
 
 def facts_of(given: object) -> Dataflow:
-    """The facts that were given; those of a graph, a `splitkit.Split` or a `splitkit.Joint` given in their place.
+    """Return the given facts, or the facts of a given graph, `splitkit.Split` or `splitkit.Joint`.
 
     Raises:
         GraphError: SK101 if it is none of these.
@@ -185,10 +184,10 @@ def facts_of(given: object) -> Dataflow:
 
 
 def require_order(graph: fx.Graph) -> None:
-    """Every node reads nodes of this graph that come before it; edits that went wrong leave others.
+    """Raise unless every node reads only earlier nodes of this graph; a wrong edit may break that.
 
     Raises:
-        GraphError: SK111 with the node and what it reads.
+        GraphError: SK111 with the node and the node that it reads.
     """
     before: set[Node] = set()
     for node in graph.nodes:
@@ -206,14 +205,14 @@ def require_order(graph: fx.Graph) -> None:
 
 
 def require_graph(given: object, wanted: str = "a torch.fx.GraphModule") -> fx.GraphModule:
-    """What was given, if it is a graph module.
+    """Return ``given`` if it is a graph module.
 
     Args:
-        given: anything.
-        wanted: what would do, for the error.
+        given: any object.
+        wanted: what the error says was expected.
 
     Raises:
-        GraphError: SK101 if it is none.
+        GraphError: SK101 if it is no graph module.
     """
     if isinstance(given, fx.GraphModule):
         return given
@@ -225,21 +224,21 @@ def require_graph(given: object, wanted: str = "a torch.fx.GraphModule") -> fx.G
 
 
 def root_of(given: fx.GraphModule | Dataflow) -> fx.GraphModule:
-    """The graph module that was given, or that the facts given in its place are about.
+    """Return the given graph module, or the graph module of the given facts.
 
     Raises:
-        GraphError: SK101 if it is neither.
+        GraphError: SK101 if the argument is neither.
     """
     return given.root if isinstance(given, Dataflow) else require_graph(given)
 
 
 def reads(node: Node) -> list[Node]:
-    """The nodes whose values ``node`` takes, each once; region handles are not values."""
+    """Return the nodes whose values ``node`` takes, each once; region handles are not values."""
     return [a for a in node.all_input_nodes if not is_state_op(a)]
 
 
 def _followers(effects: Mapping[Node, Effects], root: nn.Module, known: Known) -> dict[Node, Node]:
-    """``getitem`` of a tuple -> the node that made it, through nested tuples; not of a list that is written to."""
+    """Return ``getitem`` of a tuple -> the node that made the tuple, through nested tuples; not for written lists."""
     followers: dict[Node, Node] = {}
     items = [n for n in effects if n.target is getitem and isinstance(n.args[0], Node)]
     written = {node for effect in effects.values() for node in effect.writes} if items else set()
@@ -248,7 +247,7 @@ def _followers(effects: Mapping[Node, Effects], root: nn.Module, known: Known) -
         assert isinstance(source, Node)
         if source.op in ("placeholder", "get_attr") or source not in effects or source in written:
             continue
-        # An index that is computed may come from another part: then the tuple crosses whole.
+        # A computed index may come from another part; then the whole tuple crosses.
         if len(node.all_input_nodes) == 1 and _unpacks(node, is_tuple(source, root, known)):
             followers[node] = followers.get(source, source)
     return followers
@@ -257,12 +256,12 @@ def _followers(effects: Mapping[Node, Effects], root: nn.Module, known: Known) -
 def _unpacks(node: Node, known: bool | None) -> bool:
     if known is not None:
         return known
-    # Unknown: an index that only tensors take makes it a view; else stay together, which is always right.
+    # Unknown: an index that only tensors take shows a view of a tensor. Keeping a pair together is always right.
     return isinstance(node.args[1], int | slice | str)
 
 
 def _kernels() -> tuple[bool, ...]:
-    """Which kernels attention may take (``torch.nn.attention.sdpa_kernel``): each saves something else for backward."""
+    """Return which kernels attention may take (``torch.nn.attention.sdpa_kernel``): they differ in saved values."""
     allowed: Any = torch.backends.cuda  # untyped
     return (
         allowed.flash_sdp_enabled(),
@@ -277,9 +276,9 @@ _ITEM = re.compile(r"(?:\._modules)?\[['\"]?([^'\"\]]+)['\"]?\]")  # Dynamo: L['
 
 
 def module_path(node: Node) -> str:
-    """The dotted name of the innermost module whose call produced ``node``, ``""`` for the model itself.
+    """Return the dotted name of the innermost module whose call produced ``node``, ``""`` for the model itself.
 
-    A node of a joint graph's backward is of the module that its forward is of.
+    A backward node of a joint graph belongs to the module of its forward node.
     """
     meta = node.meta
     stack: Mapping[str, Any] | None = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack")
@@ -303,7 +302,7 @@ def enough_nodes(flow: Dataflow, parts: int) -> None:
 
 
 def readers_of(flow: Dataflow) -> dict[Node, list[Node]]:
-    """Placeable node -> the placeable nodes that read it or a member of its tuple, in graph order."""
+    """Return placeable node -> the placeable nodes that read it or an item of its tuple, in graph order."""
     readers: dict[Node, list[Node]] = {node: [] for node in flow.nodes}
     for node in flow.nodes:
         for read in flow.inputs(node):
@@ -312,26 +311,30 @@ def readers_of(flow: Dataflow) -> dict[Node, list[Node]]:
 
 
 def given_back(flow: Dataflow) -> set[Node]:
-    """What the output reads."""
+    """Return the nodes whose values the graph returns."""
     return {flow.producer(read) for n in flow.index if n.op == "output" for read in n.all_input_nodes}
 
 
 def waits_for(flow: Dataflow, node: Node) -> tuple[Node, ...]:
-    """The placeable nodes that must run before ``node``."""
+    """Return the placeable nodes that must run before ``node``."""
     known = flow.waits.get(node)
     return (*flow.inputs(node), *flow.after.get(node, ())) if known is None else known
 
 
-def crossing(flow: Dataflow, costs: Costs, nodes: Sequence[Node]) -> npt.NDArray[np.float64]:
-    """(2, n + 1): how many values cross a cut before each of ``nodes``, and after the last, and their bytes: those made
-    before it and read at or after it, each once.
+def crossing_values(flow: Dataflow, costs: Costs, nodes: Sequence[Node]) -> npt.NDArray[np.float64]:
+    """Return, for each border before, between and after ``nodes``, how many values cross it and their bytes.
+
+    A value crosses a border if a node before it makes the value and a node behind it reads the value.
+
+    Returns:
+        Array of shape (2, n + 1): counts, then bytes.
     """
     position = {node: i for i, node in enumerate(nodes)}
-    change = np.zeros((2, len(position) + 1))
+    change = np.zeros((2, len(position) + 1))  # at each border, against the border before it
     for value in flow.index:
         if (made := position.get(flow.producer(value))) is None:
             continue
-        readers = [position[u] for u in value.users if u in position]  # members of the tuple count for themselves
+        readers = [position[u] for u in value.users if u in position]  # items of a tuple count separately
         if readers and max(readers) > made:
             size = (1, costs.nbytes(value))
             change[:, made + 1] += size

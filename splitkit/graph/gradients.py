@@ -1,8 +1,8 @@
-"""Which nodes take part in backward, as far as a forward graph tells.
+"""Find the nodes of a forward graph that take part in backward.
 
-Values of captured graphs do not say that they require grad, so it is followed from the parameters: through
-floating-point results and memory that is written, not through ``detach`` or where gradients are switched off; and
-back from the outputs, for nobody asks for the gradient of what reaches none::
+The values of captured graphs do not say whether they require grad. So gradients are followed forward from the
+parameters: through floating-point results and written memory, but not through ``detach`` or where gradients are off.
+Then the result is restricted to nodes that an output depends on, as no other node's gradient is asked for::
 
     weight (requires grad) ── linear ── relu ─┬─ detach ── mul ── output      requires grad: linear, relu, softmax
     input                  ───┘               └─ softmax ──────── output      has a backward: the same three
@@ -19,22 +19,22 @@ from torch import fx, nn
 from torch.fx import Node
 
 from splitkit.graph.dataflow import Dataflow
-from splitkit.graph.fakecalls import name_of, target_of
+from splitkit.graph.fake_calls import op_name, target_of
 from splitkit.graph.storages import tensors
 from splitkit.graph.symbols import value_of
 
 _CUTS = ("detach", "new_", "bernoulli", "lift_fresh")
-"""How ops begin of which results have no history, whatever the arguments require; others end in ``_like``."""
+"""Prefixes of the names of ops whose results never require grad; names that end in ``_like`` are of such ops too."""
 _FORMED = ("type_as", "expand_as", "view_as", "reshape_as", "to")
-"""Ops that take only a shape, dtype or device of tensors behind the first."""
+"""Ops that take only the shape, dtype or device of tensors behind the first argument."""
 
 
 class Gradients:
-    """What requires grad in a forward graph, when each node runs.
+    """The values of a forward graph that require grad at the time when a node reads them.
 
     Attributes:
-        reads: node -> those of its inputs that require grad then.
-        needed: nodes that have a part in backward: a result requires grad, and an output depends on it.
+        reads: node -> its inputs that require grad when it runs.
+        needed: the nodes that take part in backward: their result requires grad, and an output depends on it.
     """
 
     def __init__(self, flow: Dataflow) -> None:
@@ -42,16 +42,16 @@ class Gradients:
         self.needed: set[Node] = set()
         self._flow = flow
         self._memory: dict[Node, Hashable] = {}  # node -> the node whose memory its value lies in
-        self._live: set[Hashable] = set()  # memory that has a history
+        self._live: set[Hashable] = set()  # memory whose tensors require grad
         for node in flow.index:
             self._visit(flow.root, node)
         self.needed &= self._wanted(flow.graph)
 
     @cached_property
     def carriers(self) -> Set[Node]:
-        """Nodes whose values take a gradient: those in `needed`, and those whose memory one of these writes later.
+        """The nodes whose values take a gradient: those in `needed`, and those whose memory such a node writes later.
 
-        A table that is made empty and then filled has no history when it is made, but when it is read.
+        A tensor that is made empty and then filled does not require grad when it is made, but does when it is read.
         """
         found = set[Hashable]()
         for node in self.needed:
@@ -78,7 +78,7 @@ class Gradients:
         self._live.update(self._memory[n] for n in (node, *written))
 
     def _wanted(self, graph: fx.Graph) -> set[Node]:
-        """What an output that requires grad depends on, through results and through memory written before."""
+        """Return the nodes that the outputs depend on, through results and through memory written before."""
         wanted, memory = set[Node](), set[Hashable]()
         for node in reversed(graph.nodes):
             effects = self._flow.effects.get(node)
@@ -95,13 +95,13 @@ class Gradients:
             return node.op not in ("placeholder", "get_attr")
         if node.op not in ("call_function", "call_method"):
             return False
-        name = name_of(node.target)
+        name = op_name(node.target)
         return name.startswith(_CUTS) or name.endswith("_like")
 
 
 def _sources(node: Node) -> Sequence[Node]:
-    """The nodes whose values an op computes with."""
-    if node.op in ("call_function", "call_method") and name_of(node.target) in _FORMED:
+    """Return the nodes whose values an op computes with."""
+    if node.op in ("call_function", "call_method") and op_name(node.target) in _FORMED:
         return [n for n in node.args[:1] if isinstance(n, Node)]
     return node.all_input_nodes
 
@@ -117,5 +117,5 @@ def _module_requires_grad(root: nn.Module, node: Node) -> bool:
 
 
 def _is_float(node: Node) -> bool:
-    """Whether a tensor that ``node`` yields can have a gradient: of a tuple, one that does."""
+    """Whether a tensor that ``node`` yields, or one in its tuple, can have a gradient."""
     return any(t.is_floating_point() or t.is_complex() for t in tensors(value_of(node)))

@@ -1,14 +1,14 @@
-"""Ambient state: which autocast, grad-mode and other regions a node was captured under.
+"""Compute the scope of each node: the autocast, grad-mode and other ambient state that it was captured under.
 
-State ops (enter, exit, set) are not computed by any part. They are read once, turned into the `Scope` of the nodes
-between them, and written again by the emitter wherever a part needs them::
+No part computes state ops (enter, exit, set). They are read once and turned into the `Scope` of the nodes between them;
+the engine writes them again wherever a part needs them::
 
     enter_autocast ─┐            part 0: enter, mm, exit
     mm              │  scope ==>
     relu            │            part 1: enter, relu, exit
     exit_autocast ──┘
 
-What counts as a state op stands in the registry, `splitkit.graph.ambient`.
+The registry `splitkit.graph.ambient` says which targets are state ops.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Callers:
 
 
 CALLERS = _Callers()
-"""Stands for the value of a setting that the graph did not set: whatever the caller has."""
+"""The value of a setting that the graph has not set: the caller's value."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Scope:
     """The ambient state of a node.
 
     Attributes:
-        regions: the enter nodes that are open, outermost first.
-        settings: (name, value) of what the graph set, by name; a setting that is not listed is the caller's.
+        regions: the enter nodes of the open regions, outermost first.
+        settings: (name, value) pairs that the graph has set, sorted by name; any other setting has the caller's value.
     """
 
     regions: tuple[Node, ...] = ()
@@ -51,16 +51,16 @@ class Scope:
 
     @property
     def grad(self) -> bool | None:
-        """The grad mode that the graph set, ``None`` for whatever the caller has."""
+        """The grad mode that the graph has set, ``None`` for the caller's."""
         value = self.value(GRAD.name)
         return None if value is CALLERS else bool(value)
 
     def value(self, setting: str) -> Any:
-        """The value of a setting, or `CALLERS`."""
+        """Return the value of a setting, or `CALLERS`."""
         return next((value for name, value in self.settings if name == setting), CALLERS)
 
     def having(self, values: Mapping[str, Any]) -> Scope:
-        """The same with other values; `CALLERS` is a value too."""
+        """Return a copy with other values; the value `CALLERS` removes a setting."""
         now = {name: value for name, value in {**dict(self.settings), **values}.items() if value is not CALLERS}
         return replace(self, settings=tuple(sorted(now.items(), key=operator.itemgetter(0))))
 
@@ -69,23 +69,23 @@ NEUTRAL = Scope()
 
 
 def region_kind(enter: Node) -> Region:
-    """The kind of region that the node ``enter`` opens."""
+    """Return the kind of region that the node ``enter`` opens."""
     kind = opened_by(enter)
     assert kind is not None, f"{enter.name} opens no region"
     return kind
 
 
 def region_attributes(scope: Mapping[Node, Scope]) -> set[str]:
-    """The attributes of the graph that its regions take."""
+    """Return the names of the graph's attributes that its enter nodes take."""
     distinct = {id(s): s for s in scope.values()}
     return {str(a.target) for s in distinct.values() for enter in s.regions for a in enter.all_input_nodes}
 
 
 def scopes(graph: fx.Graph) -> tuple[Mapping[Node, Scope], Scope]:
-    """The scope of each node, and the state in which the graph leaves its caller.
+    """Return the scope of each node, and the state in which the graph leaves its caller.
 
-    An exit restores the state that its enter saw, as torch's context managers do, also where regions of one kind
-    interleave (enter a, enter b, exit a, exit b leaves a's state behind).
+    An exit restores the state that its enter saw, as torch's context managers do, even where regions of one kind
+    interleave: enter a, enter b, exit a, exit b leaves the state of a in force.
 
     Raises:
         GraphError: SK103 when an exit has no open enter, or when the state depends on a computed value.
@@ -98,7 +98,7 @@ def scopes(graph: fx.Graph) -> tuple[Mapping[Node, Scope], Scope]:
 
 
 def states_before(graph: fx.Graph) -> Mapping[Node, Scope]:
-    """The state before each node, state ops included."""
+    """Return the state before each node, including state ops."""
     reader, before = _Reader(), dict[Node, Scope]()
     for node in graph.nodes:
         before[node] = reader.now
@@ -115,7 +115,7 @@ class _Reader:
         self.order: dict[Node, int] = {}  # of regions, as they are opened
 
     def read(self, node: Node) -> bool:
-        """Go past ``node``; is it a state op?"""
+        """Update ``now`` by ``node``, and return whether it is a state op."""
         if id(node.target) not in TARGETS or node.op != "call_function":
             return False
         if read_by(node):
@@ -164,7 +164,7 @@ class _Reader:
         self.now = replace(self.now, regions=regions).having({name: before.value(name) for name in kind.sets(enter)})
 
     def _closed(self, node: Node, kinds: tuple[Region, ...]) -> Node | None:
-        """The enter node of the region that ``node`` closes."""
+        """Return the enter node of the region that ``node`` closes, if there is one."""
         if any(kind.handle for kind in kinds):
             handles = node.all_input_nodes
             known = [*node.args, *node.kwargs.values()] == handles and len(handles) == 1 and handles[0] in self.saved
@@ -186,7 +186,7 @@ class _Reader:
 
 
 def _is_constant(node: Node) -> bool:
-    """Is it an attribute of the graph that is the same wherever a part may read it? Memory may be written."""
+    """Whether a node is an attribute with the same value wherever it is read; a tensor is not, as it may be written."""
     if node.op != "get_attr":
         return False
     try:

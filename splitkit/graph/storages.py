@@ -1,4 +1,4 @@
-"""Whether the values of a graph (``meta["val"]``) show which nodes share memory, and which inputs are one tensor."""
+"""Identify storages: which tensors, values and attributes of a graph share memory."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ from splitkit.graph.symbols import value_of
 
 
 def shares_memory(gm: fx.GraphModule) -> bool:
-    """Whether values show who shares memory: they do not if an op that must share has a storage of its own."""
+    """Whether the graph's values (``meta["val"]``) show which nodes share memory.
+
+    They do not if the value of an op that always aliases has a storage of its own.
+    """
     for node in gm.graph.nodes:
-        if node.op == "call_function" and must_share(node.target) and node.all_input_nodes:
+        if node.op == "call_function" and always_aliases(node.target) and node.all_input_nodes:
             first = node.all_input_nodes[0]
             mine, other = storages_shown([node]), storages_shown([first])
             if first.op != "get_attr" and mine.isdisjoint(other):
@@ -30,20 +33,20 @@ def shares_memory(gm: fx.GraphModule) -> bool:
 
 
 def storages_shown(nodes: Iterable[Node]) -> set[Hashable]:
-    """The storages that the values of nodes lie in."""
+    """Return the keys of the storages of the nodes' values."""
     return {storage_key(t) for n in nodes for t in tensors(value_of(n))}
 
 
 _ONE = "splitkit.one_tensor"
 
 
-def mark_repeated(inputs: Iterable[tuple[Node, object]]) -> None:
-    """Note on placeholders which of them were given one tensor at capture, such as ``labels=input_ids``.
+def mark_repeated_inputs(inputs: Iterable[tuple[Node, object]]) -> None:
+    """Note on placeholders which of them were given the same tensor at capture, such as ``labels=input_ids``.
 
-    They are inputs of their own all the same, and may be given two; but what is there for both counts once.
+    They stay separate inputs, which may be given two tensors; but the memory that capture gave to both counts once.
 
     Args:
-        inputs: placeholders, and what was given for them.
+        inputs: placeholders with the arguments given for them.
     """
     groups: dict[int, list[Node]] = {}
     for node, given in inputs:
@@ -54,13 +57,13 @@ def mark_repeated(inputs: Iterable[tuple[Node, object]]) -> None:
             node.meta[_ONE] = number
 
 
-def one_tensor(node: Node) -> int | None:
-    """Equal for placeholders that were given one tensor at capture, ``None`` for one with a tensor of its own."""
+def repeated_group(node: Node) -> int | None:
+    """Return a number equal for placeholders that were given the same tensor at capture, ``None`` for all others."""
     found: int | None = node.meta.get(_ONE)
     return found
 
 
-# Ops whose result is a view, whatever they are given; `reshape` and `to` may copy.
+# Ops whose result is a view for all arguments; `reshape` and `to` may copy.
 _VIEWS = frozenset(
     [
         "view",
@@ -81,7 +84,7 @@ _VIEWS = frozenset(
 
 
 @cache
-def must_share(target: object) -> bool:
+def always_aliases(target: object) -> bool:
     """Whether the result of an op is always (a view of) its first argument."""
     if not isinstance(target, _torch.OpOverload):
         return False
@@ -93,41 +96,41 @@ def must_share(target: object) -> bool:
 
 
 def attribute(root: torch.nn.Module, target: str) -> object:
-    """The object behind a dotted attribute name.
+    """Return the object behind a dotted attribute name.
 
     Raises:
-        GraphError: SK104 when there is none.
+        GraphError: SK104 if there is none.
     """
     return Lookup(root)(target)
 
 
 class Lookup:
-    """Finds many attributes of one module by their dotted names, and each module on the way once.
+    """Finds attributes of one module by their dotted names, and visits each module on the way once.
 
-    It belongs to one question: while it is used, no module may be replaced.
+    No module may be replaced while a lookup is in use.
     """
 
     def __init__(self, root: torch.nn.Module) -> None:
         self._owners: dict[str, object] = {"": root}
 
     def __call__(self, target: str) -> object:
-        """The object behind a name.
+        """Return the object behind a name.
 
         Raises:
-            GraphError: SK104 when there is none.
+            GraphError: SK104 if there is none.
         """
         path, _, name = target.rpartition(".")
         try:
-            return getattr(self._owners[path] if path in self._owners else self.owner(path), name)
+            return _torch.member_of(self._owners[path] if path in self._owners else self.owner(path), name)
         except AttributeError as error:
             reason = f"the graph reads {target!r}, but its module has no such attribute"
             raise GraphError("SK104", reason, "", [target]) from error
 
     def owner(self, path: str) -> object:
-        """The object at ``path``, mostly a module; AttributeError where there is none."""
+        """Return the object at ``path``, usually a module; raise AttributeError if there is none."""
         if path not in self._owners:
             above, _, name = path.rpartition(".")
-            self._owners[path] = getattr(self.owner(above), name)
+            self._owners[path] = _torch.member_of(self.owner(above), name)
         return self._owners[path]
 
 
@@ -135,21 +138,22 @@ _REAL = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def storage_key(tensor: torch.Tensor) -> Hashable:
-    """Equal for tensors that share memory.
+    """Return a key equal for tensors that share memory.
 
-    The tensor's identity where it has no storage: sparse ones, some subclasses, and those that a lazy module makes.
+    Sparse tensors, some subclasses and tensors of lazy modules have no storage: their key is their id.
     """
     try:
         storage = tensor.untyped_storage()
         if type(tensor) in _REAL and storage.device.type != "meta" and storage.nbytes():
-            return storage.device, storage.data_ptr()  # one memory may have several storages: torch.from_numpy
+            # by address, not by storage object: torch.from_numpy makes several storages of one memory
+            return storage.device, storage.data_ptr()
         return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
     except (NotImplementedError, RuntimeError, ValueError):
         return id(tensor)
 
 
 def start_of(tensor: torch.Tensor) -> Hashable:
-    """Equal for tensors that begin at one place in memory; views of one storage may begin at several."""
+    """Return a key equal for tensors that begin at the same place in memory."""
     try:
         return storage_key(tensor), tensor.storage_offset()
     except (NotImplementedError, RuntimeError, ValueError):
@@ -157,16 +161,16 @@ def start_of(tensor: torch.Tensor) -> Hashable:
 
 
 def parameters_and_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """All of a module, under each of their names."""
+    """Return name -> tensor for all parameters and buffers of a module; tied tensors have several names."""
     found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     return found | dict(module.named_buffers(remove_duplicate=False))
 
 
 def require_made(named: Mapping[str, torch.Tensor]) -> None:
-    """Refuse parameters and buffers that a lazy module has yet to make.
+    """Raise if a lazy module has yet to make one of these parameters and buffers.
 
     Raises:
-        GraphError: SK112.
+        GraphError: SK112 with their names.
     """
     if waiting := [name for name, tensor in named.items() if is_lazy(tensor)]:
         raise GraphError(
@@ -177,18 +181,18 @@ def require_made(named: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-def registered(value: object) -> tuple[torch.Tensor, ...]:
-    """The parameters and buffers of a module, or the tensor itself."""
+def registered_tensors(value: object) -> tuple[torch.Tensor, ...]:
+    """Return the parameters and buffers of a module, or the tensor itself."""
     if isinstance(value, torch.nn.Module):
         return (*value.parameters(), *value.buffers())
     return (value,) if isinstance(value, torch.Tensor) else ()
 
 
-def owned(root: torch.nn.Module, nodes: Iterable[Node]) -> tuple[torch.Tensor, ...]:
-    """The parameters, buffers and constants that nodes read; see `splitkit.graph.dataflow.Dataflow.owned`."""
+def owned_tensors(root: torch.nn.Module, nodes: Iterable[Node]) -> tuple[torch.Tensor, ...]:
+    """Return the parameters, buffers and constants that nodes read; see `splitkit.graph.dataflow.Dataflow.owned`."""
     found: dict[Hashable, torch.Tensor] = {}
     for node in nodes:
-        for tensor in (t for value in _held(root, node) for t in registered(value)):
+        for tensor in (t for value in _held(root, node) for t in registered_tensors(value)):
             if is_lazy(tensor):
                 require_made({f"a tensor of {node.name}": tensor})
             start = start_of(tensor)
@@ -197,7 +201,7 @@ def owned(root: torch.nn.Module, nodes: Iterable[Node]) -> tuple[torch.Tensor, .
 
 
 def _held(root: torch.nn.Module, node: Node) -> Iterator[object]:
-    """Attributes among a node and its arguments, the module that it calls, and bodies that it is given as they are."""
+    """Yield the attributes that a node reads, the module that it calls, and the modules among its arguments."""
     for read in (node, *node.all_input_nodes):
         if read.op == "get_attr" or (read is node and node.op == "call_module"):
             yield attribute(root, str(read.target))
@@ -209,7 +213,7 @@ def _weight(tensor: torch.Tensor) -> tuple[bool, bool, int]:
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in ``value``, a tensor or a tree of them."""
+    """Return the tensors in ``value``, a tensor or a pytree."""
     if isinstance(value, torch.Tensor):
         return iter((value,))
     return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))

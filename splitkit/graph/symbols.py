@@ -1,4 +1,4 @@
-"""Symbolic sizes: which nodes give a value to the symbols that a tensor's shape is made of."""
+"""Symbolic sizes: find the nodes that define a shape's symbols, and replace symbols by numbers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def value_of(node: Node) -> Any:
-    """What the node yielded at capture, ``None`` if that is not known: ``meta["val"]`` or ``meta["example_value"]``."""
+    """Return the node's value at capture: ``meta["val"]``, else ``meta["example_value"]``, else ``None``."""
     meta = node.meta
     return meta["val"] if "val" in meta else meta.get("example_value")
 
 
 def is_symbolic(value: object) -> bool:
-    """Whether a value, or a size of it, is a symbol or made of symbols."""
+    """Whether a value or one of its sizes is a symbolic expression."""
     if isinstance(value, torch.Tensor):
         return any(isinstance(size, torch.SymInt) for size in value.shape)
     if isinstance(value, (tuple, list)):
@@ -27,8 +27,8 @@ def is_symbolic(value: object) -> bool:
     return isinstance(value, _SYMBOLIC)
 
 
-def binders(graph: fx.Graph) -> Mapping[Any, Node]:
-    """Symbol -> the first node whose value is that symbol: a placeholder, or the ``sym_size`` of a tensor."""
+def symbol_nodes(graph: fx.Graph) -> Mapping[Any, Node]:
+    """Return symbol -> the first node whose value is that symbol: a placeholder, or the ``sym_size`` of a tensor."""
     found: dict[Any, Node] = {}
     for node in graph.nodes:
         value = value_of(node)
@@ -40,20 +40,20 @@ def binders(graph: fx.Graph) -> Mapping[Any, Node]:
 
 
 def symbols_of(value: object) -> list[Any]:
-    """The symbols in a value and its sizes, by name."""
+    """Return the symbols in a value and its sizes, sorted by name."""
     from torch.fx.experimental.symbolic_shapes import free_symbols
 
     return sorted(free_symbols(value), key=str) if is_symbolic(value) else []
 
 
-def concrete(value: int | torch.SymInt, sizes: Mapping[str, int]) -> int:
-    """A plain int for a size.
+def plain_size(value: int | torch.SymInt, sizes: Mapping[str, int]) -> int:
+    """Return a size as a plain int.
 
-    A symbol counts as ``sizes`` says by its name, else as seen at capture (its hint), else, where only the data decides
-    (``u0``), as the upper bound that the model states with ``torch._check(u0 <= 128)``.
+    A symbol is replaced by its entry in ``sizes``, else by its value at capture (its hint). A size that depends on data
+    (``u0``) has no hint: it is replaced by the upper bound that the model states with ``torch._check(u0 <= 128)``.
 
     Raises:
-        LookupError: the names of the symbols that have none of these.
+        LookupError: with the names of the symbols that have none of these.
     """
     if isinstance(value, int):
         return value
@@ -67,8 +67,8 @@ def concrete(value: int | torch.SymInt, sizes: Mapping[str, int]) -> int:
     return int(node.expr.subs(known))
 
 
-def bounds_in(value: int | torch.SymInt, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The upper bounds that `concrete` puts in the place of sizes that only the data decides, by symbol."""
+def assumed_upper_bounds(value: int | torch.SymInt, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return symbol name -> upper bound, for the data-dependent symbols that `plain_size` replaces by a bound."""
     if isinstance(value, int) or value.node.hint is not None:  # SymNode.hint: 2.11, 2.13, 2.15
         return {}
     node: Any = value.node

@@ -1,15 +1,15 @@
-"""Which bytes are alive when: simulated for a graph or a pair, for stretches of a line of nodes, and measured.
+"""Which bytes are alive when: simulated for a graph or a pair of graphs, for segments of an order, and measured.
 
-=====================================================  ==========================================================
-question                                               who answers it
-=====================================================  ==========================================================
-peak of a graph, of a split, of forward and backward   `profile.simulate_memory`: replays the nodes, in bytes (`run`)
-peak of a joint plan, asked for thousands of plans     `splitkit.training.peaks`: the same count over arrays
-what eager autograd keeps of each forward node         `autograd.activations`: runs the graph on fake tensors
-what a stage of a pipeline holds, for every stretch    `stretch.Line`, from the `lines.Units` of one order of nodes
+=====================================================  ==============================================================
+question                                               answered by
+=====================================================  ==============================================================
+peak of a graph, a split, or forward and backward      `profile.simulate_memory`: follows the nodes (`simulation`)
+peaks of thousands of plans of a joint graph           `splitkit.training.peaks`: the same simulation over arrays
+what eager autograd saves for each forward node        `autograd.saved_storages.activations`: a run on fake tensors
+what a pipeline stage holds, for any segment           `segments.segment.OrderMemory`, made by `segments.graph_memory`
 bytes of each rank in a step of a schedule             `splitkit.pipeline.memory`: stages as numbers
-what was alive in reality                              `measure.measure_memory`: watches the allocations (`watch`)
-=====================================================  ==========================================================
+what was alive in a real run                           `measurement.measure_memory`: watches ops (`storage_watch`)
+=====================================================  ==============================================================
 
 They agree to the byte where they answer the same question; tests hold them to it.
 """

@@ -1,1 +1,1 @@
-"""Stages on paper: what they cost, who runs what when, and a step of a schedule simulated in time and bytes."""
+"""Prices the stages of a pipeline, orders their actions by a schedule, and simulates the time and memory of a step."""

@@ -1,4 +1,4 @@
-"""Which schedules go with a policy: ranks, microbatches."""
+"""Checks schedules, microbatches and replicas of a policy, and fills in their defaults."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from collections.abc import Sequence
 import numpy as np
 
 from splitkit.errors import PolicyError
+from splitkit.pipeline.schedules import is_single, pipeline_order, schedule_named, words_of
 from splitkit.solvers.placement.problem import Floats
 
 MOST_REPLICATED = 64
-"""The most devices over which stages with replicas are looked for."""
+"""The most devices for which plans with replicas are searched."""
 
 
 def require_schedule(policy: object, schedule: str | None, microbatches: int | None, stages: int) -> None:
-    """Refuse a schedule that does not go with so many stages and microbatches.
+    """Refuse a schedule that does not allow these numbers of stages and microbatches.
 
     Raises:
-        ScheduleError: SK330; says what does.
+        ScheduleError: SK330; says which numbers it allows.
         PolicyError: SK302 for microbatches without a schedule.
     """
     if schedule is not None:
-        from splitkit.pipeline.torch_orders import pipeline_order
-
         pipeline_order(schedule, stages, microbatches_of(microbatches, stages))
     elif microbatches is not None:
         name = type(policy).__name__
@@ -32,19 +31,19 @@ def require_schedule(policy: object, schedule: str | None, microbatches: int | N
 def require_replicas(
     policy: object, degrees: Sequence[int], devices: int, schedule: str | None, microbatches: int | None, *, least: bool
 ) -> None:
-    """Refuse what does not go with stages on several devices.
+    """Refuse options that do not work with replicated stages.
 
     Args:
-        policy: on whose behalf.
-        degrees: on how many devices a stage may stand, increasing.
-        devices: how many there are.
-        schedule: of the pipeline.
-        microbatches: of a step; two for each device, if not given.
-        least: whether the least memory is asked for.
+        policy: the policy, which errors name.
+        degrees: the numbers of replicas that a stage may have, increasing.
+        devices: the number of devices.
+        schedule: the schedule of the pipeline, if any.
+        microbatches: per step; by default two per device.
+        least: whether the user asks for the least memory.
 
     Raises:
-        ScheduleError: SK330 for a schedule that does not go with the most stages that there can be.
-        PolicyError: SK302 for what is not known of replicas; says what is.
+        ScheduleError: SK330 for a schedule that does not allow the largest possible number of stages.
+        PolicyError: SK302 for options that do not work with replicas; says which do.
     """
     name = f"{type(policy).__name__}(replicas={tuple(degrees)})"
     if devices > MOST_REPLICATED:
@@ -55,30 +54,26 @@ def require_replicas(
     if schedule is None:
         require_schedule(policy, None, microbatches, devices)
         return
-    from splitkit.pipeline.torch_orders import is_single
-
-    if not is_single(schedule):
+    if not schedule_named(schedule).is_single:
         reason = f"{name} with schedule={schedule!r}, which puts two stages on a rank"
-        raise PolicyError("SK302", reason, "Use '1f1b' or 'gpipe', or leave replicas out.")
+        raise PolicyError("SK302", reason, f"Use {words_of(is_single)}, or leave replicas out.")
     require_schedule(policy, schedule, microbatches_of(microbatches, devices), devices // degrees[0])
 
 
 def ranks_of(schedule: str | None, microbatches: int | None, stages: int) -> tuple[int, ...]:
-    """The rank of each stage; each has its own without a schedule."""
+    """Return the rank of each stage; without a schedule each stage has its own."""
     if schedule is None:
         return tuple(range(stages))
-    from splitkit.pipeline.torch_orders import pipeline_order
-
     return tuple(pipeline_order(schedule, stages, microbatches_of(microbatches, stages)).rank_of)
 
 
 def microbatches_of(given: int | None, stages: int) -> int:
-    """Of a step: two for each stage, if not given."""
+    """Return the microbatches of a step; by default two per stage."""
     return 2 * stages if given is None else given
 
 
 def by_rank(loads: Floats, rank_of: Sequence[int]) -> tuple[Floats, int]:
-    """(ranks,) seconds of the stages of each rank together, and the most loaded stage of the most loaded rank."""
+    """Return the load of each rank, (ranks,) seconds, and the most loaded stage of the most loaded rank."""
     total: Floats = np.bincount(rank_of, loads).astype(np.float64)
     here = np.array(rank_of, np.int64) == total.argmax()
     return total, int(np.where(here, loads, -1.0).argmax())

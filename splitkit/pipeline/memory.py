@@ -1,4 +1,4 @@
-"""The memory of each rank of a pipeline while its schedule runs: the most bytes at once, and of what they are."""
+"""Computes the memory of each rank of a simulated step: its peak by kind, and its course over time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Ints
-from splitkit.pipeline.replication import share
-from splitkit.pipeline.stagecosts import bytes_back, bytes_on
+from splitkit.pipeline.replication_costs import share
+from splitkit.pipeline.schedules import schedule_of
+from splitkit.pipeline.stage_costs import bytes_back, bytes_on
 from splitkit.pipeline.trace import Floats, StepTrace
 
 _SOONEST, _LATEST = -1, np.iinfo(np.int64).max
@@ -23,10 +24,10 @@ class RankMemory:
         parameters: bytes of the parameters and buffers of its stages.
         gradients: bytes of the gradients of the parameters.
         optimizer: the state of the optimizer.
-        saved: for backward, of the microbatches in flight, and gradients that wait for its weight part.
-        messages: on their way, or not yet read.
-        temporaries: bytes that the action which runs takes besides.
-        seconds: when that is.
+        saved: bytes saved for backward by the microbatches in flight, and gradients that wait for the weight part.
+        messages: bytes of messages that are on their way or not yet read.
+        temporaries: additional bytes of the action that runs.
+        seconds: the time of the peak.
     """
 
     parameters: int
@@ -39,20 +40,20 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """All of them."""
+        """The sum of all kinds."""
         return self.parameters + self.gradients + self.optimizer + self.saved + self.messages + self.temporaries
 
     def to_dict(self) -> dict[str, float]:
-        """As plain data, with the sum as ``peak``."""
+        """Return the bytes as plain data, with the sum as ``peak``."""
         return {"peak": self.peak, **asdict(self)}
 
 
 @dataclass(frozen=True)
 class _Changes:
-    """Bytes that come and go: whose, when, and of what.
+    """Allocations (positive) and frees (negative): rank, time, order, bytes and kind.
 
-    At one time they are taken in the order of ``place``: twice the number of the action, one more at its end. A buffer
-    of a message is there before all else that happens at its time.
+    Changes at the same time happen in the order of ``place``: twice the number of the action at its start, and one more
+    at its end. The receive buffer of a message is allocated before any other change at its time.
     """
 
     rank: Ints
@@ -65,16 +66,16 @@ class _Changes:
 _SAVED, _MESSAGES, _TEMPORARIES = range(3)
 
 
-def memory_of(run: StepTrace) -> tuple[RankMemory, ...]:
-    """Of each rank, at its peak; the first of equal peaks."""
+def rank_memory(run: StepTrace) -> tuple[RankMemory, ...]:
+    """Return the memory of each rank at its peak, the first of equal ones."""
     fixed, static = _fixed(run), static_bytes(run)
     return tuple(_peak(fixed[r], static[r], live, seconds) for r, (live, seconds) in enumerate(_live(run)))
 
 
 def memory_over_time(run: StepTrace) -> tuple[tuple[tuple[float, int], ...], ...]:
-    """What each rank holds: (seconds, bytes from then on), from the start of the step.
+    """Return (seconds, bytes from then on) for each rank, from the start of the step.
 
-    Of what happens at one time the most is said, so that the most of all is the peak of `memory_of`.
+    At each time the largest value comes first, so that the maximum is the peak of `rank_memory`.
     """
     found = []
     for fixed, static, (live, seconds) in zip(_fixed(run), static_bytes(run), _live(run), strict=True):
@@ -90,7 +91,7 @@ def memory_over_time(run: StepTrace) -> tuple[tuple[tuple[float, int], ...], ...
 
 
 def _live(run: StepTrace) -> list[tuple[Ints, Floats]]:
-    """Of each rank, what comes and goes: (n, 3) bytes saved, of messages and temporary, and from when on."""
+    """Return, for each rank, (n, 3) bytes saved, of messages and temporary, and (n,) the times from which they hold."""
     changes = [c for c in (*_of_actions(run), *_of_messages(run)) if c.nbytes.any()]
     if not changes:
         return [(np.zeros((0, 3), np.int64), np.zeros(0))] * run.ranks
@@ -101,8 +102,8 @@ def _live(run: StepTrace) -> list[tuple[Ints, Floats]]:
     )
     order = np.lexsort((place, seconds, rank))
     rank, seconds, place = rank[order], seconds[order], place[order]
-    live = amounts[order].cumsum(axis=0)  # all that a rank takes it gives back: the next starts from 0
-    last = np.ones(len(rank), bool)  # of what happens at once, only the outcome counts
+    live = amounts[order].cumsum(axis=0)  # each rank frees all that it allocates, so the next starts from 0
+    last = np.ones(len(rank), bool)  # of changes at the same time and place, only the result counts
     last[:-1] = (np.diff(rank) != 0) | (np.diff(seconds) != 0) | (np.diff(place) != 0)
     found = np.flatnonzero(last)
     ranks = np.split(found, np.searchsorted(rank[found], np.arange(1, run.ranks)))
@@ -118,7 +119,7 @@ def _peak(fixed: tuple[int, int, int], static: int, live: Ints, seconds: Floats)
 
 
 def _fixed(run: StepTrace) -> list[tuple[int, int, int]]:
-    """Parameters, gradients and optimizer of each rank."""
+    """Return the bytes of parameters, gradients and optimizer state of each rank."""
     names = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
     owned = [[s for s, r in zip(run.stages, run.order.rank_of, strict=True) if r == k] for k in range(run.ranks)]
     sums = [[sum(int(getattr(stage, name)) for stage in stages) for name in names] for stages in owned]
@@ -126,7 +127,7 @@ def _fixed(run: StepTrace) -> list[tuple[int, int, int]]:
 
 
 def _of_actions(run: StepTrace) -> Iterator[_Changes]:
-    """What is saved, and what an action needs besides."""
+    """Yield the changes of saved and temporary bytes."""
     rank, stage, kind, _ = run.order.columns
     saved, left, captured = np.array([_saved(run, s) for s in range(len(run.stages))]).T
     ends = [kind == BACKWARD, kind == BACKWARD_INPUT, kind == BACKWARD_WEIGHT]
@@ -141,10 +142,14 @@ def _of_actions(run: StepTrace) -> Iterator[_Changes]:
 
 
 def _saved(run: StepTrace, stage: int) -> tuple[int, int, int]:
-    """Bytes from forward to the end of backward; those of them that wait for its weight part; what waits besides."""
+    """Return (saved, deferred, extra) bytes of a stage.
+
+    ``saved`` are held from forward to the end of backward; ``deferred`` of these wait for the weight part; ``extra``
+    are held in addition from the start of the input part to the end of the weight part.
+    """
     costs = run.stages[stage]
     later = costs.saved_bytes if costs.deferred_bytes is None else costs.deferred_bytes
-    # An input in a static buffer is there anyway.
+    # An input in a static buffer is counted by `static_bytes`.
     static = run.static_buffers and _remote(run, stage, stage - 1)
     apart = share(bytes_on(run.stages, stage - 1), costs.replicas) if static else 0
     saved = max(0, costs.saved_bytes - apart)
@@ -152,11 +157,11 @@ def _saved(run: StepTrace, stage: int) -> tuple[int, int, int]:
 
 
 def _of_messages(run: StepTrace) -> Iterator[_Changes]:
-    """Buffers of messages.
+    """Yield the changes of message buffers.
 
-    An activation that is sent is among what its stage has saved, and one that came is so from the start of its reader.
-    A gradient is held until it is sent, and by its reader up to the end. Each replica of a stage has its share. With
-    static buffers, several stages on a rank keep what they sent to the end of the step.
+    A sent activation is among the saved bytes of its stage, and a received one is from the start of its reader on. The
+    sender holds a gradient until it is sent, and the reader until its action ends. Each replica has its share. With
+    static buffers, ranks with several stages keep what they sent to the end of the step.
     """
     rank, stage, kind, _ = run.order.columns
     data, number = run.order.links.data, np.arange(len(rank))
@@ -177,7 +182,7 @@ def _of_messages(run: StepTrace) -> Iterator[_Changes]:
     made = data[read]
     own = -(-back[stage[made]] // replicas[read])
     yield from _held(rank[read], own, run.ends[made], run.ends[read], end[made], end[read])
-    kept = run.static_buffers and not _is_single(run)
+    kept = keeps_sent(run)
     sent = data[(data >= 0) & remote & ~forward] if kept else number[~forward & (run.arrivals > run.ends)]
     stop = np.full(len(sent), run.ends.max()) if kept else run.arrivals[sent]
     own = -(-back[stage[sent]] // replicas[sent])
@@ -187,7 +192,7 @@ def _of_messages(run: StepTrace) -> Iterator[_Changes]:
 
 
 def _kept(run: StepTrace, sent: Ints) -> Iterator[_Changes]:
-    """Activations that were sent, once the backward of their stage has given them up, to the end of the step."""
+    """Yield sent activations, from the end of their stage's backward to the end of the step."""
     rank, stage, kind, microbatch = run.order.columns
     done = np.zeros((len(run.stages), run.order.microbatches), np.int64)
     ends = np.flatnonzero((kind == BACKWARD) | (kind == BACKWARD_WEIGHT))
@@ -198,20 +203,20 @@ def _kept(run: StepTrace, sent: Ints) -> Iterator[_Changes]:
     yield from _held(rank[sent], on[stage[sent]], run.ends[last], over, 2 * last + 1, np.full(len(sent), _LATEST))
 
 
-def _is_single(run: StepTrace) -> bool:
-    """Whether torch runs the order by a class of its own, which waits for what it sends; its interpreter of all other
-    orders waits at the end of the step, before 2.15."""
-    return run.order.name in ("GPipe", "1F1B")
+def keeps_sent(run: StepTrace) -> bool:
+    """Whether sent messages are held to the end of the step (`splitkit.pipeline.schedule.Schedule.waits_for_sends`)."""
+    schedule = schedule_of(run.order) if run.static_buffers else None
+    return run.static_buffers and (schedule is None or not schedule.waits_for_sends)
 
 
 def _held(rank: Ints, nbytes: Ints, start: Floats, stop: Floats, first: Ints, last: Ints) -> Iterator[_Changes]:
-    """Bytes of messages from one time and place to another."""
+    """Yield the allocation and the free of message buffers."""
     yield _Changes(rank, start, first, nbytes, _MESSAGES)
     yield _Changes(rank, stop, last, -nbytes, _MESSAGES)
 
 
 def static_bytes(run: StepTrace) -> Sequence[int]:
-    """Bytes of the receive buffers that each rank holds all the time."""
+    """Return the bytes of the receive buffers that each rank holds throughout the step."""
     held = [0] * run.ranks
     if run.static_buffers:
         for stage, rank in enumerate(run.order.rank_of):

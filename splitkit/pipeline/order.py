@@ -1,4 +1,4 @@
-"""What each rank of a pipeline does, in which order, and what each action waits for."""
+"""Defines the order of actions on each rank of a pipeline, and the dependences between them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from splitkit.brief import brief
 from splitkit.errors import ScheduleError
+from splitkit.pipeline.action import KINDS, Action
+from splitkit.short_repr import brief
 
 Ints = npt.NDArray[np.int64]
-
-KINDS = {"F": "forward", "B": "backward", "I": "backward, input part", "W": "backward, weight part"}
-"""What an action computes, by torch's letters."""
 
 LETTERS = "".join(KINDS)
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = range(4)
@@ -26,29 +24,20 @@ FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = range(4)
 ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 """An action that computes, as torch writes it."""
 
-BESIDES = re.compile(r"\d*(OVERLAP_F_B|UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|(WAIT_)?SEND_[FB]|RECV_[FB])\d*", re.ASCII)
-"""What else torch writes: what communicates, shards, or overlaps two actions."""
+OTHER_CELL = re.compile(
+    r"\d*(OVERLAP_F_B|UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|(WAIT_)?SEND_[FB]|RECV_[FB])\d*", re.ASCII
+)
+"""A cell of torch's CSV that computes nothing itself: it communicates, shards, or overlaps two actions."""
 
 _REMEDY = "Give every microbatch of every stage one F, and one B or one I and later one W, on one rank."
 _NOTHING, _NOWHERE = -1, -2
 
 
-class Action(NamedTuple):
-    """One microbatch through one stage; ``str`` writes it as torch does: ``3F0``."""
-
-    stage: int
-    kind: str
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
-
-
 class Columns(NamedTuple):
-    """The actions of an order as arrays, one rank behind the other, ``[actions]`` each.
+    """The actions of an order as arrays, ``[actions]`` each, rank after rank.
 
     Attributes:
-        rank: who runs it.
+        rank: the rank that runs the action.
         stage: the number of the stage of the model.
         kind: an index into `LETTERS`.
         microbatch: the number of the microbatch in the step.
@@ -61,11 +50,11 @@ class Columns(NamedTuple):
 
 
 class ActionGraph(NamedTuple):
-    """How the actions of an order hang together, by their numbers in `Columns`.
+    """The dependences between the actions of an order, by their numbers in `Columns`.
 
     Attributes:
-        sequence: all actions; each after what it waits for, those of one rank in its order.
-        data: action -> the action whose result it takes from the neighbouring stage, -1 for none.
+        sequence: all actions in a topological order that keeps the order of each rank.
+        data: action -> the action of the neighbouring stage whose result it reads, -1 for none.
     """
 
     sequence: tuple[int, ...]
@@ -74,17 +63,19 @@ class ActionGraph(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PipelineOrder:
-    """What each rank computes, in order: the schedule without its times.
+    """The actions of each rank in order: a schedule without times.
 
-    Forward of a stage waits for forward of the stage before; backward (``B``, or its input part ``I``) for its own
-    forward and for backward of the stage behind; the weight part ``W`` for its own input part.
+    Forward of a stage waits for forward of the previous stage. Backward (``B``, or its input part ``I``) waits for
+    forward of its stage and for backward of the next stage. The weight part ``W`` waits for the input part of its
+    stage.
 
     Attributes:
-        name: what the schedule is called.
+        name: the name of the schedule.
         ranks: the actions of each rank.
 
     Raises:
-        ScheduleError: SK331 if an action is missing, is there twice, or waits for ever; shows who waits for what.
+        ScheduleError: SK331 if an action is missing, is there twice, or the ranks deadlock; says what each rank waits
+            for.
     """
 
     name: str
@@ -99,10 +90,11 @@ class PipelineOrder:
     def parse(cls, ranks: Iterable[str], name: str = "custom") -> PipelineOrder:
         """Read a text for each rank: ``["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]``, or the lines of torch's ``_dump_csv``.
 
-        Of an overlapped pair ``(0F3;3B1)OVERLAP_F_B`` the first runs first, as in torch. What communicates is left out.
+        In an overlapped pair ``(0F3;3B1)OVERLAP_F_B`` the first action runs first, as in torch. Sends and receives are
+        left out.
 
         Raises:
-            ScheduleError: SK331 if that is no order; names what cannot be read.
+            ScheduleError: SK331 if the texts are no order; names what cannot be read.
         """
         return cls(name, tuple(tuple(_parsed(line)) for line in ranks))
 
@@ -123,17 +115,17 @@ class PipelineOrder:
 
     @cached_property
     def microbatches(self) -> int:
-        """How many there are."""
+        """The number of microbatches."""
         return int(self.columns.microbatch.max(initial=-1)) + 1
 
     @cached_property
     def links(self) -> ActionGraph:
-        """What waits for what."""
+        """The dependences between the actions."""
         return _linked(self)
 
 
 def action_of(word: str) -> Action:
-    """The action that a word writes, which `ACTION` matches."""
+    """Return the action that a word denotes; `ACTION` must match the word."""
     found = ACTION.fullmatch(word)
     assert found is not None
     return Action(int(found[1]), found[2], int(found[3]))
@@ -143,18 +135,18 @@ def _parsed(line: str) -> Iterator[Action]:
     for word in filter(None, re.split(r"[\s,;()]+", line)):
         if ACTION.fullmatch(word):
             yield action_of(word)
-        elif not BESIDES.fullmatch(word):
+        elif not OTHER_CELL.fullmatch(word):
             raise ScheduleError("SK331", f"{word!r} is no action", "Write stage, F, B, I or W, and microbatch: 3F0.")
 
 
 def _check(order: PipelineOrder) -> None:
-    """Every action is there once, each stage is on one rank, and all come to an end."""
+    """Refuse an order unless each action is there once, each stage is on one rank, and no ranks deadlock."""
     unknown = [a for actions in order.ranks for a in actions if a.kind not in KINDS or min(a.stage, a.microbatch) < 0]
     if unknown:
         raise ScheduleError("SK331", f"{unknown[0]!r} is no action", "Give stage, F, B, I or W, and microbatch.")
     total = sum(map(len, order.ranks))
     far = [action for actions in order.ranks for action in actions if max(action.stage, action.microbatch) >= total]
-    if far:  # before there is a table of all
+    if far:  # checked before a table of stages x microbatches is allocated
         raise ScheduleError("SK331", f"{far[0]} is one of {total} actions", "Number stages and microbatches from 0.")
     rank, stage, kind, _ = order.columns
     stages = np.unique(stage)
@@ -183,13 +175,17 @@ def _check(order: PipelineOrder) -> None:
 
 
 def _linked(order: PipelineOrder) -> ActionGraph:
-    """One pass: a rank goes on until it waits, and again when what it waits for is done. Linear in the actions."""
+    """Find the dependences and a topological order, in time linear in the number of actions.
+
+    Each rank is run until it must wait for an action of another rank. It is then parked with that action, and resumed
+    when the action is done. If ranks are left waiting at the end, they deadlock.
+    """
     needs, owns = _needs(order)
     data, own = needs.tolist(), owns.tolist()
     ends = list(accumulate(len(actions) for actions in order.ranks))
     following = [0, *ends[:-1]]
     done = bytearray(len(data) + 2)
-    done[_NOTHING] = True  # numbers from the end: "nothing" is done from the start, "nowhere" never
+    done[_NOTHING] = True  # indices from the end: "nothing" is done from the start, "nowhere" never is
     waiting: dict[int, list[int]] = {}
     sequence: list[int] = []
     ready = list(range(len(order.ranks)))
@@ -212,20 +208,22 @@ def _linked(order: PipelineOrder) -> ActionGraph:
 
 
 def _needs(order: PipelineOrder) -> tuple[Ints, Ints]:
-    """What each action takes from the neighbouring stage, and from its own stage: numbers of actions."""
+    """Return the actions on which each action depends: in the neighbouring stage, and in its own stage."""
     _, stage, kind, microbatch = order.columns
     stages = len(order.rank_of)
     at = np.full((len(LETTERS), stages + 1, order.microbatches), _NOWHERE)
     at[kind, stage, microbatch] = np.arange(len(stage))
-    at[BACKWARD] = np.where(at[BACKWARD] == _NOWHERE, at[BACKWARD_INPUT], at[BACKWARD])  # others wait for either
-    at[FORWARD, -1] = at[BACKWARD, -1] = _NOTHING  # stage -1 is before the first, stage `stages` behind the last
+    at[BACKWARD] = np.where(
+        at[BACKWARD] == _NOWHERE, at[BACKWARD_INPUT], at[BACKWARD]
+    )  # the previous stage waits for B or I
+    at[FORWARD, -1] = at[BACKWARD, -1] = _NOTHING  # index -1 is the row before the first stage and after the last one
     data = np.where(kind == FORWARD, at[FORWARD, stage - 1, microbatch], at[BACKWARD, stage + 1, microbatch])
     own = np.where(kind == BACKWARD_WEIGHT, at[BACKWARD_INPUT, stage, microbatch], at[FORWARD, stage, microbatch])
     return np.where(kind == BACKWARD_WEIGHT, _NOTHING, data), np.where(kind == FORWARD, _NOTHING, own)
 
 
 def _deadlock(order: PipelineOrder, following: Sequence[int], done: bytearray) -> ScheduleError:
-    """Says which ranks wait, at which action, and for what."""
+    """Return an error that says which ranks wait, at which action, and for what."""
     flat, there = [a for actions in order.ranks for a in actions], set(chain.from_iterable(order.ranks))
     lines = []
     for rank, (number, (data, own)) in enumerate(zip(following, _at(order, following), strict=True)):
@@ -239,13 +237,13 @@ def _deadlock(order: PipelineOrder, following: Sequence[int], done: bytearray) -
 
 
 def _at(order: PipelineOrder, numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """What the actions of these numbers need; of numbers past the last: nothing."""
+    """Return the dependences of these actions; none for numbers past the last."""
     data, own = _needs(order)
     return [(int(data[n]), int(own[n])) if n < len(data) else (_NOTHING, _NOTHING) for n in numbers]
 
 
 def _missing(action: Action, data: bool) -> Action:
-    """What an action needs that is in no list."""
+    """Return the action that an action depends on, though no rank runs it."""
     stage, kind, microbatch = action
     if not data:
         return Action(stage, "I" if kind == "W" else "F", microbatch)

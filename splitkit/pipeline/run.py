@@ -1,4 +1,4 @@
-"""What a simulated pipeline step did: its time, its bubbles, its timeline, and what each rank held."""
+"""Holds the result of a simulated pipeline step: its time, bubbles, timeline, and the memory of each rank."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from splitkit.brief import brief
-from splitkit.pipeline.memory import RankMemory, memory_of
-from splitkit.pipeline.order import BACKWARD_INPUT, FORWARD, KINDS
-from splitkit.pipeline.rankrows import RankRow
+from splitkit.display import ShownOverTime
+from splitkit.pipeline.action import KINDS
+from splitkit.pipeline.memory import RankMemory, rank_memory
+from splitkit.pipeline.order import BACKWARD_INPUT, FORWARD
+from splitkit.pipeline.rank_rows import RankRow
 from splitkit.pipeline.trace import StepTrace
-from splitkit.shown import ShownOverTime
+from splitkit.short_repr import brief
 from splitkit.units import duration, size
 
 _TITLES = ["rank", "stages", "busy", "bubble", "in flight", "peak", "fixed", "saved", "messages", "temporaries"]
@@ -23,10 +24,9 @@ _TITLES = ["rank", "stages", "busy", "bubble", "in flight", "peak", "fixed", "sa
 
 @dataclass(frozen=True, eq=False)
 class ScheduleRun(ShownOverTime, StepTrace):
-    """One step of a pipeline, as simulated: what follows from the times of its actions, which a `StepTrace` holds.
+    """One simulated step of a pipeline: the figures that follow from the times of its actions (`StepTrace`).
 
-    In a notebook it draws what each rank computes and holds when; `view`, `to_html` and `to_svg` take ``memory``, the
-    bytes of each rank (``"80GiB"``). ``split.view(run=run)`` draws the stages above it.
+    In a notebook it is drawn as the work and memory of each rank over time; ``split.view(run=run)`` adds the stages.
     """
 
     __repr__ = brief
@@ -38,17 +38,17 @@ class ScheduleRun(ShownOverTime, StepTrace):
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """The part of the step in which each rank computes nothing, from 0 to 1."""
+        """Rank -> the fraction of the step in which it computes nothing, from 0 to 1."""
         return tuple(1 - busy / self.seconds if self.seconds else 0.0 for busy in self.busy)
 
     @property
     def unit(self) -> str:
-        """Of all times: ``"s"``, or what the prices count instead."""
+        """The measure of all times: ``"s"``, or that of nominal prices."""
         return self.stages[0].unit if self.stages else "s"
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time in which nothing is computed, from 0 to 1."""
+        """The fraction of all ranks' time in which nothing is computed, from 0 to 1."""
         return sum(self.bubbles) / self.ranks
 
     @cached_property
@@ -58,7 +58,7 @@ class ScheduleRun(ShownOverTime, StepTrace):
 
     @cached_property
     def in_flight_of_stages(self) -> tuple[int, ...]:
-        """The same of each stage. Peaks of two stages on one rank need not be at the same time."""
+        """The most microbatches that each stage holds. Stages of one rank need not reach it at the same time."""
         return self._most(self.order.columns.stage, len(self.stages))
 
     def _most(self, group: npt.NDArray[np.int64], count: int) -> tuple[int, ...]:
@@ -70,8 +70,8 @@ class ScheduleRun(ShownOverTime, StepTrace):
 
     @cached_property
     def memory(self) -> tuple[RankMemory, ...]:
-        """The peak of each rank: parameters, gradients, optimizer and the most of all that comes and goes."""
-        return memory_of(self)
+        """The memory of each rank at its peak, by kind."""
+        return rank_memory(self)
 
     @property
     def peaks(self) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ class ScheduleRun(ShownOverTime, StepTrace):
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """How many devices each rank is; all that is said of a rank is said of each of them."""
+        """Rank -> the number of its devices. All other figures of a rank are those of each device."""
         of = dict(zip(self.order.rank_of, self.stages, strict=True))
         return tuple(of[rank].replicas if rank in of else 1 for rank in range(self.ranks))
 
@@ -95,11 +95,11 @@ class ScheduleRun(ShownOverTime, StepTrace):
         return self.busy.index(max(self.busy))
 
     def rows(self, devices: Sequence[str] = (), limits: Sequence[int | None] = ()) -> tuple[RankRow, ...]:
-        """What each rank does and holds: the rows that `splitkit.view.ranks.rank_table` makes a table of.
+        """Return a row for each rank, for `splitkit.view.data.rank_table.rank_table`.
 
         Args:
-            devices: what each rank is, if it is known.
-            limits: bytes that each has, if they are known.
+            devices: the name of each rank's device, if known.
+            limits: the memory limit of each rank in bytes, if known.
         """
         return tuple(
             RankRow(
@@ -117,7 +117,7 @@ class ScheduleRun(ShownOverTime, StepTrace):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The run as plain data, without its timeline: what `to_chrome_trace` is for."""
+        """Return the run as plain data without its timeline, which `to_chrome_trace` returns."""
         of = self.order.rank_of
         ranks = [
             {
@@ -145,7 +145,7 @@ class ScheduleRun(ShownOverTime, StepTrace):
         }
 
     def to_chrome_trace(self) -> dict[str, Any]:
-        """The timeline in the Trace Event Format, for ``json.dump``; opens in Perfetto and ``chrome://tracing``.
+        """Return the timeline in the Trace Event Format, for ``json.dump``; opens in Perfetto and ``chrome://tracing``.
 
         A process for each rank, with a row for its work and one for each rank that it sends to. Times in microseconds.
         """
@@ -168,7 +168,7 @@ class ScheduleRun(ShownOverTime, StepTrace):
 
     @property
     def figures(self) -> str:
-        """Step, bubble and peak in words."""
+        """The time, bubble and peak of the step in words."""
         step = f"step {duration(self.seconds, self.unit)}, bubble {self.bubble:.1%}"
         return f"{step}, peak {size(max(self.peaks))} on rank {self.limiting_rank}"
 

@@ -1,4 +1,4 @@
-"""Simulates a pipeline schedule: step time, bubbles, microbatches in flight and memory of each rank, event by event."""
+"""Simulates one step of a pipeline schedule: its time, its bubbles, and the memory of each rank."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import numpy as np
 from splitkit.checks import shown
 from splitkit.errors import ScheduleError
 from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, LETTERS, PipelineOrder
-from splitkit.pipeline.replication import rounds, share
+from splitkit.pipeline.replication_costs import ring_rounds, share
 from splitkit.pipeline.run import ScheduleRun
-from splitkit.pipeline.stagecosts import StageCosts, bytes_back, bytes_on
+from splitkit.pipeline.schedules import pipeline_order
+from splitkit.pipeline.stage_costs import StageCosts, bytes_back, bytes_on
 from splitkit.pipeline.trace import Floats
-from splitkit.pipeline.wires import LinkTimes, Wires, trip
+from splitkit.pipeline.transport import LinkTimes, Transport, message_seconds
 
 __all__ = ["LinkTimes", "PipelineOrder", "ScheduleRun", "StageCosts", "simulate_schedule"]
 
@@ -31,48 +32,49 @@ def simulate_schedule(
     overlap: bool = True,
     static_buffers: bool = False,
 ) -> ScheduleRun:
-    """Run one step of a pipeline on paper: each action starts when its rank is free and what it needs is there.
+    """Simulate one step of a pipeline: each action starts when its rank is free and its inputs have arrived.
 
-    The order of actions is that of torch's own schedule classes. Time is linear in the number of actions.
+    The simulation takes time linear in the number of actions.
 
-    A message goes off when the action that makes it ends; stages of one rank hand values over at no cost.
+    A message leaves when the action that makes it ends; stages of one rank exchange values at no cost.
 
-    * ``overlap=True``: ranks compute while messages travel. From one rank to another they travel one at a time, in the
-      order in which they are made; the two directions, and other pairs of ranks, do not disturb each other.
-    * ``overlap=False``: a rank computes nothing while it sends (right after the action) or receives (right before the
-      action that reads). Both ends do so at the same time if both are free; else each pays at its own time, out of
-      a buffer, so that an order that ends with overlap ends without.
+    * ``overlap=True``: ranks compute while messages travel. From one rank to another they travel one at a time, in
+      the order in which they are made; the two directions, and other pairs of ranks, do not delay each other.
+    * ``overlap=False``: a rank computes nothing while it sends (right after the action) or receives (right before
+      the action that reads). Both ends do so at the same time if both are free; otherwise each spends the time when
+      it gets to it, through a buffer, so that an order without a deadlock under overlap has none without it.
 
     The replicas of a stage act as one rank. A message between stages of a and b replicas takes as long as the larger
-    share, of 1 / min(a, b), over the slowest of their links; after its last action a rank adds up the gradients of its
+    share, 1 / min(a, b), over the slowest of their links. After its last action a rank all-reduces the gradients of its
     replicas in a ring, while nothing else runs there.
 
     Args:
-        stages: in the order of the model.
-        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved-1f1b"``, ``"looped-bfs"``, ``"interleaved-zero-bubble"``,
-            ``"zbv"``, ``"dualpipev"``, or an order of your own.
-        microbatches: how many the step has; an order of your own says so itself.
-        ranks: how many share the stages. ``None``: one a stage for GPipe and 1F1B, one for two stages otherwise.
-        links: how long messages take, or the name of a preset (``"nvlink4"``); ``None``: no time.
-        devices: what the links call the ranks, ``0 .. ranks - 1`` if not given; with replicas all of their devices,
-            those of the first rank first.
+        stages: the stages, in the order of the model.
+        schedule: the name of a schedule (``"1f1b"``, ``"zbv"``; `splitkit.pipeline.schedules` lists all, and says
+            how to add one), or an order of your own.
+        microbatches: how many microbatches the step has; an order of your own says so itself.
+        ranks: how many ranks share the stages. ``None``: as many as stages under schedules with one stage per rank,
+            half as many otherwise.
+        links: how long messages take, or the name of a preset (``"nvlink4"``); ``None`` for no time.
+        devices: the names of the ranks in ``links``, ``0 .. ranks - 1`` if not given; with replicas those of all
+            devices, the devices of the first rank first.
         overlap: whether ranks compute while they send and receive.
-        static_buffers: every stage holds a receive buffer for each microbatch all the time, as on torch 2.11 and 2.13,
-            and, under other orders than GPipe and 1F1B, what it sent to the end of the step; else a buffer is there
-            from when its message goes off, until it is read (near torch 2.15).
+        static_buffers: whether every stage holds a receive buffer for each microbatch all the time, as on torch
+            2.11 and 2.13, and, except under GPipe and 1F1B, what it sent until the end of the step; otherwise a
+            buffer exists from when its message leaves until it is read (close to torch 2.15).
 
     Raises:
-        ScheduleError: SK330 if the schedule is not known or does not go with these numbers; the message says what does.
-            SK331 if an order of your own never ends.
-        CostError: SK322 if two ranks that talk have no link, or ``links`` are none.
+        ScheduleError: SK330 if the schedule is unknown or does not go with these numbers; the message says what
+            does. SK331 if an order of your own never ends.
+        CostError: SK322 if two ranks that talk have no link, or ``links`` is not a set of links.
     """
     order, links = _order(stages, schedule, microbatches, ranks), _links_of(links)
     replicas = _replicas(order, stages)
     names = _names(replicas, devices)
-    wires = Wires(links, names, overlap)
-    starts, ends, departures, arrivals = _times(order, stages, _messages(order, stages, wires), overlap)
+    transport = Transport(links, names, overlap)
+    starts, ends, departures, arrivals = _times(order, stages, _messages(order, stages, transport), overlap)
     syncs = () if links is None or max(replicas) == 1 else _syncs(order, stages, names, links)
-    return ScheduleRun(order, tuple(stages), starts, ends, departures, arrivals, static_buffers, syncs, wires)
+    return ScheduleRun(order, tuple(stages), starts, ends, departures, arrivals, static_buffers, syncs, transport)
 
 
 def _order(
@@ -81,8 +83,6 @@ def _order(
     if not isinstance(stages, Sequence) or not stages or not all(isinstance(stage, StageCosts) for stage in stages):
         raise ScheduleError("SK330", f"stages are {shown(stages)}", "Give a StageCosts for each stage, one at least.")
     if not isinstance(schedule, PipelineOrder):
-        from splitkit.pipeline.torch_orders import pipeline_order
-
         if microbatches is None:
             raise ScheduleError("SK330", "the number of microbatches is not given", "Give microbatches=8, for example.")
         return pipeline_order(schedule, len(stages), microbatches, ranks)
@@ -99,13 +99,13 @@ def _order(
 def _links_of(links: object) -> LinkTimes | None:
     if links is None or (callable(getattr(links, "seconds", None)) and not isinstance(links, type)):
         return cast("LinkTimes | None", links)
-    from splitkit.costs.links import links_of
+    from splitkit.costs.links import as_links
 
-    return links_of(links)
+    return as_links(links)
 
 
 def _replicas(order: PipelineOrder, stages: Sequence[StageCosts]) -> list[int]:
-    """How many devices each rank is."""
+    """Return the number of devices of each rank."""
     found: dict[int, int] = {}
     for rank, stage in zip(order.rank_of, stages, strict=True):
         if found.setdefault(rank, stage.replicas) != stage.replicas:
@@ -115,7 +115,7 @@ def _replicas(order: PipelineOrder, stages: Sequence[StageCosts]) -> list[int]:
 
 
 def _names(replicas: Sequence[int], devices: Sequence[Hashable] | None) -> list[Sequence[Hashable]]:
-    """What the devices of each rank are called."""
+    """Return the names of the devices of each rank."""
     names: Sequence[Hashable] = range(sum(replicas)) if devices is None else devices
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise ScheduleError("SK330", f"devices are {shown(devices)}", "List a name for each rank.")
@@ -130,33 +130,35 @@ def _names(replicas: Sequence[int], devices: Sequence[Hashable] | None) -> list[
 def _syncs(
     order: PipelineOrder, stages: Sequence[StageCosts], names: Sequence[Sequence[Hashable]], links: LinkTimes
 ) -> tuple[float, ...]:
-    """Seconds in which the replicas of each rank add up the gradients of its stages."""
+    """Return the seconds in which the replicas of each rank all-reduce the gradients of its stages."""
     total = [0.0] * len(order.ranks)
     for rank, stage in zip(order.rank_of, stages, strict=True):
         own = names[rank]
         if stage.gradient_bytes and len(own) > 1:
             each = stage.gradient_bytes / len(own)
             hops = zip(own, [*own[1:], own[0]], strict=True)
-            total[rank] += rounds(len(own)) * max(trip(links, here, there, each) for here, there in hops)
+            total[rank] += ring_rounds(len(own)) * max(
+                message_seconds(links, here, there, each) for here, there in hops
+            )
     return tuple(total)
 
 
 @dataclass(frozen=True)
 class _Messages:
-    """What the results of actions cost to hand on, by kind * stages + stage.
+    """The cost of handing on the results of actions, by kind * stages + stage.
 
     Attributes:
-        wire: a number for each pair of ranks, -1 where nothing travels.
+        channel: a number for each pair of ranks, -1 where nothing travels.
         seconds: how long the message takes.
     """
 
-    wire: list[int]
+    channel: list[int]
     seconds: list[float]
 
 
-def _messages(order: PipelineOrder, stages: Sequence[StageCosts], wires: Wires) -> _Messages:
+def _messages(order: PipelineOrder, stages: Sequence[StageCosts], transport: Transport) -> _Messages:
     count = len(stages)
-    wire, seconds = [-1] * (len(LETTERS) * count), [0.0] * (len(LETTERS) * count)
+    channel, seconds = [-1] * (len(LETTERS) * count), [0.0] * (len(LETTERS) * count)
     for stage in range(count):
         for target, kinds in ((stage + 1, (FORWARD,)), (stage - 1, (BACKWARD, BACKWARD_INPUT))):
             if not 0 <= target < count or order.rank_of[stage] == order.rank_of[target]:
@@ -164,17 +166,17 @@ def _messages(order: PipelineOrder, stages: Sequence[StageCosts], wires: Wires) 
             here, there = order.rank_of[stage], order.rank_of[target]
             nbytes = bytes_on(stages, stage) if target > stage else bytes_back(stages, stage)
             each = share(nbytes, min(stages[stage].replicas, stages[target].replicas))
-            took = wires.seconds(here, there, each)
+            took = transport.seconds(here, there, each)
             for kind in kinds:
-                wire[kind * count + stage] = here * len(order.ranks) + there
+                channel[kind * count + stage] = here * len(order.ranks) + there
                 seconds[kind * count + stage] = took
-    return _Messages(wire, seconds)
+    return _Messages(channel, seconds)
 
 
 def _times(
     order: PipelineOrder, stages: Sequence[StageCosts], messages: _Messages, overlap: bool
 ) -> tuple[Floats, Floats, Floats, Floats]:
-    """Start and end of every action, and when its message goes off and is there (its end, if it sends none)."""
+    """Return start and end of every action, and when its message leaves and arrives (its end, if it sends none)."""
     rank, stage, kind, _ = order.columns
     table = {
         FORWARD: [s.forward for s in stages],
@@ -184,18 +186,18 @@ def _times(
     }
     durations = np.array([table[k] for k in range(len(LETTERS))], float)[kind, stage].tolist()
     result = kind * len(stages) + stage
-    wires = np.array(messages.wire)[result].tolist()
-    trips = np.array(messages.seconds)[result].tolist()
+    channels = np.array(messages.channel)[result].tolist()
+    travel = np.array(messages.seconds)[result].tolist()
     run = _overlapped if overlap else _in_turn
-    found = run(order, rank.tolist(), durations, wires, trips)
+    found = run(order, rank.tolist(), durations, channels, travel)
     starts, ends, departures, arrivals = (np.array(times, float) for times in found)
     return starts, ends, departures, arrivals
 
 
 def _overlapped(
-    order: PipelineOrder, rank: list[int], durations: list[float], wires: list[int], trips: list[float]
+    order: PipelineOrder, rank: list[int], durations: list[float], channels: list[int], travel: list[float]
 ) -> tuple[list[float], ...]:
-    """Messages travel beside the work, one at a time on each wire."""
+    """Let messages travel beside the work, one at a time on each channel."""
     data = order.links.data.tolist()
     free, idle = [0.0] * len(order.ranks), [0.0] * len(order.ranks) ** 2
     starts, ends, departures, arrivals = ([0.0] * len(rank) for _ in range(4))
@@ -204,26 +206,26 @@ def _overlapped(
         if need >= 0 and arrivals[need] > start:
             start = arrivals[need]
         end = departure = arrival = start + durations[i]
-        if (wire := wires[i]) >= 0:
-            departure = max(end, idle[wire])
-            idle[wire] = arrival = departure + trips[i]
+        if (channel := channels[i]) >= 0:
+            departure = max(end, idle[channel])
+            idle[channel] = arrival = departure + travel[i]
         free[rank[i]] = end
         starts[i], ends[i], departures[i], arrivals[i] = start, end, departure, arrival
     return starts, ends, departures, arrivals
 
 
 def _in_turn(
-    order: PipelineOrder, rank: list[int], durations: list[float], wires: list[int], trips: list[float]
+    order: PipelineOrder, rank: list[int], durations: list[float], channels: list[int], travel: list[float]
 ) -> tuple[list[float], ...]:
-    """Ranks send, receive and compute one after the other."""
+    """Let ranks send, receive and compute one after the other."""
     data = order.links.data.tolist()
     free = [0.0] * len(order.ranks)
     starts, ends, departures, arrivals = ([0.0] * len(rank) for _ in range(4))
     for i in order.links.sequence:
         start, need = free[rank[i]], data[i]
         if need >= 0:
-            start = max(start, departures[need]) + (trips[need] if wires[need] >= 0 else 0.0)
+            start = max(start, departures[need]) + (travel[need] if channels[need] >= 0 else 0.0)
         end = start + durations[i]
-        free[rank[i]] = arrival = end + (trips[i] if wires[i] >= 0 else 0.0)
+        free[rank[i]] = arrival = end + (travel[i] if channels[i] >= 0 else 0.0)
         starts[i], ends[i], departures[i], arrivals[i] = start, end, end, arrival
     return starts, ends, departures, arrivals

@@ -1,4 +1,4 @@
-"""When each action of a pipeline step ran, and what was sent when."""
+"""Holds the times of the actions and messages of a simulated pipeline step."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from splitkit.pipeline.order import LETTERS, PipelineOrder
-from splitkit.pipeline.stagecosts import StageCosts, bytes_back, bytes_on
-from splitkit.pipeline.wires import Wires
+from splitkit.pipeline.stage_costs import StageCosts, bytes_back, bytes_on
+from splitkit.pipeline.transport import Transport
 
 Floats = npt.NDArray[np.float64]
 
 
 class Event(NamedTuple):
-    """An action that ran: who, what, and from when to when, in seconds."""
+    """An action that ran: rank, kind, stage, microbatch, and its start and end in seconds."""
 
     rank: int
     kind: str
@@ -28,12 +28,12 @@ class Event(NamedTuple):
 
     @property
     def action(self) -> str:
-        """As torch writes it: ``3F0``."""
+        """The action as torch writes it: ``3F0``."""
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
 class Transfer(NamedTuple):
-    """A message: from whom to whom, what made it, how large, and from when to when, in seconds."""
+    """A message: its source and target ranks, the action that made it, its bytes, and its start and end in seconds."""
 
     source: int
     target: int
@@ -45,19 +45,19 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepTrace:
-    """The times of all actions.
+    """The times of all actions of a step.
 
     Attributes:
-        order: what each rank ran.
-        stages: what they cost.
-        starts: when each action of ``order.columns`` started, in seconds.
-        ends: when it ended.
-        departures: when its result went off to another rank; its end if it stays.
-        arrivals: when it was there.
+        order: the actions of each rank.
+        stages: the costs of the stages.
+        starts: when each action of ``order.columns`` starts, in seconds.
+        ends: when each action ends.
+        departures: when its result leaves for another rank; its end if the result stays.
+        arrivals: when its result arrives; its end if the result stays.
         static_buffers: whether each microbatch has receive buffers of its own.
-        syncs: seconds that the replicas of each rank take after their last action to add up their gradients; empty
-            where no stage has replicas, or messages take no time.
-        wires: how the ranks talk, if that is known.
+        syncs: rank -> seconds in which its replicas sum their gradients after the last action; empty if no stage has
+            replicas, or messages take no time.
+        transport: the communication model, if known.
     """
 
     order: PipelineOrder
@@ -68,16 +68,16 @@ class StepTrace:
     arrivals: Floats
     static_buffers: bool
     syncs: tuple[float, ...] = ()
-    wires: Wires | None = None
+    transport: Transport | None = None
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return len(self.order.ranks)
 
     @cached_property
     def seconds(self) -> float:
-        """Of the step: the end of the last action, and of the adding up of gradients."""
+        """Seconds of the step, to the end of the last action and of the all-reduce of gradients."""
         if not any(self.syncs):
             return float(self.ends.max())
         last = np.zeros(self.ranks)
@@ -86,14 +86,14 @@ class StepTrace:
 
     @cached_property
     def timeline(self) -> tuple[Event, ...]:
-        """What ran when: rank after rank, each in its order."""
+        """All actions with their times, sorted by rank, then in the order of the rank."""
         rank, stage, kind, microbatch = (column.tolist() for column in self.order.columns)
         kinds = [LETTERS[k] for k in kind]
         return tuple(map(Event, rank, kinds, stage, microbatch, self.starts.tolist(), self.ends.tolist()))
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
-        """What was sent when, sender after sender."""
+        """All messages between ranks, sorted by the action that made them."""
         data, found = self.order.links.data, []
         for reader in np.argsort(data, kind="stable").tolist():
             source, target = self.timeline[maker := int(data[reader])], self.timeline[reader]

@@ -1,1 +1,1 @@
-"""The record between deciding and doing: the plan, its order, its rewrites, its file; no prices, no surgery."""
+"""Plans: which parts compute which nodes. This package orders, rewrites, saves and loads plans; it edits no graph."""

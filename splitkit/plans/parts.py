@@ -1,4 +1,4 @@
-"""What a plan says besides where nodes go: the names of parts, what is known of each, and what a policy claims."""
+"""Parts of a plan (their keys, devices and ways to be called) and the claim that a policy makes about its plan."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from splitkit.checks import MOST, is_whole, shown
 from splitkit.errors import PlanError
 
 PartKey = Hashable
-"""What names a part: ``0``, ``"backward"``, ``("cuda:0", 3)``."""
+"""The key of a part: ``0``, ``"backward"``, ``("cuda:0", 3)``."""
 
-HOST: PartKey = None
-"""The part that stays behind: the parent graph itself."""
+PARENT: PartKey = None
+"""The place of nodes that no part computes: the graph that calls the parts."""
 
 CALLS = ("plain", "checkpoint")
-"""How a part may be called."""
+"""The ways in which the parent may call a part."""
 
-_EXACT = 1e-5  # a gap that is printed as none
+_EXACT = 1e-5  # smaller gaps would be printed as 0.00%
 
 NAMING = "Name parts with ints, strings, devices or tuples of these."
-"""What to do about a key that cannot name a part."""
+"""The remedy for a key that cannot name a part."""
 
 
 def flaw_of_key(key: object) -> str:
-    """Why a key cannot name a part; empty if it can."""
+    """Return why a key cannot name a part; an empty string if it can."""
     if isinstance(key, torch.Tensor):
         return "equal tensors are different keys (take key.item())"
     try:
@@ -39,15 +39,15 @@ def flaw_of_key(key: object) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """What is known of a part besides its nodes.
+    """The properties of a part other than its nodes.
 
     Attributes:
         key: its name.
-        device: where it should run; the engine moves nothing, the runtime does.
-        call: ``"plain"``, or ``"checkpoint"`` to keep only its inputs for backward and run it again there
+        device: where it should run. The engine moves nothing; the runtime does.
+        call: ``"plain"``; or ``"checkpoint"``, which saves only the part's inputs and runs it again in backward
             (`torch.utils.checkpoint`).
-        replicas: on how many devices it should run, each with all of its parameters and an equal share of every
-            microbatch (data parallel); the engine makes one part, the runtime its replicas.
+        replicas: the number of devices that run it, each with all of its parameters and an equal share of every
+            microbatch (data parallel). The engine makes one part; the runtime replicates it.
     """
 
     key: PartKey
@@ -58,15 +58,17 @@ class Part:
     def __post_init__(self) -> None:
         call: object = self.call
         device: object = self.device
-        if self.key is HOST:
-            raise PlanError("SK206", "None is the host, not a part", "Name the part.")
+        if self.key is PARENT:
+            raise PlanError("SK206", "None stands for the parent, which is not a part", "Name the part.")
         if flaw := flaw_of_key(self.key):
             raise PlanError("SK206", f"{self.key!r} cannot name a part: {flaw}", NAMING)
         if not isinstance(call, str) or call not in CALLS:
             raise PlanError("SK206", f"part {self.key!r} has call={call!r}", "Use 'plain' or 'checkpoint'.")
         if device is not None and not isinstance(device, torch.device):
             raise PlanError(
-                "SK206", f"part {self.key!r} has device={device!r}, no torch.device", "Use torch.device('cuda:0')."
+                "SK206",
+                f"part {self.key!r} has device={device!r}, which is not a torch.device",
+                "Use torch.device('cuda:0').",
             )
         if flaw := flaw_of_replicas(self.replicas):
             raise PlanError("SK206", f"part {self.key!r} has replicas={flaw}", "Use a whole number, 1 or more.")
@@ -74,24 +76,24 @@ class Part:
 
 
 def flaw_of_replicas(given: object) -> str:
-    """What is no number of replicas, as a text; empty for one that is."""
+    """Return the text of an invalid number of replicas; an empty string if it is valid."""
     return "" if is_whole(given, 1) and int(given) <= MOST else shown(given)
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What a plan says of its own quality.
+    """What a policy asserts about the quality of its plan.
 
     Attributes:
-        objective: what is least: ``"bottleneck"`` (seconds of the most loaded part), ``"makespan"`` (seconds of one
-            sample), ``"parts"`` (how many) or ``"traffic"`` (bytes).
+        objective: the minimised quantity: ``"bottleneck"`` (seconds of the most loaded part), ``"makespan"`` (seconds
+            of one sample), ``"parts"`` (how many) or ``"traffic"`` (bytes).
         value: the objective of this plan.
-        bound: no plan within the same limits is below it.
-        solver: what found the plan, and what proved the bound if that was another.
-        limiting: the part that decides.
-        tolerance: relative; how far from the bound is good enough: what rounding may have cost the proof, or what was
-            yielded for even parts.
-        evenness: of the loads of the parts, from 0 to 1 (`evenness`); None where nothing was made even.
+        bound: a lower bound on the objective of every plan within the same limits.
+        solver: the method that found the plan, and the one that proved the bound if it is a different one.
+        limiting: the part that determines the value, such as the most loaded one.
+        tolerance: the relative distance from the bound that counts as optimal: rounding errors of the proof, or what
+            the policy gave up to balance the parts.
+        evenness: Jain's index of the parts' loads, from 0 to 1 (`evenness`); None if the policy did not balance them.
     """
 
     objective: str
@@ -99,17 +101,17 @@ class Claim:
     bound: float
     solver: str
     limiting: PartKey
-    tolerance: float = 1e-9
+    tolerance: float = 1e-9  # rounding of double-precision sums over some 10^6 nodes
     evenness: float | None = None
 
     @property
     def gap(self) -> float:
-        """How much lower a plan could be at most, as a fraction of the value."""
+        """An upper bound on how much lower the objective could be, as a fraction of the value."""
         return max(0.0, 1 - self.bound / self.value) if self.value else 0.0
 
     @property
     def optimal(self) -> bool:
-        """Whether the plan is proven to be best, within the tolerance."""
+        """Whether the plan is proven optimal within the tolerance."""
         return self.gap <= self.tolerance
 
     def __str__(self) -> str:
@@ -121,9 +123,9 @@ class Claim:
 
 
 def evenness(loads: Sequence[float]) -> float:
-    """How even loads are: 1 where all are alike, 1 / n where one of n has all.
+    """Return how even loads are: 1 if all are equal, 1 / n if one of n carries everything.
 
-    Jain's index, the squared sum over n times the sum of squares ("A quantitative measure of fairness", 1984).
+    This is Jain's index, the squared sum over n times the sum of squares ("A quantitative measure of fairness", 1984).
     """
     top = max(loads, default=0.0)
     shares = [load / top for load in loads] if top else []

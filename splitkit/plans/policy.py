@@ -1,4 +1,4 @@
-"""Policies: what decides which part computes which node, and what else people have at hand that says it."""
+"""Policies, which decide which part computes which node, and the other objects that users may pass instead of one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from splitkit.prices import Costs, require_costs
 
 @runtime_checkable
 class Policy(Protocol):
-    """Decides which part computes which node. A policy is a frozen dataclass that carries its own parameters."""
+    """An object that decides which part computes which node; usually a frozen dataclass of its parameters."""
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
         """Return the plan for a graph."""
@@ -30,18 +30,18 @@ PolicyLike = Policy | Plan | Mapping[Any, Any] | Callable[[Node], PartKey]
 
 
 def as_plan(policy: PolicyLike, flow: Dataflow, costs: Costs) -> Plan:
-    """Turn what people have at hand into a plan.
+    """Return the plan that a policy makes, or that an object in its place describes.
 
     Args:
-        policy: a `Policy`, a `Plan`, a mapping of nodes or node names to parts (what it leaves out stays in the
-            host), or a callable ``node -> part``. The callable is called exactly once for every node but inputs,
-            attributes and the output, in graph order; its answers for state ops and tuple members are not used.
+        policy: a `Policy`, a `Plan`, a mapping from nodes or node names to parts (nodes that it leaves out stay in the
+            parent), or a callable ``node -> part``. The callable is called exactly once, in graph order, for every node
+            except inputs, attributes and the output; its answers for state ops and tuple members are ignored.
         flow: facts about the graph.
         costs: prices for the policy.
 
     Raises:
-        PolicyError: SK301 when ``policy`` is none of these, or returns no plan.
-        PlanError: SK201 or SK204 when it names nodes of another graph, SK206 when a label cannot name a part.
+        PolicyError: SK301 if ``policy`` is none of these, or does not return a plan.
+        PlanError: SK204 if it names nodes of another graph, SK206 if a label cannot name a part.
     """
     if isinstance(policy, Plan):
         return policy
@@ -52,7 +52,7 @@ def as_plan(policy: PolicyLike, flow: Dataflow, costs: Costs) -> Plan:
         if not isinstance(made, Plan):
             raise PolicyError(
                 "SK301",
-                f"the policy {policy!r} returned {made!r:.200}, no plan",
+                f"the policy {policy!r} returned {made!r:.200}, which is not a plan",
                 "Return splitkit.Plan.of({node: part}).",
             )
         return made
@@ -64,20 +64,20 @@ def as_plan(policy: PolicyLike, flow: Dataflow, costs: Costs) -> Plan:
 
 
 def require_policy(policy: object) -> None:
-    """Refuse (SK301) what `as_plan` would refuse, before there is a graph."""
+    """Raise the SK301 that `as_plan` would raise, before there is a graph."""
     known = isinstance(policy, Plan | Mapping) or (isinstance(policy, Policy) and not isinstance(policy, type))
     if not known and not _is_callback(policy):
         raise _no_policy(policy)
 
 
 def _is_callback(policy: object) -> TypeGuard[Callable[[Node], PartKey]]:
-    """Whether it may be called with nodes; what runs a model is called with tensors."""
+    """Whether an object may be called with nodes; one that runs a model expects tensors."""
     runs_a_model = isinstance(policy, nn.Module | ExportedProgram) or isinstance(getattr(policy, "plan", None), Plan)
     return callable(policy) and not isinstance(policy, type) and not runs_a_model
 
 
 def _no_policy(policy: object) -> PolicyError:
-    held = ": its plan is one" if isinstance(getattr(policy, "plan", None), Plan) else ""
+    held = ", but its plan is one" if isinstance(getattr(policy, "plan", None), Plan) else ""
     return PolicyError(
         "SK301",
         f"{shown(policy)} is not a policy{held}",
@@ -94,8 +94,8 @@ def _from_mapping(labels: Mapping[Any, Any], flow: Dataflow) -> Plan:
         if node is None or node not in flow.index:
             raise PlanError(
                 "SK204",
-                f"the mapping names {str(item)!r}, which is no node of the graph{_nearest(str(item), by_name)}",
-                "Map nodes, or the names in [n.name for n in gm.graph.nodes].",
+                f"the mapping names {str(item)!r}, which is not a node of the graph{_nearest(str(item), by_name)}",
+                "Use nodes, or the names in [n.name for n in gm.graph.nodes], as keys.",
                 [item],
             )
         found[node] = label

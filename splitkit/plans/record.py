@@ -1,4 +1,4 @@
-"""The plan: immutable data that maps every node to the parts that compute it, its home first."""
+"""The plan: an immutable mapping from every node to the parts that compute it, its home first."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from splitkit.brief import brief, few
 from splitkit.errors import PlanError, PolicyError
-from splitkit.plans import file as planfile
-from splitkit.plans.parts import HOST, NAMING, Claim, Part, PartKey, flaw_of_key
-from splitkit.shown import Shown
+from splitkit.plans import plan_file
+from splitkit.plans.parts import NAMING, PARENT, Claim, Part, PartKey, flaw_of_key
+from splitkit.plans.plan_display import ShownPlan
+from splitkit.short_repr import brief, few
 
 ROUTINGS = ("direct", "relay")
 
 
 def plan_of(given: object) -> Plan:
-    """The plan that was given, or that of a `splitkit.Split`; SK301 if it is neither."""
+    """Return the given plan, or the plan of the given `splitkit.Split`; raise SK301 for anything else."""
     held = given if isinstance(given, Plan) else getattr(given, "plan", None)
     if isinstance(held, Plan):
         return held
     raise PolicyError(
-        "SK301", f"a plan is wanted, not {_kind(given)}", "Make one first: plan = splitkit.plan(gm, policy)."
+        "SK301", f"expected a plan, not {_kind(given)}", "Make one first: plan = splitkit.plan(gm, policy)."
     )
 
 
@@ -40,31 +40,31 @@ def _where(part: Part) -> str:
 
 
 def _is_confused(key: object, other: object) -> bool:
-    """Whether a key equals what it is not: something that nobody has seen, or another key of the same plan."""
+    """Whether a key equals an unrelated object: a new one, the parent's key, or another key of the same plan."""
     if type(key) in _SOUND:
         return False
     if isinstance(key, tuple) and any(_is_confused(item, object()) for item in key):
         return True
     try:
-        return any(bool(key == stranger) or not bool(key != stranger) for stranger in (object(), HOST, other))
+        return any(bool(key == stranger) or not bool(key != stranger) for stranger in (object(), PARENT, other))
     except Exception:
         return True
 
 
 def _require_apart(keys: Iterable[PartKey]) -> None:
-    """Different keys must be unequal, or a part is taken for another, or for the host."""
+    """Raise SK211 if a key equals others: a part would then be taken for another part, or for the parent."""
     other: PartKey = object()
     for key in keys:
         if _is_confused(key, other):
             raise PlanError(
                 "SK211",
-                f"part {key!r} has a key of type {type(key).__name__} that equals other things",
-                f"Its __eq__ must say True for itself alone. {NAMING}",
+                f"part {key!r} has a key of type {type(key).__name__} that equals unrelated objects",
+                f"Its __eq__ must return True only for equal keys. {NAMING}",
             )
         other = key
 
 
-_SOUND = (type(HOST), int, str, bool, float, bytes, torch.device)
+_SOUND = (type(PARENT), int, str, bool, float, bytes, torch.device)
 
 
 def _flaw_of_place(keys: object) -> bool:
@@ -74,26 +74,23 @@ def _flaw_of_place(keys: object) -> bool:
 
 
 @dataclass(frozen=True)
-class Plan(Shown, Mapping[Node, tuple[PartKey, ...]]):
-    """Node -> the parts that compute it, home first. More than one part means copies.
+class Plan(ShownPlan, Mapping[Node, tuple[PartKey, ...]]):
+    """A mapping from every node to the parts that compute it, its home first. Several parts mean copies.
 
     A part reads its own copy of a value if it has one, else the home's copy. Nodes that a plan leaves out stay in
-    `HOST`. Only placeable nodes count (``Dataflow.nodes``): inputs and the output are the host's, attributes are
-    with each of their readers, and the members of a tuple are with the node that makes it. A node whose place is the
-    empty tuple is computed nowhere; `splitkit.prune` gives it to nodes that nobody reads.
+    `PARENT`. Only placeable nodes (``Dataflow.nodes``) need a place: inputs and the output belong to the parent,
+    attributes to each of their readers, and the members of a tuple to the node that makes the tuple. A node whose place
+    is the empty tuple is computed nowhere; `splitkit.extend.prune` gives that place to nodes that nobody reads.
 
-    In a notebook a plan draws itself as a ladder: forward, backward, what is saved, and the cuts. `view`, `to_html` and
-    `to_svg` take ``costs`` (FLOPs by default), ``optimizer`` (as `splitkit.stage_costs`), ``memory`` of each device
-    (``"80GiB"``: what exceeds it is red), ``run`` (a step of these stages by `splitkit.simulate_schedule`, below),
-    ``beside`` (another plan: what is in another stage there) and a ``title``; SK901 where the nodes do not know the
-    module that they are of, as `splitkit.split` does.
+    A notebook shows a plan as a ladder: forward, backward, the saved values and the borders. `view` is an interactive
+    page. Both raise SK901 if the nodes belong to a graph without a module.
 
     Attributes:
-        places: the mapping.
-        parts: what is known of each part, in the order of their first node; `HOST` is not among them.
-        note: what made the plan and what it claims.
+        places: node -> the parts that compute it, its home first.
+        parts: the properties of each part, in the order of their first nodes; `PARENT` is not among them.
+        note: what made the plan, and its claim as text.
         routing: ``"direct"``: a value goes from its home to each reader; ``"relay"``: through the parts in between.
-        claim: what a policy that optimises says of the plan; what moves nodes drops it.
+        claim: the proven quality of the plan, if the policy optimises; any method that moves nodes drops it.
     """
 
     places: Mapping[Node, tuple[PartKey, ...]]
@@ -105,7 +102,7 @@ class Plan(Shown, Mapping[Node, tuple[PartKey, ...]]):
     __repr__ = brief
 
     def __str__(self) -> str:
-        """A line, and one for each of the first parts."""
+        """Return a header line and a line for each of the first parts."""
         held = Counter(key for keys in self.places.values() for key in keys)
         lines = (f"{key}: {held[key]} nodes{_where(part)}" for key, part in self.parts.items())
         head = f"Plan of {len(self.places)} nodes in {len(self.parts)} parts{f': {self.note}' if self.note else ''}"
@@ -117,16 +114,16 @@ class Plan(Shown, Mapping[Node, tuple[PartKey, ...]]):
         parts = dict(self.parts)
         for keys in self._distinct():
             for key in keys:
-                if key is not HOST and key not in parts:
+                if key is not PARENT and key not in parts:
                     parts[key] = Part(key)
         _require_apart(parts)
         object.__setattr__(self, "parts", parts)
 
     def _distinct(self) -> Iterable[tuple[PartKey, ...]]:
-        """The different places, in graph order; many nodes share one."""
+        """Return the distinct places in graph order, after checking them; many nodes share one."""
         try:
             distinct = dict.fromkeys(self.places.values())
-        except Exception:  # what hashes and compares keys is their own code
+        except Exception:  # the keys' own __hash__ or __eq__ raised
             distinct = {}
             _require_apart(
                 k for keys in self.places.values() if isinstance(keys, tuple) for k in keys if not flaw_of_key(k)
@@ -140,7 +137,7 @@ class Plan(Shown, Mapping[Node, tuple[PartKey, ...]]):
             if _flaw_of_place(keys):
                 raise PlanError(
                     "SK205",
-                    f"{node} is placed in {keys!r}; a place is a tuple of different parts, home first",
+                    f"{node} is placed in {keys!r}; a place is a tuple of distinct parts, the home first",
                     "Use Plan.of({node: part}) to give each node one part.",
                     [node],
                 )
@@ -157,44 +154,44 @@ class Plan(Shown, Mapping[Node, tuple[PartKey, ...]]):
 
     @classmethod
     def of(cls, labels: Mapping[Node, PartKey | list[PartKey]], note: str = "") -> Plan:
-        """A plan from one label a node; a *list* of labels means copies, home first."""
+        """Return a plan from one label per node; a *list* of labels means copies, the home first."""
         if not isinstance(labels, Mapping):
             raise PlanError("SK205", f"Plan.of was given {_kind(labels)}", "Give a mapping: Plan.of({node: part}).")
         places = {n: tuple(label) if isinstance(label, list) else (label,) for n, label in labels.items()}
         return cls(places, note=note)
 
     def home(self, node: Node) -> PartKey:
-        """The part whose copy others read."""
+        """Return the part whose copy of ``node`` other parts read."""
         keys = self.places.get(node)
-        return keys[0] if keys else HOST
+        return keys[0] if keys else PARENT
 
     def source(self, node: Node, reader: PartKey) -> PartKey:
-        """Where part ``reader`` takes the value of ``node`` from: its own copy if it has one, else the home's."""
-        keys = self.places.get(node) or (HOST,)
+        """Return the part from which ``reader`` takes the value of ``node``: itself if it has a copy, else the home."""
+        keys = self.places.get(node) or (PARENT,)
         return reader if reader in keys else keys[0]
 
     def members(self, key: PartKey) -> tuple[Node, ...]:
-        """The nodes that part ``key`` computes."""
+        """Return the nodes that part ``key`` computes."""
         return tuple(n for n, keys in self.places.items() if key in keys)
 
     def place(self, changes: Mapping[Node, tuple[PartKey, ...]]) -> Plan:
-        """The plan with some nodes placed elsewhere."""
+        """Return the plan with some nodes placed elsewhere, without its claim."""
         return replace(self, places={**self.places, **changes}, claim=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as JSON-ready data, by node name; see `splitkit.plans.file`."""
-        return planfile.encode(planfile.Fields(self.places, self.parts, self.note, self.routing, self.claim))
+        """Return the plan as JSON-ready data, by node name; see `splitkit.plans.plan_file`."""
+        return plan_file.encode_plan(plan_file.PlanFields(self.places, self.parts, self.note, self.routing, self.claim))
 
     @staticmethod
     def from_dict(graph: fx.Graph, data: Mapping[str, Any]) -> Plan:
-        """The inverse of `to_dict` for the same graph (SK501, SK502, SK503 otherwise)."""
-        return Plan(*planfile.decode(graph, data))
+        """Return the plan that `to_dict` wrote, for the same graph; raise SK501, SK502 or SK503 for other data."""
+        return Plan(*plan_file.decode_plan(graph, data))
 
     def save(self, path: str) -> None:
         """Write the plan as JSON, atomically."""
-        planfile.write(path, self.to_dict())
+        plan_file.write_json(path, self.to_dict())
 
     @staticmethod
     def load(path: str, graph: fx.Graph) -> Plan:
-        """Read a plan that was made for ``graph``; runs no code from the file."""
-        return Plan.from_dict(graph, planfile.read(path))
+        """Read a plan that was made for ``graph``; no code from the file is run."""
+        return Plan.from_dict(graph, plan_file.read_json(path))

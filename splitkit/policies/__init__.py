@@ -21,7 +21,7 @@ from splitkit.policies.remat import Remat
 from splitkit.policies.round_robin import RoundRobin
 from splitkit.policies.save_all import SaveAll
 from splitkit.policies.stages import Stages
-from splitkit.search.recompute.pool import PlanPool as PlanPool  # for policies, none itself
+from splitkit.search.recompute.plan_pool import PlanPool as PlanPool  # an argument of Budget, not a policy
 
 __all__ = [
     "Acyclic",

@@ -1,4 +1,4 @@
-"""Cut around listed ops: what piecewise compilation and CUDA graphs need."""
+"""The policy `AroundOps`: cut around listed ops, as piecewise compilation and CUDA graphs need."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.fx import Node
 
 from splitkit.costs import Costs
 from splitkit.graph.dataflow import Dataflow, waits_for
-from splitkit.graph.select import Ops, Rule, rule_of
+from splitkit.graph.node_selection import Ops, Rule, rule_of
 from splitkit.graph.symbols import value_of
-from splitkit.plans.localize import ask_sizes_again
+from splitkit.plans.local_copies import recompute_sizes
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
 
@@ -22,22 +22,22 @@ _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_e
 
 @dataclass(frozen=True)
 class AroundOps:
-    """Each run of consecutive listed ops is one part, and what lies between two of them is one part.
+    """Make one part of consecutive listed ops, and one part of the nodes between two such parts.
 
-    Parts are numbered in the order of execution, which is graph order, so that no write is passed. **Odd parts hold
-    listed ops, even ones what lies between** (see `is_listed`); there is no part 0 if a listed op comes first::
+    Parts are numbered in graph order and run in this order, so no read moves across a write. **Odd parts have the
+    listed ops, even parts the other nodes** (see `is_listed`); there is no part 0 if a listed op comes first::
 
         rms qkv attn out norm moe mlp      ops = [attn, moe]
         ──0──── ─1── ──2───── ─3─ ─4─
 
-    What only allocates makes no part of its own: it joins the part before the listed ops (so that a buffer which
-    attention fills has the address that a CUDA graph saw), or the listed ops themselves where that is too early. Nor
-    does a ``torch.Size`` cross: each part asks again.
+    Nodes that only allocate memory are no reason for a part. They join the part before the listed ops, so that a buffer
+    which attention fills has the address that a CUDA graph saw, or the listed ops themselves if their inputs are not
+    ready in that part. A ``torch.Size`` never crosses: each part computes it from the tensor again.
 
     The rule is vLLM's ``split_graph`` (vllm/compilation/backends.py) and TensorRT-LLM's piecewise optimizer.
 
     Attributes:
-        ops: ops, names of ops, or a rule ``node -> bool``; see `splitkit.graph.select.Ops`. Ops that the graph
+        ops: ops, names of ops, or a rule ``node -> bool``; see `splitkit.graph.node_selection.Ops`. Ops that the graph
             does not have are no error: such lists are written for many models.
     """
 
@@ -45,14 +45,18 @@ class AroundOps:
 
     @staticmethod
     def is_listed(key: PartKey) -> bool:
-        """Whether part ``key`` of such a plan holds listed ops."""
+        """Return whether part ``key`` of such a plan has listed ops."""
         return isinstance(key, int) and key % 2 == 1
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
-        """Parts are ints; SK302 for what is no op, SK304 for the name of none."""
+        """Return a plan whose parts are ints.
+
+        Raises:
+            PolicyError: SK302 for an object that is not an op, SK304 for a name that is not one.
+        """
         labels = _number(flow, rule_of(self, self.ops, flow))
         listed = sum(map(self.is_listed, set(labels.values())))
-        return ask_sizes_again(flow, Plan.of(labels, note=f"cut around {listed} runs of listed ops"))
+        return recompute_sizes(flow, Plan.of(labels, note=f"cut around {listed} runs of listed ops"))
 
 
 def _number(flow: Dataflow, listed: Rule) -> dict[Node, int]:
@@ -74,7 +78,7 @@ def _is_ready(flow: Dataflow, node: Node, labels: Mapping[Node, int], part: int)
 
 
 def _only_allocates(node: Node) -> bool:
-    """It reserves memory, or computes the size of what is reserved."""
+    """Return whether a node allocates memory, or computes the size of an allocation."""
     value = value_of(node)
     if isinstance(value, int | torch.SymInt | torch.Size):
         return True

@@ -1,4 +1,4 @@
-"""Cut at markers: nodes that people put into a model, or borders of its modules."""
+"""The policy `AtMarkers`: cut at nodes that people put into a model, or at borders of its modules."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.fx import Node
 from splitkit.costs import Costs
 from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import Dataflow, module_path, reads
-from splitkit.graph.select import Ops, no_module, rule_of
-from splitkit.plans.parts import HOST, PartKey
+from splitkit.graph.node_selection import Ops, no_module, rule_of
+from splitkit.plans.parts import PARENT, PartKey
 from splitkit.plans.record import Plan
 
 Marker = Ops | Mapping[str, Any]
@@ -22,12 +22,11 @@ Marker = Ops | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class AtMarkers:
-    """A new part begins at each marker; no part is empty. Parts are ``0, 1, 2 ...`` in graph order.
+    """Begin a new part at each marker; no part is empty. Parts are ``0, 1, 2 ...`` in graph order.
 
-    A marker that computes is the first node of its part. One that neither takes nor gives a value (``pipe_split()``)
-    only marks: it stays in the host, so that no part has to be cleaned of it; several in a row begin one part. So do
-    state ops, which can be markers though they have no place: a rule for ``_set_grad_enabled`` cuts where the grad mode
-    is set::
+    A marker that computes a value is the first node of its part. A marker without inputs and readers (``pipe_split()``)
+    stays in the parent, so that no part has to remove it; several in a row begin one part. State ops can be markers
+    too, although they are not placed: a rule for ``_set_grad_enabled`` cuts where the grad mode is set::
 
         embed  h.0  |  h.1  |  |  head        AtMarkers("pippy::_pipe_split"), where | is a marker, or
         ────0─────     ─1─        ─2──        AtMarkers({"h.0": "end", "h.1": "end"})
@@ -35,15 +34,20 @@ class AtMarkers:
     The rules are those of export's ``sequential_split`` and of ``torch.distributed.pipelining.pipeline``.
 
     Attributes:
-        marker: ops, names of ops, a rule ``node -> bool`` that is asked for every node but inputs, attributes and the
+        marker: ops, names of ops, a rule ``node -> bool`` that is called for every node but inputs, attributes and the
             output, or a mapping from module paths to ``"beginning"`` or ``"end"``. A module that is called several
-            times is cut at each call, but not between calls that follow one another.
+            times is cut at each call, but not between consecutive calls.
     """
 
     marker: Marker
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
-        """Count the markers; SK302 for what is no marker, SK304 for no module of the graph, or a name of no op."""
+        """Return a plan with a part per marker.
+
+        Raises:
+            PolicyError: SK302 for an object that is not a marker, SK304 for a module that the graph does not have or a
+                name that is not an op.
+        """
         begins = _borders(self.marker, flow) if isinstance(self.marker, Mapping) else _marked(self, self.marker, flow)
         labels: dict[Node, PartKey] = {}
         part = 0
@@ -54,7 +58,7 @@ class AtMarkers:
             if not flow.is_placeable(node):
                 continue
             if is_marker and not reads(node) and not node.users:
-                labels[node] = HOST
+                labels[node] = PARENT
                 continue
             part += is_due
             is_begun, is_due = True, False
@@ -68,7 +72,7 @@ def _marked(policy: AtMarkers, ops: Ops, flow: Dataflow) -> Callable[[Node], boo
 
 
 def _borders(spec: Mapping[str, Any], flow: Dataflow) -> Callable[[Node], bool]:
-    """The first node of each visit of a module, or the first node after it."""
+    """Return a rule for the first node of each visit of a module, or the first node after it."""
     paths = {node: module_path(node) for node in flow.nodes}
     marked: set[Node] = set()
     for path, side in spec.items():

@@ -1,4 +1,4 @@
-"""A portfolio: several policies, one measure, and the best plan."""
+"""The policy `Best`: run several policies, measure all plans alike, and return the best."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 
 from splitkit.checks import Memory, count, is_whole, memory_of, seconds, settle
 from splitkit.costs import Costs, Links
-from splitkit.costs.links import links_of
+from splitkit.costs.links import as_links
 from splitkit.errors import NoPlanError, PlanError, PolicyError, ScheduleError, SplitError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.pipeline.defaults import ranks_of, require_schedule
-from splitkit.pipeline.stageprices import Optimizer, checked_optimizer
+from splitkit.pipeline.stage_prices import check_stage_optimizer
 from splitkit.plans.parts import Claim
 from splitkit.plans.policy import PolicyLike, as_plan
 from splitkit.plans.record import Plan
 from splitkit.policies.acyclic import Acyclic
 from splitkit.policies.expert import Expert
 from splitkit.policies.stages import Stages
-from splitkit.search.demand import Demand
+from splitkit.prices import Optimizer
+from splitkit.search.request import StageRequest
 from splitkit.search.scoring import Score, Scoring
 from splitkit.units import size
 
@@ -28,28 +29,28 @@ _NEAR = 1e-9  # relative: loads that are equal but for rounding
 
 @dataclass(frozen=True)
 class Best:
-    """The best plan of several policies, all measured in the same way; a policy that finds none is passed over.
+    """Return the best plan of several policies, all measured in the same way; a policy that finds no plan is skipped.
 
-    A plan is measured as a pipeline of its parts, in the order in which they run (visits of one device are taken
-    together): what does not fit ``memory`` is out; the least greatest load wins, then the shortest simulated step (with
-    a schedule), the lowest peak (with a schedule or memory), the least bytes that cross, and the policy that is listed
+    A plan is measured as a pipeline of its parts, in the order in which they run (visits of one device count together).
+    A plan that does not fit ``memory`` is out. The lowest bottleneck wins, then the shortest simulated step (with
+    a schedule), the lowest peak (with a schedule or memory), the least traffic, and the policy that is listed
     first. Policies get the prices by which they are measured: with a schedule, those of forward and backward.
 
-    Policies run in their order until the time is over, the first one always and each to its end; the note lists all of
-    them with what they reached. The same plan comes out again as long as the time is enough.
+    Policies run in the given order until the time is over. The first one always runs, and none is interrupted. The note
+    lists the result of each. The plan is reproducible as long as the time is enough.
 
     The claim is the measured load of the winner; its bound is the best that any of the policies proves for the same
     problem.
 
     Attributes:
-        policies: to try, or anything else that `splitkit.plan` takes (functions, mappings, plans). A number ``n``
-            stands for ``Stages(n)``, ``Acyclic(n)`` and ``Expert(n)`` with the same links, memory and schedule.
-        seconds: after which no further policy is begun.
-        schedule: the pipeline's schedule, as in `Stages`.
-        microbatches: how many a step has, two for each part by default.
-        memory: bytes of each rank, as in `Stages`.
-        links: between the ranks ``0, 1 ...``, as in `Stages`.
-        optimizer: whose state is held, as in `Stages`.
+        policies: the policies, or anything else that `splitkit.plan` accepts (functions, mappings, plans). A number
+            ``n`` stands for ``Stages(n)``, ``Acyclic(n)`` and ``Expert(n)`` with the same links, memory and schedule.
+        seconds: the time after which no further policy is started.
+        schedule: the schedule of the pipeline, as in `Stages`.
+        microbatches: the number of microbatches in a step, two per part by default.
+        memory: the bytes of each rank, as in `Stages`.
+        links: the links between the ranks ``0, 1 ...``, as in `Stages`.
+        optimizer: the optimizer whose state counts, as in `Stages`.
     """
 
     policies: int | Sequence[PolicyLike]
@@ -66,27 +67,27 @@ class Best:
         policies: object = self.policies
         if isinstance(policies, str) or not isinstance(policies, int | Sequence) or policies in ((), []):
             raise PolicyError(
-                "SK302", f"Best: policies is {policies!r}", "List one at least, or give a number of stages."
+                "SK302", f"Best: policies is {policies!r}", "List at least one, or give a number of stages."
             )
         seconds(self, "seconds", self.seconds, zero=True)
-        links_of(self.links)
-        checked_optimizer(self.optimizer)
+        as_links(self.links)
+        check_stage_optimizer(self.optimizer)
         if isinstance(policies, int):
             self._portfolio()
-        else:  # how many stages there are, the plans will tell
+        else:  # the number of stages is known only once there are plans
             several = isinstance(self.memory, Sequence) and not isinstance(self.memory, str | bytes)
             memory_of(self, self.memory, len(self.memory) if several else 1)  # type: ignore[arg-type]
             require_schedule(self, self.schedule, self.microbatches if self.schedule is None else None, 2)
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
-        """The winner's plan, with its keys.
+        """Return the winner's plan, with its own part keys.
 
         Raises:
-            NoPlanError: SK303 when every policy refuses or exceeds the memory; lists the reasons.
+            NoPlanError: SK303 if every policy refuses or exceeds the memory; it lists the reasons.
         """
-        links = links_of(self.links)
+        links = as_links(self.links)
         scoring = Scoring(
-            Demand(self, flow, costs, self.schedule, self.microbatches, self.memory, links, self.optimizer)
+            StageRequest(self, flow, costs, self.schedule, self.microbatches, self.memory, links, self.optimizer)
         )
         entries: list[_Entry] = []
         start = time.monotonic()
@@ -123,20 +124,20 @@ class Best:
         return replace(plan, note=f"best of {len(entries)}: {claim}; {listed}", claim=claim)
 
     def _shared(self, entry: _Entry, score: Score) -> Claim | None:
-        """A policy's claim, if its bound holds for the winner: for as many convex parts, and with no demands but these.
+        """Return a policy's claim if its bound holds for the winner: same number of convex parts, no other constraints.
 
-        A problem with fewer demands (no links, no memory, forward alone) is a relaxation, so its bound holds too.
+        A problem with fewer constraints (no links, no memory, forward only) is a relaxation, so its bound holds too.
         """
         policy, claim = entry.policy, entry.plan.claim if entry.plan is not None else None
         if claim is None or claim.objective != "bottleneck" or not isinstance(policy, Stages | Acyclic):
             return None
-        if score.visits or policy.n != score.parts or links_of(policy.links) not in (None, links_of(self.links)):
+        if score.visits or policy.n != score.parts or as_links(policy.links) not in (None, as_links(self.links)):
             return None
         schedule = getattr(policy, "schedule", None)
         if schedule not in (None, self.schedule):
             return None
         if policy.links is not None and _ranks(policy.n, schedule) != _ranks(policy.n, self.schedule):
-            return None  # stages of one rank send each other for nothing
+            return None  # messages between stages of one rank are free
         if policy.memory is not None:
             held = (policy.memory, getattr(policy, "microbatches", None), getattr(policy, "optimizer", None))
             if held != (self.memory, self.microbatches, self.optimizer):
@@ -155,13 +156,13 @@ def _ranks(stages: int, schedule: str | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
-    """A policy, and what came of it; nothing if the time was over.
+    """A policy and its result: a plan, an error, or neither if the time was over.
 
     Attributes:
-        policy: as given.
-        plan: what it made.
-        score: what the plan is worth by the common measure.
-        error: why there is none.
+        policy: the policy as given.
+        plan: the plan that it made.
+        score: the plan's score by the common measure.
+        error: the error if it made no plan.
     """
 
     policy: PolicyLike
@@ -171,7 +172,7 @@ class _Entry:
 
     @property
     def fits(self) -> bool:
-        """Whether there is a plan, within the memory."""
+        """Whether there is a plan that fits the memory."""
         return self.score is not None and not self.score.missing
 
     @property
@@ -182,23 +183,23 @@ class _Entry:
 
     @property
     def load(self) -> float:
-        """Seconds of the most loaded part."""
+        """The bottleneck of the plan in seconds."""
         return self.made[1].load
 
     @property
     def ties(self) -> tuple[float, int, int]:
-        """What decides between equal loads."""
+        """Simulated step, peak and traffic, which decide between equal loads."""
         return self.made[1].ties
 
     @property
     def solver(self) -> str:
-        """The policy, and the solver that it names."""
+        """The policy, and the solver that its claim names."""
         claim = self.plan.claim if self.plan is not None else None
         return _name(self.policy) if claim is None else f"{_name(self.policy)} by {claim.solver}"
 
     @property
     def remedy(self) -> str:
-        """What would help."""
+        """What would help if there is no plan that fits."""
         if self.score is not None:
             return f"Give each rank {self.score.peak} bytes ({size(self.score.peak)}), or ask for more stages."
         return self.error.remedy if self.error is not None else ""
@@ -218,7 +219,7 @@ def _tried(policy: PolicyLike, scoring: Scoring) -> _Entry:
 
 
 def _name(policy: object) -> str:
-    """``Stages(4, links='nvlink4')``: what is not the default."""
+    """Return the policy with the arguments that are not defaults: ``Stages(4, links='nvlink4')``."""
     if isinstance(policy, Mapping):
         return "a plan" if isinstance(policy, Plan) else "a mapping"
     if not is_dataclass(policy) or isinstance(policy, type):

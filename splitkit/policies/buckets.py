@@ -1,4 +1,4 @@
-"""Buckets of parameters in the order in which their gradients become ready: all-reduce while backward runs."""
+"""The policy `Buckets`: parts whose gradients become ready together, to all-reduce while backward runs."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from splitkit.extend import Costs, Dataflow, Plan, checks, given_back, readers_o
 
 @dataclass(frozen=True)
 class Buckets:
-    """Consecutive parts whose parameters fill a bucket, counted from the end of the graph, where backward begins.
+    """Make consecutive parts whose parameters fill a bucket, from the end of the graph, where backward begins.
 
-    A bucket is closed as soon as it holds ``bytes`` or more and some value of it is used outside. Nodes before the
+    A bucket is closed as soon as it has ``bytes`` or more and one of its values is used outside. Nodes before the
     first parameter belong to the first part. Parts are numbered in graph order, so the *last* one is ready first::
 
         w1 (4)   w2 (4)   w3 (4)   w4 (4)    bytes = 8, first = 4
         ──0───  ──1────────────── ──2───
 
-    The rule is that of ``torch._dynamo.backends.distributed.DDPOptimizer``, and so are the parts, but for parameters
-    with several readers. They are counted once, at the reader that comes first in the graph: its backward is the last
-    to add to the gradient, and only then can that be sent.
+    The rule and the parts are those of ``torch._dynamo.backends.distributed.DDPOptimizer``, except for parameters
+    with several readers. Such a parameter counts once, at the reader that comes first in the graph: the backward of
+    that reader is the last to add to the gradient, and only then can the gradient be sent.
 
     Attributes:
-        bytes: when a bucket is full, as a number or a text (``"25MiB"``).
-        first: when the bucket that is ready first is full, as ``bytes`` if not given. DDP keeps it small (1 MiB), so
-            that sending begins early.
+        bytes: the size at which a bucket is full, as a number or a text (``"25MiB"``).
+        first: the size at which the bucket that is ready first is full; ``bytes`` if not given. DDP keeps it small
+            (1 MiB), so that sending begins early.
     """
 
     bytes: int | str
@@ -38,12 +38,15 @@ class Buckets:
         self._caps()
 
     def _caps(self) -> tuple[int, int]:
-        """When the bucket that is ready first is full, and when any other is."""
+        """The size at which the bucket that is ready first is full, and that of every other bucket."""
         cap = checks.nbytes(self, "bytes", self.bytes, 1)
         return (cap if self.first is None else checks.nbytes(self, "first", self.first, 1)), cap
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
-        """Parts are ints; parameters that need no gradient, or that DDP was told to ignore, do not count."""
+        """Return a plan whose parts are ints.
+
+        Parameters that need no gradient, or that DDP was told to ignore, do not count.
+        """
         cap, usual = self._caps()
         own, readers, given = _parameter_bytes(flow), readers_of(flow), given_back(flow)
         bucket: dict[Node, int] = {}
@@ -55,13 +58,13 @@ class Buckets:
             bucket[node] = number
             size, total = size + own.get(node, 0), total + own.get(node, 0)
             is_used |= node in given or any(bucket[reader] != number for reader in readers[node])
-        last = number if size or not number else number - 1  # a preamble without parameters joins what follows it
+        last = number if size or not number else number - 1  # nodes before the first parameter join the first bucket
         labels = {node: max(last - bucket[node], 0) for node in flow.nodes}
         return Plan.of(labels, f"{last + 1} buckets of {total} bytes of parameters")
 
 
 def _parameter_bytes(flow: Dataflow) -> dict[Node, int]:
-    """Bytes of the parameters that a node is the first to read."""
+    """Return node -> the bytes of the parameters that it is the first to read."""
     seen: set[Hashable] = set()
     own: dict[Node, int] = {}
     for node in flow.nodes:

@@ -1,4 +1,4 @@
-"""The least recompute within a budget of memory: of the true peak, or of what is saved for backward."""
+"""The policy `Budget`: the least recompute within a limit on the peak, or on the bytes saved for backward."""
 
 from __future__ import annotations
 
@@ -14,72 +14,72 @@ from splitkit.errors import NoPlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.plans.policy import PolicyLike, as_plan, require_policy
 from splitkit.plans.record import Plan
-from splitkit.search.recompute.pool import PlanPool, Pool, Seen
-from splitkit.search.recompute.search import Proof, RecomputeSearch
-from splitkit.training.checkpoints import as_eager
+from splitkit.search.recompute.plan_pool import PlanPool, Pool, Seen
+from splitkit.search.recompute.recompute_search import Proof, RecomputeSearch
+from splitkit.training.checkpoints import eager_plan
 from splitkit.training.choices import savings
 from splitkit.training.flow import JointFlow, as_joint
-from splitkit.training.optimizer import MakeOptimizer, checked_optimizer, optimizer_memory
+from splitkit.training.optimizer import MakeOptimizer, check_optimizer, optimizer_memory
 from splitkit.training.peaks import Peaks
 from splitkit.units import duration, size
 
 LEAST = "least"
-"""The budget that is as low as one can go."""
+"""The budget that asks for as little memory as possible."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Compute again as little as possible, in seconds, so that memory stays within a budget.
+    """Recompute as little as possible, in seconds, such that memory stays within a budget.
 
-    ``Budget("least")`` takes as little memory as one can, and is what to ask first: its note says how low that is.
+    ``Budget("least")`` takes as little memory as possible. Try it first: its note says how low that is.
 
-    ``Budget("2GiB")`` bounds the peak of forward and backward, as `splitkit.simulate_memory` finds it of the pair:
-    parameters, inputs, the loss and the gradients that backward has made are in it. ``Budget(0.5)`` is a share of what
-    can be saved: half-way from the lowest peak that is found, at 0.0, to that of `SaveAll`, at 1.0. Such a plan always
-    exists, however much of the peak is parameters, and is for the sizes that it was planned at.
+    ``Budget("2GiB")`` bounds the peak of forward and backward as `splitkit.simulate_memory` predicts it for the pair.
+    It includes parameters, inputs, the loss and the gradients that backward has made. ``Budget(0.5)`` is a share of the
+    range: half-way from the lowest peak that is found, at 0.0, to that of `SaveAll`, at 1.0. Such a plan always
+    exists, however much of the peak is parameters; it holds for the sizes of the graph that was planned.
 
     ``Budget(card="24GiB", optimizer="adamw")`` bounds all that training holds at once on a card of that size: the peak
-    above, the state of the optimizer, the gradients of earlier microbatches, the optimizer's own step, and a reserve.
+    above, the optimizer's state, the gradients of earlier microbatches, the optimizer's own step, and a reserve.
 
     With ``of="saved"`` it bounds the bytes that forward leaves for backward, as torch's ``activation_memory_budget``
-    does, and a share is one of what `SaveAll` saves; the peak may then rise while the budget falls.
+    does, and a share is relative to what `SaveAll` saves; the peak may then rise while the budget falls.
 
-    *Saved bytes*: a mixed-integer program finds the best plan; the note of the plan says how far from proven it is.
+    *Saved bytes*: a mixed-integer program finds the best plan; the note of the plan states the gap.
 
-    *Peak*: the same program, with a limit for each moment at which the plan that it found is over the budget, until
-    that plan's simulated peak is within it. As values live longer or shorter from plan to plan, these limits are
-    estimates, and what is over them a search for plans near by, each simulated: the plan keeps to the budget, to the
-    byte, but need not be the quickest of those that do. What is proven is a bound for all plans that compute a value
-    again at most once and run all else in the order of the graph.
+    *Peak*: the same program is solved repeatedly. Each time, it gets a limit for every moment at which the last plan
+    exceeds the budget, until the simulated peak of the plan is within the budget. The lifetime of a value differs
+    between plans, so these limits are estimates; a local search over simulated plans corrects them. The plan keeps the
+    budget to the byte, but it need not be the quickest that does. The proven bound holds for all plans that recompute a
+    value at most once and run all else in graph order.
 
-    ``Budget("least", of="saved")`` saves the fewest bytes that any plan saves, which is proven; ``Budget("least")`` has
-    the lowest peak that a longer search finds, and the note says what no plan is below. For plans of many budgets, ask
-    `splitkit.Frontier`.
+    ``Budget("least", of="saved")`` saves the fewest bytes of all plans, which is proven. ``Budget("least")`` has
+    the lowest peak that a longer search finds, and its note has a lower bound for all plans. For plans of many budgets,
+    use `splitkit.Frontier`.
 
     The same graph, prices and policy give the same plan, byte for byte: in every process, on every machine, whatever
-    was planned before. Every search ends by counts; a clock ends it only where ``time_limit`` is given, and then the
-    note of a plan that was cut short says so. As a search for a smaller budget may meet what one for a larger budget
-    does not, a larger budget may cost more than a smaller one, by a little. Who wants it never to gives all of them one
-    `PlanPool`, and asks for the smallest first.
+    was planned before. Searches stop after a number of steps. A clock stops them only if ``time_limit`` is given, and
+    then the note of the plan says so. A search for a smaller budget may find plans that a search for a larger one does
+    not, so a larger budget may cost slightly more time than a smaller one. To prevent that, give all budgets one
+    `PlanPool`, and plan the smallest first.
 
     Attributes:
-        budget: bytes as an int or a text such as ``"1.5GiB"``; or a float from 0.0 to 1.0, the share of what can be
-            saved; or ``"least"``. ``None`` where a card is given.
-        of: ``"peak"`` or ``"saved"``.
-        time_limit: seconds after which the search ends with what it has, on a slow machine with less; by default there
-            is no such limit.
-        candidates: policies or plans of one's own; the result is no worse than any of them that fits. What torch's
-            partitioner saves is ``Remat(lambda node: node.name in pair.saved)``.
+        budget: the bytes as an int or a text such as ``"1.5GiB"``; or a float from 0.0 to 1.0, the share of what can be
+            saved; or ``"least"``. ``None`` if a card is given.
+        of: ``"peak"`` or ``"saved"``, the quantity that is bounded.
+        time_limit: the seconds after which the search ends with the best plan so far, so that a slower machine may find
+            a worse plan; by default there is no limit.
+        candidates: policies or plans of your own; the result is no worse than any of them that fits. To pass what
+            torch's partitioner saves, write ``Remat(lambda node: node.name in pair.saved)``.
         price: ``"fused"`` for seconds under Inductor, on the device of the costs (`splitkit.costs.named`); by
             default the costs as they are.
-        pool: what searches before this one have seen, and where it puts what it sees; by default it knows nothing.
-        card: bytes that training may take in all, in place of a budget: an int or a text such as ``"24GiB"``.
+        pool: the plans that earlier searches have seen, to which this search adds its own; by default empty.
+        card: the bytes that training may take in total, instead of a budget: an int or a text such as ``"24GiB"``.
         optimizer: with a card: the optimizer whose memory is counted, by name (``"adamw"``, ``"sgd"``, ``"momentum"``
-            ...) or as a function that makes it of parameters; ``None`` counts none.
-        accumulate: with a card: gradients of earlier microbatches are there while the next one runs, as they are when a
-            loop accumulates them, or clears them after forward only. Say False where every step begins without any.
-        reserve: with a card: bytes, or the share of the card, for what neither graph nor optimizer shows: the context
-            of the driver, workspaces of kernels, gaps between allocations.
+            ...) or as a function that makes it from parameters; ``None`` counts none.
+        accumulate: with a card: whether gradients of earlier microbatches exist while the next one runs, as they do if
+            a loop accumulates them, or clears them only after forward. Pass False if every step begins without any.
+        reserve: with a card: the bytes, or the share of the card, for memory that neither graph nor optimizer shows:
+            the driver's context, workspaces of kernels, fragmentation.
     """
 
     budget: int | float | str | None = None
@@ -107,7 +107,7 @@ class Budget:
         if self.pool is not None and not isinstance(self.pool, PlanPool):
             raise PolicyError("SK302", f"Budget has pool={self.pool!r:.200}", "Give a splitkit.policies.PlanPool().")
         require_price(self, self.price)
-        checked_optimizer(self, self.optimizer)
+        check_optimizer(self, self.optimizer)
         if self.card is None:
             self._bytes(0)
         else:
@@ -143,21 +143,21 @@ class Budget:
         return nbytes(self, "budget", budget, besides=", a fraction from 0.0 to 1.0, or 'least'")
 
     def limit(self, flow: JointFlow) -> int | None:
-        """The bytes that a plan for this graph is held to whatever its sizes are; ``None`` for a share or 'least'.
+        """Return the limit in bytes, if it does not depend on the sizes of the graph; ``None`` for a share or 'least'.
 
         Raises:
-            NoPlanError: SK303 for a card that is too small for weights, gradients and optimizer alone.
+            NoPlanError: SK303 if the card is too small for weights, gradients and optimizer alone.
         """
         if self.card is not None:
             return self._left_on_card(flow)
         return None if self.budget == LEAST or self._is_share() else self._bytes(0)
 
     def within(self, nbytes: int) -> Budget:
-        """The same policy with this budget."""
+        """Return the same policy with this budget."""
         return replace(self, budget=nbytes, card=None, optimizer=None)
 
     def _left_on_card(self, flow: JointFlow) -> int:
-        """What the peak of forward and backward may be on the card."""
+        """Return the bytes that the card leaves to the peak of forward and backward."""
         taken, card = optimizer_memory(flow, self.optimizer), nbytes(self, "card", self.card)
         there = card - self._reserved()
         held = Peaks(flow).baseline(())
@@ -176,16 +176,16 @@ class Budget:
         return there - taken.state - (taken.gradients if self.accumulate else 0)
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
-        """Parts are ``"forward"`` and ``"backward"``.
+        """Return a plan with the parts ``"forward"`` and ``"backward"``.
 
         Raises:
-            PolicyError: SK302 for a graph that is no joint graph.
-            NoPlanError: SK303 when no plan was found within the budget; it says how low one can go, and by which plan.
+            PolicyError: SK302 for a graph that is not a joint graph.
+            NoPlanError: SK303 if no plan was found within the budget; it has the smallest budget that was found.
         """
         joint = as_joint(self, flow)
         costs = priced(joint, costs, self.price)
         pool = Pool(savings(joint, costs), Peaks(joint), self.pool)
-        whole = pool.see_plan(as_eager(joint))
+        whole = pool.see_plan(eager_plan(joint))
         for candidate in self.candidates:
             pool.see_plan(as_plan(candidate, joint, costs))
         search = RecomputeSearch(pool, inf if self.time_limit is None else self.time_limit)
@@ -196,7 +196,7 @@ class Budget:
         if best is None or best.seconds:
             proof = search.peak(limit) if self.of == "peak" else search.saved(limit)
             best = pool.best(lambda seen: self._taken(seen) <= limit)
-        if best is None:  # what is said to be the smallest must not depend on this budget: it is looked for anew
+        if best is None:  # search anew, so that the smallest budget in the message does not depend on this one
             other = search.anew()
             lowest = other.low_peak() if self.of == "peak" else other.fewest_saved()
             pool.take(other.pool)
@@ -206,7 +206,7 @@ class Budget:
         return best.choice.plan(self._note(limit, best, proof, search))
 
     def _limit(self, flow: JointFlow, search: RecomputeSearch, whole: Seen) -> int:
-        """The bytes that the plan is held to."""
+        """Return the limit of the plan in bytes."""
         try:
             limit = self.limit(flow)
         except NoPlanError as error:
@@ -217,7 +217,7 @@ class Budget:
         if self.of == "saved":
             return self._bytes(whole.saved)
         least = whole.peak
-        if self.budget != 1:  # looked for anew: the share must not depend on what the pool has seen before
+        if self.budget != 1:  # search anew, so that the share does not depend on what the pool has seen
             other = search.anew()
             least = min(least, other.low_peak().peak)
             search.pool.take(other.pool)
@@ -227,14 +227,14 @@ class Budget:
         return seen.peak if self.of == "peak" else seen.saved
 
     def _least(self, search: RecomputeSearch) -> Plan:
-        """The plan that takes the least, and of those that were found the quickest."""
+        """Return the quickest of the plans found that need the least memory."""
         if self.of == "saved":
             least, proven = search.fewest_saved(), "no plan saves less"
         else:
             least = search.cheapest_at(search.lowest_peak())
             proven = f"no plan is below {size(search.least_peak())}"
         taken = self._taken(least)
-        again = duration(least.seconds, least.choice.savings.unit)
+        again = duration(least.seconds, least.choice.savings.time_unit)
         note = (
             f"least {self.of}: {size(taken)} ({taken} bytes), {proven}; peak {size(least.peak)}, {size(least.saved)} "
             f"saved, {again} computed again; {len(search.pool)} candidates{search.ending}"
@@ -242,9 +242,10 @@ class Budget:
         return least.choice.plan(note)
 
     def _note(self, limit: int, best: Seen, proof: Proof, search: RecomputeSearch) -> str:
-        bound = min(proof.bound, best.seconds) if isfinite(proof.bound) else 0.0  # infinite: a plan in another order
+        # The bound is infinite if no plan in graph order fits, and the plan has another order.
+        bound = min(proof.bound, best.seconds) if isfinite(proof.bound) else 0.0
         gap = 1 - bound / best.seconds if best.seconds else 0.0
-        unit = best.choice.savings.unit
+        unit = best.choice.savings.time_unit
         of = "" if self.of == "saved" else " (of plans in graph order)"
         return (
             f"{self.of} within {size(limit)}: peak {size(best.peak)}, {size(best.saved)} saved, "
@@ -260,7 +261,7 @@ class Budget:
         way = f"Budget({taken}, of={self.of!r}) takes that plan{further}"
         if self.card is not None:
             way = f"A card of {size(nbytes(self, 'card', self.card) + taken - limit)} holds that plan and the rest"
-        again = duration(lowest.seconds, lowest.choice.savings.unit)
+        again = duration(lowest.seconds, lowest.choice.savings.time_unit)
         error = NoPlanError(
             "SK303",
             f"no plan was found whose {what} is within {size(limit)} ({limit} bytes): the smallest is {size(taken)}, "

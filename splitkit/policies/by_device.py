@@ -1,4 +1,4 @@
-"""Parts by device: follow a rule, visit each device as seldom as a list schedule can."""
+"""The policy `ByDevice`: put each node on the device that a rule names."""
 
 from __future__ import annotations
 
@@ -8,28 +8,36 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
+from splitkit.checks import shown
 from splitkit.costs import Costs
 from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import Dataflow
-from splitkit.plans.parts import HOST, Part, PartKey
+from splitkit.plans.parts import PARENT, Part, PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import refine
 
 
 @dataclass(frozen=True)
 class ByDevice:
-    """Follow a node -> device rule. A device is visited several times where data comes back to it.
+    """Put each node on the device that a rule names. A device is visited several times if data returns to it.
 
     Attributes:
-        rule: the device of a node: a ``torch.device``, a name such as ``"cuda:1"``, or ``None`` for the host.
+        rule: a function that returns the device of a node: a ``torch.device``, a name such as ``"cuda:1"``, or ``None``
+            for the parent.
     """
 
     rule: Callable[[Node], torch.device | str | None]
 
+    def __post_init__(self) -> None:
+        if not callable(self.rule):
+            raise PolicyError(
+                "SK302", f"ByDevice has rule={shown(self.rule)}", "Give a function of a node: lambda node: 'cuda:0'."
+            )
+
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
-        """Parts are ``(device name, visit)`` and know their device; SK302 when the rule names no device."""
+        """Return a plan with parts ``(device name, visit)`` on these devices; SK302 if the rule names no device."""
         names = {node: self._device(node) for node in flow.nodes}
-        devices = dict.fromkeys(name for name in names.values() if name is not HOST)
+        devices = dict.fromkeys(name for name in names.values() if name is not PARENT)
         parts: dict[PartKey, Part] = {name: Part(name, torch.device(name)) for name in devices if name}
         plan = replace(Plan.of(names), parts=parts, note=f"{len(devices)} devices by rule")
         return refine(flow, plan)

@@ -1,4 +1,4 @@
-"""As few consecutive parts as hold so many bytes of parameters each."""
+"""The policy `ByParameterBytes`: the fewest consecutive parts under a limit on parameter bytes."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from splitkit.extend import (
 
 @dataclass(frozen=True)
 class ByParameterBytes:
-    """As few consecutive parts, along graph order, as hold at most ``limit`` bytes of parameters and buffers each.
+    """Make the fewest consecutive parts, in graph order, with at most ``limit`` bytes of parameters and buffers each.
 
-    A storage counts whole, once in every part that reads it, however many of its nodes do and under whatever names.
-    Nodes that read none go with the part before; those before the first parameter are in the first part::
+    The whole storage of a parameter counts, once in every part that reads it, however many of its nodes do so and under
+    whatever names. Nodes without parameters join the part before; nodes before the first parameter are in the first::
 
         relu   w1 (4)   sin   w2 (4)   w1 (tied)   w3 (4)    limit = 8
         ──0─────────────────────────────────────  ──1───
 
-    Fewest: no plan of consecutive parts along graph order has fewer; parts along another order might. Activations do
-    not count (`splitkit.policies.MemoryBudget` weighs them), nor do parameters that are inputs of the graph.
+    No plan of consecutive parts in graph order has fewer parts; a plan in another order might. Activations do
+    not count (they do in `splitkit.policies.MemoryBudget`), nor do parameters that are inputs of the graph.
 
     Attributes:
-        limit: bytes, as a number or a text (``"1GiB"``).
+        limit: the bytes, as a number or a text (``"1GiB"``).
     """
 
     limit: int | str
@@ -48,19 +48,20 @@ class ByParameterBytes:
         return checks.nbytes(self, "limit", self.limit, 1)
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
-        """Parts are ``0, 1, ...``; needs no costs.
+        """Return a plan with the parts ``0, 1, ...``; the costs are not used.
 
         Raises:
-            NoPlanError: SK303 if one node alone reads more than the limit; says the least limit that has a plan.
+            NoPlanError: SK303 if one node alone reads more than the limit; it says the lowest limit that has a plan.
         """
         limit, held = self._limit(), _storages(flow)
         if not held:
             return Plan.of({}, "no parts: the graph has no nodes to place")
         _require_room(limit, held)
-        # Legal: values and `flow.after` lead from earlier nodes to later ones, nothing is copied; so parts along graph
-        # order depend on earlier parts alone.
-        # Optimal: a run of nodes within one that fits fits too. So, part by part, greedy ends no earlier than any other
-        # plan (it begins no earlier, and goes on as far as fits), and is through with no more parts.
+        # Legal: values and `flow.after` lead from earlier nodes to later ones, and nothing is copied. Parts in graph
+        # order therefore depend on earlier parts only.
+        # Optimal: every segment of a segment that fits also fits. By induction the k-th greedy part ends no earlier
+        # than the k-th part of any other plan, since it begins no earlier and is as long as possible. So greedy has no
+        # more parts.
         labels: dict[Node, int] = {}
         full: list[int] = [0]
         part: set[Hashable] = set()
@@ -80,18 +81,18 @@ class ByParameterBytes:
 
 
 def _storages(flow: Dataflow) -> dict[Node, dict[Hashable, int]]:
-    """Node -> the storages that its part then holds, and their bytes."""
+    """Return node -> {storage that the part of the node must hold: its bytes}."""
     held: dict[Node, dict[Hashable, int]] = {}
     for node in flow.nodes:
         held[node] = {storage_key(tensor): storage_bytes(tensor) for tensor in flow.owned(node)}
         for read in node.all_input_nodes:
-            if read in held and is_small(read):  # `w.size()` is asked again where it is read: w comes along
+            if read in held and is_small(read):  # each reader computes `w.size()` again, so it needs w
                 held[node] |= held[read]
     return held
 
 
 def _require_room(limit: int, held: Mapping[Node, Mapping[Hashable, int]]) -> None:
-    """Refuse a limit that one node alone exceeds; any other has a plan: each node a part."""
+    """Refuse a limit that one node alone exceeds. Any other limit has a plan: one part per node."""
     node = max(held, key=lambda node: sum(held[node].values()))
     need = sum(held[node].values())
     if need > limit:

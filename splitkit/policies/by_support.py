@@ -1,4 +1,4 @@
-"""Supported and other ops apart, in as few parts as there can be: what backends with gaps need."""
+"""The policy `BySupport`: separate supported from unsupported ops, in the fewest parts possible."""
 
 from __future__ import annotations
 
@@ -14,71 +14,74 @@ from splitkit.checks import count, is_word, settle, shown
 from splitkit.costs import Costs
 from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import Dataflow
-from splitkit.graph.select import Ops, Rule, rule_of
-from splitkit.plans.parts import HOST, PartKey
+from splitkit.graph.node_selection import Ops, Rule, rule_of
+from splitkit.plans.parts import PARENT, PartKey
 from splitkit.plans.record import Plan
-from splitkit.search.levels import Kinds, lowest, sink
+from splitkit.search.devices.level_search import Kinds, lowest, sink
 
 
 @runtime_checkable
 class _OperatorSupport(Protocol):
-    """What torch's partitioners ask: ``torch.fx.passes.operator_support.OperatorSupportBase``."""
+    """The protocol of torch's partitioners: ``torch.fx.passes.operator_support.OperatorSupportBase``."""
 
     def is_node_supported(self, submodules: Mapping[str, nn.Module], node: Node) -> bool:
-        """Whether a backend can run ``node``."""
+        """Return whether a backend can run ``node``."""
         ...
 
 
 @dataclass(frozen=True)
 class BySupport:
-    """Supported nodes become parts, as few as there can be; the others stay in the host, or become parts as well.
+    """Put supported nodes into the fewest parts possible; the others stay in the parent, or become parts as well.
 
     Every node gets the lowest level that its predecessors (by data or effect) allow; a level ends where support
-    changes. Levels never fall along an edge, so there is no cycle; and a chain that changes support ``k`` times needs
-    ``k`` borders in any plan, so no plan has fewer parts. Then nodes move to the part that reads them, if that sends
-    fewer bytes. Linear in nodes and edges::
+    changes. Levels never decrease along an edge, so there is no cycle. A path on which support changes ``k`` times
+    needs ``k`` borders in any plan, so no plan has fewer parts. Finally, nodes move to the part that reads them if that
+    sends fewer bytes. The time is linear in nodes and edges::
 
-        a ── B ── c        lower case: supported      parts 0 = {a, d, e}, 1 = {c, f}, B and E in the host
+        a ── B ── c        lower case: supported      parts 0 = {a, d, e}, 1 = {c, f}, B and E in the parent
         d ── e ── E ── f
 
-    ``a`` and ``d`` do not touch: parts may be spread over the graph, as in torch's ``CapabilityBasedPartitioner``. That
-    one never made fewer parts in our tests, took 6.7 s for 2,000 nodes (this: 0.02 s), and knows no effects.
+    ``a`` and ``d`` are not connected: a part may be spread over the graph, as in torch's
+    ``CapabilityBasedPartitioner``. Torch's never made fewer parts in our tests, took 6.7 s for 2,000 nodes (this: 0.02
+    s), and ignores effects.
 
     Attributes:
-        rule: what is supported: ops, names of ops, ``node -> bool``, or an object with ``is_node_supported`` as torch's
-            partitioners take it. Members of a tuple are with its producer, whatever the rule says of ``getitem``.
-        unsupported: ``"host"``: unsupported nodes stay in the host, parts are ``0, 1, 2 ...``; ``"parts"``: they are
-            parts too, **even parts are supported, odd ones not**.
-        min_size: parts of fewer nodes are not worth a call of the backend: they count as unsupported.
+        rule: the supported ops: ops, names of ops, ``node -> bool``, or an object with ``is_node_supported``, as for
+            torch's partitioners. Members of a tuple stay with its producer, whatever the rule says of ``getitem``.
+        unsupported: ``"parent"``: unsupported nodes stay in the parent, and parts are ``0, 1, 2 ...``; ``"parts"``:
+            they become parts too, **even parts are supported, odd ones are not**.
+        min_size: the fewest nodes that are worth a call of the backend; smaller parts count as unsupported.
     """
 
     rule: Ops | _OperatorSupport
-    unsupported: Literal["host", "parts"] = "host"
+    unsupported: Literal["parent", "parts"] = "parent"
     min_size: int = 1
 
     def __post_init__(self) -> None:
         settle(self, "min_size", count)
-        if not is_word(self.unsupported, "host", "parts"):
-            raise PolicyError("SK302", f"BySupport(unsupported={shown(self.unsupported)})", "Use 'host' or 'parts'.")
+        if not is_word(self.unsupported, "parent", "parts"):
+            raise PolicyError("SK302", f"BySupport(unsupported={shown(self.unsupported)})", "Use 'parent' or 'parts'.")
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
-        """Number the levels; SK302 for what is no rule, SK304 for a name that is no op."""
+        """Return a plan with a part per level; SK302 if ``rule`` is not a rule, SK304 for a name that is not an op."""
         ask = self._rule(flow)
         kinds = {node: ask(node) for node in flow.nodes}
         levels = lowest(flow, kinds, 1)
         sizes = Counter(levels.values())
         kinds = {node: yes and sizes[levels[node]] >= self.min_size for node, yes in kinds.items()}
-        labels = self._kept(flow, costs, kinds) if self.unsupported == "host" else self._alternating(flow, costs, kinds)
+        labels = (
+            self._kept(flow, costs, kinds) if self.unsupported == "parent" else self._alternating(flow, costs, kinds)
+        )
         count = len({labels[node] for node, yes in kinds.items() if yes})
         return Plan.of(labels, f"{count} supported parts of {sum(kinds.values())} of {len(kinds)} nodes")
 
     def _kept(self, flow: Dataflow, costs: Costs, kinds: Kinds) -> dict[Node, PartKey]:
-        """Nodes in the host need no part: let them have level 0, so that supported levels are 1, 3, 5 ..."""
+        """Number the supported parts; unsupported nodes have level 0 or even levels and stay in the parent."""
         levels = sink(flow, costs, kinds, lowest(flow, kinds, 1), least=self.min_size)
-        return {node: levels[node] // 2 if yes else HOST for node, yes in kinds.items()}
+        return {node: levels[node] // 2 if yes else PARENT for node, yes in kinds.items()}
 
     def _alternating(self, flow: Dataflow, costs: Costs, kinds: Kinds) -> dict[Node, PartKey]:
-        """Whichever kind begins, if that makes fewer parts."""
+        """Number supported and unsupported parts; the first part has the kind that leads to fewer parts."""
         first, levels = min(((i, lowest(flow, kinds, i)) for i in (0, 1)), key=lambda pair: len(set(pair[1].values())))
         levels = sink(flow, costs, kinds, levels, least=self.min_size)
         return {node: level + first for node, level in levels.items()}

@@ -1,4 +1,4 @@
-"""Parts for given devices: the most loaded one as little loaded as possible, or one sample as soon as possible."""
+"""The policy `Devices`: a placement on given devices with the least bottleneck or latency."""
 
 from __future__ import annotations
 
@@ -8,46 +8,51 @@ from dataclasses import dataclass, field
 from splitkit.checks import Memory, are_texts, is_whole, is_word, items_of, memory_of, seconds, shown
 from splitkit.costs import Costs, Device, Links
 from splitkit.costs.devices import find_device
-from splitkit.costs.links import links_of
+from splitkit.costs.links import as_links
 from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import Dataflow, enough_nodes
-from splitkit.pipeline.stageprices import Optimizer, checked_optimizer
+from splitkit.pipeline.stage_prices import check_stage_optimizer
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
-from splitkit.search.devicedemand import DeviceDemand
-from splitkit.search.devices import DeviceSearch
+from splitkit.prices import Optimizer
+from splitkit.search.devices.device_request import DeviceRequest
+from splitkit.search.devices.device_search import DeviceSearch
 from splitkit.solvers.clock import Clock
 
 OBJECTIVES = ("throughput", "latency")
-_COUNTED, _STAGES_COUNTED = 0.3, 0.1  # of the seconds: how long a solver counts its steps for
+# The share of `seconds` that is turned into a number of solver steps. The rest is room for slower machines, which need
+# longer for the same steps; for stages several searches run one after another.
+_COUNTED, _STAGES_COUNTED = 0.3, 0.1
 
 
 @dataclass(frozen=True)
 class Devices:
-    """Parts for devices that may differ in speed, memory and links; each may stay empty.
+    """Place nodes on devices that may differ in speed, memory and links; a device may stay empty.
 
-    ``objective="throughput"`` makes the most loaded device as little loaded as possible: the time between two samples
-    of a full pipeline. A device's load is its work and, with ``links``, each value that it sends or receives, once.
-    ``objective="latency"`` makes the time of one sample as short as possible: a piece starts when all that it takes is
-    there and gives when it ends.
+    ``objective="throughput"`` minimises the bottleneck, the load of the most loaded device: the time between two
+    samples of a full pipeline. A device's load is its work and, with ``links``, each value that it sends or receives,
+    once. ``objective="latency"`` minimises the time of one sample: a piece starts when all its inputs have arrived and
+    delivers its outputs when it ends.
 
-    Where all devices are alike, the given costs are the prices; where they differ, each has those of its roofline. A
-    CPU among accelerators is the host of the placement literature (Tarnawski et al. 2020): no limit on memory and
-    nothing to pay for what it sends, unless ``memory`` says how much it has.
+    If all devices are alike, the given costs are the prices; if they differ, each device has the prices of its
+    roofline. A CPU among accelerators is the *host* of the placement literature (Tarnawski et al. 2020): it has no
+    limit on memory, unless ``memory`` sets one, and pays nothing for what it sends.
 
     Attributes:
         devices: names that `splitkit.costs.devices` knows, or `splitkit.costs.Device`; parts are then ``0, 1 ...``.
             Or a mapping ``{"cuda:0": "h200"}``: parts have its keys, and run on the torch devices of these names.
-        memory: bytes of each device, one for all or one each; by default what the devices have.
-        links: between the parts' keys, or the name of a preset; ``None``: values cross for nothing.
+        memory: the bytes of each device: one size for all or one for each; by default what the devices have.
+        links: the links between the parts' keys, or the name of a preset; ``None``: values cross for free.
         objective: ``"throughput"`` or ``"latency"``.
-        pieces: how many convex pieces a device may run: 1; with latency also more; ``None``: any number (throughput).
-        optimizer: whose state is held; ``None``: the model is not trained.
-        together: patterns of module paths as in `ByName`; what one matches goes to one device.
-        only: pattern of module paths -> the keys of the devices that can run what it matches.
-        seconds: as of `Stages`: the search has ended by then, the facts about the graph not counted. Steps that are
-            counted end it before, so that the plan is the same on a slower machine; where time did, the note says so.
-        replicas: no more than 1 of a part; `Stages` puts stages on several devices that are alike.
+        pieces: the number of convex pieces that a device may run: 1, or more for latency; ``None``: any number
+            (throughput).
+        optimizer: the optimizer whose state counts; ``None``: the model is not trained.
+        together: patterns of module paths as in `ByName`; all nodes that a pattern matches share a device.
+        only: pattern of module paths -> the keys of the devices that can run the nodes that it matches.
+        seconds: as in `Stages`, the time after which the search ends, without the analysis of the graph. Usually the
+            search ends earlier, after a number of steps, so that a slower machine finds the same plan; if time ended
+            it, the note says so.
+        replicas: must be 1; `Stages` can replicate stages over several devices that are alike.
     """
 
     devices: Sequence[str | Device] | Mapping[PartKey, str | Device]
@@ -71,15 +76,15 @@ class Devices:
             or not self.devices
         ):
             raise PolicyError(
-                "SK302", f"Devices: devices is {shown(self.devices)}", 'List one at least: ["h200", "h200"].'
+                "SK302", f"Devices: devices is {shown(self.devices)}", 'List at least one: ["h200", "h200"].'
             )
         if None in self.given:
             raise PolicyError("SK302", "Devices: None is the host, not a device", "Name it.")
         for device in self.given.values():
             find_device(device)
         memory_of(self, self.memory, len(self.given))
-        links_of(self.links)
-        checked_optimizer(self.optimizer)
+        as_links(self.links)
+        check_stage_optimizer(self.optimizer)
         seconds(self, "seconds", self.seconds, endless=False)
         if not is_word(self.objective, *OBJECTIVES):
             text = f"Devices: objective is {shown(self.objective)}"
@@ -115,22 +120,23 @@ class Devices:
 
     @property
     def given(self) -> Mapping[PartKey, str | Device]:
-        """Key of the part -> device."""
+        """Return key of the part -> device."""
         return self.devices if isinstance(self.devices, Mapping) else dict(enumerate(self.devices))
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
-        """Parts have the devices' keys; a device that runs several pieces has parts ``(key, 0), (key, 1) ...``.
+        """Return a plan whose parts are the devices' keys, or ``(key, 0), (key, 1) ...`` where a device has pieces.
 
         Raises:
-            NoPlanError: SK303 when nothing fits; names what no device supports, or says how much memory would do.
+            NoPlanError: SK303 if nothing fits; it names the nodes that no device supports, or says how much memory
+                would do.
         """
         enough_nodes(flow, 1)
-        demand = DeviceDemand(
+        demand = DeviceRequest(
             policy=self,
             flow=flow,
             costs=costs,
             memory=self.memory,
-            links=links_of(self.links),
+            links=as_links(self.links),
             optimizer=self.optimizer,
             backward=self.optimizer is not None,
             devices={key: find_device(device) for key, device in self.given.items()},

@@ -1,4 +1,4 @@
-"""A human's split, for comparison: so many of the model's blocks in each stage."""
+"""The policy `Expert`: a human's split, with a given number of the model's blocks in each stage."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from splitkit.checks import count, is_whole, settle
 from splitkit.costs import Costs
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow, enough_nodes, module_path, readers_of
-from splitkit.graph.select import no_module
+from splitkit.graph.node_selection import no_module
 from splitkit.plans.record import Plan
 from splitkit.prices import checked
-from splitkit.search.blocks import Block, blocks_of
-from splitkit.search.placing import Placing
+from splitkit.search.model_blocks import Block, model_blocks
+from splitkit.search.placement_model import PlacementModel
 
 
 @dataclass(frozen=True)
 class Expert:
-    """Stages of whole blocks, as people split by hand: it balances nothing, and claims nothing.
+    """Make stages of whole blocks, as people split by hand, without balancing and without a claim.
 
     The blocks are the members of the list of modules (``transformer.h.0``, ``transformer.h.1`` ...) that does the work,
-    and of all such lists where there are several (an encoder's and a decoder's), in the order in which they run. What
-    runs before the first block is with it, what runs after the last one is in the last stage, and what runs in between
-    (masks, tables, the embedding of a decoder) is with the first stage that reads it.
+    or of all such lists if there are several (an encoder's and a decoder's), in the order in which they run. Nodes
+    before the first block join it, nodes after the last block are in the last stage, and nodes in between
+    (masks, tables, the embedding of a decoder) are in the first stage that reads them.
 
     Attributes:
-        layers: how many stages, with equally many blocks, the first stages one more where that does not divide (so does
-            torchtitan, if embedding and head weigh nothing; Megatron-LM asks for numbers that divide). Or how many
-            blocks each stage has: ``[3, 3, 4, 2]``. Or the paths of the modules with which the second and all further
-            stages begin, as ``SplitPoint.BEGINNING`` of `torch.distributed.pipelining`: ``["transformer.h.3"]``; only
-            what comes from inputs and constants alone and is read in several places is then moved to its first reader.
+        layers: the number of stages, which then have equal numbers of blocks; if that does not divide, the first stages
+            have one more (as in torchtitan if embedding and head weigh nothing; Megatron-LM requires numbers that
+            divide). Or the number of blocks of each stage: ``[3, 3, 4, 2]``. Or the paths of the modules with which the
+            second and all further stages begin, as with ``SplitPoint.BEGINNING`` of `torch.distributed.pipelining`:
+            ``["transformer.h.3"]``; then only nodes that depend on inputs and constants alone and are read in several
+            places move to their first reader.
     """
 
     layers: int | Sequence[int] | Sequence[str]
@@ -54,22 +55,22 @@ class Expert:
             )
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
-        """Stages are ``0 .. n - 1``.
+        """Return a plan with the stages ``0 .. n - 1``.
 
         Raises:
-            NoPlanError: SK303 when the graph has fewer blocks than stages, or none.
-            PolicyError: SK302 when the numbers of blocks do not add up, or two stages begin at the same node; SK304 for
-                a path that is no module of the graph.
+            NoPlanError: SK303 if the graph has fewer blocks than stages, or none.
+            PolicyError: SK302 if the numbers of blocks do not add up, or two stages begin at the same node; SK304 for
+                a path that is not a module of the graph.
         """
         enough_nodes(flow, 1)
         costs = checked(costs)
         if isinstance(self.layers, Sequence) and isinstance(self.layers[0], str):
             names = [str(name) for name in self.layers]
-            shared = set(Placing(flow, costs, [dict.fromkeys(flow.nodes, 0.0)], repeat=True).shared)
+            shared = set(PlacementModel(flow, costs, [dict.fromkeys(flow.nodes, 0.0)], repeat=True).shared)
             starts = _starts_of(flow, names, next((n for n in flow.nodes if n not in shared), flow.nodes[0]))
             note = f"{len(starts)} stages by hand, from {', '.join(names)}"
             return _plan(flow, starts, shared.difference(starts), note)
-        blocks = blocks_of(flow, costs)
+        blocks = model_blocks(flow, costs)
         first = {block: nodes[0] for block, nodes in blocks.items()}
         order = sorted(first, key=lambda block: flow.index[first[block]])
         counts = self._counts(order)
@@ -81,7 +82,7 @@ class Expert:
         return _plan(flow, starts, [node for node in flow.nodes if node not in inside], note)
 
     def _counts(self, blocks: Sequence[Block]) -> list[int]:
-        """How many blocks each stage has."""
+        """Return the number of blocks of each stage."""
         have = len(blocks)
         if isinstance(self.layers, int):
             if have < self.layers:
@@ -100,7 +101,7 @@ class Expert:
 
 
 def _plan(flow: Dataflow, starts: Sequence[Node], loose: Collection[Node], note: str) -> Plan:
-    """Stages that begin with these nodes in graph order; ``loose`` nodes go on to the first stage that reads them.
+    """Make stages that begin with these nodes in graph order; ``loose`` nodes move to the first stage that reads them.
 
     That is legal: a node's readers are never in an earlier stage than it is itself.
     """
@@ -114,7 +115,7 @@ def _plan(flow: Dataflow, starts: Sequence[Node], loose: Collection[Node], note:
 
 
 def _behind(flow: Dataflow) -> dict[Node, list[Node]]:
-    """Node -> the nodes that must run after it for the sake of an effect."""
+    """Return node -> the nodes that must run after it because of an effect."""
     found: dict[Node, list[Node]] = {}
     for node in flow.nodes:
         for before in flow.after.get(node, ()):
@@ -123,7 +124,7 @@ def _behind(flow: Dataflow) -> dict[Node, list[Node]]:
 
 
 def _starts_of(flow: Dataflow, names: Sequence[str], start: Node) -> list[Node]:
-    """Where the first stage starts, and the first node in each of these modules, in graph order."""
+    """Return the start of the first stage and the first node of each of these modules, in graph order."""
     first: dict[str, Node] = {}
     for node in flow.nodes:
         atoms = module_path(node).split(".")

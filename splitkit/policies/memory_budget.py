@@ -1,45 +1,49 @@
-"""As few parts as fit the memory of their devices, or a given number of parts between which the least bytes cross."""
+"""The policy `MemoryBudget`: the fewest parts that fit the memory of their devices, with the least traffic."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from splitkit._gc import collector_at_rest
+from splitkit._gc import paused_collector
 from splitkit.checks import count, memory_of, settle
 from splitkit.costs import Costs
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow, enough_nodes, module_path
-from splitkit.pipeline.stageprices import Optimizer, checked_optimizer
+from splitkit.pipeline.schedules import is_single, schedule_named, words_of
+from splitkit.pipeline.stage_prices import check_stage_optimizer
 from splitkit.plans.parts import Claim
 from splitkit.plans.record import Plan
-from splitkit.search.demand import Demand
-from splitkit.search.memory import MemoryParts, MemorySearch
+from splitkit.prices import Optimizer
+from splitkit.search.memory.memory_search import MemoryParts, MemorySearch
+from splitkit.search.request import StageRequest
 from splitkit.units import size
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """The fewest consecutive parts whose peaks fit, each the memory of its device.
+    """Make the fewest consecutive parts whose peaks fit the memory of their devices.
 
-    The peak of a part is what `splitkit.stage_costs` finds: parameters, their gradients and the state of the optimizer,
-    what is saved for backward, times the microbatches in flight there, and the most that forward or backward hold
-    besides. In the 1F1B schedule of n stages the first holds n microbatches, the last one. Without an optimizer:
-    parameters, and activations at their peak.
+    The peak of a part is what `splitkit.stage_costs` computes: parameters, their gradients and the optimizer's state,
+    saved bytes times the microbatches in flight, and the largest amount that forward or backward hold in addition. In
+    the 1F1B schedule of n stages the first stage holds n microbatches and the last stage one. Without an optimizer, the
+    peak consists of parameters and activations.
 
-    The fewest parts that can be cut from the graph's own order are found exactly, and of these parts those between
-    which the least bytes cross (there and back). Eight more topological orders are cut as well (fewer for graphs of
-    more than 2,000 nodes), and the best plan wins; what its parts hold is found anew, each in the graph's own order.
-    Of graphs of up to 40 nodes all cuts of all orders are tried, if there are no more than some thousand parts: then
-    the fewest parts are proven, and with ``parts`` the least bytes. Else the bound is for any order: all that must be
-    held, over the memory of the devices; and on what crosses it is weak: the smallest value, once for each cut.
+    In the graph's own order, the fewest parts are found exactly, and among these plans the one with the least traffic
+    (forward and back). Eight more topological orders are tried (fewer for graphs of more than 2,000 nodes), and the
+    best plan wins; the peaks of its parts are computed again, each in the graph's own order.
+    For graphs of up to 40 nodes, all cuts of all orders are tried if there are at most some thousand parts: then
+    the fewest parts are proven, or with ``parts`` the least traffic. Otherwise the bound holds for any order: all bytes
+    that must be held, divided by the memory of the devices. The bound on traffic is weak: the smallest value per
+    border.
 
     Attributes:
-        memory: bytes of each device (an int, or ``"80GiB"``), or a sequence of sizes for device 0, 1, ...: no more
-            parts than that.
-        parts: how many parts; ``None``: as few as possible.
-        schedule: ``"gpipe"`` or ``"1f1b"``: the pipeline in which the parts are stages. ``None``: one microbatch.
-        microbatches: of a step of the schedule; ``None``: two a part.
+        memory: the bytes of each device (an int, or ``"80GiB"``), or a sequence of sizes for devices 0, 1, ..., which
+            also limits the number of parts.
+        parts: the number of parts; ``None``: as few as possible.
+        schedule: the schedule of the pipeline whose stages are the parts, with one stage per rank: ``"1f1b"``,
+            ``"gpipe"``, ``"eager-1f1b"``. ``None``: one microbatch.
+        microbatches: the microbatches in a step of the schedule; ``None``: two per part.
         optimizer: ``"adam"``, ``"momentum"``, ``"sgd"``; ``None``: no training.
     """
 
@@ -50,7 +54,7 @@ class MemoryBudget:
     optimizer: Optimizer = "adam"
 
     def __post_init__(self) -> None:
-        checked_optimizer(self.optimizer)
+        check_stage_optimizer(self.optimizer)
         for name in ("parts", "microbatches"):
             settle(self, name, count, optional=True)
         if self.schedule is None and self.microbatches is not None:
@@ -66,7 +70,7 @@ class MemoryBudget:
             self._require_schedule(self.schedule)
 
     def sizes(self, count: int) -> tuple[int, ...]:
-        """Bytes of as many devices, or of those that there are."""
+        """Return the bytes of the first ``count`` devices, or of all if there are fewer."""
         given: object = self.memory
         several = isinstance(given, Sequence) and not isinstance(given, str)
         known = memory_of(self, self.memory, len(self.memory) if several else count)  # type: ignore[arg-type]
@@ -75,25 +79,23 @@ class MemoryBudget:
         return tuple(nbytes for nbytes in known if nbytes is not None)[:count]
 
     def _require_schedule(self, schedule: str) -> None:
-        from splitkit.pipeline.torch_orders import pipeline_order
-
-        if len(pipeline_order(schedule, 2, max(2, self.microbatches or 2)).ranks) != 2:
+        if not schedule_named(schedule).is_single:
             raise PolicyError(
                 "SK302",
                 f"MemoryBudget: the schedule {schedule} puts several parts on one device",
-                'Use "gpipe" or "1f1b", which put one there.',
+                f"Use {words_of(is_single)}, which put one there.",
             )
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
-        """Parts are ``0, 1, ...``, on devices of the same number.
+        """Return a plan with the parts ``0, 1, ...``, each on the device of the same number.
 
         Raises:
-            NoPlanError: SK303 if no plan fits; names what does not, and what would do.
+            NoPlanError: SK303 if no plan fits; it names what does not fit, and what would.
             CostError: SK323 for a joint graph.
-            ScheduleError: SK330 if the schedule does not take so few microbatches.
+            ScheduleError: SK330 if the schedule needs more microbatches.
         """
         enough_nodes(flow, self.parts or 1)
-        with collector_at_rest():
+        with paused_collector():
             search = self._search(flow, costs)
             found = search.best()
             if found is None:
@@ -102,7 +104,7 @@ class MemoryBudget:
 
     def _search(self, flow: Dataflow, costs: Costs) -> MemorySearch:
         schedule = self.schedule if self.optimizer else None
-        demand = Demand(self, flow, costs, schedule, self.microbatches, optimizer=self.optimizer)
+        demand = StageRequest(self, flow, costs, schedule, self.microbatches, optimizer=self.optimizer)
         return MemorySearch(demand, self.parts, self.sizes)
 
     def _plan(self, search: MemorySearch, found: MemoryParts) -> Plan:
@@ -122,7 +124,7 @@ class MemoryBudget:
         return replace(Plan.of({node: labels[node] for node in search.flow.nodes}, note), claim=claim)
 
     def _no_plan(self, search: MemorySearch, costs: Costs) -> NoPlanError:
-        """What does not fit, and what would."""
+        """Return the error that says what does not fit, and what would."""
         node, alone = search.largest_unit()
         best = max(self.sizes(self.parts or len(search.flow.nodes)))
         if alone > best:
@@ -144,7 +146,7 @@ class MemoryBudget:
         return f"{shown}{flight}"
 
     def _others(self, search: MemorySearch, costs: Costs) -> list[str]:
-        """Which other parameters would fit."""
+        """Return texts about other parameters with which a plan would fit."""
         ways = []
         most = max(self.sizes(self.parts or len(search.flow.nodes)))
         if self.parts is not None or not isinstance(self.memory, int | str):
@@ -163,6 +165,6 @@ class MemoryBudget:
 
 
 def parts_of(count: int, upto: bool = False) -> str:
-    """``1 part``, ``2 parts``, ``up to 3 parts``."""
+    """Return ``1 part``, ``2 parts`` or ``up to 3 parts``."""
     most = "up to " if upto and count > 1 else ""
     return f"{most}{count} part{'s' if count > 1 else ''}"

@@ -1,4 +1,4 @@
-"""The exact minimum of saved bytes and recompute time, by one s-t cut."""
+"""The policy `MinCut`: the exact minimum of saved bytes and recompute time, by one s-t cut."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from splitkit.costs.named import priced
 from splitkit.errors import PolicyError, SplitError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.plans.record import Plan
-from splitkit.search.recompute.network import Cutting, cheapest
+from splitkit.search.recompute.network import CutNetwork, cheapest
 from splitkit.search.recompute.torch_rules import functorch_rules, torch_rules
 from splitkit.training.choices import Savings, savings
 from splitkit.training.flow import as_joint
@@ -37,26 +37,27 @@ _RULES = (
 
 @dataclass(frozen=True)
 class MinCut:
-    """Save what is cheaper to save, compute again what is cheaper to compute again.
+    """Save the values that are cheaper to save, and recompute those that are cheaper to recompute.
 
-    The minimum over all legal plans of ``saved bytes + price * recompute seconds``, by one minimum cut in which saving
-    a storage costs its bytes and running an op again its time. Views are free, several values of one storage are paid
-    once, inputs and parameters are free to save; nodes of backward that do not depend on gradients may move to forward
-    where that saves bytes. Checkpoint tags hold.
+    The plan has the minimum over all legal plans of ``saved bytes + price * recompute seconds``. It is found by one
+    minimum s-t cut, in which saving a storage costs its bytes and recomputing an op costs its time. Views are free,
+    several values of one storage count once, and inputs and parameters are free to save. Nodes of backward that do not
+    depend on gradients may move to forward if that saves bytes. Checkpoint tags hold.
 
-    Exact up to rounding of ``price * seconds``, and but for one thing: a node that only backward needs costs nothing to
-    run there, also in the rare case that forward runs it too, for the sake of something saved.
+    The minimum is exact up to rounding of ``price * seconds``, with one known gap: a node that only backward needs
+    counts as free there, even in the rare case that forward also runs it because a saved value depends on it.
 
-    After He and Yu, "Transcending runtime-memory tradeoffs in checkpointing by being fusion aware" (MLSys 2023), whose
-    cut has recompute for nothing or not at all.
+    The method follows He and Yu, "Transcending runtime-memory tradeoffs in checkpointing by being fusion aware" (MLSys
+    2023), in whose cut recompute is either free or forbidden.
 
     Attributes:
-        price: bytes that a second of recompute is worth. The default, a tenth of the memory bandwidth of a GPU of 2020,
-            is far above what a matrix product saves a second, and far below what a pointwise op does. 0 saves the
-            fewest bytes. ``"fused"`` is the default for seconds under Inductor (`splitkit.costs.named`), on the
-            device of the costs; for another number of bytes a second of those, plan with `splitkit.costs.fused`.
-        size: what saving a value costs, a number a node; by default the bytes of its storage. Infinite: never saved.
-        rules: bans and weights of one's own; see `functorch` and `like_torch`. Views are free all the same.
+        price: the bytes that a second of recompute is worth. The default is a tenth of the memory bandwidth of a GPU of
+            2020: a matrix product saves far fewer bytes per second of recompute, and a pointwise op far more. 0 saves
+            the fewest bytes. ``"fused"`` means the default price for seconds under Inductor (`splitkit.costs.named`),
+            on the device of the costs; for another price of such seconds, plan with `splitkit.costs.fused`.
+        size: a function that returns the cost of saving a node's value; by default the bytes of its storage. An
+            infinite cost means that the value is never saved.
+        rules: bans and weights of your own; see `functorch` and `like_torch`. Views are free all the same.
     """
 
     price: float | Literal["fused"] = 1e11
@@ -75,21 +76,21 @@ class MinCut:
 
     @classmethod
     def functorch(cls) -> MinCut:
-        """The first rule of functorch (2022): the fewest bytes, with ops of a list computed again for nothing."""
+        """Return the first rule of functorch (2022): save the fewest bytes; listed ops are free to recompute."""
         return cls(price=0.0, rules=functorch_rules)
 
     @classmethod
     def like_torch(cls) -> MinCut:
-        """Nearly the rule of torch's ``min_cut_rematerialization_partition``: `torch_rules`."""
+        """Return nearly the rule of torch's ``min_cut_rematerialization_partition``: `torch_rules`."""
         return cls(price=0.0, rules=torch_rules)
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
-        """Parts are ``"forward"`` and ``"backward"``.
+        """Return a plan with the parts ``"forward"`` and ``"backward"``.
 
         Raises:
-            PolicyError: SK302 for a graph that is no joint graph, and when ``size`` or ``rules`` fail or give what is
-                no number of bytes.
-            NoPlanError: SK303 when ``size`` or ``rules`` leave no plan.
+            PolicyError: SK302 for a graph that is not a joint graph, and if ``size`` or ``rules`` fail or do not return
+                a number of bytes.
+            NoPlanError: SK303 if ``size`` or ``rules`` leave no plan.
         """
         joint = as_joint(self, flow)
         rate = _RATE if isinstance(self.price, str) else float(self.price)
@@ -99,13 +100,13 @@ class MinCut:
             weights = _weights(problem, self.size)
         saves = set(problem.maker[problem.savable].tolist())
         fixed = problem.fixed | np.array([n in banned and i in saves for i, n in enumerate(problem.ops)], np.bool_)
-        choice = cheapest(Cutting.of(problem, weights, fixed), rate, {**banned, **problem.why})
-        again = duration(choice.seconds, problem.unit)
+        choice = cheapest(CutNetwork.of(problem, weights, fixed), rate, {**banned, **problem.why})
+        again = duration(choice.seconds, problem.time_unit)
         return choice.plan(f"min-cut: {in_bytes(choice.nbytes)} saved, {again} computed again")
 
 
 def _ruled(problem: Savings, rules: Rules) -> tuple[Mapping[Node, str], NDArray[np.float64]]:
-    """What rules of the user's say, checked."""
+    """Call the user's rules and check what they return."""
     try:
         banned, found = rules(problem)
         given: object = banned
@@ -128,7 +129,7 @@ def _ruled(problem: Savings, rules: Rules) -> tuple[Mapping[Node, str], NDArray[
 
 
 def _weights(problem: Savings, size: Callable[[Node], float]) -> NDArray[np.float64]:
-    """(k,); what saving each storage costs by a rule that is asked for the value that would be saved."""
+    """Return (k,) the cost of saving each storage, by the user's rule for the value that would be saved."""
     weights = np.zeros(len(problem.nbytes))
     for value, storage, savable in zip(problem.values, problem.storage, problem.savable, strict=True):
         if savable:
@@ -137,7 +138,7 @@ def _weights(problem: Savings, size: Callable[[Node], float]) -> NDArray[np.floa
 
 
 def _weight(value: Node, size: Callable[[Node], float]) -> float:
-    """What ``size`` says of one value, checked."""
+    """Call the user's ``size`` for one value and check what it returns."""
     try:
         weight = float(found := size(value))
     except SplitError:

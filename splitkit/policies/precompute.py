@@ -1,4 +1,4 @@
-"""Compute in forward what backward would otherwise need large values for: shapes, masks, indices, statistics."""
+"""The policy `Precompute`: move shapes, masks and the like from backward to forward if that saves memory."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from torch.utils.checkpoint import CheckpointPolicy
 from splitkit.costs import Costs, unit
 from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import Dataflow
-from splitkit.graph.select import Ops, Rule, rule_of
+from splitkit.graph.node_selection import Ops, Rule, rule_of
 from splitkit.plans.policy import Policy, as_plan
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune
 from splitkit.policies.save_all import SaveAll
-from splitkit.search.recompute.network import Cutting, cheapest
-from splitkit.training.checkpoints import asked, honour
+from splitkit.search.recompute.network import CutNetwork, cheapest
+from splitkit.training.checkpoints import apply_checkpoints, nodes_with_policy
 from splitkit.training.choices import savings
-from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, as_joint, homes, is_pinned, with_inputs
+from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, as_joint, is_pinned, save_all_plan, with_inputs
 
 
 @dataclass(frozen=True)
 class Precompute:
-    """Move nodes of backward that do not depend on gradients to forward, where that saves memory.
+    """Move nodes of backward that do not depend on gradients to forward if that saves memory.
 
     A mask of a large value is computed in forward and saved instead of the value, if backward needs the value for
-    nothing else. So is what the base plan computes again and would be smaller to save than what it is computed from.
+    nothing else. The same holds for a value that the base plan recomputes from larger saved values.
 
     Attributes:
-        base: what decides about everything else.
-        movable: ops that may move, or a rule for nodes: the rule of MegEngine then decides, see `precompute_listed`.
-            By default any node moves that reduces the bytes that are saved: `precompute`.
+        base: the policy that decides about everything else.
+        movable: the ops that may move, or a rule for nodes: then MegEngine's rule decides, see `precompute_listed`.
+            By default every node moves that reduces the saved bytes, see `precompute`.
     """
 
     base: Policy = field(default_factory=SaveAll)
@@ -45,8 +45,8 @@ class Precompute:
             raise PolicyError("SK302", f"Precompute has base={base!r:.200}, which is no policy object", remedy)
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
-        """Parts are ``"forward"`` and ``"backward"``; SK302 for a graph that is no joint graph, SK304 for a name in
-        ``movable`` that is no op.
+        """Return a plan with the parts ``"forward"`` and ``"backward"``; SK302 for a graph that is not a joint graph,
+        SK304 for a name in ``movable`` that is not an op.
         """
         joint = as_joint(self, flow)
         plan = as_plan(self.base, joint, costs)
@@ -56,10 +56,10 @@ class Precompute:
 
 
 def precompute(flow: JointFlow, plan: Plan) -> Plan:
-    """The plan that saves the fewest bytes of all whose backward computes nothing that this one's does not.
+    """Return the plan that saves the fewest bytes without adding a node to this plan's backward.
 
-    One minimum cut over the nodes that this plan's backward computes. It never saves more bytes than the plan, nor
-    computes more twice.
+    It is one minimum cut over the nodes that this plan's backward computes. The result never saves more bytes than the
+    plan, and never recomputes more.
 
     Args:
         flow: facts about the joint graph.
@@ -70,26 +70,26 @@ def precompute(flow: JointFlow, plan: Plan) -> Plan:
     savable = problem.savable & np.array([flow.producer(value) not in tied for value in problem.values], np.bool_)
     has_saved = np.bincount(problem.maker, problem.savable, len(problem.ops)) > 0
     elsewhere = np.array([BACKWARD not in plan[op] for op in problem.ops], np.bool_)
-    cutting = Cutting.of(
+    cutting = CutNetwork.of(
         replace(problem, savable=savable), problem.nbytes.astype(np.float64), problem.fixed | elsewhere & has_saved
     )
     return cheapest(cutting, 0.0, problem.why).plan(plan.note)
 
 
 def precompute_listed(flow: JointFlow, plan: Plan, movable: Rule) -> Plan:
-    """The plan in which forward computes those movable nodes of backward whose inputs are not all *pinned*.
+    """Return the plan in which forward computes the movable nodes of backward whose inputs are not all *pinned*.
 
-    Pinned is what backward has in any case: gradients, what its other nodes read, and what it computes itself. The
-    rule of MegEngine's backward graphs (``imperative/src/impl/backward_graph_opt.cpp``), where ``GetVarShape`` is all
-    that may move; it does not ask for sizes::
+    A value is pinned if backward has it in any case: gradients, the inputs of its other nodes, and values that it
+    computes itself. This is the rule of MegEngine's backward graphs (``imperative/src/impl/backward_graph_opt.cpp``),
+    in which only ``GetVarShape`` may move; it ignores sizes::
 
         x, y          values of forward         a    stays: x is pinned by g
         a = shape(x)  movable                   b    moves: y is not pinned; b is saved instead
         b = shape(y)  movable
         g = mul(dy, x)
 
-    What depends on a gradient, or on what only backward can compute or does not list as movable, never moves. What
-    backward computes again moves in the same way: it is then saved. Linear in nodes and edges.
+    A node that depends on a gradient, or on a node of backward that cannot move or is not listed as movable, never
+    moves. A recomputed node moves in the same way: its value is then saved. The time is linear in nodes and edges.
 
     Args:
         flow: facts about the joint graph.
@@ -110,13 +110,16 @@ def precompute_listed(flow: JointFlow, plan: Plan, movable: Rule) -> Plan:
 
 
 def _tagged(flow: JointFlow, plan: Plan) -> Plan:
-    """The plan with a place for every placeable node, and with the copies that checkpoints ask for."""
-    return honour(flow, replace(plan, places={**homes(flow).places, **plan.places}))
+    """Return the plan with a place for every placeable node, and with the copies that checkpoint tags require."""
+    return apply_checkpoints(flow, replace(plan, places={**save_all_plan(flow).places, **plan.places}))
 
 
 def _tied_to_checkpoints(flow: JointFlow, plan: Plan) -> set[Node]:
-    """What must be computed again, and what backward alone computes of it: saving that would save it in disguise."""
-    tied = {n for n in asked(flow, CheckpointPolicy.MUST_RECOMPUTE) if BACKWARD in plan[n]}
+    """Return the nodes that must be recomputed, and the nodes that only backward computes from them.
+
+    Saving one of the latter would save a recomputed node in disguise.
+    """
+    tied = {n for n in nodes_with_policy(flow, CheckpointPolicy.MUST_RECOMPUTE) if BACKWARD in plan[n]}
     for node in flow.nodes:
         if plan[node] == (BACKWARD,) and any(read in tied for read in flow.inputs(node)):
             tied.add(node)
@@ -124,7 +127,7 @@ def _tied_to_checkpoints(flow: JointFlow, plan: Plan) -> set[Node]:
 
 
 def _free(flow: JointFlow, plan: Plan, movable: Rule) -> set[Node]:
-    """The movable nodes of backward that forward can compute, alone or with others of them."""
+    """Return the movable nodes of backward that forward can compute, alone or together with others of them."""
     tied, found = _tied_to_checkpoints(flow, plan), set[Node]()
     tangents = set(flow.backward_inputs)
     for node in flow.nodes:

@@ -1,4 +1,4 @@
-"""Recompute all of forward in backward."""
+"""The policy `RecomputeAll`: recompute all of forward in backward."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from dataclasses import dataclass
 from splitkit.costs import Costs
 from splitkit.graph.dataflow import Dataflow
 from splitkit.plans.record import Plan
-from splitkit.training.flow import as_joint, homes, recompute
+from splitkit.training.flow import as_joint, recompute, save_all_plan
 
 
 @dataclass(frozen=True)
 class RecomputeAll:
-    """Save inputs only, and what may not be computed twice: random numbers, effects, sizes, readers of updated inputs.
+    """Save only inputs and values that may not be computed twice (random numbers, effects, sizes, reads of updated
+    inputs).
 
-    The fewest bytes between forward and backward; the peak in backward may well be higher than that of `SaveAll`.
+    The plan saves the fewest bytes between forward and backward, but its peak may well be higher than that of
+    `SaveAll`.
     """
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
-        """Parts are ``"forward"`` and ``"backward"``; SK302 for a graph that is no joint graph."""
+        """Return a plan with parts ``"forward"`` and ``"backward"``; SK302 for a graph that is not a joint graph."""
         joint = as_joint(self, flow)
-        return recompute(joint, homes(joint), ())
+        return recompute(joint, save_all_plan(joint), ())

@@ -1,4 +1,4 @@
-"""Selective recompute by rule: keep what is listed, compute the rest again."""
+"""The policy `Remat`: selective recompute by rule."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from splitkit.checks import are_texts, shown
 from splitkit.costs import Costs
 from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import Dataflow
-from splitkit.graph.select import Ops, modules_matching, rule_of
+from splitkit.graph.node_selection import Ops, modules_matching, rule_of
 from splitkit.plans.record import Plan
-from splitkit.training.checkpoints import recomputed
-from splitkit.training.flow import FORWARD, JointFlow, as_joint, homes, recompute
+from splitkit.training.checkpoints import recompute_in_backward
+from splitkit.training.flow import FORWARD, JointFlow, as_joint, recompute, save_all_plan
 
 
 @dataclass(frozen=True)
 class Remat:
-    """Backward computes again all of forward but what is kept, or only what lies in some modules.
+    """Recompute all of forward except what is kept, or only the nodes of some modules.
 
     ``Remat(["aten.mm", "aten.addmm"])`` keeps the outputs of matrix products. Megatron's selective recompute, which
-    computes again the core of attention and saves everything else (Korthikanti et al. 2022, "Reducing Activation
+    recomputes the core of attention and saves everything else (Korthikanti et al. 2022, "Reducing Activation
     Recomputation in Large Transformer Models"), is ``Remat(["aten.mm", "aten.addmm"], modules="*.attn")``; full
     recompute of every block that saves its inputs is ``Remat(modules="transformer.h.*")``.
 
-    Inputs are always kept, and so is what may not be computed twice.
+    Inputs are always saved, and so are values that may not be computed twice.
 
     Attributes:
-        keep: ops whose outputs are saved; ops, names of ops, or a rule ``node -> bool``
-            (`splitkit.graph.select.Ops`).
-        modules: shell-style patterns of module paths; only what runs in these modules, or below, is computed again.
-            All by default.
+        keep: the ops whose outputs are saved: ops, names of ops, or a rule ``node -> bool``
+            (`splitkit.graph.node_selection.Ops`).
+        modules: shell-style patterns of module paths; only nodes in these modules, or below, are recomputed.
+            All modules by default.
     """
 
     keep: Ops = ()
@@ -44,22 +44,22 @@ class Remat:
         if not are_texts(patterns) or not len(patterns):
             raise PolicyError(
                 "SK302",
-                f"Remat has modules={shown(modules)}, which are no patterns of module paths",
-                "Give 'transformer.h.*' or a list of such; '*' is all of them, and SaveAll() computes nothing again.",
+                f"Remat has modules={shown(modules)}, which are not patterns of module paths",
+                "Give 'transformer.h.*' or a list of such patterns; '*' matches all, and SaveAll() recomputes nothing.",
             )
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
-        """Parts are ``"forward"`` and ``"backward"``; SK302 for a graph that is no joint graph, SK304 for a pattern
-        that matches no module, and for a name that is no op.
+        """Return a plan with the parts ``"forward"`` and ``"backward"``; SK302 for a graph that is not a joint graph,
+        SK304 for a pattern that matches no module or a name that is not an op.
         """
         joint = as_joint(self, flow)
-        plan, kept = homes(joint), rule_of(self, self.keep, joint)
+        plan, kept = save_all_plan(joint), rule_of(self, self.keep, joint)
         if self.modules == "*":
             return recompute(joint, plan, [n for n in joint.nodes if kept(n)])
         inside = self._inside(joint, plan)
-        return recomputed(joint, plan, [n for n in inside if not kept(n)])
+        return recompute_in_backward(joint, plan, [n for n in inside if not kept(n)])
 
     def _inside(self, flow: JointFlow, plan: Plan) -> list[Node]:
-        """Forward's nodes that run in the modules which the patterns name."""
+        """Return the nodes of forward in the modules that the patterns match."""
         patterns = (self.modules,) if isinstance(self.modules, str) else tuple(self.modules)
         return list(modules_matching(patterns, [n for n in flow.nodes if plan[n] == (FORWARD,)]))

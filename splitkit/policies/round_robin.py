@@ -1,4 +1,4 @@
-"""Deal nodes out in turn: a baseline, and a torture test for the engine."""
+"""The policy `RoundRobin`: assign nodes to labels in turn, as a baseline and as a hard test for the engine."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from splitkit.plans.rewrite import refine
 
 @dataclass(frozen=True)
 class RoundRobin:
-    """Deal the nodes out to ``n`` labels in turn; a label is visited as often as the graph demands.
+    """Assign nodes to ``n`` labels in turn; a label is visited as often as the graph requires.
 
     Attributes:
-        n: how many labels.
+        n: the number of labels.
     """
 
     n: int
@@ -25,6 +25,6 @@ class RoundRobin:
         settle(self, "n", count)
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
-        """Deal, then refine into visits ``(label, number)``."""
+        """Return a plan whose parts are visits ``(label, number)``."""
         dealt = {node: i % self.n for i, node in enumerate(flow.nodes)}
         return refine(flow, Plan.of(dealt, note=f"round robin over {self.n} labels"))

@@ -1,4 +1,4 @@
-"""Forward and backward as eager autograd has them."""
+"""The policy `SaveAll`: forward and backward as in eager autograd."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from splitkit.costs import Costs
 from splitkit.graph.dataflow import Dataflow
 from splitkit.plans.record import Plan
-from splitkit.training.checkpoints import as_eager
+from splitkit.training.checkpoints import eager_plan
 from splitkit.training.flow import as_joint
 
 
 @dataclass(frozen=True)
 class SaveAll:
-    """Save every value of forward that backward reads, and compute nothing twice.
+    """Save every value of forward that backward reads, and recompute nothing.
 
-    As in eager mode, what ``torch.utils.checkpoint`` is wrapped around is recomputed.
+    As in eager mode, code inside ``torch.utils.checkpoint`` is recomputed all the same.
     """
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
-        """Parts are ``"forward"`` and ``"backward"``; SK302 for a graph that is no joint graph."""
-        return as_eager(as_joint(self, flow))
+        """Return a plan with parts ``"forward"`` and ``"backward"``; SK302 for a graph that is not a joint graph."""
+        return eager_plan(as_joint(self, flow))

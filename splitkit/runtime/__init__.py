@@ -1,13 +1,22 @@
-"""Runs a split that it is given, on several devices or ranks; decides nothing."""
+"""Runs a given split on several devices or ranks. What runs where is decided by the plan."""
 
-from splitkit.runtime.agreement import planned_once as planned_once
-from splitkit.runtime.devices import to_devices as to_devices
-from splitkit.runtime.pipeline import Pipeline as Pipeline
-from splitkit.runtime.pipeline import PipelineStep as PipelineStep
-from splitkit.runtime.pipeline import pipeline as pipeline
-from splitkit.runtime.savestages import save_stages as save_stages
-from splitkit.runtime.stagefolder import StageFolder as StageFolder
-from splitkit.runtime.stagefolder import open_stages as open_stages
-from splitkit.runtime.torchstages import form_output as form_output
-from splitkit.runtime.torchstages import reduced_ties as reduced_ties
-from splitkit.runtime.torchstages import stage as stage
+from splitkit.runtime.devices.on_devices import to_devices
+from splitkit.runtime.folder.load import StageFolder, open_stages
+from splitkit.runtime.folder.save import save_stages
+from splitkit.runtime.ranks.pipeline import Pipeline, PipelineStep, pipeline
+from splitkit.runtime.ranks.rank_agreement import planned_once
+from splitkit.runtime.ranks.torch_stages import form_output, reduced_ties, stage
+
+__all__ = [
+    "Pipeline",
+    "PipelineStep",
+    "StageFolder",
+    "form_output",
+    "open_stages",
+    "pipeline",
+    "planned_once",
+    "reduced_ties",
+    "save_stages",
+    "stage",
+    "to_devices",
+]

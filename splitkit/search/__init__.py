@@ -1,1 +1,1 @@
-"""From facts and demands to the arrays of a solver and back: placement, stages, memory, recompute."""
+"""Translate facts and requests into a solver's arrays, and its answer back into a plan."""

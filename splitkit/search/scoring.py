@@ -1,4 +1,4 @@
-"""One measure for the plans of any policy: do they fit, their greatest load, simulated step, peak and traffic."""
+"""One score for the plans of any policy: whether they fit, and their bottleneck, simulated step, peak and traffic."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from functools import cached_property
 from splitkit.costs import unit_of
 from splitkit.errors import NoPlanError
 from splitkit.pipeline.defaults import by_rank
-from splitkit.pipeline.stageprices import peaks_of_visits, run_order
+from splitkit.pipeline.stage_prices import peaks_of_visits, run_order
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import require_parts
-from splitkit.search.demand import Demand
-from splitkit.search.placing import Placing
+from splitkit.search.placement_model import PlacementModel
+from splitkit.search.request import StageRequest
 from splitkit.units import duration, size
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a plan is worth.
+    """The score of a plan.
 
     Attributes:
-        parts: how many there are; visits of one device are one.
+        parts: the number of parts; visits of one device count as one.
         visits: whether a device is visited several times.
-        load: seconds of the most loaded part, with what it sends and receives.
-        limiting: that part.
+        load: seconds of the bottleneck part, with its transfers.
+        limiting: the bottleneck part.
         step: seconds of the simulated step; 0 without a schedule.
-        peak: bytes of the rank that holds most; 0 where neither schedule nor memory is given.
-        missing: bytes that the ranks lack at most; 0: it fits.
+        peak: peak bytes of the rank that holds the most; 0 where neither schedule nor memory is given.
+        missing: the most bytes that a rank lacks; 0 if the plan fits.
         traffic: bytes that cross, each value once for each part that reads it.
-        unit: of the times.
+        unit: the unit of the times.
     """
 
     parts: int
@@ -46,7 +46,7 @@ class Score:
 
     @property
     def ties(self) -> tuple[float, int, int]:
-        """What decides between equal loads, the least first."""
+        """Return what decides between equal loads; the smallest wins."""
         return self.step, self.peak, self.traffic
 
     def __str__(self) -> str:
@@ -59,25 +59,25 @@ class Score:
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
-    """Measures plans of one graph as stages of one pipeline: their parts in the order in which they run.
+    """Scores plans of one graph as the stages of one pipeline, in execution order.
 
-    Parts ``(key, 0), (key, 3) ...``, as `splitkit.refine` makes them, are visits of one device: what it does in all of
-    them is its load.
+    Parts ``(key, 0), (key, 3) ...``, as `splitkit.extend.refine` makes them, are visits of one device: the device's
+    load is the sum over all of them.
 
     Attributes:
-        demand: what they are measured for; memory is of each rank, of which there are as many as a plan has.
+        demand: the request; its memory is that of each rank, and a plan has as many ranks as parts.
     """
 
-    demand: Demand
+    demand: StageRequest
 
     def of(self, plan: Plan) -> Score:
-        """The score of a plan that gives every node a part.
+        """Return the score of a plan that gives every node a part.
 
         Raises:
             PlanError: SK209 when it does not; SK203 when parts depend on each other in a cycle.
-            ScheduleError: SK330 when the schedule does not go with so many parts.
-            NoPlanError: SK303 when memory is given for another number of ranks, or parts that are visits of one device
-                are to run under a schedule, or parts have replicas.
+            ScheduleError: SK330 when the schedule does not allow that many parts.
+            NoPlanError: SK303 when memory is given for another number of ranks, when parts that are visits of one
+                device would run under a schedule, or when parts have replicas.
         """
         demand = self.demand
         require_parts(demand.flow, plan)
@@ -113,7 +113,7 @@ class Scoring:
     def _run(
         self, plan: Plan, parts: Sequence[PartKey], on: Mapping[PartKey, PartKey]
     ) -> tuple[float, tuple[int, ...]]:
-        """Seconds of the step, and bytes of each rank at its peak; 0 and nothing where neither is asked for."""
+        """Return the seconds of the step and the peak bytes of each rank; 0 and nothing where neither is asked for."""
         if self.demand.schedule is None and self.demand.memory is None:
             return 0.0, ()
         stages = self.demand.stage_prices.of(plan)
@@ -123,14 +123,14 @@ class Scoring:
         return 0.0, tuple(peaks_of_visits(stages, [on[part] for part in parts]).values())
 
     def least(self, parts: int) -> float:
-        """Seconds that the most loaded rank of so many parts has at least: its share of the work, or a whole node."""
+        """Return a lower bound on the bottleneck of ``parts`` ranks: a fair share of the work, or one whole node."""
         seconds = self.demand.seconds.values()
         ranks = max(self.demand.ranks(parts)) + 1
         return max(sum(seconds) / ranks * (1 - 1e-12), max(seconds, default=0.0))
 
     @cached_property
-    def _placing(self) -> Placing:
-        return Placing(self.demand.flow, self.demand.prices, [self.demand.seconds])
+    def _placing(self) -> PlacementModel:
+        return PlacementModel(self.demand.flow, self.demand.prices, [self.demand.seconds])
 
     def _missing(self, peaks: Sequence[int]) -> int:
         memory = self.demand.memory
@@ -145,6 +145,6 @@ class Scoring:
 
 
 def _devices(parts: Sequence[PartKey]) -> dict[PartKey, PartKey]:
-    """Part -> the device that it is a visit of, or itself where each device has one part."""
+    """Return part -> the device that it is a visit of, or the part itself where each device has one part."""
     visited = {key: key[0] if isinstance(key, tuple) and len(key) == 2 else key for key in parts}
     return visited if len(set(visited.values())) < len(parts) else {key: key for key in parts}

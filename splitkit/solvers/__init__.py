@@ -1,1 +1,1 @@
-"""Pure algorithms over arrays: numpy and scipy in, indices out; no torch, no fx, no other room."""
+"""Pure algorithms over arrays: numpy and scipy in, indices out; no torch, no fx, no other package of splitkit."""

@@ -1,4 +1,4 @@
-"""When a search ends at the latest, and whether that ended it."""
+"""A deadline for searches, which records whether it stopped one."""
 
 from __future__ import annotations
 
@@ -7,42 +7,45 @@ import time
 
 
 class Clock:
-    """The far end of a search whose steps are counted: only a machine that is much too slow or busy meets it.
+    """The deadline of a search whose steps are counted; only a machine that is far too slow or busy reaches it.
 
-    Counts decide what is found, so that every machine finds the same. Where the clock ends a part of the search all the
-    same, ``cut`` says so from then on, and whoever made the plan tells: another machine may find another one. Time is
-    that of this thread, which does not pass while others have the processor.
+    Counts decide what is found, so that every machine finds the same placement. If the clock ends part of a search
+    nevertheless, ``timed_out`` becomes true and stays true, and the note of the plan says that another machine may find
+    another plan. The clock counts the time of this thread, which stands still while other threads have the processor.
 
     Args:
-        seconds: until the end.
-        whole: of the search that this is a part of, whose end is this one's too; parts that share it have together no
-            more time than it has.
+        seconds: the time until the end.
+        whole: the clock of the whole search, if this clock is for a part of it. The part ends when the whole does, and
+            all parts together take no more time than the whole has.
+
+    Attributes:
+        timed_out: whether a search asked `is_over` after the end, and so stopped early.
     """
 
     def __init__(self, seconds: float, whole: Clock | None = None) -> None:
         self._end = time.thread_time() + seconds
         self._whole = whole
-        self.cut = False
+        self.timed_out = False
 
     @property
     def left(self) -> float:
-        """Seconds until the end, less than 0 after it."""
+        """Seconds until the end; negative after it."""
         own = self._end - time.thread_time()
         return own if self._whole is None else min(own, self._whole.left)
 
     def is_over(self) -> bool:
-        """Whether the end has come; who asks stops then, so that the search is cut."""
+        """Return whether the end has come; a caller must stop then, as the clock records that it timed out."""
         over = self.left < 0
-        self.cut |= over
+        self.timed_out |= over
         return over
 
     def forgive(self, seconds: float) -> None:
-        """Leave time out of account that a machine less busy would not have taken."""
+        """Extend the deadline by time that a less busy machine would not have taken."""
         self._end += seconds
         if self._whole is not None:
             self._whole.forgive(seconds)
 
 
-def endless() -> Clock:
-    """A clock that never ends a search."""
+def endless_clock() -> Clock:
+    """Return a clock that never ends a search."""
     return Clock(math.inf)

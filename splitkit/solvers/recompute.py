@@ -1,4 +1,4 @@
-"""The least recompute within limits on memory: a mixed-integer program over what is saved and what is computed again.
+"""The least recompute within memory limits: a mixed-integer program over what is saved and what is recomputed.
 
 One binary for each op (it runs again) and each storage (it is saved), and one row for each edge::
 
@@ -26,23 +26,23 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 GAP = 1e-4
-"""The relative gap between what was found and what is proven at which the search ends."""
+"""The relative gap between value and bound at which the search ends."""
 NODES = 10
-"""Of a tree that HiGHS searches, unless said otherwise: programs end by this count, in every run at the same place."""
+"""The default number of nodes in a search tree of HiGHS; a count makes every run end at the same place."""
 _SCALE = 1e6  # the sum of the prices as HiGHS sees it: its absolute tolerances are 1e-6
-_WHOLE = 1e-6  # what is less than this from 0 or 1 in a relaxation is taken for it
+_WHOLE = 1e-6  # values of a relaxation nearer than this to 0 or 1 are rounded
 _TIE = 1e-5  # the weight of saved bytes: among equal recompute times, little is saved
 
 
 @dataclass(frozen=True, eq=False)
 class RecomputeProblem:
-    """What may be saved and computed again, over *ops* (n), *values* (m) and *storages* (k).
+    """What may be saved and recomputed, over *ops* (n), *values* (m) and *storages* (k).
 
     Attributes:
-        price: (n,) float; of computing an op again, infinite where it may not be.
+        price: (n,) float; the price of recomputing each op, infinite where that is not allowed.
         maker: (m,) int; value -> op.
         storage: (m,) int; value -> storage.
-        savable: (m,) bool; whether it is there when its storage is saved.
+        savable: (m,) bool; whether a value is available when its storage is saved.
         needed: (m,) bool.
         nbytes: (k,) int.
         reads: (e, 2) int; pairs (op, value that it reads).
@@ -62,9 +62,9 @@ class Limit:
     """``runs @ op runs + saved @ storage is saved <= most``: a limit on the bytes alive at one moment.
 
     Attributes:
-        runs: (n,) bytes.
-        saved: (k,) bytes.
-        most: bytes.
+        runs: (n,) bytes for each op that runs again.
+        saved: (k,) bytes for each storage that is saved.
+        most: the limit in bytes.
     """
 
     runs: Ints
@@ -72,18 +72,18 @@ class Limit:
     most: int
 
     def holds(self, runs: Bools, saved: Bools) -> bool:
-        """Whether a choice keeps to it, exactly."""
+        """Return whether a choice keeps to the limit, exactly."""
         return int(self.runs[runs].sum() + self.saved[saved].sum()) <= self.most
 
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """Rows with variables of their own, each from 0 to 1: ``matrix @ (runs, saved, own) >= least``.
+    """Rows with variables of their own between 0 and 1: ``matrix @ (runs, saved, own) >= least``.
 
     Attributes:
         matrix: (r, n + k + own).
         least: (r,).
-        own: how many variables it adds.
+        own: the number of variables that it adds.
     """
 
     matrix: csr_array
@@ -93,13 +93,13 @@ class Snapshot:
 
 @dataclass(frozen=True, eq=False)
 class RecomputeSolution:
-    """What the search ended with.
+    """The best choice that the search found.
 
     Attributes:
         runs: (n,) bool, ``None`` if no choice was found.
-        saved: (k,) bool; all zero with it.
+        saved: (k,) bool; all false if no choice was found.
         price: the sum of the prices of what runs; infinite if no choice was found.
-        bound: no choice within the limits costs less; infinite if there is none.
+        bound: a lower bound on the price of every choice within the limits; infinite if there is none.
     """
 
     runs: Bools | None
@@ -109,7 +109,7 @@ class RecomputeSolution:
 
     @property
     def gap(self) -> float:
-        """How much dearer it may be than the best there is, as a fraction of its price: 0 if proven best, or none."""
+        """How much the price exceeds the bound, as a fraction of the price; 0 if proven optimal or infeasible."""
         if self.price <= self.bound or not self.price:
             return 0.0
         return 1 - self.bound / self.price if np.isfinite(self.price) else 1.0
@@ -139,7 +139,7 @@ class Program:
         self._ties = float(ties.sum())
 
     def _rows(self) -> tuple[csr_array, Floats]:
-        """``matrix @ x >= least``: one row for each read and each needed value."""
+        """Return ``matrix @ x >= least``: one row for each read and each needed value."""
         problem = self.problem
         needed = np.flatnonzero(problem.needed)
         values = np.concatenate([problem.reads[:, 1], needed])
@@ -154,7 +154,7 @@ class Program:
         return csr_array(matrix), np.repeat([0.0, 1.0], [len(problem.reads), len(needed)])
 
     def _with(self, snapshots: Sequence[Snapshot], edges: csr_array, least: Floats) -> tuple[csr_array, Floats]:
-        """The same rows, and those of snapshots, whose own columns stand side by side."""
+        """Return the same rows and those of the snapshots, whose own columns are placed side by side."""
         shared = self.ops + self.storages
         height, width = 0, shared
         rows, columns, values = list[Ints](), list[Ints](), list[Floats]()
@@ -170,18 +170,18 @@ class Program:
     def search(
         self, limits: Sequence[Limit], seconds: float, gap: float = GAP, nodes: int = NODES
     ) -> RecomputeSolution:
-        """The cheapest choice within the limits that is found in so many nodes of a tree, and what is proven.
+        """Return the cheapest choice within the limits that a limited search tree finds, and the bound.
 
-        The nodes end it at the same place in every run; the ``seconds``, if they are not infinite, do not. HiGHS keeps
-        to limits within a relative 1e-6: a choice that is over one is searched again below it.
+        The nodes end the search at the same place in every run; finite ``seconds`` do not. HiGHS keeps to limits within
+        a relative 1e-6, so a choice that exceeds one is searched again below it.
         """
         return self._whole(limits, seconds, gap, self._any, nodes)
 
     def beside(self, limits: Sequence[Limit], seconds: float, ops: int, gap: float = GAP) -> RecomputeSolution:
-        """A choice near the best in a time that hardly grows with the problem: `search` where it has so few ops.
+        """Return a choice near the best in a time that hardly grows with the problem; small problems go to `search`.
 
-        Else as `near`, but besides the fractions so many ops next to them are open: with one limit, what it leaves
-        unused is less than a layer of a network takes, so that a few layers are enough to use it up.
+        Otherwise it works as `near`, but ``ops`` ops next to the fractional ones are open too: with one limit, what
+        `near` leaves unused is less than a layer of a network takes, so a few layers are enough to use it up.
         """
         if self.ops <= ops:
             return self.search(limits, seconds, gap)
@@ -193,7 +193,9 @@ class Program:
         return replace(found, bound=min(self._bound(result), found.price))
 
     def _next_to(self, fractions: Bools, count: int) -> Bools:
-        """So many ops next to fractions, by position, and their storages, of ``(ops, storages)``."""
+        """Return the ops nearest to fractional ones by position, with their storages, as marks of ``(ops,
+        storages)``.
+        """
         problem, some = self.problem, fractions[: self.ops].copy()
         some[problem.maker[fractions[self.ops + problem.storage]]] = True
         at = np.flatnonzero(some) if some.any() else np.array([self.ops - 1])
@@ -206,17 +208,17 @@ class Program:
         return free | fractions
 
     def _fixed(self, x: Floats, free: Bools) -> Bounds:
-        """Bounds that leave ops and storages that are not free where a relaxation has them."""
+        """Return bounds that fix all ops and storages that are not free to their value in a relaxation."""
         free = free.copy()
         free[self.ops + self.storages :] = True
         return Bounds(np.where(free | (x < 0.5), 0.0, self._most), np.where(free | (x > 0.5), self._most, 0.0))
 
     def near(self, limits: Sequence[Limit], seconds: float, gap: float = GAP) -> RecomputeSolution:
-        """A choice near the best that takes fractions of ops and storages; the bound is of that one.
+        """Return a choice near the best fractional choice; the bound is that of the fractional one.
 
-        What is whole in it stays, and of the others, a few for each limit, the best choice is searched. (Relaxation
-        enforced neighbourhood search: Berthold 2014. A vertex of the relaxation lies on a face of as many dimensions as
-        there are limits, for without limits all vertices are whole.) There may be none near.
+        Values that are whole in the relaxation are fixed, and the best choice of the few others is searched (relaxation
+        enforced neighbourhood search: Berthold 2014). A vertex of the relaxation has about as many fractional values as
+        there are limits, because without limits all vertices are whole. No choice may exist near it.
         """
         result = self._solve(limits, np.zeros(len(limits)), seconds, gap, self._any, whole=False)
         bound = self._bound(result)
@@ -246,7 +248,7 @@ class Program:
         return RecomputeSolution(None, np.zeros(self.storages, np.bool_), np.inf, bound)
 
     def relaxed(self, limits: Sequence[Limit], seconds: float) -> tuple[Floats, float]:
-        """How much of each storage is saved, shape (k,), if a fraction may be; and the bound that this gives.
+        """Return how much of each storage the linear relaxation saves, shape (k,), and the bound that it gives.
 
         The bound is infinite, and nothing saved, if there is no choice within the limits.
         """

@@ -1,4 +1,4 @@
-"""The frontier of a training step: the best compromises between memory and recompute time, to look at."""
+"""The frontier of a training step: the best trade-offs between memory and recompute time."""
 
 from __future__ import annotations
 
@@ -9,38 +9,40 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from splitkit import checks
-from splitkit.brief import brief
 from splitkit.costs import Costs, default, unit_of
 from splitkit.costs.named import Price, priced, require_price
+from splitkit.display import Shown
 from splitkit.engine.pair import Pair, divide
 from splitkit.errors import NoPlanError, PolicyError
-from splitkit.frontends.joint import Joint
+from splitkit.frontends.joint.joint_capture import Joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.plans.record import Plan
 from splitkit.prices import checked, require_costs
-from splitkit.search.recompute.hull import Hull
-from splitkit.search.recompute.peakfront import PeakFront
-from splitkit.search.recompute.pool import Seen
-from splitkit.shown import Shown
+from splitkit.search.recompute.pareto_cuts import Hull
+from splitkit.search.recompute.pareto_peaks import PeakFrontier
+from splitkit.search.recompute.plan_pool import Seen
+from splitkit.short_repr import brief
 from splitkit.training.choices import Choice, savings
 from splitkit.training.flow import JointFlow, as_joint
 from splitkit.units import duration, size
-from splitkit.view.halves import HalvesView
-from splitkit.view.pictures import Picture, limit_of, pictured
-from splitkit.view.svgscatter import ScatterDrawing, Spot
-from splitkit.view.tables import table
+from splitkit.view.console.tables import table
+from splitkit.view.data.joint_ladder import HalvesView
+from splitkit.view.renderers import Picture, limit_of, pictured
+from splitkit.view.svg.scatter import ScatterDrawing, ScatterPoint
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from splitkit.files import PathLike
+
 
 @dataclass(frozen=True, eq=False)
 class Point:
-    """One compromise.
+    """One point of a frontier.
 
     Attributes:
-        choice: what is saved and what is computed again.
-        costs: the prices that it was found by.
+        choice: the saved values and the recomputed nodes.
+        costs: the prices by which it was found.
     """
 
     choice: Choice
@@ -51,42 +53,42 @@ class Point:
 
     @cached_property
     def saved(self) -> int:
-        """Bytes that forward saves for backward, beyond parameters and inputs."""
+        """The bytes that forward saves for backward, beyond parameters and inputs."""
         return self.choice.nbytes
 
     @cached_property
     def seconds(self) -> float:
-        """Time spent on computing again, in the unit of the costs."""
+        """The recompute time, in the unit of the costs."""
         return self.choice.seconds
 
     @cached_property
     def plan(self) -> Plan:
         """The plan, for `Joint.split` and the like."""
         peak = "" if self._peak is None else f"peak {size(self._peak)}, "
-        again = duration(self.seconds, self.choice.savings.unit)
+        again = duration(self.seconds, self.choice.savings.time_unit)
         return self.choice.plan(f"frontier: {peak}{size(self.saved)} saved, {again} computed again")
 
     @cached_property
     def pair(self) -> Pair:
-        """Forward and backward by that plan."""
+        """Forward and backward of that plan."""
         return divide(self.choice.savings.flow, self.plan, self.costs)
 
     @cached_property
     def peak(self) -> int:
-        """Bytes alive at once in forward and backward, parameters and inputs included, as simulated."""
+        """The simulated peak of forward and backward in bytes, including parameters and inputs."""
         if self._peak is not None:
             return self._peak
         pair = self.pair
         return simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).peak
 
     def to_dict(self, peak: bool = False) -> dict[str, Any]:
-        """The numbers as plain data."""
+        """Return the numbers as plain data."""
         return {"saved": self.saved, "seconds": self.seconds, **({"peak": self.peak} if peak else {})}
 
 
 @dataclass(frozen=True, eq=False)
 class Frontier(Shown):
-    """The best compromises between memory and recompute time of a joint graph.
+    """The best trade-offs between memory and recompute time of a joint graph.
 
     ::
 
@@ -94,23 +96,22 @@ class Frontier(Shown):
         frontier.less(0.1).seconds             # what 10 % less memory costs
         joint.split(frontier.within(2**30).plan)
 
-    It bounds what is *saved*, and is exact: the lower convex hull over all legal plans. The peak of a plan is simulated
-    where it is asked for, and need not fall with it.
+    By default it bounds the *saved* bytes, and is exact: the lower convex hull over all legal plans. The peak of a
+    point is simulated when you ask for it; it need not fall as the saved bytes fall.
 
     ``Frontier(joint, costs, of="peak")`` bounds the true peak. Its points are the best of all plans that searches for
-    several budgets meet, from ``Budget("least")`` on: each with a higher peak than the last, and less to compute again;
-    better ones may exist. It takes about as long as those searches.
+    several budgets find, from ``Budget("least")`` upwards; each has a higher peak and less recompute than the one
+    before. Better plans may exist. It takes about as long as those searches.
 
-    In a notebook a frontier draws itself; `view`, `to_html` and `to_svg` take ``marks``: name -> a point of it, or
-    (bytes, seconds) of another plan to compare with, such as one of torch. The page goes from one point to the next:
-    what is saved and computed again there, and the memory of each step; ``memory`` of the device is a line in it.
+    A frontier renders itself in a notebook. `view` is a page on which a slider goes from one point to the next and
+    shows what is saved and recomputed, and the memory of each step.
 
     Attributes:
         joint: a joint graph, or the facts about one.
-        costs: prices of nodes; by default FLOPs at 1e12 a second, so that only ratios mean something.
+        costs: the prices of nodes; by default FLOPs at 1e12 per second, of which only ratios are meaningful.
         price: ``"fused"`` for seconds under Inductor, on the device of the costs (`splitkit.costs.named`).
-        of: ``"saved"`` or ``"peak"``: the memory that is bounded.
-        budgets: how many budgets of the peak are searched for.
+        of: ``"saved"`` or ``"peak"``, the memory that is bounded.
+        budgets: the number of budgets for which peaks are searched.
     """
 
     joint: Joint | JointFlow
@@ -129,9 +130,58 @@ class Frontier(Shown):
             require_costs(self.costs)
         checks.settle(self, "budgets", checks.count)
 
+    def view(
+        self,
+        *,
+        height: int | None = None,
+        marks: Mapping[str, Mark] | None = None,
+        memory: float | str | None = None,
+        title: str = "",
+    ) -> Any:
+        """Return a page whose slider goes from one point to the next, for the last line of a cell.
+
+        Args:
+            height: pixels of the frame.
+            marks: name -> a point, or (bytes, seconds) of another plan to compare with, such as torch's; they appear in
+                the still picture.
+            memory: the bytes of the device (``"80GiB"``), drawn as a line in the picture of the memory.
+            title: the title of the page.
+
+        Raises:
+            ViewError: SK901 if it cannot be drawn.
+        """
+        return self._framed(height, marks=marks, memory=memory, title=title)
+
+    def to_html(
+        self,
+        path: PathLike,
+        *,
+        marks: Mapping[str, Mark] | None = None,
+        memory: float | str | None = None,
+        title: str = "",
+    ) -> None:
+        """Write the page, which needs only a browser; options as for `view`.
+
+        Raises:
+            ViewError: SK901 if it cannot be drawn.
+            FileError: SK504 if the file cannot be written; an existing file stays as it was.
+        """
+        self._write_html(path, marks=marks, memory=memory, title=title)
+
+    def to_svg(
+        self,
+        path: PathLike,
+        *,
+        marks: Mapping[str, Mark] | None = None,
+        memory: float | str | None = None,
+        title: str = "",
+    ) -> None:
+        """Write the still picture; options as for `view`. It raises the errors of `to_html`."""
+        self._write_svg(path, marks=marks, memory=memory, title=title)
+
     @cached_property
     def flow(self) -> JointFlow:
-        """The facts about the graph; SK302 if it is no joint graph."""
+        """The facts about the graph; SK302 if it is not a joint graph."""
         return self.joint.flow if isinstance(self.joint, Joint) else as_joint(self, self.joint)
 
     @cached_property
@@ -140,18 +190,18 @@ class Frontier(Shown):
 
     @cached_property
     def hull(self) -> Hull:
-        """The parametric cuts behind it."""
+        """The parametric cuts from which the points are computed."""
         return Hull.of(savings(self.flow, self._costs))
 
     @cached_property
-    def _front(self) -> PeakFront:
-        return PeakFront(self.flow, self._costs, self.budgets)
+    def _front(self) -> PeakFrontier:
+        return PeakFrontier(self.flow, self._costs, self.budgets)
 
     @cached_property
     def points(self) -> tuple[Point, ...]:
-        """By rising bytes: the corners of the hull, or the best plans for the peak.
+        """The corners of the hull, or the best plans for the peak, by increasing bytes.
 
-        The last one computes nothing again that costs time.
+        The last point recomputes nothing that costs time.
         """
         if self.of == "peak":
             return tuple(self._seen(seen) for seen in self._front.plans)
@@ -159,30 +209,30 @@ class Frontier(Shown):
 
     @property
     def unit(self) -> str:
-        """What the costs count: ``"s"``, or ``"nodes"`` for `splitkit.costs.unit`."""
+        """The unit of the costs: ``"s"``, or ``"nodes"`` for `splitkit.costs.unit`."""
         return unit_of(self._costs)
 
     @cached_property
     def step_seconds(self) -> float:
-        """Time of the step without any recompute, by the same prices."""
+        """The time of the step without recompute, by the same prices."""
         return sum(self._costs.seconds(node) for node in self.flow.nodes)
 
     def _seen(self, seen: Seen) -> Point:
         return Point(seen.choice, self._costs, seen.peak)
 
     def taken(self, point: Point) -> int:
-        """Bytes of the memory that is bounded."""
+        """Return the peak or the saved bytes of a point, whichever the frontier bounds."""
         return point.peak if self.of == "peak" else point.saved
 
     def within(self, nbytes: float | str) -> Point:
-        """The point that takes at most so many bytes and, of those on the frontier, computes least again.
+        """Return the point with the least recompute among those that need at most ``nbytes``.
 
         Args:
             nbytes: a number of bytes, or a text such as ``"1.5GiB"``.
 
         Raises:
-            PolicyError: SK302 for what is no number of bytes.
-            NoPlanError: SK303 when every plan takes more; it says how much the least is.
+            PolicyError: SK302 if it is not a number of bytes.
+            NoPlanError: SK303 if every plan needs more; it says how much the smallest needs.
         """
         limit = int(min(_nbytes("within", nbytes), sys.maxsize))
         if self.of == "peak":
@@ -209,27 +259,27 @@ class Frontier(Shown):
         return self._seen(seen)
 
     def less(self, fraction: float) -> Point:
-        """The point that takes that share less than the last point of all: ``less(0.1)`` for 10 %.
+        """Return the point that needs a given share less memory than the last point: ``less(0.1)`` for 10 % less.
 
         Raises:
             PolicyError: SK302 for a fraction that is not from 0 to 1.
-            NoPlanError: SK303 when every plan takes more.
+            NoPlanError: SK303 if every plan needs more.
         """
         share = checks.fraction("Frontier.less", "fraction", fraction)
         return self.within(int(self.taken(self.points[-1]) * (1 - share)))
 
     def bound(self, nbytes: float | str) -> float:
-        """Seconds of recompute that no plan can do without which takes at most so many bytes.
+        """Return a lower bound on the seconds of recompute of any plan that needs at most ``nbytes``.
 
-        Of saved bytes the hull itself; of the peak what is proven for plans in the order of the graph. Bytes are given
-        as to `within`; SK302 likewise. Infinite if no plan takes so few.
+        For saved bytes it is the hull itself; for the peak it is proven for plans in graph order. ``nbytes`` is as in
+        `within`, and raises SK302 likewise. The bound is infinite if no plan needs so few bytes.
         """
         if self.of == "peak":
             return self._front.bound(int(min(_nbytes("bound", nbytes), sys.maxsize)))
         return self.hull.bound(_nbytes("bound", nbytes))
 
     def to_dict(self, peaks: bool = False) -> dict[str, Any]:
-        """All points as plain data; with simulated peaks if asked, about 10 us a node each."""
+        """Return all points as plain data; with ``peaks`` also the simulated peaks, about 10 us per node and point."""
         return {
             "of": self.of,
             "points": [point.to_dict(peaks or self.of == "peak") for point in self.points],
@@ -239,7 +289,7 @@ class Frontier(Shown):
         }
 
     def table(self, peaks: bool = False) -> Table:
-        """All points as a table for `rich`, which shows it whole."""
+        """Return all points as a table for `rich`."""
         others = ["saved"] if self.of == "peak" else ["peak"] if peaks else []
         titles, rows = (self.of, "of most", "computed again", "of step", *others), []
         most, step = self.taken(self.points[-1]) or 1, self.step_seconds or 1.0
@@ -257,15 +307,15 @@ class Frontier(Shown):
 
 
 def _nbytes(method: str, value: float | str) -> float:
-    """A number of bytes as it was given, perhaps infinite; SK302 for what is none."""
+    """Return a number of bytes, perhaps infinite; SK302 if it is not one."""
     return value if checks.is_number(value) else checks.nbytes(f"Frontier.{method}", "nbytes", value)
 
 
 _STEPS = 6
-"""Points of a frontier that its page goes through."""
+"""The number of points on the page of a frontier. Not tuned: each one adds a ladder to the page."""
 
 Mark = Point | tuple[float, float]
-"""What is compared: a point, or (bytes, seconds of recompute)."""
+"""A plan to compare with: a point, or (bytes, seconds of recompute)."""
 
 
 @pictured.register
@@ -282,12 +332,12 @@ def _frontier(
         return f"{size(frontier.taken(point))} {what}, {duration(point.seconds, frontier.unit)} computed again"
 
     def svg() -> str:
-        line = [Spot(frontier.taken(point), point.seconds, told=told(point)) for point in frontier.points]
+        line = [ScatterPoint(frontier.taken(point), point.seconds, tooltip=told(point)) for point in frontier.points]
         others = []
         for number, (name, mark) in enumerate((marks or {}).items(), 1):
             nbytes, seconds = (frontier.taken(mark), mark.seconds) if isinstance(mark, Point) else mark
             about = f"{name}: {size(nbytes)}, {duration(seconds, frontier.unit)}"
-            others.append(Spot(nbytes, seconds, name, about, True, number))
+            others.append(ScatterPoint(nbytes, seconds, name, about, True, number))
         axes = f"{what} (bytes)", "computed again"
         return ScatterDrawing(str(frontier), axes, line, others, frontier.unit).to_svg()
 
@@ -301,7 +351,7 @@ def _frontier(
 
 
 def _apart(frontier: Frontier) -> list[Point]:
-    """Both ends, and a few between them whose memory is far apart."""
+    """Return both ends of a frontier and a few points between them, evenly spaced in memory."""
     points = frontier.points
     first, last = (frontier.taken(points[i]) for i in (0, -1))
     found = {0: points[0], len(points) - 1: points[-1]}

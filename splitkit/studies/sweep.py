@@ -1,4 +1,4 @@
-"""Stages x microbatches x schedules: each pipeline planned and simulated."""
+"""Sweep over pipelines: plan and simulate every combination of stages, microbatches and schedule."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from torch import fx
 
 from splitkit.checks import count, items_of, nbytes, shown
 from splitkit.costs import Costs, Links
-from splitkit.costs.links import links_of
+from splitkit.costs.links import as_links
 from splitkit.errors import NoPlanError, PolicyError, ScheduleError
 from splitkit.graph.dataflow import Dataflow, analyze, require_graph
 from splitkit.pipeline.run import ScheduleRun
+from splitkit.pipeline.schedules import known_schedules, pipeline_order, schedule_named
 from splitkit.pipeline.simulate import simulate_schedule
-from splitkit.pipeline.stagecosts import StageCosts
-from splitkit.pipeline.stageprices import StagePrices, checked_optimizer
-from splitkit.pipeline.torch_orders import pipeline_order
+from splitkit.pipeline.stage_costs import StageCosts
+from splitkit.pipeline.stage_prices import StagePrices, check_stage_optimizer
 from splitkit.plans.record import Plan
 from splitkit.policies import Stages
 from splitkit.prices import require_costs
-from splitkit.studies.sweeprows import Sweep, SweepRow
+from splitkit.studies.sweep_rows import Sweep, SweepRow
 from splitkit.units import size
 
-__all__ = ["MICROBATCHES", "SCHEDULES", "STAGES", "Sweep", "SweepRow", "Sweeper", "combinations", "sweep"]
+__all__ = ["MICROBATCHES", "STAGES", "Sweep", "SweepRow", "Sweeper", "combinations", "sweep"]
 
 STAGES, MICROBATCHES = (2, 4, 8), (4, 8, 16)
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zbv")
 
 
 def sweep(
@@ -38,7 +37,7 @@ def sweep(
     *,
     stages: Sequence[int] = STAGES,
     microbatches: Sequence[int] = MICROBATCHES,
-    schedules: Sequence[str] = SCHEDULES,
+    schedules: Sequence[str] | None = None,
     memory: int | str | None = None,
     links: str | Links | None = None,
     optimizer: Literal["adam", "momentum", "sgd"] = "adam",
@@ -50,44 +49,47 @@ def sweep(
         found = splitkit.sweep(gm, splitkit.costs.roofline(gm, "h200"), memory="80GiB", links="nvlink4")
         split = splitkit.split(gm, found.pareto[0].plan)
 
-    Stages are those of `splitkit.policies.Stages`, found once for all schedules that put one stage on each rank, and
-    for each combination where ranks have several. Where they do not fit the memory, they are found again for that
-    schedule within it, unless the ranks hold more than that on average. A combination that a schedule refuses is a row
+    `splitkit.policies.Stages` makes the stages: once for all schedules with one stage per rank, and again for each
+    combination if ranks have several. Stages that do not fit the memory are planned again for that schedule within the
+    memory, unless the ranks need more than that on average. A combination that a schedule refuses is a row
     that says why.
 
     Args:
         gm: a forward graph, captured with the inputs of one microbatch.
-        costs: prices of its nodes.
-        stages: numbers of stages. GPipe and 1F1B have a rank for each, the other schedules one for two.
-        microbatches: numbers of microbatches of a step.
-        schedules: as `splitkit.simulate_schedule` knows them.
-        memory: bytes of each rank, as a number or a text (``"80GiB"``).
-        links: between the ranks, or the name of a preset (``"nvlink4"``).
-        optimizer: whose state is held.
+        costs: the prices of its nodes.
+        stages: the numbers of stages. Schedules with one stage per rank have as many ranks, others half as many.
+        microbatches: the numbers of microbatches in a step.
+        schedules: schedules as in `splitkit.simulate_schedule`. ``None``: those whose entry says so
+            (`splitkit.pipeline.schedule.Schedule.swept`).
+        memory: the bytes of each rank, as a number or a text (``"80GiB"``).
+        links: the links between the ranks, or the name of a preset (``"nvlink4"``).
+        optimizer: the optimizer whose state counts.
 
     Raises:
-        ScheduleError: SK330 for a schedule that is not known.
+        ScheduleError: SK330 for an unknown schedule.
         PolicyError: SK302 for numbers that make no sense.
-        CostError: SK322 for links that are not known.
+        CostError: SK322 for unknown links.
     """
     sweeper = Sweeper(gm, costs, memory, links, optimizer)
     return sweeper.sweep([sweeper.row(*each) for each in combinations(stages, microbatches, schedules)])
 
 
 def combinations(
-    stages: Sequence[int], microbatches: Sequence[int], schedules: Sequence[str]
+    stages: Sequence[int], microbatches: Sequence[int], schedules: Sequence[str] | None = None
 ) -> list[tuple[int, str, int]]:
-    """Stages, schedule and microbatches of each row.
+    """Return stages, schedule and microbatches of each row.
 
     Raises:
-        ScheduleError: SK330 for a schedule that is not known.
-        PolicyError: SK302 for what is no whole number above zero, and where there is nothing to combine.
+        ScheduleError: SK330 for an unknown schedule.
+        PolicyError: SK302 for numbers that are not whole or not positive, and if there is nothing to combine.
     """
     stages, microbatches = _counts("stages", stages), _counts("microbatches", microbatches)
+    usual = tuple(schedule.word for schedule in known_schedules() if schedule.swept)
+    schedules = usual if schedules is None else schedules
     if not items_of(schedules):
-        raise PolicyError("SK302", f"sweep: schedules={shown(schedules)}", f"Give several: {SCHEDULES!r}.")
+        raise PolicyError("SK302", f"sweep: schedules={shown(schedules)}", f"Give several: {usual!r}.")
     for schedule in schedules:
-        pipeline_order(schedule, 2, 2)  # all go with these
+        schedule_named(schedule)
     return list(dict.fromkeys(product(stages, schedules, microbatches)))
 
 
@@ -99,14 +101,14 @@ def _counts(what: str, numbers: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Sweeper:
-    """Makes the rows of one graph, and makes stages once.
+    """Computes the rows of one graph, and reuses stages between rows.
 
     Attributes:
-        gm: as in `sweep`, like all that follow.
-        costs: of its nodes.
-        memory: of each rank.
-        links: between ranks.
-        optimizer: whose state is held.
+        gm: the graph. All attributes are as in `sweep`.
+        costs: the prices of its nodes.
+        memory: the bytes of each rank.
+        links: the links between ranks.
+        optimizer: the optimizer whose state counts.
     """
 
     gm: fx.GraphModule
@@ -120,14 +122,14 @@ class Sweeper:
     def __post_init__(self) -> None:
         require_graph(self.gm)
         require_costs(self.costs)
-        links_of(self.links)
-        _ = self._limit  # checked
-        checked_optimizer(self.optimizer)
+        as_links(self.links)
+        _ = self._limit  # raises if the memory makes no sense
+        check_stage_optimizer(self.optimizer)
         if self.optimizer is None:
             raise PolicyError("SK302", "sweep: the optimizer is None", "These schedules train: name an optimizer.")
 
     def row(self, stages: int, schedule: str, microbatches: int) -> SweepRow:
-        """One combination."""
+        """Plan and simulate one combination."""
         try:
             plan, costs = self._common(stages, schedule, microbatches)
         except (ScheduleError, NoPlanError) as error:
@@ -145,7 +147,7 @@ class Sweeper:
         return SweepRow(stages, microbatches, schedule, within, run, True)
 
     def sweep(self, rows: Sequence[SweepRow]) -> Sweep:
-        """Rows together."""
+        """Return a sweep of the given rows."""
         return Sweep(tuple(rows), self._limit, getattr(self.costs, "note", ""))
 
     @cached_property
@@ -161,10 +163,10 @@ class Sweeper:
         return None if self.memory is None else nbytes("sweep", "memory", self.memory)
 
     def _common(self, stages: int, schedule: str, microbatches: int) -> tuple[Plan, tuple[StageCosts, ...]]:
-        """Stages without a limit.
+        """Return stages without a memory limit.
 
-        Where a rank has one stage, they depend on the ranks alone, and without links not even on these. Where it has
-        several, the simulated step decides.
+        With one stage per rank they depend only on the number of stages and, with links, on the ranks, so they are
+        reused. With several, the simulated step decides, so they depend on the whole combination.
         """
         ranks = pipeline_order(schedule, stages, microbatches).rank_of
         several = len({*ranks}) < len(ranks)
@@ -175,7 +177,7 @@ class Sweeper:
         return self._known[key]
 
     def _within(self, stages: int, schedule: str, microbatches: int, run: ScheduleRun) -> Plan | str:
-        """Stages that fit the memory, or why there are none; the same for as much in flight."""
+        """Return stages that fit the memory, or why there are none; reused for runs with the same peaks."""
         key = (stages, schedule, run.peaks)
         if key not in self._fitted:
             try:
@@ -189,4 +191,4 @@ class Sweeper:
         return policy.assign(self._flow, self.costs)
 
     def _run(self, costs: Sequence[StageCosts], schedule: str, microbatches: int) -> ScheduleRun:
-        return simulate_schedule(costs, schedule, microbatches, links=links_of(self.links))
+        return simulate_schedule(costs, schedule, microbatches, links=as_links(self.links))

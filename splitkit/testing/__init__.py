@@ -1,7 +1,7 @@
-"""The oracle, shipped: is a split the same as the whole, is a plan legal, and models and random graphs to try on.
+"""Test splits and plans: compare a split with the whole, check a plan, and find models and random graphs to try.
 
-``python -m splitkit.testing --plans 20000`` runs the fuzzer. Names load on first use: the command line asks this room
-for the names of models before it needs torch.
+``python -m splitkit.testing --plans 20000`` runs the fuzzer. Names are imported on first use: the command line needs
+the names of models before it imports torch.
 """
 
 from importlib import import_module
@@ -10,34 +10,34 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from splitkit.testing.fuzzing import FuzzReport as FuzzReport
     from splitkit.testing.fuzzing import fuzz as fuzz
-    from splitkit.testing.graphzoo import Specimen as Specimen
-    from splitkit.testing.graphzoo import zoo as zoo
+    from splitkit.testing.graph_zoo import Specimen as Specimen
+    from splitkit.testing.graph_zoo import zoo as zoo
     from splitkit.testing.oracle import assert_emitted_as_planned as assert_emitted_as_planned
     from splitkit.testing.oracle import assert_legal as assert_legal
     from splitkit.testing.oracle import assert_same as assert_same
-    from splitkit.testing.randoms import random_graph as random_graph
-    from splitkit.testing.randoms import random_inputs as random_inputs
-    from splitkit.testing.randoms import random_plan as random_plan
+    from splitkit.testing.random_graphs import random_graph as random_graph
+    from splitkit.testing.random_graphs import random_inputs as random_inputs
+    from splitkit.testing.random_graphs import random_plan as random_plan
 
-_HOME = {
+_MODULES = {
     "FuzzReport": "fuzzing",
-    "Specimen": "graphzoo",
+    "Specimen": "graph_zoo",
     "assert_emitted_as_planned": "oracle",
     "assert_legal": "oracle",
     "assert_same": "oracle",
     "fuzz": "fuzzing",
-    "random_graph": "randoms",
-    "random_inputs": "randoms",
-    "random_plan": "randoms",
-    "zoo": "graphzoo",
+    "random_graph": "random_graphs",
+    "random_inputs": "random_graphs",
+    "random_plan": "random_graphs",
+    "zoo": "graph_zoo",
 }
 
-__all__ = [*_HOME]
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value

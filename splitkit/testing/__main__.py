@@ -13,11 +13,11 @@ from splitkit.testing.fuzzing import fuzz
 
 
 def main() -> None:
-    """Fuzz, and print how many plans were legal and how many refused."""
+    """Try random plans on random graphs, and print how many were legal and how many were refused."""
     parser = argparse.ArgumentParser(prog="python -m splitkit.testing", description=main.__doc__)
     parser.add_argument("--plans", type=int, default=1000, help="how many plans to try (default: 1000)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first graph (default: 0)")
-    parser.add_argument("--judge", action="store_true", help="say how many refusals some order of the parts disproves")
+    parser.add_argument("--judge", action="store_true", help="count refused plans that some order of parts disproves")
     args = parser.parse_args()
     start = time.perf_counter()
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:

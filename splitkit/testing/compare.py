@@ -1,4 +1,4 @@
-"""Run two modules on the same input, seed and state, and say whether values, gradients and buffers are the same."""
+"""Compare two modules on the same inputs, seed and state: outputs, gradients, buffers and side effects."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ import torch
 from torch import Tensor, nn
 
 from splitkit.errors import CheckError
-from splitkit.testing.trial import Trial, bitwise, casting_anew, named_tensors, pieces, trial
+from splitkit.testing.trial import Trial, bitwise, casting_anew, layout_and_entries, named_tensors, trial
 
 GRADIENT_TOLERANCE = 1e-4
-"""Largest difference of a gradient, relative to its own largest entry, that counts as rounding: sums of the same terms
-in another order."""
+"""Largest difference of a gradient, relative to its own largest entry, that counts as rounding, since summing the same
+terms in another order rounds differently."""
 
 NOISE = 3e-7
-"""A gradient that is zero but for rounding (the key bias of an attention, a bias before a batch norm) has no scale of
-its own to be compared on. Where the largest gradient of the model is 1, such a gradient is up to 6e-7 and differs by up
-to 2e-7 (float32, seen on small batches), so one of at most ten times this may differ by this. Larger ones may not."""
+"""Allowed difference of a gradient that would be zero without rounding (the key bias of attention, a bias before batch
+norm), relative to the largest gradient of the model. Such a gradient has no scale of its own. Measured in float32 on
+small batches: it is up to 6e-7 and differs by up to 2e-7. The allowance holds for gradients up to ten times this."""
 
 CASTS = 2.0**-5
-"""Autocast keeps the cast of a weight for later uses, whose gradients it then sums in bfloat16 (eight bits) before they
-are cast back; a part casts anew, and the gradients are summed in float32. Larger differences have another reason."""
+"""Largest relative difference of a gradient that autocast's cache may explain. Autocast caches casts of weights, and
+sums the gradients of its uses in bfloat16 (eight bits); parts cast separately, and their gradients are summed in
+float32."""
 
 _MISSING = object()
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor of the reference beside the same one of the candidate.
+    """One tensor of the reference compared with the same tensor of the candidate.
 
     Attributes:
         name: ``output[0]``, ``gradient of transformer.wte.weight``, ``buffer running_mean`` ...
-        largest: largest absolute difference; ``inf`` where one is missing, has another shape, dtype or
+        largest: largest absolute difference; ``inf`` if one tensor is missing, has another shape, dtype or
             ``requires_grad``, or is infinite or NaN in other places.
-        scale: largest absolute entry of the reference that is finite.
+        scale: largest finite absolute entry of the reference.
         bitwise: whether every bit is equal.
     """
 
@@ -50,28 +51,26 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """``largest`` in units of ``scale``."""
+        """``largest`` divided by ``scale``."""
         return self.largest / self.scale if self.scale else self.largest
 
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """Two runs side by side; printed, a few lines.
+    """The comparison of two runs; it prints as a few lines.
 
     Attributes:
-        outputs: every leaf of the output; and its structure and the memory it shares, where these differ.
-        gradients: every parameter that has a gradient in either run, and every input that takes one.
-        state: every buffer, parameter and input as the run leaves it, and the caller's random state, grad mode and
-            autocast.
+        outputs: every leaf of the output, with its structure and shared memory where these differ.
+        gradients: every parameter that has a gradient in either run, and every input that requires one.
+        state: every buffer, parameter and input after the run, and the caller's RNG state, grad mode and autocast.
         loss: the loss of reference and candidate.
         loss_is_models: whether the loss is the model's own (`splitkit.losses`), or a weighted sum of its outputs.
-        tolerance: what counts as rounding for a gradient, relative to its scale.
-        steps: where a `Split` differs from a model, the same comparison of each step on the way: ``"model"`` (the model
-            beside itself, run again), ``"capture"`` (the model beside the graph that was split) and ``"split"`` (that
-            graph beside the split).
-        no_backward: why gradients were not compared: backward from the weighted sum of the outputs does not run.
-        recast: the gradients differed by the rounding that autocast's cache of casts makes, and are those of a second
-            run of both without that cache.
+        tolerance: largest difference of a gradient that counts as rounding, relative to its scale.
+        steps: if a `Split` differs from a model, comparisons of each step between them: ``"model"`` (two runs of the
+            model), ``"capture"`` (the model and the graph that was split) and ``"split"`` (that graph and the split).
+        no_backward: why gradients were not compared, if backward from the weighted sum of the outputs fails.
+        recast: whether the gradients differed by the rounding of autocast's cache, and those shown are from a second
+            run of both modules without the cache.
     """
 
     outputs: tuple[Difference, ...]
@@ -86,12 +85,12 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Outputs, buffers and inputs bitwise, gradients to rounding."""
+        """Whether outputs, buffers and inputs are bitwise equal, and gradients equal up to rounding."""
         return not self.failures
 
     @property
     def failures(self) -> tuple[Difference, ...]:
-        """What is not the same."""
+        """The tensors that differ."""
         exact = [d for d in (*self.outputs, *self.state) if not d.bitwise]
         noise = NOISE * max((d.scale for d in self.gradients), default=0.0)
         return (*exact, *(d for d in self.gradients if not self._is_rounding(d, noise)))
@@ -100,32 +99,32 @@ class Comparison:
         return d.bitwise or d.largest <= max(self.tolerance * d.scale, noise if d.scale <= 10 * noise else 0.0)
 
     def worst(self, which: str) -> Difference | None:
-        """The entry of ``outputs``, ``gradients`` or ``state`` with the largest relative difference."""
+        """Return the entry of ``outputs``, ``gradients`` or ``state`` with the largest relative difference."""
         entries: tuple[Difference, ...] = getattr(self, which)
         return max(entries, key=lambda d: (not d.bitwise, d.relative), default=None)
 
     @property
     def wrong_step(self) -> str:
-        """The first step that differs: ``"model"``, ``"capture"`` or ``"split"``; nothing if that is not known."""
+        """The first step that differs: ``"model"``, ``"capture"`` or ``"split"``; empty if that is not known."""
         return next((name for name, step in self.steps.items() if not step.same), "")
 
     def raise_if_different(self) -> None:
-        """Raise CheckError naming the tensors that differ.
+        """Raise a CheckError that names the tensors that differ, if there are any.
 
-        SK701: the candidate is to blame, or it is not known which step is; SK702: the graph that was split differs from
-        the model already; SK703: the model differs from itself when it runs again.
+        The code is SK701 if the candidate is wrong or the wrong step is not known, SK702 if the graph that was split
+        already differs from the model, and SK703 if two runs of the model differ.
         """
         if self.failures:
             raise CheckError(_CODES.get(self.wrong_step, "SK701"), "\n".join(self._lines()), _REMEDIES[self.wrong_step])
 
     def __str__(self) -> str:
-        """What differs, or how many tensors are the same."""
+        """List the differences, or count the tensors that are the same."""
         if not self.same:
             return "\n".join(self._lines())
         counts = (f"{len(getattr(self, which))} {which}" for which in ("outputs", "gradients", "state"))
         worst = self.worst("gradients")
         rounding = f"; gradients to {worst.relative:.1g} of {worst.name}" if worst and not worst.bitwise else ""
-        without = f"; no gradients, as backward of all outputs does not run: {self.no_backward}"
+        without = f"; no gradients, since backward from all outputs fails: {self.no_backward}"
         casts = "; gradients compared without autocast's cache of casts" if self.recast else ""
         return f"same: {', '.join(counts)}{rounding}{casts}{without if self.no_backward else ''}"
 
@@ -140,16 +139,16 @@ class Comparison:
 _CODES = {"model": "SK703", "capture": "SK702"}
 _TITLES = {
     "": "the candidate differs from the reference in",
-    "model": "the model, run twice from the same seed and state, differs from itself; and the split differs from it in",
-    "capture": "the graph that was split already differs from the model (the capture changed it); the split differs in",
-    "split": "the split differs from the graph that was split, which gives what the model gives, in",
+    "model": "two runs of the model from the same seed and state differ; the split differs from the first in",
+    "capture": "the graph that was split differs from the model (the capture changed it); the split differs from it in",
+    "split": "the split differs from the graph that was split, which is the same as the model, in",
 }
 _REMEDIES = {
     "": "",
-    "model": "Only a model that gives the same twice can be compared: look for state outside of its buffers, and for "
-    "random numbers that torch's seed does not decide.",
-    "capture": "Compare the model with the graph alone, splitkit.compare(model, gm, *inputs). torch.export fixes what "
-    "Python code decides, and an ExportedProgram that was made elsewhere has lost custom backwards and hooks.",
+    "model": "Only a model that repeats its results can be compared: look for state outside of its buffers, and for "
+    "random numbers that do not depend on torch's seed.",
+    "capture": "Compare the model with the graph alone, splitkit.compare(model, gm, *inputs). torch.export fixes "
+    "decisions of Python code, and an ExportedProgram that was made elsewhere has lost custom backwards and hooks.",
     "split": "This is a bug of splitkit: please report the plan.",
 }
 
@@ -164,28 +163,28 @@ def compare(
     tolerance: float = GRADIENT_TOLERANCE,
     **kwargs: Any,
 ) -> Comparison:
-    """Run both on the same inputs from the same random state, forward and backward, and compare everything.
+    """Run two modules on the same inputs from the same RNG state, forward and backward, and compare all results.
 
-    Both runs start from the same buffers, and leave parameters, gradients, buffers, inputs, random state and grad mode
-    as they were. Memory: one copy of all parameters and buffers, and two sets of gradients.
+    Both runs start from the same buffers; parameters, gradients, buffers, inputs, RNG state and grad mode are restored.
+    This takes memory for one copy of all parameters and buffers, and for two sets of gradients.
 
     Args:
-        reference: the original: a module.
-        candidate: a module or a `Split`, sharing the parameters of the reference or holding equal ones.
-        args: inputs, each run gets copies.
+        reference: the original module.
+        candidate: a module or a `Split` that shares the parameters of the reference or holds equal ones.
+        args: inputs; each run gets copies, which share memory with each other where the inputs overlap.
         seed: random seed of both runs.
-        loss: from the output to a scalar. By default gradients are those of what the output calls ``loss``, else of a
-            weighted sum of its tensors, so that none goes unseen.
-        names: names of the candidate's parameters and buffers -> the reference's, where they are not the same objects;
-            taken from a `Split` by itself.
-        tolerance: what counts as rounding for gradients, relative to the largest entry of the gradient.
+        loss: a function of the output that returns a scalar. The default is the ``loss`` of the output, else a
+            weighted sum of all its tensors, so that every gradient is compared.
+        names: name of a parameter or buffer of the candidate -> its name in the reference, where these are not the same
+            objects; a `Split` knows its names.
+        tolerance: largest difference of a gradient that counts as rounding, relative to its largest entry.
         kwargs: keyword inputs.
 
-    Where only gradients differ, and by no more than the rounding of a weight's cast that autocast keeps for later uses,
-    both run again with each cast made anew, and the gradients of these runs are compared.
+    If only gradients differ, by no more than the rounding of autocast's cache of casts, both modules run again without
+    the cache, and the gradients of these runs are compared.
 
-    Where a `Split` differs, the graph that was split is run as well, and the model once more: ``steps`` and the error
-    of ``raise_if_different`` tell whether the model, the capture or the split is to blame.
+    If a `Split` differs, the graph that was split and the model are run once more: ``steps`` and the error of
+    ``raise_if_different`` tell whether the model, the capture or the split is wrong.
     """
     original, other = _module(reference), _module(candidate)
     renamed = names if names is not None else getattr(candidate, "qualified_names", {})
@@ -194,29 +193,30 @@ def compare(
         return trial(module, args, kwargs, seed, loss, _names(original, module, renamed))
 
     first, second = run(original, {}), run(other, renamed)
-    found = _beside(first, second, tolerance)
+    found = _compare_trials(first, second, tolerance)
     if _may_be_casts(found):
         with casting_anew():
-            again = _beside(run(original, {}), run(other, renamed), tolerance)
+            again = _compare_trials(run(original, {}), run(other, renamed), tolerance)
         if again.same:
             return replace(found, gradients=again.gradients, recast=True)
+    # a `Split` knows the graph that it was made of, so the wrong step can be found
     graph = getattr(getattr(candidate, "flow", None), "root", None)
     if found.same or graph is None or graph is original:
         return found
-    steps = {"model": _beside(first, run(original, {}), tolerance)}
+    steps = {"model": _compare_trials(first, run(original, {}), tolerance)}
     middle = run(graph, {})
-    steps |= {"capture": _beside(first, middle, tolerance), "split": _beside(middle, second, tolerance)}
+    steps |= {"capture": _compare_trials(first, middle, tolerance), "split": _compare_trials(middle, second, tolerance)}
     return replace(found, steps=steps)
 
 
 def _may_be_casts(found: Comparison) -> bool:
-    """Whether nothing differs but gradients, by so little that autocast's cache of casts may be the reason."""
+    """Return whether only gradients differ, by so little that autocast's cache may be the reason."""
     gradients = {id(d) for d in found.gradients}
     return bool(found.failures) and all(id(d) in gradients and d.largest <= CASTS * d.scale for d in found.failures)
 
 
-def _beside(first: Trial, second: Trial, tolerance: float) -> Comparison:
-    # A split need not hold buffers that its graph never reads; what either run changed must be in both.
+def _compare_trials(first: Trial, second: Trial, tolerance: float) -> Comparison:
+    # A split need not hold buffers that its graph never reads, but what either run changed must be the same in both.
     both = first.state.keys() & second.state.keys()
     state = sorted(both | first.changed.keys() | second.changed.keys())
     return Comparison(
@@ -248,9 +248,9 @@ def _module(model: Any) -> nn.Module:
 
 
 def _names(original: nn.Module, other: nn.Module, renamed: Mapping[str, str]) -> dict[str, str]:
-    """Names in ``other`` -> one name each in ``original``: of the same tensor, else of the same or the renamed name.
+    """Return name in ``other`` -> name in ``original`` of the same tensor, else the renamed or the same name.
 
-    A tensor with several names (tied weights) goes by the first.
+    A tensor with several names (tied weights) goes by its first name.
     """
     first: dict[Tensor, str] = {}
     canonical: dict[str, str] = {}
@@ -264,7 +264,7 @@ def _only(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 
 def _other_shapes(first: Trial, second: Trial, both: AbstractSet[str]) -> tuple[Difference, ...]:
-    """Where the outputs sit in other containers, or share memory with other tensors of those that both runs have."""
+    """Return differences in the containers of the outputs, and in the tensors with which outputs share memory."""
     known = both | {f"output{name}" for name in first.outputs.keys() & second.outputs.keys()}
     one, other = ({name: held & known for name, held in run.shared.items()} for run in (first, second))
     found = (
@@ -283,13 +283,14 @@ def _difference(name: str, a: Any, b: Any) -> Difference:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         equal = _equal(a, b)
         return Difference(name, 0.0 if equal else math.inf, 0.0, equal)
-    (where, x), (elsewhere, y) = pieces(a.detach()), pieces(b.detach())
+    (where, x), (elsewhere, y) = layout_and_entries(a.detach()), layout_and_entries(b.detach())
     kinds = [(t.layout, t.dtype, t.device, t.requires_grad) for t in (a, b)]
     if kinds[0] != kinds[1] or where != elsewhere:
         return Difference(name, math.inf, 0.0, False)
     wide = torch.complex128 if x.is_complex() else torch.float64
     x, y = x.to(wide), y.to(wide)
     equal = bitwise(a, b)
+    # infinities of equal sign and NaNs at the same place count as no difference
     same = (x == y) | (x.isnan() & y.isnan())
     apart = (x - y).abs().nan_to_num(math.inf, math.inf).masked_fill(same, 0.0)
     scale = x.abs().masked_fill(~x.isfinite(), 0.0)
@@ -301,7 +302,7 @@ def _largest(x: Tensor) -> float:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two objects are equal; a NaN equals itself, and what cannot be compared is another object."""
+    """Return whether two objects are equal. NaN equals NaN; objects that cannot be compared differ."""
     if a is b or type(a) is not type(b):
         return a is b
     try:

@@ -1,4 +1,4 @@
-"""Models that a function of the user's makes: found in a file or module, called, and its result understood."""
+"""Load a model from a user's function: find it in a file or module, call it, and check its result."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from splitkit.brief import brief
 from splitkit.errors import CaptureError, listed, near
+from splitkit.short_repr import brief
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,30 +43,31 @@ class Example:
 
 
 def made_by(spec: str, sizes: Mapping[str, int]) -> Example:
-    """What the factory ``place:name`` makes, called with ``sizes``.
+    """Return what the factory ``place:name`` makes when it is called with ``sizes``.
 
     Raises:
         CaptureError: SK402 for a package that is not installed; SK403 for a factory that is missing, cannot be called
             with these sizes, or returns something else.
     """
     place, _, name = spec.rpartition(":")
-    module = _module(place)
+    module = module_at(place)
     factory = _factory(module, place, name)
     _require_fit(spec, factory, sizes)
     called = f"{name}({', '.join(f'{k}={v}' for k, v in sizes.items())})"
-    with _noted(getattr(module, "__file__", None) or place, f"in {called}"):
+    with _location_noted(getattr(module, "__file__", None) or place, f"in {called}"):
         made = factory(**sizes)
     return _example(spec, made)
 
 
 def functions_in(path: Path) -> list[str]:
-    """Functions of a Python file that may be factories, read without running it: those that return several values, or
-    else all that return one.
+    """Return the functions of a Python file that may be factories, without running it.
+
+    These are the functions that return several values, or else all functions that return a value.
 
     Raises:
-        OSError: it cannot be read.
-        SyntaxError: it is no Python.
-        ValueError: it is no text.
+        OSError: the file cannot be read.
+        SyntaxError: the file is not Python.
+        ValueError: the file is not text.
     """
     tree = ast.parse(path.read_bytes(), str(path))
     functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")]
@@ -76,24 +77,28 @@ def functions_in(path: Path) -> list[str]:
 
 
 def functions_listed(names: Sequence[str]) -> str:
-    """``its functions: mlp, conv``."""
+    """Return ``its functions: mlp, conv``."""
     return f"its functions: {listed(names, SHOWN)}" if names else "it has no function that returns something"
 
 
-def _module(place: str) -> ModuleType:
-    """The module at a path that ends in ``.py``, or of a dotted name."""
+def module_at(place: str) -> ModuleType:
+    """Import a module from a path that ends in ``.py`` or by its dotted name.
+
+    Raises:
+        CaptureError: SK402 for a package that is not installed, SK403 for a file that does not exist.
+    """
     try:
-        with _noted(place, "which was read for its factory"):
+        with _location_noted(place, "which was imported for what it defines"):
             return _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except FileNotFoundError as error:
-        if Path(place).is_file():  # it looks for another one
+        if Path(place).is_file():  # the file itself misses another file
             raise
         raise CaptureError("SK403", f"there is no file {place}", "Give the path of a Python file.") from error
     except ModuleNotFoundError as error:
         own = (error.name or "").split(".")[0] == place.split(".")[0]
         remedy = "Install the package that provides it."
         if own:
-            remedy = "Go where it can be imported, install it, or name its file: path/to/file.py:make."
+            remedy = "Run from a directory where it can be imported, install it, or give a file: path/file.py:make."
         raise CaptureError("SK402", f"{place} imports {error.name!r}, which is not installed", remedy) from error
 
 
@@ -118,7 +123,7 @@ def _factory(module: ModuleType, place: str, name: str) -> Callable[..., Any]:
 
     factory = getattr(module, name, None)
     if isinstance(factory, nn.Module):
-        raise CaptureError("SK403", f"{place}:{name} is a module, no function that makes one", RETURN)
+        raise CaptureError("SK403", f"{place}:{name} is a module, not a function that makes one", RETURN)
     if callable(factory):
         return factory  # type: ignore[no-any-return]  # a module's attribute may be anything
     try:
@@ -127,7 +132,7 @@ def _factory(module: ModuleType, place: str, name: str) -> Callable[..., Any]:
         names = []
     others = near(name, names)
     remedy = f"Did you mean {place}:{others[0]}? " if others else "Define a function of that name there; "
-    found = "does not exist" if factory is None else f"is a {type(factory).__name__}, no function"
+    found = "does not exist" if factory is None else f"is a {type(factory).__name__}, not a function"
     remedy += f"{_capital(functions_listed(names), others)}."
     raise CaptureError("SK403", f"the factory {name!r} in {place} {found}", remedy)
 
@@ -137,10 +142,10 @@ def _capital(text: str, after_a_sentence: object) -> str:
 
 
 def _require_fit(spec: str, factory: Callable[..., Any], sizes: Mapping[str, int]) -> None:
-    """Refuse sizes that the factory does not take, or lacks."""
+    """Refuse sizes that the factory does not accept, and missing ones."""
     try:
         signature = inspect.signature(factory)
-    except (TypeError, ValueError):  # of some builtins
+    except (TypeError, ValueError):  # some builtins have no signature
         return
     try:
         signature.bind(**sizes)
@@ -150,26 +155,26 @@ def _require_fit(spec: str, factory: Callable[..., Any], sizes: Mapping[str, int
         raise CaptureError(
             "SK403",
             f"{spec} cannot be called: {error}",
-            f"It is {spec.rpartition(':')[2]}{signature}: give sizes that it takes ({example}), or defaults to it.",
+            f"Its signature is {spec.rpartition(':')[2]}{signature}: give sizes that it takes ({example}) or defaults.",
         ) from error
 
 
 @contextmanager
-def _noted(file: str, what: str) -> Iterator[None]:
-    """Add to what is raised inside where in the user's file that was."""
+def _location_noted(file: str, what: str) -> Iterator[None]:
+    """Add a note to errors raised inside, with the line of the user's file."""
     try:
         yield
     except (CaptureError, ModuleNotFoundError):
         raise
     except Exception as error:
-        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if _is(f.filename, file)]
-        if isinstance(error, SyntaxError) and error.filename and _is(error.filename, file):
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if _same_file(f.filename, file)]
+        if isinstance(error, SyntaxError) and error.filename and _same_file(error.filename, file):
             lines.append(error.lineno)
         error.add_note(f"It was raised at {file}{f':{lines[-1]}' if lines else ''}, {what}")
         raise
 
 
-def _is(one: str, other: str) -> bool:
+def _same_file(one: str, other: str) -> bool:
     return Path(one).absolute() == Path(other).absolute()
 
 
@@ -189,11 +194,11 @@ def _example(spec: str, made: object) -> Example:
         case (nn.Module() as model, tuple() | list() as args, dict() as kwargs):
             return Example(model, tuple(args), dict(kwargs))
         case nn.Module():
-            raise CaptureError("SK403", f"{spec} returned {_described(made)} without inputs", RETURN)
-    raise CaptureError("SK403", f"{spec} returned {_described(made)}", RETURN)
+            raise CaptureError("SK403", f"{spec} returned {_describe_result(made)} without inputs", RETURN)
+    raise CaptureError("SK403", f"{spec} returned {_describe_result(made)}", RETURN)
 
 
-def _described(made: object) -> str:
+def _describe_result(made: object) -> str:
     if isinstance(made, (tuple, list)):
         return f"a {type(made).__name__} of ({', '.join(type(item).__name__ for item in made)})"
     return "nothing" if made is None else f"a {type(made).__name__}"

@@ -1,4 +1,4 @@
-"""Example models: randomly initialised ``transformers`` architectures, and whatever a factory of the user's makes."""
+"""Build example models: randomly initialised ``transformers`` architectures, and models from users' factories."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _sizes(**sizes: int) -> Sizes:
     return MappingProxyType(sizes)
 
 
-# gpt2, bert, t5 and vit are the published small models; llama and mixtral are small enough for a laptop.
+# gpt2, bert, t5 and vit have the sizes of the published small models; llama and mixtral fit on a laptop.
 SIZES: Mapping[str, Sizes] = MappingProxyType(
     {
         "gpt2": _sizes(layers=12, width=768, heads=12, vocab=50257, batch=2, seq=64),
@@ -36,13 +36,13 @@ NAMES: tuple[str, ...] = tuple(SIZES)
 
 
 def build(name: str, seed: int = 0, **sizes: int) -> Example:
-    """The built-in example ``name``, with random weights and inputs drawn from ``seed``.
+    """Return the built-in example ``name``, with random weights and inputs drawn from ``seed``.
 
-    The caller's random state is left as it is. Sizes not given are those of `SIZES`.
+    The caller's RNG state is restored. Sizes that are not given are those of `SIZES`.
 
     Raises:
-        CaptureError: SK402 when there is no such example or ``transformers`` is missing, SK403 for a size that the
-            example does not have or cannot take.
+        CaptureError: SK402 if there is no such example or ``transformers`` is missing, SK403 for a size that the
+            example does not have or accept.
     """
     if name not in SIZES:
         remedy = nearest(name, NAMES, f"Choose one of {', '.join(NAMES)}.")
@@ -56,7 +56,7 @@ def build(name: str, seed: int = 0, **sizes: int) -> Example:
     if wanted["width"] % wanted["heads"]:
         raise CaptureError(
             "SK403",
-            f"{name}: width {wanted['width']} is no multiple of heads {wanted['heads']}",
+            f"{name}: width {wanted['width']} is not a multiple of heads {wanted['heads']}",
             "Choose heads that divide the width.",
         )
     transformers = _transformers()
@@ -66,11 +66,11 @@ def build(name: str, seed: int = 0, **sizes: int) -> Example:
 
 
 def load(spec: str, **sizes: int) -> Example:
-    """The example that ``spec`` names: ``"gpt2"``, ``"package.module:factory"`` or ``"path/to/file.py:factory"``.
+    """Return the example named ``"gpt2"`` ..., ``"package.module:factory"`` or ``"path/to/file.py:factory"``.
 
     A factory takes ``sizes`` as keywords and returns ``(module, args)``, ``(module, args, kwargs)``,
-    ``(module, kwargs)`` or an `Example`, where ``args`` is a tuple (or one tensor) and ``kwargs`` a dict. What it
-    raises has a note that says where.
+    ``(module, kwargs)`` or an `Example`, where ``args`` is a tuple (or one tensor) and ``kwargs`` a dict. Errors
+    that it raises have a note with the line of its file.
 
     Raises:
         CaptureError: SK402 for a name that is no example, or a package that is not installed; SK403 for a factory that
@@ -103,7 +103,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No word from transformers: it comments on small vocabularies and on configurations without a checkpoint."""
+    """Silence transformers, which comments on small vocabularies and on configurations without a checkpoint."""
     logger = logging.getLogger("transformers")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -131,7 +131,7 @@ def _gpt2(hf: Any, s: Sizes) -> Built:
     )  # fmt: skip
     ids = _tokens(s)
     model = hf.GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"  # transformers 5 does not know it from the class name, and warns in forward
+    model.loss_type = "ForCausalLM"  # transformers 5 does not derive it from the class name, and warns in forward
     return model, {"input_ids": ids, "labels": ids.clone()}
 
 
@@ -192,7 +192,7 @@ def _mixtral(hf: Any, s: Sizes) -> Built:
 
 
 def _gated(width: int) -> int:
-    """The usual inner width of a gated MLP: 8/3 of the width, rounded up to a multiple of 32."""
+    """Return the usual inner width of a gated MLP: 8/3 of the width, rounded up to a multiple of 32."""
     return -(-8 * width // 3 // 32) * 32
 
 

@@ -1,4 +1,4 @@
-"""The laws as assertions."""
+"""Assert the laws that every split must obey."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import fx
 from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
 
-from splitkit.engine.complete import check, complete
+from splitkit.engine.complete import check_plan, complete_plan
 from splitkit.engine.inlining.inline import inline
 from splitkit.engine.split import Split
 from splitkit.errors import CheckError
 from splitkit.graph.dataflow import Dataflow, reads
 from splitkit.graph.scope import is_state_op
-from splitkit.plans.order import part_order
-from splitkit.plans.parts import HOST, PartKey
+from splitkit.plans.part_order import part_order
+from splitkit.plans.parts import PARENT, PartKey
 from splitkit.plans.record import Plan
 from splitkit.testing.compare import GRADIENT_TOLERANCE, compare
 
@@ -30,7 +30,7 @@ def assert_same(
     tolerance: float = GRADIENT_TOLERANCE,
     **kwargs: Any,
 ) -> None:
-    """Law 1: outputs, buffers and inputs bitwise, gradients to rounding. See `splitkit.compare`.
+    """Assert law 1: outputs, buffers and inputs are bitwise equal, gradients up to rounding. See `splitkit.compare`.
 
     Raises:
         CheckError: SK701, naming the tensors that differ.
@@ -39,19 +39,19 @@ def assert_same(
 
 
 def assert_legal(flow: Dataflow, plan: Plan) -> None:
-    """Law 4: raise the PlanError that says why the plan cannot be right, if it cannot."""
-    whole = complete(flow, plan)
-    check(flow, whole)
+    """Assert law 4: raise a PlanError if the plan cannot be carried out correctly."""
+    whole = complete_plan(flow, plan)
+    check_plan(flow, whole)
     part_order(flow, whole)
 
 
 def assert_emitted_as_planned(split: Split) -> None:
-    """Laws 2 and 3: every node is emitted once for each of its places, and nothing runs before what it waits for.
+    """Assert laws 2 and 3: each node is emitted once in each of its parts, and runs after everything it depends on.
 
     Raises:
         CheckError: SK701, naming the nodes.
     """
-    when = _moments(split)
+    when = _run_positions(split)
     planned = {(node, key) for node, keys in split.plan.items() for key in keys}
     if when.keys() != planned:
         raise CheckError("SK701", f"not emitted as planned: {sorted(map(str, when.keys() ^ planned))}")
@@ -64,13 +64,13 @@ def assert_emitted_as_planned(split: Split) -> None:
 
 
 def assert_inlines(split: Split) -> None:
-    """What `splitkit.inline` makes of a split is the original, node by node, with the same parameters and buffers.
+    """Assert that `splitkit.inline` restores the original graph, node by node, with its parameters and buffers.
 
     Raises:
         CheckError: SK701, with the first node that differs.
     """
     original, again = split.flow.root, inline(split)
-    before, after = _picture(original), _picture(again)
+    before, after = _node_records(original), _node_records(again)
     for one, other in zip_longest(before, after):
         if one != other:
             raise CheckError("SK701", f"inline gives {other} instead of {one}")
@@ -78,8 +78,8 @@ def assert_inlines(split: Split) -> None:
         raise CheckError("SK701", f"inline gives the tensors {list(_tensors(again))}, not {list(_tensors(original))}")
 
 
-def _picture(gm: fx.GraphModule) -> list[tuple[Any, ...]]:
-    """All there is to each node. Values of meta are compared as objects: inlining hands them on."""
+def _node_records(gm: fx.GraphModule) -> list[tuple[Any, ...]]:
+    """Return all fields of each node. Values of meta go by identity, since inlining passes them on."""
     return [
         (n.name, n.op, n.target, repr((n.args, n.kwargs)), n.type, {field: id(v) for field, v in n.meta.items()})
         for n in gm.graph.nodes
@@ -90,18 +90,19 @@ def _tensors(gm: fx.GraphModule) -> list[tuple[str, int]]:
     return [(name, id(value)) for name, value in gm.state_dict(keep_vars=True).items()]
 
 
-def _moments(split: Split) -> dict[tuple[Node, PartKey], tuple[int, int]]:
-    """When each copy runs: the step of the parent, then the position in the part. Counted in the emitted graphs."""
+def _run_positions(split: Split) -> dict[tuple[Node, PartKey], tuple[int, int]]:
+    """Return (node, part) -> (step of the parent, position in the part), counted in the emitted graphs."""
     steps = {n: i for i, n in enumerate(split.module.graph.nodes)}
     calls = {str(n.target): i for n, i in steps.items() if n.op == "call_module"}
     calls |= {str(n.args[0].target): i for n, i in steps.items() if n.target is checkpoint}
     names = {id(child): name for name, child in split.module.named_children()}
-    when = {(node, HOST): (steps[copy], 0) for node, copy in split.copies[HOST].items()}
+    when = {(node, PARENT): (steps[copy], 0) for node, copy in split.copies[PARENT].items()}
     for key, part in split.parts.items():
         inside = {n: i for i, n in enumerate(part.graph.nodes)}
         computed = [n for n in inside if n.op.startswith("call_") and not is_state_op(n)]
         if len(computed) != sum(n.op != "get_attr" for n in split.copies[key]):
             raise CheckError("SK701", f"part {key!r} computes nodes that are not in the plan: {computed}")
+        # a part's nodes run together, at the step of the parent that calls it
         step = calls[names[id(part)]]
         when |= {(node, key): (step, inside[copy]) for node, copy in split.copies[key].items()}
     return when

@@ -1,4 +1,4 @@
-"""Runs of a model that leave no trace: its inputs are copies, and its state is put back afterwards."""
+"""Run a model without side effects: on copies of its inputs, with its state restored afterwards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from splitkit._torch import pytree
-from splitkit.costs.copies import copied
+from splitkit.costs.timing.run_inputs import copy_tensors
 from splitkit.testing.trial import untouched
 
 if TYPE_CHECKING:
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def as_it_was(module: nn.Module, seed: int) -> Iterator[None]:
-    """Draw from ``seed`` within, from the caller's random state again afterwards, when the module is as it was too."""
+def state_restored(module: nn.Module, seed: int) -> Iterator[None]:
+    """Seed torch's RNG inside the block; restore the caller's RNG state and the module's state afterwards."""
     with untouched(module), torch.random.fork_rng():
         torch.manual_seed(seed)
         yield
 
 
-def own_inputs(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Copies of the inputs, for a run that may write to them: they share memory with each other as these do.
+def copied_inputs(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return copies of an example's inputs, for a run that may write to them; they share memory as the originals do.
 
-    Those that require grad are leaves, which have no gradient yet.
+    Copies that require grad are leaves without a gradient.
     """
     given = (example.args, example.kwargs)
-    args, kwargs = pytree.tree_map(_with_gradient, copied(given), given)
+    args, kwargs = pytree.tree_map(_with_gradient, copy_tensors(given), given)
     return args, kwargs
 
 

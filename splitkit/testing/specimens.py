@@ -1,4 +1,4 @@
-"""The models of the zoo, one for each thing that makes splitting hard."""
+"""Small models for `splitkit.testing.graph_zoo`, each with something that makes splitting hard."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 
 class TiedLanguageModel(nn.Module):
-    """Embedding and head are one parameter; a long skip; a tuple op; a buffer."""
+    """A model whose embedding and head are one parameter, with a long skip, a tuple op and a buffer."""
 
     bias: Tensor
 
@@ -49,7 +49,7 @@ class TiedLanguageModel(nn.Module):
 
 
 class Mutating(nn.Module):
-    """BatchNorm statistics, a counter buffer, in-place ops, a write through a view that the base shows."""
+    """A model with BatchNorm statistics, a counter buffer, in-place ops, and a write through a view."""
 
     counter: Tensor
 
@@ -75,7 +75,7 @@ class Mutating(nn.Module):
 
 
 class Skips(nn.Module):
-    """A U-shape: early values are read several parts later."""
+    """A U-shaped model: early values are read several parts later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Skips(nn.Module):
 
 
 class ManyOutputs(nn.Module):
-    """Ops that yield tuples, nested unpacking, and a dict output."""
+    """A model with ops that return tuples, nested unpacking, and a dict as output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class ManyOutputs(nn.Module):
 
 
 class Dropouts(nn.Module):
-    """Two independent random towers: swapping them changes the numbers."""
+    """Two independent towers with dropout: running them in another order changes the results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Dropouts(nn.Module):
 
 
 class Regions(nn.Module):
-    """Blocks under ``no_grad`` and autocast, which export turns into higher-order ops."""
+    """A model with ``no_grad`` and autocast blocks, which export turns into higher-order ops."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Regions(nn.Module):
 
 
 class Dynamic(nn.Module):
-    """The batch size is a symbol that ops compute with."""
+    """A model whose ops compute with the batch size, which is a symbol."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Dynamic(nn.Module):
 
 
 class Cache(nn.Module):
-    """A key-value cache: written by index, read as a whole, without a data edge between the two."""
+    """A key-value cache that is written by index and read as a whole, without a data edge between the two."""
 
     keys: Tensor
 
@@ -172,5 +172,5 @@ class Cache(nn.Module):
         """Shapes (n, 4) and (n,) -> (n, 6)."""
         with torch.no_grad():
             self.keys.index_copy_(0, position, self.project(x))
-        turned = self.keys.t()  # made while tracing: a second attribute of the graph with the buffer's memory
+        turned = self.keys.t()  # computed while tracing: a second attribute of the graph with the buffer's memory
         return F.linear(x, self.keys).sin() + x @ turned

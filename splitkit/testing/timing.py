@@ -1,4 +1,4 @@
-"""How long a model of parts takes, as a whole and part by part."""
+"""Time a training step of a model of parts, as a whole and part by part."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from splitkit.frontends.trainstep import sum_of_outputs
+from splitkit.frontends.joint.train_step import sum_of_outputs
 from splitkit.losses import loss_of
-from splitkit.testing.rehearsal import as_it_was, own_inputs
+from splitkit.testing.rehearsal import copied_inputs, state_restored
 
 if TYPE_CHECKING:
     from splitkit.testing.models import Example
 
 
 @dataclass(frozen=True)
-class Timed:
-    """One step, forward and backward.
+class StepTime:
+    """The time of one step, forward and backward.
 
     Attributes:
-        forward: seconds.
-        backward: seconds, ``None`` if nothing takes a gradient.
+        forward: seconds of forward.
+        backward: seconds of backward; ``None`` if nothing requires grad.
         parts: seconds of the forward of each part, in order.
-        output: what the model returned.
-        loss: its loss, else the sum of its outputs.
-        loss_is_models: which of the two.
+        output: the output of the model.
+        loss: the loss of the model, else the sum of its outputs.
+        loss_is_models: whether the loss is the model's own.
     """
 
     forward: float
@@ -40,15 +40,15 @@ class Timed:
     loss_is_models: bool
 
 
-def best(module: nn.Module, parts: Collection[nn.Module], example: Example, seed: int, repeat: int) -> Timed:
-    """The fastest of ``repeat`` steps of a module with these parts, all from one state, on copies of the inputs."""
+def best_step(module: nn.Module, parts: Collection[nn.Module], example: Example, seed: int, repeat: int) -> StepTime:
+    """Return the fastest of ``repeat`` steps of a module, each from the same state and on copies of the inputs."""
     runs = [_step(module, parts, example, seed) for _ in range(repeat)]
     return min(runs, key=lambda run: run.forward + (run.backward or 0.0))
 
 
-def _step(module: nn.Module, parts: Collection[nn.Module], example: Example, seed: int) -> Timed:
-    args, kwargs = own_inputs(example)
-    with as_it_was(module, seed):
+def _step(module: nn.Module, parts: Collection[nn.Module], example: Example, seed: int) -> StepTime:
+    args, kwargs = copied_inputs(example)
+    with state_restored(module, seed):
         with _stopwatch(parts) as took:
             start = _now()
             output = module(*args, **kwargs)
@@ -60,12 +60,12 @@ def _step(module: nn.Module, parts: Collection[nn.Module], example: Example, see
             loss.backward()  # type: ignore[no-untyped-call]
             backward = _now() - start
         value = None if loss is None else float(loss.detach())
-    return Timed(forward, backward, tuple(took), output, value, is_models)
+    return StepTime(forward, backward, tuple(took), output, value, is_models)
 
 
 @contextmanager
 def _stopwatch(parts: Collection[nn.Module]) -> Iterator[list[float]]:
-    """Seconds of each part's forward, filled in while the block runs."""
+    """Yield a list of the seconds of each part's forward, which is filled while the block runs."""
     took = [0.0] * len(parts)
     started = [0.0] * len(parts)
 
@@ -91,6 +91,7 @@ def _stopwatch(parts: Collection[nn.Module]) -> Iterator[list[float]]:
 
 
 def _now() -> float:
+    # kernels run asynchronously: wait for them, unless no GPU was used in this process
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
     return perf_counter()

@@ -1,4 +1,4 @@
-"""Run a module once, forward and backward, from a known state; keep what came of it and put everything back."""
+"""Run a module once, forward and backward, from a known state; keep the results and restore the state."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from splitkit import _torch
 from splitkit._torch import pytree
-from splitkit.frontends.modulestate import made_by_hooks, write_back
-from splitkit.frontends.outputs import inside, named_leaves
+from splitkit.frontends.input_copies import copies_with_leaves
+from splitkit.frontends.module_state import made_by_hooks, write_back
+from splitkit.frontends.output_classes import held_values, named_leaves
 from splitkit.graph.ambient import SETTINGS
 from splitkit.graph.storages import parameters_and_buffers, require_made, storage_key
 from splitkit.losses import loss_of, named_loss
@@ -29,19 +30,19 @@ Saved = Mapping[str, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of a run.
+    """The results of a run.
 
     Attributes:
-        outputs: every leaf of the output, by its path.
-        structure: what the leaves sit in: the pytree of the output.
-        shared: leaves, and the names of the inputs, parameters and buffers that each shares memory with.
-        gradients: of parameters and inputs, by name, where there is one.
-        changed: parameters, buffers and inputs that the run wrote to, as it left them.
-        state: all of them: the changed ones as the run left them, the others as they are.
-        ambient: the random state, settings (grad mode ...) and autocast state that it left its caller.
-        loss: the model's own loss (`splitkit.losses`), or what backward started from.
-        loss_is_models: whether it is the model's own.
-        no_backward: why backward from the weighted sum of the outputs does not run, if so.
+        outputs: path of a leaf of the output -> the leaf.
+        structure: pytree specifications of the output and of objects inside it.
+        shared: path of a leaf -> names of the inputs, parameters and buffers that it shares memory with.
+        gradients: name of a parameter or input -> its gradient, where there is one.
+        changed: name -> value after the run, for parameters, buffers and inputs that the run wrote to.
+        state: name -> value after the run, for all parameters, buffers and inputs.
+        ambient: the RNG state, settings (grad mode ...) and autocast state after the run.
+        loss: the model's own loss (`splitkit.losses`), or the value that backward started from.
+        loss_is_models: whether the loss is the model's own.
+        no_backward: why backward from the weighted sum of the outputs failed; empty if it did not.
     """
 
     outputs: Mapping[str, Any]
@@ -64,17 +65,18 @@ def trial(
     loss: Callable[[Any], Tensor] | None,
     names: Mapping[str, str],
 ) -> Trial:
-    """Run ``module`` on copies of the inputs; ``names`` says what its parameters and buffers are called."""
+    """Run ``module`` on copies of the inputs; ``names`` maps its parameters and buffers to names in the results."""
     require_made(parameters_and_buffers(module))
     inputs = _Inputs((args, kwargs))
     with untouched(module) as saved, torch.random.fork_rng():
         torch.manual_seed(seed)
         ambient = _ambient()
         output = module(*inputs.rebuilt[0], **inputs.rebuilt[1])
+        # Backward of the sum must not depend on a state that forward left changed; it is compared on its own.
         left = _ambient()
         _set_ambient(ambient)
-        leaves, structure = _opened(output)
-        outputs = {name: _kept(leaf) for name, leaf in leaves.items()}
+        leaves, structure = _flattened(output)
+        outputs = {name: _snapshot(leaf) for name, leaf in leaves.items()}
         titles = {n: f"value of {names.get(n, n)}" for n in saved}
         shared = _shared(leaves, {titles[n]: t for n, (t, _) in saved.items()} | inputs.passed)
         own = loss_of(output) if loss is None else None
@@ -86,7 +88,7 @@ def trial(
         tensors = {titles[n]: now.get(n, t) for n, (t, _) in saved.items()} | inputs.passed
         before = {titles[n]: value for n, (_, value) in saved.items()} | inputs.values
         changed = {name: t.detach().clone() for name, t in tensors.items() if not bitwise(before[name], t)}
-        # one that only the model makes require grad: it counts as it was given
+        # an input that only the model makes require grad counts as it was given
         tensors |= {name: t.detach() for name, t in inputs.passed.items() if t.is_leaf}
     shown = value if own is None else own
     number = None if shown is None else float(shown.detach())
@@ -95,8 +97,10 @@ def trial(
 
 
 def _backward(value: object, is_ours: bool) -> str:
-    """Run backward. Returns why it does not run from a sum of ours: nobody need ask for the gradients of all outputs
-    of a model, and one in eval mode may write to its state what they would take.
+    """Run backward, and return why it fails from our own sum of outputs.
+
+    Such a failure is no error of the model: nobody may need gradients of all of its outputs, and in eval mode it may
+    overwrite state that these gradients need.
     """
     try:
         if isinstance(value, Tensor) and value.requires_grad:
@@ -109,7 +113,7 @@ def _backward(value: object, is_ours: bool) -> str:
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters, buffers and tensors that are plain attributes, under each of their names."""
+    """Yield all parameters, buffers and tensors that are plain attributes, under each of their names."""
     yield from parameters_and_buffers(module).items()
     for path, owner in module.named_modules(remove_duplicate=False):
         again = made_by_hooks(owner)
@@ -117,8 +121,8 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from ((f"{path}.{name}" if path else name, value) for name, value in plain)
 
 
-def pieces(tensor: Tensor) -> tuple[object, Tensor]:
-    """Where the entries of a tensor of any layout are, and the entries as a strided tensor."""
+def layout_and_entries(tensor: Tensor) -> tuple[object, Tensor]:
+    """Return the positions of the entries of a tensor of any layout, and the entries as a strided tensor."""
     if tensor.is_nested:
         parts = tensor.unbind()
         return [p.shape for p in parts], torch.cat([p.reshape(-1) for p in parts])
@@ -133,10 +137,10 @@ def pieces(tensor: Tensor) -> tuple[object, Tensor]:
 
 
 def bitwise(a: Tensor, b: Tensor) -> bool:
-    """Equal to the bit, so that equal NaNs are equal."""
+    """Return whether all bits are equal, so that equal NaNs are equal."""
     if a.dtype != b.dtype or a.layout != b.layout:
         return False
-    (where, x), (elsewhere, y) = pieces(a.detach()), pieces(b.detach())
+    (where, x), (elsewhere, y) = layout_and_entries(a.detach()), layout_and_entries(b.detach())
     if where != elsewhere:
         return False
     flat = (t.contiguous().reshape(-1).view(torch.uint8) for t in (x, y))
@@ -144,15 +148,15 @@ def bitwise(a: Tensor, b: Tensor) -> bool:
 
 
 class _Inputs:
-    """Copies of the inputs.
+    """Copies of the inputs, which overlap in memory as the inputs do.
 
-    One that requires grad is passed on as a non-leaf, so that models which write to their inputs still run.
+    A copy that requires grad is passed on as a non-leaf, so that models which write to their inputs still run.
 
     Attributes:
-        asked: the tensors that receive gradients, by name: not one that only the model makes require grad.
-        passed: the tensors that the model sees, by name.
-        values: what these hold before the run: the caller's own tensors.
-        rebuilt: the inputs in their original structure.
+        asked: name -> tensor that receives a gradient; inputs that only the model makes require grad are left out.
+        passed: name -> tensor that the model sees.
+        values: name -> the caller's own tensor, with the value before the run.
+        rebuilt: the copies in the original structure.
     """
 
     def __init__(self, inputs: Any) -> None:
@@ -161,15 +165,14 @@ class _Inputs:
         self.passed: dict[str, Tensor] = {}
         self.values: dict[str, Tensor] = {}
         rebuilt: list[Any] = []
+        copies = copies_with_leaves(value for _, value in flat if isinstance(value, Tensor))
         for path, value in flat:
             if isinstance(value, Tensor):
                 name = f"input {pytree.keystr(path)}"
                 self.values[name] = value
-                leaf = value.detach().clone().requires_grad_(value.requires_grad)
                 if value.requires_grad:
-                    self.asked[name] = leaf
-                value = leaf.clone() if value.requires_grad else leaf
-                self.passed[name] = value
+                    self.asked[name] = copies[id(value)].leaf
+                value = self.passed[name] = copies[id(value)].given
             else:
                 value = _copied(value)
             rebuilt.append(value)
@@ -177,16 +180,16 @@ class _Inputs:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of an array or object among the inputs, which a run may change; itself, if it cannot be copied."""
+    """Return a copy of an array or object among the inputs, which a run may change; itself if it cannot be copied."""
     try:
         return copy.deepcopy(value)
-    except Exception:  # of users' classes
+    except Exception:  # classes of users may raise anything
         return value
 
 
 @contextmanager
 def casting_anew() -> Iterator[None]:
-    """Within, autocast casts a weight at each use, also where it was asked to keep the first cast."""
+    """Turn autocast's cache of casts off inside the block, also for code that turns it on."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -198,7 +201,7 @@ def casting_anew() -> Iterator[None]:
 
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[Saved]:
-    """Keep all tensors of the module, take their gradients away, and put everything back at the end."""
+    """Save all tensors of the module, remove their gradients, and restore everything at the end."""
     tensors = dict(named_tensors(module))
     values = {t: t.detach().clone() for t in tensors.values()}
     gradients = {t: t.grad for t in values if t.is_leaf}
@@ -212,7 +215,7 @@ def untouched(module: nn.Module) -> Iterator[Saved]:
         for name, tensor in tensors.items():
             path, _, last = name.rpartition(".")
             owner = module.get_submodule(path)
-            if getattr(owner, last, None) is not tensor:  # bound anew
+            if getattr(owner, last, None) is not tensor:  # rebound
                 setattr(owner, last, tensor)
         with torch.no_grad():
             for tensor, value in values.items():
@@ -225,7 +228,7 @@ def untouched(module: nn.Module) -> Iterator[Saved]:
 
 
 def _ambient() -> dict[str, Any]:
-    """The state that a graph may leave changed for its caller."""
+    """Return the global state that a graph may leave changed for its caller."""
     state: dict[str, Any] = {"random state": torch.get_rng_state().numpy().tobytes()}
     if torch.cuda.is_available():
         for number, cuda in enumerate(torch.cuda.get_rng_state_all()):
@@ -238,7 +241,7 @@ def _ambient() -> dict[str, Any]:
 
 
 def _set_ambient(state: Mapping[str, Any]) -> None:
-    """Put back all but the random state."""
+    """Restore the global state except the RNG state."""
     torch.set_default_dtype(state["default dtype"])
     for name, setting in SETTINGS.items():
         setting.set(state[name])
@@ -248,30 +251,33 @@ def _set_ambient(state: Mapping[str, Any]) -> None:
         torch.set_autocast_dtype(device, dtype)
 
 
-def _opened(output: Any, path: str = "") -> tuple[dict[str, Any], list[Any]]:
-    """The leaves of an output by path, and what they sit in; objects that pytree does not know are opened too."""
+def _flattened(output: Any, path: str = "") -> tuple[dict[str, Any], list[Any]]:
+    """Return path -> leaf of an output, and its pytree specs; objects that pytree does not know are flattened too."""
     flat, spec = named_leaves(output)
     leaves, structure = dict[str, Any](), list[Any]([spec])
     for where, leaf in flat:
-        held = inside(leaf)
+        held = held_values(leaf)
         if held is None:
             leaves[path + where] = leaf
             continue
-        inner, specs = _opened(held, path + where)
+        inner, specs = _flattened(held, path + where)
         leaves |= inner
         structure += [type(leaf), *specs]
     return leaves, structure
 
 
-def _kept(leaf: Any) -> Any:
-    """A copy, if it may look into memory that is put back after the run."""
+def _snapshot(leaf: Any) -> Any:
+    """Return a copy of a tensor or array, whose memory may be restored after the run; other leaves as they are."""
     if isinstance(leaf, Tensor):
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 def _shared(leaves: Mapping[str, Any], held: Mapping[str, Tensor]) -> dict[str, frozenset[str]]:
-    """Not which outputs share memory with each other: a plan with copies may give each its own."""
+    """Return path of a leaf -> names of the tensors in ``held`` that share its memory.
+
+    Outputs that share memory with each other are not compared: a plan with copies may give each its own memory.
+    """
     holders: dict[Any, set[str]] = {}
     for name, tensor in held.items():
         holders.setdefault(storage_key(tensor), set()).add(name)
@@ -280,12 +286,13 @@ def _shared(leaves: Mapping[str, Any], held: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _weighted_sum(leaves: Mapping[str, Any]) -> Tensor | None:
-    """A scalar that gives every entry of every output its own weight, so that no gradient cancels."""
+    """Return a scalar in which each entry of an output has its own weight, so that gradients do not cancel."""
     total: Tensor | None = None
     for leaf in leaves.values():
         if isinstance(leaf, Tensor) and leaf.requires_grad:
-            _, value = pieces(leaf)
+            _, value = layout_and_entries(leaf)
             real = torch.view_as_real(value) if value.is_complex() else value
+            # cos(0), cos(1), ... differ for all entries and do not sum to a regular value
             wide = real.float() if real.dtype.itemsize < 4 else real
             weights = torch.cos(torch.arange(real.numel(), dtype=wide.dtype, device=real.device))
             term = (wide.flatten() * weights).sum()
@@ -294,7 +301,7 @@ def _weighted_sum(leaves: Mapping[str, Any]) -> Tensor | None:
 
 
 def _gradients(saved: Saved, inputs: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
-    """A parameter with several names or places counts once: its gradient is one."""
+    """Return name -> gradient; a parameter with several names counts once."""
     tensors = {**inputs, **{names.get(n, n): t for n, (t, _) in saved.items()}}
     found = {name: t.grad for name, t in tensors.items() if t.is_leaf and t.requires_grad}
     return {name: gradient for name, gradient in found.items() if gradient is not None}

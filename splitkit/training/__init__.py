@@ -1,1 +1,1 @@
-"""Joint graphs as data: which half a node is of, what may be saved or repeated, in which order, with which peak."""
+"""Joint graphs as data: the half of each node, what may be saved or recomputed, the order of nodes, and the peak."""

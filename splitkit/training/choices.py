@@ -1,4 +1,4 @@
-"""What a joint graph may save and may compute again, as arrays: the problem that every recompute policy solves."""
+"""Which values of a joint graph may be saved or recomputed, as arrays: the problem of every recompute policy."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune
 from splitkit.prices import checked
-from splitkit.training.checkpoints import asked
+from splitkit.training.checkpoints import nodes_with_policy
 from splitkit.training.flow import (
     BACKWARD,
     FORWARD,
     JointFlow,
-    homes,
     is_pinned,
     is_size,
-    nodes_in,
+    output_nodes,
+    save_all_plan,
     unrepeatable,
     with_inputs,
 )
@@ -38,9 +38,9 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Savings:
-    """The choices that a joint graph leaves, over *ops* (n), *values* (m) and *storages* (k).
+    """The choices between saving and recomputing in a joint graph, over *ops* (n), *values* (m) and *storages* (k).
 
-    Only what backward may read or compute again is in it, in graph order. Backward has a value if its op runs in
+    Only what backward may read or recompute is included, in graph order. Backward has a value if its op runs in
     backward, or if its storage is saved; an op runs in backward only if backward has all the values that it reads::
 
         has[v]      ->  runs[maker[v]]  or  (savable[v] and saved[storage[v]])
@@ -48,28 +48,29 @@ class Savings:
         (o, v) in reads:  runs[o]  ->  has[v]
         minimise    sum(nbytes[saved])  and  sum(price[runs])
 
-    What is always there is left out: parameters, buffers and inputs of the model, which the caller holds, and their
-    views; sizes; constants. A view is computed again for nothing, so it is not savable: its base is, for the same
-    bytes. A tuple is one op with several values. Bytes are those of whole storages, symbolic sizes as seen at capture.
+    What backward always has is left out: parameters, buffers and inputs of the model, which the caller holds, and their
+    views; sizes; constants. A view is recomputed for free, so it is not savable: its base is, for the same bytes. A
+    tuple is one op with several values. Bytes count whole storages, symbolic sizes as seen at capture.
 
     Attributes:
         flow: facts about the joint graph.
-        ops: shape (n,); what backward may compute.
-        seconds: (n,) float; of one run, 0 for views and for what a checkpoint prefers to compute again.
-        fixed: (n,) bool; forward's, and not to be computed again: `why` says why.
-        forced: (n,) bool; its checkpoint must recompute it, or what backward alone makes it of: its values are not
-            savable.
-        late: (n,) bool; forward needs it for nothing of its own, so that it costs nothing to run it in backward:
-            eager autograd has it there, or in forward only to save it. Forward runs it where it is saved.
-        values: shape (m,); what the ops yield: themselves, or the members of their tuples.
+        ops: (n,) nodes that backward may compute.
+        seconds: (n,) float; the time of one run, 0 for views and for ops that a checkpoint prefers to recompute.
+        fixed: (n,) bool; ops of forward that may not be recomputed, for the reason in `why`.
+        forced: (n,) bool; ops that a checkpoint must recompute, and ops that only backward runs on their results. Their
+            values are not savable.
+        late: (n,) bool; ops that forward does not need for its own results, so that running them in backward costs
+            nothing: eager autograd runs them in backward, or in forward only to save them. Forward runs a late op only
+            if its value is saved.
+        values: (m,) nodes; what the ops yield: the op itself, or the members of its tuple.
         maker: (m,) int; value -> op.
         storage: (m,) int; value -> storage.
         savable: (m,) bool.
-        needed: (m,) bool; read by what only backward can run.
-        nbytes: (k,) int; of storages.
+        needed: (m,) bool; values read by nodes that only backward can run.
+        nbytes: (k,) int; bytes of each storage.
         reads: (e, 2) int; pairs (op, value that it reads).
-        why: op that is fixed -> the reason.
-        unit: of ``seconds``, where the prices are no time.
+        why: fixed op -> the reason.
+        time_unit: what ``seconds`` counts, if it is not seconds.
     """
 
     flow: JointFlow
@@ -86,11 +87,11 @@ class Savings:
     nbytes: Ints
     reads: Ints
     why: Mapping[Node, str]
-    unit: str = "s"
+    time_unit: str = "s"
 
     @cached_property
     def price(self) -> Floats:
-        """(n,): seconds that it costs when backward computes an op; 0 if it would anyway, infinite if it may not."""
+        """(n,) extra seconds if backward computes an op: 0 for late ops, infinite for fixed ones."""
         return np.where(self.fixed, np.inf, np.where(self.late, 0.0, self.seconds))
 
     @cached_property
@@ -110,15 +111,15 @@ class Savings:
         return tuple(map(tuple, found))
 
     def choose(self, runs: Bools) -> Choice:
-        """The choice in which backward computes those of these ops that it needs, and forward saves the rest.
+        """Return the choice in which backward computes the wanted ops that it needs, and forward saves the rest.
 
-        What is neither fixed nor savable is computed all the same.
+        Ops that are neither fixed nor savable are computed in any case.
 
         Args:
-            runs: (n,) bool.
+            runs: (n,) bool; the wanted ops.
         """
-        # From what backward needs down, so that nothing runs for nobody: a choice is a set of wishes, and two sets that
-        # differ in ops which backward never gets to are one plan, simulated once.
+        # Search from what backward needs, so that no op runs whose result nobody reads. Two sets of wanted ops that
+        # differ only in ops that backward does not reach become the same choice, which is then simulated once.
         used, saved = np.zeros(len(self.ops), np.bool_), np.zeros(len(self.values), np.bool_)
         stack, seen = np.flatnonzero(self.needed).tolist(), self.needed.copy()
         while stack:
@@ -135,12 +136,12 @@ class Savings:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """What is saved and what is computed again.
+    """A choice of what is saved and what is recomputed.
 
     Attributes:
-        savings: the arrays that it is a choice of.
+        savings: the problem.
         runs: (n,) bool; ops that backward computes.
-        saved: (m,) bool; values that it takes from forward.
+        saved: (m,) bool; values that backward takes from forward.
     """
 
     savings: Savings
@@ -149,17 +150,17 @@ class Choice:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storages that are saved: ``MemoryProfile.saved`` of the pair."""
+        """The bytes of the saved storages, equal to ``MemoryProfile.saved`` of the pair."""
         problem = self.savings
         return int(problem.nbytes[np.unique(problem.storage[self.saved])].sum())
 
     @cached_property
     def forward(self) -> Bools:
-        """(n,) bool; ops that forward computes: its own, and late ones for what is saved."""
+        """(n,) bool; ops that forward computes: its own, and the late ones that saved values need."""
         problem = self.savings
-        # From the last op to the first, for a reader comes after what it reads: of late ops forward runs those whose
-        # values it saves, and those that they need. Their readers that are not late do not count: what these need is
-        # not late.
+        # Go from the last op to the first, so that readers come before what they read. Of the late ops, forward runs
+        # those whose values are saved and those that these need. Only late readers count: an op that a reader in
+        # forward needs is not late.
         found = ~problem.late
         found[problem.maker[self.saved]] = True
         for op in np.flatnonzero(problem.late)[::-1].tolist():
@@ -168,28 +169,28 @@ class Choice:
 
     @property
     def seconds(self) -> float:
-        """Spent on what forward computes and backward computes again."""
+        """The time of the ops that both forward and backward compute."""
         return float(self.savings.seconds[self.runs & self.forward].sum())
 
     def plan(self, note: str = "") -> Plan:
-        """The plan of the joint graph that does so."""
+        """Return the plan of the joint graph for this choice."""
         flow, places = self.savings.flow, dict[Node, tuple[PartKey, ...]]()
         for op, forward, backward in zip(self.savings.ops, self.forward, self.runs, strict=True):
             places[op] = (FORWARD,) * bool(forward) + (BACKWARD,) * bool(backward)
-        changed = replace(homes(flow).place({n: keys for n, keys in places.items() if keys}), note=note)
-        # views and constants of backward that forward needs as well, for what moved there
+        changed = replace(save_all_plan(flow).place({n: keys for n, keys in places.items() if keys}), note=note)
+        # Forward may now need views and constants that only backward had.
         return prune(flow, with_inputs(flow, changed, (n for n in flow.nodes if FORWARD in changed[n])))
 
 
 def savings(flow: JointFlow, costs: Costs) -> Savings:
-    """Read the arrays off a joint graph, in time linear in its nodes and edges.
+    """Return the arrays of a joint graph, in time linear in its nodes and edges.
 
     Args:
         flow: facts about the graph.
-        costs: prices of running a node again. What they say of bytes is not asked: storages count.
+        costs: prices of recomputing a node. Their bytes are not used: storages are counted.
     """
-    # Down from what backward reads, as far as it may compute: it never looks behind an op that it may not run again,
-    # nor at what the caller holds. So the problem is often much smaller than the graph.
+    # Search from what backward reads, and stop at ops that may not run twice and at what the caller holds: nothing
+    # before them can matter. So the problem is often much smaller than the graph.
     free, needed = _free_values(flow), _pinned_reads(flow)
     known = unrepeatable(flow)
     why = {n: known[n] for n in flow.nodes if n in known}
@@ -212,17 +213,17 @@ def _arrays(
     owner = _storages(flow, values)
     storages = {key: i for i, key in enumerate(dict.fromkeys(owner.values()))}
     base = {key: v for v, key in reversed(owner.items())}
-    # A storage is saved once for all of its values. Its first value in graph order is not made of another of them: it
-    # is the base. Were views savable too, to save one would seem to give the base as well, which cannot be made of it.
+    # A storage is saved once for all of its values. Its first value in graph order is the base, the others are views.
+    # If views were savable too, saving one would count as having the base, which cannot be computed from a view.
     views = {n for n in ops if n not in why} - {flow.producer(v) for v, key in owner.items() if base[key] is v}
     kept = _kept(flow, values, owner, base)
     why |= {n: "its checkpoint saves it" for n in ops if n in kept and n not in why}
     required = required_by_forward(flow)
-    forced = set(asked(flow, CheckpointPolicy.MUST_RECOMPUTE)) - why.keys()
-    for op in ops:  # what backward alone makes of it would be the same, saved in disguise
+    forced = set(nodes_with_policy(flow, CheckpointPolicy.MUST_RECOMPUTE)) - why.keys()
+    for op in ops:  # saving what backward computes from it would save it in disguise
         if op not in required and op not in why and not forced.isdisjoint(flow.inputs(op)):
             forced.add(op)
-    free = views | set(asked(flow, CheckpointPolicy.PREFER_RECOMPUTE))
+    free = views | set(nodes_with_policy(flow, CheckpointPolicy.PREFER_RECOMPUTE))
     pairs = [(number[n], place[v]) for n in ops if n not in why for v in _reads(flow, n) if v in place]
     makers = [flow.producer(v) for v in values]
     return Savings(
@@ -252,11 +253,11 @@ def _mask(flags: Iterable[bool]) -> Bools:
 
 
 def _pinned_reads(flow: JointFlow) -> dict[Node, None]:
-    """The values that those nodes of backward read that nothing but backward can run, and that it returns."""
-    # By induction along the graph: a node that reads a gradient, or what waits for one, cannot run in forward. What
-    # eager autograd merely has in backward can: it is a choice like any other (`Savings.late`).
-    home, pinned = homes(flow), set(flow.backward_inputs)
-    found = {n: None for n in nodes_in(flow.gradients) if n not in pinned}
+    """Return the values that backward returns, or that nodes read which only backward can run."""
+    # By induction along the graph: a node that depends on a gradient cannot run in forward. Other nodes that eager
+    # autograd runs in backward could run in forward as well, so they are part of the choice (`Savings.late`).
+    home, pinned = save_all_plan(flow), set(flow.backward_inputs)
+    found = {n: None for n in output_nodes(flow.gradients) if n not in pinned}
     for node in flow.scope:
         if node.op in ("placeholder", "output"):
             continue
@@ -269,9 +270,9 @@ def _pinned_reads(flow: JointFlow) -> dict[Node, None]:
 
 
 def required_by_forward(flow: JointFlow) -> set[Node]:
-    """What forward runs in any case: for its outputs, and what may run only once."""
-    once = (n for n in flow.once if homes(flow).home(flow.producer(n)) == FORWARD)
-    stack = [flow.producer(n) for n in (*nodes_in(flow.outputs), *once)]
+    """Return what forward runs in any case: what its outputs need, and what may run only once."""
+    once = (n for n in flow.once if save_all_plan(flow).home(flow.producer(n)) == FORWARD)
+    stack = [flow.producer(n) for n in (*output_nodes(flow.outputs), *once)]
     found = set(stack)
     while stack:
         new = [n for n in flow.inputs(stack.pop()) if n not in found]
@@ -281,24 +282,24 @@ def required_by_forward(flow: JointFlow) -> set[Node]:
 
 
 def _free_values(flow: JointFlow) -> set[Node]:
-    """What backward has for nothing: what the caller holds, and views of it; constants; sizes."""
+    """Return the values that backward always has: what the caller holds, views of it, constants and sizes."""
     own = ("placeholder", "get_attr")
     return {n for n in flow.scope if n.op in own or is_size(n) or not flow.storages.under(n)}
 
 
 def _reads(flow: JointFlow, op: Node) -> Iterator[Node]:
-    """The values that an op reads: members of tuples singly."""
+    """Yield the values that an op reads, with members of tuples one by one."""
     return (read for read in op.all_input_nodes if flow.producer(read) is not op)
 
 
 def _storages(flow: JointFlow, values: Iterable[Node]) -> dict[Node, int | Node]:
-    """Value -> its storage; a tuple that nobody unpacks stands for all of its own."""
+    """Return value -> its storage; a tuple that nobody unpacks stands for its storages itself."""
     return {v: flow.storages.under(v)[0] if isinstance(value_of(v), torch.Tensor) else v for v in values}
 
 
 def _kept(
     flow: JointFlow, values: Iterable[Node], owner: Mapping[Node, int | Node], base: Mapping[int | Node, Node]
 ) -> set[Node]:
-    """The ops whose results checkpoints save: of a view, what it is a view of."""
-    wanted = set(asked(flow, CheckpointPolicy.MUST_SAVE))
+    """Return the ops whose results checkpoints save; for a view, the op of its base."""
+    wanted = set(nodes_with_policy(flow, CheckpointPolicy.MUST_SAVE))
     return {flow.producer(base[owner[v]]) for v in values if flow.producer(v) in wanted}

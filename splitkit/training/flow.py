@@ -1,4 +1,4 @@
-"""Joint graphs as dataflow: which nodes belong to forward, which to backward, and which may be computed in both."""
+"""The dataflow of joint graphs: which nodes belong to forward, to backward, or may run in both."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from types import MappingProxyType
 import torch
 from torch.fx import Node
 
-from splitkit.brief import brief
 from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import Dataflow
-from splitkit.graph.joint import is_marked_backward, mark_of
+from splitkit.graph.joint_marks import is_marked_backward, mark_of
 from splitkit.graph.symbols import value_of
 from splitkit.plans.parts import Part, PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune, rematerialize
-from splitkit.training.storages import JointStorages
+from splitkit.short_repr import brief
+from splitkit.training.joint_storages import JointStorages
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -30,11 +30,10 @@ class JointFlow(Dataflow):
     """Facts about a joint graph.
 
     Attributes:
-        backward_inputs: inputs of backward, in the order in which it takes them: gradients of outputs first. All other
-            inputs are forward's.
-        forward_outputs: how many outputs are forward's; the others are backward's.
-        updated: inputs that hold another value when backward runs: the graph, or AOTAutograd after forward, writes
-            them.
+        backward_inputs: the inputs of backward in order, gradients of outputs first. All other inputs are forward's.
+        forward_outputs: the number of outputs that are forward's; the others are backward's.
+        updated: inputs that hold another value when backward runs, because the graph writes to them, or AOTAutograd
+            does after forward.
     """
 
     backward_inputs: tuple[Node, ...]
@@ -47,7 +46,7 @@ class JointFlow(Dataflow):
     def of(
         cls, flow: Dataflow, backward_inputs: Iterable[Node], forward_outputs: int, updated: Iterable[Node]
     ) -> JointFlow:
-        """Add what is special about a joint graph: who reads an input that is updated may run only once."""
+        """Make the facts of a joint graph: nodes that read an updated input may run only once."""
         written = (w for e in flow.effects.values() for w in e.writes if w.op == "placeholder")
         updated = tuple(dict.fromkeys([*updated, *written]))
         known = {field.name: getattr(flow, field.name) for field in fields(Dataflow)}
@@ -56,18 +55,18 @@ class JointFlow(Dataflow):
 
     @property
     def outputs(self) -> tuple[object, ...]:
-        """What forward gives, a node or a constant each."""
+        """The outputs of forward, nodes or constants."""
         return tuple(self.graph.output_node().args[0][: self.forward_outputs])  # type: ignore[index, arg-type]
 
     @property
     def gradients(self) -> tuple[object, ...]:
-        """What backward gives, a node or ``None`` each."""
+        """The outputs of backward, nodes or ``None``."""
         return tuple(self.graph.output_node().args[0][self.forward_outputs :])  # type: ignore[index, arg-type]
 
     @cached_property
-    def homes(self) -> Plan:
-        """See `homes`."""
-        return _homes(self)
+    def save_all(self) -> Plan:
+        """The plan of `save_all_plan`."""
+        return _save_all(self)
 
     @cached_property
     def storages(self) -> JointStorages:
@@ -76,7 +75,7 @@ class JointFlow(Dataflow):
 
 
 def _readers_of_memory(flow: Dataflow, inputs: Collection[Node]) -> dict[Node, str]:
-    """The nodes that read these inputs, or what may share their memory."""
+    """Return the nodes that read these inputs or views of them, with the reason why they may run only once."""
     shared, found = set(inputs), dict[Node, str]()
     for node in flow.index:
         if node.op != "output" and any(read in shared for read in node.all_input_nodes):
@@ -87,27 +86,27 @@ def _readers_of_memory(flow: Dataflow, inputs: Collection[Node]) -> dict[Node, s
 
 
 def as_joint(policy: object, flow: Dataflow) -> JointFlow:
-    """The facts about a joint graph that ``policy`` needs; SK302 when it was given another graph."""
+    """Return the facts of a joint graph for ``policy``; raise SK302 if the graph is not joint."""
     if isinstance(flow, JointFlow):
         return flow
     raise PolicyError(
         "SK302",
-        f"{type(policy).__name__} splits forward from backward, and this is no joint graph",
+        f"{type(policy).__name__} splits forward from backward, and this is not a joint graph",
         "Use it with splitkit.capture_joint(model, *inputs).split(policy), partition_fn, backend or apply; "
         "on the command line with `splitkit plan MODEL --what fwd-bwd`.",
     )
 
 
-def homes(flow: JointFlow) -> Plan:
-    """Every node where eager autograd has it: the plan that saves what backward reads of forward, and copies nothing.
+def save_all_plan(flow: JointFlow) -> Plan:
+    """Return the plan with every node where eager autograd runs it: save all, recompute nothing.
 
-    Backward is what depends on the gradient of an output, and what AOTAutograd traced while it ran backward, unless
-    forward needs it. Sizes are forward's: an int is saved more cheaply than the tensor whose size it is.
+    Backward has the nodes that depend on the gradient of an output, and those that AOTAutograd traced during backward
+    unless forward needs them. Sizes belong to forward: saving an int is cheaper than saving the tensor it measures.
     """
-    return flow.homes
+    return flow.save_all
 
 
-def _homes(flow: JointFlow) -> Plan:
+def _save_all(flow: JointFlow) -> Plan:
     late, needed = _after_tangents(flow), _needed_by_forward(flow)
     places: dict[Node, tuple[str, ...]] = {}
     for node in reversed(flow.nodes):
@@ -123,7 +122,7 @@ def _homes(flow: JointFlow) -> Plan:
 
 
 def _readers(flow: JointFlow, node: Node) -> Iterator[Node]:
-    """The placeable nodes that read ``node`` or a member of its tuple."""
+    """Yield the placeable nodes that read ``node`` or a member of its tuple."""
     for user in node.users:
         if user in flow.followers:
             yield from _readers(flow, user)
@@ -132,7 +131,7 @@ def _readers(flow: JointFlow, node: Node) -> Iterator[Node]:
 
 
 def _after_tangents(flow: JointFlow) -> set[Node]:
-    """What depends on an input of backward, or writes memory in backward."""
+    """Return the nodes that depend on an input of backward, or write memory in backward."""
     late = set(flow.backward_inputs)
     for node in flow.index:
         writes = node in flow.effects and bool(flow.effects[node].writes)
@@ -143,7 +142,7 @@ def _after_tangents(flow: JointFlow) -> set[Node]:
 
 
 def _needed_by_forward(flow: JointFlow) -> set[Node]:
-    stack = [*nodes_in(flow.outputs)]
+    stack = [*output_nodes(flow.outputs)]
     stack += [n for n in flow.once if mark_of(n) == "is_forward"]
     stack += [n for n in flow.nodes if mark_of(n) == "must_be_in_forward"]
     needed: set[Node] = set()
@@ -156,13 +155,13 @@ def _needed_by_forward(flow: JointFlow) -> set[Node]:
 
 
 def recompute(flow: JointFlow, plan: Plan, keep: Collection[Node]) -> Plan:
-    """Let backward compute again what it reads of forward, down to inputs, ``keep`` and what may not be repeated."""
+    """Let backward recompute what it reads from forward, down to inputs, ``keep`` and nodes that may run only once."""
     sizes = [n for n in flow.nodes if is_size(n)]
     return prune(flow, rematerialize(flow, plan, BACKWARD, [*keep, *sizes]))
 
 
 def with_inputs(flow: JointFlow, plan: Plan, nodes: Iterable[Node]) -> Plan:
-    """The plan in which forward, too, computes what it needs for ``nodes``, where that was left to backward."""
+    """Return the plan in which forward also computes what ``nodes`` need, where only backward did."""
     added: dict[Node, tuple[PartKey, ...]] = {}
     stack = [read for node in nodes for read in flow.inputs(node)]
     while stack:
@@ -174,26 +173,26 @@ def with_inputs(flow: JointFlow, plan: Plan, nodes: Iterable[Node]) -> Plan:
 
 
 def unrepeatable(flow: JointFlow) -> Mapping[Node, str]:
-    """Forward's nodes that backward may not compute again -> why.
+    """Return forward's nodes that backward may not recompute -> the reason.
 
-    Random ops without a state of their own, collectives, effects, readers of inputs that are updated; and sizes, for
-    which it would need the tensor.
+    These are random ops without an RNG state of their own, collectives, effects, readers of updated inputs, and sizes,
+    for which backward would need the tensor.
     """
     sizes = {n: "it is a size" for n in flow.nodes if is_size(n)}
-    plan = homes(flow)
+    plan = save_all_plan(flow)
     return {n: why for n, why in {**sizes, **flow.once}.items() if plan.home(n) == FORWARD}
 
 
 def is_size(node: Node) -> bool:
-    """Whether a node yields a symbolic number, which AOTAutograd hands to backward apart from tensors."""
+    """Return whether a node yields a symbolic number, which AOTAutograd passes to backward apart from tensors."""
     return isinstance(value_of(node), torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def is_pinned(node: Node) -> bool:
-    """Whether AOTAutograd says that only backward may run the node."""
+    """Return whether AOTAutograd says that only backward may run the node."""
     return mark_of(node) == "must_be_in_backward"
 
 
-def nodes_in(values: Iterable[object]) -> Iterator[Node]:
-    """The nodes among outputs, which may be constants."""
+def output_nodes(values: Iterable[object]) -> Iterator[Node]:
+    """Yield the nodes among outputs; the others are constants."""
     return (value for value in values if isinstance(value, Node))

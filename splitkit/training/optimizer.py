@@ -1,4 +1,4 @@
-"""What an optimizer takes besides weights and gradients, found by stepping the real one on the meta device."""
+"""The memory of an optimizer besides weights and gradients, found by stepping the real one on the meta device."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.fx import Node
 
 from splitkit.checks import shown
 from splitkit.errors import PolicyError
-from splitkit.graph.sizes import storage_nbytes
-from splitkit.graph.symbols import concrete, value_of
-from splitkit.memory.measure import measure_memory
+from splitkit.graph.byte_sizes import storage_nbytes
+from splitkit.graph.symbols import plain_size, value_of
+from splitkit.memory.measurement import measure_memory
 from splitkit.training.flow import JointFlow
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -31,12 +31,12 @@ _BY_NAME: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class OptimizerMemory:
-    """Bytes that training takes besides the step of forward and backward.
+    """The bytes that training takes besides forward and backward.
 
     Attributes:
-        gradients: of the parameters that train.
-        state: what the optimizer holds between its steps.
-        temporary: what it takes besides while it steps.
+        gradients: bytes of the gradients of trained parameters.
+        state: bytes that the optimizer holds between its steps.
+        temporary: further bytes that it takes while it steps.
     """
 
     gradients: int
@@ -44,8 +44,8 @@ class OptimizerMemory:
     temporary: int
 
 
-def checked_optimizer(owner: object, optimizer: object) -> None:
-    """Refuse (SK302) what neither names an optimizer nor makes one."""
+def check_optimizer(owner: object, optimizer: object) -> None:
+    """Raise SK302 unless ``optimizer`` is ``None``, a known name or a function that makes one."""
     known = optimizer is None or callable(optimizer)
     if not known and not (isinstance(optimizer, str) and optimizer in _BY_NAME):
         raise PolicyError(
@@ -57,21 +57,21 @@ def checked_optimizer(owner: object, optimizer: object) -> None:
 
 
 def optimizer_memory(flow: JointFlow, optimizer: str | MakeOptimizer | None) -> OptimizerMemory:
-    """What training the parameters of a joint graph takes besides the step that the graph is.
+    """Return what training the parameters of a joint graph takes besides the step in the graph.
 
-    A parameter here is an input that gets a gradient. The optimizer is made for parameters of the same shapes, dtypes
-    and number on the meta device, and steps twice: its second step finds its state there, as all later ones do. On
-    CUDA an optimizer that is named is asked for its ``foreach`` implementation, which torch takes there.
+    A parameter here is an input that gets a gradient. The optimizer is made for parameters of the same shapes and
+    dtypes on the meta device, and steps twice: its second step finds its state there, as all later ones do. On CUDA a
+    named optimizer uses its ``foreach`` implementation, which is torch's default there.
 
     Args:
         flow: facts about the joint graph.
-        optimizer: its name, a function that makes it of parameters, or ``None`` for none.
+        optimizer: its name, a function from parameters to an optimizer, or ``None``.
 
     Raises:
         PolicyError: SK302 for an optimizer that cannot step on the meta device.
     """
     trained = _trained(flow)
-    gradients = sum(concrete(storage_nbytes(tensor), {}) for tensor in trained)
+    gradients = sum(plain_size(storage_nbytes(tensor), {}) for tensor in trained)
     if optimizer is None or not trained:
         return OptimizerMemory(gradients, 0, 0)
     on_cpu = all(tensor.device.type == "cpu" for tensor in trained)
@@ -84,9 +84,11 @@ def optimizer_memory(flow: JointFlow, optimizer: str | MakeOptimizer | None) -> 
         raise PolicyError(
             "SK302",
             f"the optimizer {shown(optimizer)} cannot step on the meta device: {type(error).__name__}: {error}",
-            f"Name one of {', '.join(_BY_NAME)}, or leave its bytes out of the card: Budget(card=...) without it.",
+            f"Name one of {', '.join(_BY_NAME)}, or leave it out of Budget(card=...).",
         ) from error
-    counted = ("cpu", "meta") if on_cpu else ("meta",)  # the number of steps, a scalar each, is on the CPU
+    counted = (
+        ("cpu", "meta") if on_cpu else ("meta",)
+    )  # on CUDA the step counters, a scalar each, stay on the CPU and are not counted
     state = sum(t.untyped_storage().nbytes() for t in _state(made) if t.device.type in counted)
     peak = sum(measured.by_device.get(device, 0) for device in counted)
     held = sum(t.untyped_storage().nbytes() for p in parameters for t in (p, p.grad) if t is not None)
@@ -94,7 +96,7 @@ def optimizer_memory(flow: JointFlow, optimizer: str | MakeOptimizer | None) -> 
 
 
 def _trained(flow: JointFlow) -> list[Tensor]:
-    """The inputs that get a gradient: backward gives one, or ``None``, for each input of forward, in their order."""
+    """Return the inputs that get a gradient: backward returns one, or ``None``, for each input of forward in order."""
     primals = [n for n in flow.graph.find_nodes(op="placeholder") if n not in flow.backward_inputs]
     pairs = zip(primals, flow.gradients, strict=False)
     values = (value_of(primal) for primal, gradient in pairs if isinstance(gradient, Node))
@@ -102,7 +104,7 @@ def _trained(flow: JointFlow) -> list[Tensor]:
 
 
 def _like(tensor: Tensor) -> nn.Parameter:
-    shape = [concrete(size, {}) for size in tensor.shape]
+    shape = [plain_size(size, {}) for size in tensor.shape]
     parameter = nn.Parameter(torch.empty(shape, dtype=tensor.dtype, device="meta"))
     parameter.grad = torch.empty_like(parameter)
     return parameter

@@ -1,8 +1,8 @@
 """The peak of a plan for a joint graph, to the byte, before any module is made of it.
 
-`splitkit.memory.run` runs the graphs of a pair. Here the same run is done for a plan, fast enough to be asked often:
-who shares whose storage does not depend on the plan, and is found once for the joint graph. A search asks for hundreds
-of plans, so a run is one pass over whole numbers: no node is looked at, and no value hashed.
+`splitkit.memory.simulation` simulates the two graphs of a pair. Here the same is done for a plan, fast enough for a
+search that asks for hundreds: which values share a storage does not depend on the plan, and is found once for the
+joint graph. Each simulation is then one pass over whole numbers, which looks at no node and hashes no value.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from splitkit.graph.sizes import storage_nbytes
-from splitkit.graph.storages import attribute, one_tensor, storage_key, tensors
-from splitkit.graph.symbols import concrete, value_of
-from splitkit.memory.run import MemoryRun
+from splitkit.graph.byte_sizes import storage_nbytes
+from splitkit.graph.storages import attribute, repeated_group, storage_key, tensors
+from splitkit.graph.symbols import plain_size, value_of
+from splitkit.memory.simulation import MemorySimulation
 from splitkit.plans.record import Plan
-from splitkit.training.checkpoints import honour
-from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, homes
-from splitkit.training.order import EmissionOrder
-from splitkit.training.storages import STATIC
+from splitkit.training.checkpoints import apply_checkpoints
+from splitkit.training.emission_order import EmissionOrder
+from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, save_all_plan
+from splitkit.training.joint_storages import STATIC
 
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class PeakTrace:
-    """A simulated run of forward and backward. Nodes go by their position in the joint graph.
+    """A simulated run of forward and backward. Nodes are known by their position in the joint graph.
 
     Attributes:
         baseline: bytes that the caller holds throughout: parameters, inputs, gradients of outputs.
         timeline: bytes alive while each step runs, the baseline included.
         steps: the node of each step.
-        forward: how many of the steps are forward's.
-        slot: for each storage that the run allocates, its number in `Peaks`, as its maker yields it.
-        nbytes: its bytes.
+        forward: the number of steps in forward.
+        slot: for each storage that the run allocates, the slot of its maker (`JointStorages`).
+        nbytes: the bytes of each storage.
         born: the step that makes it.
         left: the last step of its own half that reads it.
-        dies: the step after which it is freed; the number of steps if the caller holds it in the end.
-        saved: whether forward leaves it for backward.
+        dies: the step after which it is freed; the number of steps if the caller holds it to the end.
+        saved: whether forward saves it for backward.
     """
 
     baseline: int
@@ -59,12 +59,12 @@ class PeakTrace:
 
     @property
     def peak(self) -> int:
-        """The most bytes that are alive at once."""
+        """The most bytes alive at once."""
         return int(self.timeline.max(initial=self.baseline))
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that forward leaves for backward, beyond inputs and parameters."""
+        """The bytes that forward saves for backward, without inputs and parameters."""
         return int(self.nbytes[self.saved].sum())
 
 
@@ -72,25 +72,25 @@ class Peaks:
     """Simulates plans for one joint graph, which must not change meanwhile.
 
     Attributes:
-        flow: the facts about the graph.
-        nodes: its nodes; all else goes by position in it.
-        storages: theirs, by slot; `JointStorages` says what that is.
+        flow: facts about the graph.
+        nodes: its nodes; elsewhere nodes are known by their position here.
+        storages: the storages of the nodes, by slot.
         nbytes: slot -> bytes of the storage, for the node that makes it.
-        touched: node -> the slots of its inputs but those that are `STATIC`.
-        transient: node -> bytes that are there only while it runs.
-        computed: what halves compute: all but inputs, attributes and the output.
-        order: the order in which halves compute.
+        touched: node -> the slots of its inputs, without those that are `STATIC`.
+        transient: node -> bytes that exist only while it runs.
+        computed: the nodes that halves compute: all but inputs, attributes and the output.
+        order: the order in which halves compute them.
 
     Raises:
-        GraphError: SK108 for a size that only the data decides.
+        GraphError: SK108 for a data-dependent size.
     """
 
     def __init__(self, flow: JointFlow) -> None:
         self.flow = flow
         self.nodes: tuple[Node, ...] = tuple(flow.graph.nodes)
-        self.transient = self._transients()  # first: it says which size is unknown, if only the data decides one
+        self.transient = self._transients()  # first, because its error names the data-dependent size
         self.storages = flow.storages
-        self.nbytes = [concrete(nbytes, {}) for nbytes in self.storages.sizes]
+        self.nbytes = [plain_size(nbytes, {}) for nbytes in self.storages.sizes]
         self._owned = self._storages_of_caller()
         reads = ([flow.index[r] for r in node.all_input_nodes] for node in self.nodes)
         self.touched = [tuple({s: None for i in read for s in self.storages.made[i]}) for read in reads]
@@ -100,13 +100,13 @@ class Peaks:
         self._outputs, self._gradients = (self._slots_of(values) for values in (flow.outputs, flow.gradients))
 
     def _storages_of_caller(self) -> dict[Node, dict[object, int]]:
-        """Input or attribute -> the storages that it is, or owns, and their bytes."""
+        """Return input or attribute -> its storages and their bytes."""
         found: dict[Node, dict[object, int]] = {}
         given: dict[int, dict[object, int]] = {}
         for node in self.nodes:
             if node.op == "placeholder":
                 found[node] = {storage_key(t): _bytes(t) for t in tensors(value_of(node))}
-                if (group := one_tensor(node)) is not None:
+                if (group := repeated_group(node)) is not None:
                     found[node] = given.setdefault(group, found[node])
             elif node.op == "get_attr":
                 value = attribute(self.flow.root, str(node.target))
@@ -118,18 +118,18 @@ class Peaks:
         return [s for value in values if isinstance(value, Node) for s in self.storages.made[self.flow.index[value]]]
 
     def _transients(self) -> Ints:
-        """What each node takes only while it runs."""
-        run = MemoryRun({}, 1, lambda node: 0)
+        """Return the bytes that each node takes only while it runs."""
+        run = MemorySimulation({}, 1, lambda node: 0)
         run.graph(self.flow.root, lambda node: run.input(node, "input"))
         taken = dict(zip(run.steps, run.transient, strict=True))
         return np.array([taken.get(node, 0) for node in self.nodes], dtype=np.int64)
 
     def trace(self, plan: Plan) -> PeakTrace:
-        """The run of a plan as `divide` completes it: homes where it is silent, checkpoint tags honoured.
+        """Return the run of a plan, completed as in `divide`: eager places for missing nodes, checkpoint tags applied.
 
-        The plan must be sound: what a half reads, it computes, or forward does and backward takes it.
+        The plan must be sound: a half computes what it reads, or forward computes it and backward takes it.
         """
-        plan = honour(self.flow, replace(plan, places={**homes(self.flow).places, **plan.places}))
+        plan = apply_checkpoints(self.flow, replace(plan, places={**save_all_plan(self.flow).places, **plan.places}))
         forward, backward = self._members(plan, FORWARD), self._members(plan, BACKWARD)
         made = set(backward)
         read = (r for node in backward for r in node.all_input_nodes)
@@ -139,13 +139,13 @@ class Peaks:
         return self.run([index[n] for n in early], [index[n] for n in late])
 
     def alone(self, nodes: Sequence[int]) -> tuple[Ints, Ints, Ints]:
-        """What these nodes of backward allocate if all else that they read is there: (slot, born, dies) of `PeakTrace`.
+        """Return (slot, born, dies) of `PeakTrace` for nodes of backward, if everything else that they read is alive.
 
         Args:
-            nodes: by position, in the order in which they run.
+            nodes: positions of the nodes, in the order in which they run.
         """
-        # All slots lie in the first allocation until a node makes them: it stands for all else, and is left out of the
-        # answer.
+        # All slots lie in the first allocation until a node makes them. It stands for everything else, and is not part
+        # of the result.
         run = _Allocations([0] * len(self.storages.source), [STATIC], [0], [0])
         run.pass_over(self, nodes)
         slot, born, dies = (np.array(values, dtype=np.int64) for values in (run.slot, run.born, run.dies))
@@ -153,15 +153,15 @@ class Peaks:
         return slot[1:], born[1:], dies[1:]
 
     def _members(self, plan: Plan, half: str) -> list[Node]:
-        """What a half computes, in graph order: the nodes that the plan places there, and members of their tuples."""
+        """Return the nodes that a half computes, in graph order, with the members of tuples."""
         producer, places = self.flow.producer, plan.places
         return [node for node in self.computed if half in places.get(producer(node), ())]
 
     def run(self, forward: Sequence[int], backward: Sequence[int]) -> PeakTrace:
-        """The run of halves that compute these nodes, by position, in this order."""
+        """Return the run of halves that compute these nodes, given by position, in this order."""
         steps, early = np.array([*forward, *backward], dtype=np.int64), len(forward)
         run = self._forward(tuple(forward)).copy()
-        # Where outputs lie is asked before backward runs: it may make them again, and what the caller holds is
+        # Find the allocations of outputs before backward runs: backward may recompute them, but the caller holds
         # forward's.
         outputs, before = [run.holder[slot] for slot in self._outputs], list(run.dies)
         run.pass_over(self, backward)
@@ -169,12 +169,12 @@ class Peaks:
         slot, born, dies = (np.array(values, dtype=np.int64) for values in (run.slot, run.born, run.dies))
         left = np.array([*before, *run.dies[len(before) :]], dtype=np.int64)
         saved = (born < early) & (dies >= early)
-        saved[gradients] |= born[gradients] < early  # returned as it is: no step of backward need read it
+        saved[gradients] |= born[gradients] < early  # a saved value that backward returns unread
         for ends, held in ((left, outputs), (dies, outputs), (dies, gradients)):
             ends[held] = len(steps)
         nbytes = np.array(self.nbytes, dtype=np.int64)[slot]
-        # Each allocation adds its bytes at one step and takes them off after another: summed up, these are the bytes
-        # there.
+        # Each allocation adds its bytes at one step and takes them off after another; the prefix sums are the bytes
+        # alive.
         change = np.zeros(len(steps) + 2, dtype=np.int64)
         np.add.at(change, born, nbytes)
         np.subtract.at(change, dies + 1, nbytes)
@@ -183,7 +183,7 @@ class Peaks:
         return PeakTrace(baseline, timeline, steps, early, slot, nbytes, born, left, dies, saved)
 
     def _forward(self, nodes: tuple[int, ...]) -> _Allocations:
-        """What forward allocates; the last answer is remembered, for most plans leave forward as it is."""
+        """Return what forward allocates; the last result is cached, since most plans differ only in backward."""
         if self._last is None or self._last[0] != nodes:
             run = _Allocations([0] * len(self.storages.source))
             run.pass_over(self, nodes)
@@ -191,7 +191,7 @@ class Peaks:
         return self._last[1]
 
     def baseline(self, steps: Collection[int]) -> int:
-        """Bytes of inputs, and of the attributes that a step reads; steps are nodes by position."""
+        """Return the bytes of inputs, and of the attributes that a step reads; steps are positions of nodes."""
         index, held, computed = self.flow.index, dict[object, int](), set(steps)
         for node, owned in self._owned.items():
             if node.op == "placeholder" or any(index[user] in computed for user in node.users):
@@ -201,15 +201,15 @@ class Peaks:
 
 @dataclass
 class _Allocations:
-    """What a run has allocated.
+    """The allocations of a run so far.
 
     Attributes:
-        holder: storage as a node yields it -> the allocation that it lies in now: a copy in backward takes the place
-            of forward's, for all of its readers come after it.
-        slot: allocation -> the storage, as its maker yields it.
+        holder: slot -> the allocation that it lies in now: a copy in backward replaces forward's, because all of its
+            readers come after it.
+        slot: allocation -> the slot of its maker.
         born: allocation -> the step that makes it.
         dies: allocation -> the last step that reads or makes it, or a view of it.
-        steps: how many steps have run.
+        steps: the number of steps that have run.
     """
 
     holder: list[int]
@@ -219,11 +219,11 @@ class _Allocations:
     steps: int = 0
 
     def copy(self) -> _Allocations:
-        """The same, to go on from."""
+        """Return a copy to continue from."""
         return _Allocations(list(self.holder), list(self.slot), list(self.born), list(self.dies), self.steps)
 
     def pass_over(self, peaks: Peaks, nodes: Sequence[int]) -> None:
-        """Run these nodes."""
+        """Append the steps of these nodes."""
         holder, dies, touched = self.holder, self.dies, peaks.touched
         made, source = peaks.storages.made, peaks.storages.source
         for step, i in enumerate(nodes, self.steps):
@@ -242,4 +242,4 @@ class _Allocations:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    return concrete(storage_nbytes(tensor), {})
+    return plain_size(storage_nbytes(tensor), {})

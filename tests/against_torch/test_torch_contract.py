@@ -32,7 +32,7 @@ from torchgraphs import TUPLE_RETURN, Label, both, by_name, called, graph_of, in
 from torchmodels import CUTS, DEALT, GRAPHS, in_turn, three_runs
 
 import splitkit as sk
-from splitkit.engine.writer import LeanGraph
+from splitkit.engine.codegen.writer import LeanGraph
 
 FLAGS: dict[str, dict[str, Any]] = {
     "": {},

@@ -81,7 +81,7 @@ def test_a_cycle_through_a_write_is_not_seen():
     with pytest.raises(sk.CycleError, match="sub must run after the effect or read of mul_"):
         sk.split_module(gm, None, by_name(**parts), keep_original_order=True)
     flow = sk.analyze(gm)
-    mended = sk.refine(flow, sk.Plan.of({n: parts[n.name] for n in flow.nodes}))
+    mended = sk.extend.refine(flow, sk.Plan.of({n: parts[n.name] for n in flow.nodes}))
     assert_same(gm, sk.split_module(gm, None, mended), torch.ones(2))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from userfolder import FACTORIES
 
 import splitkit as sk
 from splitkit import cli
@@ -85,3 +86,21 @@ def _captured_once(once, monkeypatch):
     monkeypatch.setattr(models, "build", once.build)
     for verb in ("capture", "capture_joint"):
         monkeypatch.setattr(sk, verb, lambda *args, _verb=verb, **kwargs: once.capture(_verb, *args, **kwargs))
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A folder with ``my.py``, in which the command runs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.py").write_text(FACTORIES)
+    (tmp_path / "folder").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def no_work(monkeypatch):
+    """Fails the test where a model is made or captured."""
+    from splitkit.testing import models
+
+    for module, name in ((models, "build"), (models, "load")):
+        monkeypatch.setattr(module, name, lambda *a, **k: pytest.fail("the model was made"))

@@ -12,9 +12,9 @@ import pytest
 
 import splitkit
 from splitkit import cli
-from splitkit.cli import policylist, policyspec
 from splitkit.cli.outcome import jsonable
 from splitkit.cli.parser import make_parser
+from splitkit.cli.syntax import policy_list, policy_spec
 from splitkit.errors import UsageError
 
 ROOT = Path(splitkit.__file__).parent.parent
@@ -223,7 +223,7 @@ def test_policies(call, data):
 
 def test_doctor(call, data, monkeypatch):
     code, out, _ = call("doctor")
-    assert code == 0 and "self-test" in out and "everything needed is here" in out
+    assert code == 0 and "self-test" in out and "everything that splitkit needs is here" in out
     from splitkit.cli.commands import doctor
 
     monkeypatch.setitem(doctor.NEEDED, "torch", (99, 0))
@@ -260,7 +260,7 @@ def test_devices(call, data):
 
 def test_help_of_plan_is_in_groups(call):
     code, out, _ = call("plan", "--help")
-    groups = ("how to cut:", "devices (with", "training step (with", "prices:", "model:", "output:")
+    groups = ("parts:", "devices (with", "training step (with", "prices:", "model:", "output:")
     places = [out.index(group) for group in groups]
     assert code == 0 and places == sorted(places) and out.startswith("usage: splitkit plan [options] MODEL\n")
 
@@ -278,7 +278,7 @@ def test_help_of_plan_is_in_groups(call):
     ],
 )
 def test_policy_expressions(text, args, kwargs):
-    spec = policyspec.parse(text)
+    spec = policy_spec.parse(text)
     assert (spec.args, spec.kwargs) == (args, kwargs)
     assert spec.build()
 
@@ -292,7 +292,7 @@ def test_policy_expressions(text, args, kwargs):
         ("Stages(open)", "is no literal"),
         ("__import__('os').system('true')", "not the name of a policy"),
         ("(lambda: 1)()", "not the name of a policy"),
-        ("Stages(**{'n': 2})", "** has no place"),
+        ("Stages(**{'n': 2})", "** is not allowed"),
         ("Stages(*[2])", "is no literal"),
         ("Stages(2", "cannot be read"),
         ("", "cannot be read"),
@@ -303,7 +303,7 @@ def test_policy_expressions(text, args, kwargs):
 )
 def test_bad_expressions(text, says):
     with pytest.raises(UsageError, match=re.escape(says)):
-        policyspec.parse(text)
+        policy_spec.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -316,11 +316,11 @@ def test_bad_parameters(data, factory, text):
 
 def test_installed_policies(data, factory, monkeypatch):
     entries = [
-        EntryPoint("Mine", "splitkit.policies.stages:Stages", policylist.GROUP),
-        EntryPoint("Broken", "no_such_package:Policy", policylist.GROUP),
-        EntryPoint("NoPolicy", "json:dumps", policylist.GROUP),
+        EntryPoint("Mine", "splitkit.policies.stages:Stages", policy_list.GROUP),
+        EntryPoint("Broken", "no_such_package:Policy", policy_list.GROUP),
+        EntryPoint("NoPolicy", "json:dumps", policy_list.GROUP),
     ]
-    monkeypatch.setattr(policylist, "entry_points", lambda group: entries)
+    monkeypatch.setattr(policy_list, "entry_points", lambda group: entries)
     code, found = data("policies")
     assert code == 0 and {"Mine", "Broken"} <= {p["name"] for p in found["policies"]}
     assert data("plan", f"{factory}:make", "--policy", "Mine(2)")[0] == 0

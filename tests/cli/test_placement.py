@@ -12,8 +12,8 @@ import pytest
 
 import splitkit as sk
 from splitkit import cli
-from splitkit.cli import devicelist
 from splitkit.cli.parser import make_parser
+from splitkit.cli.syntax import device_list
 from splitkit.errors import CostError, FileError, UsageError
 from splitkit.testing import models
 
@@ -76,24 +76,24 @@ def failing(found):
     ],
 )
 def test_lists_of_devices(text, expected):
-    assert devicelist.counts(text) == expected
+    assert device_list.device_counts(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", ",", "h200,", "0xh200", "1025xh200", "600xa100,600xcpu", "a.toml,h200", "4"])
 def test_bad_lists_of_devices(text):
     with pytest.raises(UsageError, match="--devices"):
-        devicelist.counts(text)
+        device_list.device_counts(text)
 
 
 def test_devices_of_a_name_and_of_a_file(described):
-    found = devicelist.read("2xRTX4090,cpu")
+    found = device_list.read_device_list("2xRTX4090,cpu")
     assert [d.name for d in found.devices] == ["rtx-4090", "rtx-4090", "cpu"]
     assert not found.alike and found.links is None and str(found) == "2 x rtx-4090, 1 x cpu"
-    found = devicelist.read(str(described()))
+    found = device_list.read_device_list(str(described()))
     assert [d.name for d in found.devices] == ["fast"] * 3 + ["slow"]
     assert found.links == "ethernet100" and found.devices[0].memory == 48_000_000_000
     one = DEVICES[: DEVICES.index("[slow]")].replace("count = 3", "").replace("links", "# links")
-    found = devicelist.read(str(described(one)))
+    found = device_list.read_device_list(str(described(one)))
     assert len(found.devices) == 1 and found.links is None
 
 
@@ -109,7 +109,7 @@ def test_devices_of_a_name_and_of_a_file(described):
     ],
 )
 def test_usual_links(text, links):
-    assert devicelist.read(text).usual_links == links
+    assert device_list.read_device_list(text).usual_links == links
 
 
 @pytest.mark.parametrize(
@@ -128,15 +128,15 @@ def test_usual_links(text, links):
 def test_bad_files_of_devices(described, change, error, says):
     path = described(DEVICES.replace(*change))
     with pytest.raises(error, match=re.escape(says)) as raised:
-        devicelist.read(str(path))
+        device_list.read_device_list(str(path))
     assert raised.value.remedy
 
 
 def test_files_without_devices(described, tmp_path):
     with pytest.raises(CostError, match="describes no device"):
-        devicelist.read(str(described('links = "pcie4"')))
+        device_list.read_device_list(str(described('links = "pcie4"')))
     with pytest.raises(FileError, match="cannot be read"):
-        devicelist.read(str(tmp_path / "none.toml"))
+        device_list.read_device_list(str(tmp_path / "none.toml"))
 
 
 # ---- plans
@@ -189,7 +189,7 @@ def test_the_simulated_step_is_that_of_the_library(written, graph):
     plan = sk.Plan.load(str(folder / "plan.json"), graph.graph)
     from splitkit.costs import Links
     from splitkit.pipeline.simulate import simulate_schedule
-    from splitkit.pipeline.stageprices import stage_costs
+    from splitkit.pipeline.stage_prices import stage_costs
 
     stages = stage_costs(sk.analyze(graph), plan, sk.costs.roofline(graph, "h200"))
     run = simulate_schedule(stages, "1f1b", 8, links=Links.preset("nvlink4"))
@@ -214,8 +214,8 @@ def test_what_people_read(call):
     assert (code, err) == (0, "") and "…" not in out
     for line in (
         r"devices +2 x h200",
-        r"memory +131 GiB a device",
-        r"links +nvlink4, usual for h200 \(others with --links\)",
+        r"memory +131 GiB per device",
+        r"links +nvlink4, usual for h200 \(--links changes it\)",
         r"solver +\w+",
     ):
         assert re.search(line, out), line
@@ -354,7 +354,7 @@ def test_the_least_memory(data):
 APART = [
     (["--devices", "2xh200", "--what", "fwd-bwd", "--memory", "2GiB"], "--devices does not go with --what"),
     (["--schedule", "1f1b", "--what", "fwd-bwd", "--memory", "2GiB"], "--schedule does not go with --what"),
-    (["--devices", "2xh200", "--stages", "2"], "and so does --stages"),
+    (["--devices", "2xh200", "--stages", "2"], "both give the number of stages"),
     (["--devices", "2xh200", "--policy", "Stages(2)"], "--devices does not go with --policy"),
     (["--memory", "1GiB", "--policy", "Stages(2)"], "--memory does not go with --policy"),
     (["--memory", "1GiB"], "--memory needs devices or stages"),
@@ -363,13 +363,13 @@ APART = [
     (["--stages", "2", "--trace", "t.json"], "--trace goes with --schedule"),
     (["--stages", "2", "--objective", "latency"], "--objective goes with --devices"),
     (["--devices", "2xh200", "--objective", "latency", "--schedule", "1f1b"], "is for throughput"),
-    (["--devices", "2xh200", "--optimizer", "none", "--schedule", "1f1b"], "is of training"),
+    (["--devices", "2xh200", "--optimizer", "none", "--schedule", "1f1b"], "is for training"),
     (["--devices", "2xh200", "--memory", "much"], "is no size"),
     (["--devices", "2xh200,"], "is no kind of device"),
-    (["--devices", "4"], "Say which devices, such as --devices 4xh200; or --stages 4"),
+    (["--devices", "4"], "Say which devices, such as --devices 4xh200; or use --stages 4"),
     (["--devices", "RTX3090x2"], "Write 2xRTX3090."),
     (["--devices", "a100:4"], "Write 4xa100."),
-    (["--stages", "2", "--memory", "80%"], "is a share, and no device is named"),
+    (["--stages", "2", "--memory", "80%"], "is a share, but no device is named"),
     (["--devices", "2xh200", "--memory", "0%"], "is no share"),
     (["--devices", "2xh200", "--memory", "180%"], "is no share"),
     (["--devices", "2xh200", "--memory", "80", "GB"], "Write --memory 80GB."),
@@ -409,13 +409,13 @@ def test_options_that_do_not_go_together(refused, number):
 @pytest.mark.parametrize(
     "words, exit_code, code, says",
     [
-        (["--devices", "h200,a100", "--schedule", "1f1b"], 2, "SK601", "needs devices that are alike"),
+        (["--devices", "h200,a100", "--schedule", "1f1b"], 2, "SK601", "needs devices of one kind"),
         (["--devices", "h200,a100", "--costs", "unit"], 2, "SK601", "--costs gives each node one price"),
         (["--stages", "4", "--schedule", "1f2b"], 2, "SK330", "no schedule is called '1f2b'"),
         (["--stages", "3", "--schedule", "zbv"], 2, "SK330", "two on each rank"),
         (["--devices", "4xh200", "--schedule", "1f1b", "--microbatches", "2"], 2, "SK330", "2 microbatches"),
         (["--devices", "2xh300"], 1, "SK321", "no device is called 'h300'"),
-        (["--devices", "h200,a100", "--replicas", "1,2"], 2, "SK601", "--replicas is for stages on devices that are"),
+        (["--devices", "h200,a100", "--replicas", "1,2"], 2, "SK601", "--replicas needs stages on devices of one kind"),
         (["--devices", "2xh200", "--replicas", "1,4"], 2, "SK302", "Stages(replicas=(1, 4))"),
         (["--stages", "4", "--schedule", "zbv", "--replicas", "1,2"], 2, "SK302", "two stages on a rank"),
         (["--devices", "2xh200", "--links", "nvlink9"], 1, "SK322", "no link is called 'nvlink9'"),

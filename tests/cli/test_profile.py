@@ -3,6 +3,10 @@
 import json
 
 import pytest
+import torch
+from torch import nn
+
+from splitkit.cli import main
 
 TINY = ["--size", "layers=1,width=32,heads=2", "--size", "vocab=64,seq=8"]
 
@@ -91,3 +95,49 @@ def test_costs_of_a_device_of_ones_own(call, tmp_path):
 def test_costs_that_are_not_known(call, costs):
     code, _, err = call("plan", "gpt2", *TINY, "--stages", "2", "--costs", costs)
     assert code in (1, 2) and "SK" in err
+
+
+class _Nothing(nn.Module):
+    def forward(self, x, *, allocator=None):
+        return x if allocator is None else x + allocator
+
+
+def no_bytes():
+    return _Nothing(), (torch.zeros(0),)
+
+
+def an_input_called_allocator():
+    return _Nothing(), (torch.zeros(3),), {"allocator": torch.zeros(3)}
+
+
+@pytest.mark.parametrize("factory", [no_bytes, an_input_called_allocator])
+def test_a_peak_of_0_and_an_input_called_like_an_option_are_profiled(factory, capsys):
+    assert main(["profile", f"{__file__}:{factory.__name__}", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["predicted"] == row["measured"]
+    assert row["error"] == 0
+
+
+class _Views(nn.Module):
+    """Of what the second part takes, two values are views of one memory, and one repeats a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 4)
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.second(y.view(-1).view(8, 64)) + self.second(y) + self.second(y[:1, :1].expand(8, 64))
+
+
+def views_between_parts():
+    return _Views(), (torch.randn(8, 16),)
+
+
+def test_parts_are_measured_on_views_that_share_memory_as_in_the_whole(capsys):
+    policy = "ByName({'first': 0, 'second': 1, '*': 0})"
+    words = ["profile", f"{__file__}:views_between_parts", "--policy", policy, "--on-cycle", "refine", "--json"]
+    assert main([*words, "--forward-only"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert len(rows) > 2
+    assert [row["error"] for row in rows] == [0] * len(rows)

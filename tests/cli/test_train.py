@@ -117,7 +117,7 @@ def test_what_fails_on_the_ranks_is_said(call, monkeypatch):
     reason = "the loss of microbatch 0 in step 1 is nan"
     error = {"code": "SK805", "reason": reason, "remedy": "Lower --lr.", "nodes": []}
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("splitkit.cli.launch.ranks", lambda *given: (3, json.dumps({"error": error})))
+    monkeypatch.setattr("splitkit.cli.launcher.ranks", lambda *given: (3, json.dumps({"error": error})))
     code, _, said = call("train", "gpt2", *TINY, "--stages", "2", "--nproc", "2")
     assert code and f"SK805: {reason}" in said and "Lower --lr." in said
 
@@ -126,7 +126,7 @@ def test_a_rank_that_does_not_plan_does_not_search(monkeypatch):
     """Every rank searched, and threw its plan away for that of rank 0."""
     spec = f"{Path(__file__).parent / 'tinynet.py'}:net"
     args = make_parser().parse_args(["train", spec, *TINY, "--stages", "2"])
-    monkeypatch.setattr("splitkit.runtime.agreement.planned_once", lambda gm, make: "sent by rank 0")
+    monkeypatch.setattr("splitkit.runtime.ranks.rank_agreement.planned_once", lambda gm, make: "sent by rank 0")
     monkeypatch.setattr("splitkit.plan", lambda *given, **options: pytest.fail("searched"))
     work, plan = planned_together(args)
     assert plan == "sent by rank 0" and len(work.gm.graph.nodes) > 9

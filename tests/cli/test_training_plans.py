@@ -1,12 +1,14 @@
 """``splitkit plan --what fwd-bwd``, ``run`` of such a plan, and ``splitkit sweep``."""
 
 import json
+import re
 
 import pytest
 import torch
 from campaigns import these_first
 
 import splitkit as sk
+from splitkit.cli import main
 from splitkit.testing import models
 
 TINY = ["--size", "layers=1,width=32,heads=2", "--size", "vocab=64,seq=8"]
@@ -225,7 +227,7 @@ def test_commands_that_cut_a_forward_refuse_it_and_say_what_runs_it(call, step, 
 def test_a_budget_of_the_peak(call, memory):
     code, out, err = call("plan", "gpt2", *TINY, "--what", "fwd-bwd", "--memory", memory)
     assert code == 0, err
-    assert "computed again" in out and "saved for backward" in out
+    assert "recomputed" in out and "saved for backward" in out
 
 
 def test_a_budget_that_cannot_be_kept(call):
@@ -291,13 +293,36 @@ def test_the_numbers_of_a_model_that_writes_do_not_depend_on_the_repeats(data, s
 
 
 def test_profile_writes_nothing_that_the_next_run_reads(factory):
-    from splitkit.testing import memoryruns
+    from splitkit.testing import memory_runs
 
     made = models.load(f"{factory}:writing")
     before = [made.args[0].clone(), made.model.mean.clone()]
     split = sk.split(sk.capture(made.model, *made.args), sk.policies.Stages(2))
-    memoryruns.forward(made.model, made, 0)
-    memoryruns.parts(split, made, 0)
-    memoryruns.training(memoryruns.Training.of(made), made, 0)
+    memory_runs.measure_forward(made.model, made, 0)
+    memory_runs.measure_parts(split, made, 0)
+    memory_runs.measure_training(memory_runs.TrainingRun.of(made), made, 0)
     after = [made.args[0], made.model.mean]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_sweep_of_the_peak_ends_at_the_least_peak(capsys):
+    size = "layers=1,width=32,heads=2,seq=16,batch=2,vocab=53"
+    assert main(["sweep", "gpt2", "--size", size, "--of", "peak", "--points", "3", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["of"] == "peak" and [p["peak"] for p in data["points"]] == sorted(
+        (p["peak"] for p in data["points"]), reverse=True
+    )
+    assert main(["plan", "gpt2", "--size", size, "--what", "fwd-bwd", "--memory", "least", "--json"]) == 0
+    least = json.loads(capsys.readouterr().out)
+    assert least["peak"] == data["points"][-1]["peak"] and any(
+        "transformer.h" in v["label"] for v in least["saved"]["values"]
+    )
+    assert main(["sweep", "gpt2", "--of", "peak", "--stages", "2"]) == 2
+
+
+def test_prices_that_count_nodes_are_named_nodes(capsys):
+    size = ["--size", "layers=1,width=16,heads=2,seq=8,batch=2,vocab=31", "--costs", "unit"]
+    assert main(["sweep", "gpt2", *size, "--stages", "2", "--microbatches", "2"]) == 0
+    assert re.search(r"prices +nodes", capsys.readouterr().out)
+    assert main(["plan", "gpt2", *size, "--what", "fwd-bwd", "--memory", "least"]) == 0
+    assert re.search(r"prices +nodes", capsys.readouterr().out)

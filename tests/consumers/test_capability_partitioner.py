@@ -14,7 +14,7 @@ from torch.fx.passes.operator_support import OperatorSupportBase
 from zoographs import specimens
 
 import splitkit as sk
-from splitkit.plans.parts import HOST
+from splitkit.plans.parts import PARENT
 from splitkit.policies import BySupport
 from splitkit.testing import assert_same
 
@@ -47,7 +47,7 @@ def counts(gm, rule):
     partitioner = CapabilityBasedPartitioner(gm, Support(rule), allows_single_node_partition=True)
     theirs = [p for p in partitioner.propose_partitions() if any(flow.is_placeable(n) for n in p.nodes)]
     for node in flow.nodes:
-        assert (plan.home(node) is not HOST) == rule(node)
+        assert (plan.home(node) is not PARENT) == rule(node)
     return len(plan.parts), len(theirs)
 
 

@@ -201,3 +201,15 @@ def test_a_folded_model_is_called_like_the_model(use):
     spy = use("splitkit", "torch.fx.experimental.const_fold")
     folded = const_fold.split_const_subgraphs(gm)
     assert len(spy.made) == 1 and torch.equal(folded(inputs)["y"], model(inputs)["y"])
+
+
+def test_a_pipe_gives_a_tuple_of_its_output(monkeypatch):
+    from torch.distributed.pipelining import _IR
+
+    monkeypatch.setattr(_IR, "split_module", sk.split_module)
+    model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), torch.randn(5, 4)
+    expected = model(x)
+    pipe = pipeline(model, (x,), split_spec={"2": SplitPoint.BEGINNING})
+    out = pipe(x)
+    assert type(out) is tuple and len(out) == 1
+    torch.testing.assert_close(out[0], expected)

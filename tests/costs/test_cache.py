@@ -1,16 +1,20 @@
 """The file of measured costs: whole or ignored, shared by processes, and no key means two ops."""
 
+import copy
 import json
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.nn.functional as F
+from handgraphs import captured
 from torch import fx, nn
 
-from splitkit.costs.cache import CostCache, default_path, environment, read
-from splitkit.costs.keys import is_lasting, key_of
-from splitkit.costs.timing import Record
+from splitkit import costs
+from splitkit.costs.timing.cache import CostCache, default_path, environment, read_cost_file
+from splitkit.costs.timing.call_timing import Record
+from splitkit.costs.timing.op_keys import is_lasting, key_of
 from splitkit.errors import FileError
 
 HERE = "torch 2, a machine"
@@ -46,14 +50,14 @@ def test_writers_keep_what_others_wrote_meanwhile(tmp_path):
     second.put("b", Record(2.0, 0))
     first.save()
     second.save()
-    assert read(path) == {HERE: {"a": Record(1.0, 0)}, "there": {"b": Record(2.0, 0)}}
+    assert read_cost_file(path) == {HERE: {"a": Record(1.0, 0)}, "there": {"b": Record(2.0, 0)}}
 
 
 def test_writers_at_once_leave_a_whole_file(tmp_path):
     path = tmp_path / "costs.json"
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda i: saved(path, f"op{i}"), range(40)))
-    assert read(path)[HERE]
+    assert read_cost_file(path)[HERE]
     assert [p.name for p in tmp_path.iterdir()] == ["costs.json"]
 
 
@@ -93,7 +97,7 @@ def test_a_damaged_file_is_rewritten_even_if_nothing_is_new(tmp_path):
     path.write_text("{")
     with pytest.warns(UserWarning):
         CostCache(path, HERE).save()
-    assert read(path) == {HERE: {}}
+    assert read_cost_file(path) == {HERE: {}}
 
 
 def test_a_file_that_cannot_be_read_is_an_error(tmp_path):
@@ -186,3 +190,53 @@ def test_functions_without_a_name_of_their_own_do_not_last():
     assert key(X, node=first) != key(X, node=second) and not is_lasting(key(X, node=first))
     assert is_lasting(key(X, node=graph.call_function(torch.relu)))
     assert key(X, node=graph.call_method("relu"), callee="relu") == "Tensor.relu(float32[4,6])"
+
+
+@pytest.mark.parametrize("record", [[10**400, 0], [1.0, 10**400], [True, False]])
+def test_a_cache_with_numbers_that_are_no_seconds_is_measured_anew(tmp_path, record):
+    file = tmp_path / "costs.json"
+    gm = captured(lambda self, x: x.sin(), torch.ones(3))
+    costs.measured(gm, torch.ones(3), cache=file, min_run_time=1e-4)
+    damaged = json.loads(file.read_text())
+    for known in damaged["environments"].values():
+        known.update(dict.fromkeys(known, record))
+    file.write_text(json.dumps(damaged))
+    with pytest.warns(UserWarning, match="is no cost cache"):
+        found = costs.measured(gm, torch.ones(3), cache=file, min_run_time=1e-4)
+    assert sum(map(found.seconds, gm.graph.nodes)) < 0.5
+    assert "[1" not in file.read_text().replace(" ", "")
+
+
+def test_an_op_on_a_conjugate_has_a_key_of_its_own():
+    """`conj()` leaves a bit to whoever reads the tensor, and costs that reader a pass over it."""
+
+    def twice(self, x):
+        return x @ x, x.conj() @ x
+
+    x = torch.randn(16, 16, dtype=torch.complex64)
+    gm = captured(twice, x)
+    products = [n for n in gm.graph.nodes if n.target is torch.ops.aten.matmul.default]
+    keys = [key_of(n, n.target, (v, x), {}) for n, v in zip(products, (x, x.conj()), strict=True)]
+    assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (nn.Upsample(size=[4, 4]), nn.Upsample(size=[512, 512])),
+        (nn.Unflatten(1, [2, 8]), nn.Unflatten(1, [8, 2])),
+        (
+            nn.TransformerEncoderLayer(16, 2, activation=torch.tanh),
+            nn.TransformerEncoderLayer(16, 2, activation=F.silu),
+        ),
+    ],
+)
+def test_modules_that_differ_in_a_list_or_a_function_have_different_keys(one, other):
+    def key(module):
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        return key_of(graph.call_module("m", (x,)), module, (torch.ones(1, 16, 16),), {})
+
+    assert key(one) != key(other)
+    assert key(one) == key(copy.deepcopy(one))
+    assert is_lasting(key(one))

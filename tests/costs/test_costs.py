@@ -3,13 +3,14 @@
 import pytest
 import torch
 from campaigns import some_of_all
-from torch import nn
+from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+import splitkit as sk
 from splitkit import costs
-from splitkit.costs.counting import FORMULAS
+from splitkit.costs.formulas.flop_formulas import FORMULAS
 from splitkit.errors import GraphError
-from splitkit.frontends.capture import capture
+from splitkit.frontends.capture.capture import capture
 from splitkit.testing import models
 
 TINY = {"layers": 2, "width": 64, "heads": 4, "vocab": 100, "batch": 2, "seq": 16}
@@ -278,3 +279,27 @@ def test_graph_without_values():
 def test_default_counts_flops_where_it_can():
     gm = capture(nn.Linear(4, 4), torch.randn(2, 4))
     assert isinstance(costs.default(gm), costs.Flops)
+
+
+@pytest.mark.parametrize("make", [costs.flops, costs.roofline, costs.unit])
+def test_prices_of_what_is_no_graph_are_refused(make):
+    with pytest.raises(GraphError, match="SK101.*Linear"):
+        make(nn.Linear(2, 2))
+
+
+def test_prices_of_a_deleted_module_are_refused():
+    gm = fx.symbolic_trace(nn.Sequential(nn.Linear(16, 16)))
+    sk.extend.propagate(gm, torch.randn(8, 16))
+    del gm._modules["0"]
+    with pytest.raises(GraphError, match="SK104"):
+        sum(costs.flops(gm).flops(node) for node in gm.graph.nodes)
+
+
+def test_unit_prices_know_bytes_where_values_are_known():
+    gm = capture(nn.Linear(4, 2), torch.ones(3, 4))
+    (linear,) = (node for node in gm.graph.nodes if node.op == "call_function")
+    prices = costs.unit(gm)
+    assert (prices.seconds(linear), prices.flops(linear)) == (1.0, 1.0)
+    assert (prices.nbytes(linear), prices.param_bytes(linear)) == (3 * 2 * 4, (4 * 2 + 2) * 4)
+    del linear.meta["val"]
+    assert prices.nbytes(linear) == 0

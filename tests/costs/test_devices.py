@@ -6,10 +6,13 @@ import copy
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from handgraphs import captured
 
-from splitkit.cli import devicelist
+from splitkit import costs
+from splitkit.cli.syntax import device_list
 from splitkit.costs import Device, devices, load_devices
 from splitkit.costs.devices import find_device
 from splitkit.errors import CostError, FileError
@@ -30,7 +33,7 @@ memory = 8_000_000_000
 
 def test_the_table_is_whole_and_says_where_it_comes_from():
     table = devices()
-    assert tuple(table) == devicelist.KINDS, "the command line names them without torch"
+    assert tuple(table) == device_list.KINDS, "the command line names them without torch"
     for name, device in table.items():
         assert device.name == name
         assert device.source.startswith("generic:" if name == "cpu" else "https://")
@@ -51,7 +54,7 @@ def test_figures_of_data_sheets_dense():
 
 def test_the_table_cannot_be_changed_by_its_readers():
     devices().clear()
-    assert len(devices()) == len(devicelist.KINDS)
+    assert len(devices()) == len(device_list.KINDS)
 
 
 def test_figures_of_the_cards_that_people_own():
@@ -147,3 +150,17 @@ def test_a_device_that_nobody_knows(name):
 def test_a_device_without_a_name():
     with pytest.raises(CostError, match="SK320"):
         Device("", {"float32": 1.0}, 1.0, 1)
+
+
+def test_a_peak_that_a_reader_changes_changes_for_nobody_else():
+    rate = costs.devices()["a100"].rate(torch.float32)
+    gm = captured(lambda self, x: x.sin(), torch.ones(3))
+    costs.devices()["a100"].peak["float32"] = 1
+    costs.roofline(gm, "a100").device.peak["float32"] = 1
+    assert costs.roofline(gm, "a100").device.rate(torch.float32) == rate
+
+
+def test_numbers_of_numpy_describe_devices_and_links():
+    device = costs.Device("mine", {"float32": np.float32(2e12)}, np.int64(10**9), np.int64(10**9))
+    assert device.rate(torch.float32) == np.float32(2e12)
+    assert costs.Links.uniform(np.float32(1e9)).seconds(0, 1, np.int64(10**9)) == pytest.approx(1)

@@ -12,13 +12,13 @@ from torch._inductor.compile_fx import compile_fx
 
 from splitkit import capture, costs
 from splitkit.costs import Device
-from splitkit.costs.fusion import Fusion
-from splitkit.costs.loops import Loop
+from splitkit.costs.formulas.fusion import Fusion
+from splitkit.costs.formulas.kernel_loops import Loop
 from splitkit.errors import CostError, GraphError
-from splitkit.frontends.joint import capture_joint
+from splitkit.frontends.joint.joint_capture import capture_joint
 from splitkit.policies import MinCut, SaveAll
 from splitkit.testing import models
-from splitkit.training.flow import FORWARD, homes
+from splitkit.training.flow import FORWARD, save_all_plan
 
 aten = torch.ops.aten
 SLOW_MEMORY = Device("slow memory", {"float32": 1e30}, 1.0, 1)  # seconds are bytes
@@ -259,7 +259,7 @@ class Layer(nn.Module):
 def priced(model, *inputs):
     """Op of forward -> bytes, by a joint graph."""
     joint = capture_joint(model, *inputs)
-    prices, home = costs.fused(joint.graph_module, SLOW_MEMORY), homes(joint.flow)
+    prices, home = costs.fused(joint.graph_module, SLOW_MEMORY), save_all_plan(joint.flow)
     return {n.target: prices.seconds(n) for n in joint.flow.nodes if home.home(n) == FORWARD}
 
 
@@ -275,7 +275,7 @@ def test_to_compute_again_what_a_kernel_of_backward_reads_costs_almost_nothing()
 def test_a_joint_graph_is_cheaper_to_compute_again_than_unfused():
     made = models.build("gpt2", layers=2, width=64, heads=2, batch=2, seq=64, vocab=101)
     joint = capture_joint(made.model, *made.args, **made.kwargs)
-    gm, home = joint.graph_module, homes(joint.flow)
+    gm, home = joint.graph_module, save_all_plan(joint.flow)
     fused, plain = costs.fused(gm), costs.roofline(gm)
     forward = [n for n in joint.flow.nodes if home.home(n) == FORWARD]
     generated = [n for n in forward if (k := fused.fusion.kernel.get(n)) is not None and k.loop is not None]
@@ -311,3 +311,18 @@ def test_kernels_of_a_graph_without_prices():
     gm = graph(lambda x: x.sin() + 1, X)
     fusion = Fusion(gm.graph, lambda node: False)
     assert [kernel.loop for kernel in fusion.generated] == [Loop(32 * 64)]
+
+
+def test_what_two_kernels_of_backward_read_costs_no_more_again_than_to_make_it():
+    """Each could read its three inputs instead: no more than what one kernel, which writes it for both, reads."""
+
+    class Sums(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, a, b, c):
+            z = torch.addcmul(a, b, c)
+            return ((((z.sin() @ self.w) * z) @ self.w) * z).sum()
+
+    assert priced(Sums(), X.clone().requires_grad_(), X, X.clone())[aten.addcmul.default] == 3 * NBYTES

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from splitkit.costs import Link, Links
-from splitkit.costs.links import PRESETS, fit
+from splitkit.costs.links import PRESETS, as_links, fit
 from splitkit.errors import CostError
 
 GB = 10**9
@@ -130,3 +130,24 @@ def test_links_are_measured_between_devices_that_exist():
     if torch.cuda.is_available():
         there = Links.measured(["cpu", "cuda:0"]).link("cpu", "cuda:0")
         assert 0 < there.bandwidth < 1e12
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Links.matrix([[1, 2], [3]]),
+        lambda: Links.matrix([[0, 1], [1, 0]], latency="soon"),
+        lambda: Links.measured(["cpu:0", "meta"]),
+        lambda: Links.measured(["cpu:0", "cpu:1"], sizes=(1.5, 2)),
+        lambda: Links.uniform(1e9).seconds(0, 1, "5"),
+    ],
+)
+def test_links_described_wrongly_are_refused(make):
+    with pytest.raises(CostError, match="SK322"):
+        make()
+
+
+def test_links_are_given_as_they_are_or_by_name():
+    own = Links(Link(1e9))
+    assert as_links(own) is own and as_links(None) is None
+    assert as_links("nvlink4").seconds(0, 1, 10**9) == Links.preset("nvlink4").seconds(0, 1, 10**9)

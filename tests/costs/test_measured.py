@@ -7,15 +7,17 @@ import operator
 import pytest
 import torch
 from campaigns import these_first
+from handgraphs import captured
 from torch import fx, nn
 
 import splitkit as sk
-from splitkit.costs import measuring as door
-from splitkit.costs import timing
-from splitkit.costs.cache import read
-from splitkit.costs.measured import measured
+from splitkit import costs
+from splitkit.costs.timing import call_timing as timing
+from splitkit.costs.timing import measuring_run as door
+from splitkit.costs.timing.cache import read_cost_file
+from splitkit.costs.timing.measured import measured
 from splitkit.errors import CostError, GraphError
-from splitkit.frontends.capture import capture
+from splitkit.frontends.capture.capture import capture
 from splitkit.testing import models
 from splitkit.testing.oracle import assert_same
 from splitkit.testing.trial import bitwise, named_tensors
@@ -32,9 +34,9 @@ def counted(monkeypatch):
     def record(prepare, *args):
         run = prepare()
         calls.append(run.func)
-        return timing.record(prepare, *args)
+        return timing.time_call(prepare, *args)
 
-    monkeypatch.setattr(door, "record", record)
+    monkeypatch.setattr(door, "time_call", record)
     return calls
 
 
@@ -189,10 +191,10 @@ def test_prices_are_those_of_ops_among_the_others(monkeypatch):
     loops = []
 
     def slow(prepare, *args):
-        loops.append(timing.record(prepare, *args))
+        loops.append(timing.time_call(prepare, *args))
         return timing.Record(1e3, 7)
 
-    monkeypatch.setattr(door, "record", slow)
+    monkeypatch.setattr(door, "time_call", slow)
     gm = capture(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(4, 8))
     costs = measure(gm, torch.randn(4, 8))
     priced = [n for n in gm.graph.nodes if costs.seconds(n)]
@@ -220,7 +222,7 @@ def test_regions_are_in_force(tmp_path, counted):
     assert ops(gm, "autocast")
     path = tmp_path / "costs.json"
     costs = measure(gm, torch.randn(4, 32), cache=path)
-    (entries,) = read(path).values()
+    (entries,) = read_cost_file(path).values()
     (inside,) = [key for key in entries if "linear" in key and "autocast" in key]
     (outside,) = [key for key in entries if "linear" in key and "autocast" not in key]
     assert inside == f"{outside} under autocast cpu bfloat16"
@@ -243,7 +245,7 @@ def test_higher_order_ops_and_their_bodies(tmp_path):
     costs = measure(gm, torch.ones(3, 4), cache=path)
     (node,) = ops(gm, "cond")
     assert costs.seconds(node) > 0
-    (entries,) = read(path).values()
+    (entries,) = read_cost_file(path).values()
     assert any(key.startswith("cond") or "cond" in key.split("(")[0] for key in entries)
 
 
@@ -251,7 +253,7 @@ def test_symbolic_sizes_are_those_of_the_inputs(tmp_path):
     gm = capture(nn.Sequential(nn.Linear(4, 6), nn.ReLU()), torch.randn(5, 4), dynamic=True)
     path = tmp_path / "costs.json"
     measure(gm, torch.randn(9, 4), cache=path)
-    (entries,) = read(path).values()
+    (entries,) = read_cost_file(path).values()
     assert any("float32[9,4]" in key for key in entries) and not any("[5,4]" in key for key in entries)
     gm(torch.randn(7, 4))  # no guard was added
 
@@ -282,7 +284,7 @@ def test_the_cache_of_the_user(tmp_path, monkeypatch, counted):
 
 def test_ctrl_c_keeps_what_is_measured(tmp_path, monkeypatch, counted):
     gm = capture(Precise(), torch.randn(4, 32))
-    x, real = torch.randn(4, 32), door.record
+    x, real = torch.randn(4, 32), door.time_call
 
     def stops(*args):
         if len(counted) == 1:
@@ -290,17 +292,17 @@ def test_ctrl_c_keeps_what_is_measured(tmp_path, monkeypatch, counted):
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(door, "record", stops)
+    monkeypatch.setattr(door, "time_call", stops)
     before = state_of(gm, x)
     with pytest.raises(KeyboardInterrupt):
         measured(gm, x, cache=tmp_path / "costs.json", **QUICK)
     untouched(before, gm, x)
-    (entries,) = read(tmp_path / "costs.json").values()
+    (entries,) = read_cost_file(tmp_path / "costs.json").values()
     assert len(entries) == len(counted) == 1
-    monkeypatch.setattr(door, "record", real)
+    monkeypatch.setattr(door, "time_call", real)
     counted.clear()
     measure(gm, x, cache=tmp_path / "costs.json")
-    (entries,) = read(tmp_path / "costs.json").values()
+    (entries,) = read_cost_file(tmp_path / "costs.json").values()
     assert counted.count(torch.ops.aten.linear.default) == 1  # the one that is not kept yet
     assert len(entries) > 1
 
@@ -409,9 +411,22 @@ def test_values_are_freed_after_their_last_use(monkeypatch):
 
     def record(*args):
         alive.append(sum(type(t) is torch.Tensor and t.shape == (777,) for t in gc.get_objects()))
-        return timing.record(*args)
+        return timing.time_call(*args)
 
     x = torch.randn(777)
-    monkeypatch.setattr(door, "record", record)
+    monkeypatch.setattr(door, "time_call", record)
     measured(gm, x, cache=False, **QUICK)
     assert len(alive) == 12 and max(alive) <= min(alive) + 1
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda gm: costs.measured(gm, None, cache=False), "SK324.*NoneType"),
+        (lambda gm: costs.measured(gm, torch.ones(3), None, cache=False), "SK321.*None"),
+        (lambda gm: costs.measured(gm, torch.ones(3, device="meta"), cache=False), "SK324.*meta"),
+    ],
+)
+def test_measuring_without_inputs_or_a_device_is_refused_with_the_reason(call, said):
+    with pytest.raises(CostError, match=said):
+        call(captured(lambda self, x: x.sin(), torch.ones(3)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from campaigns import these_first
+from handgraphs import captured
 from torch import nn
 
 from splitkit import capture, costs
@@ -296,3 +297,24 @@ def test_what_is_refused():
         costs.roofline(gm, "abacus")
     with pytest.raises(GraphError, match="SK102"):
         costs.roofline(torch.fx.symbolic_trace(nn.Linear(2, 2)), "a100")
+
+
+def test_a_size_that_only_the_data_decides_counts_as_its_bound():
+    gm = captured(lambda self, x: x[x > 0] * 2, torch.ones(64, 64))
+    (product,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+    (index,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.index.Tensor)
+    price = costs.roofline(gm, "cpu")
+    bound = 64 * 64 * 4  # nonzero yields as many at most, and says so
+    assert (price.nbytes(product), price.moved(product)) == (bound, 2 * bound)
+    assert price.seconds(product) == 2 * bound / price.device.bandwidth + price.device.launch
+    assert price.flops(index) == 64 * 64
+    assert price.seconds(index) > price.device.launch
+
+
+def test_ops_that_write_a_list_and_yield_nothing_cost_what_they_write():
+    gm = captured(lambda self, x, y: (torch._foreach_add_([x, y], 1.0), x)[1], torch.ones(10), torch.ones(20))
+    (add,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten._foreach_add_.Scalar)
+    price = costs.roofline(gm, "cpu")
+    assert price.flops(add) == 30
+    assert price.moved(add) == 2 * 30 * 4
+    assert price.seconds(add) == 2 * 30 * 4 / price.device.bandwidth + price.device.launch

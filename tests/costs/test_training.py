@@ -12,10 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from splitkit import capture, costs
 from splitkit.costs import training
-from splitkit.costs.counting import FORMULAS
+from splitkit.costs.formulas.flop_formulas import FORMULAS
 from splitkit.costs.training import FromFormula, FromJoint
 from splitkit.errors import CostError, GraphError
-from splitkit.graph.joint import backward_nodes, is_joint, owners
+from splitkit.graph.joint_marks import backward_nodes, forward_owners, is_joint
 from splitkit.testing import models
 
 aten = torch.ops.aten
@@ -312,7 +312,7 @@ def test_the_first_forward_node_of_a_number_made_it():
         ("bsum", ["b2", "b1"], 99), ("bother", ["bsum", "x"], None),
     )  # fmt: skip
     assert is_joint(graph)
-    found = {node.name: owner.name for node, owner in owners(graph).items()}
+    found = {node.name: owner.name for node, owner in forward_owners(graph).items()}
     assert found == {"b3": "f3", "b2": "f2", "bsaved": "f1", "b1": "f1", "bsum": "f1", "bother": "f1"}
 
 
@@ -321,11 +321,11 @@ def test_what_needs_a_tangent_is_backward_without_a_tag():
     for node in graph.nodes:
         node.meta.pop("partitioner_tag", None)
     assert is_joint(graph) and [n.name for n in backward_nodes(graph)] == ["c", "d"]
-    assert {o.name for o in owners(graph).values()} == {"f1"}
+    assert {o.name for o in forward_owners(graph).values()} == {"f1"}
 
 
 def test_a_graph_that_only_runs_backward_has_no_forward_nodes_to_pay():
     graph = drawn(("b1", "tt", 1))
-    assert owners(graph) == {}
+    assert forward_owners(graph) == {}
     gm = fx.GraphModule(nn.Module(), graph)
     assert training(Priced(), gm).seconds(list(graph.nodes)[2]) == 0.25

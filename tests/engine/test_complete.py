@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from handgraphs import graph_of
 from torch import fx, nn
 from zoographs import specimens
 
 from splitkit.engine.split import split
 from splitkit.errors import PlanError
 from splitkit.graph.dataflow import analyze
-from splitkit.plans.parts import HOST, Part
+from splitkit.plans.parts import PARENT, Part
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import refine
 from splitkit.testing import assert_same
@@ -24,13 +25,13 @@ def test_every_node_gets_a_place():
     assert set(whole) == set(gm.graph.nodes)
     for node, keys in whole.items():
         if node.op in ("placeholder", "output"):
-            assert keys == (HOST,)
+            assert keys == (PARENT,)
         elif node in flow.followers:
             assert keys == whole[flow.followers[node]]
         elif node.op == "get_attr":
             assert set(keys) == {k for u in node.users for k in whole[u]}
         else:
-            assert keys == half.places.get(node, (HOST,))
+            assert keys == half.places.get(node, (PARENT,))
 
 
 def test_hoisted_tensors_stay_in_the_host_and_bodies_do_not():
@@ -39,7 +40,7 @@ def test_hoisted_tensors_stay_in_the_host_and_bodies_do_not():
     attributes = {n.target: keys for n, keys in whole.items() if n.op == "get_attr"}
     bodies = {t for t in attributes if isinstance(gm.get_submodule(str(t).split(".")[0]), fx.GraphModule)}
     assert bodies and all(attributes[t] == (0,) for t in bodies)
-    assert all(keys == (HOST,) for t, keys in attributes.items() if t not in bodies)
+    assert all(keys == (PARENT,) for t, keys in attributes.items() if t not in bodies)
 
 
 def test_foreign_nodes_are_refused(chain):
@@ -110,5 +111,75 @@ def test_a_checkpointed_reader_of_what_is_written_later_is_refused():
     labels = {n.name: n for n in flow.nodes}
     parts = {"early": Part("early", call="checkpoint")}
     plan = Plan({labels["mul"]: ("early",), labels["add_"]: ("late",), labels["sin"]: ("late",)}, parts)
-    with pytest.raises(PlanError, match="SK207.*run mul again.*what it reads is written by another node"):
+    with pytest.raises(PlanError, match="SK207.*run mul again.*another node writes the memory that it reads"):
         split(gm, plan)
+
+
+def test_a_checkpointed_part_that_draws_from_a_generator_of_its_own_is_refused():
+    def write(g):
+        x = g.placeholder("x")
+        g.output(g.call_function(torch.bernoulli, (x,), {"generator": g.get_attr("generator")}))
+
+    root = nn.Module()
+    root.generator = torch.Generator()
+    gm = graph_of(write, root)
+    parts = {0: Part(0, call="checkpoint")}
+    with pytest.raises(PlanError, match="SK207.*bernoulli"):
+        split(gm, Plan(dict.fromkeys(analyze(gm).nodes, (0,)), parts))
+    assert len(split(gm, lambda node: 0).parts) == 1
+
+
+def test_opaque_code_elsewhere_does_not_forbid_checkpoints():
+    class Custom(nn.Module):
+        def forward(self, x):
+            return x.exp()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.custom, self.b, self.c = nn.Linear(2, 2), Custom(), nn.Linear(2, 2), nn.Linear(2, 2)
+            self.register_buffer("scale", torch.ones(2))
+
+        def forward(self, x):
+            x = torch.tanh(self.a(x * self.scale))
+            return self.c(torch.relu(self.b(self.custom(torch.sin(x))))) * self.scale
+
+    class Tracer(fx.Tracer):
+        def is_leaf_module(self, m, name):
+            return isinstance(m, Custom) or super().is_leaf_module(m, name)
+
+    model = Model()
+    gm = fx.GraphModule(model, Tracer().trace(model))
+    where = {"mul": 0, "a": 0, "tanh": 0, "sin": 1, "custom": 1, "b": 1, "relu": 1, "c": 2, "mul_1": 2}
+    nodes = {n.name: n for n in gm.graph.nodes}
+
+    def checkpointed(*keys):
+        parts = {k: Part(k, call="checkpoint" if k in keys else "plain") for k in range(3)}
+        return split(gm, Plan({nodes[n]: (k,) for n, k in where.items()}, parts))
+
+    assert_same(model, checkpointed(0, 2), torch.ones(3, 2, requires_grad=True))
+    with pytest.raises(PlanError, match="SK207.*custom"):
+        checkpointed(1)
+    where |= {"tanh": 1, "custom": 2, "b": 2, "relu": 2}  # custom may write what it is given
+    with pytest.raises(PlanError, match="SK207.*sin .*written by another node"):
+        checkpointed(1)
+
+
+def test_a_node_that_others_read_must_be_somewhere(chain, nodes):
+    n = nodes(chain)
+    with pytest.raises(PlanError, match="SK208: add is planned in no part, but mul reads it"):
+        split(chain, Plan({n["add"]: (), n["mul"]: (0,), n["sub"]: (0,)}))
+    dropped = split(chain, Plan({n["add"]: (0,), n["mul"]: (0,), n["sub"]: (0,)}))
+    assert dropped.module(torch.ones(1)) == 1
+
+
+def test_a_node_with_an_effect_must_be_somewhere():
+    def write(g):
+        x = g.placeholder("x")
+        g.create_node("call_method", "add_", (x, 1), name="written")
+        g.output(x)
+
+    gm = graph_of(write)
+    (written,) = (node for node in gm.graph.nodes if node.name == "written")
+    with pytest.raises(PlanError, match="SK208: written is planned in no part, but it writes memory"):
+        split(gm, Plan({written: ()}))

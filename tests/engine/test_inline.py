@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from campaigns import these_first
+from handgraphs import graph_of
 from torch import fx, nn
 from zoographs import specimens
 
@@ -30,7 +31,7 @@ from splitkit.policies import RoundRobin, Stages
 from splitkit.testing import assert_same, random_graph, random_plan
 from splitkit.testing.fuzzing import usable_inputs
 from splitkit.testing.oracle import assert_inlines
-from splitkit.testing.visible import close_all, observe
+from splitkit.testing.visible_state import close_all, observe
 
 ZOO = specimens()
 
@@ -341,7 +342,7 @@ def test_a_region_that_a_pass_has_changed_or_dropped():
 
 def insert(made, dice):
     """Add nodes to the parts and the parent: behind a random node for its readers, or at the end for the output."""
-    for key, part in [*made.parts.items(), (sk.HOST, made.module)]:
+    for key, part in [*made.parts.items(), (sk.extend.PARENT, made.module)]:
         graph, pairs = part.graph, made.copies[key].items()
         known = [c for n, c in pairs if n.op.startswith("call_") and n not in made.flow.followers.values()]
         for _ in range(dice.randrange(3) if known else 0):
@@ -384,3 +385,8 @@ def test_randomly_edited_splits_run_like_their_inlining(seeds):
                 raise
             tried += 1
     assert tried > 0.75 * len(seeds)
+
+
+def test_an_empty_graph_can_be_inlined():
+    gm = graph_of(lambda g: None)
+    assert not list(inline(split(gm, lambda node: 0)).graph.nodes)

@@ -11,9 +11,9 @@ from torch import fx, nn
 from zoographs import specimens
 
 import splitkit as sk
+from splitkit.engine.codegen.writer import LeanGraph
 from splitkit.engine.split import split
 from splitkit.engine.split_module import split_module
-from splitkit.engine.writer import LeanGraph
 from splitkit.errors import GraphError, PolicyError
 from splitkit.plans.record import Plan
 from splitkit.policies import RoundRobin, Stages
@@ -247,7 +247,7 @@ def test_the_remedies_of_wrong_calls():
 
 
 def test_plan_checks_without_building_anything(monkeypatch, chain):
-    monkeypatch.setattr("splitkit.engine.emit.emit", None)
+    monkeypatch.setattr("splitkit.engine.codegen.emit.emit", None)
     assert len(sk.plan(chain, RoundRobin(2)).parts) == 3
     with pytest.raises(sk.CycleError):
         sk.plan(chain, {"add": 0, "mul": 1, "sub": 0})
@@ -335,7 +335,7 @@ def test_the_parts_as_a_graph_of_networkx():
 def test_a_relay_is_a_chain_in_networkx():
     specimen = ZOO["skips"]
     flow = sk.analyze(specimen.graph)
-    made = split(specimen.graph, sk.relay(flow, Stages(4).assign(flow, sk.costs.unit(specimen.graph))))
+    made = split(specimen.graph, sk.extend.relay(flow, Stages(4).assign(flow, sk.costs.unit(specimen.graph))))
     chain = made.to_networkx()
     assert sorted(chain.edges) == [(0, 1), (1, 2), (2, 3)]
 

@@ -10,10 +10,10 @@ from torch import fx, nn
 from zoographs import specimens
 
 from splitkit.costs import unit
-from splitkit.engine import writer
+from splitkit.engine.codegen import writer
+from splitkit.engine.codegen.writer import Writer, is_fast
 from splitkit.engine.split import split
 from splitkit.engine.split_module import split_module
-from splitkit.engine.writer import Writer, is_fast
 from splitkit.policies import RoundRobin
 from splitkit.testing import assert_same
 

@@ -20,20 +20,20 @@ from splitkit.costs import unit
 from splitkit.engine.pair import divide
 from splitkit.errors import CycleError, PlanError, PolicyError
 from splitkit.frontends.aot import joint_flow, partition_fn
-from splitkit.frontends.compile import apply, backend
-from splitkit.frontends.joint import capture_joint
+from splitkit.frontends.compile.compile import apply, backend
+from splitkit.frontends.joint.joint_capture import capture_joint
 from splitkit.graph.ops import effects_of
 from splitkit.plans.record import Plan
 from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, Remat, SaveAll
-from splitkit.testing.nets import loss_or_sum
-from splitkit.training.flow import BACKWARD, FORWARD, homes
+from splitkit.testing.small_nets import loss_or_sum
+from splitkit.training.flow import BACKWARD, FORWARD, save_all_plan
 
 
 class Early:
     """Forward computes all that needs no gradient, also what eager autograd computes in backward."""
 
     def assign(self, flow, costs):
-        late, plan = set(flow.backward_inputs), homes(flow)
+        late, plan = set(flow.backward_inputs), save_all_plan(flow)
         for node in flow.index:
             if any(read in late for read in node.all_input_nodes):
                 late.add(node)
@@ -696,7 +696,9 @@ def test_what_must_be_saved_is_computed_in_forward_with_all_that_it_needs():
 
     joint = capture_joint(Model(), torch.randn(3, 4), loss=loss_or_sum)
     plan = joint.split(RecomputeAll()).plan
-    left = [n for n in homes(joint.flow) if homes(joint.flow)[n] == (FORWARD,) and plan[n] == (BACKWARD,)]
+    left = [
+        n for n in save_all_plan(joint.flow) if save_all_plan(joint.flow)[n] == (FORWARD,) and plan[n] == (BACKWARD,)
+    ]
     assert [n.target for n in left] == [ATEN.tan.default, ATEN.exp.default]
     left[1].meta["recompute"] = CheckpointPolicy.MUST_SAVE
     pair = joint.split(RecomputeAll())
@@ -732,7 +734,7 @@ def test_partition_tags_are_honoured():
     (sine,) = joint.graph_module.graph.find_nodes(op="call_function", target=ATEN.sin.default)
     for tag, half in [("is_backward", BACKWARD), ("must_be_in_forward", FORWARD), ("must_be_in_backward", BACKWARD)]:
         cosine.meta["partitioner_tag"] = tag
-        plan = homes(joint_flow(joint.graph_module, joint.signature.forward_outputs))
+        plan = save_all_plan(joint_flow(joint.graph_module, joint.signature.forward_outputs))
         assert plan[cosine] == (half,) and plan[sine] == (FORWARD,)
     sine.meta["partitioner_tag"] = "must_be_in_backward"
     with pytest.raises(CycleError, match="SK203"):
@@ -788,7 +790,7 @@ def test_readers_of_updated_buffers_are_never_recomputed():
 def test_a_plan_that_recomputes_random_numbers_is_refused():
     class Wrong:
         def assign(self, flow, costs):
-            plan = homes(flow)
+            plan = save_all_plan(flow)
             random = [n for n in flow.nodes if flow.effects[n].random]
             return plan.place(dict.fromkeys(random, (FORWARD, BACKWARD)))
 
@@ -801,7 +803,7 @@ def test_a_plan_that_recomputes_random_numbers_is_refused():
 def test_a_plan_that_moves_an_effect_is_refused():
     class Wrong:
         def assign(self, flow, costs):
-            plan = homes(flow)
+            plan = save_all_plan(flow)
             writes = [n for n in flow.nodes if flow.effects[n].writes]
             assert [plan[n] for n in writes] == [(BACKWARD,)]
             return plan.place(dict.fromkeys(writes, (FORWARD,)))

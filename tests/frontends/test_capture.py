@@ -9,8 +9,8 @@ from torch import fx, nn
 
 import splitkit as sk
 from splitkit.errors import CaptureError
-from splitkit.frontends.capture import capture
-from splitkit.frontends.joint import capture_joint
+from splitkit.frontends.capture.capture import capture
+from splitkit.frontends.joint.joint_capture import capture_joint
 from splitkit.graph.scope import is_state_op
 
 leaves = torch.utils._pytree.tree_leaves
@@ -197,11 +197,59 @@ def test_data_dependent_control_flow(how, capfd):
     assert "how=" not in text  # neither way takes it
 
 
-@pytest.mark.parametrize("door", [capture, capture_joint])
+def applied_to(model, x, **options):
+    return sk.apply(model, sk.policies.SaveAll(), x, **options)
+
+
+class Doors(nn.Module):
+    """Its inner part takes eight features."""
+
+    def __init__(self, make=nn.Linear):
+        super().__init__()
+        self.inner = nn.Sequential(nn.ReLU(), make(8, 4))
+
+    def forward(self, x):
+        return self.inner(x).sum()
+
+
+@pytest.mark.parametrize("door", [capture, capture_joint, applied_to])
 def test_a_wrong_shape_is_told_once_and_without_torchs_log(door, capfd):
     with pytest.raises(CaptureError, match="SK401"):
-        door(nn.Linear(8, 4), torch.randn(3, 9))
+        door(Doors(), torch.randn(3, 9))
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("door", [capture, applied_to])
+@pytest.mark.parametrize("make", [nn.Linear, torch.nn.utils.parametrizations.weight_norm])
+def test_a_wrong_shape_names_the_part_that_does_not_take_it(door, make):
+    model = Doors(make if make is nn.Linear else lambda i, o: make(nn.Linear(i, o)))
+    with pytest.raises(CaptureError) as caught:
+        door(model, torch.randn(3, 9))
+    text = str(caught.value)
+    assert "mat1 and mat2 shapes cannot be multiplied (3x9 and 8x4), in its part inner.1" in text
+    assert "called with float32[3, 9]" in text and "return self.inner(x).sum()" in text
+    assert "Dynamo" not in text and "FakeTensor" not in text.split("torch says")[0]
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_what_the_model_raises_at_apply_is_told_as_it_raised_it(fullgraph):
+    with pytest.raises(CaptureError, match=r"Fails does not run on the example inputs: KeyError: 'no such") as caught:
+        applied_to(Fails(), torch.randn(3), fullgraph=fullgraph)
+    assert "called with float32[3]" in caught.value.reason and "# the line to name" in caught.value.reason
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_lazy_model_that_does_not_take_its_examples():
+    model = nn.Sequential(nn.LazyLinear(8), nn.Linear(9, 4))
+    with pytest.raises(CaptureError, match="in its part 1, a Linear, called with float32\\[3, 8\\]"):
+        applied_to(model, torch.randn(3, 9))
+
+
+def test_what_dynamo_alone_does_not_take_is_named_at_apply():
+    with pytest.raises(CaptureError, match="SK401: Trains could not be captured by dynamo") as caught:
+        applied_to(Trains(bool), torch.randn(2, 3), fullgraph=True)
+    assert "test_capture.py" in caught.value.reason
+    assert "fullgraph=True" in caught.value.remedy and "splitkit.apply" not in caught.value.remedy
 
 
 class Trains(nn.Module):
@@ -224,7 +272,7 @@ def test_what_trains_a_model_that_is_not_captured_is_said():
     model(x).backward()
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    with pytest.warns(UserWarning, match="falls into"):
+    with pytest.warns(UserWarning, match="has graph breaks"):
         applied = sk.apply(model, sk.policies.SaveAll(), x)
     applied(x).backward()
     assert all(map(torch.equal, [p.grad for p in model.parameters()], expected))
@@ -258,7 +306,7 @@ def test_other_failures_name_the_line_and_keep_the_cause():
 
 
 def test_outputs_without_tensors():
-    with pytest.raises(CaptureError, match="returns something that is no tensor") as caught:
+    with pytest.raises(CaptureError, match="returns something that is not a tensor") as caught:
         capture(Object(), torch.randn(3))
     assert "copy.copy" in caught.value.remedy
 
@@ -266,10 +314,36 @@ def test_outputs_without_tensors():
 def test_unknown_ways_and_things_that_are_no_module():
     with pytest.raises(CaptureError, match=r"(?s)SK401.*'dynamo'.*export, symbolic_trace"):
         capture(Net(), torch.randn(3, 4), how="dynamo")
-    with pytest.raises(CaptureError, match="SK401: a function is no module"):
+    with pytest.raises(CaptureError, match="SK401: a function is not a module"):
         capture(lambda x: x, torch.randn(3, 4))
 
 
 def test_wrong_inputs():
     with pytest.raises(CaptureError, match="SK401"):
         capture(Net(), torch.randn(3, 4), how="symbolic_trace", nonsense=1)
+
+
+def test_one_tensor_given_twice_is_captured_as_two_inputs():
+    class Model(nn.Module):
+        def forward(self, x, labels):
+            return x * 2 + labels
+
+    x = torch.ones(2)
+    gm = capture(Model(), x, x)
+    assert torch.equal(gm(torch.ones(2), torch.zeros(2)), torch.full((2,), 2.0))
+
+
+def test_a_failed_capture_leaves_no_fake_tensors_in_the_model():
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.kept = nn.Linear(4, 4), []
+
+        def forward(self, x):
+            self.kept.append(self.linear(x))
+            return x if x.sum() > 0 else -x
+
+    model = Keeps()
+    with pytest.raises(sk.CaptureError, match="SK401"):
+        capture(model, torch.randn(2, 4))
+    assert not any("Fake" in type(t).__name__ for t in model.kept)

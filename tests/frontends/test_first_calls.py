@@ -11,6 +11,7 @@ from torch import nn
 import splitkit as sk
 from splitkit.errors import CaptureError, PolicyError
 from splitkit.policies import MinCut, RecomputeAll, SaveAll, Stages
+from splitkit.testing import assert_same
 
 
 class Resized(nn.Module):
@@ -215,3 +216,56 @@ def test_a_memory_budget_in_the_model_is_refused_where_a_policy_would_ignore_it(
         sk.apply(Region(), SaveAll(), x)
     with pytest.raises(PolicyError, match="SK305"):
         sk.capture_joint(Region(), x).split(SaveAll())
+
+
+class Lazily(nn.Module):
+    """Changes itself at its first call."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.linear, self.how, self.seen, self.mask = nn.Linear(4, 4), how, False, None
+
+    def forward(self, x):
+        if not self.seen:
+            self.seen = True
+            if self.how == "parameter":
+                self.scale = nn.Parameter(torch.full((4,), 2.0))
+            elif self.how == "buffer":
+                self.register_buffer("scale", torch.full((4,), 2.0))
+            elif self.how == "attribute":
+                self.scale = torch.full((4,), 2.0)
+            else:
+                self.linear = nn.Linear(4, 4)
+        return (self.linear(x) * getattr(self, "scale", 1.0)).sum()
+
+
+@pytest.mark.parametrize("how", ["parameter", "buffer", "attribute", "module"])
+def test_a_model_that_was_never_called_is_called_once(how):
+    model, x = Lazily(how), torch.randn(2, 4)
+    before = torch.get_rng_state()
+    gm = sk.capture(model, x)
+    assert torch.equal(torch.get_rng_state(), before)
+    tensors = [t for m in model.modules() for t in vars(m).values() if isinstance(t, torch.Tensor)]
+    assert not any("Fake" in type(t).__name__ for t in (*tensors, *model.parameters(), *model.buffers()))
+    sk.compare(model, gm, x).raise_if_different()
+    joint = sk.capture_joint(Lazily(how), x)
+    assert joint.run(x).gradients
+
+
+def test_a_transformers_model_that_was_never_called_has_a_joint_graph():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_attention_heads": [1, 2], "num_encoder_blocks": 2}
+    config = transformers.SegformerConfig(**sizes, decoder_hidden_size=16, num_labels=4)
+    model = transformers.SegformerForSemanticSegmentation(config)
+    inputs = {"pixel_values": torch.randn(1, 3, 32, 32), "labels": torch.randint(0, 4, (1, 32, 32))}
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    joint = sk.capture_joint(model, **inputs)
+    assert all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())
+    assert joint.run(**inputs).loss.isfinite()
+
+
+@pytest.mark.parametrize("how", ["export", "symbolic_trace"])
+def test_lazy_modules_are_captured(how):
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.ReLU())
+    x = torch.randn(4, 5)
+    assert_same(model, sk.capture(model, x, how=how), x)

@@ -23,10 +23,10 @@ from torch import nn
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
 from splitkit.errors import CaptureError, CycleError, GraphError, PlanError, PolicyError
-from splitkit.frontends.joint import capture_joint
+from splitkit.frontends.joint.joint_capture import capture_joint
 from splitkit.policies import RecomputeAll, Remat, RoundRobin, SaveAll
-from splitkit.testing.nets import loss_or_sum
-from splitkit.training.flow import BACKWARD, FORWARD, homes, unrepeatable
+from splitkit.testing.small_nets import loss_or_sum
+from splitkit.training.flow import BACKWARD, FORWARD, save_all_plan, unrepeatable
 
 CAPTURED = ["gpt2", "llama", "t5", "conv"]
 """Those that the other tests of this file capture as well."""
@@ -256,14 +256,14 @@ def test_remat_of_a_module_that_is_not_there(captured):
 
 def test_a_rule_may_place_nodes_itself(captured):
     joint, args, kwargs, expected = captured("conv")
-    plan = homes(joint.flow)
+    plan = save_all_plan(joint.flow)
     pair = joint.split(lambda node: plan.home(node))
     assert_steps_alike(ran(joint, pair, args, kwargs), expected)
 
 
 def test_plans_that_cannot_be_right_are_refused(captured):
     joint, *_ = captured("conv")
-    flow, plan = joint.flow, homes(joint.flow)
+    flow, plan = joint.flow, save_all_plan(joint.flow)
     random = next(n for n in flow.once if "bernoulli" in n.name or "dropout" in n.name)
     convolution = next(n for n in plan if n.target is torch.ops.aten.convolution.default)
     gradient = next(n for n in plan if plan[n] == (BACKWARD,) and flow.inputs(n))
@@ -314,10 +314,10 @@ def test_inputs_by_name_may_come_in_any_order():
 @pytest.mark.parametrize(
     ("args", "kwargs", "words"),
     [
-        ((), {}, "built otherwise"),
-        ((torch.zeros(2, 3),), {"scale": 3}, "is 3, and the graph was captured for 2"),
-        ((torch.zeros(2, 3),), {"scale": 2.0}, "is 2.0, and the graph was captured for 2"),
-        ((torch.zeros(4, 3),), {"scale": 2}, r"float32 \[4, 3\], and .* was torch.float32 \[2, 3\]"),
+        ((), {}, "another structure"),
+        ((torch.zeros(2, 3),), {"scale": 3}, "is 3, but the graph was captured for 2"),
+        ((torch.zeros(2, 3),), {"scale": 2.0}, "is 2.0, but the graph was captured for 2"),
+        ((torch.zeros(4, 3),), {"scale": 2}, r"float32 \[4, 3\], but .* was torch.float32 \[2, 3\]"),
         ((torch.zeros(2, 3, dtype=torch.float64),), {"scale": 2}, "float64"),
     ],
 )
@@ -355,7 +355,7 @@ def test_a_buffer_that_is_bound_anew_is_refused():
             self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
             return (y * self.mean).sum()
 
-    with pytest.raises(CaptureError, match="SK401.*binds a buffer or parameter anew"):
+    with pytest.raises(CaptureError, match="SK401.*rebinds a buffer or parameter"):
         capture_joint(Mean(), torch.randn(4, 3), loss=loss_or_sum)
 
 
@@ -404,7 +404,7 @@ def test_dropout_between_the_layers_of_an_lstm_is_not_lost():
         (nn.Linear(2, 2), lambda output: output, "shape"),
         (nn.Linear(2, 2).requires_grad_(False), None, "requires grad"),
         (nn.Linear(2, 2), lambda output: output.detach().sum(), "requires grad"),
-        (torch.relu, None, "no module"),
+        (torch.relu, None, "not a module"),
         (nn.Linear(2, 2), lambda output: (output.sum(), 1), "is no tensor"),
         (nn.Linear(2, 2), lambda output: 3.0, "is no tensor"),
         (nn.Linear(2, 2), lambda output: None, "is no tensor"),
@@ -445,7 +445,7 @@ class Plain(nn.Module):
         return x.sin()
 
 
-def test_bug_each_capture_of_a_hugging_face_model_warned_of_what_transformers_puts_back(recwarn):
+def test_a_capture_of_a_hugging_face_model_does_not_warn(recwarn):
     model, args, kwargs = example("gpt2")
     capture_joint(model, *args, **kwargs, loss=loss_or_sum)
     assert not [str(warning.message) for warning in recwarn]
@@ -465,3 +465,51 @@ def test_what_dynamo_says_of_the_models_own_side_effects_comes_through():
 
     with pytest.warns(UserWarning, match="side effects"):
         capture_joint(Counting(), torch.ones(2, 3), loss=loss_or_sum)
+
+
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(16, 16)
+        self.b = self.a
+
+    def forward(self, x):
+        return self.b(self.a(x).exp())
+
+
+def test_capture_joint_leaves_a_module_that_goes_by_two_names_as_it_is():
+    model = Shared()
+    weight = model.a.weight
+    capture_joint(model, torch.randn(8, 16), loss=loss_or_sum)
+    assert model.a.weight is weight and isinstance(model.a.weight, nn.Parameter)
+    model(torch.randn(8, 16))
+
+
+def test_a_module_that_goes_by_two_names_has_one_gradient():
+    model, x = Shared(), torch.randn(8, 16)
+    model(x).sum().backward()
+    parameters = dict(model.a.named_parameters())
+    joint = capture_joint(model, x, loss=loss_or_sum)
+    gradient = joint.run(x).gradients["a.weight"]
+    torch.testing.assert_close(gradient, parameters["weight"].grad)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(16, 8)
+
+    def forward(self, x):
+        return self.lstm(x)[0]
+
+
+def test_the_joint_graph_of_an_lstm_runs_on_plain_inputs():
+    joint = capture_joint(Recurrent(), torch.randn(3, 4, 16), loss=loss_or_sum)
+    joint.run(torch.randn(3, 4, 16))
+
+
+def test_a_loss_that_depends_on_nothing_that_trains_is_refused():
+    frozen = nn.Linear(2, 1).requires_grad_(False)
+    with pytest.raises(CaptureError, match="SK401"):
+        capture_joint(frozen, torch.ones(1, 2), loss=torch.sum)
+    assert capture_joint(frozen, torch.ones(1, 2, requires_grad=True), loss=torch.sum).signature.tangents

@@ -8,6 +8,7 @@ from torch import fx, nn
 
 import splitkit as sk
 from splitkit.policies import SaveAll
+from splitkit.testing import assert_same
 
 
 def on_a_value(net, x, y):
@@ -140,7 +141,7 @@ def test_a_lazy_module_is_split_and_made_at_the_first_call(lazy, how):
 NEED_SIZES = {
     "report": lambda gm, x: sk.report(gm, sk.plan(gm, in_two)),
     "compare": lambda gm, x: sk.compare(gm, sk.split(gm, in_two), x),
-    "propagate": lambda gm, x: sk.propagate(gm, x),
+    "propagate": lambda gm, x: sk.extend.propagate(gm, x),
 }
 
 
@@ -157,3 +158,64 @@ def test_a_lazy_model_is_captured(how):
     assert gm(torch.randn(3, 5)).shape == (3, 4)
     assert sk.capture_joint(Lazy(), torch.randn(3, 5), loss=torch.sum).graph_module
     assert sk.apply(Lazy(), SaveAll(), torch.randn(3, 5))(torch.randn(3, 5)).shape == (3, 4)
+
+
+def test_symbolic_trace_refuses_writes_to_buffers_and_leaves_them_alone():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(2))
+            self.held = [torch.zeros(2)]
+
+    class InPlace(Counts):
+        def forward(self, x):
+            self.seen.add_(1)
+            return x + self.seen
+
+    class Anew(Counts):
+        def forward(self, x):
+            self.seen = self.seen + 1
+            return x + self.seen
+
+    class InAList(Counts):
+        def forward(self, x):
+            torch.add(self.held[0], 1, out=self.held[0])
+            return x + self.held[0]
+
+    class OfItsOwn(Counts):
+        def forward(self, x):
+            mask = torch.zeros(2)
+            mask[0] = 1
+            mask.mul_(3)
+            return x + mask + self.seen
+
+    for kind in (InPlace, Anew, InAList):
+        model = kind()
+        with pytest.raises(sk.CaptureError, match="SK401.*symbolic_trace loses what the model does"):
+            sk.capture(model, torch.ones(2), how="symbolic_trace")
+        assert not model.seen.any()
+    model = OfItsOwn()
+    assert_same(model, sk.capture(model, torch.ones(2), how="symbolic_trace"), torch.ones(2))
+
+
+STATE = torch.get_rng_state()
+
+
+@pytest.mark.parametrize("how", ["export", "symbolic_trace"])
+@pytest.mark.parametrize("call", ["torch.manual_seed(3)", "torch.random.manual_seed(3)", "torch.set_rng_state(STATE)"])
+def test_a_model_that_seeds_is_refused_with_its_line(how, call):
+    class Seeding(nn.Module):
+        def forward(self, x):
+            eval(call)
+            return x + torch.rand_like(x)
+
+    with pytest.raises(sk.CaptureError, match=r"SK410.*tracing loses") as error:
+        sk.capture(Seeding(), torch.zeros(3), how=how)
+    assert "test_lost_writes.py" in str(error.value)
+
+
+def test_a_model_that_draws_is_captured_and_seeding_works_again_afterwards():
+    before = torch.manual_seed
+    gm = sk.capture(nn.Dropout(), torch.ones(8))
+    assert torch.manual_seed is before
+    assert torch.equal(torch.manual_seed(5) and gm(torch.ones(8)), torch.manual_seed(5) and nn.Dropout()(torch.ones(8)))

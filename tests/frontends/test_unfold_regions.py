@@ -7,14 +7,14 @@ import torch
 from torch import fx, nn
 
 from splitkit.engine.split import split
-from splitkit.frontends.capture import capture
-from splitkit.frontends.unfold_regions import WRAP_GRAD, inline_regions, is_wrapped
+from splitkit.frontends.capture.capture import capture
+from splitkit.frontends.capture.unfold_regions import WRAP_GRAD, inline_regions, is_wrapped
 from splitkit.graph import scope
 from splitkit.graph.dataflow import analyze
 from splitkit.plans.record import Plan
 from splitkit.policies import RoundRobin, Stages
 from splitkit.testing import assert_same, models
-from splitkit.view.report import report
+from splitkit.view.data.report import report
 
 
 class NoGrad(nn.Module):
@@ -199,7 +199,7 @@ def test_a_graph_that_was_exported_elsewhere_is_opened_in_a_copy(kind):
 def test_a_report_tells_of_nodes_that_are_hidden():
     gm = gm_with_region_ops(Whole(), torch.randn(3, 4))
     plan = Plan.of(dict.fromkeys(analyze(gm).nodes, 0), note="one part")
-    assert report(gm, plan).note.startswith("one part; 2 nodes hide ")
+    assert report(gm, plan).note.startswith("one part; 2 nodes are hidden ")
     assert "splitkit.capture(gm)" in report(gm, plan).note
     opened = capture(gm)
     assert report(opened, Plan.of(dict.fromkeys(analyze(opened).nodes, 0))).note == ""

@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from handgraphs import graph_of
 from torch import fx, nn
 
 import splitkit as sk
@@ -14,8 +15,9 @@ from splitkit import _torch
 from splitkit.errors import GraphError
 from splitkit.graph import ambient as states
 from splitkit.graph.scope import scopes
+from splitkit.policies import RoundRobin
 from splitkit.testing import assert_emitted_as_planned, assert_same
-from splitkit.testing.visible import Divided, observe
+from splitkit.testing.visible_state import Divided, observe
 
 FACTOR = [1.0]
 
@@ -42,8 +44,8 @@ def times_factor(x):
     return x * FACTOR[-1]
 
 
-sk.register_region("factor", enter_factor, exit_factor)
-sk.register_region("pushed factor", push_factor, pop_factor, handle=False)
+sk.extend.register_region("factor", enter_factor, exit_factor)
+sk.extend.register_region("pushed factor", push_factor, pop_factor, handle=False)
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +88,7 @@ def test_a_users_region_is_opened_in_each_part(labels):
     x = torch.ones(2, requires_grad=True)
     assert torch.equal(gm(x), torch.full((2,), 12.0))
     flow = sk.analyze(gm)
-    made = sk.split(gm, sk.refine(flow, sk.Plan.of(dict(zip(flow.nodes, labels, strict=True)))))
+    made = sk.split(gm, sk.extend.refine(flow, sk.Plan.of(dict(zip(flow.nodes, labels, strict=True)))))
     assert_emitted_as_planned(made)
     assert_same(gm, made, x)
 
@@ -130,7 +132,7 @@ def test_a_users_region_that_sets_grad_mode():
     def leave(before):
         torch._C._set_grad_enabled(before)
 
-    sk.register_region("frozen", Frozen.enter, leave, grad=False)
+    sk.extend.register_region("frozen", Frozen.enter, leave, grad=False)
     graph = fx.Graph()
     x = graph.placeholder("x")
     handle = graph.call_function(Frozen.enter)
@@ -152,7 +154,7 @@ def test_a_users_operator_is_known_by_all_its_names():
     def exit_scale(handle: int) -> None:
         pass
 
-    sk.register_region("scale", enter_scale, exit_scale)
+    sk.extend.register_region("scale", enter_scale, exit_scale)
     ops = torch.ops.splitkit_test
     for enter, leave in [
         (ops.enter_scale, ops.exit_scale),
@@ -166,7 +168,7 @@ def test_a_users_operator_is_known_by_all_its_names():
 
 
 def test_registering_again_changes_nothing_and_nonsense_is_refused():
-    sk.register_region("factor", enter_factor, exit_factor)
+    sk.extend.register_region("factor", enter_factor, exit_factor)
     for enter, leave, why in [
         (enter_factor, pop_factor, "opens, closes or sets something already"),
         (times_factor, enter_factor, "opens, closes or sets something already"),
@@ -177,7 +179,7 @@ def test_registering_again_changes_nothing_and_nonsense_is_refused():
         (times_factor, times_factor, "by the same function"),
     ]:
         with pytest.raises(GraphError, match=f"SK105: region 'bad': .*{why}"):
-            sk.register_region("bad", enter, leave)
+            sk.extend.register_region("bad", enter, leave)
     assert not states.closed_by(fx.Graph().call_function(times_factor))
 
 
@@ -185,7 +187,7 @@ def test_several_regions_may_share_an_exit():
     def enter_double():
         return enter_factor(2.0)
 
-    sk.register_region("double", enter_double, exit_factor, state="factor")
+    sk.extend.register_region("double", enter_double, exit_factor, state="factor")
     graph = fx.Graph()
     x = graph.placeholder("x")
     a = graph.call_function(enter_double)
@@ -221,7 +223,9 @@ def hooked():
 def test_saved_tensors_hooks(labels, parameters):
     gm = hooked()
     flow = sk.analyze(gm)
-    made = sk.split(gm, sk.refine(flow, sk.Plan.of(dict(zip(flow.nodes, labels, strict=True)))), parameters=parameters)
+    made = sk.split(
+        gm, sk.extend.refine(flow, sk.Plan.of(dict(zip(flow.nodes, labels, strict=True)))), parameters=parameters
+    )
     assert_same(gm, made, torch.randn(3, requires_grad=True))
     assert_same(gm, copy.deepcopy(made.module), torch.randn(3, requires_grad=True))
 
@@ -358,3 +362,31 @@ def test_levels_of_dual_numbers_stay_effects():
     graph.output(y)
     flow = sk.analyze(fx.GraphModule(nn.Module(), graph))
     assert leave in flow.once and y in flow.after[leave]
+
+
+def test_setting_ambient_state_keeps_other_nodes_in_place():
+    def write(g):
+        x = g.placeholder("x")
+        before = g.call_function(torch.cos, (x,))
+        g.call_function(torch.set_grad_enabled, (False,))
+        inside = g.call_function(torch.tan, (x,))
+        g.call_function(torch.set_grad_enabled, (True,))
+        g.output((inside, before))
+
+    gm = graph_of(write)
+    with pytest.raises(sk.CycleError):
+        sk.split(gm, {"cos": 0, "tan": 0, "set_grad_enabled": 1, "set_grad_enabled_1": 1})
+    assert_same(gm, sk.split(gm, RoundRobin(2)), torch.ones(2, requires_grad=True))
+
+
+def test_the_grad_mode_may_be_asked_for_both_to_read_and_to_restore_it():
+    def write(g):
+        x = g.placeholder("x")
+        before = g.call_function(torch.is_grad_enabled)
+        g.call_function(_torch.SET_GRAD, (False,))
+        frozen = g.call_function(torch.sin, (x,))
+        g.call_function(_torch.SET_GRAD, (before,))
+        g.output((frozen, before, g.call_function(torch.cos, (x,))))
+
+    gm = graph_of(write)
+    assert_same(gm, sk.split(gm, RoundRobin(2)), torch.ones(2, requires_grad=True))

@@ -14,7 +14,7 @@ import splitkit as sk
 from splitkit import _torch
 from splitkit.graph.canonical import canonical_form, is_numbered
 from splitkit.graph.scope import is_state_op
-from splitkit.testing.randoms import random_graph
+from splitkit.testing.random_graphs import random_graph
 
 
 def shuffled(gm: fx.GraphModule, seed: int) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:

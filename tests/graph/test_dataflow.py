@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import operator
 
+import numpy as np
 import pytest
 import torch
+from handgraphs import graph_of
 from torch import fx, nn
 
+import splitkit as sk
 from splitkit import costs
 from splitkit.errors import GraphError
-from splitkit.frontends.capture import capture
-from splitkit.graph.dataflow import analyze, crossing, module_path
+from splitkit.frontends.capture.capture import capture
+from splitkit.graph.dataflow import analyze, crossing_values, module_path
+from splitkit.policies import RoundRobin
+from splitkit.testing import assert_same
 
 
 def build(write, root=None):
@@ -184,7 +189,7 @@ def test_an_attribute_that_is_not_there_is_named():
         ({}, ""),
     ],
 )
-def test_module_paths_of_every_door(stack, path):
+def test_module_paths_of_every_capture(stack, path):
     node = fx.Graph().placeholder("x")
     node.meta["nn_module_stack"] = stack
     assert module_path(node) == path
@@ -244,4 +249,98 @@ def test_crossing_bytes_count_each_value_once_at_every_cut():
     gm = capture(Model(), torch.ones(4, 4))
     flow = analyze(gm)
     half = 2 * 4 * 4
-    assert crossing(flow, costs.unit(gm), flow.nodes)[1, :-1].tolist() == [0, 2 * half, 2 * half, 3 * half, 2 * half]
+    nbytes = crossing_values(flow, costs.unit(gm), flow.nodes)[1, :-1]
+    assert nbytes.tolist() == [
+        0,
+        2 * half,
+        2 * half,
+        3 * half,
+        2 * half,
+    ]
+
+
+def test_an_item_of_a_list_is_read_after_the_write_before_it():
+    def write(g):
+        x = g.placeholder("x")
+        made = g.call_function(list, ((1, 2, 3),))
+        g.call_function(operator.setitem, (made, 0, 7))
+        g.output(g.call_function(torch.add, (x, g.call_function(operator.getitem, (made, 0)))))
+
+    gm = graph_of(write)
+    with pytest.raises(sk.CycleError, match="getitem must run after the effect or read of setitem"):
+        sk.split(gm, {"list_1": 0, "setitem": 1, "getitem": 0, "add": 0})
+    assert_same(gm, sk.split(gm, RoundRobin(2)), torch.zeros(2))
+
+
+def test_a_called_module_waits_for_writes_to_its_weights():
+    """`Linear` only reads state, and is one of the nodes that effects concern all the same."""
+
+    def write(g):
+        x = g.placeholder("x")
+        weight = g.call_function(torch.ops.aten.detach.default, (g.get_attr("linear.weight"),))
+        g.call_function(torch.ops.aten.add_.Scalar, (weight, 1.0))
+        y = g.call_module("linear", (x,))
+        g.call_function(torch.ops.aten.mul_.Scalar, (weight, 3.0))
+        g.output(y)
+
+    root = nn.Module()
+    root.linear = nn.Linear(2, 2)
+    gm = graph_of(write, root)
+    parts = {"detach_default": 0, "add__scalar": 0, "linear": 1, "mul__scalar": 0}
+    with pytest.raises(sk.CycleError):
+        sk.split(gm, parts)
+
+
+def test_buffers_of_one_memory_in_two_storages_are_one_class():
+    memory = np.zeros(3, dtype=np.float32)
+    root = nn.Module()
+    root.register_buffer("a", torch.from_numpy(memory))
+    root.register_buffer("b", torch.from_numpy(memory))
+
+    def write(g):
+        x = g.placeholder("x")
+        g.call_method("add_", (g.get_attr("a"), x))
+        g.output(g.call_function(torch.mul, (g.get_attr("b"), 2)))
+
+    flow = analyze(graph_of(write, root))
+    assert flow.after[flow.nodes[1]] == (flow.nodes[0],)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda other, x, a, b, out: setattr(a, "args", (other, 1)),
+        lambda other, x, a, b, out: setattr(b, "args", ([a, other],)),
+        lambda other, x, a, b, out: setattr(b, "kwargs", {"dim": other}),
+        lambda other, x, a, b, out: setattr(out, "args", ({"r": [a, other]},)),
+        lambda other, x, a, b, out: setattr(a, "args", (x, slice(other, 1))),
+        lambda other, x, a, b, out: setattr(a, "args", (b, 1)),
+        lambda other, x, a, b, out: setattr(a, "args", (a, 1)),
+    ],
+)
+def test_a_node_of_another_graph_is_refused_by_every_verb(edit):
+    graph, other = fx.Graph(), fx.Graph().placeholder("z")
+    x = graph.placeholder("x")
+    a = graph.call_function(torch.add, (x, 1))
+    b = graph.call_function(torch.cat, ([a, x],))
+    out = graph.output({"r": [a, b]})
+    gm = fx.GraphModule(nn.Module(), graph)
+    edit(other, x, a, b, out)
+    for verb in (analyze, capture, lambda m: sk.split(m, lambda n: 0), lambda m: sk.split_module(m, None, id)):
+        with pytest.raises(GraphError, match="SK111"):
+            verb(gm)
+
+
+@pytest.mark.parametrize("write", [torch._foreach_add_, operator.setitem, "append"])
+def test_members_of_a_list_that_is_written_to_do_not_follow_it(write):
+    """They would run where the list is made, before the write."""
+
+    def reads(call, get, x, y):
+        parts = call("parts", torch.chunk, x, 2)
+        early = call("early", operator.getitem, parts, 0)
+        call("write", write, parts, *((0, y) if write is operator.setitem else (1,)))
+        return early, call("late", operator.getitem, parts, 0)
+
+    flow, n = build(reads)
+    assert not flow.followers
+    assert after(flow, n, "late") == {"write"} and "early" in after(flow, n, "write")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import fx, nn
 
-from splitkit.frontends.joint import capture_joint
-from splitkit.graph.joint import backward_nodes, is_joint, is_marked_backward, mark_of
-from splitkit.testing.nets import loss_or_sum
+from splitkit.frontends.joint.joint_capture import capture_joint
+from splitkit.graph.joint_marks import backward_nodes, is_joint, is_marked_backward, mark_of
+from splitkit.testing.small_nets import loss_or_sum
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from torch import fx, nn
 
 from splitkit.costs import unit
 from splitkit.engine.split import split
+from splitkit.graph.byte_sizes import value_bytes
 from splitkit.graph.dataflow import analyze
-from splitkit.graph.sizes import value_bytes
-from splitkit.graph.symbols import binders, is_symbolic, symbols_of, value_of
+from splitkit.graph.symbols import is_symbolic, symbol_nodes, symbols_of, value_of
 from splitkit.plans.record import Plan
 from splitkit.testing import assert_same
 
@@ -59,12 +59,12 @@ def test_what_is_symbolic():
 
 def test_a_symbol_is_bound_by_the_first_node_that_is_it():
     for gm in (exported(), renamed(exported())):
-        (binder,) = binders(gm.graph).values()
+        (binder,) = symbol_nodes(gm.graph).values()
         assert binder.name == "size"
         flow = analyze(gm)
         by_name = {n.name: n for n in flow.index}
         assert flow.symbols(by_name["sin"]) == (binder,)
-    assert not binders(fx.symbolic_trace(Sized()).graph)
+    assert not symbol_nodes(fx.symbolic_trace(Sized()).graph)
 
 
 def test_a_tensor_brings_the_symbol_that_its_part_has():

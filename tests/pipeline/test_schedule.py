@@ -14,16 +14,17 @@ from hypothesis import strategies as st
 
 from splitkit.costs import Link, Links
 from splitkit.errors import CostError, ScheduleError
+from splitkit.pipeline.memory import memory_over_time
 from splitkit.pipeline.order import BACKWARD_WEIGHT
+from splitkit.pipeline.schedules import known_schedules, pipeline_order, schedule_named
 from splitkit.pipeline.simulate import PipelineOrder, StageCosts, simulate_schedule
-from splitkit.pipeline.torch_orders import SCHEDULES, divides, pipeline_order
 
 SINGLE = ("GPipe", "1F1B")
 EQUAL = StageCosts(1, 1, 1)
 
 
 def equal(name, ranks, microbatches, local=2, **options):
-    count = ranks * (1 if name in SINGLE else local)
+    count = ranks * (1 if schedule_named(name).is_single else local)
     return simulate_schedule([EQUAL] * count, name, microbatches, ranks=ranks, **options)
 
 
@@ -96,11 +97,10 @@ def test_the_numbers_of_four_ranks():
     assert equal("Interleaved1F1B", 4, 8).bubble == pytest.approx(0.158, abs=5e-4)
 
 
-@pytest.mark.parametrize("name", SCHEDULES.values())
+@pytest.mark.parametrize("name", [schedule.name for schedule in known_schedules()])
 def test_schedules_that_divide_backward_are_known(name):
-    single = name in ("GPipe", "1F1B")
-    order = pipeline_order(name, 4 if single else 8, 8)
-    assert divides(name) == (BACKWARD_WEIGHT in order.columns.kind)
+    order = pipeline_order(name, 4 * schedule_named(name).usual_stages_per_rank, 8)
+    assert schedule_named(name).divided == (BACKWARD_WEIGHT in order.columns.kind)
 
 
 @pytest.mark.parametrize("p, m", [(4, 8), (8, 16)])
@@ -294,7 +294,7 @@ def test_a_rank_may_have_nothing_to_do():
 # Laws
 
 STAGES = st.builds(StageCosts, *[st.integers(0, 20)] * 4, activation_bytes=st.integers(0, 30))
-NAMES = st.sampled_from(list(SCHEDULES.values()))
+NAMES = st.sampled_from([schedule.name for schedule in known_schedules()])
 LINKS = st.sampled_from([None, Links.uniform(3.0, 1.0), Links.uniform(100.0)])
 SMALL = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -302,7 +302,7 @@ SMALL = settings(max_examples=60, deadline=None, derandomize=True)
 @st.composite
 def cases(draw):
     name, ranks = draw(NAMES), draw(st.integers(1, 4))
-    count = ranks * (1 if name in SINGLE else 2)
+    count = ranks * schedule_named(name).usual_stages_per_rank
     stages = draw(st.lists(STAGES, min_size=count, max_size=count))
     return name, stages, 2 * ranks * draw(st.integers(1, 2)), draw(LINKS), draw(st.booleans())
 
@@ -498,3 +498,23 @@ def test_the_run_as_text(run):
     ]
     assert len(lines) == 4 and lines[2].split()[:4] == ["0", "0,3", "24", "ms"]
     assert len({len(line) for line in lines[1:]}) == 1
+
+
+def test_memory_over_time_keeps_the_most_of_each_moment():
+    """Backward takes no time: at second 2 both start and end, each with 3 bytes besides, and then nothing is left."""
+    run = simulate_schedule([StageCosts(1, 0, saved_bytes=10, temporary_bytes=3, parameter_bytes=100)], "gpipe", 2)
+    assert memory_over_time(run) == (((0, 113), (1, 123), (2, 123), (2, 100)),)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "missing"),
+    [
+        (["0F0 0B0", "1F0 1F1 1B0 1B1"], "1F1 for 0F1"),
+        (["0F0 0B0 0B1", "1F0 1B0"], "0B1 for 1B1"),
+        (["0F0 0I0 0W0 0W1", "1F0 1B0"], "0W1 for 0I1"),
+        (["0F0 0B0", "1F0 1B0 1B1"], "1B1 for 1F1"),
+    ],
+)
+def test_an_order_that_waits_for_what_no_rank_runs_is_refused_by_its_name(ranks, missing):
+    with pytest.raises(ScheduleError, match=f"SK331.*waits at {missing} that no rank runs"):
+        simulate_schedule([EQUAL] * 2, PipelineOrder.parse(ranks))

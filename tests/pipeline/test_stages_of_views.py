@@ -16,12 +16,12 @@ from torch.distributed.pipelining._backward import stage_backward_input
 
 import splitkit as sk
 from splitkit import _torch
-from splitkit.memory.autograd import activations
-from splitkit.pipeline.stageprices import stage_costs
-from splitkit.runtime.chain import chain_of
-from splitkit.runtime.ends import ends_of
+from splitkit.memory.autograd.saved_storages import activations
+from splitkit.pipeline.stage_prices import stage_costs
 from splitkit.runtime.parent import values_of
-from splitkit.runtime.stage import Batch, ChainStage
+from splitkit.runtime.ranks.last_stage import ends_of
+from splitkit.runtime.ranks.stage import Batch, ChainStage
+from splitkit.runtime.ranks.stage_chain import chain_of
 from splitkit.testing.models import build
 
 CPU = torch.device("cpu")
@@ -128,7 +128,7 @@ FIRST, LAST = ["view_2", "split", "view_3", "transpose"], ["split", "view_4", "t
     ),
 )
 def test_queries_keys_and_values_as_a_stage(gpt2, first, last):
-    """Bug: copies of the thirds that a stage sends were not counted beside the whole: 12288 bytes, where 24576 are."""
+    """Copies of the thirds that a stage sends count beside the whole."""
     gm, inputs = gpt2
     place = {node.name: i for i, node in enumerate(sk.analyze(gm).nodes)}
     if place[first] > place[last]:

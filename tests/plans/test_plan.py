@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,9 +10,9 @@ import torch
 from splitkit.costs import unit
 from splitkit.errors import PlanError, PolicyError
 from splitkit.graph.dataflow import analyze
-from splitkit.plans.parts import HOST, Part
+from splitkit.plans.parts import PARENT, Claim, Part, evenness
 from splitkit.plans.policy import Policy, as_plan
-from splitkit.plans.record import Plan
+from splitkit.plans.record import Plan, plan_of
 from splitkit.policies import RoundRobin
 
 
@@ -18,7 +21,7 @@ def test_a_plan_is_a_mapping_home_first(chain, nodes):
     plan = Plan.of({n["add"]: 0, n["mul"]: [1, 0], n["sub"]: ("cuda:0", 2)})
     assert plan[n["mul"]] == (1, 0)
     assert [plan.home(m) for m in plan] == [0, 1, ("cuda:0", 2)]
-    assert plan.home(n["x"]) is HOST
+    assert plan.home(n["x"]) is PARENT
     assert plan.source(n["mul"], reader=0) == 0
     assert plan.source(n["mul"], reader="other") == 1
     assert plan.members(0) == (n["add"], n["mul"])
@@ -58,7 +61,7 @@ def test_mappings_by_name_or_node_leave_the_rest_in_the_host(chain, nodes):
     by_name = as_plan({"mul": "a"}, flow, unit(chain))
     by_node = as_plan({nodes(chain)["mul"]: "a"}, flow, unit(chain))
     assert by_name == by_node
-    assert by_name.home(nodes(chain)["add"]) is HOST
+    assert by_name.home(nodes(chain)["add"]) is PARENT
 
 
 def test_an_unknown_name_is_refused_with_the_nearest(chain):
@@ -88,7 +91,7 @@ def test_parts_know_their_device():
 @pytest.mark.parametrize(
     "key", [{}, {0}, np.zeros(2), (0, [1]), ("a", (1, {})), torch.tensor(0), (torch.tensor(0),), [0, {}]], ids=repr
 )
-def test_a_callback_with_keys_that_are_none_was_a_raw_type_error(chain, key):
+def test_a_callback_with_keys_that_are_none_is_refused(chain, key):
     with pytest.raises(PlanError, match="SK206: add is placed in") as caught:
         as_plan(lambda node: key, analyze(chain), unit(chain))
     assert caught.value.nodes == ("add",)
@@ -100,7 +103,7 @@ def test_nan_may_name_a_part(chain):
 
 
 @pytest.mark.parametrize("made", [{}, None, {"add": 0}])
-def test_a_policy_that_returns_no_plan_was_an_attribute_error(chain, made):
+def test_a_policy_that_returns_no_plan_is_refused(chain, made):
     class Broken:
         def assign(self, flow, costs):
             return made
@@ -115,14 +118,79 @@ def test_a_policy_that_returns_no_plan_was_an_attribute_error(chain, made):
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"key": None}, "None is the host"),
+        ({"key": None}, "None stands for the parent"),
         ({"key": [1]}, "cannot name a part: a list"),
         ({"key": 0, "call": "chekpoint"}, "call='chekpoint'"),
         ({"key": 0, "call": ["plain"]}, r"call=\['plain'\]"),
-        ({"key": 0, "device": "cuda:0"}, "device='cuda:0', no torch.device"),
-        ({"key": 0, "device": 0}, "device=0, no torch.device"),
+        ({"key": 0, "device": "cuda:0"}, "device='cuda:0', which is not a torch.device"),
+        ({"key": 0, "device": 0}, "device=0, which is not a torch.device"),
     ],
 )
-def test_parts_of_any_call_and_device_were_accepted(fields, reason):
+def test_parts_of_an_unknown_call_or_device_are_refused(fields, reason):
     with pytest.raises(PlanError, match=f"SK206.*{reason}"):
         Part(**fields)
+
+
+def test_a_plan_whose_nodes_moved_makes_no_claim(chain, nodes):
+    n = nodes(chain)
+    claim = Claim("bottleneck", 2.0, 2.0, "by hand", 0)
+    plan = replace(Plan.of({n["add"]: 0, n["mul"]: 1}), claim=claim)
+    assert plan.place({n["mul"]: (0,)}).claim is None and plan.claim is claim
+
+
+def test_a_plan_is_asked_for(chain):
+    plan = Plan.of(dict.fromkeys(analyze(chain).nodes, 0))
+    assert plan_of(plan) is plan and plan_of(SimpleNamespace(plan=plan)) is plan
+    for given, kind in (({}, "a dict"), (Plan, "the class Plan"), (SimpleNamespace(plan=3), "a SimpleNamespace")):
+        with pytest.raises(PolicyError, match=f"SK301: expected a plan, not {kind}"):
+            plan_of(given)
+
+
+def test_a_printed_plan_says_how_many_nodes_each_part_has(chain, nodes):
+    n = nodes(chain)
+    plan = Plan({n["add"]: (0,), n["mul"]: (0, 1)}, {1: Part(1, torch.device("cpu"), replicas=2)}, note="by hand")
+    assert str(plan).splitlines() == [
+        "Plan of 2 nodes in 2 parts: by hand", "  1: 1 nodes on cpu, 2 replicas", "  0: 2 nodes"
+    ]  # fmt: skip
+
+
+def test_a_claim_says_what_is_proven():
+    def said(bound, **more):
+        return str(Claim("bottleneck", 2.0, bound, "a search", 3, **more))
+
+    assert said(2.0) == "bottleneck optimal (a search), limited by 3"
+    assert said(1.99, tolerance=0.01) == "bottleneck within 0.50% of optimal (a search), limited by 3"
+    assert said(1.0, evenness=0.5) == "bottleneck with a gap of 50.00% at most (a search), limited by 3, evenness 50.0%"
+    assert Claim("parts", 0.0, 0.0, "nothing", 0).gap == 0.0 and not Claim("parts", 2.0, 1.0, "", 0).optimal
+
+
+def test_evenness_is_jains_index():
+    assert evenness([3.0, 3.0, 3.0]) == pytest.approx(1) and evenness([0, 5.0, 0, 0]) == pytest.approx(1 / 4)
+    assert evenness([1.0, 3.0]) == pytest.approx(16 / 20) and evenness([]) == evenness([0.0]) == 1.0
+
+
+def test_any_hashable_that_equals_itself_alone_is_a_key(chain, nodes):
+    class Key:
+        """Equal to itself alone, as objects are; it cannot be iterated."""
+
+    keys = [Key(), frozenset([1]), ("a", Key())]
+    n = nodes(chain)
+    assert list(Plan.of(dict(zip((n["add"], n["mul"], n["sub"]), keys, strict=True))).parts) == keys
+
+
+@pytest.mark.parametrize("replicas", [0, -1, 1.5, True, "2", 10**30])
+def test_replicas_are_a_number_of_devices(replicas):
+    with pytest.raises(PlanError, match="SK206.*replicas"):
+        Part(0, replicas=replicas)
+
+
+def test_what_runs_a_model_is_no_callback_of_nodes(chain):
+    class Runs:
+        plan = Plan({})
+
+        def __call__(self, node):
+            return 0
+
+    for given in (Runs(), chain):
+        with pytest.raises(PolicyError, match="SK301"):
+            as_plan(given, analyze(chain), unit(chain))

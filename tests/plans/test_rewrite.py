@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
+from handgraphs import graph_of
 from torch import fx, nn
 
 from splitkit.engine.split import split
 from splitkit.errors import CycleError, PlanError, PolicyError
 from splitkit.graph.dataflow import analyze
-from splitkit.plans.parts import HOST, Part
+from splitkit.plans.parts import PARENT, Part
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import condense, merge, prune, refine, relay, rematerialize
+from splitkit.policies import RoundRobin
 from splitkit.testing import assert_legal, assert_same
 
 
@@ -96,7 +100,7 @@ def test_refine_keeps_what_it_knows_of_a_part_and_the_host():
     assert plan.note == "note"
     assert list(plan.parts) == [("p", 0), ("p", 1)]
     assert {p.device for p in plan.parts.values()} == {torch.device("cpu")}
-    assert plan.home(n["h"]) is HOST
+    assert plan.home(n["h"]) is PARENT
     assert_legal(flow, plan)
 
 
@@ -174,7 +178,7 @@ def test_relay_of_copies_sends_what_is_read_only():
 def test_relay_refuses_a_host_in_between():
     flow, n = drawn(a="x", b="a", h="b", c="h")
     plan = Plan.of({n["a"]: 0, n["c"]: 1})
-    with pytest.raises(PlanError, match=r"(?s)SK209: the host computes b and 1 more, between.*Stages") as caught:
+    with pytest.raises(PlanError, match=r"(?s)SK209: the parent computes b and 1 more, between.*Stages") as caught:
         relay(flow, plan)
     assert caught.value.nodes == ("b", "h")
     with pytest.raises(PlanError, match="SK209"):  # also where the plan says so itself
@@ -214,7 +218,7 @@ def test_condense_takes_nodes_of_the_host_on_the_way_too():
     flow, n = drawn(a="x", h="a", c="h", k="c")
     part = Part("p", torch.device("cpu"))
     joined = condense(flow, Plan({n["a"]: ("p",), n["c"]: ("p",)}, {"p": part}, "note"))
-    assert places(joined) == {"a": ("p",), "h": ("p",), "c": ("p",), "k": (HOST,)}
+    assert places(joined) == {"a": ("p",), "h": ("p",), "c": ("p",), "k": (PARENT,)}
     assert joined.parts == {"p": part} and joined.note == "note"
 
 
@@ -304,3 +308,46 @@ def test_refine_of_a_plan_that_drops_what_is_needed_says_so():
     plan = Plan({n["a"]: (), n["b"]: (0,), n["c"]: (1,)})
     with pytest.raises(PlanError, match="SK208"):
         split(flow.root, refine(flow, plan))
+
+
+def test_refine_lets_a_later_visit_read_a_home_that_has_run():
+    """`a` has copies in 0 and 1; the second visit of 1 has no copy, so it reads the home's copy."""
+
+    class Model(nn.Module):
+        def forward(self, x):
+            a = x.sin()
+            b = a.cos()
+            c = b.tan()
+            return c + a
+
+    gm = fx.symbolic_trace(Model())
+    flow = analyze(gm)
+    sin, cos, tan, add = flow.nodes
+    plan = refine(flow, Plan.of({sin: [0, 1], cos: 1, tan: 2, add: 1}))
+    assert_legal(flow, plan)
+    assert_same(gm, split(gm, plan), torch.ones(2))
+
+
+def test_refine_takes_the_plan_of_a_split(chain):
+    made = split(chain, {"add": 0, "mul": 0, "sub": 1})
+    assert list(refine(made.flow, made.plan).parts) == [(0, 0), (1, 1)]
+
+
+def test_refine_makes_no_cycle_where_the_index_of_a_tuple_is_computed():
+    def write(g):
+        x = g.placeholder("x")
+        parts = g.call_function(torch.chunk, (x, 2))
+        first = g.call_method("sum", (g.call_function(operator.getitem, (parts, 0)),))
+        index = g.call_function(int, (g.call_method("item", (first,)),))
+        g.output(g.call_function(operator.getitem, (parts, index)))
+
+    gm = graph_of(write)
+    assert_same(gm, split(gm, RoundRobin(2)), torch.tensor([0.0, 1.0, 5.0, 6.0]))
+
+
+def test_a_part_merged_with_itself_is_called_as_before(chain):
+    flow = analyze(chain)
+    plan = Plan(dict.fromkeys(flow.nodes, (0,)), {0: Part(0, call="checkpoint")})
+    assert merge(flow, plan, 0, 0) == plan
+    with pytest.raises(PlanError, match="SK206: the plan has no part 7"):
+        rematerialize(flow, plan, into=7)

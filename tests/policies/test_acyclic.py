@@ -1,4 +1,4 @@
-"""`Acyclic`: stages through coarser graphs, with links and memory; a claim that holds."""
+"""`Acyclic`: multilevel stages, with links and memory, and a claim that holds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def blocks(count, width=8):
 
 
 def wide(count, seed=0):
-    """A graph of many cheap ops in layers of ten, each reading two of the layer before."""
+    """A graph of many cheap ops in layers of ten, each of which reads two of the layer before."""
     made = fx.Graph()
     x = made.placeholder("x")
     layer, random = [x] * 10, torch.Generator().manual_seed(seed)
@@ -40,7 +40,7 @@ def wide(count, seed=0):
 
 
 def one_way(flow, plan):
-    """Whether no value goes from a stage to one before it."""
+    """Return whether no value goes to an earlier stage."""
     return all(plan.home(read) <= plan.home(node) for node in flow.nodes for read in flow.inputs(node) if read in plan)
 
 

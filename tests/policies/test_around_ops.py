@@ -22,7 +22,7 @@ def test_runs_are_merged_and_odd_parts_are_listed():
 
 
 class Allocating(nn.Module):
-    """A buffer for each attention; between the two nothing but that."""
+    """Two attentions, each with a buffer; between the two there is only the allocation."""
 
     def forward(self, x):
         y = x.sin()
@@ -78,7 +78,7 @@ def test_members_of_a_tuple_stay_with_their_producer():
 
 
 class Sizes(nn.Module):
-    """The size of ``x`` is read whole behind the listed op; that of ``y`` is resized before it is read again."""
+    """The whole size of ``x`` is read after the listed op; ``y`` is resized before its size is read again."""
 
     def forward(self, x):
         size = x.size()

@@ -33,7 +33,7 @@ def test_a_marker_that_only_writes_computes():
 
 
 class Scopes(nn.Module):
-    """no_grad twice in a row, and autocast."""
+    """A model with no_grad twice in a row, and autocast."""
 
     def forward(self, x):
         x = x.sin()
@@ -59,7 +59,7 @@ def test_state_ops_are_markers_though_they_have_no_place():
 
 
 class Nested(nn.Module):
-    """Layers with a norm between, the first of them called again at the end."""
+    """Layers with a norm in between, the first of which is called again at the end."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Several policies, one measure."""
+"""`Best`: several policies, measured alike."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import fx, nn
 
 import splitkit as sk
 from splitkit.costs import Link, Links
-from splitkit.errors import NoPlanError, PolicyError, ScheduleError
+from splitkit.errors import CostError, NoPlanError, PolicyError, ScheduleError
 from splitkit.plans.parts import Claim
 from splitkit.plans.record import Plan
 from splitkit.policies import Best, Expert, RoundRobin, Stages
 from splitkit.policies import best as module
 from splitkit.policies.acyclic import Acyclic
-from splitkit.search.demand import Demand
+from splitkit.search.request import StageRequest
 from splitkit.search.scoring import Scoring
 from splitkit.testing import assert_legal
 
 
 @dataclass(frozen=True)
 class Table:
-    """Seconds by name, 10 bytes each."""
+    """Costs with seconds by node name, and 10 bytes per node."""
 
     seconds_of: dict
 
@@ -45,7 +45,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Given:
-    """A plan by labels, one a node, perhaps with a claim."""
+    """A plan from one label per node, perhaps with a claim."""
 
     labels: tuple
     claim: Claim | None = None
@@ -68,7 +68,7 @@ WIRE = Links.uniform(bandwidth=10.0, latency=1.0)  # 2 seconds for a value
 
 
 def best(policies, costs=TIMES, gm=CHAIN, **options):
-    """The winner's plan, which is legal."""
+    """Return the winner's plan after checking that it is legal."""
     flow = sk.analyze(gm)
     plan = Best(policies, **options).assign(flow, costs)
     assert_legal(flow, plan)
@@ -95,7 +95,7 @@ def test_loads_are_work_and_each_value_once_for_each_part():
     made.output((b, c, d))
     gm = fx.GraphModule(nn.Module(), made)
     flow = sk.analyze(gm)
-    scoring = Scoring(Demand(None, flow, TIMES, links=WIRE))
+    scoring = Scoring(StageRequest(None, flow, TIMES, links=WIRE))
     score = scoring.of(Plan.of(dict(zip(flow.nodes, (0, 1, 1, 2), strict=True))))
     assert (score.load, score.limiting, score.parts) == (7.0, 1, 3), "5 of work, 2 to receive one value, twice read"
     assert score.traffic == 20
@@ -103,7 +103,7 @@ def test_loads_are_work_and_each_value_once_for_each_part():
     assert scoring.of(copied).load == 6.0 and scoring.of(copied).traffic == 10, "a copy costs its work, and no link"
     slow = Links(pairs={(i, j): Link(10.0, 1.0 + 5 * (j == 2)) for i in range(3) for j in range(3) if i != j})
     given = Plan.of(dict(zip(flow.nodes, (0, 1, 1, 2), strict=True)))
-    sending = Scoring(Demand(None, flow, TIMES, links=slow)).of(given)
+    sending = Scoring(StageRequest(None, flow, TIMES, links=slow)).of(given)
     assert (sending.load, sending.limiting) == (11.0, 2), "4 of work, 7 over its link; part 0: 1 and the slowest, 7"
 
 
@@ -131,12 +131,12 @@ def test_who_refuses_is_passed_over():
     def cycle(node):
         return int(node.name == "cos")
 
-    def host(node):
+    def parent(node):
         return None if node.name == "cos" else 0
 
-    plan = best([Never("too tight"), cycle, host, Given((0, 0, 0, 1))])
+    plan = best([Never("too tight"), cycle, parent, Given((0, 0, 0, 1))])
     assert labels(plan) == [0, 0, 0, 1]
-    for text in ("Never(): SK303, too tight", "cycle: SK203", "host: SK209"):
+    for text in ("Never(): SK303, too tight", "cycle: SK203", "parent: SK209"):
         assert text.replace("Never()", "Never('too tight')") in plan.note
     with pytest.raises(NoPlanError, match="SK303.*none of 2.*one; .*two") as error:
         best([Never("one"), Never("two")])
@@ -207,7 +207,7 @@ def test_with_fewer_demands_a_bound_still_holds():
 def test_stages_prove_nothing_for_visits():
     heavy = Table({"sin": 3.0, "cos": 3.0, "exp": 3.0, "abs_1": 4.0, "neg": 6.0})
     gm = graph(torch.sin, torch.cos, torch.neg, torch.exp, torch.abs)
-    plan = best([Stages(2), sk.refine(sk.analyze(gm), visits(gm))], heavy, gm)
+    plan = best([Stages(2), sk.extend.refine(sk.analyze(gm), visits(gm))], heavy, gm)
     assert plan.claim.value == 10.0 and plan.claim.bound == pytest.approx(9.5), "half of the work, not what Stages says"
     assert "a plan: 10 s" in plan.note and "Stages(2): 12 s" in plan.note
 
@@ -230,7 +230,7 @@ def test_no_convex_parts_are_below_the_bound(seed):
     flow = sk.analyze(gm)
     costs = Table({node.name: float(torch.randint(1, 6, ())) for node in flow.nodes})
     plan = best([Given((0, 0, 0, 1, 1, 1)), Stages(2), Stages(2, links=WIRE)], costs, gm, links=WIRE)
-    scoring, least = Scoring(Demand(None, flow, costs, links=WIRE)), float("inf")
+    scoring, least = Scoring(StageRequest(None, flow, costs, links=WIRE)), float("inf")
     for choice in itertools.product((0, 1), repeat=6):
         stage = dict(zip(flow.nodes, choice, strict=True))
         if len({*choice}) == 2 and all(stage[r] <= stage[n] for n in flow.nodes for r in flow.inputs(n)):
@@ -271,7 +271,7 @@ def test_a_number_stands_for_three_policies(net):
 def test_what_exceeds_the_memory_is_out(net):
     costs, flow = sk.costs.unit(net), sk.analyze(net)
     plans = {name: Expert(counts).assign(flow, costs) for name, counts in (("even", [3, 3]), ("late", [5, 1]))}
-    scoring = Scoring(Demand(None, flow, costs, memory=10**9))
+    scoring = Scoring(StageRequest(None, flow, costs, memory=10**9))
     peaks = {name: scoring.of(plan).peak for name, plan in plans.items()}
     loads = {name: scoring.of(plan).load for name, plan in plans.items()}
     assert peaks["late"] < peaks["even"] and loads["even"] < loads["late"]
@@ -291,13 +291,13 @@ def test_equal_loads_are_told_apart_by_the_simulated_step(net):
     costs = sk.costs.training(sk.costs.unit(net))
     flow = sk.analyze(net)
     early, late = Expert([4, 1, 1]).assign(flow, costs), Expert([1, 1, 4]).assign(flow, costs)
-    scoring = Scoring(Demand(None, flow, costs, schedule="1f1b", microbatches=6))
+    scoring = Scoring(StageRequest(None, flow, costs, schedule="1f1b", microbatches=6))
     steps = {name: scoring.of(plan).step for name, plan in (("early", early), ("late", late))}
     whole = Given(tuple(0 for _ in flow.nodes))
     plan = best([late, early, whole], costs, net, schedule="1f1b", microbatches=6)
     assert plan.claim.value == min(scoring.of(p).load for p in (early, late))
     assert steps["early"] != steps["late"] and "step" in plan.note
-    same = Scoring(Demand(None, flow, costs, schedule="gpipe")).of(early)
+    same = Scoring(StageRequest(None, flow, costs, schedule="gpipe")).of(early)
     assert same.step > 0 and same.traffic > 0
 
 
@@ -346,3 +346,9 @@ def test_unknown_schedules_are_refused_at_once():
     for policies in (2, [Stages(2)]):
         with pytest.raises(ScheduleError, match="SK330"):
             Best(policies, schedule="2f2b")
+
+
+def test_what_is_given_with_policies_of_ones_own_is_checked_when_it_is_made():
+    for given in ({"optimizer": "lots"}, {"links": "lots"}, {"seconds": -1}, {"memory": "lots"}):
+        with pytest.raises((PolicyError, CostError)):
+            Best([RoundRobin(2)], **given)

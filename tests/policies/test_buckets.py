@@ -12,7 +12,7 @@ from splitkit.policies import Buckets
 
 
 class Layers(nn.Module):
-    """Weights of 4 bytes each."""
+    """A model whose weights have 4 bytes each."""
 
     def __init__(self, n, tied=False):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Budgets of memory: the best plan for saved bytes, a plan within the peak, and errors that say how low one can go."""
+"""`Budget`: the best plan for saved bytes, a plan within the peak, and errors that name the smallest budget."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch import nn
 import splitkit as sk
 from splitkit.costs import roofline
 from splitkit.errors import NoPlanError, PolicyError
-from splitkit.frontends.joint import capture_joint
+from splitkit.frontends.joint.joint_capture import capture_joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.policies import PlanPool, RecomputeAll, Remat, SaveAll
 from splitkit.policies.budget import Budget
-from splitkit.search.recompute import pool
-from splitkit.search.recompute.moments import Floors, Moments
-from splitkit.search.recompute.search import RecomputeSearch
+from splitkit.search.recompute import plan_pool as pool
+from splitkit.search.recompute.memory_limits import MemoryFloors, MomentLimits
+from splitkit.search.recompute.recompute_search import RecomputeSearch
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks
 
@@ -37,7 +37,7 @@ def small(make, width):
 
 
 def every(problem, peaks):
-    """(seconds, saved bytes, peak, choice) of every choice there is."""
+    """Return (seconds, saved bytes, peak, choice) of every possible choice."""
     found = {}
     free = sorted(set(problem.maker[problem.savable].tolist()) - set(np.flatnonzero(problem.fixed).tolist()))
     assert len(free) <= 12
@@ -84,7 +84,7 @@ def test_the_fewest_bytes_that_can_be_saved():
 
 @pytest.mark.parametrize(("make", "width"), GRAPHS)
 def test_peaks_against_every_plan(make, width):
-    """Within the budget always; the bound holds for every plan; the best plan nearly always."""
+    """The plan is always within the budget and nearly always the best; the bound holds for every plan."""
     joint, costs, problem, peaks = small(make, width)
     plans = every(problem, peaks)
     limits = sorted({peak for *_, peak, _ in plans})
@@ -103,7 +103,7 @@ def test_peaks_against_every_plan(make, width):
 @pytest.mark.parametrize(("make", "width"), GRAPHS)
 def test_floors_are_below_every_plan(make, width):
     _, _, problem, peaks = small(make, width)
-    floors = Floors(Moments(problem, peaks))
+    floors = MemoryFloors(MomentLimits(problem, peaks))
     for *_, peak, choice in every(problem, peaks):
         saved = np.zeros(len(problem.nbytes))
         saved[problem.storage[choice.saved]] = 1.0
@@ -112,7 +112,7 @@ def test_floors_are_below_every_plan(make, width):
 
 def test_what_is_over_the_budget_is_over_the_limit():
     _, _, problem, peaks = small(Chain, 16)
-    moments, budget = Moments(problem, peaks), min(peak for *_, peak, _ in every(problem, peaks))
+    moments, budget = MomentLimits(problem, peaks), min(peak for *_, peak, _ in every(problem, peaks))
     for *_, peak, choice in every(problem, peaks):
         limits = list(moments.limits(choice, peaks.trace(choice.plan()), budget))
         saved = np.zeros(len(problem.nbytes), bool)
@@ -141,7 +141,7 @@ def test_a_larger_budget_never_costs_more(name, of):
 
 @few_of_many(25, 60, steps(), st.lists(st.floats(0.3, 1.0), min_size=2, max_size=4))
 def test_budgets_that_rise_cost_less_and_less(made, shares):
-    """With one pool, the smallest first: each finds the plans of those before it."""
+    """With one pool and the smallest budget first, each search finds the plans of those before it."""
     flow, costs = made
     known = PlanPool()
     problem, peaks = savings(flow, costs), Peaks(flow)
@@ -205,7 +205,7 @@ def test_the_note_says_what_is_claimed():
 
 @pytest.mark.parametrize("share", [0.8, 0.3, 0.0])
 def test_a_share_is_of_what_can_be_saved_and_never_refused(share):
-    """However much of the peak is parameters: between the lowest peak that is found and that of saving all."""
+    """A share lies between the lowest peak found and the peak of SaveAll, however much of it is parameters."""
     layers = (nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 1))
     joint = capture_joint(nn.Sequential(*layers), torch.randn(64, 8), loss=torch.sum)
     costs = roofline(joint.graph_module)
@@ -238,3 +238,10 @@ def test_other_bad_parameters_are_refused():
             Budget(0.5, **wrong)
     with pytest.raises(PolicyError, match="SK302"):
         sk.split(sk.capture(nn.Linear(2, 2), torch.randn(1, 2)), Budget(0.5))
+
+
+def test_the_least_of_either_kind_says_what_is_proven():
+    joint = capture_joint(Chain(8), torch.randn(2, 8))
+    notes = {of: joint.split(Budget("least", of=of, pool=PlanPool())).plan.note for of in ("saved", "peak")}
+    assert notes["saved"].startswith("least saved") and "no plan saves less" in notes["saved"]
+    assert notes["peak"].startswith("least peak") and "no plan is below" in notes["peak"]

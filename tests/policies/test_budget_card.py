@@ -13,7 +13,7 @@ from splitkit.training.optimizer import optimizer_memory
 
 
 class Net(nn.Module):
-    """A loss of an input of shape (batch, 32)."""
+    """A model that returns a loss for an input of shape (batch, 32)."""
 
     def __init__(self, width=128):
         super().__init__()
@@ -33,7 +33,7 @@ def peak_of(pair):
 
 
 def measured(policy, optimizer, x, microbatches):
-    """(the plan's own peak, the peak of an epoch of a real loop once the optimizer has its state)."""
+    """Return the plan's own peak, and the peak of an epoch of a real loop once the optimizer has its state."""
     torch.manual_seed(0)
     model, backend = Net(), sk.backend(policy, costs=prices)
     step, optimizer = torch.compile(model, backend=backend), optimizer(model.parameters())
@@ -77,7 +77,7 @@ def test_a_training_loop_holds_what_was_predicted(name, microbatches):
 
 
 def test_a_card_too_small_for_the_step_of_the_optimizer_is_refused():
-    """Where parameters are most of the memory, the optimizer takes more while it steps than forward and backward do."""
+    """If parameters are most of the memory, the optimizer's step needs more than forward and backward."""
     torch._dynamo.reset()
     x = torch.randn(1, 32)
     joint = sk.capture_joint(Net(), x)

@@ -1,4 +1,4 @@
-"""Budgets of the peak against exact models of small blocks: every plan there is, and any schedule of backward."""
+"""Peak budgets compared with exact models of small blocks: every plan, and any order of backward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from splitkit.search.recompute.pool import Pool
+from splitkit.search.recompute.plan_pool import Pool
 
 PATH = Path(__file__).parents[2] / "benchmarks" / "checkmate.py"
 BLOCKS = ["mlp", "attention", "resnet block", "unet block"]
@@ -30,7 +30,7 @@ def checkmate():
 
 @cache
 def solved(name):
-    """A block, the lowest plan that was found, budgets, and every plan."""
+    """Return a block, the lowest plan that was found, budgets, and every plan."""
     block = checkmate().Block.of(name)
     low, budgets = checkmate().budgets_of(block)
     masks = checkmate().every_plan(block.problem, 5000)

@@ -12,14 +12,14 @@ from torch import fx, nn
 from zoographs import specimens
 
 import splitkit as sk
-from splitkit.cli import policyspec
+from splitkit.cli.syntax import policy_spec
 from splitkit.policies import ByParameterBytes
 from splitkit.testing import assert_same
 from splitkit.testing.models import build
 
 
 class Layers(nn.Module):
-    """After a relu, for each of ``order``: a product with the weight of that number, of so many bytes, and a sin."""
+    """Make a relu, then for each number in ``order`` a product with the weight of that number, and a sin."""
 
     def __init__(self, sizes, order=None):
         super().__init__()
@@ -42,7 +42,7 @@ def plan_of(gm, limit):
 
 
 def held(part):
-    """Bytes of the storages that a module holds."""
+    """Return the bytes of the storages of a module."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in (*part.parameters(), *part.buffers())}
     return sum(storage.nbytes() for storage in storages.values())
 
@@ -96,7 +96,7 @@ def test_a_node_that_reads_more_than_the_limit_is_named_and_the_remedy_is_the_le
     assert error.code == "SK303" and error.nodes == ("_1",)
     assert error.reason == "_1 in 1 alone reads 80 bytes of parameters (80 B), and a part may hold 32"
     assert error.remedy == "ByParameterBytes(80) is the least limit that has a plan."
-    assert labels(gm, policyspec.parse("ByParameterBytes('80B')").build()) == [0, 1, 2]
+    assert labels(gm, policy_spec.parse("ByParameterBytes('80B')").build()) == [0, 1, 2]
     with pytest.raises(sk.NoPlanError, match=r"ByParameterBytes\(80\)"):
         plan_of(gm, 79)
 
@@ -141,7 +141,7 @@ def test_the_parts_of_a_split_hold_no_more(specimen):
 
 
 def test_the_size_of_a_weight_that_is_asked_again_brings_the_weight_along():
-    """The engine asks ``w.size()`` where it is read, so that part holds ``w`` as well."""
+    """The engine computes ``w.size()`` where it is read, so that part needs ``w`` as well."""
 
     class Model(nn.Module):
         def __init__(self):

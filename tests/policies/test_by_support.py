@@ -11,7 +11,7 @@ from torch import fx, nn
 
 import splitkit as sk
 from splitkit.errors import PolicyError
-from splitkit.plans.parts import HOST
+from splitkit.plans.parts import PARENT
 from splitkit.policies import BySupport
 from splitkit.testing import assert_same
 
@@ -45,11 +45,11 @@ def parts_of(text, given="", **options):
 
 
 def test_the_fewest_parts():
-    assert parts_of("a Ba cB d ed Ee fE") == {0: "ade", 1: "cf", HOST: "BE"}
+    assert parts_of("a Ba cB d ed Ee fE") == {0: "ade", 1: "cf", PARENT: "BE"}
     assert parts_of("a ba cb") == {0: "abc"}
-    assert parts_of("A bA CA dC") == {0: "bd", HOST: "AC"}, "nodes of the host need no level of their own"
-    assert parts_of("A BA") == {HOST: "AB"}
-    assert parts_of("a Ba caB d edc") == {0: "a", 1: "cde", HOST: "B"}, "a and c may not meet: B lies between"
+    assert parts_of("A bA CA dC") == {0: "bd", PARENT: "AC"}, "nodes of the parent need no level of their own"
+    assert parts_of("A BA") == {PARENT: "AB"}
+    assert parts_of("a Ba caB d edc") == {0: "a", 1: "cde", PARENT: "B"}, "a and c may not meet: B lies between"
 
 
 def test_unsupported_parts_are_odd():
@@ -61,13 +61,13 @@ def test_unsupported_parts_are_odd():
 
 
 def test_nodes_move_to_the_part_that_reads_them():
-    assert parts_of("a Ba cB m nm pcn") == {0: "a", 1: "cmnp", HOST: "B"}, "link by link"
+    assert parts_of("a Ba cB m nm pcn") == {0: "a", 1: "cmnp", PARENT: "B"}, "link by link"
     assert parts_of("a Ba cB ma nmc", unsupported="parts") == {0: "a", 1: "B", 2: "cmn"}
-    assert parts_of("a Ba cB m nmc", given="m") == {0: "am", 1: "cn", HOST: "B"}, "m is sent in any case"
-    assert parts_of("a Ba cB Dc eD m nmc ome") == {0: "am", 1: "cn", 2: "eo", HOST: "BD"}, "and here"
+    assert parts_of("a Ba cB m nmc", given="m") == {0: "am", 1: "cn", PARENT: "B"}, "m is sent in any case"
+    assert parts_of("a Ba cB Dc eD m nmc ome") == {0: "am", 1: "cn", 2: "eo", PARENT: "BD"}, "and here"
     assert parts_of("a Ba cB Dc eD M nM oeM", unsupported="parts") == {0: "a", 1: "BM", 2: "cn", 3: "D", 4: "eo"}
     assert parts_of("a Ba cB Dc eD M GeM", unsupported="parts") == {0: "a", 1: "B", 2: "c", 3: "D", 4: "e", 5: "MG"}
-    assert parts_of("a Ba cB m nm Dn ecD") == {0: "amn", 1: "ce", HOST: "BD"}
+    assert parts_of("a Ba cB m nm Dn ecD") == {0: "amn", 1: "ce", PARENT: "BD"}
 
 
 def test_nodes_stay_where_moving_them_sends_more():
@@ -80,7 +80,7 @@ def test_nodes_stay_where_moving_them_sends_more():
 
     gm = sk.capture(Model(), torch.randn(4, 64))
     flow = sk.analyze(gm)
-    for unsupported in ("host", "parts"):
+    for unsupported in ("parent", "parts"):
         plan = BySupport(lambda n: "sin" not in n.name, unsupported=unsupported).assign(flow, sk.costs.unit(gm))
         first, *_, last = sorted(plan.parts)
         homes = {n.name: plan.home(n) for n in flow.nodes}
@@ -104,11 +104,11 @@ def test_what_crosses_already_is_no_price():
 
 def test_small_parts_are_not_worth_it():
     text = "a ba Cb dC Ed fE gf"
-    assert parts_of(text) == {0: "ab", 1: "d", 2: "fg", HOST: "CE"}
-    assert parts_of(text, min_size=2) == {0: "ab", 1: "fg", HOST: "CdE"}
-    assert parts_of("a Ba cB dc m nmc", min_size=2) == {0: "am", 1: "cdn", HOST: "B"}, "m may not leave a alone"
-    assert parts_of("a Ba cB dc m nmc q rqc", min_size=2) == {0: "am", 1: "cdnqr", HOST: "B"}, "but one of two may"
-    assert parts_of(text, min_size=3) == {HOST: "abCdEfg"}
+    assert parts_of(text) == {0: "ab", 1: "d", 2: "fg", PARENT: "CE"}
+    assert parts_of(text, min_size=2) == {0: "ab", 1: "fg", PARENT: "CdE"}
+    assert parts_of("a Ba cB dc m nmc", min_size=2) == {0: "am", 1: "cdn", PARENT: "B"}, "m may not leave a alone"
+    assert parts_of("a Ba cB dc m nmc q rqc", min_size=2) == {0: "am", 1: "cdnqr", PARENT: "B"}, "but one of two may"
+    assert parts_of(text, min_size=3) == {PARENT: "abCdEfg"}
     assert parts_of(text, min_size=2, unsupported="parts") == {0: "ab", 1: "CdE", 2: "fg"}
 
 
@@ -122,7 +122,7 @@ def test_effects_are_edges_too():
 
     gm = fx.symbolic_trace(Model())
     made = sk.split(gm, BySupport(lambda n: n.target != "add_"))
-    assert [made.plan.home(n) for n in made.flow.nodes] == [0, 0, HOST, 1], "cos and sin do not touch; the write does"
+    assert [made.plan.home(n) for n in made.flow.nodes] == [0, 0, PARENT, 1], "cos and sin do not touch; the write does"
     assert_same(gm, made, torch.randn(3))
 
 
@@ -142,11 +142,11 @@ def test_rules_are_the_objects_of_torch_too():
 
     gm = dag("a Ba cB")
     support = create_op_support(lambda modules, node: lower(node))
-    assert labels(gm, BySupport(support)) == labels(gm, BySupport(lower)) == [0, HOST, 1]
+    assert labels(gm, BySupport(support)) == labels(gm, BySupport(lower)) == [0, PARENT, 1]
     assert labels(gm, BySupport([torch.sin])) == [0, 0, 0]
 
 
-@pytest.mark.parametrize("options", [{"unsupported": "parent"}, {"min_size": 0}, {"min_size": "2"}])
+@pytest.mark.parametrize("options", [{"unsupported": "host"}, {"min_size": 0}, {"min_size": "2"}])
 def test_options_that_make_no_sense(options):
     with pytest.raises(PolicyError, match=rf"SK302: BySupport\({next(iter(options))}="):
         BySupport(lower, **options)

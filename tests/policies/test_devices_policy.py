@@ -1,4 +1,4 @@
-"""Parts for given devices: against trying everything, and what each rule of the placement keeps to."""
+"""`Devices`: compared with every placement of small graphs, and each rule of the placement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 import splitkit as sk
 from splitkit.policies import Devices
-from splitkit.search.placing import Placing, Travel
+from splitkit.search.placement_model import PlacementModel, TransferTimes
 from splitkit.testing import assert_legal, assert_same
 
 LINK = sk.costs.Link(1e9, 0.25)
@@ -55,7 +55,7 @@ def test_a_slower_device_gets_less(deep):
     rows = [
         {n: sk.costs.roofline(gm, kind).seconds(n) for n in sk.analyze(gm).nodes} for kind in ("a100", "h200", "l4")
     ]
-    placing = Placing(sk.analyze(gm), costs, rows)
+    placing = PlacementModel(sk.analyze(gm), costs, rows)
     assert max(placing.loads(plan, (0, 1, 2), (0, 1, 2), None)) == pytest.approx(plan.claim.value)
 
 
@@ -135,19 +135,19 @@ def test_two_towers_run_side_by_side():
 
 def test_each_pair_of_devices_pays_its_own_link():
     links = sk.costs.Links.matrix([[0, 1e9, 1e6], [1e9, 0, 1e6], [1e6, 1e6, 0]])
-    travel = Travel.over(links, (0, 1, 2), training=False)
+    travel = TransferTimes.over(links, (0, 1, 2), training=False)
     sizes = torch.tensor([1.0, 1e6]).double().numpy()
     assert travel.seconds(sizes).tolist() == [1e-9, 1e-3]
     factors = travel.factors(sizes)
     assert factors[0, 1] == pytest.approx(1) and factors[0, 2] == pytest.approx(1000)
-    assert Travel.over(sk.costs.Links.preset("pcie4"), (0, 1, 2), training=True).factors(sizes) is None
+    assert TransferTimes.over(sk.costs.Links.preset("pcie4"), (0, 1, 2), training=True).factors(sizes) is None
 
 
 @pytest.mark.parametrize(
     ("make", "code", "text"),
     [
-        (lambda: Devices([]), "SK302", "one at least"),
-        (lambda: Devices("h100"), "SK302", "one at least"),
+        (lambda: Devices([]), "SK302", "List at least one"),
+        (lambda: Devices("h100"), "SK302", "List at least one"),
         (lambda: Devices(["h101"]), "SK321", "h101"),
         (lambda: Devices(["h100"], objective="speed"), "SK302", "throughput or latency"),
         (lambda: Devices(["h100"], pieces=2), "SK302", "None for any number"),

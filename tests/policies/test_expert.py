@@ -1,4 +1,4 @@
-"""What a human would do: whole blocks, counted."""
+"""`Expert`: stages of whole blocks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ X = torch.randn(3, 4)
 
 
 def planned(gm, policy):
-    """The plan, legal and right, and the stages of each module path."""
+    """Return the plan, checked, and the stages of each module path."""
     flow = sk.analyze(gm)
     plan = policy.assign(flow, sk.costs.default(gm))
     assert_legal(flow, plan)
@@ -58,7 +58,7 @@ def planned(gm, policy):
 
 
 def of_blocks(stages, prefix="h."):
-    """Block -> its stage."""
+    """Return block -> its stage."""
     found = {}
     for path, numbers in stages.items():
         if path.startswith(prefix):
@@ -117,7 +117,7 @@ def test_tables_go_with_their_first_reader(policy):
 
 
 class Written(nn.Module):
-    """Memory that is written in a late block and read by nobody before; the order of effects is kept."""
+    """A late block writes memory that no earlier block reads; the order of effects is kept."""
 
     def __init__(self):
         super().__init__()
@@ -222,3 +222,8 @@ def test_nothing_comes_before_the_first_module():
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     with pytest.raises(PolicyError, match="SK302.*0 begins the graph"):
         planned(fx.symbolic_trace(net), Expert(["0"]))
+
+
+@pytest.mark.parametrize(("stages", "counts"), [(1, [7]), (2, [4, 3]), (3, [3, 2, 2]), (5, [2, 2, 1, 1, 1])])
+def test_the_first_stages_have_the_blocks_that_are_left_over(stages, counts):
+    assert Expert(stages)._counts([("h", i) for i in range(7)]) == counts

@@ -1,4 +1,4 @@
-"""The fewest parts that fit are those that brute force finds, and each keeps to its memory."""
+"""`MemoryBudget`: the fewest parts that fit, compared with brute force."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 import splitkit as sk
 from splitkit.pipeline.simulate import StageCosts, simulate_schedule
-from splitkit.pipeline.stageprices import StagePrices, stage_costs
+from splitkit.pipeline.stage_prices import StagePrices, stage_costs
 from splitkit.policies import MemoryBudget
 from splitkit.testing.models import build
 
@@ -66,7 +66,7 @@ def flights_of(policy, count):
 
 
 def chains(flow, count):
-    """All ways to cut the graph's own order into so many parts."""
+    """Yield all ways to cut the graph's own order into ``count`` parts."""
     nodes = flow.nodes
     for cuts in combinations(range(1, len(nodes)), count - 1):
         yield [nodes[a:b] for a, b in zip((0, *cuts), (*cuts, len(nodes)), strict=True)]
@@ -155,7 +155,7 @@ class Towers(nn.Module):
 
 @pytest.mark.parametrize(("width", "wide", "batch"), [(20, 3, 30), (8, 2, 5), (4, 6, 16)])
 def test_two_towers_need_no_more_parts_than_any_order_does(width, wide, batch):
-    """Three parts along nine orders, where two fit that take a node of each tower in turn."""
+    """Nine orders give three parts, but two fit if they alternate between nodes of the towers."""
     gm = sk.capture(Towers(width, wide), torch.randn(batch, width), torch.randn(batch, width))
     flow, costs = sk.analyze(gm), sk.costs.flops(gm)
     prices = StagePrices(flow, costs, "adam")
@@ -172,7 +172,7 @@ def test_two_towers_need_no_more_parts_than_any_order_does(width, wide, batch):
 
 
 def halves(flow):
-    """The closed sets of nodes, but for none and all."""
+    """Return the closed sets of nodes, except the empty and the full one."""
     closed = [frozenset()]
     for node in flow.nodes:
         closed += [s | {node} for s in closed if s.issuperset(flow.inputs(node))]

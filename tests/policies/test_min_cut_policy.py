@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from splitkit import costs
 from splitkit.engine.pair import divide
 from splitkit.errors import NoPlanError, PolicyError, SplitError
-from splitkit.frontends.joint import capture_joint
+from splitkit.frontends.joint.joint_capture import capture_joint
 from splitkit.policies import MinCut, RecomputeAll, Remat, SaveAll
 from splitkit.testing.models import build
 from splitkit.training.flow import BACKWARD, FORWARD
@@ -53,7 +53,7 @@ def test_price_decides():
 
 
 def test_a_storage_is_paid_once_and_a_view_costs_its_base():
-    """backward reads two views of a: saving a is all it takes, and is dearer than to save the small b of which a is"""
+    """backward reads two views of a: saving a is enough, but costs more than saving the small b that a is made of"""
     h = Hand().inputs(x=1).gradients(g=1).op("b", 1, "x").op("a", 3, "b").view("v", "a").view("w", "a")
     h.op("loss", 1, "v", "w").back("gx", 1, "g", "v", "w", "b")
     flow = h.flow("loss", "gx")

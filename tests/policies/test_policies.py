@@ -1,4 +1,4 @@
-"""What is special about each policy; the laws hold for all of them in test_laws.py."""
+"""Properties of single policies; test_laws.py checks the laws of all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx, nn
 import splitkit as sk
 from splitkit import policies
 from splitkit.errors import NoPlanError, PolicyError
-from splitkit.plans.parts import HOST
+from splitkit.plans.parts import PARENT
 from splitkit.policies import ByDevice, ByName, Random, RoundRobin, Stages
 
 
@@ -91,7 +91,7 @@ def test_by_name_leaves_the_rest_in_the_host_and_works_on_called_modules():
     gm = fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     flow = sk.analyze(gm)
     plan = ByName({"0": 7}).assign(flow, sk.costs.unit(gm))
-    assert [plan.home(n) for n in flow.nodes] == [7, HOST]
+    assert [plan.home(n) for n in flow.nodes] == [7, PARENT]
 
 
 def test_by_name_refuses_a_pattern_that_matches_nothing_and_names_what_is_near():
@@ -111,7 +111,7 @@ def test_by_device_follows_the_rule_and_tells_parts_their_device():
         (("cpu", 1), torch.device("cpu")),
         (("cuda:1", 2), torch.device("cuda:1")),
     ]
-    assert plan.home(flow.nodes[4]) is HOST
+    assert plan.home(flow.nodes[4]) is PARENT
 
 
 @pytest.mark.parametrize("answer", ["gpu7", 3.5])

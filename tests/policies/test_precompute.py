@@ -1,4 +1,4 @@
-"""What moves from backward to forward: by MegEngine's rule, and where it saves the most bytes."""
+"""`Precompute`: nodes that move from backward to forward, by MegEngine's rule and by saved bytes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import splitkit as sk
 from splitkit.costs import roofline, unit
 from splitkit.engine.pair import divide
 from splitkit.errors import PolicyError
-from splitkit.frontends.joint import capture_joint
+from splitkit.frontends.joint.joint_capture import capture_joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, Remat, SaveAll
-from splitkit.testing.nets import loss_or_sum
-from splitkit.training.flow import BACKWARD, FORWARD, homes
+from splitkit.testing.small_nets import loss_or_sum
+from splitkit.training.flow import BACKWARD, FORWARD, save_all_plan
 
 
 def listed(node):
@@ -169,7 +169,7 @@ def test_the_fewest_bytes_that_any_move_saves(seeds):
             continue
         least = first = saved_bytes(flow, SaveAll())
         for places in itertools.product(PLACES, repeat=len(free)):
-            plan = homes(flow).place(dict(zip(free, places, strict=True)))
+            plan = save_all_plan(flow).place(dict(zip(free, places, strict=True)))
             if all(FORWARD in plan[read] for n in free if FORWARD in plan[n] for read in flow.inputs(n)):
                 least = min(least, saved_bytes(flow, plan))
         assert saved_bytes(flow, Precompute()) == least
@@ -178,7 +178,7 @@ def test_the_fewest_bytes_that_any_move_saves(seeds):
 
 
 def worked_twice(joint, pair):
-    """What both halves compute; views cost nothing."""
+    """Return the nodes that both halves compute; views cost nothing."""
     prices = roofline(joint.graph_module)
     return {n for n in joint.flow.nodes if len(pair.plan[n]) > 1 and prices.seconds(n)}
 
@@ -198,7 +198,7 @@ def test_never_more_bytes_and_never_more_work(name):
 
 
 class Gate(torch.autograd.Function):
-    """Backward needs of x where it is positive."""
+    """Backward needs only the mask of x > 0."""
 
     @staticmethod
     def forward(ctx, x):

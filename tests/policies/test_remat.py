@@ -1,4 +1,4 @@
-"""Recompute by rule: what is refused. What it plans is tested in ``tests/frontends/test_joint.py``."""
+"""`Remat`: refusals. Its plans are tested in ``tests/frontends/test_joint.py``."""
 
 from __future__ import annotations
 

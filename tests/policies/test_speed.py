@@ -1,4 +1,4 @@
-"""Policies that look at each node once take time that grows with the graph, not with its square."""
+"""Policies that visit each node once take time linear in the size of the graph."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_plans_take_linear_time(policy):
 
 
 def calls(policy, layers):
-    """How many functions are called to plan a graph of six nodes a layer."""
+    """Count the function calls that planning a graph of six nodes per layer takes."""
     flow, costs, counted = *graph_of(layers), [0]
     flow.nodes  # noqa: B018  what is cached is made before
     sys.setprofile(lambda frame, event, arg: counted.__setitem__(0, counted[0] + event.endswith("call")))

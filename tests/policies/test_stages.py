@@ -1,4 +1,4 @@
-"""Stages over all orders of a graph, with links, memory and schedules: against trying everything, and against runs."""
+"""`Stages`: with links, memory and schedules, compared with every plan of small graphs and with runs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from placedgraphs import Deep, Prices, dags, every_chain, load_of
 from torch import fx, nn
 
 import splitkit as sk
-from splitkit.memory.autograd import activations
-from splitkit.pipeline.stageprices import StagePrices
+from splitkit.memory.autograd.saved_storages import activations
+from splitkit.pipeline.stage_prices import StagePrices
 from splitkit.policies import Stages
 from splitkit.testing import assert_legal, assert_same
 
@@ -145,13 +145,13 @@ def test_of_equal_bottlenecks_the_shorter_step_is_taken():
         names.append(value.name)
     graph.output(value)
     gm = fx.GraphModule(nn.Module(), graph)
-    sk.propagate(gm, torch.ones(4))
+    sk.extend.propagate(gm, torch.ones(4))
     costs = Prices(dict(zip(names, [2.0, 1.0, 1.0, 1.0, 3.0], strict=True)))
     flow = sk.analyze(gm)
 
     def step(stage):
         times = [sum(costs.seconds(n) for n in flow.nodes if stage[n] == s) for s in range(3)]
-        stages = [sk.StageCosts(seconds, 0.0) for seconds in times]
+        stages = [sk.extend.StageCosts(seconds, 0.0) for seconds in times]
         return max(times), sk.simulate_schedule(stages, "1f1b", 6).seconds
 
     best = min(map(step, every_chain(flow, 3)))
@@ -200,7 +200,7 @@ def test_a_missing_link_names_the_devices(deep):
 
 
 def test_slow_links_are_avoided():
-    """Between ranks 0 and 1 the wire is a hundred times slower: the cut there is where little crosses."""
+    """The link between ranks 0 and 1 is a hundred times slower, so little crosses that border."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     values = [x]
@@ -247,8 +247,8 @@ def headed():
     ids=["alone", "1f1b", "links"],
 )
 @pytest.mark.parametrize("count", [2, 4, 6, 8])
-def test_a_heavy_head_left_stages_without_work(headed, count, pipeline):
-    """Only the slowest counted: the plan began with stages of 0 %, and one of what comes after the head."""
+def test_a_heavy_head_leaves_no_stage_without_work(headed, count, pipeline):
+    """If only the slowest stage counted, the plan would begin with stages of 0 %."""
     gm, costs = headed
     plan = sk.plan(gm, Stages(count, **pipeline), costs)
     works = [sum(map(costs.seconds, plan.members(stage))) for stage in range(count)]

@@ -1,4 +1,4 @@
-"""Memory at exactly what the best of all plans needs is accepted, under every schedule; ``"least"`` finds it."""
+"""A limit of exactly the lowest possible peak is met, under every schedule, and ``"least"`` finds it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from leastmemory import every_plan
 from torch import nn
 
 import splitkit as sk
-from splitkit.pipeline.stageprices import StagePrices
+from splitkit.pipeline.schedules import known_schedules
+from splitkit.pipeline.stage_prices import StagePrices
 from splitkit.policies import Stages
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "interleavedzerobubble", "zbv", "dualpipev")
+SCHEDULES = [schedule.word for schedule in known_schedules()]
 
 
 class Conv(nn.Module):
-    """Eight ops of which the first holds most."""
+    """Eight ops, of which the first needs the most memory."""
 
     def __init__(self):
         super().__init__()
@@ -30,7 +31,7 @@ class Conv(nn.Module):
 
 
 class Chance(nn.Module):
-    """Layers and sums of earlier values, by chance."""
+    """A random model of layers and sums of earlier values."""
 
     def __init__(self, seed):
         super().__init__()
@@ -61,7 +62,7 @@ def captured(name):
     return sk.capture(net, torch.randn(net.rows, net.width))
 
 
-SHORT = [("conv", "interleaved1f1b"), ("conv", "zbv"), ("conv", "1f1b")]
+SHORT = [("conv", "interleaved-1f1b"), ("conv", "zbv"), ("conv", "1f1b")]
 CASES = [
     pytest.param(name, schedule, marks=() if (name, schedule) in SHORT else pytest.mark.campaign)
     for name in ("conv", *range(12))

@@ -1,4 +1,4 @@
-"""Memory of stages: what the enumeration of all plans says is possible is found, and refusals name what is."""
+"""Memory of stages: every limit that some plan meets is met, and refusals name one that can be met."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from leastmemory import captured, cases, least_memory, peaks_of
 
 import splitkit as sk
-from splitkit.pipeline.stageprices import StagePrices
+from splitkit.pipeline.stage_prices import StagePrices
 from splitkit.policies import Stages
 
 SHORT = cases()[::5]
@@ -16,7 +16,7 @@ ALL = [pytest.param(*case, marks=() if case in SHORT else pytest.mark.campaign) 
 
 
 def peak_of(gm, costs, plan, count, schedule):
-    """The greatest peak, by the definition."""
+    """Return the greatest peak, by definition."""
     flow = sk.analyze(gm)
     parts = [[n for n in flow.nodes if plan.home(n) == part] for part in range(count)]
     return max(peaks_of(StagePrices(flow, sk.costs.training(costs, gm)), parts, schedule, 2 * count))

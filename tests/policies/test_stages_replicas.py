@@ -1,4 +1,4 @@
-"""Stages on several devices each: against every way to put a graph into stages and every number of replicas."""
+"""Replicated stages, compared with every division into stages and every number of replicas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from placedgraphs import Prices, every_chain
 from torch import fx, nn
 
 import splitkit as sk
-from splitkit.pipeline.stageprices import StagePrices
+from splitkit.pipeline.stage_prices import StagePrices
 from splitkit.plans.parts import Part
 from splitkit.policies import Best, Devices, Stages
 from splitkit.testing import assert_legal, assert_same
@@ -30,12 +30,12 @@ def graph_of(draw, nodes):
         values.append(graph.call_function(torch.add, pair))
     graph.output(tuple(values[1:]))
     gm = fx.GraphModule(nn.Module(), graph)
-    sk.propagate(gm, torch.ones(4, 2))
+    sk.extend.propagate(gm, torch.ones(4, 2))
     return gm, Prices({n.name: draw.choice([0.0, 0.1, 0.5, 1.0, 3.0, 6.0]) for n in values[1:]}, 32)
 
 
 def every_replication(flow, devices, degrees):
-    """Every (stage of each node, replicas of each stage)."""
+    """Yield every (stage of each node, replicas of each stage)."""
     for count in range(1, min(devices // min(degrees), len(flow.nodes)) + 1):
         for stage in every_chain(flow, count):
             for replicas in product(degrees, repeat=count):
@@ -44,7 +44,7 @@ def every_replication(flow, devices, degrees):
 
 
 def loads_of(flow, costs, stage, replicas, link=None):
-    """By the definition: shares of work, and of each value that leaves or enters, once."""
+    """Return the load by definition: shares of work, and of each value that leaves or enters, once."""
     loads = [0.0] * len(replicas)
     for node in flow.nodes:
         loads[stage[node]] += costs.seconds(node) / replicas[stage[node]]
@@ -106,13 +106,13 @@ def test_no_stages_and_replicas_are_better_with_links(seed):
 
 
 def with_replicas(parts, replicas):
-    """A plan of these parts."""
+    """Return a plan with these parts."""
     made = sk.Plan.of({node: key for key, part in enumerate(parts) for node in part})
     return sk.Plan(made.places, {key: Part(key, replicas=count) for key, count in enumerate(replicas)})
 
 
 def every_worth(gm, costs, devices, degrees, schedule, microbatches, links=None):
-    """(peak, load, step) of every plan, by the definition; without links the load is the work."""
+    """Yield (peak, load, step) of every plan, by definition; without links the load is the work."""
     flow = sk.analyze(gm)
     prices = StagePrices(flow, sk.costs.training(costs, gm))
     for count in range(1, devices // min(degrees) + 1):
@@ -254,7 +254,7 @@ def chain_of(*seconds):
         nodes.append(value)
     graph.output(value)
     gm = fx.GraphModule(nn.Module(), graph)
-    sk.propagate(gm, torch.ones(2))
+    sk.extend.propagate(gm, torch.ones(2))
     return gm, {node.name: price for node, price in zip(nodes, seconds, strict=True)}
 
 
@@ -268,9 +268,9 @@ def chain_of(*seconds):
         ({"replicas": (1, True)}, "SK302", "from 1 to 4"),
         ({"replicas": (1, 2), "memory": "least"}, "SK302", "in bytes"),
         ({"replicas": (1, 2), "microbatches": 4}, "SK302", "1f1b"),
-        ({"replicas": (1, 2), "schedule": "zbv"}, "SK302", "'1f1b' or 'gpipe'"),
+        ({"replicas": (1, 2), "schedule": "zbv"}, "SK302", "Use gpipe, 1f1b or eager-1f1b"),
         ({"replicas": (1, 2), "schedule": "1f1b", "microbatches": 3}, "SK330", "icrobatch"),
-        ({"replicas": (1, 2), "memory": [1, 2]}, "SK302", "one each"),
+        ({"replicas": (1, 2), "memory": [1, 2]}, "SK302", "one for each"),
         ({"n": 65, "replicas": (1, 2)}, "SK302", "64 devices at most"),
     ],
 )

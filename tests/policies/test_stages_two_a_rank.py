@@ -1,4 +1,4 @@
-"""Two stages a rank: claims, bounds and memory beside the enumeration of all plans of four stages on two ranks."""
+"""Two stages per rank: claims, bounds and memory, compared with all plans of four stages on two ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from leastmemory import KINDS, captured, every_plan
 
 import splitkit as sk
 from splitkit.pipeline.defaults import ranks_of
-from splitkit.pipeline.stageprices import StagePrices
+from splitkit.pipeline.stage_prices import StagePrices
 from splitkit.policies import Stages
 
 LINK = sk.costs.Link(1e9, 2e-6)
@@ -21,7 +21,7 @@ TOLERANCE = 1e-9
 
 
 def most_loaded(flow, costs, places, links, rank_of):
-    """Seconds of the most loaded rank by the definition, from the parts of each node, its home first."""
+    """Return the bottleneck by definition, from the parts of each node, its home first."""
     loads = [0.0] * len(rank_of)
     for node in flow.nodes:
         for part in places[node]:
@@ -45,7 +45,7 @@ def most_loaded(flow, costs, places, links, rank_of):
 
 @pytest.mark.parametrize(("schedule", "kind", "sizes", "link"), ALL)
 def test_claims_of_two_stages_a_rank_are_what_all_plans_say(schedule, kind, sizes, link):
-    """The value is the definition's and next to the least, no plan is below the bound, what can fit does."""
+    """The value is right and nearly the least, no plan is below the bound, and a limit that can be met is met."""
     gm, plain = captured(kind, *sizes)
     flow, costs, links = sk.analyze(gm), sk.costs.training(plain, gm), LINKS[link]
     rank_of = ranks_of(schedule, 8, 4)

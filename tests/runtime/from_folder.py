@@ -13,10 +13,10 @@ import torch.distributed as dist
 from same_as_whole import batch_of, captured, planned, square, start
 from torch import fx
 from torch.distributed.pipelining import Schedule1F1B, ScheduleZBVZeroBubble
+from train_both import train_both
 
 import splitkit as sk
 from splitkit.runtime import form_output, open_stages, pipeline, reduced_ties, save_stages, stage
-from splitkit.testing.pipelines import train_both
 
 PREPARED: list[tuple[dict[str, Any], dict[str, torch.Tensor], fx.GraphModule, Path]] = []
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import splitkit as sk
 from splitkit.errors import SplitError
-from splitkit.plans.file import fingerprint
+from splitkit.plans.plan_file import fingerprint
 from splitkit.runtime import pipeline, planned_once
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from train_both import train_both
 
 import splitkit as sk
 from splitkit.errors import PipelineError
@@ -20,8 +21,7 @@ from splitkit.pipeline.order import PipelineOrder
 from splitkit.prices import Costs
 from splitkit.runtime import pipeline
 from splitkit.testing import models
-from splitkit.testing.nets import UNet
-from splitkit.testing.pipelines import train_both
+from splitkit.testing.small_nets import UNet
 
 TINY = {"layers": 2, "width": 32, "heads": 2, "vocab": 64, "seq": 8, "batch": 2}
 
@@ -102,10 +102,10 @@ def example(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 def batch_of(inputs: dict[str, torch.Tensor], count: int, seed: int) -> dict[str, torch.Tensor]:
     """Microbatches that differ, one behind the other."""
-    dice = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
 
     def other(t: torch.Tensor) -> torch.Tensor:
-        return t[torch.randperm(t.shape[0], generator=dice)].roll(int(torch.randint(9, (), generator=dice)), -1)
+        return t[torch.randperm(t.shape[0], generator=rng)].roll(int(torch.randint(9, (), generator=rng)), -1)
 
     return {name: torch.cat([other(t) for _ in range(count)]) for name, t in inputs.items()}
 

@@ -9,11 +9,11 @@ import pytest
 from launch import launch
 
 from splitkit.pipeline.order import PipelineOrder
-from splitkit.runtime.faults import Progress
-from splitkit.runtime.replicas import Replicas
+from splitkit.runtime.ranks.faults import Progress
+from splitkit.runtime.ranks.replicas import Replicas
 
 RANKS = 3
-ALWAYS = ("raise", "die", "shape", "plan", "turns")
+ALWAYS = ("raise", "die", "shape", "plan", "replica_rows")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_an_op_that_fails_is_said_on_every_rank(always):
 
 
 def test_a_replica_that_fails_is_said_with_the_microbatch_of_the_step(always):
-    first, own, last = always["turns"]
+    first, own, last = always["replica_rows"]
     says = "SK805: rank 1 failed in forward of microbatch 5 in stage 0: ValueError: no such thing"
     assert own.startswith(says) and first.startswith(says) and last.startswith(says)
     # on a busy machine rank 0 may not have sent microbatch 4 yet when all is called off
@@ -73,7 +73,7 @@ def test_a_rank_that_hangs_is_not_waited_for_for_ever():
 
 def test_a_shape_that_is_not_the_plans_is_caught_at_the_border(always):
     first, own, last = always["shape"]
-    wrong = "relu_1 is float32[1, 8] after stage 1, in microbatch 2; the stage behind waits for float32[2, 8]"
+    wrong = "relu_1 is float32[1, 8] after stage 1, in microbatch 2; the next stage expects float32[2, 8]"
     assert own.startswith(f"SK803: {wrong}") and f"SK803 on rank 1: {wrong}" in first and wrong in last
 
 
@@ -83,7 +83,7 @@ def test_a_shape_that_is_not_the_plans_is_caught_at_the_border(always):
     [
         ("dtype", "relu_1 is float64[2, 8] after stage 1"),
         ("backward", "rank 1 failed in backward of microbatch 0 in stage 1: ValueError: no such gradient"),
-        ("count", "SK804: rank 2 has another number of microbatches than rank 0: 8, not 4"),
+        ("count", "SK804: rank 2 has a different number of microbatches than rank 0: 8, not 4"),
         ("batch", "Give float32[8, 8]: 4 microbatches of [2, 8]"),
         ("once", "SK303: 300 parts were asked for"),
     ],
@@ -93,7 +93,7 @@ def test_what_differs_or_fails_is_said_on_every_rank(what, says):
 
 
 def test_another_plan_is_caught_before_the_first_step(always):
-    assert all(text.startswith("SK804: rank 1 has another plan than rank 0") for text in always["plan"])
+    assert all(text.startswith("SK804: rank 1 has a different plan than rank 0") for text in always["plan"])
 
 
 def test_what_a_rank_waits_for_goes_by_its_order():

@@ -14,10 +14,10 @@ from torch.distributed.fsdp import fully_shard
 import splitkit as sk
 from splitkit import _torch
 from splitkit.errors import PipelineError, ScheduleError
-from splitkit.runtime.chain import chain_of
-from splitkit.runtime.replicas import Replicas, replicas, require_replicable, subgroup
-from splitkit.runtime.sharded import like, local, shard, sum_shards, whole
-from splitkit.runtime.ties import BUCKET, _buckets
+from splitkit.runtime.ranks.fsdp import full_tensor, local_tensor, shard, shard_like, sum_shards
+from splitkit.runtime.ranks.replicas import Replicas, replicas, require_replicable, subgroup
+from splitkit.runtime.ranks.shared_parameters import BUCKET, _buckets
+from splitkit.runtime.ranks.stage_chain import chain_of
 
 
 def test_numbers_that_do_not_divide_are_refused():
@@ -53,8 +53,8 @@ def test_buffers_that_forward_writes_are_refused_in_replicas():
 def test_each_pipeline_has_its_share_of_the_microbatches():
     shares = [list(Replicas(((0, 1), (2, 3)), 0, own, None).share(6)) for own in (0, 1)]
     assert shares == [[0, 1, 2], [3, 4, 5]]
-    turns = [list(Replicas(((0, 1), (2,)), *where, None).share(5)) for where in ((0, 0), (0, 1), (1, 0))]
-    assert turns == [[0, 2, 4], [1, 3], [0, 1, 2, 3, 4]]
+    replica_rows = [list(Replicas(((0, 1), (2,)), *where, None).share(5)) for where in ((0, 0), (0, 1), (1, 0))]
+    assert replica_rows == [[0, 2, 4], [1, 3], [0, 1, 2, 3, 4]]
 
 
 def test_gradients_go_in_buckets_of_one_dtype():
@@ -88,7 +88,11 @@ def test_shards_of_a_tied_weight_are_refused(tmp_path):
         weight = part.weight
         fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
         sum_shards([part], replicas((1,), None, torch.device("cpu")), ())
-        assert local(part.weight).shape == whole(part.weight).shape == like(part.weight, torch.ones(4, 4)).shape
+        assert (
+            local_tensor(part.weight).shape
+            == full_tensor(part.weight).shape
+            == shard_like(part.weight, torch.ones(4, 4)).shape
+        )
         with pytest.raises(PipelineError, match=r"SK801: a parameter \[4, 4\] is sharded"):
             sum_shards([part], replicas((1,), None, torch.device("cpu")), (weight,))
     finally:

@@ -16,7 +16,7 @@ from torch import nn
 import splitkit as sk
 from splitkit.errors import FileError, SplitError
 from splitkit.runtime import open_stages, pipeline, save_stages
-from splitkit.runtime.chain import chain_of
+from splitkit.runtime.ranks.stage_chain import chain_of
 
 HERE = Path(__file__).parent
 

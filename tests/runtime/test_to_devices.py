@@ -20,11 +20,12 @@ from splitkit import _torch
 from splitkit._torch import FakeTensorMode, attributes_of
 from splitkit.costs import unit
 from splitkit.errors import CheckError, PipelineError, PlanError
-from splitkit.runtime import movedgraphs, moves, to_devices, written
+from splitkit.runtime import to_devices
+from splitkit.runtime.devices import device_copies, device_graphs, writes_across_devices
 from splitkit.testing import models
 from splitkit.testing.fuzzing import assert_same_but_for_noise, usable_inputs
-from splitkit.testing.nets import UNet
-from splitkit.testing.randoms import random_graph, random_plan
+from splitkit.testing.random_graphs import random_graph, random_plan
+from splitkit.testing.small_nets import UNet
 
 CPUS = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]  # to torch one CPU: every crossing value is copied all the same
 
@@ -80,7 +81,7 @@ def test_nothing_is_read_on_another_device(name):
 
 
 def test_a_forgotten_move_would_be_seen(monkeypatch):
-    monkeypatch.setattr(moves.Send, "_moved", lambda self, tensor: tensor)
+    monkeypatch.setattr(device_copies.Send, "_moved", lambda self, tensor: tensor)
     on, inputs, mode = on_fake_gpus("gpt2")
     with mode, torch.no_grad(), pytest.raises(Exception, match="device"):
         on(**inputs)
@@ -251,27 +252,27 @@ def test_memory_that_is_written_does_not_lie_on_two_devices(case):
 
 def test_random_plans_on_random_graphs_run_rightly_or_are_refused(monkeypatch):
     """The oracle is the whole graph; parts lie on two or three devices by chance."""
-    real = moves.Send._moved
+    real = device_copies.Send._moved
     seen = Counter()
     for seed in range(30):
         copies_inputs = seed % 2  # else inputs are where they are read, as all CPUs are one
-        monkeypatch.setattr(moves, "same_device", (lambda a, b: False) if copies_inputs else same)
+        monkeypatch.setattr(device_copies, "same_device", (lambda a, b: False) if copies_inputs else same)
         seen += fuzzed(seed)
-    assert moves.Send._moved is real
+    assert device_copies.Send._moved is real
     assert seen["same"] > 40 < seen["moves"] and seen["SK808"] > 10, seen
 
 
-same = moves.same_device
+same = device_copies.same_device
 
 
 def fuzzed(seed):
-    dice = random.Random(seed)
-    gm = random_graph(dice.randrange, 5 + dice.randrange(20), seed)
+    rng = random.Random(seed)
+    gm = random_graph(rng.randrange, 5 + rng.randrange(20), seed)
     inputs, seen = usable_inputs(gm, seed), Counter()
     for _ in range(4 if inputs is not None else 0):
         try:
-            split = sk.split(gm, random_plan(sk.analyze(gm), dice.randrange), costs=unit(gm))
-            on = to_devices(split, [f"cpu:{dice.randrange(3)}" for _ in split.parts])
+            split = sk.split(gm, random_plan(sk.analyze(gm), rng.randrange), costs=unit(gm))
+            on = to_devices(split, [f"cpu:{rng.randrange(3)}" for _ in split.parts])
             casts = any(n.target is _torch.ENTER_AUTOCAST for n in gm.graph.nodes)
             assert_same_but_for_copies(sk.compare(gm, on, *inputs, tolerance=5e-2 if casts else 1e-4))
         except (PlanError, PipelineError) as error:
@@ -282,12 +283,15 @@ def fuzzed(seed):
     return seen
 
 
-HOME = inspect.getsource(written._require_one_home)
+HOME = inspect.getsource(writes_across_devices._require_one_home)
 PLANTED = {
     "a value that is written is sent when it is made": (
-        64, lambda m: m.setattr(movedgraphs.MovedGraphs, "is_late", lambda *a: False),
+        64, lambda m: m.setattr(device_graphs.DeviceGraphs, "is_late", lambda *a: False),
     ),
-    "memory comes in by two ways": (2, lambda m: m.setattr(written, "_require_one_way_in", lambda *a: None)),
+    "memory comes in by two ways": (
+        2,
+        lambda m: m.setattr(writes_across_devices, "_require_one_way_in", lambda *a: None),
+    ),
     "a copy from before the write is read after it": (48, lambda m: plant(m, "device != home and device in early")),
     "writes are on two devices": (8, lambda m: plant(m, "any(device != home for device in where)")),
 }  # fmt: skip
@@ -296,8 +300,8 @@ PLANTED = {
 def plant(monkeypatch, right):
     assert HOME.count(right) == 1, f"_require_one_home no longer says {right!r}: mend this test"
     scope = {}
-    exec(HOME.replace(right, "False"), vars(written), scope)
-    monkeypatch.setattr(written, "_require_one_home", scope["_require_one_home"])
+    exec(HOME.replace(right, "False"), vars(writes_across_devices), scope)
+    monkeypatch.setattr(writes_across_devices, "_require_one_home", scope["_require_one_home"])
 
 
 @pytest.mark.parametrize("bug", PLANTED)
@@ -329,13 +333,13 @@ def test_a_value_is_moved_once_for_all_its_readers_on_a_device():
     on = to_devices(split, {0: "cpu:0", 1: "cpu:1", 2: "cpu:1", 3: "cpu:2"})
     assert [(m.name, m.target.index) for m in on.moves if m.source is not None] == [("sin", 1), ("sin", 2)]
     sent = []
-    original = moves.carried
-    moves.carried = lambda *args: sent.append(args[1]) or original(*args)
+    original = device_copies.copy_to_device
+    device_copies.copy_to_device = lambda *args: sent.append(args[1]) or original(*args)
     try:
         x = torch.randn(3)
         assert all(map(torch.equal, on(x), gm(x)))
     finally:
-        moves.carried = original
+        device_copies.copy_to_device = original
     assert sorted(d.index for d in sent) == [1, 2]
 
 
@@ -412,7 +416,7 @@ def test_what_cannot_be_is_refused():
 
 def test_an_expanded_value_is_copied_once():
     x = torch.randn(3, 1).expand(3, 1000)
-    made = moves.carried(x, torch.device("cpu"), moves.Lanes())
+    made = device_copies.copy_to_device(x, torch.device("cpu"), device_copies.CopyStreams())
     assert made.stride() == x.stride() and torch.equal(made, x) and made.data_ptr() != x.data_ptr()
     assert made.untyped_storage().nbytes() == 12
 

@@ -8,11 +8,11 @@ from campaigns import these_first
 from jointmodels import wide
 
 from splitkit.costs import roofline
-from splitkit.frontends.joint import capture_joint
-from splitkit.search.recompute import pool
+from splitkit.frontends.joint.joint_capture import capture_joint
+from splitkit.search.recompute import plan_pool as pool
 from splitkit.search.recompute.descent import Descent
 from splitkit.testing import models
-from splitkit.testing.nets import NETS, loss_or_sum
+from splitkit.testing.small_nets import NETS, loss_or_sum
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks
 

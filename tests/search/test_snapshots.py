@@ -16,9 +16,9 @@ from jointgraphs import Hand
 from torch import nn
 
 from splitkit.costs import roofline
-from splitkit.frontends.joint import capture_joint
-from splitkit.search.recompute.pool import Pool
-from splitkit.search.recompute.search import RecomputeSearch
+from splitkit.frontends.joint.joint_capture import capture_joint
+from splitkit.search.recompute.plan_pool import Pool
+from splitkit.search.recompute.recompute_search import RecomputeSearch
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks
 

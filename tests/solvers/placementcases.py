@@ -15,7 +15,7 @@ INF = float("inf")
 
 @st.composite
 def problems(draw, *, units=6, devices=3, plain=False):
-    """Problems with everything that there is: kinds, hosts, colours, backward units, memory, links, cycles."""
+    """Problems with everything that there is: kinds, CPUs, colours, backward units, memory, links, cycles."""
     count = draw(st.integers(1, units))
     kinds = draw(st.integers(1, 2))
     prices = st.integers(0, 9) if draw(st.booleans()) else st.sampled_from([0.1, 0.2, 0.3, 0.7, 1.1])
@@ -72,7 +72,7 @@ def load_by_definition(problem: Problem, device) -> list[float]:
         for net, cost in enumerate(problem.net_costs):
             pins = problem.pins[problem.net_starts[net] : problem.net_starts[net + 1]]
             here = [device[pin] == d for pin in pins]
-            if spec.host or not any(here) or all(here):
+            if spec.cpu or not any(here) or all(here):
                 continue
             maker = device[pins[0]]
             if problem.links is None:
@@ -105,7 +105,7 @@ def fits(problem: Problem, device, order) -> bool:
         if problem.in_flight and d in order:
             after = len(problem.devices) - 1 - d if problem.ordered else len(order) - 1 - order.index(d)
             held += problem.in_flight[min(after, len(problem.in_flight) - 1)] * sum(problem.saved[v] for v in mine)
-        if not spec.host and held > spec.capacity:
+        if not spec.cpu and held > spec.capacity:
             return False
     return True
 
@@ -174,11 +174,11 @@ def permuted(problem: Problem, order) -> Problem:
 
 
 def makespan_by_definition(problem: Problem, place) -> float:
-    """When everything is done: place is -1 for a host, else a piece of the accelerator ``piece``; by repetition.
+    """When everything is done: place is -1 for a CPU, else a piece of the accelerator ``piece``; by repetition.
 
     One piece an accelerator, the accelerators first among the devices.
     """
-    host = next((d.kind for d in problem.devices if d.host), None)
+    cpu = next((d.kind for d in problem.devices if d.cpu), None)
     takes = {}
     for piece in sorted(set(place) - {-1}):
         takes[piece] = sum(problem.seconds[problem.devices[piece].kind, v] for v, p in enumerate(place) if p == piece)
@@ -192,7 +192,7 @@ def makespan_by_definition(problem: Problem, place) -> float:
         for v, p in enumerate(place):
             mine = [u for u, q in enumerate(place) if q == p] if p >= 0 else [v]
             inputs = [before[a] for a, b in problem.edges.tolist() if b in mine and a not in mine]
-            finish[v] = max(inputs, default=0.0) + (takes[p] if p >= 0 else problem.seconds[host, v])
+            finish[v] = max(inputs, default=0.0) + (takes[p] if p >= 0 else problem.seconds[cpu, v])
         if finish == before:
             return max(finish)
     return INF  # it never ends: pieces wait for each other
@@ -200,11 +200,11 @@ def makespan_by_definition(problem: Problem, place) -> float:
 
 def best_latency(problem: Problem) -> float:
     """The least makespan; infinite if there is no placement."""
-    accelerators = [d for d, device in enumerate(problem.devices) if not device.host]
-    hosts = [d for d, device in enumerate(problem.devices) if device.host][:1]
+    accelerators = [d for d, device in enumerate(problem.devices) if not device.cpu]
+    cpus = [d for d, device in enumerate(problem.devices) if device.cpu][:1]
     plain = replace(problem, in_flight=(), ordered=False, fill=False)
     best = INF
-    for device in product([*accelerators, *hosts], repeat=problem.units):
+    for device in product([*accelerators, *cpus], repeat=problem.units):
         if apart(plain, device) and fits(plain, device, ()):
-            best = min(best, makespan_by_definition(plain, [-1 if d in hosts else d for d in device]))
+            best = min(best, makespan_by_definition(plain, [-1 if d in cpus else d for d in device]))
     return best

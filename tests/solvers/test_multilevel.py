@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 
 from splitkit.solvers import clock
 from splitkit.solvers.placement import mip
+from splitkit.solvers.placement.colocation import acyclic_groups, strong_components
 from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.evaluate import faults
-from splitkit.solvers.placement.groups import fused, strong
 from splitkit.solvers.placement.multilevel import multilevel
-from splitkit.solvers.placement.multilevel.coarsen import coarsened
+from splitkit.solvers.placement.multilevel.coarsen import coarsen
 from splitkit.solvers.placement.multilevel.multilevel import MOST_EXACT
-from splitkit.solvers.placement.multilevel.refine import refined
+from splitkit.solvers.placement.multilevel.refine import refine_stages
 from splitkit.solvers.placement.multilevel.vcycle import VCycle
 from splitkit.solvers.placement.problem import Problem, Slot
 from splitkit.solvers.placement.solution import InfeasibleError
 from splitkit.solvers.placement.stages import contiguous
-from splitkit.solvers.placement.stages.ladder import ladder
-from splitkit.solvers.placement.stages.search import StageSearch
-from splitkit.solvers.placement.stages.stages import StageRanks, stage_loads
+from splitkit.solvers.placement.stages.device_steps import device_steps
+from splitkit.solvers.placement.stages.stage_loads import StageRanks, stage_loads
+from splitkit.solvers.placement.stages.stage_solver import StageSearch
 
 
 def layered(count, devices, *, width=20, seed=0, **options):
@@ -46,8 +46,8 @@ def layered(count, devices, *, width=20, seed=0, **options):
 
 
 def searched(problem):
-    core = core_of(problem, fused(problem))
-    steps = ladder(core, problem.in_flight, ordered=problem.ordered, fill=problem.fill)
+    core = core_of(problem, acyclic_groups(problem))
+    steps = device_steps(core, problem.in_flight, ordered=problem.ordered, fill=problem.fill)
     return StageSearch(core.reversed(), steps, 1e9, joinable=False)
 
 
@@ -65,13 +65,13 @@ def test_a_small_problem_has_the_placement_of_contiguous(problem):
 
 def without_contiguous(problem):
     """What orders and coarser cores find."""
-    core = core_of(problem, fused(problem))
+    core = core_of(problem, acyclic_groups(problem))
     return multilevel._found(problem, core, multilevel.SECONDS, None, time.monotonic())
 
 
 @few_of_many(60, 150, cases.problems(units=6))
 def test_no_value_is_below_the_optimum_and_no_bound_above_it(problem):
-    core = core_of(problem, fused(problem))
+    core = core_of(problem, acyclic_groups(problem))
     if core.barred.all(axis=0).any():
         return
     found, best = without_contiguous(problem), cases.best_stages(problem)
@@ -103,14 +103,14 @@ def test_of_contiguous_and_this_the_lesser_value_is_taken_with_the_greater_bound
 @few_of_many(15, 40, st.integers(0, 10**6), st.integers(2, 30), st.booleans())
 def test_coarser_cores_have_no_cycles_and_all_the_work(seed, width, staged):
     problem = layered(400, 4, width=width, seed=seed, nbytes=np.random.default_rng(seed).integers(0, 9, 400))
-    core = core_of(problem, fused(problem)).reversed()
+    core = core_of(problem, acyclic_groups(problem)).reversed()
     stage = np.arange(core.size) // 100 if staged else None
-    levels = coarsened(core, 40, stage, seed)
+    levels = coarsen(core, 40, stage, seed)
     assert levels and levels[-1].core.size < 200
     for finer, level in zip([core, *(level.core for level in levels)], levels, strict=False):
         coarse = level.core
         assert coarse.size < finer.size and np.array_equal(np.unique(level.label), np.arange(coarse.size))
-        assert strong(coarse.edges, coarse.size).max() + 1 == coarse.size
+        assert strong_components(coarse.edges, coarse.size).max() + 1 == coarse.size
         assert coarse.work.sum() == core.work.sum() and coarse.nbytes.sum() == core.nbytes.sum()
         ends = np.unique(level.label[finer.edges], axis=0)
         assert np.array_equal(ends[ends[:, 0] != ends[:, 1]], coarse.edges)
@@ -126,14 +126,14 @@ def test_refined_stages_are_no_worse_and_fit_and_go_one_way(seed, limited):
     random = np.random.default_rng(seed)
     nbytes, saved = random.integers(0, 9, 120), random.integers(0, 3, 120)
     problem = layered(120, 4, width=6, seed=seed, nbytes=nbytes, saved=saved)
-    core = core_of(problem, fused(problem)).reversed()
+    core = core_of(problem, acyclic_groups(problem)).reversed()
     rank = 3 - np.searchsorted([60, 80, 100], np.arange(120), side="right")
     flights = np.array([1, 2, 3, 4])
     held = np.bincount(rank, nbytes + flights[rank] * saved)
     if limited:
         core = replace(core, kinds=(replace(core.kinds[0], capacity=int(held.max())),))
     start = StageRanks(int(stage_loads(core, rank, (0,) * 4).max()), rank, (0,) * 4)
-    found = refined(core, start, flights, 6)
+    found = refine_stages(core, start, flights, 6)
     assert found.value < start.value  # the last one has half of the units
     assert found.value == stage_loads(core, found.rank, found.kinds).max()
     assert (found.rank[core.edges[:, 0]] <= found.rank[core.edges[:, 1]]).all()
@@ -191,11 +191,11 @@ def test_wide_graphs_get_the_same_claim_however_busy_the_machine(monkeypatch, co
 
     monkeypatch.setattr(mip, "milp", counted)
     quiet = contiguous.contiguous(problem, seconds=0.5)
-    assert not quiet.cut and 0 < quiet.bound < quiet.value * (1 - 1e-3)
+    assert not quiet.timed_out and 0 < quiet.bound < quiet.value * (1 - 1e-3)
     assert len(nodes) == (count == 40)
     monkeypatch.setattr(clock, "time", Fast(factor=0.5))  # idle: more time must not be more search
     idle = contiguous.contiguous(problem, seconds=0.5)
-    assert not idle.cut and len(set(nodes)) == (count == 40)
+    assert not idle.timed_out and len(set(nodes)) == (count == 40)
     assert np.array_equal(idle.device, quiet.device) and (idle.value, idle.bound) == (quiet.value, quiet.bound)
 
 
@@ -216,7 +216,7 @@ def test_memory_flights_kinds_hosts_and_links_are_kept_to(monkeypatch):
     seconds[0, random.random(count) < 0.02] = cases.INF
     seconds[1, 0] = cases.INF
     total = 5 * count
-    specs = [Slot(0, total // 3), Slot(0, total // 2), Slot(1, total // 2), Slot(1, host=True)]
+    specs = [Slot(0, total // 3), Slot(0, total // 2), Slot(1, total // 2), Slot(1, cpu=True)]
     options = {"nbytes": random.integers(0, 9, count), "saved": random.integers(0, 2, count), "in_flight": (1, 2)}
     colours = np.where(np.arange(count) < 20, np.arange(count) // 2, -1)
     problem = replace(plain, seconds=seconds, devices=tuple(specs), colours=colours, **options)

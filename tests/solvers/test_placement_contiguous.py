@@ -14,22 +14,23 @@ from hypothesis import strategies as st
 from splitkit.solvers import clock
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement import bounds
-from splitkit.solvers.placement.contract import contracted
+from splitkit.solvers.placement.colocation import acyclic_groups
+from splitkit.solvers.placement.contract import contracted_core
 from splitkit.solvers.placement.core import BIG, core_of
 from splitkit.solvers.placement.evaluate import faults, memory
-from splitkit.solvers.placement.groups import fused
-from splitkit.solvers.placement.memory import fewest_devices
+from splitkit.solvers.placement.memory_remedies import fewest_devices
 from splitkit.solvers.placement.orders import ORDERS, orders
 from splitkit.solvers.placement.problem import Problem, Slot
 from splitkit.solvers.placement.solution import InfeasibleError
-from splitkit.solvers.placement.stages import search as search_module
-from splitkit.solvers.placement.stages.along import Along
+from splitkit.solvers.placement.stages import stage_solver as search_module
 from splitkit.solvers.placement.stages.contiguous import contiguous
-from splitkit.solvers.placement.stages.idealpath import _Search, best_stages
-from splitkit.solvers.placement.stages.ideals import Effort, TooManyError, ideals, weights
-from splitkit.solvers.placement.stages.ladder import ladder
-from splitkit.solvers.placement.stages.search import StageSearch, own_and_other_orders
-from splitkit.solvers.placement.stages.stages import stage_loads
+from splitkit.solvers.placement.stages.device_steps import device_steps
+from splitkit.solvers.placement.stages.dominance import dominance_applies
+from splitkit.solvers.placement.stages.ideal_dp import _Search, best_stages
+from splitkit.solvers.placement.stages.ideals import Effort, TooManyError, ideals, sums_over_ideals
+from splitkit.solvers.placement.stages.order_dp import OrderDP
+from splitkit.solvers.placement.stages.stage_loads import stage_loads
+from splitkit.solvers.placement.stages.stage_solver import StageSearch, own_and_other_orders
 
 
 def value_of(problem):
@@ -57,10 +58,14 @@ test_equals_brute_force, test_equals_brute_force_on_many = few_and_many(200, 300
 
 @few_of_many(60, 150, cases.problems(units=5))
 def test_each_solver_alone_equals_brute_force(problem):
-    core = contracted(core_of(problem, fused(problem))) if not problem.fill else core_of(problem, fused(problem))
+    core = (
+        contracted_core(core_of(problem, acyclic_groups(problem)))
+        if not problem.fill
+        else core_of(problem, acyclic_groups(problem))
+    )
     if core.barred.all(axis=0).any():
         return
-    steps = ladder(core, problem.in_flight, ordered=problem.ordered, fill=problem.fill)
+    steps = device_steps(core, problem.in_flight, ordered=problem.ordered, fill=problem.fill)
     best = cases.best_stages(problem)
     for method, more in (("over_ideals", ()), ("by_program", (60,))):
         search = StageSearch(core.reversed(), steps, 60, joinable=not problem.fill)
@@ -108,12 +113,12 @@ def test_bounds_hold_with_links_between_pairs(problem, factors):
 @few_of_many(50, 100, cases.problems(units=4), st.booleans())
 def test_no_stages_are_better_than_what_must_be_joined_allows(problem, fill):
     problem = replace(problem, fill=fill and len(problem.devices) <= problem.units)
-    core = core_of(problem, fused(problem))
+    core = core_of(problem, acyclic_groups(problem))
     best = cases.best_stages(problem)
     if best < cases.INF and not core.barred.all(axis=0).any():
         filled = len(problem.devices) if problem.fill else 0
         high = int(1.5 * best * core.scale) + 1
-        bound = bounds.by_joining(core, 0, high, acyclic=True, filled=filled)
+        bound = bounds.joining_bound(core, 0, high, acyclic=True, filled=filled)
         assert bound <= best * core.scale + core.slack + 1
 
 
@@ -128,8 +133,8 @@ def test_devices_to_fill_make_a_slow_link_count():
     nets += [(1.0, (i, i + 1)) for i in range(239)]  # so that no part is alone
     edges += [(i, i + 1) for i in range(19)]
     problem = Problem.of(random.random((1, 240)) * 1e-5, nets, edges, [Slot()] * 4, fill=True)
-    core = core_of(problem, fused(problem))
-    search = StageSearch(core.reversed(), ladder(core, (), ordered=False, fill=True), 1.0, joinable=False)
+    core = core_of(problem, acyclic_groups(problem))
+    search = StageSearch(core.reversed(), device_steps(core, (), ordered=False, fill=True), 1.0, joinable=False)
     search.along_orders()
     assert search.bound / core.scale < 0.01
     search.raise_bound()
@@ -141,7 +146,7 @@ def test_the_order_of_the_graph_is_among_those_tried():
     random = np.random.default_rng(1)
     edges = [(i, j) for i in range(0, 90) for j in (i + int(random.integers(1, 30)),) if j < 90]
     problem = Problem.of(np.ones((1, 90)), [(0.01, edge) for edge in edges], edges, [Slot()] * 3)
-    core = core_of(problem, fused(problem))
+    core = core_of(problem, acyclic_groups(problem))
     tried = [order.tolist() for order in own_and_other_orders(core.reversed())]
     assert list(range(89, -1, -1)) in tried
 
@@ -149,18 +154,18 @@ def test_the_order_of_the_graph_is_among_those_tried():
 def test_the_lines_of_a_search_are_made_once(monkeypatch):
     """What the search looked for along each order serves the ties too."""
     problem = chain([1.0] * 12, devices=[Slot()] * 3)
-    core = core_of(problem, fused(problem))
+    core = core_of(problem, acyclic_groups(problem))
     made, made_loads = [], []
-    init, computed = Along.__init__, Along._computed
-    monkeypatch.setattr(Along, "__init__", lambda self, *args: made.append(1) or init(self, *args))
-    monkeypatch.setattr(Along, "_computed", lambda self, kind: made_loads.append(1) or computed(self, kind))
-    search = StageSearch(core.reversed(), ladder(core, (), ordered=False, fill=False), 1.0, joinable=False)
+    init, computed = OrderDP.__init__, OrderDP._computed
+    monkeypatch.setattr(OrderDP, "__init__", lambda self, *args: made.append(1) or init(self, *args))
+    monkeypatch.setattr(OrderDP, "_computed", lambda self, kind: made_loads.append(1) or computed(self, kind))
+    search = StageSearch(core.reversed(), device_steps(core, (), ordered=False, fill=False), 1.0, joinable=False)
     search.along_orders()
     before = search.ties()
     assert len(list(orders(core))) == ORDERS
     assert len(made) == len(made_loads) == ORDERS + 1  # and its own
     monkeypatch.setattr(search_module, "_MOST_KEPT", 0)
-    again = StageSearch(core.reversed(), search.ladder, 1.0, joinable=False)
+    again = StageSearch(core.reversed(), search.device_steps, 1.0, joinable=False)
     again.along_orders()
     assert [found.rank.tolist() for found in again.ties()] == [found.rank.tolist() for found in before]
 
@@ -172,15 +177,15 @@ def test_no_number_of_devices_holds_a_unit_that_none_of_them_does():
     assert not asked
 
 
-def chain(weights, **more):
-    edges = [(i, i + 1) for i in range(len(weights) - 1)]
-    return Problem.of(np.array([weights], float), [(0.0, edge) for edge in edges], edges, **more)
+def chain(sums_over_ideals, **more):
+    edges = [(i, i + 1) for i in range(len(sums_over_ideals) - 1)]
+    return Problem.of(np.array([sums_over_ideals], float), [(0.0, edge) for edge in edges], edges, **more)
 
 
 def test_sums_of_floats_do_not_round():
     assert contiguous(chain([0.1] * 10, devices=[Slot()] * 5)).optimal
-    weights = [2.0**40, 1.0, 2.0**40, 2.0**40, 1.0, 2.0**40]  # as float32 or scaled to 1e6 the ones are lost
-    found = contiguous(chain(weights, devices=[Slot()] * 2))
+    sums_over_ideals = [2.0**40, 1.0, 2.0**40, 2.0**40, 1.0, 2.0**40]  # as float32 or scaled to 1e6 the ones are lost
+    found = contiguous(chain(sums_over_ideals, devices=[Slot()] * 2))
     assert found.value == 2.0**41 + 1 and found.bound == found.value
     assert found.device.tolist() == [0, 0, 0, 1, 1, 1]
 
@@ -233,11 +238,11 @@ def test_the_smallest_memory_that_would_fit(problem):
             )
 
         assert best(error.capacity) < cases.INF and best(error.capacity - 1) == cases.INF
-        limited = [d for d in problem.devices if not d.host]
-        hosts = [d for d in problem.devices if d.host]
+        limited = [d for d in problem.devices if not d.cpu]
+        cpus = [d for d in problem.devices if d.cpu]
         if error.devices is not None and error.devices <= 4:
-            assert best(3, [*hosts, *limited[:1] * error.devices], fill=False) < cases.INF
-            assert best(3, [*hosts, *limited[:1] * (error.devices - 1)], fill=False) == cases.INF
+            assert best(3, [*cpus, *limited[:1] * error.devices], fill=False) < cases.INF
+            assert best(3, [*cpus, *limited[:1] * (error.devices - 1)], fill=False) == cases.INF
 
 
 def test_units_that_cannot_be_together_are_named():
@@ -273,8 +278,8 @@ def layered(layers, width, seed):
 
 def test_a_graph_with_too_many_ideals_has_a_bound_and_annealing_helps():
     problem = layered(12, 8, 0)
-    core = core_of(problem, fused(problem)).reversed()
-    steps = ladder(core, (), ordered=False, fill=False)
+    core = core_of(problem, acyclic_groups(problem)).reversed()
+    steps = device_steps(core, (), ordered=False, fill=False)
     search = StageSearch(core, steps, 5, joinable=True)
     search.along_orders()
     before = search.best.value
@@ -305,7 +310,7 @@ def cells(count, seed, branches=(1, 3, 6, 2)):
     work = random.integers(1, 20, units) / 16
     nbytes = random.integers(1, 100, units)
     room = int(nbytes.sum() * 1.1 / 5)
-    devices = [Slot(0, room)] * 5 + [Slot(1, host=True)]
+    devices = [Slot(0, room)] * 5 + [Slot(1, cpu=True)]
     return Problem.of(np.array([work, 10 * work]), nets, edges, devices, nbytes=nbytes)
 
 
@@ -320,8 +325,8 @@ def test_parallel_chains_in_tight_memory_are_proven_whatever_their_numbers(seed)
 
 def test_what_dominance_leaves_out_is_no_loss():
     problem = cells(3, 7)
-    core = contracted(core_of(problem, fused(problem))).reversed()
-    steps = ladder(core, (), ordered=False, fill=False)
+    core = contracted_core(core_of(problem, acyclic_groups(problem))).reversed()
+    steps = device_steps(core, (), ordered=False, fill=False)
     limit = int(core.work[0].sum() + core.costs[0].sum())
     order = next(orders(core))
     found = ideals(core, steps, limit, order, Effort(10**10, Clock(math.inf)))
@@ -341,13 +346,13 @@ def test_what_dominance_leaves_out_is_no_loss():
 
 def test_sums_over_ideals_are_exact():
     problem = cells(6, 1)
-    core = core_of(problem, fused(problem))
+    core = core_of(problem, acyclic_groups(problem))
     found = ideals(
-        core, ladder(core, (), ordered=False, fill=False), BIG, next(orders(core)), Effort(10**9, Clock(math.inf))
+        core, device_steps(core, (), ordered=False, fill=False), BIG, next(orders(core)), Effort(10**9, Clock(math.inf))
     )
     members = found.members(core.size).astype(object)
     rows = np.stack([core.work[0], core.nbytes])
-    assert np.array_equal(weights(rows, found.bits), (rows.astype(object) @ members).astype(np.int64))
+    assert np.array_equal(sums_over_ideals(rows, found.bits), (rows.astype(object) @ members).astype(np.int64))
     units = np.arange(core.size)
     bits = found.bits[units >> 6] >> (units & 63).astype(np.uint64)[:, None] & np.uint64(1)
     assert np.array_equal(bits, members.astype(np.uint64))
@@ -376,3 +381,17 @@ def test_a_long_graph_is_cut_at_its_cheap_places():
     nets = [(float(cost), tuple(edge)) for cost, edge in zip(random.random(units - 1), edges.tolist(), strict=True)]
     found = contiguous(Problem.of(random.random((1, units)), nets, edges, [Slot()] * 16))
     assert found.gap < 2e-3
+
+
+def test_a_stage_that_holds_more_the_fewer_follow_it_is_not_emptied():
+    """To join stages is no worse in seconds, but the stages before would hold more in flight: only three have room."""
+    problem = Problem.of(
+        np.array([[2.0, 3.0, 7.0]]), [], [(0, 1), (0, 2), (1, 2)], [Slot(0, 6.0)] * 3,
+        nbytes=np.array([2, 1, 1]), saved=np.array([3, 0, 0]), in_flight=(3, 2, 1),
+    )  # fmt: skip
+    core = core_of(problem, acyclic_groups(problem)).reversed()
+    steps = device_steps(core, problem.in_flight, ordered=False, fill=False)
+    assert not dominance_applies(core, steps) and dominance_applies(core, replace(steps, in_flight=(1, 2, 3)))
+    search = StageSearch(core, steps, 60, joinable=True)
+    search.over_ideals()
+    assert search.best.value / core.scale == cases.best_stages(problem) == 7

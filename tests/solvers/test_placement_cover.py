@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitkit.solvers.clock import Clock
-from splitkit.solvers.placement.bounds import in_seconds
+from splitkit.solvers.placement.bounds import simple_bound_seconds
+from splitkit.solvers.placement.colocation import colour_groups
 from splitkit.solvers.placement.core import core_of
-from splitkit.solvers.placement.groups import coloured
 from splitkit.solvers.placement.problem import Problem, Slot
-from splitkit.solvers.placement.sets import frontier as module
-from splitkit.solvers.placement.sets.cover import CoverBound
-from splitkit.solvers.placement.sets.frontier import Nets, SetTable, narrow_order
+from splitkit.solvers.placement.sets import set_frontier as module
+from splitkit.solvers.placement.sets.cover_bound import CoverBound
+from splitkit.solvers.placement.sets.set_frontier import Nets, SetTable, narrow_order
 
 
 @st.composite
@@ -89,8 +89,8 @@ def test_rounding_and_left_out_nets_lose_no_set(case, unit, price, states):
 
 
 def bound_of(problem, limit, seconds=0.15):
-    core = core_of(problem, coloured(problem))
-    return CoverBound(core, limit).run(max(0.0, in_seconds(core)), seconds, Clock(60))
+    core = core_of(problem, colour_groups(problem))
+    return CoverBound(core, limit).run(max(0.0, simple_bound_seconds(core)), seconds, Clock(60))
 
 
 @few_of_many(10, 25, cases.problems(units=6))

@@ -7,12 +7,12 @@ import placementcases as cases
 import pytest
 
 from splitkit.solvers.clock import Clock
+from splitkit.solvers.placement.colocation import acyclic_groups
 from splitkit.solvers.placement.core import core_of
-from splitkit.solvers.placement.groups import fused
 from splitkit.solvers.placement.problem import Problem, Slot
-from splitkit.solvers.placement.stages.idealpath import best_stages
+from splitkit.solvers.placement.stages.device_steps import device_steps
+from splitkit.solvers.placement.stages.ideal_dp import best_stages
 from splitkit.solvers.placement.stages.ideals import Effort, _most_held, ideals
-from splitkit.solvers.placement.stages.ladder import ladder
 
 
 @pytest.mark.parametrize("slower", [1.0, 1.5, 2.0, 5.0])
@@ -22,8 +22,8 @@ def test_a_device_that_is_slower_at_everything_pays_the_same_for_nets(slower):
         seconds, chain = random.integers(1, 9, 5).astype(float), [(unit, unit + 1) for unit in range(4)]
         nets = [(float(random.integers(0, 5)), pair) for pair in chain]
         problem = Problem.of(np.array([seconds * slower, seconds]), nets, chain, [Slot(0), Slot(1), Slot(0)])
-        core = core_of(problem, fused(problem)).reversed()
-        steps = ladder(core, (), ordered=False, fill=False)
+        core = core_of(problem, acyclic_groups(problem)).reversed()
+        steps = device_steps(core, (), ordered=False, fill=False)
         best = cases.best_stages(problem) * core.scale
         effort, order = Effort(10**9, Clock(60)), np.arange(core.size)[::-1]
         found, bound = best_stages(

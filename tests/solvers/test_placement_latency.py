@@ -10,31 +10,31 @@ import pytest
 from campaigns import few_of_many
 
 from splitkit.solvers.clock import Clock
+from splitkit.solvers.placement.colocation import colour_groups
 from splitkit.solvers.placement.core import core_of
-from splitkit.solvers.placement.groups import coloured
-from splitkit.solvers.placement.latency import tree
-from splitkit.solvers.placement.latency.bound import path_bound
-from splitkit.solvers.placement.latency.chain import chain_bound
-from splitkit.solvers.placement.latency.latency import latency
-from splitkit.solvers.placement.latency.makespan import HOST, Timing, makespan
-from splitkit.solvers.placement.orders import by_key
+from splitkit.solvers.placement.latency import branch_and_bound as tree
+from splitkit.solvers.placement.latency.chain_bound import chain_bound
+from splitkit.solvers.placement.latency.latency_solver import latency
+from splitkit.solvers.placement.latency.makespan import CPU, Timing, makespan
+from splitkit.solvers.placement.latency.makespan_bound import path_bound
+from splitkit.solvers.placement.orders import order_by_key
 from splitkit.solvers.placement.problem import BadProblemError, Problem, Slot
 from splitkit.solvers.placement.solution import InfeasibleError
 
 
 def simple(problem):
-    """The same problem as latency wants it: accelerators first, hosts of one kind, no cycles, all units forward."""
-    devices = sorted(problem.devices, key=lambda device: device.host)
-    kind = next((device.kind for device in devices if device.host), 0)
-    devices = [replace(device, kind=kind) if device.host else device for device in devices]
+    """The same problem as latency wants it: accelerators first, CPUs of one kind, no cycles, all units forward."""
+    devices = sorted(problem.devices, key=lambda device: device.cpu)
+    kind = next((device.kind for device in devices if device.cpu), 0)
+    devices = [replace(device, kind=kind) if device.cpu else device for device in devices]
     edges = np.sort(problem.edges, axis=1)
     return replace(problem, devices=tuple(devices), edges=edges, backward=np.zeros(problem.units, bool), fill=False)
 
 
 def found_for(problem, **options):
     found = latency(problem, **options)
-    hosts = [d for d, device in enumerate(problem.devices) if device.host]
-    place = [-1 if d in hosts else int(d) for d in found.device]
+    cpus = [d for d, device in enumerate(problem.devices) if device.cpu]
+    place = [-1 if d in cpus else int(d) for d in found.device]
     assert cases.makespan_by_definition(problem, place) == pytest.approx(found.value)
     plain = replace(problem, in_flight=(), ordered=False)
     assert cases.apart(plain, found.device) and cases.fits(plain, found.device, ())
@@ -67,8 +67,8 @@ def test_search_and_bound_alone_hold_the_best_between_them(problem):
 
 def ways_of(problem, pieces):
     """What bounds of ways take: the timing, groups of one colour, an order."""
-    order = by_key(core_of(problem, np.arange(problem.units)), np.zeros(problem.units))
-    return Timing.of(problem, pieces), coloured(problem), order
+    order = order_by_key(core_of(problem, np.arange(problem.units)), np.zeros(problem.units))
+    return Timing.of(problem, pieces), colour_groups(problem), order
 
 
 @few_of_many(200, 500, cases.problems(units=5))
@@ -95,14 +95,12 @@ def test_no_makespan_of_several_pieces_is_less_than_the_bound_of_a_way(problem):
 def best_of_pieces(problem, pieces):
     """The least makespan over all placements in which units of a colour share a device; infinite if there are none."""
     timing = Timing.of(problem, pieces)
-    accelerators = [device for device in problem.devices if not device.host]
-    hosts = [HOST] if len(accelerators) < len(problem.devices) else []
+    accelerators = [device for device in problem.devices if not device.cpu]
+    cpus = [CPU] if len(accelerators) < len(problem.devices) else []
     best = cases.INF
-    for place in product([*range(len(accelerators) * pieces), *hosts], repeat=problem.units):
-        device = [HOST if p == HOST else p // pieces for p in place]
-        held = np.bincount(
-            [d for d in device if d != HOST], problem.nbytes[np.array(device) != HOST], len(accelerators)
-        )
+    for place in product([*range(len(accelerators) * pieces), *cpus], repeat=problem.units):
+        device = [CPU if p == CPU else p // pieces for p in place]
+        held = np.bincount([d for d in device if d != CPU], problem.nbytes[np.array(device) != CPU], len(accelerators))
         roomy = all(h <= spec.capacity for h, spec in zip(held, accelerators, strict=True))
         if roomy and len(set(zip(problem.colours, device, strict=True)) - {(-1, d) for d in device}) == len(
             {colour for colour in problem.colours if colour >= 0}
@@ -181,14 +179,14 @@ def test_parallel_branches_run_at_once():
     seconds = np.array([[0.0, 4.0, 4.0, 0.0], [0.0, 9.0, 9.0, 0.0]])
     edges = [(0, 1), (0, 2), (1, 3), (2, 3)]
     nets = [(0.5, (0, 1, 2)), (0.5, (1, 3)), (0.5, (2, 3))]
-    found = found_for(Problem.of(seconds, nets, edges, [Slot(), Slot(), Slot(1, host=True)]))
+    found = found_for(Problem.of(seconds, nets, edges, [Slot(), Slot(), Slot(1, cpu=True)]))
     assert found.value == 5 and len(set(found.device[[1, 2]].tolist())) == 2
 
 
 def test_two_pieces_let_a_device_wait():
-    # 0 -> 1 -> 2, and only the host can do 1; 0 and 2 are dear there.
+    # 0 -> 1 -> 2, and only the CPU can do 1; 0 and 2 are dear there.
     seconds = np.array([[1.0, np.inf, 1.0], [9.0, 1.0, 9.0]])
-    problem = Problem.of(seconds, [], [(0, 1), (1, 2)], [Slot(), Slot(1, host=True)])
+    problem = Problem.of(seconds, [], [(0, 1), (1, 2)], [Slot(), Slot(1, cpu=True)])
     assert latency(problem, pieces=1).value == 11
     found = latency(problem, pieces=2)
     assert found.value == 3 and found.optimal
@@ -212,7 +210,7 @@ def test_a_chain_is_proven():
     [
         ({"edges": np.array([[0, 1], [1, 0]])}, "edges"),
         ({"links": np.array([[0, 2.0], [2.0, 0]])}, "links"),
-        ({"devices": (Slot(0, host=True), Slot(1, host=True))}, "devices"),
+        ({"devices": (Slot(0, cpu=True), Slot(1, cpu=True))}, "devices"),
     ],
 )
 def test_what_latency_does_not_know_is_refused(change, field):

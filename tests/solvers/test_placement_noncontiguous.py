@@ -9,15 +9,15 @@ from campaigns import few_of_many
 from hypothesis import strategies as st
 
 from splitkit.solvers.clock import Clock
-from splitkit.solvers.placement.anneal import Places, Population, Schedule
-from splitkit.solvers.placement.contract import contracted
+from splitkit.solvers.placement.anneal import CoolingSchedule, DeviceTable, Population
+from splitkit.solvers.placement.colocation import colour_groups
+from splitkit.solvers.placement.contract import contracted_core
 from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.evaluate import faults, loads
-from splitkit.solvers.placement.groups import coloured
 from splitkit.solvers.placement.problem import Problem, Slot
-from splitkit.solvers.placement.sets.packing import packed
-from splitkit.solvers.placement.sets.sets import noncontiguous
-from splitkit.solvers.placement.sets.windows import Windows
+from splitkit.solvers.placement.sets.neighbourhood_search import NeighbourhoodSearch
+from splitkit.solvers.placement.sets.packing import pack_sets
+from splitkit.solvers.placement.sets.set_solver import noncontiguous
 from splitkit.solvers.placement.solution import InfeasibleError
 
 
@@ -54,20 +54,20 @@ def test_laws(problem, random):
 @few_of_many(150, 400, cases.problems(units=7))
 def test_contractions_lose_no_optimum(problem):
     problem = replace(problem, fill=False)
-    core = contracted(core_of(problem, coloured(problem)), acyclic=False)
+    core = contracted_core(core_of(problem, colour_groups(problem)), acyclic=False)
     joined = cases.best_sets(replace(problem, colours=core.group))
     assert joined == pytest.approx(cases.best_sets(problem), rel=1e-12)
 
 
 @few_of_many(20, 40, cases.problems(units=7, plain=True))
 def test_annealing_keeps_its_books(problem):
-    core = core_of(problem, coloured(problem))
-    places = Places.of_problem(replace(problem, fill=False), core)
-    start = packed(core, places)
+    core = core_of(problem, colour_groups(problem))
+    places = DeviceTable.of_problem(replace(problem, fill=False), core)
+    start = pack_sets(core, places)
     if start is None:
         return
     population = Population(core, places, start, 16)
-    population.run(Schedule(1, Clock(np.inf)))
+    population.run(CoolingSchedule(1, Clock(np.inf)))
     for row, device in enumerate(population.device):
         assert cases.fits(replace(problem, in_flight=()), device, ())
         assert np.allclose(population.loads[row], cases.load_by_definition(problem, device))
@@ -88,12 +88,12 @@ def test_annealing_finds_what_stages_cannot():
 @few_of_many(20, 60, cases.problems(units=7))
 def test_windows_keep_to_everything_and_end_no_worse(problem):
     problem = replace(problem, in_flight=(), ordered=False)
-    core = core_of(problem, coloured(problem))
-    places = Places.of_problem(problem, core)
-    start = packed(core, places)
+    core = core_of(problem, colour_groups(problem))
+    places = DeviceTable.of_problem(problem, core)
+    start = pack_sets(core, places)
     if start is None:
         return
-    windows = Windows(problem, core, start)
+    windows = NeighbourhoodSearch(problem, core, start)
     windows.run(2.0, Clock(60), 0.0)
     device = windows.device[core.group]
     assert not faults(problem, device)
@@ -106,9 +106,9 @@ def test_windows_of_few_units_help_where_single_moves_do_not():
     """Two pairs that exchange dear values are swapped; each single move makes it worse."""
     nets = [(3.0, (i, i + 1)) for i in range(0, 12, 2)]
     problem = Problem.of(np.ones((1, 12)), nets, [], [Slot()] * 3)
-    core = core_of(problem, coloured(problem))
+    core = core_of(problem, colour_groups(problem))
     start = np.arange(12) % 3  # every pair apart: each device pays for all of its units
-    windows = Windows(problem, core, start)
+    windows = NeighbourhoodSearch(problem, core, start)
     windows.run(5.0, Clock(60), 0.0)
     assert loads(problem, start).tolist() == [16] * 3
     assert loads(problem, windows.device).tolist() == [4] * 3

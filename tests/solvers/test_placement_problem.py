@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitkit.solvers.placement.contract import contracted, tightened
+from splitkit.solvers.placement.colocation import acyclic_groups, colour_groups
+from splitkit.solvers.placement.contract import contracted_core, tightened_core
 from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.evaluate import cycles, faults, loads, memory
-from splitkit.solvers.placement.groups import coloured, fused
 from splitkit.solvers.placement.problem import BadProblemError, Problem, Slot
 
 
@@ -34,8 +34,7 @@ def test_the_evaluator_follows_the_definition(problem, data):
     fits = cases.fits(problem, device, order)
     assert (
         all(
-            d.host or held <= d.capacity
-            for d, held in zip(problem.devices, memory(problem, device, order), strict=True)
+            d.cpu or held <= d.capacity for d, held in zip(problem.devices, memory(problem, device, order), strict=True)
         )
         == fits
     )
@@ -47,16 +46,16 @@ def test_the_evaluator_follows_the_definition(problem, data):
 @given(cases.problems(units=6))
 def test_what_must_be_together_is_together_in_every_better_placement(problem):
     problem = replace(problem, fill=False, in_flight=())
-    core = core_of(problem, fused(problem))
+    core = core_of(problem, acyclic_groups(problem))
     if core.barred.all(axis=0).any():
         return
     best = cases.best_stages(problem)
     if best == cases.INF:
         return
-    joined = tightened(core, int(best * core.scale * (1 + 1e-9)) + 1)
+    joined = tightened_core(core, int(best * core.scale * (1 + 1e-9)) + 1)
     assert cases.best_stages(replace(problem, colours=joined.group)) == pytest.approx(best)
     assert not cycles(joined.edges, joined.size)
-    smaller = contracted(joined)
+    smaller = contracted_core(joined)
     assert cases.best_stages(replace(problem, colours=smaller.group)) == pytest.approx(best)
 
 
@@ -99,7 +98,7 @@ def test_a_colour_without_forward_units_is_ordered_by_its_mirrored_backward_unit
     )
     assert not faults(problem, np.array([0, 2, 0, 2, 1]), (0, 1, 2))
     assert "an edge goes back to an earlier stage" in faults(problem, np.array([0, 1, 0, 1, 2]), (0, 1, 2))
-    assert coloured(problem).tolist() == [0, 1, 0, 1, 2] and fused(problem).max() == 2
+    assert colour_groups(problem).tolist() == [0, 1, 0, 1, 2] and acyclic_groups(problem).max() == 2
 
 
 def test_links_make_who_sends_to_several_pay_for_the_slowest():

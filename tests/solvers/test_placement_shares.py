@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitkit.solvers.clock import Clock
-from splitkit.solvers.placement.bounds import simple
+from splitkit.solvers.placement.bounds import simple_bound
+from splitkit.solvers.placement.colocation import acyclic_groups
 from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.evaluate import faults, loads
-from splitkit.solvers.placement.groups import fused
 from splitkit.solvers.placement.problem import Problem, Slot
-from splitkit.solvers.placement.stages.balanced import Balanced, Window
-from splitkit.solvers.placement.stages.borders import Borders, applies, by_borders
-from splitkit.solvers.placement.stages.shares import Shares, by_shares
+from splitkit.solvers.placement.stages.balanced_cut_bound import BalancedCutBound, BorderWindow
+from splitkit.solvers.placement.stages.border_bound import BorderBound, border_bound, borders_apply
+from splitkit.solvers.placement.stages.lagrangian_bound import LagrangianBound, lagrangian_bound
 
 
-def ideals_of(core):
+def border_ideals(core):
     """(n,) of every ideal."""
     for bits in product((False, True), repeat=core.size):
         ideal = np.array(bits)
@@ -39,21 +39,21 @@ def crossing(core, cost, ideal):
 @given(cases.problems(units=5, plain=True), st.booleans(), st.data())
 def test_no_border_costs_less_than_priced_work_tells(problem, back, data):
     """Nor more, once all that is open has been divided."""
-    core = core_of(problem, fused(problem))
+    core = core_of(problem, acyclic_groups(problem))
     core = core.reversed() if back else core
-    if not applies(core):
+    if not borders_apply(core):
         return
-    borders = Borders.of(core)
-    balanced = Balanced(core, borders.cost, borders.closed)
-    work = {bytes(ideal): int(core.least_work[ideal].sum()) for ideal in ideals_of(core)}
+    borders = BorderBound.of(core)
+    balanced = BalancedCutBound(core, borders.cost, borders.closed)
+    work = {bytes(ideal): int(core.least_work[ideal].sum()) for ideal in border_ideals(core)}
     low, high = sorted(data.draw(st.sampled_from(sorted(work.values()))) for _ in range(2))
     apart = 1e-5 * max(work.values())  # far more than what sums of floats are off
     low, high = low - apart, high + apart
     own = np.array([data.draw(st.floats(0, 1)) for _ in balanced.cost])
     cost = np.floor(balanced.cost * own).astype(np.int64)
-    costs = [crossing(core, cost, ideal) for ideal in ideals_of(core) if low <= work[bytes(ideal)] <= high]
+    costs = [crossing(core, cost, ideal) for ideal in border_ideals(core) if low <= work[bytes(ideal)] <= high]
     nothing = np.zeros(core.size, bool)
-    window = Window(nothing, nothing, low / balanced.unit, high / balanced.unit)
+    window = BorderWindow(nothing, nothing, low / balanced.unit, high / balanced.unit)
     least, near = min(costs, default=np.inf), 1e-6 * 2**28
     for divisions in (0, 2):
         assert balanced.least(cost, window, divisions).bound <= least
@@ -62,7 +62,7 @@ def test_no_border_costs_less_than_priced_work_tells(problem, back, data):
         assert found.bound >= least - near
         assert found.crossing.min(initial=0) >= 0 and found.crossing.max(initial=0) <= 1
     known = balanced.narrowed(window)
-    for ideal in ideals_of(core):
+    for ideal in border_ideals(core):
         if low <= work[bytes(ideal)] <= high:
             assert known is not None and ideal[known.inside].all() and not ideal[known.outside].any()
 
@@ -71,17 +71,17 @@ def test_no_border_costs_less_than_priced_work_tells(problem, back, data):
 @given(cases.problems(units=6), st.booleans(), st.data())
 def test_no_stages_are_better_than_shares_tell(problem, back, data):
     best = cases.best_stages(problem)
-    if best < cases.INF and not core_of(problem, fused(problem)).barred.all(axis=0).any():
+    if best < cases.INF and not core_of(problem, acyclic_groups(problem)).barred.all(axis=0).any():
         rank = np.array([data.draw(st.integers(0, len(problem.devices) - 1)) for _ in range(problem.units)])
         assert told(problem, best, rank, back=back) <= 1
 
 
 def told(problem, best, rank, *, back):
     """The bound, as a part of the least greatest load; little more where rounding made it so."""
-    core = core_of(problem, fused(problem))
+    core = core_of(problem, acyclic_groups(problem))
     rank = np.array([rank[core.group == unit][0] for unit in range(core.size)])
     turned, most = (core.reversed() if back else core), int(1.1 * best * core.scale) + 2
-    found = by_shares(turned, 0, most, rank.max(initial=0) - rank if back else rank, 400, Clock(60))
+    found = lagrangian_bound(turned, 0, most, rank.max(initial=0) - rank if back else rank, 400, Clock(60))
     return (found - core.slack - 1) / max(1.0, best * core.scale)
 
 
@@ -111,10 +111,12 @@ def test_on_graphs_whose_borders_cost_something_shares_tell_much_and_never_too_m
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(cases.problems(units=4, plain=True), st.data())
 def test_shares_of_a_net_are_together_no_more_than_it_costs(problem, data):
-    core = core_of(problem, fused(problem))
-    if not applies(core) or not core.costs.any() or len(problem.devices) < 2:
+    core = core_of(problem, acyclic_groups(problem))
+    if not borders_apply(core) or not core.costs.any() or len(problem.devices) < 2:
         return
-    shares = Shares(core, np.array([data.draw(st.integers(0, len(problem.devices) - 1)) for _ in range(core.size)]))
+    shares = LagrangianBound(
+        core, np.array([data.draw(st.integers(0, len(problem.devices) - 1)) for _ in range(core.size)])
+    )
     most = shares._balanced.cost
     assert (shares.costs >= 0).all() and (shares.costs.sum(axis=0) <= most).all()
     wanted = shares.costs + np.array([[data.draw(st.floats(-9, 9)) for _ in most] for _ in shares.costs]).reshape(
@@ -138,31 +140,42 @@ def towers(count: int, deep: int, cost: float, devices: int) -> Problem:
 def test_shares_tell_more_than_each_border_by_itself():
     """Six towers of four in four stages: an ideal of a quarter of the work cuts nets, wherever units have a choice."""
     problem = towers(6, 4, 0.4, 4)
-    core = core_of(problem, fused(problem))
+    core = core_of(problem, acyclic_groups(problem))
     device = np.array([0] + [tower * 4 // 6 for tower in range(6) for _ in range(4)])
     value = float(loads(problem, device).max())
     assert not faults(problem, device, (0, 1, 2, 3))
     high = int(value * core.scale) + 1
-    apart = by_borders(core, simple(core), high)
-    together = by_shares(core, apart, high, device, 2_000, Clock(60))
+    apart = border_bound(core, simple_bound(core), high)
+    together = lagrangian_bound(core, apart, high, device, 2_000, Clock(60))
     assert apart < together <= high
-    assert by_shares(core, apart, high, device, 2_000, Clock(60)) == together
+    assert lagrangian_bound(core, apart, high, device, 2_000, Clock(60)) == together
+
+
+def test_a_limit_that_shares_tell_nothing_of_is_followed_by_lower_ones(monkeypatch):
+    """The search ended there, although shares excluded limits below it: the bound of a T5 in six stages was 19.7 % low,
+    and is 14.1 %."""
+    problem = towers(3, 3, 0.4, 3)
+    core = core_of(problem, acyclic_groups(problem))
+    shares = LagrangianBound(core, np.array([0] + [tower for tower in range(3) for _ in range(3)]))
+    nothing = shares._nothing()
+    monkeypatch.setattr(shares, "_below", lambda limit, *_: None if limit <= 900 else nothing)
+    assert 800 < shares.bound(500, 1500, 1_000, Clock(60)) <= 900
 
 
 def test_shares_end_by_counts_and_leave_hosts_out():
     problem = towers(3, 3, 0.4, 3)
-    core = core_of(problem, fused(problem))
+    core = core_of(problem, acyclic_groups(problem))
     rank = np.array([0] + [tower for tower in range(3) for _ in range(3)])
     high = int(8 * core.scale)
-    assert by_shares(core, 1, high, rank, 0, Clock(60)) == 1
-    hosted = Problem.of(np.ones((1, 3)), [(5.0, (0, 1, 2))], [(0, 1), (1, 2)], [Slot(), Slot(host=True)])
-    assert by_shares(core_of(hosted, fused(hosted)), 1, 100, np.zeros(3, int), 100, Clock(60)) == 1
+    assert lagrangian_bound(core, 1, high, rank, 0, Clock(60)) == 1
+    with_cpu = Problem.of(np.ones((1, 3)), [(5.0, (0, 1, 2))], [(0, 1), (1, 2)], [Slot(), Slot(cpu=True)])
+    assert lagrangian_bound(core_of(with_cpu, acyclic_groups(with_cpu)), 1, 100, np.zeros(3, int), 100, Clock(60)) == 1
     over = Clock(-1.0)
-    assert by_shares(core, 1, high, rank, 100, over) == 1 and over.cut
+    assert lagrangian_bound(core, 1, high, rank, 100, over) == 1 and over.timed_out
 
 
 @pytest.mark.parametrize("cost", [0.0, 0.4])
 def test_one_device_has_no_border(cost):
     problem = towers(2, 2, cost, 1)
-    core = core_of(problem, fused(problem))
-    assert by_shares(core, 3, int(9 * core.scale), np.zeros(5, int), 100, Clock(60)) <= 5 * core.scale
+    core = core_of(problem, acyclic_groups(problem))
+    assert lagrangian_bound(core, 3, int(9 * core.scale), np.zeros(5, int), 100, Clock(60)) <= 5 * core.scale

@@ -16,14 +16,14 @@ import pytest
 
 from splitkit.solvers import clock
 from splitkit.solvers.placement import mip as rows
-from splitkit.solvers.placement.anneal import Places
+from splitkit.solvers.placement.anneal import DeviceTable
+from splitkit.solvers.placement.colocation import colour_groups
 from splitkit.solvers.placement.core import core_of
-from splitkit.solvers.placement.groups import coloured
-from splitkit.solvers.placement.latency.latency import latency
+from splitkit.solvers.placement.latency.latency_solver import latency
 from splitkit.solvers.placement.mip import Rows
-from splitkit.solvers.placement.sets import program as sets
-from splitkit.solvers.placement.sets.program import SetProgram
-from splitkit.solvers.placement.sets.sets import noncontiguous
+from splitkit.solvers.placement.sets import set_program as sets
+from splitkit.solvers.placement.sets.set_program import SetProgram
+from splitkit.solvers.placement.sets.set_solver import noncontiguous
 from splitkit.solvers.placement.solution import InfeasibleError
 from splitkit.solvers.placement.stages.contiguous import contiguous
 
@@ -104,7 +104,7 @@ def test_optima_in_tight_memory_are_proven_and_do_not_depend_on_numbers(benchmar
 def test_nothing_but_the_answer_is_printed():
     code = f"""
 import os, runpy, sys
-from splitkit.solvers.placement.stages import search
+from splitkit.solvers.placement.stages import stage_solver as search
 run = search.StageSearch.run
 def loud(self, **options):
     os.write(1, b"a line of a library in C")
@@ -147,10 +147,10 @@ def test_what_the_clock_cut_off_is_no_result_but_its_bound_is(benchmark, monkeyp
     monkeypatch.setattr(rows, "GRACE", 0.0)
     monkeypatch.setattr(sets, "_FAR", 2.0)
     problem = benchmark.read(BENCHMARKS / "workloads/throughput/LayerGraphs_bert24_training.json").problem
-    core = core_of(problem, coloured(problem))
-    program = SetProgram(core, Places.of_problem(problem, core), 50.0)
+    core = core_of(problem, colour_groups(problem))
+    program = SetProgram(core, DeviceTable.of_problem(problem, core), 50.0)
     late = clock.Clock(10)
-    assert program.solve(0.2, late)[0] is None and late.cut
+    assert program.solve(0.2, late)[0] is None and late.timed_out
     assert program.solve(0.2, clock.Clock(10), any_will_do=True)[1] > 0
 
 
@@ -174,7 +174,7 @@ def test_the_latency_of_the_published_greedy_is_reached(benchmark):
 
 def test_a_row_of_an_infeasible_workload_says_what_would_fit(benchmark):
     workload = benchmark.read(BENCHMARKS / "workloads/throughput/LayerGraphs_resnet50_inference.json")
-    devices = tuple(replace(device, capacity=3e9) for device in workload.problem.devices if not device.host)
+    devices = tuple(replace(device, capacity=3e9) for device in workload.problem.devices if not device.cpu)
     problem = replace(workload.problem, devices=devices)
     with pytest.raises(InfeasibleError, match="3288748032 bytes each would do"):
         contiguous(problem)
@@ -208,7 +208,7 @@ def test_a_program_is_run_again_where_others_had_the_processor(monkeypatch):
     monkeypatch.setattr(clock, "time", SimpleNamespace(thread_time=lambda: worked[0]))
     late = clock.Clock(10)
     program, found = solved(late)
-    assert found.x.tolist() == [1.0] and not late.cut
+    assert found.x.tolist() == [1.0] and not late.timed_out
     assert len(asked) == 2 and asked[1] == pytest.approx(2 * asked[0])
     assert program.spent == alone.spent > 0, "a busy machine would go less far"
     assert late.left == 10, "and meet the clock"

@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from splitkit.solvers.line.priced_cuts import best_cuts
+from splitkit.solvers.line.priced_cuts import best_borders
 
 
 def loads_of(work: np.ndarray, prices: np.ndarray, starts: tuple[int, ...]) -> np.ndarray:
@@ -32,7 +32,7 @@ def test_no_division_is_better(seed):
         for cuts in combinations(range(1, size), count - 1)
         if all(h.sum() <= c for h, c in zip(np.split(held[0], cuts), capacity, strict=True))
     ]
-    found = best_cuts(work, prices, held, capacity, (0.0, 0.25))
+    found = best_borders(work, prices, held, capacity, (0.0, 0.25))
     if not every:
         assert not found
         return

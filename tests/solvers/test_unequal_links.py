@@ -9,18 +9,18 @@ from hypothesis import strategies as st
 
 from splitkit.solvers.placement.evaluate import cycles
 from splitkit.solvers.placement.problem import Problem, Slot
-from splitkit.solvers.placement.sets.sets import noncontiguous
+from splitkit.solvers.placement.sets.set_solver import noncontiguous
 from splitkit.solvers.placement.solution import InfeasibleError
 from splitkit.solvers.placement.stages.contiguous import contiguous
-from splitkit.solvers.placement.unequal.exact import Exact
-from splitkit.solvers.placement.unequal.line import best_line
-from splitkit.solvers.placement.unequal.model import Prices, UnequalLinks
-from splitkit.solvers.placement.unequal.search import on_unequal_links
+from splitkit.solvers.placement.unequal.enumeration import Enumeration
+from splitkit.solvers.placement.unequal.link_model import LinkPrices, UnequalLinks
+from splitkit.solvers.placement.unequal.order_and_devices import best_on_order
+from splitkit.solvers.placement.unequal.unequal_solver import on_unequal_links
 
 
 @st.composite
 def cases(draw, units=6, devices=3, chain=False):
-    """Work, edges and values with the links between the devices; some devices are hosts, small, or cannot run all."""
+    """Work, edges and values with the links between the devices; some devices are CPUs, small, or cannot run all."""
     count, number = draw(st.integers(2, units)), draw(st.integers(2, devices))
     work = np.array([[draw(st.integers(0, 9)) for _ in range(count)] for _ in range(number)], float)
     if not chain and draw(st.integers(0, 3)) == 0:
@@ -35,7 +35,7 @@ def cases(draw, units=6, devices=3, chain=False):
     np.fill_diagonal(latency, 0.0)
     np.fill_diagonal(bandwidth, np.inf)
     nbytes = np.array([draw(st.integers(0, 9)) for _ in pins], float)
-    prices = Prices(nbytes, pins, latency, bandwidth, draw(st.integers(1, 2)))
+    prices = LinkPrices(nbytes, pins, latency, bandwidth, draw(st.integers(1, 2)))
     limited = not chain and draw(st.booleans())
     slots = [
         Slot(d, draw(st.integers(count, 3 * count)) if limited else np.inf, not chain and draw(st.integers(0, 5)) == 0)
@@ -64,7 +64,7 @@ def true_loads(problem, prices, device):
             for to in {device[reader] for reader in readers} - {home}
         }
         for to, seconds in [*paid.items(), *([(home, max(paid.values()))] if paid else [])]:
-            loads[to] += 0 if problem.devices[to].host else seconds
+            loads[to] += 0 if problem.devices[to].cpu else seconds
     return loads
 
 
@@ -73,7 +73,7 @@ def best_of_all(problem, prices, *, acyclic):
     best = None
     for device in product(range(len(problem.devices)), repeat=problem.units):
         held = [sum(problem.nbytes[u] for u, at in enumerate(device) if at == d) for d in range(len(problem.devices))]
-        if any(not s.host and h > s.capacity for s, h in zip(problem.devices, held, strict=True)):
+        if any(not s.cpu and h > s.capacity for s, h in zip(problem.devices, held, strict=True)):
             continue
         if acyclic and cycles(np.array(device)[problem.edges], len(problem.devices)):
             continue
@@ -106,7 +106,7 @@ def test_small_problems_are_solved_for_certain(case):
 def test_chains_are_solved_by_lines_over_all_orders_of_devices(case):
     problem, prices = case
     linked = linked_of(problem, prices)
-    device = best_line(linked, np.arange(problem.units))
+    device = best_on_order(linked, np.arange(problem.units))
     assert linked.loads(device).max() == pytest.approx(best_of_all(problem, prices, acyclic=True))
 
 
@@ -121,7 +121,7 @@ def long_chain(units):
     """A chain over a quick pair of devices and a third one that is far away; far too long to try all placements."""
     far, wide = np.array([[0, 1, 50], [1, 0, 50], [50, 50, 0]], float), np.full((3, 3), np.inf)
     pairs = [(i, i + 1) for i in range(units - 1)]
-    prices = Prices(np.ones(units - 1), tuple(pairs), far, wide, 1)
+    prices = LinkPrices(np.ones(units - 1), tuple(pairs), far, wide, 1)
     return problem_of(np.ones((3, units)), pairs, prices, [Slot(d) for d in range(3)], np.zeros(units, int)), prices
 
 
@@ -135,6 +135,6 @@ def test_a_chain_that_is_long_is_cut_on_the_near_devices():
 
 def test_steps_that_are_used_up_prove_nothing():
     problem, prices = long_chain(12)
-    exact = Exact(linked_of(problem, prices), np.arange(12), steps=20)
+    exact = Enumeration(linked_of(problem, prices), np.arange(12), steps=20)
     exact.run(np.inf)
     assert not exact.proven

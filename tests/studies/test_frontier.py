@@ -1,10 +1,11 @@
-"""The frontier: its points are legal plans that no other plan beats, and it shows itself."""
+"""`Frontier`: its points are legal plans that no other plan beats, and it renders itself."""
 
 from __future__ import annotations
 
 import io
 import json
 import xml.etree.ElementTree as ET
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -14,19 +15,21 @@ from campaigns import few_of_many, these_first
 from choices import Prices, every_plan, saved, spent, steps
 from hulls import lower_hull
 from jointgraphs import Hand
-from jointmodels import MODELS, assert_steps_alike, captured, ran
+from jointmodels import MODELS, assert_steps_alike, captured, ran, step_of
 from rich.console import Console
 
+import splitkit as sk
 from splitkit import capture, costs
 from splitkit.engine.pair import divide
 from splitkit.errors import NoPlanError, PolicyError
-from splitkit.frontends.joint import capture_joint
+from splitkit.frontends.joint.joint_capture import capture_joint
 from splitkit.graph.dataflow import analyze
 from splitkit.memory.profile import simulate_memory
-from splitkit.policies import MinCut
+from splitkit.policies import Budget, MinCut
 from splitkit.studies.frontier import Frontier
 from splitkit.testing.models import build
-from splitkit.testing.nets import loss_or_sum
+from splitkit.testing.small_nets import loss_or_sum
+from splitkit.view.renderers import svg
 
 
 @few_of_many(20, 40, steps())
@@ -167,7 +170,43 @@ def test_the_picture_has_every_point_and_mark_and_escapes_names(gpt2, tmp_path):
 
 
 def test_a_still_picture_divides_no_step(monkeypatch):
-    """Bug: showing a frontier in a notebook cut out forward and backward of six of its points, for a page unasked."""
+    """Rendering a frontier in a notebook does not build forward and backward of its points."""
     frontier = Frontier(blocks(3), Prices(**{f"b{i}": 1.0 for i in range(3)}))
     monkeypatch.setattr("splitkit.studies.frontier.divide", lambda *given: pytest.fail("divided"))
     assert "<svg" in frontier._repr_mimebundle_()["text/html"]
+
+
+@cache
+def peak_frontier():
+    joint, prices = step_of(2)
+    return sk.Frontier(joint, prices, of="peak", budgets=4)
+
+
+def test_the_lowest_peak_is_the_first_point_of_a_frontier():
+    joint, prices = step_of(2)
+    least = {of: joint.split(Budget("least", of=of), prices) for of in ("peak", "saved")}
+    profiles = {
+        of: simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs) for of, pair in least.items()
+    }
+    assert f"({profiles['peak'].peak} bytes), no plan is below" in least["peak"].plan.note
+    assert f"({profiles['saved'].saved} bytes), no plan saves less" in least["saved"].plan.note
+    frontier = peak_frontier()
+    assert frontier.points[0].peak == profiles["peak"].peak and frontier.points[-1].seconds == 0
+    assert frontier.to_dict() == sk.Frontier(joint, prices, of="peak", budgets=4).to_dict()
+
+
+def test_a_frontier_of_the_peak_falls_and_keeps_to_what_it_says():
+    joint, prices = step_of(2)
+    frontier = peak_frontier()
+    peaks, seconds = ([getattr(p, what) for p in frontier.points] for what in ("peak", "seconds"))
+    assert len(peaks) > 2 and peaks == sorted(set(peaks)) and seconds == sorted(set(seconds), reverse=True)
+    for point in frontier.points[::3]:
+        pair = point.pair
+        assert simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).peak == point.peak
+        assert frontier.bound(point.peak) <= point.seconds * (1 + 1e-9)
+    assert frontier.less(0.05).peak <= 0.95 * peaks[-1] < frontier.points[-1].peak
+    assert "peak" in svg(frontier) and "at the peak" in str(frontier)
+    with pytest.raises(NoPlanError, match=f"lowest is .*[\\s\\S]*{peaks[0]} bytes"):
+        frontier.within(peaks[0] - 1)
+    with pytest.raises(PolicyError, match="SK302"):
+        sk.Frontier(joint, prices, of="time")

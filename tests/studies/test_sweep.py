@@ -1,8 +1,9 @@
-"""Sweeps over pipelines: each row against the library, what does not go, what fits, and which are best."""
+"""Sweeps over pipelines: each row compared with the library, refusals, what fits, and the best rows."""
 
 import io
 import json
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,14 +13,14 @@ from torch import nn
 import splitkit as sk
 from splitkit.errors import CostError, PolicyError, ScheduleError
 from splitkit.pipeline.simulate import simulate_schedule
-from splitkit.pipeline.stageprices import StagePrices
+from splitkit.pipeline.stage_prices import StagePrices
 from splitkit.policies import Stages
-from splitkit.studies.sweep import SCHEDULES, Sweep, SweepRow, combinations, sweep
+from splitkit.studies.sweep import Sweep, SweepRow, combinations, sweep
 
 
 @pytest.fixture(scope="module")
 def gm():
-    """A chain of layers that differ, with skips: its stages are proven at once, so that a sweep takes seconds."""
+    """A chain of different layers with skips, whose stages are proven optimal quickly, so a sweep takes seconds."""
 
     class Skips(nn.Module):
         def __init__(self):
@@ -47,7 +48,7 @@ def found(gm, costs):
 
 def test_there_is_a_row_for_each_combination(found):
     rows = [(row.stages, row.schedule, row.microbatches) for row in found.rows]
-    assert rows == list(product((2, 4), SCHEDULES, (2, 4)))
+    assert rows == list(product((2, 4), ("gpipe", "1f1b", "interleaved-1f1b", "zbv"), (2, 4)))
     assert all(row.fits is None for row in found.rows)
     for row in found.rows:
         if row.run is not None:
@@ -188,3 +189,19 @@ def test_bad_input(gm, costs, words, error, code):
 
 def test_combinations_come_once():
     assert combinations((2, 2), (4,), ("1f1b", "1f1b")) == [(2, "1f1b", 4)]
+
+
+def row(seconds, peak, ranks=2, fits=None):
+    """A row with given numbers, which fits or not."""
+    run = SimpleNamespace(seconds=seconds, peaks=(peak,), ranks=ranks, unit="nodes", bubble=0.0)
+    return SweepRow(ranks, 1, "1f1b", run=run, fits=fits)
+
+
+def test_a_row_is_beaten_by_one_that_is_better_in_something_and_worse_in_nothing():
+    fast, small, between, slow = row(1.0, 9), row(3.0, 1), row(2.0, 5), row(2.0, 6)
+    few, same, large = row(4.0, 9, ranks=1), row(2.0, 5), row(0.5, 99, fits=False)
+    refused = SweepRow(2, 1, "zbv", why="no")
+    found = Sweep((slow, small, refused, between, few, same, large, fast), memory=50)
+    assert found.pareto == (fast, between, small, few)
+    assert found.refused == ("zbv of 2 stages, 1 microbatches: no",)
+    assert [cells[-1] for cells in found._cells()] == ["", "best", "", "best", "best", "", "", "best"]

@@ -10,7 +10,7 @@ from torch import nn
 import splitkit as sk
 from splitkit.errors import PipelineError
 from splitkit.runtime import pipeline
-from splitkit.testing.pipelines import Unsplit, gradient_of
+from splitkit.testing.pipeline_check import UnsplitModel, gradient_of
 
 
 class Keys(nn.Module):
@@ -42,7 +42,7 @@ def beside(tmp_path):
         x = torch.randn(2, 4, 8)
         gm = sk.capture(Net(), x)
         pipe = pipeline(sk.split(gm, lambda node: 0), "gpipe", 2)
-        whole = Unsplit(pipe)
+        whole = UnsplitModel(pipe)
         batch = torch.cat([x, -x])
         yield pipe, whole, pipe.step(batch), whole.step(batch)
     finally:
@@ -63,13 +63,15 @@ def test_a_gradient_of_mere_rounding_is_no_difference(beside):
     pipe, whole, *_ = beside
     assert 0 < float(gradient_of(whole.held["keys.k.bias"]).abs().max()) < 1e-7
     rounded = -gradient_of(whole.held["keys.k.bias"])
-    assert whole.apart_in("gradient", "keys.k.bias", rounded) < 1e-3
+    assert whole.relative_deviation("gradient", "keys.k.bias", rounded) < 1e-3
     for name in ("keys.q.bias", "keys.k.weight", "keys.v.bias"):
         mine = gradient_of(pipe.named_parameters()[name])
-        assert whole.apart_in("gradient", name, mine) < 1e-6
-        assert whole.apart_in("gradient", name, 1.1 * mine) == pytest.approx(0.1, rel=1e-3)
-        assert whole.apart_in("gradient", name, mine * float("nan")) == float("inf")
-    assert whole.apart_in("weight", "keys.v.bias", whole.held["keys.v.bias"] * 1.01) == pytest.approx(0.01, rel=1e-3)
+        assert whole.relative_deviation("gradient", name, mine) < 1e-6
+        assert whole.relative_deviation("gradient", name, 1.1 * mine) == pytest.approx(0.1, rel=1e-3)
+        assert whole.relative_deviation("gradient", name, mine * float("nan")) == float("inf")
+    assert whole.relative_deviation("weight", "keys.v.bias", whole.held["keys.v.bias"] * 1.01) == pytest.approx(
+        0.01, rel=1e-3
+    )
 
 
 def test_a_model_without_a_loss_is_refused_before_anything_runs(tmp_path):

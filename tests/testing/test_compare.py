@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import dataclass
 
 import pytest
 import torch
+from custombackwards import BACKWARDS, Net
 from torch import nn
 
+import splitkit as sk
 from splitkit.errors import CheckError
 from splitkit.testing import assert_same
 from splitkit.testing.compare import compare
@@ -140,3 +143,128 @@ def test_the_loss_is_the_models_own_or_the_one_given_or_a_weighted_sum():
 def test_what_is_no_module_is_refused():
     with pytest.raises(TypeError, match="takes modules and splits, not function"):
         compare(lambda x: x, nn.ReLU(), torch.ones(1))
+
+
+def test_compare_blames_the_step_that_differs():
+    net, x = Net(BACKWARDS["scaled"]), torch.randn(4, 4)
+    program = torch.export.export(net, (x,))  # without the backward
+    found = compare(net, sk.split(sk.capture(program), sk.policies.Stages(2)), x)
+    with pytest.raises(sk.CaptureError, match=r"(?s)SK404: strict export .*custombackwards.py"):
+        sk.capture(torch.export.export(net, (x,), strict=True))
+    assert found.wrong_step == "capture" and found.steps["split"].same
+    assert len(str(found).splitlines()) < 12 and "the capture changed it" in str(found)
+    with pytest.raises(sk.errors.CheckError, match=r"SK702(?s:.*)gradient of a.weight"):
+        found.raise_if_different()
+
+    made = sk.split(sk.capture(net, x), sk.policies.Stages(2))
+    part = next(iter(made.parts.values()))
+    node = part.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)[0]
+    with part.graph.inserting_after(node):
+        doubled = part.graph.call_function(torch.ops.aten.mul.Tensor, (node, 2))
+    node.replace_all_uses_with(doubled, lambda user: user is not doubled)
+    part.recompile()
+    found = compare(net, made, x)
+    assert found.wrong_step == "split"
+    with pytest.raises(sk.errors.CheckError, match="SK701"):
+        found.raise_if_different()
+
+    fickle = Net(lambda net, h: h * next(net.count))
+    fickle.count = itertools.count(1)
+    found = compare(fickle, sk.split(sk.capture(fickle, x), sk.policies.Stages(2)), x)
+    assert found.wrong_step == "model"
+    with pytest.raises(sk.errors.CheckError, match="SK703"):
+        found.raise_if_different()
+
+
+class Doubles(nn.Module):
+    """Doubles ``y`` in place, and adds to it what ``x`` was before that (early) or is after it."""
+
+    def __init__(self, early):
+        super().__init__()
+        self.early = early
+
+    def forward(self, x, y):
+        taken = x.clone() if self.early else x
+        y.mul_(2)
+        return (taken * 3 + y.sum()).sum(-1)
+
+
+def rows(count, grad):
+    return torch.linspace(0.0, 1.0, 2 * count).reshape(count, 2).requires_grad_(grad)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    ("pair", "same"),
+    [
+        (lambda t: (t, t), False),
+        (lambda t: (t[:2], t[1:]), False),
+        (lambda t: (t, t.detach()[1:]), False),
+        (lambda t: (t[:, 0:1], t.T[0]), False),
+        (lambda t: (t[:2], t[2:]), True),  # one storage, and nothing shared
+        (lambda t: (t, t.clone()), True),
+    ],
+)
+def test_inputs_that_overlap_are_copied_with_what_they_share(pair, same, grad):
+    x, y = pair(rows(4, grad))
+    before = x.detach().clone()
+    assert compare(Doubles(True), Doubles(False), x, y).same == same
+    itself = compare(Doubles(True), Doubles(True), x, y)
+    assert itself.same and not itself.no_backward
+    assert len(itself.gradients) == grad + (grad and y.requires_grad)
+    assert torch.equal(x, before)
+
+
+def test_gradients_of_overlapping_inputs_are_those_of_eager():
+    memory = rows(4, True)
+    (memory[:3] * memory[1:].exp()).sum().backward()
+
+    class Product(nn.Module):
+        def forward(self, x, y):
+            return (x * y.exp()).sum()
+
+    held = memory.detach().requires_grad_()
+    found = compare(Product(), Product(), held[:3], held[1:], loss=lambda out: out)
+    scales = {d.scale for d in found.gradients}
+    assert scales == {float(memory.grad.abs().max())}
+    assert held.grad is None
+
+
+def test_inputs_of_two_dtypes_in_one_memory():
+    class Flips(nn.Module):
+        def forward(self, x, bits):
+            bits.zero_()
+            return x + 1
+
+    class Reads(nn.Module):
+        def forward(self, x, bits):
+            y = x + 1
+            bits.zero_()
+            return y
+
+    x = torch.ones(3)
+    assert not compare(Flips(), Reads(), x, x.view(torch.int32)).same
+    assert compare(Flips(), Flips(), x, x.view(torch.int32)).same and bool((x == 1).all())
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_a_buffer_that_one_run_alone_has_counts_if_that_run_changes_it(changes):
+    """A split need not hold a buffer that its graph never reads, but what a run writes must be in both."""
+
+    class Holds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            if changes:
+                self.count += 1
+            return x * 2
+
+    class Lacks(nn.Module):
+        def forward(self, x):
+            return x * 2
+
+    expected = ["value of count"] if changes else []
+    for pair in ((Holds(), Lacks()), (Lacks(), Holds())):
+        assert [d.name for d in compare(*pair, torch.ones(2)).failures] == expected

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from splitkit.errors import CaptureError
-from splitkit.frontends.capture import capture
+from splitkit.frontends.capture.capture import capture
 from splitkit.testing import models
 
 leaves = torch.utils._pytree.tree_leaves
@@ -65,7 +65,7 @@ def test_names_and_sizes_are_checked():
         models.load("gpt5")
     with pytest.raises(CaptureError, match=r"(?s)SK403.*gpt2 has no size experts.*layers, width, heads"):
         models.build("gpt2", experts=3)
-    with pytest.raises(CaptureError, match="width 30 is no multiple of heads 4"):
+    with pytest.raises(CaptureError, match="width 30 is not a multiple of heads 4"):
         models.build("bert", **{**TEXT, "width": 30})
 
 
@@ -117,7 +117,7 @@ def test_factories_of_a_module_and_sizes(file, monkeypatch):
         ("wrong", r"returned a tuple of \(Linear, int\)"),
         ("module_only", "returned a Linear"),
         ("nowhere", "does not exist"),
-        ("number", "is a int, no function"),
+        ("number", "is a int, not a function"),
     ],
 )
 def test_wrong_factories(file, name, words):

@@ -6,14 +6,14 @@ import torch
 from torch import nn
 
 from splitkit.testing.models import Example
-from splitkit.testing.rehearsal import as_it_was, own_inputs
+from splitkit.testing.rehearsal import copied_inputs, state_restored
 
 
 def test_inputs_are_copies_that_share_memory_with_each_other_as_before():
     x = torch.arange(6.0)
     needed = (x * 2).requires_grad_()
     kept = object()
-    args, kwargs = own_inputs(Example(nn.Identity(), (x, [x[2:], 5]), {"y": needed, "z": kept}))
+    args, kwargs = copied_inputs(Example(nn.Identity(), (x, [x[2:], 5]), {"y": needed, "z": kept}))
     assert args[1][1] == 5 and kwargs["z"] is kept
     assert not args[0].requires_grad and kwargs["y"].requires_grad and kwargs["y"].is_leaf
     args[0][2] = -1.0
@@ -29,7 +29,7 @@ def test_state_gradients_and_random_numbers_are_put_back():
     before, random = {n: t.clone() for n, t in model.state_dict().items()}, torch.get_rng_state()
     drawn = []
     for _ in range(2):
-        with as_it_was(model, 7):
+        with state_restored(model, 7):
             assert model[0].weight.grad is None
             output = model(torch.ones(4, 3))
             output.sum().backward()

@@ -11,13 +11,13 @@ from jointmodels import WIDER, wide
 
 from splitkit.costs import unit
 from splitkit.engine.pair import divide
-from splitkit.frontends.joint import capture_joint
+from splitkit.frontends.joint.joint_capture import capture_joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.policies import RecomputeAll, Remat, SaveAll
 from splitkit.testing import models
-from splitkit.testing.nets import NETS, loss_or_sum
-from splitkit.training.flow import BACKWARD, FORWARD, homes, recompute, unrepeatable
-from splitkit.training.order import EmissionOrder, _Half
+from splitkit.testing.small_nets import NETS, loss_or_sum
+from splitkit.training.emission_order import EmissionOrder, _Half
+from splitkit.training.flow import BACKWARD, FORWARD, recompute, save_all_plan, unrepeatable
 
 PRODUCTS = ["aten.mm", "aten.addmm", "aten.bmm", "aten.convolution"]
 POLICIES = {"save all": SaveAll(), "recompute all": RecomputeAll(), "keep products": Remat(PRODUCTS)}
@@ -60,8 +60,8 @@ def assert_legal(flow, pair):
 def test_legal_and_never_a_higher_peak_than_graph_order(name, monkeypatch):
     flow = wide(name)[0].flow
     draw = random.Random(0)
-    choices = [n for n in flow.nodes if homes(flow).home(n) == FORWARD and n not in unrepeatable(flow)]
-    some = recompute(flow, homes(flow), draw.sample(choices, len(choices) // 3))
+    choices = [n for n in flow.nodes if save_all_plan(flow).home(n) == FORWARD and n not in unrepeatable(flow)]
+    some = recompute(flow, save_all_plan(flow), draw.sample(choices, len(choices) // 3))
     for policy in (*POLICIES.values(), some):
         pair, plain = divide(flow, policy, unit(flow.root)), in_graph_order(flow, policy, monkeypatch)
         assert_legal(flow, pair)
@@ -120,7 +120,7 @@ def test_what_is_recomputed_goes_right_before_its_reader():
     h = Hand().inputs(x=1).op("a", 8, "x").op("b", 8, "x").op("loss", 1, "a", "b").gradients(t=1)
     h.back("g1", 1, "t").back("g2", 1, "g1", "b").back("g3", 1, "g2", "a")
     flow = h.flow("loss", "g3")
-    _, backward = halves(flow, recompute(flow, homes(flow), ()))
+    _, backward = halves(flow, recompute(flow, save_all_plan(flow), ()))
     assert backward == "g1 b g2 a g3"
 
 
@@ -129,8 +129,8 @@ def test_what_backward_makes_before_any_gradient_waits_for_its_reader_too():
     h = Hand().inputs(x=1).op("a", 8, "x").view("d", "a", tag="is_backward").op("b", 8, "x").op("loss", 1, "a", "b")
     h.gradients(t=1).back("g1", 1, "t").back("g2", 1, "g1", "b").back("g3", 1, "g2", "d")
     flow = h.flow("loss", "g3")
-    assert homes(flow).home(h["d"]) == BACKWARD
-    _, backward = halves(flow, recompute(flow, homes(flow), ()))
+    assert save_all_plan(flow).home(h["d"]) == BACKWARD
+    _, backward = halves(flow, recompute(flow, save_all_plan(flow), ()))
     assert backward == "g1 b g2 a d g3"
 
 
@@ -139,7 +139,7 @@ def test_what_frees_more_than_it_takes_goes_at_once():
     h = Hand().inputs(w=1).op("x", 8, "w").op("m", 2, "x").op("loss", 1, "m").gradients(t=1)
     h.back("g1", 4, "t").back("g2", 4, "g1").back("g3", 4, "g2", "m")
     flow = h.flow("loss", "g3")
-    _, backward = halves(flow, recompute(flow, homes(flow), [h["x"]]))
+    _, backward = halves(flow, recompute(flow, save_all_plan(flow), [h["x"]]))
     assert backward == "m g1 g2 g3"
 
 
@@ -148,7 +148,7 @@ def test_what_another_still_needs_is_not_freed():
     h = Hand().inputs(w=1).op("x", 8, "w").op("m", 2, "x").op("loss", 1, "m").gradients(t=1)
     h.back("g1", 4, "t").back("g2", 4, "g1").back("g3", 4, "g2", "m", "x")
     flow = h.flow("loss", "g3")
-    _, backward = halves(flow, recompute(flow, homes(flow), [h["x"]]))
+    _, backward = halves(flow, recompute(flow, save_all_plan(flow), [h["x"]]))
     assert backward == "g1 g2 m g3"
 
 
@@ -158,7 +158,7 @@ def test_views_and_tuples_hold_their_memory():
     h.op("loss", 1, "m", "v", "p_0", "p_1").gradients(t=1)
     h.back("g1", 4, "t").back("g2", 4, "g1", "p_1").back("g3", 4, "g2", "m", "v", "p_0")
     flow = h.flow("loss", "g3")
-    _, backward = halves(flow, recompute(flow, homes(flow), [h["x"]]))
+    _, backward = halves(flow, recompute(flow, save_all_plan(flow), [h["x"]]))
     assert backward == "v g1 p p_0 p_1 g2 m g3"  # a view takes nothing
 
 
@@ -166,7 +166,7 @@ def test_the_callers_outputs_are_never_freed():
     h = Hand().inputs(w=1).op("x", 8, "w").op("m", 2, "x").op("loss", 1, "m").gradients(t=1)
     h.back("g1", 4, "t").back("g2", 4, "g1").back("g3", 4, "g2", "m")
     flow = h.flow("loss x", "g3")
-    _, backward = halves(flow, recompute(flow, homes(flow), [h["x"]]))
+    _, backward = halves(flow, recompute(flow, save_all_plan(flow), [h["x"]]))
     assert backward == "g1 g2 m g3"
 
 
@@ -175,7 +175,7 @@ def test_what_moved_into_forward_stands_behind_its_inputs(monkeypatch):
     h = Hand().inputs(w=1).op("x", 8, "w").op("s", 1, "x").op("y", 16, "s").op("loss", 1, "y").gradients(t=1)
     h.back("m", 1, "x").back("g", 1, "t", "m")
     flow = h.flow("loss", "g")
-    moved = homes(flow).place({h["m"]: (FORWARD,)})
+    moved = save_all_plan(flow).place({h["m"]: (FORWARD,)})
     assert halves(flow, moved)[0] == "x s m y loss"
     pair, plain = divide(flow, moved, unit(flow.root)), in_graph_order(flow, moved, monkeypatch)
     assert computed(plain.forward)[-1].name == "m"
@@ -188,7 +188,7 @@ def test_what_grows_before_it_shrinks_stands_behind_its_inputs_too():
     h = Hand().inputs(w=1).op("x", 8, "w").op("s", 1, "x").op("y", 32, "s").op("loss", 1, "y").gradients(t=1)
     h.back("c", 16, "x").back("m", 1, "c").back("g", 1, "t", "m")
     flow = h.flow("loss", "g")
-    assert halves(flow, homes(flow).place({h["c"]: (FORWARD,), h["m"]: (FORWARD,)}))[0] == "x c m s y loss"
+    assert halves(flow, save_all_plan(flow).place({h["c"]: (FORWARD,), h["m"]: (FORWARD,)}))[0] == "x c m s y loss"
 
 
 def test_what_would_only_take_memory_stays_at_forwards_end():
@@ -196,7 +196,7 @@ def test_what_would_only_take_memory_stays_at_forwards_end():
     h = Hand().inputs(w=1).op("x", 8, "w").op("s", 1, "x").op("y", 16, "s").op("loss", 1, "y").gradients(t=1)
     h.back("m", 4, "x").back("g", 1, "t", "m", "x")
     flow = h.flow("loss", "g")
-    assert halves(flow, homes(flow).place({h["m"]: (FORWARD,)}))[0] == "x s y loss m"
+    assert halves(flow, save_all_plan(flow).place({h["m"]: (FORWARD,)}))[0] == "x s y loss m"
 
 
 def test_a_long_chain_is_no_deep_recursion():
@@ -205,5 +205,5 @@ def test_a_long_chain_is_no_deep_recursion():
         h.op(f"x{i + 1}", 1, f"x{i}")
     h.gradients(t=1).back("g", 1, "t", "x3000")
     flow = h.flow("x3000", "g")
-    _, backward = halves(flow, recompute(flow, homes(flow), ()))
+    _, backward = halves(flow, recompute(flow, save_all_plan(flow), ()))
     assert backward.split() == [f"x{i + 1}" for i in range(3000)] + ["g"]

@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from splitkit.costs import roofline
 from splitkit.errors import GraphError
-from splitkit.frontends.joint import capture_joint
+from splitkit.frontends.joint.joint_capture import capture_joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.policies import RecomputeAll, Remat, SaveAll
 from splitkit.testing import models
-from splitkit.testing.nets import NETS, loss_or_sum
+from splitkit.testing.small_nets import NETS, loss_or_sum
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks
 
@@ -56,7 +56,7 @@ def test_checkpoint_tags_are_honoured_as_on_the_pair():
             return checkpoint(lambda y: self.b(self.a(y).tanh()).tanh(), x, use_reentrant=False).sum()
 
     joint = capture_joint(Net(), torch.randn(4, 8), loss=loss_or_sum)
-    assert_alike(joint, Peaks(joint.flow), joint.flow.homes)
+    assert_alike(joint, Peaks(joint.flow), joint.flow.save_all)
 
 
 def test_a_size_that_only_the_data_decides_is_named():
@@ -82,5 +82,5 @@ def test_what_the_caller_holds_counts_once():
 
     joint = capture_joint(Net(), torch.randn(4, 8), torch.randn(4, 8), loss=loss_or_sum)
     peaks = Peaks(joint.flow)
-    assert_alike(joint, peaks, joint.flow.homes)
-    assert peaks.trace(joint.flow.homes).baseline in (8 * 8 * 4 + 4 * 8 * 4 + 4, 8 * 8 * 4 + 2 * 4 * 8 * 4 + 4)
+    assert_alike(joint, peaks, joint.flow.save_all)
+    assert peaks.trace(joint.flow.save_all).baseline in (8 * 8 * 4 + 4 * 8 * 4 + 4, 8 * 8 * 4 + 2 * 4 * 8 * 4 + 4)

@@ -11,7 +11,7 @@ from jointmodels import wide
 
 from splitkit.costs import unit
 from splitkit.testing import models
-from splitkit.testing.nets import NETS
+from splitkit.testing.small_nets import NETS
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks
 from splitkit.training.replay import Replay

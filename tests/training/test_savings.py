@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from splitkit import costs
 from splitkit.engine.pair import divide
-from splitkit.testing.nets import NETS
+from splitkit.testing.small_nets import NETS
 from splitkit.training.choices import savings
 from splitkit.training.flow import BACKWARD, FORWARD
 

@@ -25,8 +25,8 @@ def middle(browser, name):
     )
 
 
-def cut(browser, number):
-    """Where a cut is at the left, where no box is."""
+def border(browser, number):
+    """Where a border is at the left, where no box is."""
     return browser.value(
         f"""(() => {{ const s = splitkit, item = s.itemOf[s.borders[{number}]], box = s.canvas.getBoundingClientRect();
         return [box.left + s.x + 60 * s.zoom, box.top + s.y + (item.y - 5) * s.zoom]; }})()"""

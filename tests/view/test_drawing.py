@@ -7,11 +7,11 @@ import xml.etree.ElementTree as ET
 import pytest
 from svgtexts import overlaps
 
-from splitkit.view.axes import marks, round_size, thinned
 from splitkit.view.colours import COLOURS, colour, ink_on, mixed
-from splitkit.view.drawing import Drawing
-from splitkit.view.page import script
-from splitkit.view.textwidth import shortened, width
+from splitkit.view.page.bundle import script
+from splitkit.view.svg.axes import round_size, thinned, tick_values
+from splitkit.view.svg.drawing import Drawing
+from splitkit.view.svg.text_width import shortened, width
 
 
 def test_a_text_is_cut_where_its_room_ends():
@@ -25,15 +25,21 @@ def test_a_text_is_cut_where_its_room_ends():
 
 @pytest.mark.parametrize("most", [0.0, 1e-9, 0.37, 1.0, 7, 999, 1e6, 3.2e11])
 def test_marks_of_an_axis_are_few_and_round(most):
-    found = marks(most)
+    found = tick_values(most)
     assert found[0] == 0 and len(found) <= 7 and found[-1] <= most * (1 + 1e-6)
     assert not most or found[-1] > 0.5 * most
 
 
 def test_marks_of_bytes_are_round_in_their_units():
-    assert [round_size(b) for b in marks(1.1 * 2**30, binary=True)] == ["0 B", "256 MiB", "512 MiB", "768 MiB", "1 GiB"]
-    assert [round_size(b) for b in marks(70 * 2**20, binary=True)] == ["0 B", "20 MiB", "40 MiB", "60 MiB"]
-    assert marks(3, binary=True) == [0, 1, 2, 3] and marks(float("inf")) == [0.0]
+    assert [round_size(b) for b in tick_values(1.1 * 2**30, binary=True)] == [
+        "0 B",
+        "256 MiB",
+        "512 MiB",
+        "768 MiB",
+        "1 GiB",
+    ]
+    assert [round_size(b) for b in tick_values(70 * 2**20, binary=True)] == ["0 B", "20 MiB", "40 MiB", "60 MiB"]
+    assert tick_values(3, binary=True) == [0, 1, 2, 3] and tick_values(float("inf")) == [0.0]
 
 
 def test_thinned_stairs_keep_peaks_and_ends():

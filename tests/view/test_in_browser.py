@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 from browser import BINARY
-from steeredpages import assert_quiet, borders, cut, middle, shown, side
+from steeredpages import assert_quiet, border, borders, middle, shown, side
 from torch import nn
 
 import splitkit as sk
 from splitkit.policies import RecomputeAll, SaveAll, Stages
 from splitkit.testing import models
-from splitkit.testing.nets import loss_or_sum
-from splitkit.view.halves import HalvesView
-from splitkit.view.ladder import LadderView
-from splitkit.view.page import script
+from splitkit.testing.small_nets import loss_or_sum
+from splitkit.view.data.joint_ladder import HalvesView
+from splitkit.view.data.ladder import LadderView
+from splitkit.view.page.bundle import script
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
 SIZES = {"layers": 4, "width": 64, "heads": 4, "seq": 16, "vocab": 100}
@@ -46,7 +46,7 @@ def test_it_is_mounted_without_a_request_and_text_stays_text(opened):
 
 def test_a_cut_is_dragged_and_put_back_and_the_numbers_are_those_of_python(opened, ladder):
     before = borders(opened)
-    x, y = cut(opened, 1)
+    x, y = border(opened, 1)
     opened.drag(x, y, x, y + 60)
     moved = borders(opened)
     assert moved[1] > before[1] and moved[2:] == before[2:] and "moved by hand" in side(opened)
@@ -65,7 +65,7 @@ def test_a_cut_is_dragged_and_put_back_and_the_numbers_are_those_of_python(opene
 
 def test_the_timeline_follows_a_cut_that_is_dragged(opened):
     before = opened.value("splitkit.run.seconds")
-    x, y = cut(opened, 1)
+    x, y = border(opened, 1)
     opened.drag(x, y, x, y + 60)
     assert opened.value("splitkit.run.seconds") != before
     place = opened.value(
@@ -211,7 +211,7 @@ SLIDE = """(count => { const slider = document.querySelector("input[type=range]"
 slider.value = count; slider.dispatchEvent(new Event("input")); })(%d)"""
 
 
-def test_bug_a_draft_of_the_page_stood_there_as_moved_by_hand_until_python_had_planned(browser, ladder, tmp_path):
+def test_the_page_shows_the_plan_before_until_python_has_planned(browser, ladder, tmp_path):
     other = replace(ladder, plan=sk.plan(ladder.flow.root, Stages(5), ladder.costs), run=None)
     widget(browser, tmp_path, ladder, other)
     text = "document.body.innerText"
@@ -229,7 +229,7 @@ def test_bug_a_draft_of_the_page_stood_there_as_moved_by_hand_until_python_had_p
     assert len(browser.value("sent")) == 2 and browser.faults() == []
 
 
-def test_bug_cuts_of_a_plan_made_anew_were_drawn_on_the_rows_of_the_one_before(browser, ladder, tmp_path):
+def test_cuts_of_a_plan_made_anew_are_drawn_on_its_own_rows(browser, ladder, tmp_path):
     other = replace(ladder, plan=sk.plan(ladder.flow.root, Stages(5), ladder.costs), run=None)
     states = widget(browser, tmp_path, ladder, other)
     assert states[0]["borders"][-1] != states[1]["borders"][-1]

@@ -6,12 +6,14 @@ import json
 from itertools import pairwise
 
 import pytest
+import torch
 from campaigns import these_first
 
 import splitkit as sk
 from splitkit.pipeline.memory import memory_over_time
+from splitkit.plans.parts import Part
 from splitkit.testing import models
-from splitkit.view.ladder import COLUMNS, LadderView, _figure
+from splitkit.view.data.ladder import COLUMNS, LadderView, _figure
 from splitkit.view.page import page
 
 
@@ -89,3 +91,24 @@ def test_the_page_stands_alone_and_text_stays_text(ladder):
     inside = html.partition('id="splitkit-data">')[2].partition("</script>")[0]
     assert json.loads(inside) == json.loads(json.dumps(data))
     assert len(html.encode()) - len(inside.encode()) < 60_000  # what is ours
+
+
+def test_a_ribbon_goes_from_the_row_that_makes_a_value_to_the_row_whose_backward_wants_it():
+    """The output of Tanh is saved twice: by Tanh, and by the layer that reads it. The input is nobody's."""
+    gm = sk.capture(
+        torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)), torch.ones(3, 4)
+    )
+    data = LadderView(sk.analyze(gm), sk.plan(gm, lambda n: 0), sk.costs.flops(gm)).still()
+    assert [row["name"] for row in data["rows"]] == ["0", "1", "2"]
+    assert data["saved"] == [(0, 0, 3 * 4 * 4), (1, 1, 3 * 8 * 4), (1, 2, 3 * 8 * 4)]
+    assert data["edges"] == [(0, 1, 3 * 8 * 4), (1, 2, 3 * 8 * 4)]
+
+
+def test_a_ladder_of_inference_does_not_train_and_parts_name_their_devices():
+    gm = sk.capture(
+        torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)), torch.ones(3, 4)
+    )
+    flow, costs = sk.analyze(gm), sk.costs.flops(gm)
+    plan = sk.Plan({n: (min(i, 1),) for i, n in enumerate(flow.nodes)}, {1: Part(1, torch.device("cuda:3"))})
+    assert LadderView(flow, plan, costs).still()["devices"] == ["", "cuda:3"]
+    assert LadderView(flow, plan, costs).trains and not LadderView(flow, plan, costs, optimizer=None).trains

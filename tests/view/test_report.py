@@ -10,8 +10,8 @@ import splitkit as sk
 from splitkit.plans.parts import Part
 from splitkit.plans.record import Plan
 from splitkit.units import quantity, size
-from splitkit.view.console import show, to_text
-from splitkit.view.paths import collapse
+from splitkit.view.console.console import show, to_text
+from splitkit.view.data.short_paths import collapse
 
 
 class Two(nn.Module):
@@ -47,7 +47,7 @@ def test_the_host_has_a_row_when_it_computes_and_devices_a_column(gm):
     flow = sk.analyze(gm)
     plan = Plan({flow.nodes[0]: ("gpu",)}, {"gpu": Part("gpu", torch.device("cuda:0"))})
     report = sk.report(gm, plan)
-    assert [p.part for p in report.parts] == ["gpu", "host"]
+    assert [p.part for p in report.parts] == ["gpu", "parent"]
     assert "device" in str(report) and "cuda:0" in str(report)
 
 

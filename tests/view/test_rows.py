@@ -10,8 +10,8 @@ from torch import nn
 import splitkit as sk
 from splitkit.graph.dataflow import waits_for
 from splitkit.testing import models
-from splitkit.testing.nets import loss_or_sum
-from splitkit.view.rows import rows_of
+from splitkit.testing.small_nets import loss_or_sum
+from splitkit.view.data.rows import ladder_rows
 
 
 def thirds(gm):
@@ -23,7 +23,7 @@ def rows(gm, plan):
     flow = sk.analyze(gm)
     order = sorted({plan.home(n) for n in flow.nodes})
     part = {n: order.index(plan.home(n)) for n in flow.nodes}
-    return flow, part, rows_of(flow, part)
+    return flow, part, ladder_rows(flow, part)
 
 
 @pytest.mark.parametrize("name", these_first(["gpt2", "mixtral"], ["t5", "vit"]))
@@ -65,6 +65,6 @@ def test_backward_of_a_joint_graph_stands_beside_its_forward():
         nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)), torch.randn(3, 4), loss=loss_or_sum
     )
     flow = sk.analyze(joint.graph_module)
-    found = rows_of(flow, {})
+    found = ladder_rows(flow, {})
     assert found.backward and found.backward < set(flow.nodes) and set(found.of) == set(flow.nodes)
     assert {found.of[n] for n in found.backward} == set(range(len(found)))

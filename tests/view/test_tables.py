@@ -9,11 +9,11 @@ from rich.console import Console
 
 from splitkit import simulate_schedule
 from splitkit.errors import PolicyError
-from splitkit.pipeline.rankrows import rows_of_parts
-from splitkit.pipeline.stagecosts import StageCosts
-from splitkit.view.console import to_text
-from splitkit.view.ranks import rank_table
-from splitkit.view.tables import facts, table
+from splitkit.pipeline.rank_rows import rows_of_parts
+from splitkit.pipeline.stage_costs import StageCosts
+from splitkit.view.console.console import to_text
+from splitkit.view.console.tables import facts, table
+from splitkit.view.data.rank_table import rank_table
 
 STAGE = StageCosts(1.0, 1.0, 1.0, saved_bytes=2**20, temporary_bytes=2**10, parameter_bytes=2**30)
 
@@ -33,7 +33,7 @@ def test_nothing_is_truncated_on_a_narrow_terminal():
     assert to_text(facts({"a": 1, "long name": 2})).splitlines()[1].split() == ["long", "name", "2"]
 
 
-def test_bug_text_had_escapes_in_notebooks_where_jupyter_forces_colour(monkeypatch):
+def test_text_has_no_escapes_where_jupyter_forces_colour(monkeypatch):
     made = table(("name", "bytes"), [("part", "12")], ["bytes"], "all")
     expected = to_text(made)
     monkeypatch.setenv("FORCE_COLOR", "1")

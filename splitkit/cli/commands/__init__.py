@@ -1,1 +1,1 @@
-"""One module a command; each has ``run(args) -> Outcome``."""
+"""One module per command; each has ``run(args) -> Outcome``."""

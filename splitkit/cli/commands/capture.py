@@ -1,4 +1,4 @@
-"""``splitkit capture``: what a model looks like as a graph."""
+"""``splitkit capture``: captures a model as a graph and describes it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit.cli import source
-from splitkit.cli.outcome import Outcome, seconds
-from splitkit.cli.work import Work, prepare, versions
+from splitkit.cli.common import CapturedModel, prepare, versions
+from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.errors import listed
 from splitkit.units import quantity, size
-from splitkit.view.tables import facts, table
+from splitkit.view.console.tables import facts, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from splitkit.graph.dataflow import Dataflow
 
 TOP = 10
+"""The number of ops in the table."""
 SHOWN = 3
+"""The number of nodes named per reason for which nodes run only once."""
 
 
 def run(args: Namespace) -> Outcome:
-    """See the module."""
+    """Run ``splitkit capture``."""
     work = prepare(source.from_args(args.model, args))
     data = {"command": "capture", "model": work.source.to_dict(), **summary(work.gm)}
     data |= {"seconds": work.clock.seconds, "file": args.output}
@@ -35,7 +37,7 @@ def run(args: Namespace) -> Outcome:
 
 
 def summary(gm: fx.GraphModule) -> dict[str, Any]:
-    """The facts about a graph that fit on a screen."""
+    """Return a summary of a graph as data."""
     from splitkit._torch import target_name
 
     flow = sk.analyze(gm)
@@ -64,7 +66,7 @@ def _flops(gm: fx.GraphModule, flow: Dataflow) -> float | None:
 
 
 def _regions(flow: Dataflow) -> dict[str, int]:
-    """Kind of region -> how many nodes are in one."""
+    """Return kind of region -> the number of nodes in such regions."""
     from splitkit.graph.scope import region_kind
 
     inside: Counter[str] = Counter()
@@ -76,7 +78,7 @@ def _regions(flow: Dataflow) -> dict[str, int]:
 
 
 def _dynamic(flow: Dataflow) -> dict[str, str]:
-    """``input_ids.shape[0]`` -> its symbol."""
+    """Return the varying sizes of inputs: ``input_ids.shape[0]`` -> its symbol."""
     import torch
 
     from splitkit.cli.describe import size_data
@@ -90,13 +92,13 @@ def _dynamic(flow: Dataflow) -> dict[str, str]:
     }
 
 
-def _nodes(work: Work) -> dict[str, Any]:
-    """The nodes of the graph as data."""
+def _nodes(work: CapturedModel) -> dict[str, Any]:
+    """Return the nodes of the graph as data for a file."""
     from splitkit.cli.describe import node_data
-    from splitkit.plans import file as planfile
+    from splitkit.plans import plan_file
 
     graph = work.gm.graph
-    header = {"schema": 1, "kind": "splitkit graph", "graph": planfile.fingerprint(graph), **versions()}
+    header = {"schema": 1, "kind": "splitkit graph", "graph": plan_file.fingerprint(graph), **versions()}
     nodes = [node_data(node) for node in graph.nodes]
     return {**header, "model": work.source.to_dict(), "nodes": nodes}
 
@@ -111,7 +113,7 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
         "regions": ", ".join(f"{kind} ({number} nodes)" for kind, number in data["regions"].items()) or "none",
         "dynamic sizes": ", ".join(f"{place} = {name}" for place, name in data["dynamic"].items()) or "none",
         "run only once": "nothing",
-        "captured in": seconds(data["seconds"]["capture"]),
+        "captured in": seconds_text(data["seconds"]["capture"]),
     }
     if data["once"]:
         rows["run only once"] = "; ".join(_once(reason, names) for reason, names in data["once"].items())

@@ -1,4 +1,4 @@
-"""``splitkit devices``: the devices and links that the other commands know by name."""
+"""``splitkit devices``: lists the devices and links that other commands know by name."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from argparse import Namespace
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from splitkit.cli.devicelist import DeviceList
 from splitkit.cli.outcome import Outcome
+from splitkit.cli.syntax.device_list import DeviceList
 from splitkit.costs.devices import Device, devices
 from splitkit.costs.links import PRESETS
 from splitkit.units import duration, quantity, size
-from splitkit.view.tables import table
+from splitkit.view.console.tables import table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -20,7 +20,7 @@ DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
 
 
 def run(args: Namespace) -> Outcome:
-    """See the module."""
+    """Run ``splitkit devices``."""
     known = devices()
     links = {name: DeviceList((device,)).usual_links for name, device in known.items()}
     data = {

@@ -1,4 +1,4 @@
-"""``splitkit doctor``: what is installed, what the machine has, and whether a tiny split works."""
+"""``splitkit doctor``: checks the installation and the machine, and splits a tiny model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import splitkit as sk
 from splitkit.cli import distribution
 from splitkit.cli.outcome import Outcome
 from splitkit.units import size
-from splitkit.view.tables import table
+from splitkit.view.console.tables import table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -25,14 +25,14 @@ OPTIONAL = ("transformers",)
 
 @dataclass(frozen=True)
 class Check:
-    """One line.
+    """One line of the table.
 
     Attributes:
-        name: what was looked at.
+        name: what was checked.
         found: what was found.
-        ok: whether splitkit can work with it.
-        needed: whether it cannot work without.
-        remedy: what to do if not.
+        ok: whether it works with splitkit.
+        needed: whether splitkit needs it.
+        remedy: what to do if it is not ok.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Check:
 
 
 def run(args: Namespace) -> Outcome:
-    """See the module."""
+    """Run ``splitkit doctor``."""
     python = Check("python", platform.python_version(), remedy="splitkit needs 3.11")
     checks = [python, Check("splitkit", sk.__version__), *_name_clash(), *map(_package, NEEDED)]
     checks += [_package(name, needed=False) for name in OPTIONAL]
@@ -62,14 +62,14 @@ def run(args: Namespace) -> Outcome:
 
 def _text(checks: list[Check], healthy: bool) -> list[RenderableType]:
     rows = [(c.name, c.found, c.verdict) for c in checks]
-    verdict = "everything needed is here" if healthy else "something needed is missing"
+    verdict = "everything that splitkit needs is here" if healthy else "something that splitkit needs is missing"
     if find_spec("rich"):
         return [table(("what", "found", "verdict"), rows), "", verdict]
     return [*map("  ".join, rows), verdict]
 
 
 def _name_clash() -> list[Check]:
-    """A failed check if another distribution has written into this package."""
+    """Return a failed check if another distribution has overwritten files of this package."""
     clash = distribution.other()
     return [] if clash is None else [Check("name clash", clash, False, True, distribution.REMEDY)]
 
@@ -85,7 +85,7 @@ def _package(name: str, needed: bool = True) -> Check:
 
 
 def _release(text: str) -> tuple[int, ...]:
-    """``2.13.0+cpu`` -> (2, 13)."""
+    """Return (2, 13) for ``2.13.0+cpu``."""
     return tuple(int(number) for number in text.split(".")[:2] if number.isdigit())
 
 
@@ -96,7 +96,7 @@ def _machine() -> list[Check]:
         import torch
         import torch.distributed as dist
     except ImportError as error:
-        return [*found, Check("import torch", str(error), False, True, "install torch again")]
+        return [*found, Check("import torch", str(error), False, True, "reinstall torch")]
     devices = ["cpu"] + [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():
         devices.append("mps")
@@ -113,7 +113,7 @@ def _memory() -> str:
 
 
 def _self_test(debug: bool) -> Check:
-    """Split a tiny model in two and compare."""
+    """Split a tiny model in two and compare it with the unsplit one."""
     try:
         import torch
         from torch import nn
@@ -125,4 +125,4 @@ def _self_test(debug: bool) -> Check:
         if debug:
             raise
         return Check("self-test", f"failed: {type(error).__name__}: {error}", False, True, "run it with --debug")
-    return Check("self-test", "a tiny model, split in two, gives what the whole gives")
+    return Check("self-test", "a tiny model split in two computes the same as the unsplit one")

@@ -1,4 +1,4 @@
-"""``splitkit plan`` for devices: plan, simulate the step, and show what each rank does and holds."""
+"""``splitkit plan`` for devices: plans, simulates the step, and shows what each rank does and holds."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit.cli import source
-from splitkit.cli.outcome import Outcome, seconds
+from splitkit.cli.common import CapturedModel, check_costs, prepare, prices, versions
+from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.pages import plan_page, wrote
 from splitkit.cli.placement import Placement
 from splitkit.cli.source import next_command
-from splitkit.cli.work import Work, check_costs, prepare, prices, versions
 from splitkit.costs import Costs, roofline
-from splitkit.costs.links import links_of
-from splitkit.pipeline.rankrows import RankRow, number_of, rows_of_parts
+from splitkit.costs.links import as_links
+from splitkit.pipeline.rank_rows import RankRow, number_of, rows_of_parts
 from splitkit.pipeline.run import ScheduleRun
-from splitkit.pipeline.stageprices import StagePrices, run_order
+from splitkit.pipeline.stage_prices import StagePrices, run_order
 from splitkit.plans.parts import Claim
 from splitkit.plans.record import Plan
-from splitkit.search.demand import Demand
+from splitkit.search.request import StageRequest
 from splitkit.units import duration, size
-from splitkit.view.ranks import rank_table
-from splitkit.view.tables import facts
+from splitkit.view.console.tables import facts
+from splitkit.view.data.rank_table import rank_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-def plan(args: Namespace) -> Outcome:
-    """``splitkit plan`` with ``--devices``, or with ``--stages`` and a schedule, memory or links, which are checked."""
+def plan_for_devices(args: Namespace) -> Outcome:
+    """Run ``splitkit plan`` with ``--devices``, or with ``--stages`` and other options of a placement."""
     wanted_model, wanted = source.from_args(args.model, args), Placement.of(args)
     policy = wanted.policy()
     check_costs(args.costs)
@@ -55,7 +55,7 @@ def plan(args: Namespace) -> Outcome:
         "trace": args.trace,
     }
     written = _files(args, work, made, run)
-    told = [_wrote(path, args.trace) for path in written]
+    written_lines = [_wrote(path, args.trace) for path in written]
     if args.view:
         limits = {wanted.limit(rank) for rank in range(len(ranks))}
         memory = limits.pop() if len(limits) == 1 else None
@@ -63,43 +63,47 @@ def plan(args: Namespace) -> Outcome:
         written[args.view] = page = plan_page(
             made, costs=costs, optimizer=optimizer, memory=memory, run=run, title=title
         )
-        told.append(wrote(args.view, page))
+        written_lines.append(wrote(args.view, page))
     if args.output:
-        told.append(f"next: {data['next']}")
+        written_lines.append(f"next: {data['next']}")
     summary = facts(_summary(wanted, made.claim, ranks, data))
-    text: list[RenderableType] = [report.table(), "", summary, "", rank_table(ranks), *told]
+    text: list[RenderableType] = [report.table(), "", summary, "", rank_table(ranks), *written_lines]
     return Outcome(data, text, files=written)
 
 
-def _next(args: Namespace, work: Work, ranks: Sequence[RankRow]) -> str | None:
-    """The command that runs the plan: trains it where it has a schedule."""
+def _next(args: Namespace, work: CapturedModel, ranks: Sequence[RankRow]) -> str | None:
+    """Return the command that runs the plan, or trains it if it has a schedule."""
     if args.schedule is None:
         return next_command(work.source, args.output)
-    return next_command(work.source, args.output, sum(rank.replicas for rank in ranks), args.schedule)
+    return next_command(work.source, args.output, sum(rank.replicas for rank in ranks), args.schedule_text)
 
 
 def _wrote(path: str, trace: str | None) -> str:
     return f"wrote {path}{' (for https://ui.perfetto.dev or chrome://tracing)' if path == trace else ''}"
 
 
-def _prices(work: Work, args: Namespace, wanted: Placement) -> Costs:
-    """``--costs``, or the roofline of the device, of the first one where they differ; a schedule adds backward."""
+def _prices(work: CapturedModel, args: Namespace, wanted: Placement) -> Costs:
+    """Return the prices of ``--costs``, or the first device's roofline; without a schedule, training adds backward."""
     backward = args.training or (wanted.optimizer is not None and wanted.schedule is None)
     return prices(work, args.costs, backward, wanted.devices.devices[0] if wanted.devices else None)
 
 
-def _files(args: Namespace, work: Work, made: Plan, run: ScheduleRun | None) -> dict[str, Mapping[str, Any] | str]:
-    """Path -> data of the files that are wanted."""
+def _files(
+    args: Namespace, work: CapturedModel, made: Plan, run: ScheduleRun | None
+) -> dict[str, Mapping[str, Any] | str]:
+    """Return path -> data of the files to write."""
     wanted: dict[str, Mapping[str, Any] | str] = {}
     if args.trace and run:
         wanted[args.trace] = run.to_chrome_trace()
     if args.output:
-        wanted[args.output] = {**made.to_dict(), "model": source.record(work.source, args.output), **versions()}
+        wanted[args.output] = {**made.to_dict(), "model": source.source_record(work.source, args.output), **versions()}
     return wanted
 
 
-def _ranks(work: Work, made: Plan, costs: Costs, wanted: Placement) -> tuple[Sequence[RankRow], ScheduleRun | None]:
-    """What each rank does, and the step if there is a schedule."""
+def _ranks(
+    work: CapturedModel, made: Plan, costs: Costs, wanted: Placement
+) -> tuple[Sequence[RankRow], ScheduleRun | None]:
+    """Return what each rank does and holds, and the simulated step if there is a schedule."""
     flow = sk.analyze(work.gm)
     keys = run_order(flow, made)
     if wanted.stages is None:
@@ -113,8 +117,10 @@ def _ranks(work: Work, made: Plan, costs: Costs, wanted: Placement) -> tuple[Seq
         names = [device.name for device in wanted.devices.devices]
         parts = {key: stages[names[number_of(key)]][key] for key in keys}
         return list(rows_of_parts(names, [*map(wanted.limit, range(len(names)))], parts)), None
-    links = links_of(wanted.links)
-    demand = Demand(None, flow, costs, wanted.schedule, wanted.microbatches, links=links, optimizer=wanted.optimizer)
+    links = as_links(wanted.links)
+    demand = StageRequest(
+        None, flow, costs, wanted.schedule, wanted.microbatches, links=links, optimizer=wanted.optimizer
+    )
     costs_of = demand.stage_prices.of(made)
     names = [device.name for device in wanted.devices.devices][: len(costs_of)] if wanted.devices else []
     if wanted.schedule is None:
@@ -125,7 +131,7 @@ def _ranks(work: Work, made: Plan, costs: Costs, wanted: Placement) -> tuple[Seq
 
 
 def _step(run: ScheduleRun) -> dict[str, Any]:
-    """The step as a whole."""
+    """Return the step as data, without its ranks."""
     return {name: value for name, value in run.to_dict().items() if name != "ranks"}
 
 
@@ -146,11 +152,11 @@ def _summary(wanted: Placement, claim: Claim | None, ranks: Sequence[RankRow], d
     of = "" if fullest.limit is None else f" of {size(fullest.limit)}"
     rows["peak"] = f"{size(sum(fullest.nbytes))} on rank {number}{of}"
     took = data["seconds"]
-    rows["took"] = f"capture {seconds(took['capture'])}, plan {seconds(took['plan'])}"
+    rows["took"] = f"capture {seconds_text(took['capture'])}, plan {seconds_text(took['plan'])}"
     return rows
 
 
 def _proof(claim: Claim) -> str:
     if claim.optimal:
         return "proven optimal"
-    return f"gap {claim.gap:.2%}, no plan is better by more" if claim.gap >= 5e-5 else "gap below 0.01%"
+    return f"gap {claim.gap:.2%}: no plan is better by more" if claim.gap >= 5e-5 else "gap below 0.01%"

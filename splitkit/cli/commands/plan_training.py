@@ -1,4 +1,4 @@
-"""Plans of training graphs on the command line: forward and backward as the two parts."""
+"""``splitkit plan --what fwd-bwd``: divides a training step into forward and backward."""
 
 from __future__ import annotations
 
@@ -9,42 +9,44 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
-from splitkit.cli import placement, policyspec, source
-from splitkit.cli.outcome import Outcome, seconds
+from splitkit.cli import placement, source
+from splitkit.cli.common import TRAINING, Stopwatch, check_costs, example_of, kind_of_costs, versions
+from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.pages import wrote
 from splitkit.cli.placement import MOST_BYTES
 from splitkit.cli.source import Source, next_command
-from splitkit.cli.work import TRAINING, Stopwatch, check_costs, example_of, kind_of_costs, versions
+from splitkit.cli.syntax import policy_spec
 from splitkit.errors import UsageError
-from splitkit.units import at_most, duration, read_percent, read_size, size
-from splitkit.view.tables import facts, table
+from splitkit.units import bounded, duration, read_percent, read_size, size
+from splitkit.view.console.tables import facts, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from splitkit.costs import Costs
     from splitkit.engine.pair import Pair
-    from splitkit.frontends.joint import Joint
+    from splitkit.frontends.joint.joint_capture import Joint
     from splitkit.memory.profile import MemoryProfile
-    from splitkit.memory.stored import Buffer
+    from splitkit.memory.simulation import SimulatedStorage
     from splitkit.plans.policy import Policy
     from splitkit.testing.models import Example
 
 SHOWN = 10
+"""The number of saved values in the table."""
 OTHERS = tuple(name for name in placement.OPTIONS if name != "optimizer")
-"""Options of placements that say nothing of the step of one device."""
+"""The options of placements that have no meaning for the step of one device."""
 _SHARE = re.compile(r"[0-9]+\.?[0-9]*|\.[0-9]+")
 
 
 @dataclass(frozen=True)
-class TrainWork:
+class CapturedStep:
     """A model and its joint graph.
 
     Attributes:
-        source: where the model is from.
+        source: how the model was made.
         example: the model and its inputs.
         joint: forward and backward as one graph.
-        clock: what took how long.
+        clock: the seconds that each step took.
     """
 
     source: Source
@@ -53,31 +55,33 @@ class TrainWork:
     clock: Stopwatch
 
 
-def prepare(wanted: Source) -> TrainWork:
-    """Make the model, and capture forward and backward."""
+def prepare_step(wanted: Source) -> CapturedStep:
+    """Make the model, and capture its forward and backward as one graph."""
     if wanted.how != "export" or wanted.dynamic:
-        raise UsageError("SK601", "forward and backward are captured in one way", "Leave out --how and --dynamic.")
+        raise UsageError(
+            "SK601", "forward and backward can be captured in one way only", "Leave out --how and --dynamic."
+        )
     clock = Stopwatch()
     with clock.step("load", f"making {wanted.spec}"):
         example = example_of(wanted)
     with clock.step("capture", f"capturing forward and backward of {wanted.spec}"):
         joint = sk.capture_joint(example.model, *example.args, **example.kwargs)
-    return TrainWork(wanted, example, joint, clock)
+    return CapturedStep(wanted, example, joint, clock)
 
 
-def priced(args: Namespace, wanted: Source) -> tuple[TrainWork, Costs]:
-    """The model, and prices of the nodes of its joint graph."""
+def priced_step(args: Namespace, wanted: Source) -> tuple[CapturedStep, Costs]:
+    """Capture the model, and price the nodes of its joint graph."""
     check_costs(args.costs)
-    work = prepare(wanted)
+    work = prepare_step(wanted)
     with work.clock.step("costs", "pricing the nodes"):
         inputs = (*work.joint.primals(*work.example.args, **work.example.kwargs), *work.joint.tangents())
         return work, kind_of_costs(work.joint.graph_module, inputs, args.costs or "roofline:a100")
 
 
-def plan(args: Namespace) -> Outcome:
-    """``splitkit plan MODEL --what fwd-bwd``."""
+def plan_step(args: Namespace) -> Outcome:
+    """Run ``splitkit plan MODEL --what fwd-bwd``."""
     policy = _policy(args)
-    work, costs = priced(args, source.from_args(args.model, args))
+    work, costs = priced_step(args, source.from_args(args.model, args))
     with work.clock.step("plan", "planning"):
         pair = work.joint.split(policy, costs)
     with work.clock.step("simulate", "simulating the memory"):
@@ -87,10 +91,10 @@ def plan(args: Namespace) -> Outcome:
     text = [*_text(data), *([f"wrote {args.output}", f"next: {data['next']}"] if args.output else [])]
     files: dict[str, Mapping[str, Any] | str] = {}
     if args.output:
-        record = source.record(work.source, args.output)
+        record = source.source_record(work.source, args.output)
         files[args.output] = {**pair.plan.to_dict(), "model": record, "what": TRAINING, **versions()}
     if args.view:
-        from splitkit.view.showing import html
+        from splitkit.view.renderers import html
 
         files[args.view] = page = html(pair, costs=costs, title=work.source.spec)
         text.append(wrote(args.view, page))
@@ -99,14 +103,16 @@ def plan(args: Namespace) -> Outcome:
 
 def _policy(args: Namespace) -> Policy:
     if args.stages is not None:
-        raise UsageError("SK601", "--stages cuts a forward graph", f"Use --policy or --memory with --what {TRAINING}.")
+        raise UsageError(
+            "SK601", "--stages splits a forward graph", f"Use --policy or --memory with --what {TRAINING}."
+        )
     if (args.policy is None) == (args.memory is None):
         raise UsageError("SK601", f"--what {TRAINING} needs a policy", "Add --memory 2GiB, or --policy EXPR.")
     if args.policy is not None:
         if args.optimizer is not None:
             remedy = "Give it to the policy: --policy \"Budget(card='24GiB', optimizer='adamw')\"."
             raise UsageError("SK601", "--optimizer does not go with --policy", remedy)
-        return policyspec.parse(args.policy).build()
+        return policy_spec.parse(args.policy).build()
     from splitkit.policies import Budget
 
     if args.optimizer is not None:
@@ -122,10 +128,10 @@ def _policy(args: Namespace) -> Policy:
 
 
 def _card(args: Namespace) -> Policy:
-    """A budget of all that training holds on a card."""
+    """Return a budget for all that training holds on a card."""
     from splitkit.policies import Budget
 
-    _require_size(args.memory, "With --optimizer it is the memory of the whole card: write bytes, or 24GiB.")
+    _require_size(args.memory, "With --optimizer, --memory is the memory of the whole card: write bytes, or 24GiB.")
     return Budget(card=args.memory, optimizer=None if args.optimizer == "none" else args.optimizer)
 
 
@@ -134,7 +140,7 @@ def _require_size(memory: str, remedy: str) -> None:
         raise UsageError("SK601", f"--memory {memory:.60} is no size", remedy)
 
 
-def _data(work: TrainWork, costs: Costs, pair: Pair, profile: MemoryProfile) -> dict[str, Any]:
+def _data(work: CapturedStep, costs: Costs, pair: Pair, profile: MemoryProfile) -> dict[str, Any]:
     assert pair.plan is not None
     flow = work.joint.flow
     twice = [n for n in flow.nodes if len(pair.plan.get(n, ())) > 1]
@@ -153,16 +159,17 @@ def _data(work: TrainWork, costs: Costs, pair: Pair, profile: MemoryProfile) -> 
         "saved": {"nbytes": profile.saved, "values": [_value(b) for b in saved]},
         "peak": profile.peak,
         "bounds": dict(profile.bounds),
+        "unseen": sorted(profile.unseen),
         "seconds": work.clock.seconds,
     }
 
 
-def _value(saved: Buffer) -> dict[str, Any]:
-    """A saved value by name, module and op."""
+def _value(saved: SimulatedStorage) -> dict[str, Any]:
+    """Return a saved value's name, module and op as data."""
     found = {"name": saved.name, "nbytes": saved.nbytes}
     if saved.node is None:
         return found
-    from splitkit.training.savedvalues import SavedValue
+    from splitkit.training.saved_values import SavedValue
 
     value = SavedValue.of(saved.node, ())
     return found | {"module": value.module, "op": value.op, "label": value.label}
@@ -180,10 +187,10 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
     rows = {
         "plan": data["note"],
         "prices": data["prices"] or ("FLOPs" if data["unit"] == "s" else data["unit"]),
-        "peak": f"{at_most(data['peak'], data['bounds'])} ({halves})",
+        "peak": f"{bounded(data['peak'], data['bounds'], data['unseen'])} ({halves})",
         "saved for backward": f"{size(data['saved']['nbytes'])} in {len(data['saved']['values'])} storages",
-        "computed again": f"{again['ops']} of {forward['ops']} ops, {time} ({share:.1%})",
-        "took": f"capture {seconds(took['capture'])}, plan {seconds(took['plan'])}",
+        "recomputed": f"{again['ops']} of {forward['ops']} ops, {time} ({share:.1%})",
+        "took": f"capture {seconds_text(took['capture'])}, plan {seconds_text(took['plan'])}",
     }
     largest = [(v.get("label", ""), v["name"], size(v["nbytes"])) for v in data["saved"]["values"][:SHOWN]]
     return [facts(rows), "", table(("largest values saved", "node", "bytes"), largest, ("bytes",))]

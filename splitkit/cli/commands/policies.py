@@ -1,4 +1,4 @@
-"""``splitkit policies``: what ``--policy`` knows. Without torch, and without loading anybody's package."""
+"""``splitkit policies``: lists the policies for ``--policy``, without importing torch or their packages."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from argparse import Namespace
 from typing import Any
 
 from splitkit.cli.outcome import Outcome
-from splitkit.cli.policylist import Builtin, builtins, installed
-from splitkit.view.tables import table
+from splitkit.cli.syntax.policy_list import Builtin, builtins, installed
+from splitkit.view.console.tables import table
 
 
 def run(args: Namespace) -> Outcome:
-    """See the module."""
+    """Run ``splitkit policies``."""
     rows = [_own(policy) for policy in builtins().values()]
     for name, entry in installed().items():
         brought = f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value

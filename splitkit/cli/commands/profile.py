@@ -1,4 +1,4 @@
-"""``splitkit profile``: the memory of a model, predicted and measured, in total and part by part."""
+"""``splitkit profile``: predicts and measures the memory of a model, in total and part by part."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Any
 import splitkit as sk
 from splitkit.cli import source
 from splitkit.cli.commands import profile_ranks
+from splitkit.cli.common import CapturedModel, planned, prepare
 from splitkit.cli.outcome import Outcome
 from splitkit.cli.pages import still_pages, wrote
-from splitkit.cli.work import Work, planned, prepare
 from splitkit.errors import CaptureError, UsageError
-from splitkit.units import at_most, size
-from splitkit.view.tables import facts, table
+from splitkit.units import bounded, size
+from splitkit.view.console.tables import facts, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from splitkit.memory.measure import MeasuredMemory
+    from splitkit.memory.measurement import MeasuredMemory
     from splitkit.memory.profile import MemoryProfile
-    from splitkit.testing.memoryruns import Training
+    from splitkit.testing.memory_runs import TrainingRun
 
 
 def run(args: Namespace) -> Outcome:
-    """See the module."""
+    """Run ``splitkit profile``."""
     if args.ranks is not None:
         if args.view:
             remedy = "splitkit view PLAN.json --schedule 1f1b -o page.html draws a step as simulated."
@@ -40,12 +40,12 @@ def run(args: Namespace) -> Outcome:
     training = step.profile if step else None
     rows += [_row("forward + backward", training)] if training else []
     if args.run:
-        from splitkit.testing import memoryruns
+        from splitkit.testing import memory_runs
 
         with work.clock.step("measure", "running the model"):
-            measured = memoryruns.forward(split.module if split else work.gm, work.example, work.source.seed)
-            parts = memoryruns.parts(split, work.example, work.source.seed) if split else []
-            both = [memoryruns.training(step, work.example, work.source.seed)] if step else []
+            measured = memory_runs.measure_forward(split.module if split else work.gm, work.example, work.source.seed)
+            parts = memory_runs.measure_parts(split, work.example, work.source.seed) if split else []
+            both = [memory_runs.measure_training(step, work.example, work.source.seed)] if step else []
         for row, found in zip(rows, [measured, *parts, *both], strict=True):
             row |= _measured(found, row["predicted"])
     data: dict[str, Any] = {
@@ -66,8 +66,8 @@ def run(args: Namespace) -> Outcome:
     return Outcome(data, text, files=files)
 
 
-def _split(args: Namespace) -> tuple[Work, sk.Split | None]:
-    """The model, and its split if a plan or a policy is named."""
+def _split(args: Namespace) -> tuple[CapturedModel, sk.Split | None]:
+    """Return the model, and its split if the command line names a plan or a policy."""
     if args.target.endswith(".json") or args.stages is not None or args.policy is not None:
         work, plan, _ = planned(args)
         with work.clock.step("split", "splitting"):
@@ -75,15 +75,15 @@ def _split(args: Namespace) -> tuple[Work, sk.Split | None]:
     return prepare(source.from_args(args.target, args)), None
 
 
-def _training(work: Work, forward_only: bool) -> tuple[Training | None, str]:
-    """Forward and backward of the unsplit model as eager autograd saves, or why there is none."""
+def _training(work: CapturedModel, forward_only: bool) -> tuple[TrainingRun | None, str]:
+    """Return forward and backward of the unsplit model as eager autograd runs them, or why they cannot be captured."""
     if forward_only:
         return None, "--forward-only"
-    from splitkit.testing import memoryruns
+    from splitkit.testing import memory_runs
 
     with work.clock.step("joint", "capturing forward and backward"):
         try:
-            return memoryruns.Training.of(work.example), ""
+            return memory_runs.TrainingRun.of(work.example), ""
         except CaptureError as error:
             return None, str(error)
 
@@ -91,7 +91,7 @@ def _training(work: Work, forward_only: bool) -> tuple[Training | None, str]:
 def _row(what: str, profile: MemoryProfile) -> dict[str, Any]:
     at = profile.to_dict(0)["at"]
     row = {"what": what, "predicted": profile.peak, "before": profile.baseline, "saved": profile.saved, "at": at}
-    return row | {"bounds": dict(profile.bounds)}
+    return row | {"bounds": dict(profile.bounds), "unseen": sorted(profile.unseen)}
 
 
 def _measured(found: MeasuredMemory, predicted: int) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def _text(data: dict[str, Any], args: Namespace) -> list[RenderableType]:
 
 
 def _cells(row: Mapping[str, Any], measured: bool) -> list[str]:
-    cells = [row["what"], at_most(row["predicted"], row["bounds"])]
+    cells = [row["what"], bounded(row["predicted"], row["bounds"], row["unseen"])]
     if measured:
         error = "exact" if not row["error"] else f"{100 * row['error']:+.3f} %"
         cells += [size(row["measured"]), error, "" if row["allocator"] is None else size(row["allocator"])]
@@ -129,6 +129,6 @@ def _place(at: Mapping[str, Any] | None) -> str:
 def _live(what: str, profile: Mapping[str, Any]) -> list[RenderableType]:
     named = "forward" if what == "forward" else "forward + backward"
     rows = [(b["name"], b["module"], b["kind"], size(b["nbytes"])) for b in profile["live_at_peak"]]
-    most = at_most(profile["peak"], profile["bounds"])
+    most = bounded(profile["peak"], profile["bounds"], profile["unseen"])
     summary = facts({"alive at the peak of": f"{named}: {_place(profile['at'])}, {most}"})
     return [summary, table(("made by", "module", "kind", "bytes"), rows, ("bytes",))]

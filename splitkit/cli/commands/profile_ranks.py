@@ -1,4 +1,4 @@
-"""``splitkit profile PLAN --ranks N``: steps of a pipeline as simulated, beside those that real processes ran."""
+"""``splitkit profile PLAN --ranks N``: compares simulated pipeline steps with steps that real processes run."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
-from splitkit.cli import launch
+from splitkit.cli import launcher
 from splitkit.cli.commands import train
-from splitkit.cli.outcome import Outcome, seconds
+from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.errors import PipelineError, ScheduleError, UsageError
 from splitkit.units import size
-from splitkit.view.tables import facts, table
+from splitkit.view.console.tables import facts, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from splitkit.pipeline.order import PipelineOrder
     from splitkit.pipeline.run import ScheduleRun
-    from splitkit.runtime.measured import RankStep
+    from splitkit.runtime.ranks.measurements import RankStep
 
 _PATIENCE = 300
 """Seconds that ranks wait for each other."""
 
 
 def run(args: Namespace) -> Outcome:
-    """See the module."""
+    """Run ``splitkit profile --ranks N``: start the ranks, or be one of them."""
     if args.microbatches < 2:
-        raise UsageError("SK601", "--microbatches 1 is no pipeline", "Give 2 or more.")
+        raise UsageError("SK601", "--microbatches 1 makes no pipeline", "Give 2 or more.")
     if "RANK" in os.environ:
         return _rank(args)
-    code, data = launch.answer(sys.argv[1:], args.ranks, _PATIENCE)
+    code, data = launcher.answer(sys.argv[1:], args.ranks, _PATIENCE)
     if data is None:
         return Outcome({}, [], code or 1, quiet=True)
     return Outcome(data, _text(data), code)
@@ -51,7 +51,7 @@ def _rank(args: Namespace) -> Outcome:
     try:
         data = _profile(args)
     finally:
-        if sys.exc_info()[0] is None:  # else it would wait for the others
+        if sys.exc_info()[0] is None:  # after an error it would wait for the other ranks
             dist.destroy_process_group()
     return Outcome(data, _text(data), quiet=data["rank"] != 0)
 
@@ -59,32 +59,33 @@ def _rank(args: Namespace) -> Outcome:
 def _profile(args: Namespace) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from splitkit.costs.timing import progress
-    from splitkit.runtime import measured
-    from splitkit.runtime.chain import chain_of
-    from splitkit.runtime.pipeline import pipeline
+    from splitkit.costs.timing.call_timing import progress
+    from splitkit.runtime.ranks import measurements
+    from splitkit.runtime.ranks.pipeline import pipeline
+    from splitkit.runtime.ranks.stage_chain import chain_of
 
     work, plan = train.planned_together(args)
     split = sk.split(work.gm, plan)
     if max(part.replicas for part in plan.parts.values()) > 1:
         raise PipelineError(
-            "SK801", "parts have replicas, and each stage is profiled on one rank", "Plan without replicas=."
+            "SK801", "parts have replicas, but each stage is profiled on one rank", "Plan without replicas=."
         )
     orders, left_out = _orders(args, len(split.parts), dist.get_world_size())
-    costs = sk.costs.flops(split.flow.root)  # bytes are by autograd, and times by the clock
+    costs = sk.costs.flops(split.flow.root)  # only the bytes of these stages are used: times are measured
     stages = sk.stage_costs(split.flow, split.plan, costs, optimizer="sgd")
-    held = measured.with_passed_on(chain_of(split), stages)
+    held = measurements.with_passed_on(chain_of(split), stages)
     batch = train.batch_of(work, args.microbatches, 0)
-    widest = next(filter(measured.is_divided, orders), orders[0])
-    runs, static = [], measured.STATIC_BUFFERS
+    widest = next(filter(measurements.is_divided, orders), orders[0])
+    runs, static = [], measurements.STATIC_BUFFERS
     with progress(1 + len(orders)) if dist.get_rank() == 0 else nullcontext(lambda: None) as advance:
-        alone = measured.run_steps(pipeline(split, measured.one_by_one(widest, args.microbatches)), batch, args.repeat)
+        in_turn = measurements.one_by_one(widest, args.microbatches)
+        alone = measurements.run_steps(pipeline(split, in_turn), batch, args.repeat)
         times = {key: found for actions in _gathered(dict(alone.actions)) for key, found in actions.items()}
         advance()
         for order in orders:
-            links = measured.ping(order, max(stage.activation_bytes for stage in stages))
-            found = _gathered(measured.run_steps(pipeline(split, order), batch, args.repeat))
-            priced = measured.timed_stages(held, times, measured.is_divided(order))
+            links = measurements.measure_links(order, max(stage.activation_bytes for stage in stages))
+            found = _gathered(measurements.run_steps(pipeline(split, order), batch, args.repeat))
+            priced = measurements.timed_stages(held, times, measurements.is_divided(order))
             simulated = sk.simulate_schedule(priced, order, links=links, static_buffers=static)
             runs.append(_compared(simulated, found, links))
             advance()
@@ -97,7 +98,7 @@ def _profile(args: Namespace) -> dict[str, Any]:
         "microbatches": args.microbatches,
         "cores": cores,
         "oversubscribed": dist.get_world_size() > cores,
-        "stages": [{k: measured.middle(times.get((s, k))) for k in "FBIW"} for s in range(len(stages))],
+        "stages": [{k: measurements.median_or_none(times.get((s, k))) for k in "FBIW"} for s in range(len(stages))],
         "schedules": runs,
         "left_out": left_out,
         "pairs": _pairs(runs),
@@ -105,21 +106,21 @@ def _profile(args: Namespace) -> dict[str, Any]:
 
 
 def _orders(args: Namespace, stages: int, ranks: int) -> tuple[list[PipelineOrder], dict[str, str]]:
-    """The schedules that were asked for; or all of torch's that go with these numbers, and why others do not."""
-    from splitkit.pipeline.torch_orders import SCHEDULES
-    from splitkit.runtime.actions import order_of
+    """Return the orders of ``--schedules``, or of all schedules that fit, with the reasons why the others do not."""
+    from splitkit.pipeline.schedules import known_schedules
+    from splitkit.runtime.ranks.order_runner import order_of
 
     found, left_out = [], dict[str, str]()
-    for name in args.schedules or SCHEDULES.values():
+    for name in args.schedules or [schedule.name for schedule in known_schedules()]:
         try:
-            found.append(order_of(train.schedule_of(name), stages, args.microbatches, ranks))
+            found.append(order_of(train.schedule_or_order(name), stages, args.microbatches, ranks))
         except ScheduleError as error:
             if args.schedules:
                 raise
             left_out[name] = error.reason
     if not found:
         reason = "; ".join(left_out.values())
-        raise ScheduleError("SK330", f"no schedule goes: {reason}", f"Split into {ranks} or {2 * ranks} stages.")
+        raise ScheduleError("SK330", f"no schedule fits: {reason}", f"Split into {ranks} or {2 * ranks} stages.")
     return found, left_out
 
 
@@ -132,7 +133,7 @@ def _gathered(own: Any) -> list[Any]:
 
 
 def _compared(run: ScheduleRun, found: Sequence[RankStep], links: Any) -> dict[str, Any]:
-    """A step as simulated and as it ran; peaks are of what comes and goes during the step."""
+    """Return a step as simulated and as it ran; peaks are the bytes above those that a rank holds throughout."""
     from splitkit.pipeline.memory import static_bytes
 
     static, ranks = static_bytes(run), []
@@ -162,7 +163,7 @@ def _both(predicted: float, real: float) -> dict[str, float]:
 
 
 def _pairs(runs: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """Of how many pairs of schedules the faster one was predicted."""
+    """Count the pairs of schedules of which the faster one was predicted."""
     steps = [(found["step"]["predicted"], found["step"]["measured"]) for found in runs]
     both = list(combinations(steps, 2))
     return {"right": sum((a[0] - b[0]) * (a[1] - b[1]) > 0 for a, b in both), "all": len(both)}
@@ -171,15 +172,15 @@ def _pairs(runs: Sequence[dict[str, Any]]) -> dict[str, int]:
 def _text(data: dict[str, Any]) -> list[RenderableType]:
     rows = {"pipeline": f"{data['microbatches']} microbatches on {len(data['schedules'][0]['ranks'])} ranks"}
     if data["oversubscribed"]:
-        rows["beware"] = f"processes share {data['cores']} cores: measured times include waiting for one"
+        rows["caution"] = f"processes share {data['cores']} cores: measured times include waiting for a core"
     pairs = data["pairs"]
     rows["order"] = f"the faster of two schedules was predicted in {pairs['right']} of {pairs['all']} pairs"
     cells = []
     for found in data["schedules"]:
         for row in found["ranks"]:
-            head = (found["schedule"], *_cells(found["step"], seconds)) if row["rank"] == 0 else ("", "", "", "")
+            head = (found["schedule"], *_cells(found["step"], seconds_text)) if row["rank"] == 0 else ("", "", "", "")
             stages = ", ".join(map(str, row["stages"]))
-            cells.append((*head, row["rank"], stages, *_cells(row["busy"], seconds), *_cells(row["peak"], size)))
+            cells.append((*head, row["rank"], stages, *_cells(row["busy"], seconds_text), *_cells(row["peak"], size)))
     titles = (
         "schedule",
         "step",

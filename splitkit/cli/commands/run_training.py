@@ -1,4 +1,4 @@
-"""``splitkit run`` of a plan of forward and backward: one training step, compared with the unsplit model's."""
+"""``splitkit run`` of a plan of forward and backward: runs one training step and compares it with the unsplit model."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit.cli import source
-from splitkit.cli.checks import DIFFERENT, check_data, check_text
+from splitkit.cli.check_report import DIFFERENT, check_data, check_text
 from splitkit.cli.commands import plan_training as trainplan
-from splitkit.cli.commands.plan_training import TrainWork
-from splitkit.cli.outcome import Outcome, seconds
-from splitkit.cli.work import TRAINING, decoded
-from splitkit.units import at_most, size
-from splitkit.view.tables import facts, table
+from splitkit.cli.commands.plan_training import CapturedStep
+from splitkit.cli.common import TRAINING, decoded
+from splitkit.cli.outcome import Outcome, seconds_text
+from splitkit.units import bounded, size
+from splitkit.view.console.tables import facts, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from splitkit.frontends.step import DividedStep
-    from splitkit.memory.measure import MeasuredMemory
+    from splitkit.frontends.joint.step_module import DividedStep
+    from splitkit.memory.measurement import MeasuredMemory
     from splitkit.memory.profile import MemoryProfile
     from splitkit.testing.compare import Comparison, Difference
 
 
 def run(args: Namespace, file: dict[str, Any]) -> Outcome:
-    """Run the plan in the data of a plan file; see the module."""
-    work = trainplan.prepare(source.from_plan(args.target, file, args))
-    from splitkit.frontends.step import DividedStep
-    from splitkit.testing import memoryruns, timing
+    """Run the plan in the data of a plan file."""
+    work = trainplan.prepare_step(source.from_plan(args.target, file, args))
+    from splitkit.frontends.joint.step_module import DividedStep
+    from splitkit.testing import memory_runs, timing
 
     with work.clock.step("plan", "reading the plan"):
         plan = decoded(work.joint.graph_module.graph, args.target, file)
     with work.clock.step("split", "dividing the step"):
         step = DividedStep(work.joint, work.joint.split(plan))
     with work.clock.step("simulate", "simulating the memory"):
-        both = memoryruns.Training(step.joint, step.pair)
+        both = memory_runs.TrainingRun(step.joint, step.pair)
         profile = both.profile
     with work.clock.step("run", "running forward and backward"):
-        timed = timing.best(step, (), work.example, work.source.seed, args.repeat)
+        timed = timing.best_step(step, (), work.example, work.source.seed, args.repeat)
     data: dict[str, Any] = {
         "command": "run",
         "what": TRAINING,
@@ -53,6 +53,7 @@ def run(args: Namespace, file: dict[str, Any]) -> Outcome:
         "peak": {
             "predicted": profile.peak,
             "bounds": dict(profile.bounds),
+            "unseen": sorted(profile.unseen),
             "measured": None,
             "error": None,
             "allocator": None,
@@ -64,7 +65,7 @@ def run(args: Namespace, file: dict[str, Any]) -> Outcome:
         with work.clock.step("check", "comparing with the unsplit model"):
             data["check"] = _check(work, step)
         with work.clock.step("measure", "measuring the memory of a step"):
-            data["peak"] |= _measured(memoryruns.training(both, work.example, work.source.seed), profile.peak)
+            data["peak"] |= _measured(memory_runs.measure_training(both, work.example, work.source.seed), profile.peak)
     data["seconds"] = work.clock.seconds
     failed = args.check and not data["check"]["same"]
     return Outcome(data, _text(data), DIFFERENT if failed else 0)
@@ -80,20 +81,20 @@ def _measured(found: MeasuredMemory, predicted: int) -> dict[str, Any]:
     return {"measured": found.peak, "error": predicted / found.peak - 1, "allocator": found.allocator_peak}
 
 
-def _check(work: TrainWork, step: DividedStep) -> dict[str, Any]:
-    """Loss, gradients and what is written beside those of the model in eager mode."""
-    from splitkit.frontends.trainstep import TrainingStep
+def _check(work: CapturedStep, step: DividedStep) -> dict[str, Any]:
+    """Compare loss, gradients and buffers with those of the model in eager mode."""
+    from splitkit.frontends.joint.train_step import TrainingStep
 
     example = work.example
     whole = TrainingStep(example.model, None)
     found = _renamed(sk.compare(whole, step, *example.args, seed=work.source.seed, **example.kwargs))
-    # A graph may run other kernels than eager mode, so that the loss is another by rounding: an LSTM of oneDNN.
+    # A graph may run other kernels than eager mode, so the loss may differ by rounding: oneDNN's LSTM does that.
     wrong = tuple(d for d in found.outputs if d.relative > found.tolerance)
     return check_data(replace(found, outputs=wrong)) | {"outputs": check_data(found)["outputs"]}
 
 
 def _renamed(found: Comparison) -> Comparison:
-    """With the names that parameters and buffers have in the model: both modules hold it as ``model``."""
+    """Return the comparison with the model's own names: both compared modules hold the model as ``model``."""
     outputs = tuple(replace(d, name="loss" if d.name == "output" else d.name) for d in found.outputs)
     return replace(found, outputs=outputs, gradients=_of_model(found.gradients), state=_of_model(found.state))
 
@@ -110,14 +111,14 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
         "saved for backward": size(data["saved"]),
     }
     best = f" (best of {data['repeat']})" if data["repeat"] > 1 else ""
-    halves = [(h["half"], h["ops"], seconds(data[h["half"]]), size(h["peak"])) for h in data["halves"]]
+    halves = [(h["half"], h["ops"], seconds_text(data[h["half"]]), size(h["peak"])) for h in data["halves"]]
     titles = ("half", "ops", f"time{best}", "peak predicted")
     text: list[RenderableType] = [facts(rows), "", table(titles, halves, titles[1:])]
     return [*text, "", *check_text(data["check"])] if data["check"] else text
 
 
 def _peak_text(peak: dict[str, Any]) -> str:
-    predicted = f"{at_most(peak['predicted'], peak['bounds'])} predicted"
+    predicted = f"{bounded(peak['predicted'], peak['bounds'], peak['unseen'])} predicted"
     if peak["measured"] is None:
         return predicted
     error = "exact" if not peak["error"] else f"{100 * peak['error']:+.3f} %"

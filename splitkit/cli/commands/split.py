@@ -1,4 +1,4 @@
-"""``splitkit split``: cut the graph, show or write the code of the parts."""
+"""``splitkit split``: splits a model, and shows or writes the code of the parts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit import files
-from splitkit.cli import stagefolders
+from splitkit.cli import stage_folders
+from splitkit.cli.common import CapturedModel, planned, versions
 from splitkit.cli.outcome import Outcome
-from splitkit.cli.work import Work, planned, versions
 from splitkit.errors import FileError, UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ PARTS = ("submod_*.py", "stage-*.json", "stage-*.safetensors")
 
 
 def run(args: Namespace) -> Outcome:
-    """See the module."""
+    """Run ``splitkit split``."""
     if args.force and not args.output:
         raise UsageError("SK601", "--force goes with -o DIR", "Name the folder to write.")
     work, plan, costs = planned(args)
@@ -44,10 +44,10 @@ def run(args: Namespace) -> Outcome:
 
 
 def describe(split: Split) -> dict[str, Any]:
-    """The parts of a split in order, and how its names relate to the original's."""
+    """Return the parts of a split in order, and its names with those of the original model, as data."""
     from splitkit.cli.describe import named_value
 
-    names = part_names(split)
+    names = part_module_names(split)
     parts = [
         {
             "part": key if isinstance(key, str | int) else str(key),
@@ -66,31 +66,31 @@ def describe(split: Split) -> dict[str, Any]:
     }
 
 
-def part_names(split: Split) -> dict[Any, str]:
-    """The module of each part -> its name in the parent."""
+def part_module_names(split: Split) -> dict[Any, str]:
+    """Return the module of each part -> its name in the parent."""
     parts = set(split.parts.values())
     return {module: name for name, module in split.module.named_children() if module in parts}
 
 
-def _write(folder: Path, split: Split, work: Work, data: dict[str, Any]) -> str | None:
-    """All files are made in a folder beside the target first, then moved: whole or not at all.
+def _write(folder: Path, split: Split, work: CapturedModel, data: dict[str, Any]) -> str | None:
+    """Write all files into a draft folder next to the target, then move them: the target is never half written.
 
     Returns:
-        Why there are no stages among them, if so.
+        The reason if there are no stages among the files, else ``None``.
     """
-    from splitkit.plans import file as planfile
+    from splitkit.plans import plan_file
 
-    target = Path(os.path.realpath(folder))  # a link to a folder stays one
+    target = Path(os.path.realpath(folder))  # a symbolic link to a folder stays a link
     try:
         draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
         raise FileError("SK504", f"cannot write {folder}: {error.strerror}", "Name another folder.") from error
     try:
-        for part, name in part_names(split).items():
+        for part, name in part_module_names(split).items():
             (draft / f"{name}.py").write_text(_readable(part), encoding="utf-8")
         (draft / "parent.py").write_text(split.module.code.lstrip(), encoding="utf-8")
-        planfile.write(draft / "split.json", data)
-        lacks = stagefolders.save(draft, split, work)
+        plan_file.write_json(draft / "split.json", data)
+        lacks = stage_folders.save_stage_folder(draft, split, work)
         draft.chmod(0o755)
         _move(draft, target)
         return lacks
@@ -105,15 +105,17 @@ def _move(draft: Path, target: Path) -> None:
         draft.rename(target)
         return
     _drop_earlier_parts(target)
-    for file in sorted(draft.iterdir(), key=lambda f: f.name in LISTS):  # the lists of the parts come last
+    for file in sorted(
+        draft.iterdir(), key=lambda f: f.name in LISTS
+    ):  # the lists of the parts come last: they never name files that are not there yet
         if file.suffix == ".safetensors":
             shutil.move(file, target / file.name)
         else:
-            files.write(target / file.name, file.read_text(encoding="utf-8"))  # links among them stay links
+            files.write_file(target / file.name, file.read_text(encoding="utf-8"))  # symbolic links stay links
 
 
 def _drop_earlier_parts(target: Path) -> None:
-    """Parts of an earlier split that would look like parts of this one; nothing else is removed."""
+    """Remove the parts of an earlier split, which would look like parts of this one, and nothing else."""
     if (target / "split.json").is_file():
         (target / "manifest.json").unlink(missing_ok=True)
         for file in (f for pattern in PARTS for f in target.glob(pattern)):

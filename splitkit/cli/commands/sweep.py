@@ -1,4 +1,4 @@
-"""``splitkit sweep``: what less memory for training costs, from saving everything to saving the least; or pipelines."""
+"""``splitkit sweep``: shows what training in less memory costs; or, with ``--stages``, compares pipelines."""
 
 from __future__ import annotations
 
@@ -7,28 +7,30 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
-from splitkit.cli import devicelist, placement, source
+from splitkit.cli import placement, source
 from splitkit.cli.commands import plan_training as trainplan
-from splitkit.cli.outcome import Outcome, seconds
+from splitkit.cli.common import TRAINING, read_plan
+from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.pages import wrote
 from splitkit.cli.source import Source
-from splitkit.cli.work import TRAINING, read_plan
+from splitkit.cli.syntax import device_list
 from splitkit.errors import UsageError
-from splitkit.plans.file import parts_of
+from splitkit.plans.plan_file import parts_in_data
 from splitkit.studies.frontier import Point
 from splitkit.units import duration, size
-from splitkit.view.tables import facts, table
+from splitkit.view.console.tables import facts, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 PIPELINES = ("microbatches", "schedules", "devices", "memory", "links", "optimizer")
-"""Options that go with ``--stages``."""
+"""The options that need ``--stages``."""
 POINTS = 10
+"""The default number of points."""
 
 
 def run(args: Namespace) -> Outcome:
-    """See the module."""
+    """Run ``splitkit sweep``."""
     wanted = _model(args)
     _check(args)
     if args.stages is not None:
@@ -39,18 +41,18 @@ def run(args: Namespace) -> Outcome:
 
 
 def _model(args: Namespace) -> Source:
-    """The model to sweep over. A plan file names it, and the number of stages as well unless ``--stages`` does."""
+    """Return the model; a plan file also sets the number of stages unless ``--stages`` does."""
     if not args.target.endswith(".json"):
         return source.from_args(args.target, args)
     data = read_plan(args.target)
     wanted = source.from_plan(args.target, data, args)
     if args.stages is None and data.get("what") != TRAINING:
-        args.stages = (max(1, len(parts_of(data))),)
+        args.stages = (max(1, len(parts_in_data(data))),)
     return wanted
 
 
 def _check(args: Namespace) -> None:
-    """Refuse options of one sweep with the other, and what cannot be read; without torch."""
+    """Refuse options of one kind of sweep with the other, and bad values, before torch is imported."""
     if args.stages is None:
         for name in PIPELINES:
             if getattr(args, name) is not None:
@@ -60,13 +62,13 @@ def _check(args: Namespace) -> None:
         if getattr(args, name) is not None:
             raise UsageError("SK601", f"--{name} does not go with --stages", "Leave one of them out.")
     if args.devices is not None:
-        devicelist.check(args.devices)
+        device_list.check_device_list(args.devices)
     placement.check_memory(args, least=False)
 
 
 def _frontier(args: Namespace, wanted: Source) -> Outcome:
-    """Saved bytes, or the peak, against time."""
-    work, costs = trainplan.priced(args, wanted)
+    """Compute the frontier of saved bytes, or of the peak, against recompute time."""
+    work, costs = trainplan.priced_step(args, wanted)
     with work.clock.step("frontier", "finding the frontier"):
         count = args.points or POINTS
         frontier = sk.Frontier(work.joint, costs, of=args.of or "saved", budgets=count)
@@ -88,14 +90,14 @@ def _frontier(args: Namespace, wanted: Source) -> Outcome:
         {
             "prices": data["prices"] or ("FLOPs" if frontier.unit == "s" else frontier.unit),
             "a step without recompute": duration(frontier.step_seconds, frontier.unit),
-            "took": f"capture {seconds(took['capture'])}, frontier {seconds(took['frontier'])}",
+            "took": f"capture {seconds_text(took['capture'])}, frontier {seconds_text(took['frontier'])}",
         }
     )
     of, other = ("peak", "saved") if frontier.of == "peak" else ("saved", "peak")
-    titles = (of, "of all", "computed again", "of the step", other)
+    titles = (of, "of all", "recompute", "of the step", other)
     files, written = {}, []
     if args.view:
-        from splitkit.view.showing import html
+        from splitkit.view.renderers import html
 
         files[args.view] = page = html(frontier, title=f"frontier of {work.source.spec}")
         written = [wrote(args.view, page)]
@@ -104,7 +106,7 @@ def _frontier(args: Namespace, wanted: Source) -> Outcome:
 
 
 def _spread(frontier: sk.Frontier, count: int) -> Iterator[Point]:
-    """Points at even distances, from the most bytes to the least, each once."""
+    """Yield points at about even distances, from the most bytes to the least, each once."""
     least, most = frontier.taken(frontier.points[0]), frontier.taken(frontier.points[-1])
     seen: set[int] = set()
     for number in range(count):

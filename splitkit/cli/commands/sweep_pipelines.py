@@ -1,4 +1,4 @@
-"""``splitkit sweep --stages``: stages x microbatches x schedules, each planned and simulated, in one table."""
+"""``splitkit sweep --stages``: plans and simulates every combination of stages, microbatches and schedules."""
 
 from __future__ import annotations
 
@@ -7,39 +7,40 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from splitkit.cli import devicelist, placement
-from splitkit.cli.outcome import Outcome, seconds
+from splitkit.cli import placement
+from splitkit.cli.common import check_costs, prepare, prices
+from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.pages import still_pages, wrote
 from splitkit.cli.source import Source
-from splitkit.cli.work import check_costs, prepare, prices
+from splitkit.cli.syntax import device_list
 from splitkit.errors import UsageError
-from splitkit.studies.sweep import MICROBATCHES, SCHEDULES, Sweep, Sweeper, combinations
+from splitkit.studies.sweep import MICROBATCHES, Sweep, Sweeper, combinations
 from splitkit.units import duration, size
-from splitkit.view.tables import facts
+from splitkit.view.console.tables import facts
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from splitkit.cli.devicelist import DeviceList
+    from splitkit.cli.syntax.device_list import DeviceList
 
 Item = TypeVar("Item")
 
 
 def run(args: Namespace, wanted: Source) -> Outcome:
-    """Sweep over pipelines of a model as the arguments say, which are checked.
+    """Run ``splitkit sweep --stages`` with checked arguments.
 
     Raises:
-        UsageError: SK601 for devices that differ.
-        ScheduleError: SK330 for a schedule that is not known.
-        CostError: SK321 for a device that is not known, SK322 for a link.
+        UsageError: SK601 for devices of several kinds.
+        ScheduleError: SK330 for an unknown schedule.
+        CostError: SK321 for an unknown device, SK322 for an unknown link.
     """
     devices = _kind(args.devices)
-    memory = placement.memory_of(args, devices)
+    memory = placement.memory_option(args, devices)
     assert not isinstance(memory, str | tuple)  # checked, and of one kind of device
     if memory is None and devices is not None:
         memory = devices.devices[0].memory
-    links, why = placement.links_of(args.links, devices)
-    each = combinations(args.stages, args.microbatches or MICROBATCHES, args.schedules or SCHEDULES)
+    links, why = placement.links_option(args.links, devices)
+    each = combinations(args.stages, args.microbatches or MICROBATCHES, args.schedules)
     check_costs(args.costs)
     work = prepare(wanted)
     with work.clock.step("costs", "pricing the nodes"):
@@ -56,12 +57,12 @@ def run(args: Namespace, wanted: Source) -> Outcome:
         **found.to_dict(),
         "seconds": work.clock.seconds,
     }
-    unit = next((row.run.unit for row in found.rows if row.run), "s")
+    unit, took = next((row.run.unit for row in found.rows if row.run), "s"), work.clock.seconds
     rows = {
         "prices": found.note or ("as measured" if unit == "s" else unit),
         "links": f"{links or 'none'}{why}",
-        "memory": "no limit" if memory is None else f"{size(memory)} a rank",
-        "took": f"capture {seconds(work.clock.seconds['capture'])}, sweep {seconds(work.clock.seconds['sweep'])}",
+        "memory": "no limit" if memory is None else f"{size(memory)} per rank",
+        "took": f"capture {seconds_text(took['capture'])}, sweep {seconds_text(took['sweep'])}",
     }
     text: list[RenderableType] = [facts(rows), "", found.table(), "", *found.refused, *_advice(found)]
     files = {}
@@ -72,11 +73,11 @@ def run(args: Namespace, wanted: Source) -> Outcome:
 
 
 def _kind(text: str | None) -> DeviceList | None:
-    """The one kind of device that all ranks are; how many a file says there are is no matter."""
+    """Return the one kind of device of all ranks; the count in a file of devices does not matter here."""
     if text is None:
         return None
-    found = devicelist.read(text)
-    if not found.alike or (len(found.devices) > 1 and not devicelist.is_file(text)):
+    found = device_list.read_device_list(text)
+    if not found.alike or (len(found.devices) > 1 and not device_list.is_file(text)):
         raise UsageError(
             "SK601",
             f"--devices {text} are {found}, and --stages says how many devices there are",
@@ -86,7 +87,7 @@ def _kind(text: str | None) -> DeviceList | None:
 
 
 def _tracked(items: Sequence[Item], what: str) -> Iterator[Item]:
-    """Items with a bar of progress on standard error, if that is a terminal."""
+    """Yield items, with a progress bar on standard error if that is a terminal."""
     if not sys.stderr.isatty():
         yield from items
         return
@@ -97,7 +98,7 @@ def _tracked(items: Sequence[Item], what: str) -> Iterator[Item]:
 
 
 def _advice(found: Sweep) -> Iterator[str]:
-    """The fastest and the smallest that fit, or what the smallest would need."""
+    """Yield the fastest and the smallest pipeline that fit, or what the smallest would need."""
     ran = [row for row in found.rows if row.run is not None]
     if found.pareto:
         fastest, smallest = found.pareto[0], min(found.pareto, key=lambda row: row.numbers[1])
@@ -106,7 +107,7 @@ def _advice(found: Sweep) -> Iterator[str]:
             yield (
                 f"{what}: {row.schedule} of {row.stages} stages and {row.microbatches} microbatches on {ranks} "
                 f"rank{'s' if ranks > 1 else ''}, "
-                f"{duration(each, row.run.unit if row.run else 's')} a microbatch, peak {size(peak)}"
+                f"{duration(each, row.run.unit if row.run else 's')} per microbatch, peak {size(peak)}"
             )
     elif ran:
         least = min(ran, key=lambda row: row.numbers[1])
@@ -115,4 +116,4 @@ def _advice(found: Sweep) -> Iterator[str]:
             f"and {least.microbatches} microbatches; give more memory, more stages, or smaller microbatches"
         )
     else:
-        yield "no schedule takes any of these numbers of stages and microbatches"
+        yield "no schedule allows any of these numbers of stages and microbatches"

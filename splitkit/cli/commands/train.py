@@ -1,4 +1,4 @@
-"""``splitkit train``: run a plan on several ranks, as a pipeline, and compare it with the unsplit model."""
+"""``splitkit train``: trains a plan as a pipeline of several processes, and compares it with the unsplit model."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
-from splitkit.cli import launch, stagefolders
-from splitkit.cli.checks import DIFFERENT
-from splitkit.cli.outcome import Outcome, seconds
-from splitkit.cli.partflags import asked, compile_parts, require_compiler
-from splitkit.cli.work import Work, decoded, plan_file, planner, prepare, require_policy
+from splitkit.cli import launcher, stage_folders
+from splitkit.cli.check_report import DIFFERENT
+from splitkit.cli.common import CapturedModel, decoded, plan_file, planner, prepare, require_policy_option
+from splitkit.cli.outcome import Outcome, seconds_text
+from splitkit.cli.part_flags import compile_parts, require_compiler, with_part_flags
 from splitkit.errors import PipelineError, UsageError
 from splitkit.units import size
-from splitkit.view.tables import facts, table
+from splitkit.view.console.tables import facts, table
 
 if TYPE_CHECKING:
     import torch
     from rich.console import RenderableType
 
-    from splitkit.cli.beside import Beside
+    from splitkit.cli.reference_model import ReferenceModel
     from splitkit.pipeline.order import PipelineOrder
     from splitkit.plans.record import Plan
-    from splitkit.runtime.pipeline import Pipeline
+    from splitkit.runtime.ranks.pipeline import Pipeline
 
 RATES = {"adamw": 1e-3, "sgd": 1e-2}
+"""The default learning rates."""
 
 
 def run(args: Namespace) -> Outcome:
-    """See the module."""
+    """Run ``splitkit train``: start the ranks, or be one of them."""
     if args.resume and args.checkpoint is None:
         raise UsageError("SK601", "--resume needs a folder", "Add --checkpoint FOLDER.")
     require_compiler(args)
@@ -46,32 +47,32 @@ def run(args: Namespace) -> Outcome:
     if args.nproc is None:
         raise UsageError(
             "SK601",
-            "a pipeline runs on several processes, and this is one",
+            "a pipeline needs several processes, and this is one",
             "Add --nproc N, or start it with: torchrun --nproc-per-node N -m splitkit train ...",
         )
     _require_target(args)
-    code, data = launch.answer(_words(), args.nproc, args.timeout)
+    code, data = launcher.answer(_words(), args.nproc, args.timeout)
     if data is None:
         return Outcome({}, [], code or 1, quiet=True)
     return Outcome(data, _text(data), code)
 
 
 def _require_target(args: Namespace) -> None:
-    """Refuse what no rank could run, before there are ranks."""
-    from splitkit.runtime.replicas import require_ranks
+    """Refuse a target that no rank could run, before ranks are started."""
+    from splitkit.runtime.ranks.replicas import require_ranks
 
-    if stagefolders.is_folder(args.target):
+    if stage_folders.is_folder(args.target):
         return
     file = plan_file(args)
     if file is None:
-        require_policy(args)
+        require_policy_option(args)
     elif args.dp is None and isinstance(parts := file.get("parts"), list):
         counts = [p.get("replicas", 1) for p in parts if isinstance(p, dict)]
         require_ranks([n for n in counts if isinstance(n, int)], args.nproc)
 
 
 def _words() -> list[str]:
-    """The command line, for the ranks."""
+    """Return the command line for the ranks: that of this process without ``--nproc``."""
     words, out = iter(sys.argv[1:]), list[str]()
     for word in words:
         if word == "--nproc":
@@ -85,6 +86,7 @@ def _rank(args: Namespace) -> Outcome:
     import torch
     import torch.distributed as dist
 
+    # torch's default is all cores in every process, and the ranks share them
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     cuda = torch.cuda.is_available()
     if cuda:
@@ -93,36 +95,36 @@ def _rank(args: Namespace) -> Outcome:
     try:
         data = _train(args)
     finally:
-        if sys.exc_info()[0] is None:  # else it would wait for the others
+        if sys.exc_info()[0] is None:  # after an error it would wait for the other ranks
             dist.destroy_process_group()
     different = args.check and not data["check"]["same"]
     return Outcome(data, _text(data), DIFFERENT if different else 0, quiet=data["rank"] != 0)
 
 
 def _train(args: Namespace) -> dict[str, Any]:
-    from splitkit.cli.beside import Beside
-    from splitkit.runtime.pipeline import pipeline
-    from splitkit.runtime.sharded import local
+    from splitkit.cli.reference_model import ReferenceModel
+    from splitkit.runtime.ranks.fsdp import local_tensor
+    from splitkit.runtime.ranks.pipeline import pipeline
 
     work, split = _split(args)
-    pipe = pipeline(split, schedule_of(args.schedule), args.microbatches, seed=work.source.seed)
+    pipe = pipeline(split, schedule_or_order(args.schedule), args.microbatches, seed=work.source.seed)
     if args.fsdp:
         pipe.shard()
     optimizer = _optimizer(args, pipe.parameters())
-    beside = Beside(pipe, work.gm, partial(_optimizer, args)) if args.check else None
+    beside = ReferenceModel(pipe, work.gm, partial(_optimizer, args)) if args.check else None
     compile_parts(pipe, args.compile)
     first = 0
     if args.resume:
-        from splitkit.runtime import checkpoint
+        from splitkit.runtime.folder import training_checkpoint
 
         whole = beside.whole if beside is not None else None
-        first = checkpoint.load_last(Path(args.checkpoint), pipe, optimizer, whole)
+        first = training_checkpoint.load_last_checkpoint(Path(args.checkpoint), pipe, optimizer, whole)
     found = _steps(args, work, pipe, optimizer, first, beside)
     own = {
         "rank": pipe.rank,
         "replica": pipe.replicas.own,
         "stages": list(pipe.stages),
-        "parameters": sum(local(p).nbytes for p in pipe.parameters()),
+        "parameters": sum(local_tensor(p).nbytes for p in pipe.parameters()),
         "peak": _peak(),
     }
     return {
@@ -139,23 +141,23 @@ def _train(args: Namespace) -> dict[str, Any]:
     }
 
 
-def _split(args: Namespace) -> tuple[Work, Any]:
-    """The model of this rank, cut by the plan of rank 0 with what the flags ask of parts; or stages of a folder."""
-    if stagefolders.is_folder(args.target):
-        return stagefolders.opened(args)
+def _split(args: Namespace) -> tuple[CapturedModel, Any]:
+    """Return this rank's model, split by the plan of rank 0 with the flags for parts; or the stages of a folder."""
+    if stage_folders.is_folder(args.target):
+        return stage_folders.opened(args)
     if args.weights is not None:
         raise UsageError("SK601", "--weights goes with a folder of stages", "Write one: splitkit split PLAN -o FOLDER.")
     work, plan = planned_together(args)
-    return work, sk.split(work.gm, asked(plan, args))
+    return work, sk.split(work.gm, with_part_flags(plan, args))
 
 
-def planned_together(args: Namespace) -> tuple[Work, Plan]:
-    """The model of this rank, and the plan of rank 0."""
-    from splitkit.runtime.agreement import planned_once
+def planned_together(args: Namespace) -> tuple[CapturedModel, Plan]:
+    """Return the model of this rank, and the plan that rank 0 makes for all."""
+    from splitkit.runtime.ranks.rank_agreement import planned_once
 
     file = plan_file(args)
     if file is None:
-        require_policy(args)
+        require_policy_option(args)
         work, planned = planner(args, args.target)
         return work, planned_once(work.gm, lambda: planned()[0])
     from splitkit.cli import source
@@ -164,9 +166,9 @@ def planned_together(args: Namespace) -> tuple[Work, Plan]:
     return work, planned_once(work.gm, lambda: decoded(work.gm.graph, args.target, file))
 
 
-def schedule_of(word: str) -> str | PipelineOrder:
-    """A schedule by its name, or an order in a file of torch's format."""
-    from splitkit.pipeline.orderfile import load_order
+def schedule_or_order(word: str) -> str | PipelineOrder:
+    """Return the name of a schedule, or the order in a file of torch's format."""
+    from splitkit.pipeline.order_file import load_order
 
     return load_order(word) if word.endswith(".csv") else word
 
@@ -177,11 +179,13 @@ def _optimizer(args: Namespace, parameters: Iterable[Any]) -> Any:
     rate = args.lr if args.lr is not None else RATES[args.optimizer]
     if args.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=rate)
-    return torch.optim.AdamW(parameters, lr=rate, eps=1e-6)  # with 1e-8, gradients of mere rounding take whole steps
+    return torch.optim.AdamW(
+        parameters, lr=rate, eps=1e-6
+    )  # with the default 1e-8, a gradient that is only rounding moves a weight by a whole step, and --check fails
 
 
 def _steps(
-    args: Namespace, work: Work, pipe: Pipeline, optimizer: Any, first: int, beside: Beside | None
+    args: Namespace, work: CapturedModel, pipe: Pipeline, optimizer: Any, first: int, beside: ReferenceModel | None
 ) -> dict[str, Any]:
     losses, times = list[float](), list[float]()
     with _bar(pipe.rank, args.steps - first) as advance:
@@ -207,15 +211,15 @@ def _steps(
     }
 
 
-def batch_of(work: Work, count: int, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Microbatches of the example's inputs, each rolled along its last dimension by another number."""
+def batch_of(work: CapturedModel, count: int, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Make a batch of different microbatches: the example's inputs, each rolled along the last dimension."""
     import torch
 
     from splitkit._torch import pytree
 
     example = work.example
-    dice = torch.Generator().manual_seed(work.source.seed * 1_000_003 + step)
-    shifts = torch.randint(2**20, (count,), generator=dice).tolist()
+    generator = torch.Generator().manual_seed(work.source.seed * 1_000_003 + step)
+    shifts = torch.randint(2**20, (count,), generator=generator).tolist()
 
     def rolled(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.dim():
@@ -227,10 +231,10 @@ def batch_of(work: Work, count: int, step: int) -> tuple[tuple[Any, ...], dict[s
 
 
 def _losses(pipe: Pipeline, losses: torch.Tensor | None, step: int) -> torch.Tensor:
-    """The losses of a step, ``[microbatches]``, on every rank.
+    """Return the losses of a step, ``[microbatches]``, on every rank.
 
     Raises:
-        PipelineError: SK805 on every rank, naming the first microbatch whose loss is no number.
+        PipelineError: SK805 on every rank if a loss is NaN; it names the first such microbatch.
     """
     import torch
     import torch.distributed as dist
@@ -250,13 +254,13 @@ def _losses(pipe: Pipeline, losses: torch.Tensor | None, step: int) -> torch.Ten
 
 def _save(args: Namespace, pipe: Pipeline, optimizer: Any, done: int) -> None:
     if args.checkpoint is not None and (done == args.steps or (args.every and done % args.every == 0)):
-        from splitkit.runtime import checkpoint
+        from splitkit.runtime.folder import training_checkpoint
 
-        checkpoint.save(Path(args.checkpoint), pipe, optimizer)
+        training_checkpoint.save_checkpoint(Path(args.checkpoint), pipe, optimizer)
 
 
 def _check(apart: dict[str, Any], tolerance: float) -> dict[str, Any]:
-    """How far the pipeline was from the unsplit model."""
+    """Return the differences from the unsplit model, and whether they are within the tolerance."""
     same = all(apart[what] <= tolerance for what in ("loss", "gradient", "weight"))
     return {**apart, "tolerance": tolerance, "same": same}
 
@@ -270,7 +274,7 @@ def _gathered(pipe: Pipeline, own: dict[str, Any]) -> list[Any]:
 
 
 def _peak() -> int:
-    """The most memory that this process has held, in bytes."""
+    """Return the peak memory of this process in bytes."""
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -278,7 +282,7 @@ def _peak() -> int:
 
 @contextmanager
 def _bar(rank: int, steps: int) -> Iterator[Any]:
-    """A bar with the loss on the terminal of rank 0."""
+    """Show a progress bar with the loss on the terminal of rank 0."""
     if rank or not sys.stderr.isatty():
         yield lambda loss: None
         return
@@ -298,9 +302,9 @@ def _ranks(data: dict[str, Any]) -> str:
 
 
 def _furthest(check: dict[str, Any]) -> str:
-    """Where pipeline and model differ by more than the tolerance, and what tells rounding from a fault."""
+    """Return where pipeline and model differ by more than the tolerance, and how to tell rounding from a fault."""
     where = [words for what, words in check["furthest"].items() if check[what] > check["tolerance"]]
-    return "\n".join([*where, "if the model in float64 is the same, this is rounding"])
+    return "\n".join([*where, "try the model in float64: if there is no difference then, this is rounding"])
 
 
 def _text(data: dict[str, Any]) -> list[RenderableType]:
@@ -308,12 +312,12 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
     rows = {"schedule": f"{data['schedule']}, {data['microbatches']} microbatches on {_ranks(data)}"}
     if losses:
         shown = losses if len(losses) < 5 else [*losses[:2], *losses[-2:]]
-        rows["steps"] = f"{data['first_step']} to {data['steps']}, {seconds(data['step_seconds'])} each"
+        rows["steps"] = f"{data['first_step']} to {data['steps']}, {seconds_text(data['step_seconds'])} each"
         rows["loss"] = ", ".join(f"{loss:.4f}" for loss in shown[:2]) + (
             f" ... {', '.join(f'{loss:.4f}' for loss in shown[2:])}" if len(losses) > 2 else ""
         )
     else:
-        rows["steps"] = f"none left: {data['first_step']} were done"
+        rows["steps"] = f"none left: all {data['first_step']} are done"
     if check:
         differ = f"loss {check['loss']:.1e}, gradients {check['gradient']:.1e}, weights {check['weight']:.1e}"
         rows["same"] = f"{'yes' if check['same'] else 'NO'} (relative to the unsplit model: {differ})"

@@ -1,4 +1,4 @@
-"""``splitkit view``: a plan as a page to look at and to steer."""
+"""``splitkit view``: writes an interactive page of a plan."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import splitkit as sk
 from splitkit.checks import nbytes
 from splitkit.cli import source
 from splitkit.cli.commands import plan_training
+from splitkit.cli.common import TRAINING, CapturedModel, decoded, plan_file, planned_by, read_plan
 from splitkit.cli.outcome import Outcome
 from splitkit.cli.pages import wrote
-from splitkit.cli.work import TRAINING, Work, decoded, plan_file, planned_by, read_plan
 from splitkit.errors import UsageError
 
 if TYPE_CHECKING:
-    from splitkit.cli.commands.plan_training import TrainWork
-    from splitkit.pipeline.stageprices import Optimizer
+    from splitkit.cli.commands.plan_training import CapturedStep
+    from splitkit.prices import Optimizer
 
 
 def run(args: Namespace) -> Outcome:
-    """See the module."""
-    from splitkit.view.showing import html
+    """Run ``splitkit view``."""
+    from splitkit.view.renderers import html
 
     optimizer: Optimizer = None if args.optimizer == "none" else args.optimizer or "adam"
     memory = nbytes("view", "memory", args.memory) if args.memory else None
@@ -29,8 +29,8 @@ def run(args: Namespace) -> Outcome:
     if file is not None and file.get("what") == TRAINING:
         return _halves(args, file, memory)
     if args.training is None and optimizer and not args.target.endswith(".json"):
-        args.training = True  # what is drawn is what is to be even
-    other = None if args.beside is None else read_plan(args.beside)  # refused before a model is made
+        args.training = True  # plan by forward and backward, as the page draws both
+    other = None if args.beside is None else read_plan(args.beside)  # a bad file is refused before the model is made
     work, plan, costs = planned_by(args, file)
     beside = None if other is None else decoded(work.gm.graph, args.beside, other)
     with work.clock.step("view", "pricing the rows"):
@@ -45,8 +45,8 @@ def run(args: Namespace) -> Outcome:
 
 
 def _halves(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcome:
-    """A plan of forward and backward."""
-    from splitkit.view.showing import html
+    """Write the page of a plan of forward and backward."""
+    from splitkit.view.renderers import html
 
     unfit = [name for name in ("schedule", "microbatches", "beside", "optimizer") if getattr(args, name) is not None]
     if unfit:
@@ -54,7 +54,7 @@ def _halves(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcom
         raise UsageError(
             "SK601", reason, f"Leave it out, or plan stages: splitkit plan MODEL --stages N -o {args.target}"
         )
-    work = plan_training.prepare(source.from_plan(args.target, file, args))
+    work = plan_training.prepare_step(source.from_plan(args.target, file, args))
     with work.clock.step("view", "dividing the step"):
         graph = work.joint.graph_module.graph
         pair = work.joint.split(decoded(graph, args.target, file))
@@ -62,7 +62,7 @@ def _halves(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcom
     return _outcome(args, work, text)
 
 
-def _outcome(args: Namespace, work: Work | TrainWork, text: str) -> Outcome:
+def _outcome(args: Namespace, work: CapturedModel | CapturedStep, text: str) -> Outcome:
     data: dict[str, Any] = {
         "command": "view",
         "model": work.source.to_dict(),

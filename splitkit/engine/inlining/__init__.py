@@ -1,1 +1,1 @@
-"""The inverse of a split: its parts, as they are now, in one graph again."""
+"""The inverse of a split: put its parts, as they are now, into one graph again."""

@@ -1,4 +1,4 @@
-"""The inverse of a split: one graph again, out of the parts as they are now."""
+"""Inline the parts of a split, as they are now, into one graph again."""
 
 from __future__ import annotations
 
@@ -9,53 +9,52 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit.engine.assemble import carry_hooks
-from splitkit.engine.inlining.attributes import Mirror
-from splitkit.engine.inlining.flatten import Flat, flatten
-from splitkit.engine.inlining.modules_now import FREE, is_for_regions, modules_of
-from splitkit.engine.names import unique
-from splitkit.engine.restoring import restore_modes_on_error
-from splitkit.engine.scopedgraph import ScopedGraph
+from splitkit.engine.codegen.assemble import carry_hooks
+from splitkit.engine.codegen.restore_modes import restore_modes_on_error
+from splitkit.engine.codegen.scoped_graph import ScopedGraph
+from splitkit.engine.codegen.writer import Writer
+from splitkit.engine.inlining.current_modules import STATELESS_OPS, current_modules, is_for_regions
+from splitkit.engine.inlining.flatten import FlatGraph, flatten
+from splitkit.engine.inlining.merged_attributes import MergedAttributes
+from splitkit.engine.module_names import unique_name
 from splitkit.engine.split import Split
-from splitkit.engine.writer import Writer
 from splitkit.errors import GraphError
 from splitkit.graph.dataflow import Dataflow, analyze
 from splitkit.graph.scope import NEUTRAL
-from splitkit.plans.order import stable_order
+from splitkit.plans.part_order import stable_order
 
 
 def inline(split: Split) -> fx.GraphModule:
-    """Put the parts of a split together again.
+    """Return one graph module of the parts of a split: the inverse of `split`.
 
-    The result is the original graph: the same nodes in the same order under the same names, with their meta, regions
-    and signature, and the same parameters. It is built from the modules of the split, so that what passes have done
-    to parts since is in it::
+    The result is the original graph: the same nodes in the same order under the same names, with their meta, regions,
+    signature and parameters. It is built from the modules of the split, so that it contains later changes to parts::
 
         split(gm, ...)          parts          a pass on submod_0          inline
         a  relu  b  c    ->   a relu | b c   ->   a gelu | b c   ->   a  gelu  b  c
 
     Nodes that were added to a part follow the nodes before them, or take the place of those that were erased there.
-    Copies of a node become one if they are still alike. Where an edit moved a node into another region, regions are
-    written anew, by need. A checkpointed part is written plainly; hooks on parts are not carried over.
+    Copies of a node become one if they are still equal. If an edit moved a node into another region, all regions are
+    written anew. A checkpointed part is inlined without its checkpoint; hooks on parts are dropped.
 
-    Neither the split nor the original is changed; parameters, buffers and called modules are shared with them.
+    Neither the split nor the original is modified; parameters, buffers and called modules are shared with them.
 
     Raises:
-        GraphError: SK106 when a part cannot be understood: it was replaced by a module that has no graph, say, or
-            takes other inputs than it is given.
+        GraphError: SK106 if a part cannot be inlined: for example, it was replaced by a module without a graph, or its
+            number of inputs differs from its call.
     """
     if not isinstance(split, Split):
         raise GraphError(
-            "SK101", f"inline takes a Split, not a {type(split).__name__}", "Give what splitkit.split gave."
+            "SK101", f"inline takes a Split, not a {type(split).__name__}", "Pass the result of splitkit.split."
         )
-    modules = modules_of(split)
-    mirror = Mirror(split.flow.root, modules.values())
-    flat = flatten(split, modules, mirror.name)
-    order = _order(flat, _torch.LazyGraphModule(mirror.module, flat.graph), split.flow)
+    modules = current_modules(split)
+    attributes = MergedAttributes(split.flow.root, modules.values())
+    flat = flatten(split, modules, attributes.name)
+    order = _order(flat, _torch.LazyGraphModule(attributes.module, flat.graph), split.flow)
     graph = _write(flat, order, split, anew=not _regions_are_kept(flat, order, split.flow))
     graph.set_codegen(_torch.codegen_of(split.module.graph))
     restore_modes_on_error(graph)
-    module = mirror.module
+    module = attributes.module
     module.graph = graph
     module.meta = _meta(split)
     carry_hooks(split.flow.root, module)
@@ -63,21 +62,23 @@ def inline(split: Split) -> fx.GraphModule:
 
 
 def _meta(split: Split) -> dict[str, object]:
-    """The meta of the parent, without what `split` has put there."""
+    """Return the meta of the parent, without the field that `split` has added."""
     name, original = "partition_names", _torch.meta_of(split.flow.root)
     kept = {field: value for field, value in _torch.meta_of(split.module).items() if field != name}
     return kept | ({name: original[name]} if name in original else {})
 
 
-def _order(flat: Flat, gm: fx.GraphModule, original: Dataflow) -> list[tuple[int, Node]]:
-    """The nodes in the original's order as far as data and effects allow, each with the index that it is to follow."""
-    flow = analyze(gm)  # of added nodes too
+def _order(flat: FlatGraph, gm: fx.GraphModule, original: Dataflow) -> list[tuple[int, Node]]:
+    """Return the nodes in the original's order as far as data and effects allow, each with the index it must follow."""
+    flow = analyze(gm)  # covers added nodes too
     first = max((i for n, i in original.index.items() if n.op == "placeholder"), default=-1)
     place = {n: p if n in flat.origin else max(p, (first, 1)) for n, p in flat.place.items()}
 
     def waits(node: Node) -> set[Node]:
         after: Iterable[Node] = flow.after[node]
-        if node in flow.references:  # in the original it may have come before a write that ran before it in the split
+        if (
+            node in flow.references
+        ):  # in the original, the reference may precede a write that ran before it in the split
             after = (n for n in after if place[n] < place[node])
         return {*node.all_input_nodes, *after}
 
@@ -86,26 +87,27 @@ def _order(flat: Flat, gm: fx.GraphModule, original: Dataflow) -> list[tuple[int
     return list(zip(islice(reached, 1, None), order, strict=True))
 
 
-def _regions_are_kept(flat: Flat, order: list[tuple[int, Node]], original: Dataflow) -> bool:
-    """Whether every node runs under the state that it wants if the original's state ops stay where they are."""
+def _regions_are_kept(flat: FlatGraph, order: list[tuple[int, Node]], original: Dataflow) -> bool:
+    """Whether every node has its ambient state if the original's state ops stay where they are."""
     nodes = list(original.index)
     state = [original.scope.get(node) for node in nodes]
-    wanted = [(flat.scope[node], state[i] if i >= 0 else NEUTRAL) for i, node in order if node.op not in FREE]
+    wanted = [(flat.scope[node], state[i] if i >= 0 else NEUTRAL) for i, node in order if node.op not in STATELESS_OPS]
     return flat.final == original.final and all(want == have for want, have in wanted)
 
 
-def _write(flat: Flat, order: list[tuple[int, Node]], split: Split, anew: bool) -> fx.Graph:
-    """Write the nodes, and those of the original that no part has: state ops, and what `prune` dropped."""
+def _write(flat: FlatGraph, order: list[tuple[int, Node]], split: Split, anew: bool) -> fx.Graph:
+    """Write the nodes, and those of the original that no part has: state ops, and nodes that `prune` dropped."""
     writer = Writer(fx.Graph())
     scoped = ScopedGraph(writer)
-    env: dict[Node, Node] = {}  # of the flat graph
-    whole: dict[Node, Node] = {}  # of the original
+    env: dict[Node, Node] = {}  # node of the flat graph -> its copy
+    whole: dict[Node, Node] = {}  # node of the original -> its copy
     names = {node.name for node in split.flow.index}
     others = _others(split, anew)
     if not order:
         return writer.graph
     index, other = next(others)
     for reached, node in order:
+        # First the original's nodes that precede this place and that no part has.
         while index < reached:
             for read in other.all_input_nodes:
                 if read.op == "get_attr" and read not in whole:  # erased in the parts
@@ -115,11 +117,12 @@ def _write(flat: Flat, order: list[tuple[int, Node]], split: Split, anew: bool) 
             index, other = next(others)
         if anew and node.op == "output":
             scoped.finish(flat.final)
-        elif anew and node.op not in FREE:
+        elif anew and node.op not in STATELESS_OPS:
             scoped.move_to(flat.scope[node])
         origin = flat.origin.get(node)
+        # The first copy gets the original's name; added nodes, and copies that an edit made unequal, get new ones.
         if origin is None or origin in whole:
-            name = node.name if node.name not in names else unique(node.name, names)
+            name = node.name if node.name not in names else unique_name(node.name, names)
             names.add(name)
         else:
             name = origin.name
@@ -130,10 +133,10 @@ def _write(flat: Flat, order: list[tuple[int, Node]], split: Split, anew: bool) 
 
 
 def _others(split: Split, anew: bool) -> Iterator[tuple[int, Node]]:
-    """The nodes of the original that no part has, with their index."""
+    """Yield the nodes of the original that no part has, with their index."""
     flow, places = split.flow, split.plan.places
     for node, index in flow.index.items():
         of_regions = node not in flow.scope or is_for_regions(node, flow.scope)
         if not (anew and of_regions) and (of_regions or not places[node]):
             yield index, node
-    yield from ((len(flow.index), node) for node in list(flow.index)[:1])  # a guard that is never written
+    yield from ((len(flow.index), node) for node in list(flow.index)[:1])  # a sentinel, which is never written

@@ -1,9 +1,8 @@
-"""What a node does: the kinds of targets, and the graphs inside a node, which are followed node by node."""
+"""Classify a node by the kind of its target; the graphs inside a node are followed node by node."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -11,27 +10,46 @@ from torch import fx, nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
-from splitkit.graph.ops import tables
-from splitkit.graph.ops.barriers import is_restored
+from splitkit.graph.ops import op_tables
+from splitkit.graph.ops.ambient_calls import is_restored
 from splitkit.graph.ops.containers import container_effects
-from splitkit.graph.ops.declared import declared_effects, declared_facts
-from splitkit.graph.ops.facts import PURE, Described, Effects, distinct, first_argument, union, unknown
-from splitkit.graph.ops.foreign import foreign_effects, operand_effects
+from splitkit.graph.ops.declared import declared_facts, declared_module
+from splitkit.graph.ops.facts import (
+    PURE,
+    Described,
+    Effects,
+    distinct_tensors,
+    first_argument,
+    replace_effects,
+    union_effects,
+    unknown_effects,
+)
+from splitkit.graph.ops.fast_path import quick_effects
+from splitkit.graph.ops.functions import is_python, named_effects, python_effects
 from splitkit.graph.ops.memo import Memo
-from splitkit.graph.ops.modules import ModuleEffects, bodies, is_changed, is_stock, lookup, state, stock_inside
-from splitkit.graph.ops.names import is_python, named_effects, python_effects
-from splitkit.graph.ops.quick import quick_effects
-from splitkit.graph.ops.schema import members, packet_facts, schema_facts
+from splitkit.graph.ops.module_effects import (
+    ModuleEffects,
+    body_modules,
+    find_attribute,
+    is_changed,
+    is_stock,
+    module_tensors,
+    settled_effects,
+    stock_inside,
+)
+from splitkit.graph.ops.non_tensors import foreign_effects, operand_effects
+from splitkit.graph.ops.schemas import overloads_of, packet_facts, schema_facts
 from splitkit.graph.scope import is_state_op
+from splitkit.graph.symbols import value_of
 
 
 def effects_of(node: Node, root: nn.Module, memo: Memo | None = None) -> Effects:
-    """What a node may do to memory, to random generators and to the outside world.
+    """Return the effects that a node may have on memory, on random generators and on the outside world.
 
     Args:
-        node: a node of any graph; it is only read.
+        node: a node of any graph; it is not changed.
         root: the module that its ``call_module`` and ``get_attr`` targets belong to.
-        memo: what earlier questions have found out; one for all nodes of a graph keeps the time linear.
+        memo: a cache of answers; with one for all nodes of a graph, the total time is linear.
     """
     return _effects(node, root, Memo() if memo is None else memo)
 
@@ -39,13 +57,13 @@ def effects_of(node: Node, root: nn.Module, memo: Memo | None = None) -> Effects
 def _effects(node: Node, root: nn.Module, memo: Memo) -> Effects:
     if node.op in ("placeholder", "get_attr", "output"):
         return PURE
+    if node.op == "call_module":
+        return _call_module(node, root, memo)
     if (quick := quick_effects(node, root, memo)) is not None:
         return quick
     target: Any = node.target
-    if (declared := declared_effects(node, root)) is not None:
-        return declared
-    if node.op == "call_module":
-        return _call_module(node, root, memo)
+    if (declared := declared_facts(target)) is not None:
+        return declared.of(node)
     if isinstance(target, Described):
         return target.effects(node)
     if isinstance(target, OpOverload):
@@ -53,8 +71,8 @@ def _effects(node: Node, root: nn.Module, memo: Memo) -> Effects:
     if isinstance(target, HigherOrderOperator):
         return _higher_order(node, root, memo)
     if isinstance(target, OpOverloadPacket):
-        facts = packet_facts(target, bool(node.kwargs)) or tuple(map(schema_facts, members(target)))
-        return union(f.of(node) for f in facts)
+        facts = packet_facts(target, bool(node.kwargs)) or tuple(map(schema_facts, overloads_of(target)))
+        return union_effects(f.of(node) for f in facts)
     if (found := container_effects(node, root, memo.tuples)) is not None:
         return found
     if node.op == "call_method" and (found := foreign_effects(node, root, memo.origins)) is not None:
@@ -66,26 +84,32 @@ def _effects(node: Node, root: nn.Module, memo: Memo) -> Effects:
 
 
 def _call_module(node: Node, root: nn.Module, memo: Memo) -> Effects:
-    m = lookup(root, node.target)
+    m = find_attribute(root, node.target)
     if not isinstance(m, nn.Module):
-        return unknown(node)
+        return unknown_effects(node)
+    if (declared := declared_module(node, m)) is not None:
+        return declared
+    if (settled := settled_effects(node, m)) is not None:
+        if value_of(node) is None:
+            memo.single[node], memo.tuples[node] = True, False
+        return settled
     inside = _inside(m, memo)
     if inside is None:
-        return unknown(node, state(m))
+        return unknown_effects(node, module_tensors(m))
     args = tuple(node.all_input_nodes) if isinstance(m, fx.GraphModule) else first_argument(node)
-    return replace(
+    return replace_effects(
         inside.effects,
         writes=args if inside.writes else (),
         aliases=args if inside.aliases else (),
-        reads_state=distinct(inside.effects.reads_state + state(m)),
+        reads_state=distinct_tensors(inside.effects.reads_state + module_tensors(m)),
     )
 
 
 def _higher_order(node: Node, root: nn.Module, memo: Memo) -> Effects:
-    """An operator over operators: what its bodies do to their arguments, it does to its own."""
+    """Return the effects of a higher-order operator: what its bodies do to their arguments, it does to its own."""
     name: str = cast(Any, node.target).name()
     inner = [declared_facts(a) or schema_facts(a) for a in node.args if isinstance(a, OpOverload)]
-    found = bodies(node, root)
+    found = body_modules(node, root)
     operands = tuple(n for n in node.all_input_nodes if n not in found)
     if name == "print":
         return Effects(impure=True)
@@ -99,18 +123,18 @@ def _higher_order(node: Node, root: nn.Module, memo: Memo) -> Effects:
         )
     inside = _all_inside(found.values(), memo)
     if not inside:
-        return unknown(node, tuple(t for b in found.values() for t in state(b)))
+        return unknown_effects(node, tuple(t for b in found.values() for t in module_tensors(b)))
     # loops return what they were given when they run zero times
-    aliases = name not in tables.WRAPPERS or any(i.aliases for i in inside)
-    return replace(
-        union(i.effects for i in inside),
+    aliases = name not in op_tables.WRAPPERS or any(i.aliases for i in inside)
+    return replace_effects(
+        union_effects(i.effects for i in inside),
         writes=operands if any(i.writes for i in inside) else (),
         aliases=operands if aliases else (),
     )
 
 
 def _inside(m: nn.Module, memo: Memo) -> ModuleEffects | None:
-    """What calling a module does; ``None`` if it is not known."""
+    """Return the effects of calling a module; ``None`` if they are unknown."""
     if m not in memo.modules:
         memo.modules[m] = _look_inside(m, memo)
     return memo.modules[m]
@@ -126,7 +150,7 @@ def _look_inside(m: nn.Module, memo: Memo) -> ModuleEffects | None:
 
 
 def _all_inside(modules: Iterable[nn.Module], memo: Memo) -> list[ModuleEffects] | None:
-    """What each of them does; ``None`` if one of them is not known."""
+    """Return the effects of each module; ``None`` if those of one are unknown."""
     found = []
     for m in modules:
         inside = _inside(m, memo)
@@ -137,7 +161,7 @@ def _all_inside(modules: Iterable[nn.Module], memo: Memo) -> list[ModuleEffects]
 
 
 class _Walk:
-    """Follows through a graph what shares memory with its inputs and with its state."""
+    """Walks through a graph and tracks which nodes share memory with its inputs and its state."""
 
     def __init__(self, gm: fx.GraphModule, memo: Memo) -> None:
         self.gm, self.memo = gm, memo
@@ -159,13 +183,13 @@ class _Walk:
                 self.call(node)
         if not is_restored(self.gm.graph):
             self.found.append(Effects(impure=True, ambient=True))
-        total = union(self.found)
+        total = union_effects(self.found)
         if any(o in self.state for o in outputs):  # its state escapes under another name: nothing here can say so
-            total = replace(total, impure=True, known=False, writes_state=total.reads_state)
+            total = replace_effects(total, impure=True, known=False, writes_state=total.reads_state)
         return ModuleEffects(total, self.writes, any(o in self.inputs for o in outputs))
 
     def attribute(self, node: Node) -> None:
-        value = lookup(self.gm, node.target)
+        value = find_attribute(self.gm, node.target)
         if isinstance(value, torch.Tensor):
             self.state[node] = (value,)
             self.found.append(Effects(reads_state=(value,)))
@@ -176,8 +200,8 @@ class _Walk:
             return
         self.writes = self.writes or any(w in self.inputs for w in e.writes)
         touched = tuple(t for w in e.writes for t in self.state.get(w, ()))
-        self.found.append(replace(e, writes=(), aliases=(), writes_state=e.writes_state + touched))
+        self.found.append(replace_effects(e, writes=(), aliases=(), writes_state=e.writes_state + touched))
         if any(a in self.inputs for a in e.aliases):
             self.inputs.add(node)
-        if kept := distinct(t for a in e.aliases for t in self.state.get(a, ())):
+        if kept := distinct_tensors(t for a in e.aliases for t in self.state.get(a, ())):
             self.state[node] = kept

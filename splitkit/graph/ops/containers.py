@@ -1,4 +1,4 @@
-"""Lists, dicts and iterators, which Python functions and methods write, join and use up."""
+"""Effects of Python functions and methods on lists, dicts and iterators, which they write, join and exhaust."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 from torch import nn
 from torch.fx import Node
 
-from splitkit.graph.ops import tables
-from splitkit.graph.ops.facts import Effects, first_argument, unknown
-from splitkit.graph.ops.modules import lookup
-from splitkit.graph.ops.names import is_python
+from splitkit._torch import inputs_of
+from splitkit.graph.ops import op_tables
+from splitkit.graph.ops.facts import Effects, first_argument, unknown_effects
+from splitkit.graph.ops.functions import is_python
+from splitkit.graph.ops.module_effects import find_attribute
 from splitkit.graph.ops.tuples import Known, is_tuple
 from splitkit.graph.symbols import value_of
 
@@ -22,12 +23,12 @@ _GROWS = (operator.iadd, operator.iconcat, operator.ior, operator.ixor, "__iadd_
 
 
 def container_effects(node: Node, root: nn.Module, known: Known) -> Effects | None:
-    """What a Python function or a method does to containers and iterators; ``None`` if it has to do with neither.
+    """Return the effects of a Python function or method on containers and iterators; ``None`` if it takes neither.
 
-    ``known`` is what `is_tuple` has answered about the graph.
+    ``known`` holds the answers of `is_tuple` about the graph.
     """
     target: Any = node.target
-    everything = tuple(node.all_input_nodes)
+    everything = tuple(inputs_of(node))
     if target in _GROWS and is_container(node.args[0], root, known) is not False:
         return Effects(first_argument(node), everything, same_sizes=True)
     if node.op == "call_method":
@@ -45,7 +46,7 @@ def container_effects(node: Node, root: nn.Module, known: Known) -> Effects | No
 
 
 def is_container(value: object, root: nn.Module, known: Known) -> bool | None:
-    """Is it a list, tuple, dict, set or iterator? ``None`` if that is not known."""
+    """Whether a value is a list, tuple, dict, set or iterator; ``None`` if that is not known."""
     if not isinstance(value, Node):
         return isinstance(value, (tuple, list, dict))
     yields_tuple = is_tuple(value, root, known)
@@ -53,20 +54,22 @@ def is_container(value: object, root: nn.Module, known: Known) -> bool | None:
         return True
     meta = value_of(value)
     if meta is None and value.op == "get_attr":
-        meta = lookup(root, value.target)
+        meta = find_attribute(root, value.target)
     return yields_tuple if meta is None else isinstance(meta, (dict, set, frozenset, Iterator))
 
 
 def is_iterator(value: Node) -> bool:
-    """Is it made by ``iter``, ``zip`` ...?"""
-    made = value.op == "call_function" and value.target in _ITERATORS
-    return made or value.target == "__iter__" or isinstance(value.meta.get("val"), Iterator)
+    """Whether a node yields an iterator (``iter``, ``zip`` ...)."""
+    if value.op == "call_function" and value.target in _ITERATORS:
+        return True
+    known = value.meta.get("val")
+    return value.target == "__iter__" or (known is not None and isinstance(known, Iterator))
 
 
 def _method(node: Node, root: nn.Module, known: Known) -> Effects | None:
     kind = is_container(node.args[0], root, known) if node.args else None
-    if kind and node.target in tables.CONTAINER_READS:
+    if kind and node.target in op_tables.CONTAINER_READS:
         return Effects(aliases=tuple(node.all_input_nodes))
-    # tensors and lists have a `sort`; that of a tensor is called for what it returns
+    # tensors and lists have a `sort`; without readers it is the list's, as a tensor's only returns a result
     may_be_a_list = kind is None and node.target == "sort" and not node.users
-    return unknown(node) if kind or may_be_a_list else None
+    return unknown_effects(node) if kind or may_be_a_list else None

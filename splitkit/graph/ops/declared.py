@@ -1,20 +1,19 @@
-"""What users say of functions, methods, operators and modules of their own."""
+"""Keep the effects that users declare for functions, methods, operators and modules of their own."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, cast
 
 from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
-from splitkit.graph.ops.facts import Effects, Facts, Slot
-from splitkit.graph.ops.modules import lookup, state
-from splitkit.graph.ops.schema import members
-from splitkit.inputkinds import refuse_objects
+from splitkit.graph.ops.facts import Effects, Facts, Slot, replace_effects
+from splitkit.graph.ops.module_effects import module_tensors
+from splitkit.graph.ops.schemas import overloads_of
+from splitkit.object_inputs import refuse_objects
 from splitkit.sharing import CHECKS
 
 _DECLARED: dict[Any, Facts] = dict.fromkeys((*CHECKS, refuse_objects), Facts(check=True))
@@ -22,7 +21,7 @@ _WATCHERS: list[Callable[[], None]] = []
 
 
 def on_declare(forget: Callable[[], None]) -> None:
-    """Call ``forget`` at each declaration: what was known of targets may no longer hold."""
+    """Call ``forget`` at each declaration, which may make cached answers about targets wrong."""
     _WATCHERS.append(forget)
 
 
@@ -34,19 +33,19 @@ def declare(
     random: bool = False,
     impure: bool = False,
 ) -> None:
-    """Say what a function, method, operator or leaf-module type of your own does; it overrides what splitkit knows.
+    """Declare the effects of a function, method, operator or leaf-module class of your own, instead of the known ones.
 
     Args:
-        target: a function, the name of a method, an operator, or a module class (exactly that class).
+        target: a function, the name of a method, an operator, or a module class (not its subclasses).
         writes: positions or keyword names of the arguments that it writes.
         aliases: positions or keyword names of the arguments that its output may share memory with.
-        random: it draws random numbers.
-        impure: it acts on the outside world.
+        random: whether it draws random numbers.
+        impure: whether it acts on the outside world.
 
-    A custom operator (any namespace but those of torch and torchvision) that is not declared is taken to be random: its
-    schema says what it writes but not what it draws. A function or leaf module that is not declared is taken to read
-    and write every parameter and buffer of the model, which it may hold in a list or a closure. Buffers of a declared
-    module are taken to be written.
+    Without a declaration, a custom operator (outside the namespaces of torch and torchvision) is assumed to be random,
+    as its schema says what it writes but not whether it draws random numbers. A function or leaf module is assumed to
+    read and write every parameter and buffer of the model, which it may hold in a list or a closure. The buffers of a
+    declared module are assumed to be written.
     """
     spellings = _spellings(target)
     names = _parameters(spellings[-1])
@@ -62,9 +61,9 @@ def declare(
 
 
 def _spellings(target: Any) -> tuple[Any, ...]:
-    """The targets that mean it: a custom operator is the object that was defined, its packet and its overloads."""
+    """Return all targets that mean the given one: a custom operator's definition, its packet and its overloads."""
     packet = getattr(getattr(target, "_opoverload", None), "overloadpacket", target)
-    return (target, packet, *members(packet)) if isinstance(packet, OpOverloadPacket) else (target,)
+    return (target, packet, *overloads_of(packet)) if isinstance(packet, OpOverloadPacket) else (target,)
 
 
 def _slot(item: int | str, names: tuple[str, ...]) -> Slot:
@@ -85,17 +84,13 @@ def _parameters(target: Any) -> tuple[str, ...]:
 
 
 def declared_facts(target: Any) -> Facts | None:
-    """What users say of a function, method or operator."""
+    """Return what users have declared about a function, method or operator."""
     return _DECLARED.get(target)
 
 
-def declared_effects(node: Node, root: nn.Module) -> Effects | None:
-    """What a node does by its declaration; ``None`` if there is none."""
-    if node.op != "call_module":
-        facts = declared_facts(node.target)
-        return None if facts is None else facts.of(node)
-    module = lookup(root, node.target)
+def declared_module(node: Node, module: nn.Module) -> Effects | None:
+    """Return the effects of a module call by the declaration of its class; ``None`` if there is none."""
     facts = _DECLARED.get(type(module))
     if facts is None:
         return None
-    return replace(facts.of(node), reads_state=state(module), writes_state=tuple(module.buffers()))
+    return replace_effects(facts.of(node), reads_state=module_tensors(module), writes_state=tuple(module.buffers()))

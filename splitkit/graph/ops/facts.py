@@ -1,4 +1,4 @@
-"""What one node does (`Effects`), and what is known about a callable before a call is looked at (`Facts`)."""
+"""Describe what one node does (`Effects`), and what is known about a callable before a call is seen (`Facts`)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.fx import Node
 Answer = TypeVar("Answer")
 
 
-def remembered(about: Callable[..., Answer]) -> Callable[..., Answer]:
-    """``functools.cache`` for functions of a target, but not for users' targets, which may hold on to tensors."""
+def cache_by_target(about: Callable[..., Answer]) -> Callable[..., Answer]:
+    """Cache a function of a target, except for users' targets: a cache would keep the tensors that they hold alive."""
     remember = cache(about)
 
     @wraps(about)
@@ -27,7 +27,7 @@ def remembered(about: Callable[..., Answer]) -> Callable[..., Answer]:
 
 
 def _lives_on(target: Any) -> bool:
-    """Is it a name, or a function that a module of torch or Python holds?"""
+    """Whether a target lives as long as the process: a name, or a function of a module of torch or Python."""
     if isinstance(target, (str, type, OpOverload, OpOverloadPacket)):
         return True
     if not isinstance(getattr(target, "__self__", None), (type, ModuleType, NoneType)):
@@ -37,7 +37,7 @@ def _lives_on(target: Any) -> bool:
 
 _MODULES = frozenset(("torch", "builtins", "operator", "_operator", "math"))
 
-UNKNOWN: Any = object()  # an argument that is not there: it may be anything
+UNKNOWN: Any = object()  # a missing argument without a default, which may be anything
 Slot = tuple[int, str]  # a parameter: its position (-1: by keyword only) and its name
 
 
@@ -49,14 +49,14 @@ class Effects:
         writes: argument nodes whose storage may be written.
         aliases: argument nodes that an output may share storage with.
         reads_state: parameters and buffers of a called module.
-        writes_state: those of them that may be written.
-        random: draws from a random generator; the order and number of such calls matter.
-        impure: visible outside (print, hooks, unknown code); keeps its order among its like.
-        check: only raises: must run, in any order among checks.
-        known: ``False`` if nothing is known about the target, so that everything is assumed.
-        ambient: changes the state in which later nodes run (default dtype, streams, vmap levels): nothing may move
-            across it.
-        same_sizes: what it writes keeps its size, strides, dtype and device.
+        writes_state: parameters and buffers of a called module that may be written.
+        random: the node draws from a random generator; the order and number of such calls matter.
+        impure: the node acts on the outside world (print, hooks, unknown code); such nodes keep their order.
+        check: the node does nothing but raise: it must run, in any order among checks.
+        known: ``False`` if nothing is known about the target, so that every effect is assumed.
+        ambient: the node changes the state in which later nodes run (default dtype, streams, vmap levels); no node may
+            move across it.
+        same_sizes: the tensors that the node writes keep their sizes, strides, dtype and device.
     """
 
     writes: tuple[Node, ...] = ()
@@ -75,30 +75,35 @@ PURE = Effects()
 
 
 class Described:
-    """A target that says itself what a call of it does."""
+    """A target that describes the effects of its calls itself."""
 
     def effects(self, node: Node) -> Effects:
-        """What ``node``, which calls it, does."""
+        """Return the effects of ``node``, which calls this target."""
         raise NotImplementedError
 
 
-def view_of(node: Node) -> Effects:
-    """``Effects(aliases=(node,))``, which is so common that the checks of a frozen dataclass are felt."""
-    effects = Effects.__new__(Effects)
-    effects.__dict__.update(PURE.__dict__, aliases=(node,))
-    return effects
+def replace_effects(effects: Effects, **changes: Any) -> Effects:
+    """Return ``dataclasses.replace(effects, **changes)`` in a tenth of its time; most nodes of a graph need a call."""
+    made = Effects.__new__(Effects)
+    made.__dict__.update(effects.__dict__, **changes)
+    return made
 
 
-def union(effects: Iterable[Effects]) -> Effects:
-    """All that any of them does."""
+def view_effects(node: Node) -> Effects:
+    """Return ``Effects(aliases=(node,))``."""
+    return replace_effects(PURE, aliases=(node,))
+
+
+def union_effects(effects: Iterable[Effects]) -> Effects:
+    """Return the effects that any of the given ones has."""
     found = [e for e in effects if e is not PURE]
     if len(found) < 2:
         return found[0] if found else PURE
     return Effects(
         tuple(dict.fromkeys(n for e in found for n in e.writes)),
         tuple(dict.fromkeys(n for e in found for n in e.aliases)),
-        distinct(t for e in found for t in e.reads_state),
-        distinct(t for e in found for t in e.writes_state),
+        distinct_tensors(t for e in found for t in e.reads_state),
+        distinct_tensors(t for e in found for t in e.writes_state),
         random=any(e.random for e in found),
         impure=any(e.impure for e in found),
         check=any(e.check for e in found),
@@ -108,31 +113,31 @@ def union(effects: Iterable[Effects]) -> Effects:
     )
 
 
-def distinct(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The tensors, each object once."""
+def distinct_tensors(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return the tensors, each object once."""
     return tuple({id(t): t for t in tensors}.values())
 
 
-def unknown(node: Node, state: tuple[torch.Tensor, ...] = ()) -> Effects:
-    """Everything that a node could do to its arguments, to the state that it reaches and to the ambient state."""
+def unknown_effects(node: Node, state: tuple[torch.Tensor, ...] = ()) -> Effects:
+    """Return all effects that a node could have on its arguments, on ``state`` and on the ambient state."""
     reads = tuple(node.all_input_nodes)
     return Effects(reads, reads, state, state, random=True, impure=True, known=False, ambient=True)
 
 
-def nodes_in(value: object) -> tuple[Node, ...]:
-    """The nodes inside an argument, each once."""
+def argument_nodes(value: object) -> tuple[Node, ...]:
+    """Return the nodes inside an argument, each once."""
     if isinstance(value, Node):
         return (value,)
     if isinstance(value, (tuple, list)):
-        return tuple(dict.fromkeys(n for v in value for n in nodes_in(v)))
+        return tuple(dict.fromkeys(n for v in value for n in argument_nodes(v)))
     if isinstance(value, dict):
-        return nodes_in(tuple(value.values()))
-    return nodes_in((value.start, value.stop, value.step)) if isinstance(value, slice) else ()
+        return argument_nodes(tuple(value.values()))
+    return argument_nodes((value.start, value.stop, value.step)) if isinstance(value, slice) else ()
 
 
 def first_argument(node: Node) -> tuple[Node, ...]:
-    """The nodes in the first argument; all of them if there are keywords only."""
-    return nodes_in(node.args[0]) if node.args else tuple(node.all_input_nodes)
+    """Return the nodes in the first argument, or all argument nodes if there are only keyword arguments."""
+    return argument_nodes(node.args[0]) if node.args else tuple(node.all_input_nodes)
 
 
 @dataclass(frozen=True)
@@ -140,17 +145,17 @@ class Facts:
     """What is known about a callable without looking at a call.
 
     Attributes:
-        name: without namespace and overload.
+        name: its name without namespace and overload.
         names: the names of its parameters, in order.
-        types: of its parameters, in the words of a schema.
+        types: the types of its parameters, as a schema writes them.
         positional: how many parameters may be given by position.
-        defaults: parameter name -> value.
-        writes: parameters that it writes.
-        aliases: parameters that an output may share memory with.
-        everything: an output may share memory with any argument.
+        defaults: parameter name -> default value.
+        writes: the parameters that it writes.
+        aliases: the parameters that an output may share memory with.
+        everything: whether an output may share memory with any argument.
         random, impure, check, ambient, same_sizes: as in `Effects`.
-        rule: amends the effects after a look at the arguments.
-        yields_tuple: it returns a tuple or list.
+        rule: function that corrects the effects of a call by its arguments.
+        yields_tuple: whether it returns a tuple or list.
     """
 
     name: str = ""
@@ -171,12 +176,12 @@ class Facts:
 
     @property
     def plain(self) -> bool:
-        """It computes fresh outputs and does nothing else."""
+        """Whether it computes fresh outputs and does nothing else."""
         effects = self.random or self.impure or self.check or self.ambient
         return not (self.writes or self.aliases or self.everything or effects or self.rule)
 
     def of(self, node: Node) -> Effects:
-        """What a call of it does."""
+        """Return the effects of ``node``, which calls it."""
         if self.plain:
             return PURE
         effects = Effects(
@@ -192,7 +197,7 @@ class Facts:
 
 
 def _at(node: Node, slots: Iterable[Slot]) -> tuple[Node, ...]:
-    return nodes_in([_value_at(node, i, name) for i, name in slots])
+    return argument_nodes([_value_at(node, i, name) for i, name in slots])
 
 
 def _value_at(node: Node, position: int, name: str) -> object:
@@ -210,7 +215,7 @@ class Call:
         self.node, self.facts = node, facts
 
     def get(self, *names: str, default: object = UNKNOWN) -> object:
-        """The argument of the first parameter that there is, or the default if there is none of them."""
+        """Return the argument for the first of ``names`` that is a parameter, or ``default`` if none is."""
         facts, node = self.facts, self.node
         for name in names:
             if name in node.kwargs:
@@ -221,16 +226,16 @@ class Call:
         return default
 
     def nodes(self, *names: str) -> tuple[Node, ...]:
-        """The nodes in the arguments of these parameters."""
-        return nodes_in([self.get(name, default=None) for name in names])
+        """Return the nodes in the arguments of these parameters."""
+        return argument_nodes([self.get(name, default=None) for name in names])
 
     def may(self, *names: str, default: object = UNKNOWN) -> bool:
-        """Could the argument be true?"""
+        """Whether the argument could be true."""
         value = self.get(*names, default=default)
         return _open(value) or bool(value)
 
     def may_not(self, *names: str, default: object = UNKNOWN) -> bool:
-        """Could the argument be false?"""
+        """Whether the argument could be false."""
         value = self.get(*names, default=default)
         return _open(value) or not value
 

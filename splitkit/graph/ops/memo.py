@@ -1,4 +1,4 @@
-"""What questions about the nodes of a graph have found out, so that no answer is looked for twice."""
+"""Cache the answers about the nodes of a graph."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.fx import Node
 
-from splitkit.graph.ops.foreign import Origins
-from splitkit.graph.ops.modules import ModuleEffects
+from splitkit.graph.ops.module_effects import ModuleEffects
+from splitkit.graph.ops.non_tensors import Origins
 from splitkit.graph.ops.tuples import Known
 
 
 @dataclass(frozen=True)
 class Memo:
-    """Answers about graphs that do not change in the meantime.
+    """Cached answers, valid while the graphs do not change.
 
     Attributes:
-        modules: module -> what calling it does, ``None`` if that is not known.
+        modules: module -> the effects of calling it, ``None`` if unknown.
         tuples: node -> whether it yields a tuple.
-        origins: where values come from.
-        single: node -> whether it is sure to yield a tensor or a number: no container, iterator, array or object.
+        origins: cached answers about the origins of values.
+        single: node -> whether it surely yields a tensor or number: no container, iterator, array or object.
     """
 
     modules: dict[nn.Module, ModuleEffects | None] = field(default_factory=dict)

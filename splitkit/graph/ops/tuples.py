@@ -1,4 +1,4 @@
-"""Does a node yield a tuple? One that does cannot cross a cut as a tensor."""
+"""Find out whether a node yields a tuple; a tuple cannot cross between parts as a tensor does."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from torch import fx, nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
-from splitkit.graph.ops import tables
+from splitkit.graph.ops import op_tables
 from splitkit.graph.ops.facts import Facts
-from splitkit.graph.ops.modules import bodies, is_stock, lookup
-from splitkit.graph.ops.names import is_python, torch_name
-from splitkit.graph.ops.schema import fitting, named_facts, packet_facts, schema_facts
+from splitkit.graph.ops.functions import is_python, torch_name
+from splitkit.graph.ops.module_effects import body_modules, find_attribute, is_stock
+from splitkit.graph.ops.schemas import matching_overloads, named_facts, packet_facts, schema_facts
 from splitkit.graph.symbols import value_of
 
 Known = dict[Node, bool | None]
-"""What `is_tuple` has answered, for graphs that do not change in the meantime."""
+"""Node -> an answer of `is_tuple`; valid while the graph does not change."""
 
 
 def is_tuple(node: Node, root: nn.Module | None = None, known: Known | None = None) -> bool | None:
-    """Does a node yield a tuple or list (``True``), a single value (``False``), or is that unknown (``None``)?
+    """Return whether a node yields a tuple or list (``True``) or a single value (``False``); ``None`` if unknown.
 
-    ``meta["val"]`` or ``meta["example_value"]`` decides where there is one.
+    ``meta["val"]`` or ``meta["example_value"]`` decides if there is one.
 
     Args:
         node: a node of any graph.
         root: the module that its ``call_module`` and ``get_attr`` targets belong to.
-        known: answers about nodes that it stands on, to which its own is added. With one dictionary for all nodes of a
+        known: the answers for other nodes, a cache that this call adds to. With one dictionary for all nodes of a
             graph, all answers take time linear in its edges.
     """
     known = {} if known is None else known
     left = [node]
-    while left:  # a chain of operators may be longer than Python's stack is deep
+    while left:  # not recursive: a chain of operators may be longer than Python's recursion limit
         last = left[-1]
         if last not in known and (before := [n for n in _stands_on(last) if n not in known]):
             left += before
@@ -47,7 +47,7 @@ def is_tuple(node: Node, root: nn.Module | None = None, known: Known | None = No
 
 
 def _stands_on(node: Node) -> Iterable[Node]:
-    """The arguments that have to be known first."""
+    """Return the arguments whose answers decide the answer for a node."""
     if value_of(node) is not None:
         return ()
     if node.op == "output" or node.target is operator.getitem:
@@ -62,10 +62,10 @@ def _answer(node: Node, root: nn.Module | None, known: Known) -> bool | None:
     if node.op == "output":
         return _argument(node.args[0], known)
     if node.op == "get_attr":
-        found = lookup(root, node.target)
+        found = find_attribute(root, node.target)
         return None if found is None else isinstance(found, (tuple, list))
     if node.op == "call_module":
-        return _module(lookup(root, node.target))
+        return _module(find_attribute(root, node.target))
     return _call(node, root, known) if node.op in ("call_function", "call_method") else None
 
 
@@ -74,7 +74,7 @@ def _call(node: Node, root: nn.Module | None, known: Known) -> bool | None:
     if isinstance(target, OpOverload):
         return schema_facts(target).yields_tuple
     if isinstance(target, HigherOrderOperator):
-        return _agreed(_module(b) for b in bodies(node, root).values())
+        return _agreed(_module(b) for b in body_modules(node, root).values())
     if isinstance(target, OpOverloadPacket):
         return _overloads(node, packet_facts(target))
     if target is operator.getitem:
@@ -103,16 +103,18 @@ def _python(node: Node, known: Known) -> bool | None:
         return True
     if target is getattr:
         name = node.args[1] if len(node.args) > 1 else None
-        return True if name == "shape" else False if name in tables.SINGLE_ATTRIBUTES else None
+        return True if name == "shape" else False if name in op_tables.SINGLE_ATTRIBUTES else None
     if is_sum(node):
         return any(_argument(a, known) for a in node.args)
     return None if target in (next, iter, reversed, max, min) else False
 
 
 def is_sum(node: Node) -> bool:
-    """Does it add or repeat what may be tuples or lists?"""
-    sums = (operator.add, operator.mul, operator.concat, operator.iadd, operator.imul)
-    return node.op == "call_function" and node.target in sums
+    """Whether a node adds or repeats values that may be tuples or lists."""
+    return node.op == "call_function" and node.target in _SUMS
+
+
+_SUMS = (operator.add, operator.mul, operator.concat, operator.iadd, operator.imul)
 
 
 def _item(node: Node, root: nn.Module | None, known: Known) -> bool | None:
@@ -123,7 +125,7 @@ def _item(node: Node, root: nn.Module | None, known: Known) -> bool | None:
     if isinstance(index, slice):
         return True
     if source.op == "call_module":  # LSTM yields (output, (h, c)); a graph may nest as it likes
-        found = lookup(root, source.target)
+        found = find_attribute(root, source.target)
         return index in (1, -1) if isinstance(found, nn.LSTM) else None if isinstance(found, fx.GraphModule) else False
     if isinstance(source.target, OpOverload):
         kinds = ["List[" in str(r.type) for r in source.target._schema.returns]
@@ -138,17 +140,17 @@ def _item(node: Node, root: nn.Module | None, known: Known) -> bool | None:
 def _function(node: Node, name: str) -> bool | None:
     if node.target is F.embedding_bag:  # not torch.embedding_bag
         return False
-    if name in tables.TUPLE_IF or "return_indices" in node.kwargs:
-        return _flags(node, tables.TUPLE_IF.get(name, (("return_indices", -1),)))
+    if name in op_tables.TUPLE_IF or "return_indices" in node.kwargs:
+        return _flags(node, op_tables.TUPLE_IF.get(name, (("return_indices", -1),)))
     if name in ("where", "size", "stride") and len(node.args) + len(node.kwargs) == 1:
         return True
-    if name in tables.FUNCTIONS:
-        return tables.FUNCTIONS[name]
-    if name in tables.ALIASING:
-        return tables.ALIASING[name]
+    if name in op_tables.FUNCTIONS:
+        return op_tables.FUNCTIONS[name]
+    if name in op_tables.ALIASING:
+        return op_tables.ALIASING[name]
     if name.startswith("atleast_"):
         return len(node.args) > 1 or isinstance(node.args[0], (tuple, list))
-    if name in tables.IN_PLACE_METHODS or name in tables.CHECKS or name in tables.CALLS_BACK:
+    if name in op_tables.IN_PLACE_METHODS or name in op_tables.CHECKS or name in op_tables.CALLS_BACK:
         return False
     return _overloads(node, named_facts(name))
 
@@ -159,7 +161,7 @@ def _flags(node: Node, flags: Iterable[tuple[str, int]]) -> bool | None:
 
 
 def _overloads(node: Node, overloads: tuple[Facts, ...]) -> bool | None:
-    fits = fitting(node, overloads)
+    fits = matching_overloads(node, overloads)
     if len({f.yields_tuple for f in fits}) > 1:  # a node is more often a tensor than a number: torch.max(x, y)
         fits = tuple(f for f in fits if _takes_tensors(node, f)) or fits
     return _agreed(f.yields_tuple for f in fits)
@@ -177,7 +179,7 @@ def _module(m: object) -> bool | None:
     if isinstance(m, nn.Sequential):
         return _module(m[-1]) if len(m) else None
     name = type(m).__name__
-    if name in tables.TUPLE_MODULES or getattr(m, "return_indices", False):
+    if name in op_tables.TUPLE_MODULES or getattr(m, "return_indices", False):
         return True
-    known = name in tables.FRESH_MODULES or name in tables.DROPOUT_MODULES or name in tables.ALIAS_MODULES
+    known = name in op_tables.FRESH_MODULES or name in op_tables.DROPOUT_MODULES or name in op_tables.ALIAS_MODULES
     return False if known and name != "Identity" else None

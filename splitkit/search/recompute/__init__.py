@@ -1,1 +1,1 @@
-"""Which values of forward backward computes again: bounds, descents and exact programs over a joint graph."""
+"""The search for what backward recomputes: lower bounds, local search and exact programs over a joint graph."""

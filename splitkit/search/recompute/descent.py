@@ -1,4 +1,4 @@
-"""Local search on simulated peaks: ops change sides, in groups of those that play one part, layer by layer."""
+"""Local search on simulated peaks: ops change sides, in groups of ops that play the same part in each layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from time import monotonic
 
 import numpy as np
 
-from splitkit.search.recompute.pool import Pool, Seen
+from splitkit.search.recompute.plan_pool import Pool, Seen
 from splitkit.training.choices import Bools, Ints, Savings
 from splitkit.training.peaks import PeakTrace
 
@@ -22,15 +22,15 @@ _NEAR = 0.97  # what is above this fraction of the peak counts as high
 
 
 class Descent:
-    """Looks for better plans near those of a pool; all that it tries goes into it.
+    """A search for better plans near those of a pool; every plan that it tries goes into the pool.
 
-    Counts of tries end it, so that it is the same in every process and on every machine; but for ``until``.
+    Counts of tries end it, so that it is the same in every process and on every machine, unless ``until`` is given.
 
     Attributes:
-        pool: simulates.
-        until: when to stop, by ``time.monotonic``.
-        free: ops that may be saved and may be computed again.
-        groups: of these, those that play the same part in each layer.
+        pool: simulates the plans.
+        until: a deadline, by ``time.monotonic``.
+        free: ops that may be saved and may be recomputed.
+        groups: groups of these ops that play the same part in each layer.
     """
 
     def __init__(self, pool: Pool, until: float = inf) -> None:
@@ -42,10 +42,10 @@ class Descent:
         self._tries = min(_MOST, _STEPS // max(1, len(pool.peaks.nodes)))
 
     def sow(self, effort: int = EFFORT) -> None:
-        """Try plans that save one group, or every second, third ... of its ops, and compute all else again.
+        """Try plans that save one group, or every second, third ... of its ops, and recompute everything else.
 
-        And those that save and that compute again whatever they can. Small groups, and every second op and so on, are
-        for more than the least effort.
+        The plans that save and that recompute as much as possible are tried as well. Small groups, and fractions of
+        groups, need more than the least effort.
         """
         for runs in (False, True):
             self.pool.see(np.full(len(self.savings.ops), runs))
@@ -60,12 +60,12 @@ class Descent:
             self.pool.see(most)
 
     def lower(self, *, others: bool, effort: int = EFFORT) -> None:
-        """Go down from the lowest plan: to fewer bytes at the peak, or fewer moments there.
+        """Descend from the lowest plan: to fewer bytes at the peak, or fewer moments there.
 
         Args:
-            others: whether what the plan neither saves nor computes again is computed again, once another change makes
-                backward need it; else it is saved.
-            effort: how many times as many tries as a search for a budget has.
+            others: whether an op that the plan neither saves nor recomputes is recomputed when another change makes
+                backward need it; otherwise it is saved.
+            effort: how many times the tries of a search for a budget to spend.
         """
         best = self.pool.lowest()
         wish = best.runs
@@ -75,7 +75,7 @@ class Descent:
         _Descent(self, best, wish, effort * self._tries).go()
 
     def under(self, budget: int) -> None:
-        """Go down to the budget from plans over it that are quicker than the best within it, and stay so."""
+        """Descend to the budget from plans above it that are quicker than the best plan within it, and stay quicker."""
         best = self.pool.best(lambda seen: seen.peak <= budget)
         most = np.inf if best is None else best.seconds
         over = sorted((s for s in self.pool if s.peak > budget and s.seconds < most), key=lambda s: (s.peak, s.seconds))
@@ -85,7 +85,7 @@ class Descent:
                 most = min(most, end.seconds) if end.peak <= budget else most
 
     def cheaper(self, budget: int) -> None:
-        """Save what the best plan within the budget computes again, the dearest first, where it stays within."""
+        """Save what the best plan within the budget recomputes, the most expensive first, while it stays within."""
         best = self.pool.best(lambda seen: seen.peak <= budget)
         tries, price = self._tries // 3, self.savings.price
         improved = best is not None
@@ -103,7 +103,7 @@ class Descent:
                         best, improved = seen, True
 
     def moves(self, trace: PeakTrace) -> Iterator[Ints]:
-        """Groups, then single ops: first those of whose results the most bytes are there at the peak."""
+        """Return groups, then single ops; those with the most bytes alive at the peak come first."""
         at = int(trace.timeline.argmax())
         there = (trace.born <= at) & (trace.dies >= at)
         flow, peaks = self.savings.flow, self.pool.peaks
@@ -114,15 +114,15 @@ class Descent:
 
 
 class _Descent:
-    """One descent: to less height over the budget, or, without one, nearly at the peak.
+    """One descent: to less height above the budget, or, without a budget, near the peak.
 
     Attributes:
-        descent: the search that it is of.
-        best: where it is.
-        wish: (n,); what is computed again, if backward needs it.
-        left: tries that are left.
+        descent: the search that it belongs to.
+        best: the current plan.
+        wish: (n,) whether an op is recomputed if backward needs it.
+        left: remaining tries.
         budget: bytes.
-        seconds: all plans on the way spend less.
+        seconds: a limit on the recompute time of every plan on the way.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class _Descent:
         self._tried = set[bytes]()
 
     def go(self) -> Seen:
-        """Take every step that leads down, until none does; yields the plan where it ends."""
+        """Take every step that leads down until none does; yield the plan at the end."""
         improved = True
         while improved:
             improved = False
@@ -171,12 +171,12 @@ class _Descent:
 
 
 def _height(trace: PeakTrace, high: int) -> int:
-    """Bytes times steps above so many bytes."""
+    """Return bytes times steps above ``high`` bytes."""
     return int(np.maximum(trace.timeline - high, 0).sum())
 
 
 def _flips(wish: Bools, move: Ints) -> Iterator[Bools]:
-    """The ops all on one side, then all on the other, where that changes anything."""
+    """Return the choices with all ops on one side, then all on the other, where that changes anything."""
     for runs in (True, False):
         if (wish[move] != runs).any():
             changed = wish.copy()
@@ -189,10 +189,10 @@ def _many(groups: list[Ints]) -> list[Ints]:
 
 
 def _groups(savings: Savings, free: Ints) -> list[Ints]:
-    """The ops by the part that they play: the same target and bytes, read from and by such, two steps around.
+    """Group the ops that play the same part: same target and bytes, read from and by such ops, two steps around.
 
-    (Colour refinement: Weisfeiler and Leman 1968, cut off early, so that the ends of a stack of layers are like the
-    middle.)
+    This is colour refinement (Weisfeiler and Leman 1968), cut off early so that the ends of a stack of layers are like
+    its middle.
     """
     held: list[list[int]] = [[] for _ in savings.ops]
     for value, op in enumerate(savings.maker.tolist()):
@@ -211,6 +211,6 @@ def _groups(savings: Savings, free: Ints) -> list[Ints]:
 
 
 def _numbered(keys: Iterator[Hashable]) -> list[int]:
-    """Equal numbers for equal keys, in the order in which they first come."""
+    """Number the keys in order of first occurrence; equal keys get equal numbers."""
     numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(key, len(numbers)) for key in keys]

@@ -1,4 +1,4 @@
-"""The network whose minimum cuts are the best choices of what a joint graph saves."""
+"""The flow network whose minimum cuts are the best choices of what a joint graph saves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
-class Cutting:
+class CutNetwork:
     """A `Savings` as a network: the sink's side is what backward has.
 
     ::
@@ -52,13 +52,13 @@ class Cutting:
     value: Ints
 
     @classmethod
-    def of(cls, problem: Savings, weights: Floats, fixed: Bools) -> Cutting:
-        """The network of a problem.
+    def of(cls, problem: Savings, weights: Floats, fixed: Bools) -> CutNetwork:
+        """Build the network of a problem.
 
         Args:
             problem: the arrays.
-            weights: (k,); what saving each storage costs.
-            fixed: (n,) bool; what may not be computed again.
+            weights: (k,) what saving each storage costs.
+            fixed: (n,) bool; ops that may not be recomputed.
         """
         n, savable = len(problem.ops), problem.savable
         op = 2 + np.arange(n)
@@ -88,11 +88,11 @@ class Cutting:
         return Network(self.size, self.tails, self.heads, _whole(costs))
 
     def choice(self, side: Bools) -> Choice:
-        """The choice that a cut stands for, given by the source's side."""
+        """Return the choice that a cut stands for, given by the source's side."""
         return self.problem.choose(~side[self.op])
 
     def nodes(self, vertices: Iterable[int]) -> tuple[Node, ...]:
-        """What vertices stand for, each once."""
+        """Return the nodes that vertices stand for, each once."""
         known = dict(zip(self.value.tolist(), self.problem.values, strict=True))
         known |= dict(zip(self.op.tolist(), self.problem.ops, strict=True))
         return tuple(dict.fromkeys(known[v] for v in vertices if v in known))
@@ -107,24 +107,25 @@ def _whole(costs: Floats) -> Ints:
     return whole
 
 
-def cheapest(cutting: Cutting, price: float, why: Mapping[Node, str]) -> Choice:
-    """The choice that costs the least in bytes, at so many bytes a second; of several the one that runs the fewest.
+def cheapest(cutting: CutNetwork, price: float, why: Mapping[Node, str]) -> Choice:
+    """Return the choice of least cost in bytes at ``price`` bytes per second; of equal choices the one with the
+    fewest ops.
 
     Args:
         cutting: the network.
         price: bytes that a second is worth.
-        why: op that may not be computed again -> the reason, for the error.
+        why: op that may not be recomputed -> the reason, for the error.
 
     Raises:
-        NoPlanError: SK303 when something backward needs can be neither saved nor computed again.
+        NoPlanError: SK303 when something that backward needs can be neither saved nor recomputed.
     """
     with explained(cutting, why):
         return cutting.choice(min_cut(cutting.network(price)).largest)
 
 
 @contextmanager
-def explained(cutting: Cutting, why: Mapping[Node, str]) -> Iterator[None]:
-    """Turn ``NoCutError`` into SK303, which names the nodes on the path of infinite edges and where it starts."""
+def explained(cutting: CutNetwork, why: Mapping[Node, str]) -> Iterator[None]:
+    """Turn ``NoCutError`` into SK303, which names the nodes on the path of infinite edges and its start."""
     try:
         yield
     except NoCutError as error:

@@ -1,8 +1,8 @@
-"""What backward holds at one of its moments, as rows of the recompute program that are true of every plan.
+"""What backward holds at one moment, as rows of the recompute program that hold for every plan.
 
-`Floors` charges what is saved until backward's own nodes read it. Two things escape it: a value that is computed again
-early has to wait for its readers, and what is saved only to compute others from it is there until they are computed.
-A snapshot charges both. For one node that only backward can run, it gives the program three kinds of variables::
+`MemoryFloors` charges what is saved until backward's own nodes read it. Two things escape it: a value that is
+recomputed early waits for its readers, and a value that is saved only to compute others from it stays until they are
+computed. A snapshot charges both. For one node that only backward can run, it adds three kinds of variables::
 
     there[k]     storage k is in memory while the node runs
     ago[o]       op o has run again by then
@@ -15,10 +15,10 @@ A snapshot charges both. For one node that only backward can run, it gives the p
     ago[o]           <=  saved[k] + ago[maker(k)]      op o reads k
     there[k]         <=  saved[k] + ago[maker(k)]      it has to come from somewhere
     saved[k]         <=  there[k]                      a later node of backward's own reads k
-    nbytes @ there   <=  budget - least                `Floors.least`: what is there in every plan
+    nbytes @ there   <=  budget - least                `MemoryFloors.least`: bytes that are there in every plan
 
 This is Checkmate's time index (Jain et al., MLSys 2020) at a few moments only, where plans exceed the budget. Every
-plan whose own nodes run in the order of the graph, and which computes nothing again twice, keeps to these rows.
+plan whose own nodes run in graph order and that recomputes nothing twice satisfies these rows.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 from scipy.sparse import coo_array, csr_array
 
-from splitkit.search.recompute.moments import Floors, Moments
+from splitkit.search.recompute.memory_limits import MemoryFloors, MomentLimits
 from splitkit.solvers.recompute import Snapshot
 from splitkit.training.choices import Ints
+from splitkit.training.joint_storages import STATIC
 from splitkit.training.peaks import PeakTrace
-from splitkit.training.storages import STATIC
 
 _AT_ONCE = 4  # snapshots that one run suggests
 _APART = 60  # of as many parts of the run, each suggests one at most
 
 
 class Snapshots:
-    """Makes the snapshots of one joint graph.
+    """Builds the snapshots of one joint graph.
 
     Attributes:
-        floors: what is there in every plan at each moment.
+        floors: the bytes that are there in every plan at each moment.
         maker: storage -> the op that makes it.
-        reads: op -> the storages that it reads, those of its views included.
-        own: storage -> the moments at which nodes of backward's own read it.
+        reads: op -> the storages that it reads, including those of its views.
+        own: storage -> the moments at which backward's own nodes read it.
     """
 
-    def __init__(self, moments: Moments, floors: Floors) -> None:
+    def __init__(self, moments: MomentLimits, floors: MemoryFloors) -> None:
         savings = moments.savings
         self.floors, self.savings = floors, savings
         self._moment = {node: floors.early + i for i, node in enumerate(floors.own)}
@@ -62,9 +62,9 @@ class Snapshots:
         self._savable[savings.storage[savings.savable | savings.fixed[savings.maker]]] = True
 
     def over(self, trace: PeakTrace, budget: int, known: Iterable[int]) -> Iterator[int]:
-        """The moments, but those ``known``, at which a run is furthest over the budget: a few, far apart.
+        """Return the moments, except ``known``, at which a run is furthest over the budget: a few, far apart.
 
-        What is computed again between two of backward's own nodes counts as a moment of the later one.
+        Recompute between two of backward's own nodes counts as a moment of the later one.
         """
         known, moment = set(known), self._moment_of_steps(trace)
         over = np.where(moment == STATIC, 0, trace.timeline - budget)
@@ -87,12 +87,12 @@ class Snapshots:
         return found
 
     def at(self, moment: int, budget: int) -> Snapshot:
-        """The rows of one moment of `Floors`."""
+        """Return the rows of one moment of `MemoryFloors`."""
         return _Rows(self, moment).snapshot(budget)
 
 
 class _Rows:
-    """The rows of one snapshot; columns are those of the program, and after them its own."""
+    """The rows of one snapshot; its columns are those of the program, followed by its own."""
 
     def __init__(self, made: Snapshots, moment: int) -> None:
         self.made, self.moment, savings = made, moment, made.savings
@@ -107,7 +107,7 @@ class _Rows:
         self.entries: list[tuple[int, int, float]] = []
 
     def snapshot(self, budget: int) -> Snapshot:
-        """All rows, the one of the bytes last."""
+        """Return all rows, the one of the bytes last."""
         floors, savings = self.made.floors, self.made.savings
         later = np.flatnonzero((floors.final > self.moment) & ~self.pinned)
         earlier = np.flatnonzero(floors.first <= self.moment)
@@ -125,7 +125,7 @@ class _Rows:
         return Snapshot(csr_array(coo_array((values, (rows, columns)), shape=shape)), np.array(self.least), self.count)
 
     def _after(self, wanted: list[int]) -> None:
-        """What can be made later can be made of what is there."""
+        """Add the rows for what is made later from what is there."""
         needs: dict[int, float] = dict.fromkeys(wanted, 1.0)
         for k in wanted:
             self._row({self._column(self.there, k): 1.0} | self._by(self.yet, k), needs[k])
@@ -136,7 +136,7 @@ class _Rows:
                     self._row(there | self._by(self.yet, k) | {self.yet[op]: -1.0}, 0.0)
 
     def _before(self, wanted: list[int]) -> None:
-        """What has been read, and what is there, was saved or computed again of such."""
+        """Add the rows for what has been read or is there: it was saved, or recomputed from such values."""
         for k in wanted:
             self._row(self._origin(k), 1.0)
         for k, there in list(self.there.items()):
@@ -150,7 +150,7 @@ class _Rows:
         return saved | self._by(self.ago, k)
 
     def _by(self, when: dict[int, int], k: int) -> dict[int, float]:
-        """The op that makes a storage, if it may run again."""
+        """Return the op that makes a storage, if it may run again."""
         op = int(self.made.maker[k])
         return {} if self.made.savings.fixed[op] else {self._column(when, op): 1.0}
 
@@ -166,7 +166,7 @@ class _Rows:
 
 
 def _growing(columns: Mapping[int, int]) -> Iterator[int]:
-    """The keys, and those that are added meanwhile."""
+    """Yield the keys, including those added meanwhile."""
     done = 0
     while done < len(columns):
         keys = list(columns)[done:]

@@ -1,4 +1,4 @@
-"""What torch's own partitioner bans from recompute, and how it weighs what it saves: for comparison."""
+"""The recompute rules of torch's own partitioner, and its weights of saved values, for comparison."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch.fx import Node
 
 from splitkit._torch import OpOverload
-from splitkit.graph.sizes import value_bytes
+from splitkit.graph.byte_sizes import value_bytes
 from splitkit.training.choices import Savings, required_by_forward
 
 Floats = NDArray[np.float64]
@@ -36,21 +36,21 @@ _SMALLER = 4  # a result that many times smaller than what was read is a reducti
 
 
 def functorch_rules(problem: Savings) -> tuple[Bans, Floats]:
-    """Ops of a list are free to compute again, others banned; a storage weighs its bytes.
+    """Mark the ops of a list as free to recompute and ban all others; a storage weighs its bytes.
 
-    As in functorch 0.2 (2022), but that inputs are free to save, and views are what `Savings` says.
+    These are the rules of functorch 0.2 (2022), except that inputs are free to save and views are what `Savings` says.
     """
     bans = {op: "it is not in the list of ops that may be computed again" for op in problem.ops if not _is_listed(op)}
     return bans, problem.nbytes.astype(np.float64)
 
 
 def torch_rules(problem: Savings) -> tuple[Bans, Floats]:
-    """The heuristics of torch 2.13's default partitioner, as far as they concern ordinary graphs.
+    """Apply the heuristics of torch 2.13's default partitioner, as far as they concern ordinary graphs.
 
-    Banned: ops that are not in the list; results that a kernel of backward has to read from memory anyway; reductions;
-    ops that fuse with one far up, above an op that fuses with nothing. A storage weighs its bytes, times 1.1 for each
-    step that its value is away from backward, times 2 if forward would not otherwise write it to memory. Left out: the
-    bounds of a hundred and a thousand nodes on the length of chains.
+    It bans ops that are not in its list; results that a kernel of backward has to read from memory anyway;
+    reductions; and ops that fuse with one far up, above an op that fuses with nothing. A storage weighs its bytes,
+    times 1.1 for each step between its value and backward, times 2 if forward would not otherwise write it to memory.
+    Its bounds of a hundred and a thousand nodes on the length of chains are left out.
     """
     forward = _Forward(problem)
     bans, _ = functorch_rules(problem)
@@ -76,7 +76,7 @@ class _Forward:
         self.order = {n: i for i, n in enumerate(self.nodes)}
 
     def is_read_in_backward(self, node: Node) -> bool:
-        """Whether a node of backward, or a view of it, reads ``node`` without fusing with it."""
+        """Return whether a node of backward reads ``node``, or a view of it, without fusing with it."""
         stack = [node]
         while stack:
             read = stack.pop()
@@ -87,7 +87,7 @@ class _Forward:
         return False
 
     def used_far_apart(self) -> Iterator[Node]:
-        """The readers of a value that are farther down than the first thing below it that fuses with nothing."""
+        """Return the readers of a value that are farther down than the first unfusible node below it."""
         for node in self.nodes:
             users = [user for user in node.users if user in self.order]
             if len(users) > 1:
@@ -111,7 +111,7 @@ class _Forward:
         return limit
 
     def weights(self) -> Floats:
-        """(k,); what saving each storage weighs."""
+        """Return (k,) the weight of saving each storage."""
         problem, far = self.problem, self._distances()
         weights = problem.nbytes.astype(np.float64)
         for value, storage, savable in zip(problem.values, problem.storage, problem.savable, strict=True):
@@ -121,7 +121,7 @@ class _Forward:
         return weights
 
     def _distances(self) -> dict[Node, int]:
-        """Forward's nodes -> the fewest steps to a node of backward."""
+        """Return forward's nodes with the fewest steps from each to a node of backward."""
         found: dict[Node, int] = {}
         for node in reversed(self.nodes):
             steps = (found.get(user, 0) + 1 for user in node.users if user.op != "output")
@@ -130,7 +130,7 @@ class _Forward:
 
 
 def _name(node: Node) -> str:
-    """``"add"`` for every overload of ``aten.add``, and for ``+`` of sizes."""
+    """Return ``"add"`` for every overload of ``aten.add``, and for ``+`` of sizes."""
     target = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
     return str(getattr(target, "__name__", target))
 

@@ -1,1 +1,1 @@
-"""Minimum cuts of one network, and of one for every price."""
+"""Minimum cuts of one network, and of a family of networks over a price."""

@@ -17,16 +17,16 @@ INFINITE = np.iinfo(np.int64).max
 """The capacity of an edge that no cut may contain."""
 
 ROOM = 2**61
-"""Finite capacities together stay below this."""
+"""The sum of all finite capacities stays below this."""
 
-_BITS = 29  # scipy adds flows and capacities of both directions of an edge in 32 bits with a sign
+_BITS = 29  # scipy adds flows and capacities of both directions of an edge as signed 32-bit integers
 
 
 class NoCutError(ValueError):
     """Every cut is infinite: a path of infinite edges leads from the source to the sink.
 
     Attributes:
-        path: its vertices, source and sink included.
+        path: the vertices of the path, with source and sink.
     """
 
     def __init__(self, path: Sequence[int]) -> None:
@@ -39,10 +39,10 @@ class Network:
     """A directed graph with capacities; vertex 0 is the source, vertex 1 the sink.
 
     Attributes:
-        size: number of vertices.
-        tails: shape (e,); where each edge starts. Edges may be parallel; self-loops count for nothing.
-        heads: (e,); where it ends.
-        capacities: (e,) int64, not negative; `INFINITE` or, together, below `ROOM`.
+        size: the number of vertices.
+        tails: (e,) where each edge starts. Edges may be parallel; self-loops are ignored.
+        heads: (e,) where each edge ends.
+        capacities: (e,) int64, not negative; each is `INFINITE`, or their sum is below `ROOM`.
     """
 
     size: int
@@ -51,14 +51,14 @@ class Network:
     capacities: Ints
 
     def value(self, side: Bools) -> int:
-        """The capacity of the cut with these vertices on the source's side; edges of it must be finite."""
+        """Return the capacity of the cut with these vertices on the source's side; its edges must be finite."""
         crossing = side[self.tails] & ~side[self.heads]
         return int(self.capacities[crossing].sum())
 
     def contract(self, inside: Bools, outside: Bools) -> tuple[Network, Ints]:
-        """The network in which the source stands for all of ``inside`` and the sink for all of ``outside``.
+        """Merge all of ``inside`` into the source and all of ``outside`` into the sink.
 
-        Returns it, and for each vertex of this one which it became.
+        Return the network, and for each vertex of this one its vertex in the result.
         """
         number = np.where(inside, 0, np.where(outside, 1, -1))
         number[:2] = 0, 1
@@ -74,12 +74,12 @@ class Cut:
     """A minimum cut, with its proof: a flow of the same value, of which the residual network is kept.
 
     Attributes:
-        value: capacity of the cut.
-        smallest: (n,) bool; the source's side in the minimum cut that has the fewest vertices there.
-        largest: (n,) bool; in the one that has the most. Between the two lie all minimum cuts: the sides that no
-            residual edge leaves.
-        tails: where edges of the residual network start, between vertices whose side is not settled.
-        heads: where they end.
+        value: the capacity of the cut.
+        smallest: (n,) bool; the source's side of the minimum cut with the fewest vertices there.
+        largest: (n,) bool; the source's side of the minimum cut with the most vertices there. All minimum cuts lie
+            between the two: they are the sides that no residual edge leaves.
+        tails: where each edge of the residual network starts, between vertices whose side is not settled.
+        heads: where each of these edges ends.
     """
 
     value: int
@@ -90,11 +90,11 @@ class Cut:
 
 
 def min_cut(network: Network) -> Cut:
-    """The minimum cut, exact in integers.
+    """Return the minimum cut, exact in integers.
 
-    Capacities are scaled down to what `scipy.sparse.csgraph.maximum_flow` (Dinic 1970) can hold; the flow is scaled up
-    again, and what it leaves over is solved in the same way, with a finer scale, until a cut is full (capacity
-    scaling, Edmonds and Karp 1972). Flow and cut are then of equal value, which proves both.
+    Capacities are scaled down to what `scipy.sparse.csgraph.maximum_flow` (Dinic 1970) can represent. The flow is
+    scaled up again, and the rest is solved in the same way with a finer scale, until a cut is saturated (capacity
+    scaling, Edmonds and Karp 1972). Flow and cut then have equal value, which proves both.
 
     Raises:
         NoCutError: when no cut is finite.
@@ -113,7 +113,7 @@ def min_cut(network: Network) -> Cut:
 
 
 def _settled(network: Network) -> tuple[Bools, Bools]:
-    """The vertices that infinite edges tie to the source, and to the sink."""
+    """Return the vertices that infinite edges tie to the source, and to the sink."""
     fixed = network.capacities == INFINITE
     ends = (network.tails[fixed], network.heads[fixed])
     arcs = csr_array((np.ones(len(ends[0]), np.int8), ends), shape=(network.size, network.size))
@@ -135,15 +135,15 @@ def _marked(size: int, members: Ints) -> Bools:
 
 @dataclass(eq=False)
 class _Residual:
-    """What is left of each edge; both directions of an edge are there, one of them perhaps with capacity 0.
+    """The residual network, with both directions of each edge, one perhaps of capacity 0.
 
     Attributes:
-        size: number of vertices.
+        size: the number of vertices.
         rows: where each edge starts; edges are sorted by both ends.
-        columns: where it ends.
-        starts: where the edges of each vertex start, as in csr.
-        left: capacity that is left.
-        flow: what flows.
+        columns: where each edge ends.
+        starts: where the edges of each vertex start, as in CSR.
+        left: the residual capacity of each edge.
+        flow: the flow on each edge.
     """
 
     size: int
@@ -167,7 +167,7 @@ class _Residual:
         return cls(n, rows, columns, np.searchsorted(rows, np.arange(n + 1)), left)
 
     def fill(self) -> None:
-        """Send as much flow as there can be."""
+        """Send as much flow as possible."""
         over = min(int(self.left[self.rows == 0].sum()), int(self.left[self.columns == 1].sum()))
         while over:
             shift = max(0, over.bit_length() - _BITS)
@@ -176,7 +176,7 @@ class _Residual:
             over = int(self.left[side[self.rows] & ~side[self.columns]].sum())
 
     def _round(self, shift: int) -> None:
-        """Send the most that there can be in units of ``2**shift``."""
+        """Send as much flow as possible in multiples of ``2**shift``."""
         units = np.minimum(self.left >> shift, 2**_BITS).astype(np.int32)
         arcs = csr_array((units, self.columns, self.starts), shape=(self.size, self.size))
         found = maximum_flow(arcs, 0, 1)
@@ -185,15 +185,15 @@ class _Residual:
         self.flow += int(found.flow_value) << shift
 
     def reached(self, shift: int = 0) -> Bools:
-        """(n,); where ``2**shift`` more could flow to from the source."""
+        """Return (n,) the vertices to which ``2**shift`` more could flow from the source."""
         return _marked(self.size, breadth_first_order(self._open(shift), 0, return_predecessors=False))
 
     def reaching(self) -> Bools:
-        """(n,); from where more could flow to the sink."""
+        """Return (n,) the vertices from which more could flow to the sink."""
         return _marked(self.size, breadth_first_order(self._open().T.tocsr(), 1, return_predecessors=False))
 
     def open_edges(self) -> tuple[Ints, Ints]:
-        """Where the edges start and end through which more could flow."""
+        """Return where the edges with residual capacity start and end."""
         is_open = self.left > 0
         return self.rows[is_open], self.columns[is_open]
 

@@ -20,12 +20,12 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class Corner:
-    """A cut that no other beats in both costs, nor any mixture of others.
+    """A cut that neither another cut nor a mixture of cuts beats in both costs.
 
     Attributes:
         side: (size,) bool; the source's side.
-        first: its cost in the first kind.
-        second: in the second.
+        first: the first cost of the cut.
+        second: the second cost of the cut.
     """
 
     side: Bools
@@ -35,14 +35,14 @@ class Corner:
 
 @dataclass(frozen=True, eq=False)
 class TwoCosts:
-    """A network whose edges have two costs; those with a second cost leave the source.
+    """A network whose edges have two costs; edges with a second cost leave the source.
 
     Attributes:
-        size: number of vertices; 0 is the source, 1 the sink.
+        size: the number of vertices; 0 is the source, 1 the sink.
         tails: (e,) int.
         heads: (e,) int.
         first: (e,) int; not negative, or `INFINITE`.
-        second: (e,) int; not negative, or `INFINITE`. The two sums multiplied are below `ROOM` / 4.
+        second: (e,) int; not negative, or `INFINITE`. The product of the two sums is below `ROOM` / 4.
     """
 
     size: int
@@ -52,11 +52,12 @@ class TwoCosts:
     second: Ints
 
     def corners(self) -> list[Corner]:
-        """The corners of the lower convex hull of the costs of all cuts, by rising first cost.
+        """Return the corners of the lower convex hull of the costs of all cuts, by rising first cost.
 
-        Each step asks for the best cut at the slope between two corners: if none is below the line, the hull has an
-        edge there, else a new corner (Eisner and Severance 1976). As second costs are at the source only, the source's
-        sides of the corners contain each other (Gallo, Grigoriadis, Tarjan 1989), so that each step settles vertices.
+        Each step computes the best cut at the slope between two corners: if none is below the line, the hull has an
+        edge there, otherwise there is a new corner (Eisner and Severance 1976). Because second costs are at the source
+        only, the source's sides of the corners are nested (Gallo, Grigoriadis and Tarjan 1989), so each step settles
+        vertices.
 
         Raises:
             NoCutError: when no cut is finite.
@@ -77,18 +78,18 @@ class TwoCosts:
             yield end
 
     def between(self, start: Corner, end: Corner, rank: Ints) -> NestedCuts:
-        """Cuts on the edge of the hull between two corners, each with a larger side of the source than the last.
+        """Return cuts on the edge of the hull between two corners, with growing sides of the source.
 
         Args:
             start: a corner.
-            end: the next one.
-            rank: (size,); of vertices that may change sides next, those of the highest rank do.
+            end: the next corner.
+            rank: (size,) of the vertices that may change sides next, those of the highest rank do.
         """
         cut = self._cut(start.side, ~end.side, *_rates(start, end))
         return NestedCuts(self, start, tuple(_steps(cut, end.side & ~start.side, rank)))
 
     def _cut(self, inside: Bools, outside: Bools, first: int, second: int) -> Cut:
-        """The minimum cut of costs at these rates, with some vertices on known sides; sides are of all vertices."""
+        """Return the minimum cut of the costs at these rates, with some vertices fixed; sides are over all vertices."""
         endless = (self.first == INFINITE) | (self.second == INFINITE)
         costs = np.where(endless, 0, self.first) * first + np.where(endless, 0, self.second) * second
         whole = Network(self.size, self.tails, self.heads, np.where(endless, INFINITE, costs))
@@ -108,7 +109,7 @@ class TwoCosts:
 
 @dataclass(frozen=True, eq=False)
 class NestedCuts:
-    """See `TwoCosts.between`.
+    """Nested cuts; see `TwoCosts.between`.
 
     Attributes:
         network: the network.
@@ -124,14 +125,14 @@ class NestedCuts:
         return len(self.steps) + 1
 
     def corner(self, index: int) -> Corner:
-        """The cut after so many steps."""
+        """Return the cut after so many steps."""
         side = self.start.side.copy()
         for step in self.steps[:index]:
             side[step] = True
         return self.network._corner(side)
 
     def last_within(self, limit: int) -> Corner:
-        """The last cut whose first cost is at most ``limit``; the first cut's must be."""
+        """Return the last cut whose first cost is at most ``limit``; that of the first cut must be."""
         low, high = 0, len(self.steps)
         while low < high:
             middle = (low + high + 1) // 2
@@ -140,7 +141,7 @@ class NestedCuts:
 
 
 def _rates(start: Corner, end: Corner) -> tuple[int, int]:
-    """What first and second costs weigh on the line through two corners."""
+    """Return the weights of first and second costs on the line through two corners."""
     first, second = start.second - end.second, end.first - start.first
     common = gcd(first, second)
     return first // common, second // common
@@ -151,9 +152,9 @@ def _cost(corner: Corner, first: int, second: int) -> int:
 
 
 def _steps(cut: Cut, free: Bools, rank: Ints) -> Iterator[Ints]:
-    """Groups of vertices such that after each of them the source's side is that of a minimum cut.
+    """Yield groups of vertices such that after each the source's side is that of a minimum cut.
 
-    Groups are the strongly connected components of the residual network; each joins after all that it leads to.
+    The groups are the strongly connected components of the residual network; each joins after all that it leads to.
     """
     members = np.flatnonzero(free)
     place = np.full(len(free), -1)

@@ -1,1 +1,1 @@
-"""Cuts along one given order of units: blocks of least load, and cuts that have a price."""
+"""Division of one given order of units into stages: balanced blocks, and borders that have a price."""

@@ -1,4 +1,4 @@
-"""Stages along one order where each cut has a price of its own: the greatest load least, then the loads even."""
+"""Stages along one order where each border has its own price: first the least greatest load, then balanced loads."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-_ROWS = 128  # last items that are weighed at once, with the first ones that are near enough to each
+_ROWS = 128  # last items of a stage that are processed at once
 _ROUNDING, _MARGIN = 1e-12, 1e-9
 
 
-def best_cuts(
+def best_borders(
     work: Floats, prices: Floats, held: Ints, capacity: Floats, tolerances: Sequence[float] = (0.0,)
 ) -> list[list[int]]:
-    """The first item of each stage in the division with the least sum of squared loads, of those whose greatest load is
-    nearly the least.
+    """Return the first item of each stage in the division with the least sum of squared loads, among those whose
+    greatest load is nearly the least.
 
     A stage's load is its work, and the prices of the cuts at both of its ends::
 
@@ -28,11 +28,12 @@ def best_cuts(
     Exact, in O(k n^2) for k stages of n items.
 
     Args:
-        work: (n,) seconds of the items.
-        prices: (k - 1, n + 1); ``prices[p][i]`` is paid by stages p and p + 1 for a cut between them before item ``i``.
-        held: (k, n) bytes of the items in each stage.
-        capacity: (k,) bytes of each stage.
-        tolerances: relative; by so much more may the greatest load be than the least.
+        work: (n,) seconds of each item.
+        prices: (k - 1, n + 1); ``prices[p][i]`` is paid by stages p and p + 1 for a border between them before item
+            ``i``.
+        held: (k, n) bytes of each item in each stage.
+        capacity: (k,) bytes that each stage has.
+        tolerances: relative; how far the greatest load may exceed the least.
 
     Returns:
         For each tolerance k increasing positions, the first of them 0; nothing if no division fits.
@@ -58,7 +59,7 @@ class _Line:
         self._capacity = capacity
 
     def by_work(self) -> float:
-        """The greatest load of stages of about equal work, whether they fit or not."""
+        """Return the greatest load of stages of about equal work, whether they fit or not."""
         count = len(self._capacity)
         shares = self._before[-1] * np.arange(count + 1) / count
         cuts = np.searchsorted(self._before, shares)
@@ -70,7 +71,7 @@ class _Line:
         return float(loads.max()) * (1 + _ROUNDING)
 
     def divided(self, limit: float, *, squares: bool) -> tuple[float, list[int]]:
-        """The least greatest load, or sum of squares, of a division with no load above the limit."""
+        """Return the least greatest load, or sum of squares, of a division with no load above the limit."""
         size = len(self._before)
         least = np.full(size, np.inf)
         least[0] = 0.0
@@ -85,7 +86,7 @@ class _Line:
         return float(least[-1]), starts[::-1]
 
     def _stage(self, stage: int, least: Floats, limit: float, squares: bool) -> tuple[Floats, Ints]:
-        """For each end the least up to there, and where this stage begins then."""
+        """Return for each end the least value up to there, and where this stage begins."""
         size = len(least)
         found, choice = np.full(size, np.inf), np.zeros(size, np.int64)
         sums, entering = self._sums[stage], self._entering[stage] - self._before

@@ -1,7 +1,7 @@
-"""Chains of stages between borders, each on one or several devices: the greatest load least, or the least in total.
+"""Chains of stages between borders, each on one or several devices, with the least greatest load or the least total.
 
-The dynamic program of PipeDream (Narayanan et al., SOSP 2019, section 3.1) over borders, devices left and replicas,
-with what is paid at both ends of a stage: it depends on the replicas of its neighbours.
+This is the dynamic program of PipeDream (Narayanan et al., SOSP 2019, section 3.1) over borders, devices left and
+replicas, extended by the transfers at both ends of a stage, which depend on the replicas of its neighbours.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _ROUNDING = 1e-12
 
 
 class Replicated(NamedTuple):
-    """Stages in a row.
+    """A chain of stages.
 
     Attributes:
-        borders: where each ends; the last is the last of all.
-        replicas: on how many devices each is.
-        value: the greatest load, or what the weights come to.
+        borders: the border at which each stage ends; the last is the end of the chain.
+        replicas: the number of devices of each stage.
+        value: the greatest load, or the weighted sum.
     """
 
     borders: list[int]
@@ -37,13 +37,13 @@ class Replicated(NamedTuple):
 
 @dataclass(frozen=True)
 class Aim:
-    """What of chains is to be least: the greatest load if all weights are zero, else a sum over stages.
+    """The objective: the greatest load if all weights are zero, otherwise a weighted sum over the stages.
 
     Attributes:
-        limit: of the load of each stage.
-        squares: weight of the squared load of each device.
-        loads: weight of the load of each stage.
-        crossing: weight of what crosses each border.
+        limit: the greatest load allowed for a stage.
+        squares: the weight of the squared load of each device.
+        loads: the weight of the load of each stage.
+        crossing: the weight of what crosses each border.
     """
 
     limit: float = np.inf
@@ -53,7 +53,7 @@ class Aim:
 
     @property
     def summed(self) -> bool:
-        """Whether it is a sum."""
+        """Whether the objective is a sum."""
         return bool(self.squares or self.loads or self.crossing)
 
 
@@ -69,10 +69,10 @@ class ReplicatedChains:
 
     Attributes:
         first: (p,) the border at which each stage begins.
-        last: (p,) where it ends; the highest is the end of all chains.
-        work: (p,) seconds on one device.
-        crossing: (borders,) what crosses each.
-        devices: how many there are.
+        last: (p,) the border at which each stage ends; the highest is the end of all chains.
+        work: (p,) seconds of each stage on one device.
+        crossing: (borders,) what crosses each border.
+        devices: the number of devices.
         degrees: of replication, increasing, each at most the number of devices.
         enter: (devices before the first border, replicas on its left, on its right) -> (p,) seconds; None: nothing.
         leave: the same of the last border; both or none are given.
@@ -95,16 +95,16 @@ class ReplicatedChains:
 
     @property
     def cells(self) -> int:
-        """How much work `best` is: pairs that are weighed."""
+        """The number of pairs that `best` weighs, a measure of its work."""
         around = len(self.degrees) ** (1 if self.enter is None else 3)
         return len(self.first) * self.devices * around * max(1, self.places)
 
     def best(self, aim: Aim) -> Replicated | None:
-        """The chain that is best, of those that are equal the one of fewer devices; None if there is none."""
+        """Return the best chain, of equal ones that with the fewest devices; None if there is none."""
         return next(iter(sorted(self.ends(aim), key=lambda found: found.value)), None)
 
     def ends(self, aim: Aim) -> Iterator[Replicated]:
-        """The best chain for each number of devices in all, the fewest first."""
+        """Yield the best chain for each total number of devices, the fewest first."""
         table = _Table(self, aim)
         table.fill()
         for used in range(1, self.devices + 1):
@@ -119,7 +119,7 @@ end); where nothing is paid at borders the last two are 0."""
 
 
 class _Table:
-    """The least up to each border, by `_Key`, and how it came about."""
+    """The least value up to each border, by `_Key`, and the step that attains it."""
 
     def __init__(self, chains: ReplicatedChains, aim: Aim) -> None:
         self._chains, self._aim = chains, aim
@@ -133,7 +133,7 @@ class _Table:
         self._from: dict[_Key, list[tuple[_Key, int, Ints]]] = {}
 
     def fill(self) -> None:
-        """All of it, by devices used."""
+        """Fill the table in order of devices used."""
         chains = self._chains
         begin = np.full(self._borders, np.inf)
         begin[0] = 0.0 if self._aim.summed else -np.inf
@@ -149,7 +149,7 @@ class _Table:
                         self._step(key, degree)
 
     def _step(self, key: _Key, degree: int) -> None:
-        """A stage of so many replicas after each border."""
+        """Add a stage with so many replicas after each border."""
         chains, (to_come, used, before, _) = self._chains, key
         now = self._least[key]
         barred = now[chains.first] == np.inf
@@ -175,7 +175,7 @@ class _Table:
             self._keep((left, after, degree, then), key, degree, total)
 
     def _total(self, now: Floats, loads: Floats, degree: int) -> Floats:
-        """(p,) of chains that end with each pair."""
+        """Return (p,) the values of chains that end with each pair."""
         aim, first = self._aim, self._chains.first
         if aim.summed:
             total = now[first] + aim.squares * degree * loads**2 + aim.loads * loads
@@ -185,7 +185,7 @@ class _Table:
         return np.where(loads > aim.limit * (1 + _ROUNDING), np.inf, total)
 
     def _keep(self, key: _Key, source: _Key, degree: int, total: Floats) -> None:
-        """The least for each border of these, and the pair that gives it."""
+        """Record the least value for each of these borders, and the pair that attains it."""
         ordered = total[self._by_last]
         least = np.minimum.reduceat(ordered, self._starts)
         known = self._least.setdefault(key, np.full(self._borders, np.inf))
@@ -199,7 +199,7 @@ class _Table:
         self._from.setdefault(key, []).append((source, degree, pairs))
 
     def chain(self, used: int) -> Replicated | None:
-        """The best chain over exactly so many devices."""
+        """Return the best chain over exactly so many devices."""
         border = self._borders - 1
         keys = [key for key in self._least if key[1] == used and key[0] == 0 and key[3] == 0]
         value, key = min(((float(self._least[key][border]), key) for key in keys), default=(np.inf, (0, 0, 0, 0)))

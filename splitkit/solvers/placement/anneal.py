@@ -1,4 +1,4 @@
-"""Simulated annealing of many placements at once, each step one move in every one of them.
+"""Simulated annealing of many placements at once, one move in each per step.
 
 A move takes one unit to another device. Only these two devices' loads change: with ``a`` and ``b`` pins of a net of
 ``s`` on them before, the first pays for it after if ``a > 1``, the second if ``b + 1 < s``. All placements are rows of
@@ -17,23 +17,23 @@ from splitkit.solvers.placement.core import BIG, Core
 from splitkit.solvers.placement.problem import Bools, Floats, Ints, Problem
 
 # First near the start, then over a smoother landscape that knows all loads, far from it, then near what was found.
-# Each: share of the time; the norm of the loads that stands for the greatest; temperatures, of its logarithm times it.
+# Each phase: its share of the time, the power of the norm that approximates the greatest load, two temperatures.
 _PHASES = ((0.5, 20.0, 0.02, 0.0002), (0.2, 10.0, 0.3, 0.003), (0.3, 20.0, 0.02, 0.0002))
-_ROUND = 200  # steps between two looks at the clock
+_ROUND = 200  # steps between two checks of the clock
 _MOST_ROWS, _CELLS = 256, 2**22
 _STEP_SECONDS, _ENTRY_SECONDS = 3e-4, 1e-7  # what a step takes, about, and more for each net of each unit moved
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
-    """Devices one by one, as annealing needs them.
+class DeviceTable:
+    """The devices one by one, as arrays for annealing.
 
     Attributes:
-        work: (d, n) of each unit on each device; infinite where it is not supported.
-        costs: (d, m) of each net for a device that holds it in part.
-        nbytes: (d, n) of each unit on each device.
+        work: (d, n) seconds of each unit on each device; infinite where it is not supported.
+        costs: (d, m) the cost of each net for a device that holds it in part.
+        nbytes: (d, n) bytes of each unit on each device.
         capacity: (d,) bytes.
-        fill: no device stays empty.
+        fill: whether every device must get a unit.
     """
 
     work: Floats
@@ -43,8 +43,8 @@ class Places:
     fill: bool
 
     @classmethod
-    def of(cls, core: Core, kinds: tuple[int, ...], flights: tuple[int, ...], *, fill: bool) -> Places:
-        """The devices of these classes, with so many microbatches in flight in each."""
+    def of(cls, core: Core, kinds: tuple[int, ...], flights: tuple[int, ...], *, fill: bool) -> DeviceTable:
+        """Return the table of devices of the given classes, with the given microbatches in flight."""
         rows = list(kinds)
         capacity = [np.inf if core.kinds[k].capacity >= BIG else float(core.kinds[k].capacity) for k in kinds]
         return cls(
@@ -56,8 +56,8 @@ class Places:
         )
 
     @classmethod
-    def of_problem(cls, problem: Problem, core: Core) -> Places:
-        """The devices of a problem, nothing in flight, in any order."""
+    def of_problem(cls, problem: Problem, core: Core) -> DeviceTable:
+        """Return the table of a problem's devices in any order, with nothing in flight."""
         kinds = [0] * len(problem.devices)
         for kind, spec in enumerate(core.kinds):
             for device in spec.devices:
@@ -65,12 +65,12 @@ class Places:
         return cls.of(core, tuple(kinds), (0,) * len(kinds), fill=problem.fill)
 
 
-class Schedule:
-    """How far annealing is: by rounds alone, so that it comes out the same on a machine that is slow or busy.
+class CoolingSchedule:
+    """The progress of annealing, counted in rounds so that the result is the same on a slow or busy machine.
 
     Args:
-        rounds: how many there are.
-        clock: when it ends at the latest.
+        rounds: the number of rounds.
+        clock: the deadline.
     """
 
     def __init__(self, rounds: int, clock: Clock) -> None:
@@ -79,14 +79,14 @@ class Schedule:
         self._past = 0
 
     def next(self) -> float | None:
-        """From 0 to 1, the progress of the next round; None when there is none."""
+        """Return the progress of the next round, from 0 to 1; None when there is none."""
         done = self._past / self._rounds
         self._past += 1
         return None if done >= 1 or self._clock.is_over() else done
 
 
-def rows_of(core: Core, devices: int) -> int:
-    """How many placements to anneal at once: fewer of larger ones."""
+def population_size(core: Core, devices: int) -> int:
+    """Return how many placements to anneal at once: the larger they are, the fewer."""
     cells = max(1, core.costs.shape[1] * devices)
     return int(min(_MOST_ROWS, max(8, _CELLS // cells)))
 
@@ -95,19 +95,19 @@ class Population:
     """Placements of a core's units on devices, all annealed at once.
 
     Args:
-        core: whose units (n).
+        core: the core with the units (n).
         places: the devices (d).
-        start: (n,) the device of each unit at first; it must keep to everything.
-        size: how many placements (r).
+        start: (n,) the device of each unit at the start; it must satisfy all constraints.
+        size: the number of placements (r).
 
     Attributes:
         device: (r, n) the device of each unit.
         loads: (r, d) seconds of each device.
-        best: (n,) the best placement so far.
+        best: (n,) the best placement so far, as the device of each unit.
         value: its greatest load.
     """
 
-    def __init__(self, core: Core, places: Places, start: Ints, size: int) -> None:
+    def __init__(self, core: Core, places: DeviceTable, start: Ints, size: int) -> None:
         self._core = core
         self._places = places
         self._random = np.random.default_rng(0)
@@ -123,12 +123,12 @@ class Population:
         self._keep()
 
     def rounds(self, seconds: float) -> int:
-        """About how many rounds fit in some seconds."""
+        """Return about how many rounds fit in some seconds."""
         step = _STEP_SECONDS + _ENTRY_SECONDS * len(self._rows) * self._touching.shape[1]
         return max(1, int(seconds / (step * _ROUND)))
 
-    def run(self, schedule: Schedule, enough: float = 0.0) -> None:
-        """Anneal until the schedule ends, or a value is reached that is ``enough``."""
+    def run(self, schedule: CoolingSchedule, enough: float = 0.0) -> None:
+        """Anneal until the schedule ends or a value of at most ``enough`` is reached."""
         while self.value > enough and (done := schedule.next()) is not None:
             power, heat = _phase(done)
             for _ in range(_ROUND):
@@ -137,7 +137,7 @@ class Population:
             self._select(power)
 
     def _recount(self) -> None:
-        """Loads, bytes and pins of every placement, from the start: sums that were added to drift."""
+        """Recompute loads, bytes and pins of every placement, because incremental sums drift."""
         core, places = self._core, self._places
         size = len(self._rows)
         self._pins = np.zeros((size, self._nets + 1, self._devices), np.int32)
@@ -154,7 +154,7 @@ class Population:
         np.add.at(self._count, where, 1)
 
     def _step(self, power: float, heat: float) -> None:
-        """One move in every placement, taken or not."""
+        """Propose one move in every placement, and accept it or not."""
         rows, random, places = self._rows, self._random, self._places
         unit = random.integers(self._core.size, size=len(rows))
         old = self.device[rows, unit]
@@ -179,7 +179,7 @@ class Population:
         self._keep()
 
     def _target(self, unit: Ints, old: Ints) -> Ints:
-        """Where to: the device of another pin of a net, or any device."""
+        """Choose the target of each move: the device of another pin of a net, or any device."""
         random, rows = self._random, self._rows
         core = self._core
         new = random.integers(self._devices, size=len(rows))
@@ -193,7 +193,7 @@ class Population:
         return new
 
     def _allowed(self, unit: Ints, old: Ints, new: Ints) -> Bools:
-        """Whether moves keep to memory and to the devices to be filled."""
+        """Return whether moves satisfy memory and leave no device empty that must be filled."""
         rows, places = self._rows, self._places
         fits: Bools = self._bytes[rows, new] + places.nbytes[new, unit] <= places.capacity[new]
         if places.fill:
@@ -215,14 +215,14 @@ class Population:
         self._pins[rows[row], net, new[row]] += 1
 
     def _keep(self) -> None:
-        """Remember the best placement."""
+        """Record the best placement."""
         worst = self.loads.max(axis=1)
         for row in np.flatnonzero(worst < self.value * (1 - 1e-12)).tolist():
             if worst[row] < self.value * (1 - 1e-12):
                 self.best, self.value = self.device[row].copy(), float(worst[row])
 
     def _select(self, power: float) -> None:
-        """The worst eighth become copies of the best eighth."""
+        """Replace the worst eighth by copies of the best eighth."""
         share = len(self._rows) // 8
         if not share:
             return
@@ -233,7 +233,7 @@ class Population:
 
 
 def _phase(done: float) -> tuple[float, float]:
-    """The power and the temperature at a progress from 0 to 1."""
+    """Return the power and the temperature at a progress from 0 to 1."""
     for share, power, hot, cold in _PHASES:
         if done < share:
             return power, hot * (cold / hot) ** (done / share)
@@ -242,7 +242,7 @@ def _phase(done: float) -> tuple[float, float]:
 
 
 def _padded(owner: Ints, value: Ints, size: int, fill: int) -> Ints:
-    """(size, most) the values of each owner, filled up."""
+    """Return (size, most) the values of each owner, padded with ``fill``."""
     order = np.argsort(owner, kind="stable")
     counts = np.bincount(owner, minlength=size)
     table = np.full((size, max(1, int(counts.max(initial=0)))), fill, np.int64)

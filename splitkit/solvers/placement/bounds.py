@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from splitkit.solvers.placement.contract import tightened
+from splitkit.solvers.placement.contract import tightened_core
 from splitkit.solvers.placement.core import BIG, Core
 from splitkit.solvers.placement.problem import Problem
 from splitkit.solvers.placement.solution import InfeasibleError
@@ -12,8 +12,8 @@ from splitkit.solvers.placement.solution import InfeasibleError
 _HALVINGS = 14
 
 
-def simple(core: Core) -> int:
-    """The greater of the longest unit, each on its quickest class, and all work shared out among all devices."""
+def simple_bound(core: Core) -> int:
+    """Return the greater of the longest unit on its quickest class and the total work divided among all devices."""
     longest = int(core.least_work.max(initial=0))
     quickness = 0.0  # least work done by all devices together in one unit of time
     for kind, work, barred in zip(core.kinds, core.work, core.barred, strict=True):
@@ -24,27 +24,27 @@ def simple(core: Core) -> int:
     return max(longest, shared)
 
 
-def in_seconds(core: Core) -> float:
-    """`simple`, in seconds of the problem, without what rounding to whole numbers may have added."""
-    return max(0.0, simple(core) - core.slack) / core.scale
+def simple_bound_seconds(core: Core) -> float:
+    """Return `simple_bound` in seconds of the problem, less what rounding to whole numbers may have added."""
+    return max(0.0, simple_bound(core) - core.slack) / core.scale
 
 
-def by_joining(core: Core, low: int, high: int, *, acyclic: bool, filled: int = 0) -> int:
-    """The greatest load below which units would have to be joined that then do not fit the devices any more.
+def joining_bound(core: Core, low: int, high: int, *, acyclic: bool, filled: int = 0) -> int:
+    """Return the greatest load below which units would have to be joined that then no longer fit the devices.
 
     Args:
-        core: whose units.
-        low: a bound that is known.
-        high: a value that is reached.
-        acyclic: units that depend on each other in a cycle are joined too.
-        filled: devices that must not be empty.
+        core: the core.
+        low: a lower bound that is already known.
+        high: a value that is attained.
+        acyclic: whether units that depend on each other in a cycle are joined too.
+        filled: the number of devices that must not be empty.
     """
     for _ in range(_HALVINGS):
         middle = (low + high + 1) // 2
         if middle <= low:
             break
-        joined = tightened(core, middle, acyclic=acyclic)
-        if joined.size < filled or max(simple(joined), _shared(joined, middle)) >= middle:
+        joined = tightened_core(core, middle, acyclic=acyclic)
+        if joined.size < filled or max(simple_bound(joined), _shared(joined, middle)) >= middle:
             low = middle
         else:
             high = middle
@@ -52,9 +52,10 @@ def by_joining(core: Core, low: int, high: int, *, acyclic: bool, filled: int = 
 
 
 def _shared(core: Core, limit: int) -> int:
-    """A bound by counting, from the units that only some classes of devices can take below a limit.
+    """Bound the load by counting the units that only some classes of devices can take below a limit.
 
-    Such units share these k devices: all of their work, and of the longest ``q * k + 1`` some device has ``q + 1``.
+    Such units share k devices: these do all of their work, and of the longest ``q * k + 1`` units some device has ``q +
+    1``.
     """
     work = np.where(core.barred, BIG, core.work)
     for row, kind in zip(work, core.kinds, strict=True):
@@ -75,12 +76,12 @@ def _shared(core: Core, limit: int) -> int:
     return least
 
 
-def check(problem: Problem, core: Core) -> None:
-    """Refuse a problem that has no placement whatever the order and the memory.
+def check_placeable(problem: Problem, core: Core) -> None:
+    """Raise `InfeasibleError` if a problem has no placement whatever the order and the memory.
 
     Args:
-        problem: what is placed.
-        core: over the groups of units that share a device.
+        problem: the problem.
+        core: its core over the groups of units that share a device.
     """
     lonely = np.flatnonzero(core.barred.all(axis=0))
     if len(lonely):

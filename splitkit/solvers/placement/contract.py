@@ -1,4 +1,4 @@
-"""Safe contractions: units that some best placement holds together become one."""
+"""Safe contractions: units that some best placement keeps together become one unit."""
 
 from __future__ import annotations
 
@@ -8,54 +8,54 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
+from splitkit.solvers.placement.colocation import strong_components
 from splitkit.solvers.placement.core import BIG, Core
-from splitkit.solvers.placement.groups import strong
 from splitkit.solvers.placement.problem import Ints
 
 
-def contracted(core: Core, *, acyclic: bool = True) -> Core:
-    """The core with each light unit joined to a neighbour where that costs nothing.
+def contracted_core(core: Core, *, acyclic: bool = True) -> Core:
+    """Return the core with each light unit joined to a neighbour where that costs nothing.
 
-    A unit joins a neighbour if the nets of these two alone cost at least as much as its work and its nets that do not
-    touch the neighbour: then no load grows when it follows the neighbour. It must be able to follow: all before it,
-    or all after it, is the neighbour (if ``acyclic``), whatever supports the neighbour supports it, it has no work on
-    a host (which would save nothing), and it needs no memory or memory cannot bind.
+    A unit joins a neighbour if the nets between these two alone cost at least as much as its work plus its nets that do
+    not touch the neighbour: then no load grows when it moves to the neighbour's device. It must be able to move: all
+    its predecessors, or all its successors, are the neighbour (if ``acyclic``); whatever supports the neighbour
+    supports it; it has no work on a CPU (which would save nothing); and it needs no memory, or memory cannot bind.
 
-    Why an optimum is kept: take a best placement in which unit *u* and neighbour *t* are apart, and move *u* to *t*.
-    The device of *t* takes the work of *u*, and pays at most for the nets of *u* that have no pin at *t*; nets with
-    both were cut already, and it no longer pays for those of the two alone. The device that *u* leaves has less work,
-    pays no longer for the nets of the two, and may pay anew for those without *t*. Both sums are no greater than before
-    if work and nets without *t* cost no more than the nets of the two. All other devices pay for the same nets as
-    before. If *t* is all that is before *u*, then *u* may run right behind *t*, earlier than it did, so the order of
-    stages holds; and the other way round.
+    Proof that an optimum is kept: take a best placement in which unit *u* and neighbour *t* are apart, and move *u* to
+    *t*. The device of *t* gains the work of *u*, and pays at most for the nets of *u* that have no pin at *t*; nets
+    with both were cut already, and it no longer pays for the nets of the two alone. The device that *u* leaves loses
+    its work, no longer pays for the nets of the two, and may start to pay for nets without *t*. Neither sum grows if
+    the work and the nets without *t* cost no more than the nets of the two. All other devices pay for the same nets as
+    before. If *t* is the only predecessor of *u*, then *u* may run right behind *t*, earlier than before, so the order
+    of stages holds; likewise for successors.
     """
     joining = _Joining(core, acyclic, 0)
     joining.run()
     return core.merged(_numbered(joining.root))
 
 
-def relaxed(core: Core, most: int) -> Core:
-    """The core with more joined: as in `contracted`, but what a unit that joins does on a host counts for nothing.
+def relaxed_core(core: Core, most: int) -> Core:
+    """Return a relaxation: as `contracted_core`, but the work on a CPU of a unit that joins counts for nothing.
 
-    No greatest load of the core is less than the least one of this: each placement of the core, with units moved as in
-    `contracted`, is one of this with no higher loads, as what a host would have had to do for them counts for nothing.
+    It gives a lower bound: each placement of the core, with units moved as in `contracted_core`, is a placement of the
+    relaxation with no higher loads, because the CPU's work for the moved units is not counted.
 
     Args:
-        core: whose units.
-        most: work on a host; units with more join as in `contracted`.
+        core: the core to relax.
+        most: units with more work than this on a CPU join only as in `contracted_core`.
     """
     joining = _Joining(core, True, most)
     joining.run()
     joined = np.array(joining.root) != np.arange(core.size)
-    hosts = np.array([kind.host for kind in core.kinds])
-    work = np.where(hosts[:, None] & joined[None], 0, core.work)
+    cpus = np.array([kind.cpu for kind in core.kinds])
+    work = np.where(cpus[:, None] & joined[None], 0, core.work)
     return replace(core, work=work).merged(_numbered(joining.root))
 
 
-def tightened(core: Core, limit: int, *, acyclic: bool = True) -> Core:
-    """The core with units joined that every placement with all loads below ``limit`` holds together.
+def tightened_core(core: Core, limit: int, *, acyclic: bool = True) -> Core:
+    """Return the core with units joined that every placement with all loads below ``limit`` keeps together.
 
-    Again and again, for what is joined has more work and more nets, which may make other nets too dear to be cut.
+    This is repeated, because a joined unit has more work and more nets, which may make other nets too expensive to cut.
     """
     while True:
         label = _inseparable(core, limit)
@@ -64,20 +64,20 @@ def tightened(core: Core, limit: int, *, acyclic: bool = True) -> Core:
             return core
         if acyclic:  # what depends on each other in a cycle now: a stage in between would wait for itself
             edges = label[core.edges]
-            label = strong(edges[edges[:, 0] != edges[:, 1]], size)[label]
+            label = strong_components(edges[edges[:, 0] != edges[:, 1]], size)[label]
         core = core.merged(label)
 
 
 class _Joining:
     """Units that join others, one by one, over a graph that shrinks."""
 
-    def __init__(self, core: Core, acyclic: bool, most_on_host: int) -> None:
+    def __init__(self, core: Core, acyclic: bool, most_on_cpu: int) -> None:
         self.root = list(range(core.size))
         self._acyclic = acyclic
         self._pins: list[set[int]] = (
             [set(pins.tolist()) for pins in np.split(core.pins, core.starts[1:-1])] if len(core.pins) else []
         )
-        paying = [k for k, kind in enumerate(core.kinds) if not kind.host]
+        paying = [k for k, kind in enumerate(core.kinds) if not kind.cpu]
         self._costs: list[list[int]] = core.costs[paying].tolist()
         self._work: list[list[int]] = core.work[paying].tolist()
         self._nets: list[set[int]] = [set() for _ in range(core.size)]
@@ -90,13 +90,13 @@ class _Joining:
             self._before[then].add(first)
             self._after[first].add(then)
         light = _memory_is_free(core) | ((core.nbytes == 0) & (core.saved == 0))
-        hosts = [k for k, kind in enumerate(core.kinds) if kind.host]
-        light &= (core.work[hosts] <= most_on_host).all(axis=0)
+        cpus = [k for k, kind in enumerate(core.kinds) if kind.cpu]
+        light &= (core.work[cpus] <= most_on_cpu).all(axis=0)
         self._light: list[bool] = light.tolist()
         self._barred: list[list[bool]] = core.barred.T.tolist()
 
     def run(self) -> None:
-        """Join until nothing more can."""
+        """Join units until no more can join."""
         queue = [unit for unit, light in enumerate(self._light) if light]
         waiting = set(queue)
         while queue:
@@ -111,7 +111,7 @@ class _Joining:
                     queue.append(changed)
 
     def _target(self, unit: int) -> int | None:
-        """The neighbour that a light unit may follow at no cost."""
+        """Return the neighbour that a light unit may join at no cost, if any."""
         before, after = self._before[unit], self._after[unit]
         sole: list[int]
         touched = {pin for net in self._nets[unit] for pin in self._pins[net]} - {unit}
@@ -134,7 +134,7 @@ class _Joining:
         return None
 
     def _join(self, unit: int, target: int) -> set[int]:
-        """Put a unit into another; what may be joinable now."""
+        """Merge a unit into another; return the units that may have become joinable."""
         self.root[unit] = target
         for net in self._nets[unit]:
             self._pins[net].discard(unit)
@@ -157,16 +157,17 @@ class _Joining:
 
 
 def _memory_is_free(core: Core) -> bool:
-    """Whether every device could hold everything."""
+    """Return whether every device could hold everything."""
     most = int(core.nbytes.sum()) + int(core.saved.sum()) * core.flights
-    return all(kind.host or kind.capacity >= most for kind in core.kinds)
+    return all(kind.cpu or kind.capacity >= most for kind in core.kinds)
 
 
 def _inseparable(core: Core, limit: int) -> Ints:
-    """(n,) labels: alike are the pins of a net that is too dear to be cut.
+    """Return labels (n,) that are equal for the pins of a net that is too expensive to cut.
 
-    That is so if each device that could hold one certain pin, without all others, would have a load of at least
-    ``limit``; or each accelerator that could hold any pin so, where there is but one host.
+    A net is too expensive if, for one of its pins, each device that could hold that pin without all the others would
+    have a load of at least ``limit``; or, where there is at most one CPU, if that holds of each accelerator for any
+    pin.
     """
     work = np.where(core.barred, BIG, core.work).tolist()
     costs = core.costs.tolist()
@@ -175,22 +176,22 @@ def _inseparable(core: Core, limit: int) -> Ints:
     for net in np.argsort(-core.costs.max(axis=0, initial=0), kind="stable").tolist():
         for pin in pins[net]:
             nets[pin].append(net)
-    one_host = sum(len(kind.devices) for kind in core.kinds if kind.host) <= 1
+    one_cpu = sum(len(kind.devices) for kind in core.kinds if kind.cpu) <= 1
     dear_pins = [0] * len(pins)
     heavy = set()
     for unit in range(core.size):
         dear = set(nets[unit])
-        on_host = False
+        on_cpu = False
         for kind, of_class, cost in zip(core.kinds, work, costs, strict=True):
-            if kind.host:
-                on_host |= of_class[unit] < limit
+            if kind.cpu:
+                on_cpu |= of_class[unit] < limit
             elif dear:
                 dear &= _too_dear(unit, nets[unit], pins, of_class, cost, limit)
         # Whoever cuts the net has one of its pins without all others. If that is an accelerator, its load is too high;
-        # a host pays for nothing. But with one host, some of the pins are on an accelerator in any case.
+        # a CPU pays for nothing. But with one CPU, some of the pins are on an accelerator in any case.
         for net in dear:
             dear_pins[net] += 1
-            if not on_host or (one_host and dear_pins[net] == len(pins[net])):
+            if not on_cpu or (one_cpu and dear_pins[net] == len(pins[net])):
                 heavy.add(net)
     chosen = np.isin(core.pin_nets, np.array(sorted(heavy), np.int64))
     makers = core.pins[core.starts[:-1]][core.pin_nets]
@@ -202,9 +203,9 @@ def _inseparable(core: Core, limit: int) -> Ints:
 def _too_dear(
     unit: int, nets: list[int], pins: list[list[int]], work: list[int], costs: list[int], limit: int
 ) -> set[int]:
-    """The nets of a unit that take the load of an accelerator to ``limit`` when it holds the unit and cuts them.
+    """Return the nets of a unit that raise an accelerator's load to ``limit`` when it holds the unit and cuts them.
 
-    It also pays, for each other net of the unit, the net or the work of all its other pins.
+    For each other net of the unit, the accelerator also pays for the net or does the work of all its other pins.
     """
     # Each other net is cut, or the accelerator has all of its pins, and their work. A pin that two nets have counts for
     # the first alone, so that no work counts twice: the sum is never more than the load.
@@ -219,7 +220,7 @@ def _too_dear(
 
 
 def _numbered(root: list[int]) -> Ints:
-    """Labels from 0 of the units by the unit that they joined in the end."""
+    """Return labels from 0, equal for units that joined the same unit."""
     ends = np.array(root, np.int64)
     while not np.array_equal(ends, ends[ends]):
         ends = ends[ends]

@@ -1,6 +1,6 @@
-"""The core of a placement problem: groups instead of units, classes of equal devices, whole numbers instead of seconds.
+"""The core of a placement problem: groups as units, classes of equal devices, whole numbers instead of seconds.
 
-All sums and comparisons of the exact solvers are over whole numbers: sums of floats round, and lose an optimum.
+The exact solvers add and compare whole numbers only, because sums of floats round, which could lose an optimum.
 """
 
 from __future__ import annotations
@@ -12,29 +12,30 @@ from functools import cached_property
 import numpy as np
 from scipy.sparse import csr_array
 
-from splitkit.solvers.placement.groups import distinct, group_edges
+from splitkit.solvers.placement.colocation import distinct_pairs, group_edges
 from splitkit.solvers.placement.problem import Bools, Floats, Ints, Problem
 
 BIG = 2**61
-"""More than any load."""
+"""Larger than any load."""
 _ROOM = 2.0**58  # the sum of all work and all costs stays below this
 _EXACT = 2.0**52  # whole numbers up to this sum are kept as they are
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A class of devices that are alike.
+    """A class of equal devices.
 
     Attributes:
-        devices: their numbers.
-        capacity: bytes, `BIG` for no limit.
-        host: they pay no communication.
-        factor: on the cost of nets; where links differ the least of them, so that loads are bounds.
+        devices: the indices of the devices.
+        capacity: the bytes of each, `BIG` for no limit.
+        cpu: whether they are CPUs, which pay for no communication.
+        factor: the factor on the cost of nets; where links differ, the least of their factors, so that loads are
+            bounds.
     """
 
     devices: tuple[int, ...]
     capacity: int
-    host: bool
+    cpu: bool
     factor: float
 
 
@@ -44,18 +45,18 @@ class Core:
 
     Attributes:
         work: (classes, n) whole numbers; 0 where ``barred``.
-        barred: (classes, n) where a class does not support a unit.
-        nbytes: (n,) all the time.
-        saved: (n,) for each microbatch in flight.
-        costs: (classes, m) of each net for a device that holds it in part.
-        starts: (m + 1,) of the pins of each net.
-        pins: (q,) each once in a net, the maker first.
-        edges: (e, 2) each once.
+        barred: (classes, n) whether a class does not support a unit.
+        nbytes: (n,) bytes that each unit always needs.
+        saved: (n,) bytes of each unit for each microbatch in flight.
+        costs: (classes, m) the cost of each net for a device that holds it in part.
+        starts: (m + 1,) where the pins of each net start.
+        pins: (q,) each unit once in a net, the maker first.
+        edges: (e, 2) each pair once.
         kinds: the classes of devices.
-        group: (units of the problem,) the unit here.
+        group: (units of the problem,) the unit of the core that each belongs to.
         flights: the most microbatches that a stage can have in flight.
-        scale: seconds times this are the whole numbers.
-        slack: no sum is further than this from the true one, in whole numbers.
+        scale: the factor from seconds to whole numbers.
+        slack: the largest rounding error of a sum, in whole numbers.
     """
 
     work: Ints
@@ -74,7 +75,7 @@ class Core:
 
     @property
     def size(self) -> int:
-        """How many units."""
+        """The number of units."""
         return int(self.work.shape[1])
 
     @cached_property
@@ -84,19 +85,19 @@ class Core:
 
     @cached_property
     def incidence(self) -> csr_array:
-        """(m, n) which net has which pin."""
+        """(m, n) which net has a pin at which unit."""
         return csr_array(
             (np.ones(len(self.pins), np.int64), self.pins, self.starts), shape=(self.costs.shape[1], self.size)
         )
 
     @cached_property
     def least_work(self) -> Ints:
-        """(n,) on the class that is quickest."""
+        """(n,) the work of each unit on its quickest class."""
         work: Ints = np.where(self.barred, BIG, self.work).min(axis=0)
         return work
 
     def merged(self, label: Ints) -> Core:
-        """The core whose units are the sets of units with the same label (0 to size - 1)."""
+        """Return the core in which all units with the same label (0 to size - 1) are one unit."""
         size = int(label.max(initial=-1)) + 1
         work, barred = _summed(self.work, label, size), _summed(self.barred.astype(np.int64), label, size) > 0
         starts, pins, kept = _repinned(self.pin_nets, label[self.pins], self.costs.shape[1])
@@ -110,23 +111,23 @@ class Core:
             costs=self.costs[:, kept],
             starts=starts,
             pins=pins,
-            edges=distinct(edges[edges[:, 0] != edges[:, 1]]),
+            edges=distinct_pairs(edges[edges[:, 0] != edges[:, 1]]),
             group=label[self.group],
         )
 
     def reversed(self) -> Core:
-        """The same with every edge the other way round."""
+        """Return the same core with every edge reversed."""
         return replace(self, edges=self.edges[:, ::-1])
 
 
 def core_of(problem: Problem, group: Ints) -> Core:
-    """The core of a problem over given groups of its units (`groups.fused`, `groups.coloured`)."""
+    """Return the core of a problem over groups of its units (`acyclic_groups` or `colour_groups`)."""
     size = int(group.max(initial=-1)) + 1
     kinds = classes(problem)
     rows = np.array([problem.devices[kind.devices[0]].kind for kind in kinds])
     barred = np.isinf(problem.seconds[rows])
     seconds = np.where(barred, 0.0, problem.seconds[rows])
-    factor = np.array([0.0 if kind.host else kind.factor for kind in kinds])
+    factor = np.array([0.0 if kind.cpu else kind.factor for kind in kinds])
     costs = factor[:, None] * problem.net_costs[None]
     whole, scale, slack = _scaled(seconds, costs)
     starts, pins, kept = _repinned(problem.pin_nets, group[problem.pins], len(problem.net_costs))
@@ -149,40 +150,40 @@ def core_of(problem: Problem, group: Ints) -> Core:
 
 
 def classes(problem: Problem) -> tuple[Kind, ...]:
-    """The devices of a problem, those that are alike together; where they are ordered each is a class of its own."""
+    """Return the classes of equal devices; where devices are ordered, each is a class of its own."""
     found: dict[tuple[object, ...], list[int]] = {}
     for d, device in enumerate(problem.devices):
         prices = problem.seconds[device.kind].tobytes()
-        capacity = BIG if device.host or device.capacity >= BIG else int(device.capacity)
+        capacity = BIG if device.cpu or device.capacity >= BIG else int(device.capacity)
         single = d if problem.ordered else -1
-        found.setdefault((prices, capacity, device.host, _factor(problem, d), single), []).append(d)
+        found.setdefault((prices, capacity, device.cpu, _factor(problem, d), single), []).append(d)
     return tuple(
-        Kind(tuple(devices), capacity, host, factor)  # type: ignore[arg-type]
-        for (_, capacity, host, factor, _), devices in found.items()
+        Kind(tuple(devices), capacity, cpu, factor)  # type: ignore[arg-type]
+        for (_, capacity, cpu, factor, _), devices in found.items()
     )
 
 
 def exact_links(problem: Problem) -> bool:
-    """Whether one factor for each device says all about the links."""
+    """Return whether one factor per device describes all links exactly."""
     if problem.links is None or len(problem.devices) == 1:
         return True
     apart = ~np.eye(len(problem.devices), dtype=np.bool_)
     for d, device in enumerate(problem.devices):
         factors = np.concatenate([problem.links[d][apart[d]], problem.links[:, d][apart[d]]])
-        if not device.host and (factors != factors[0]).any():
+        if not device.cpu and (factors != factors[0]).any():
             return False
     return True
 
 
 def _factor(problem: Problem, d: int) -> float:
-    if problem.links is None or len(problem.devices) == 1 or problem.devices[d].host:
+    if problem.links is None or len(problem.devices) == 1 or problem.devices[d].cpu:
         return 1.0
     others = np.arange(len(problem.devices)) != d
     return float(min(problem.links[d][others].min(), problem.links[others, d].min()))
 
 
 def _scaled(seconds: Floats, costs: Floats) -> tuple[Callable[[Floats], Ints], float, float]:
-    """How floats become whole numbers, by what factor, and how far a sum can be off."""
+    """Return how floats become whole numbers, the factor, and the largest error of a sum."""
     total = float(seconds.sum(axis=1).max(initial=0.0) + costs.sum(axis=1).max(initial=0.0))
     whole = all(np.all(floats == np.floor(floats)) for floats in (seconds, costs))
     scale = 1.0 if not total or (whole and total < _EXACT) else 2.0 ** np.floor(np.log2(_ROOM / total))
@@ -191,7 +192,7 @@ def _scaled(seconds: Floats, costs: Floats) -> tuple[Callable[[Floats], Ints], f
 
 
 def _summed(rows: Ints, label: Ints, size: int) -> Ints:
-    """(r, size) the sums of (r, n) rows over units with the same label."""
+    """Return (r, size) the sums of (r, n) rows over the units with the same label."""
     total = np.zeros((len(rows), size), np.int64)
     for row, sums in zip(rows, total, strict=True):
         np.add.at(sums, label, row)
@@ -199,7 +200,9 @@ def _summed(rows: Ints, label: Ints, size: int) -> Ints:
 
 
 def _repinned(nets: Ints, pins: Ints, count: int) -> tuple[Ints, Ints, Ints]:
-    """Nets whose pins have been renamed: starts, pins, which nets are kept. Each pin once, the maker's first."""
+    """Return starts and pins of nets whose pins were renumbered, each pin once, the maker first; and which nets are
+    kept.
+    """
     place = np.arange(len(pins))
     order = np.lexsort((place, pins, nets))
     first = np.ones(len(order), np.bool_)

@@ -1,4 +1,4 @@
-"""What a placement costs and whether it may be: straight from the definition, shared with no solver."""
+"""The cost and the faults of a placement, straight from the definition; no solver shares this code."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from splitkit.solvers.placement.groups import ordering
+from splitkit.solvers.placement.colocation import colour_order
 from splitkit.solvers.placement.problem import Floats, Ints, Problem
 
 
 def loads(problem: Problem, device: Ints) -> Floats:
-    """(d,) seconds of each device: the work of its units, and the cost of each net that it holds in part.
+    """Return (d,) seconds of each device: the work of its units, and the cost of each net that it holds in part.
 
     Args:
-        problem: what is placed.
+        problem: the problem.
         device: (n,) the device of each unit.
     """
     kinds = np.array([d.kind for d in problem.devices])
@@ -22,20 +22,20 @@ def loads(problem: Problem, device: Ints) -> Floats:
     np.add.at(total, device, problem.seconds[kinds[device], np.arange(problem.units)])
     net, holder = _holders(problem, device)
     cut = (np.bincount(net, minlength=len(problem.net_costs)) > 1)[net]
-    host = np.array([d.host for d in problem.devices])
-    paid = cut & ~host[holder]
+    cpu = np.array([d.cpu for d in problem.devices])
+    paid = cut & ~cpu[holder]
     cost = problem.net_costs[net] * _factors(problem, device, net, holder)
     np.add.at(total, holder[paid], cost[paid])
     return total
 
 
 def memory(problem: Problem, device: Ints, order: tuple[int, ...] = ()) -> Ints:
-    """(d,) bytes on each device.
+    """Return (d,) bytes on each device.
 
     Args:
-        problem: what is placed.
+        problem: the problem.
         device: (n,) the device of each unit.
-        order: the used devices from the first stage to the last; with it comes what is in flight.
+        order: the used devices from the first stage to the last; if given, microbatches in flight count.
     """
     held = np.zeros(len(problem.devices), np.int64)
     np.add.at(held, device, problem.nbytes)
@@ -49,10 +49,10 @@ def memory(problem: Problem, device: Ints, order: tuple[int, ...] = ()) -> Ints:
 
 
 def faults(problem: Problem, device: Ints, order: tuple[int, ...] | None = None) -> list[str]:
-    """Everything that is wrong with a placement, in words; nothing if it may be.
+    """Describe every constraint that a placement violates; the list is empty if it is legal.
 
     Args:
-        problem: what is placed.
+        problem: the problem.
         device: (n,) the device of each unit.
         order: the used devices from the first stage to the last; ``None`` if the placement has no stages.
     """
@@ -69,7 +69,7 @@ def faults(problem: Problem, device: Ints, order: tuple[int, ...] | None = None)
         found.append("units of one colour are on several devices")
     held = memory(problem, device, order or ())
     for d, spec in enumerate(problem.devices):
-        if not spec.host and held[d] > spec.capacity:
+        if not spec.cpu and held[d] > spec.capacity:
             found.append(f"device {d} holds {held[d]} bytes of {spec.capacity}")
     used = set(np.unique(device).tolist())
     if problem.fill and len(used) < len(problem.devices):
@@ -78,7 +78,7 @@ def faults(problem: Problem, device: Ints, order: tuple[int, ...] | None = None)
 
 
 def _misplaced(problem: Problem, device: Ints, order: tuple[int, ...], used: set[int]) -> list[str]:
-    """What is wrong with the stages: an edge that goes back, a cycle of devices, the order of devices."""
+    """Describe faults of stages: edges that go back, cycles of devices, a wrong order of devices."""
     if sorted(order) != sorted(used):
         return ["the stages are not the used devices"]
     found = []
@@ -86,7 +86,7 @@ def _misplaced(problem: Problem, device: Ints, order: tuple[int, ...], used: set
         found.append("the stages are not in the order of the devices")
     rank = np.zeros(len(problem.devices), np.int64)
     rank[list(order)] = np.arange(len(order))
-    group, edges = ordering(problem)
+    group, edges = colour_order(problem)
     of_group = np.zeros(int(group.max(initial=-1)) + 1, np.int64)
     of_group[group] = device
     if (rank[of_group[edges[:, 0]]] > rank[of_group[edges[:, 1]]]).any():
@@ -97,20 +97,22 @@ def _misplaced(problem: Problem, device: Ints, order: tuple[int, ...], used: set
 
 
 def cycles(edges: Ints, size: int) -> bool:
-    """Whether a graph has a cycle; an edge from a node to itself is none."""
+    """Return whether a graph has a cycle; self-loops do not count."""
     matrix = coo_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), shape=(size, size))
     return bool(connected_components(matrix, connection="strong")[0] < size)
 
 
 def _holders(problem: Problem, device: Ints) -> tuple[Ints, Ints]:
-    """Each pair of a net and a device that holds a pin of it, once."""
+    """Return each pair of a net and a device that holds a pin of it, once."""
     count = len(problem.devices)
     pairs = np.unique(problem.pin_nets * count + device[problem.pins])
     return pairs // count, pairs % count
 
 
 def _factors(problem: Problem, device: Ints, net: Ints, holder: Ints) -> Floats:
-    """The factor of the link over which a holder of a net gets its value, or the slowest over which it sends it."""
+    """Return the factor of the link over which each holder receives its net, or of the slowest over which
+    it sends it.
+    """
     if problem.links is None:
         return np.ones(len(net))
     maker = device[problem.pins[problem.net_starts[:-1]]][net]

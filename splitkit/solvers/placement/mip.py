@@ -1,4 +1,4 @@
-"""The rows of a mixed-integer program, gathered block by block, and HiGHS to solve it."""
+"""A builder for mixed-integer programs, block by block, solved by HiGHS."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from scipy.sparse import coo_array
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.problem import GRACE, Bools, Floats, Ints
 
-_NODES = 125_000  # of a search tree in a second, times the columns: what a slow machine manages
-_ROOT = 10  # nodes that the first of a tree counts for
+_NODES = 125_000  # nodes of a search tree times columns in a second, on a slow machine
+_ROOT = 10  # how many nodes the root of a tree counts for
 FAR = 2.0
-"""Times as long may a program take as its nodes are counted for, by default."""
-_NEARLY = 0.1  # of its time may be left to a thread that counts as having had it
-_BUSIEST = 30  # times as slow as alone may a machine be
-_LIMIT = "Solution limit reached"  # of HiGHS: at the node limit
-_OUT_OF_TIME, _STOPPED = 1, 4  # of scipy: at the time limit; at the node limit, or by an error in a reduction
+"""By default the clock ends a program after this many times the seconds that its nodes count for."""
+_NEARLY = 0.1  # share of its time that a thread may have left and still count as having had it
+_BUSIEST = 30  # how many times slower than alone a program may run
+_LIMIT = "Solution limit reached"  # the message of HiGHS at the node limit
+_OUT_OF_TIME, _STOPPED = 1, 4  # statuses of scipy: at the time limit; at the node limit, or after an error in presolve
 
 
 class Rows:
-    """``low <= matrix @ x <= high``, over columns that are numbered block by block.
+    """The constraints ``low <= matrix @ x <= high``, over columns that are numbered block by block.
 
     Attributes:
-        columns: how many there are.
-        spent: seconds that HiGHS had, as its nodes count.
+        columns: the number of columns.
+        spent: the seconds that HiGHS has used, by the count of its nodes.
     """
 
     def __init__(self) -> None:
@@ -36,17 +36,17 @@ class Rows:
         self._high: list[Floats] = []
 
     def block(self, *shape: int) -> Ints:
-        """The numbers of new columns."""
+        """Return the numbers of new columns."""
         size = int(np.prod(shape))
         self.columns += size
         return np.arange(self.columns - size, self.columns).reshape(shape)
 
     def add(self, terms: list[tuple[Ints, float]], low: float = -np.inf, high: float = np.inf) -> None:
-        """One row for each element: the sum of columns times a factor each, all of one shape."""
+        """Add one row for each element: a sum of columns times one factor each, all of the same shape."""
         self.add_scaled([(columns, np.full(columns.shape, factor)) for columns, factor in terms], low, high)
 
     def add_scaled(self, terms: list[tuple[Ints, Floats]], low: float = -np.inf, high: float = np.inf) -> None:
-        """One row for each element: the sum of columns times factors of the same shape."""
+        """Add one row for each element: a sum of columns times factors of the same shape."""
         count = terms[0][0].size
         rows = np.arange(self._count, self._count + count)
         for columns, factors in terms:
@@ -54,7 +54,7 @@ class Rows:
         self._bound(count, low, high)
 
     def add_sum(self, columns: Ints, factors: Floats, low: float = -np.inf, high: float = np.inf) -> None:
-        """One row: the sum of all columns times their factors."""
+        """Add one row: the sum of all columns times their factors."""
         rows = np.full(columns.size, self._count)
         self._entries.append((rows, columns.ravel(), np.broadcast_to(factors, columns.shape).ravel().astype(float)))
         self._bound(1, low, high)
@@ -75,11 +75,12 @@ class Rows:
     ) -> OptimizeResult:
         """Minimise ``price @ x`` with the ``whole`` columns whole: presolved first, then as it stands.
 
-        Nodes of the search trees are counted, so that it comes out the same on a machine that is slow or busy. Should
-        time end it all the same, ``clock`` is told, and what was found by then is no result (its bound is), unless
-        ``any_will_do``. With ``once`` it is not solved as it stands where nodes ended it, only where presolve failed.
-        Time ends it after ``far`` times the ``seconds`` that are counted. A tree has no more than so many ``nodes``; by
-        default those that the seconds are enough for where a relaxation leaves little to settle.
+        The nodes of the search trees are counted, so the result is the same on a slow or busy machine. If the clock
+        ends the search nevertheless, ``clock`` records it, and the solution found by then is dropped (but not its
+        bound), unless ``any_will_do``. With ``once``, the program is solved again without presolve only if presolve
+        failed, not if the nodes ran out. The clock ends it after ``far`` times the counted ``seconds``. A tree has at
+        most ``nodes`` nodes; by default, as many as the seconds are enough for where a relaxation leaves little to
+        settle.
         """
         own = Clock(far * seconds + GRACE, clock)
         if nodes is None:
@@ -90,7 +91,7 @@ class Rows:
         if best.status == _STOPPED and own.left > 0 and not ended:
             results.append(self._solve(price, whole, low, high, own, nodes, presolve=False))
         late = [result for result in results if result.status == _OUT_OF_TIME]
-        clock.cut |= bool(late)
+        clock.timed_out |= bool(late)
         for result in late if not any_will_do else ():
             result.x = None
         return _better(*results) if results[1:] else best
@@ -127,7 +128,7 @@ class Rows:
 
 
 def _better(one: OptimizeResult, other: OptimizeResult) -> OptimizeResult:
-    """The result that is final, or else the one that found the lesser value, with the greater bound of both."""
+    """Return the final result of the two, or else the lesser value found with the greater of both bounds."""
     if other.status not in (_STOPPED, _OUT_OF_TIME):
         return other
     best = min((one, other), key=lambda result: np.inf if result.x is None else result.fun)

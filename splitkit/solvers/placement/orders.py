@@ -1,4 +1,4 @@
-"""Topological orders of a graph that tend to cut few dear nets, for the linear program over one order."""
+"""Topological orders of a graph in which few expensive nets are open at a time, for `order_dp`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import numpy as np
 from splitkit.solvers.placement.core import Core
 from splitkit.solvers.placement.problem import Floats, Ints
 
-_BLENDS = 3  # random walks beside the fixed ones
+_BLENDS = 3  # random depth-first orders, besides the fixed ones
 ORDERS = 6 + _BLENDS
-"""How many `orders` there are."""
+"""The number of `orders`."""
 
 
 def orders(core: Core) -> Iterator[Ints]:
-    """Nine topological orders: by number, breadth, depth and cost, from either end, and random depth-first walks."""
+    """Yield nine topological orders: by number, breadth, depth and cost, from either end, and random
+    depth-first ones.
+    """
     after, before = _neighbours(core.edges, core.size)
     numbers = np.arange(core.size, dtype=np.float64)
     yield _depth_first(after, before, numbers)
@@ -31,8 +33,8 @@ def orders(core: Core) -> Iterator[Ints]:
         yield _depth_first(after, before, random.permutation(core.size).astype(np.float64))
 
 
-def within(core: Core, rank: Ints, random: np.random.Generator) -> Ints:
-    """A topological order in which stages come one after another, each walked depth-first in a random way."""
+def order_within_stages(core: Core, rank: Ints, random: np.random.Generator) -> Ints:
+    """Return a topological order in which stages follow each other, each in a random depth-first order."""
     after, before = _neighbours(core.edges, core.size)
     missing = [len(units) for units in before]
     key, of_stage = random.permutation(core.size).tolist(), rank.tolist()
@@ -55,8 +57,8 @@ def within(core: Core, rank: Ints, random: np.random.Generator) -> Ints:
     return np.array(order, np.int64)
 
 
-def by_key(core: Core, key: Floats) -> Ints:
-    """The topological order in which the least key of what is ready comes next."""
+def order_by_key(core: Core, key: Floats) -> Ints:
+    """Return the topological order that always takes the ready unit of the least key."""
     after, before = _neighbours(core.edges, core.size)
     return _by_key(after, before, key)
 
@@ -71,7 +73,7 @@ def _neighbours(edges: Ints, size: int) -> tuple[list[list[int]], list[list[int]
 
 
 def _depth_first(after: list[list[int]], before: list[list[int]], key: Floats) -> Ints:
-    """What became ready last comes next."""
+    """Take the unit that became ready last."""
     missing = [len(units) for units in before]
     rank = key.tolist()
     stack = sorted((unit for unit, count in enumerate(missing) if not count), key=lambda unit: -rank[unit])
@@ -89,7 +91,7 @@ def _depth_first(after: list[list[int]], before: list[list[int]], key: Floats) -
 
 
 def _breadth_first(after: list[list[int]], before: list[list[int]]) -> Ints:
-    """What became ready first comes next."""
+    """Take the unit that became ready first."""
     missing = [len(units) for units in before]
     queue = deque(unit for unit, count in enumerate(missing) if not count)
     order = []
@@ -104,7 +106,7 @@ def _breadth_first(after: list[list[int]], before: list[list[int]]) -> Ints:
 
 
 def _by_key(after: list[list[int]], before: list[list[int]], key: Floats) -> Ints:
-    """The least key of what is ready comes next."""
+    """Take the ready unit of the least key."""
     missing = [len(units) for units in before]
     rank = key.tolist()
     heap = [(rank[unit], unit) for unit, count in enumerate(missing) if not count]
@@ -121,7 +123,7 @@ def _by_key(after: list[list[int]], before: list[list[int]], key: Floats) -> Int
 
 
 def _height(after: list[list[int]], before: list[list[int]]) -> Floats:
-    """How many units are on the longest way to the end."""
+    """Return the number of units on the longest path from each unit to the end."""
     height = np.zeros(len(after))
     for unit in _breadth_first(after, before)[::-1].tolist():
         height[unit] = 1 + max((height[then] for then in after[unit]), default=0)
@@ -129,7 +131,7 @@ def _height(after: list[list[int]], before: list[list[int]]) -> Floats:
 
 
 def _cheapest(core: Core, after: list[list[int]], before: list[list[int]]) -> Ints:
-    """What leaves the cheapest nets open comes next; later comes before earlier where that is equal."""
+    """Take the unit that leaves the cheapest nets open; of equal ones, the one that became ready last."""
     cost = core.costs.max(axis=0, initial=0).tolist()
     open_pins = np.diff(core.starts).tolist()
     full = list(open_pins)

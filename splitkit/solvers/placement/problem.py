@@ -1,4 +1,4 @@
-"""A placement problem as arrays: units with prices, nets between them, devices, and what must hold."""
+"""A placement problem as arrays: units with prices, nets between them, devices, and constraints."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Floats = NDArray[np.float64]
 
 
 class BadProblemError(ValueError):
-    """A problem that makes no sense.
+    """A problem that is inconsistent.
 
     Attributes:
         field: the field of `Problem` or `Slot` that is wrong.
-        units: those concerned.
-        devices: those concerned.
+        units: the units concerned.
+        devices: the devices concerned.
     """
 
     def __init__(self, reason: str, field: str, units: tuple[int, ...] = (), devices: tuple[int, ...] = ()) -> None:
@@ -34,43 +34,43 @@ class BadProblemError(ValueError):
 
 @dataclass(frozen=True)
 class Slot:
-    """Where units can go.
+    """A device on which units can be placed.
 
     Attributes:
-        kind: the row of `Problem.seconds` that prices the units here.
+        kind: the row of `Problem.seconds` that prices the units on this device.
         capacity: bytes; infinite by default.
-        host: it pays no communication and has no limit on memory.
+        cpu: whether it is a CPU, which pays for no communication and has no limit on memory.
     """
 
     kind: int = 0
     capacity: float = float("inf")
-    host: bool = False
+    cpu: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
     """Units (n), kinds of devices, nets (m) with their pins (q), order edges (e), devices (d).
 
-    A net is a value and all that touch it: its first pin makes the value, the others read it. Each device that holds
-    some of its pins, but not all, pays its cost once (a host pays nothing).
+    A net is a value and all units that touch it: its first pin makes the value, the others read it. Each device that
+    holds some of its pins, but not all, pays its cost once (a CPU pays nothing).
 
     Attributes:
         seconds: (kinds, n) of work, not negative; infinite where a kind does not support a unit.
-        nbytes: (n,) int; what a unit needs on its device all the time.
+        nbytes: (n,) int; the bytes that a unit always needs on its device.
         net_costs: (m,) seconds to move the value of a net, not negative.
         net_starts: (m + 1,) int; the pins of net i are ``pins[net_starts[i]:net_starts[i + 1]]``.
         pins: (q,) int; units.
         edges: (e, 2) int; pairs of units (first, then).
-        devices: where units can go.
-        colours: (n,) int; units of the same colour share a device. Negative: no colour.
+        devices: the devices on which units can be placed.
+        colours: (n,) int; units of the same colour share a device. A negative number means no colour.
         backward: (n,) bool; a unit of the backward pass: it follows its colour, and no order holds for it.
         saved: (n,) int; bytes that a unit keeps for every microbatch in flight.
-        in_flight: microbatches in flight in a stage, by the number of stages after it; the last one holds for all
-            further ones. (1, 2, 3, 4) for 1F1B with 4 or more microbatches over 4 stages; empty: none.
-        links: (d, d) factors on the cost of what goes from a device to another; ``None`` for 1 everywhere. Who sends
-            one value to several devices pays for the slowest of these links.
-        ordered: stages take the devices in their given order, the first stage the first device.
-        fill: every device gets a unit.
+        in_flight: the microbatches in flight in a stage, by the number of stages after it; the last entry holds for all
+            further ones. (1, 2, 3, 4) is 1F1B with 4 or more microbatches over 4 stages; empty means none.
+        links: (d, d) factors on the cost of a transfer from one device to another; ``None`` for 1 everywhere. A device
+            that sends one value to several others pays for the slowest of these links.
+        ordered: whether stages take the devices in their given order, the first stage the first device.
+        fill: whether every device must get a unit.
     """
 
     seconds: Floats
@@ -105,7 +105,7 @@ class Problem:
         ordered: bool = False,
         fill: bool = False,
     ) -> Problem:
-        """The problem with nets as ``(cost, pins)`` and everything that is not given left out of account."""
+        """Return the problem with nets given as ``(cost, pins)``; everything else is optional."""
         units = seconds.shape[-1]
         sizes = [len(pins) for _, pins in nets]
         return cls(
@@ -132,7 +132,7 @@ class Problem:
 
     @property
     def units(self) -> int:
-        """How many units there are."""
+        """The number of units."""
         return int(self.seconds.shape[1])
 
     @cached_property

@@ -1,4 +1,4 @@
-"""A placement that was found with what is proven about it, or why there is none."""
+"""A placement with what is proven about it, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.core import Core
 from splitkit.solvers.placement.evaluate import faults, loads
 from splitkit.solvers.placement.problem import Floats, Ints, Problem
-from splitkit.solvers.placement.stages.stages import StageRanks
+from splitkit.solvers.placement.stages.stage_loads import StageRanks
 
 Key = Callable[[Ints, tuple[int, ...]], tuple[float, ...]]
-"""What ties are broken by, the least first: (device of each unit, used devices from first stage to last) -> key."""
+"""A tie-breaker, least first: (device of each unit, used devices from the first stage to the last) -> key."""
 
 _WEIGHED, _UNITS_WEIGHED = 24, 24_000  # placements of equal value, evenly of all: more where they have few units
 
 
-def stages_of(device: Ints, order: tuple[int, ...]) -> Ints:
-    """(n,) the stage of each unit, from its device and the devices from first stage to last."""
+def stage_numbers(device: Ints, order: tuple[int, ...]) -> Ints:
+    """Return (n,) the stage of each unit, from its device and the devices from the first stage to the last."""
     stage = np.zeros(max(order) + 1, np.int64)
     stage[list(order)] = np.arange(len(order))
     return stage[device]
@@ -28,19 +28,19 @@ def stages_of(device: Ints, order: tuple[int, ...]) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """A placement.
+    """A placement, its value and its bound.
 
     Attributes:
         device: (n,) the device of each unit.
         order: the used devices from the first stage to the last; empty where there are no stages.
-        value: seconds of the most loaded device, or of the makespan.
-        bound: no placement is better than this.
-        solver: what found it, and what proved the bound if that was another.
-        seconds: that the search took.
+        value: the seconds of the most loaded device, or the makespan.
+        bound: a lower bound on the value of every placement.
+        solver: the solver that found it, and the one that proved the bound if that is another.
+        seconds: how long the search took.
         loads: (d,) seconds of each device.
-        tolerance: relative; what rounding may have cost a proof.
-        turn: (n,) for a makespan: in which piece of its device a unit is, from 0.
-        cut: time ended a part of the search, so that another machine may find something else.
+        tolerance: relative; how much rounding may have cost the proof.
+        turn: (n,) for a makespan: the piece of its device that a unit is in, from 0.
+        timed_out: whether the clock ended part of the search, so that another machine may find another placement.
     """
 
     device: Ints
@@ -52,16 +52,16 @@ class Solution:
     loads: Floats
     tolerance: float
     turn: Ints | None = None
-    cut: bool = False
+    timed_out: bool = False
 
     @property
     def gap(self) -> float:
-        """How much greater the value is than the bound, as a fraction of the value."""
+        """How much the value exceeds the bound, as a fraction of the value."""
         return max(0.0, 1 - self.bound / self.value) if self.value else 0.0
 
     @property
     def optimal(self) -> bool:
-        """Whether the value is the bound, within the tolerance."""
+        """Whether the value equals the bound within the tolerance."""
         return self.gap <= self.tolerance
 
     @property
@@ -70,22 +70,22 @@ class Solution:
         return int(np.argmax(self.loads))
 
 
-def ending(tries: Iterable[Solution], clock: Clock | None = None) -> str:
-    """What a note says where time, not counts, ended a search for one of these, or a whole; else nothing."""
-    cut = any(found.cut for found in tries) or (clock is not None and clock.cut)
-    return "; cut short by time: another machine may find another plan" if cut else ""
+def timeout_note(tries: Iterable[Solution], clock: Clock | None = None) -> str:
+    """Return the note that time, not counts, ended the search for one of these or for the whole; else ""."""
+    timed_out = any(found.timed_out for found in tries) or (clock is not None and clock.timed_out)
+    return "; cut short by time: another machine may find another plan" if timed_out else ""
 
 
 class InfeasibleError(ValueError):
-    """No placement keeps to the constraints, or none was found.
+    """No placement satisfies the constraints, or none was found.
 
     Attributes:
         cause: ``"support"`` (no device supports all of ``units``, which share one), ``"devices"`` (fewer groups of
             units than devices to fill), ``"memory"`` or ``"unknown"`` (none was found, and none excluded).
-        units: those concerned.
-        capacity: the smallest number of bytes that would do if every device with a limit had it; None if unknown.
+        units: the units concerned.
+        capacity: the smallest number of bytes that would do on every limited device; None if unknown.
         devices: the fewest devices of the given (greatest) capacity that would do; None if no number does.
-        exact: whether the two numbers are proven least.
+        exact: whether the two numbers are proven to be the least.
     """
 
     def __init__(
@@ -106,19 +106,19 @@ class InfeasibleError(ValueError):
         self.exact = exact
 
 
-def preferred(
+def best_plan(
     problem: Problem, core: Core, plans: list[StageRanks], prefer: Key | None, clock: Clock | None = None
 ) -> tuple[Ints, tuple[int, ...], Floats]:
-    """The best of several stages, placed and checked, with its loads: by the greatest, then by the key, then the first.
+    """Return the best of several stages, placed and checked, with its loads: by value, then by the key, then the first.
 
     Args:
-        problem: what is placed.
-        core: the core of the problem.
+        problem: the problem.
+        core: its core.
         plans: at least one.
-        prefer: the key; of many, some are weighed.
-        clock: when no more are weighed.
+        prefer: the key; if there are many stages, it is computed for some of them only.
+        clock: the deadline for computing keys.
     """
-    made = (placed(core, stages) for stages in plans)
+    made = (devices_of_units(core, stages) for stages in plans)
     distinct = {(device.tobytes(), order): (device, order) for device, order in made}  # many are the same
     found = [(device, order, loads(problem, device)) for device, order in distinct.values()]
     least = min(load.max() for _, _, load in found)
@@ -139,8 +139,8 @@ def preferred(
     return taken
 
 
-def placed(core: Core, stages: StageRanks) -> tuple[Ints, tuple[int, ...]]:
-    """The device of each unit of the problem, and the used devices from the first stage to the last."""
+def devices_of_units(core: Core, stages: StageRanks) -> tuple[Ints, tuple[int, ...]]:
+    """Return the device of each unit of the problem, and the used devices from the first stage to the last."""
     unused = {kind: list(spec.devices) for kind, spec in enumerate(core.kinds)}
     first_to_last = [unused[kind].pop(0) for kind in reversed(stages.kinds)]
     of_stage = np.array(first_to_last[::-1], np.int64)

@@ -1,4 +1,4 @@
-"""The interactive picture as one HTML file, without dependencies and without a network."""
+"""Makes the interactive picture: one HTML file without dependencies that needs no network."""
 
 from __future__ import annotations
 
@@ -8,39 +8,24 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from splitkit.view.colours import COLOURS
-
-
-def script(*, widget: bool = False) -> str:
-    """The code of the picture: a class ``Ladder``, with the colours of all pictures; or the module of a widget."""
-    code = f'"use strict";\nconst COLOURS = {json.dumps(COLOURS)};\n{_file("page.js")}'
-    return _dense(f"{code}\n{_file('widget.js')}" if widget else code)
-
-
-def _dense(code: str) -> str:
-    """Without what only those read who change it: indentation, and lines that are a comment."""
-    lines = (line.strip() for line in code.splitlines())
-    return "\n".join(line for line in lines if line and not line.startswith(("//", "/**")))
+from splitkit.view.page.bundle import script
 
 
 def style() -> str:
-    """How it looks."""
-    return _file("page.css")
-
-
-def _file(name: str) -> str:
-    return files(__package__).joinpath(name).read_text("utf-8")
+    """Return the style sheet of the page."""
+    return files(__package__).joinpath("page.css").read_text("utf-8")
 
 
 def page(data: Mapping[str, Any], *, height: int | None = None) -> str:
-    """A page that stands alone.
+    """Return a complete page.
 
     Args:
-        data: what `splitkit.view.ladder.LadderView.to_dict` or `splitkit.view.halves.HalvesView.to_dict` gives.
-        height: pixels; that of the window if ``None``.
+        data: what `splitkit.view.data.ladder.LadderView.to_dict` or
+            `splitkit.view.data.joint_ladder.HalvesView.to_dict` returns.
+        height: the height in pixels; by default that of the window.
     """
-    # "<" can end the element that the data stands in; nothing else can
-    told = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    # names come from models: "<" is the only character that can end the script element around the data
+    data_text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     options = json.dumps({"height": height})
     whole = (
         "" if height else "html,body{margin:0;height:100%}.sk{--h:100vh;border:0!important;border-radius:0!important}"
@@ -52,6 +37,6 @@ def page(data: Mapping[str, Any], *, height: int | None = None) -> str:
     start = 'JSON.parse(document.getElementById("splitkit-data").textContent)'
     return (
         f'<!doctype html><html lang="en"><head>{head}</head><body>'
-        f'<script type="application/json" id="splitkit-data">{told}</script>'
+        f'<script type="application/json" id="splitkit-data">{data_text}</script>'
         f"<script>{script()}\nwindow.splitkit = show(document.body, {start}, {options});</script></body></html>"
     )

@@ -49,3 +49,9 @@ def test_a_custom_operator_may_be_random_until_it_is_declared(monkeypatch: pytes
     declare(draw)
     for target, args in ((packet, (X,)), (packet.default, (X,)), (functional, (packet.default, X))):
         assert not seen(call(target, *args))[2]
+
+
+def test_arguments_of_operators_are_declared_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(declared, "_DECLARED", {})
+    declare(aten.add.Tensor, writes=("other",), aliases=("self",))
+    assert seen(call(aten.add.Tensor, X, Y)) == seen(call(aten.add.Tensor, X, other=Y)) == ({"y"}, {"x"}, False, False)

@@ -1,1 +1,1 @@
-"""The objective latency: one sample as soon as possible, by lists, moves and a bound."""
+"""The latency objective: finish one sample as soon as possible, by list scheduling, annealing and lower bounds."""

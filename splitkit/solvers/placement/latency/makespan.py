@@ -1,4 +1,4 @@
-"""The makespan of pieces on accelerators and units on hosts, from the definition."""
+"""The makespan of pieces on accelerators and units on CPUs, from the definition."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from math import inf
 
 from splitkit.solvers.placement.problem import Problem
 
-HOST = -1
-"""The place of a unit that a host runs; other places are pieces."""
+CPU = -1
+"""The place of a unit on a CPU; all other places are pieces."""
 
 
 @dataclass(frozen=True, eq=False)
 class Timing:
-    """A problem as lists, for many makespans of it.
+    """A problem as lists, from which many makespans are computed.
 
     Attributes:
-        work: of each unit in each piece's device, by piece; infinite where it is not supported.
-        host: of each unit on a host; infinite where no host supports it.
+        work: the time of each unit in each piece, by piece; infinite where the device does not support it.
+        cpu: the time of each unit on a CPU; infinite where no CPU supports it.
         before: the units before each unit.
         after: the units after each unit.
         nets: (cost, pins) of each net, each pin once, the maker first.
         of_unit: the nets of each unit.
-        turns: pieces of one device, in the order in which they run, for each device.
+        turns: for each device its pieces, in the order in which they run.
     """
 
     work: list[list[float]]
-    host: list[float]
+    cpu: list[float]
     before: list[list[int]]
     after: list[list[int]]
     nets: list[tuple[float, list[int]]]
@@ -36,9 +36,9 @@ class Timing:
 
     @classmethod
     def of(cls, problem: Problem, pieces: int) -> Timing:
-        """The timing of so many pieces on each accelerator."""
-        accelerators = [d for d, device in enumerate(problem.devices) if not device.host]
-        hosts = sorted({device.kind for device in problem.devices if device.host})
+        """Return the timing of a problem with so many pieces on each accelerator."""
+        accelerators = [d for d, device in enumerate(problem.devices) if not device.cpu]
+        cpus = sorted({device.kind for device in problem.devices if device.cpu})
         before: list[list[int]] = [[] for _ in range(problem.units)]
         after: list[list[int]] = [[] for _ in range(problem.units)]
         for first, then in sorted({(a, b) for a, b in problem.edges.tolist() if a != b}):
@@ -54,7 +54,7 @@ class Timing:
                 nets.append((cost, pins))
         return cls(
             work=[problem.seconds[problem.devices[d].kind].tolist() for d in accelerators for _ in range(pieces)],
-            host=[min((float(problem.seconds[kind, v]) for kind in hosts), default=inf) for v in range(problem.units)],
+            cpu=[min((float(problem.seconds[kind, v]) for kind in cpus), default=inf) for v in range(problem.units)],
             before=before,
             after=after,
             nets=nets,
@@ -64,13 +64,13 @@ class Timing:
 
 
 def makespan(timing: Timing, place: list[int]) -> float:
-    """When the last unit or piece is done; infinite if pieces wait for each other in a cycle.
+    """Return when the last unit or piece ends; infinite if pieces wait for each other in a cycle.
 
     Args:
-        timing: how long units and messages of the problem take.
-        place: `HOST` or a piece, for each unit.
+        timing: the times of the problem's units and transfers.
+        place: `CPU` or a piece, for each unit.
     """
-    takes, members = busy(timing, place)
+    takes, members = piece_times(timing, place)
     pieces = len(takes)
     missing = [0] * pieces
     for piece, units in enumerate(members):
@@ -79,13 +79,13 @@ def makespan(timing: Timing, place: list[int]) -> float:
     start = [0.0] * pieces
     begin = [0.0] * len(place)
     wanted = [len(units) for units in timing.before]
-    ready = [unit for unit, count in enumerate(wanted) if not count and place[unit] == HOST]
+    ready = [unit for unit, count in enumerate(wanted) if not count and place[unit] == CPU]
     ready += [~piece for piece in range(pieces) if members[piece] and not missing[piece]]
     done, last = 0, 0.0
     while ready:
         item = ready.pop()
         if item >= 0:
-            finish, units = begin[item] + timing.host[item], [item]
+            finish, units = begin[item] + timing.cpu[item], [item]
         else:
             finish, units = start[~item] + takes[~item], members[~item]
             then = following[~item]
@@ -100,7 +100,7 @@ def makespan(timing: Timing, place: list[int]) -> float:
             here = place[unit]
             for then in timing.after[unit]:
                 there = place[then]
-                if there == HOST:
+                if there == CPU:
                     begin[then] = max(begin[then], finish)
                     wanted[then] -= 1
                     if not wanted[then]:
@@ -113,8 +113,8 @@ def makespan(timing: Timing, place: list[int]) -> float:
     return last if done == len(place) else inf
 
 
-def busy(timing: Timing, place: list[int]) -> tuple[list[float], list[list[int]]]:
-    """How long each piece takes, and its units."""
+def piece_times(timing: Timing, place: list[int]) -> tuple[list[float], list[list[int]]]:
+    """Return how long each piece takes, and its units."""
     takes = [0.0] * len(timing.work)
     members: list[list[int]] = [[] for _ in takes]
     for unit, piece in enumerate(place):
@@ -131,7 +131,7 @@ def busy(timing: Timing, place: list[int]) -> tuple[list[float], list[list[int]]
 
 
 def _following(timing: Timing, members: list[list[int]], missing: list[int]) -> list[int]:
-    """The piece after each on its device, -1 for none; it waits for one thing more."""
+    """Return the next piece on the device of each piece, -1 for none; that piece waits for one thing more."""
     following = [-1] * len(members)
     for turns in timing.turns:
         used = [piece for piece in turns if members[piece]]

@@ -1,1 +1,1 @@
-"""Large graphs: contract, solve, refine level by level."""
+"""Multilevel placement of large graphs: coarsen, solve, and refine level by level."""

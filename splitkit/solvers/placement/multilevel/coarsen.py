@@ -1,10 +1,11 @@
-"""Coarser and coarser cores: pairs of units become one, without cycles, dear nets between light units first.
+"""Coarsening: pairs of units become one, without cycles, joined first where nets are expensive and units light.
 
-The pairs of a round are ends of edges from one level to the next (levels: longest ways from the first units, or to the
-last ones, in turn). No other way leads from one end of such an edge to the other. Pairs of one round together make a
-cycle only with pairs of the same level, and what would close one is left apart (after the clustering of Herrmann,
-Özkaya, Uçar, Kaya and Çatalyürek, "Multilevel algorithms for acyclic partitioning of directed acyclic graphs", SIAM
-J. Sci. Comput. 2019). Where few such pairs are left, neighbours in a topological order are joined: that is safe.
+The pairs of a round are ends of edges from one level to the next (levels are longest paths from the first units, or to
+the last ones, alternately). No other path leads from one end of such an edge to the other. Pairs of one round close a
+cycle only with pairs of the same level, and a pair that would close one is left apart (after the clustering of
+Herrmann, Özkaya, Uçar, Kaya and Çatalyürek, "Multilevel algorithms for acyclic partitioning of directed acyclic
+graphs", SIAM J. Sci. Comput. 2019). Where few such pairs are left, neighbours in a topological order are joined, which
+never closes a cycle.
 """
 
 from __future__ import annotations
@@ -14,38 +15,39 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.sparse import csr_array
 
+from splitkit.solvers.placement.colocation import strong_components
 from splitkit.solvers.placement.core import Core
-from splitkit.solvers.placement.groups import strong
 from splitkit.solvers.placement.orders import orders
 from splitkit.solvers.placement.problem import Bools, Floats, Ints
 
-_FEW = 0.1  # share of the units that pairs must save, or neighbours are taken
+_FEW = 0.1  # if pairs save a smaller share of the units, neighbours in an order are joined
 _HEAVY = 2.0  # times the mean unit of the coarsest core is the most that a unit of it may weigh
 _NOTHING = 1.02  # times its weight is what a unit of any weight may come to, so that it takes in what weighs nothing
-_ROUNDS = 8  # of matching
+_ROUNDS = 8  # rounds of matching
 
 
 @dataclass(frozen=True, eq=False)
 class Coarse:
-    """A core with a coarser one.
+    """A coarser core, and the map to it.
 
     Attributes:
         core: the coarser one.
-        label: (units of the finer core,) the unit of ``core`` that each is in.
+        label: (units of the finer core,) the unit of ``core`` that contains each.
     """
 
     core: Core
     label: Ints
 
 
-def coarsened(core: Core, size: int, stage: Ints | None = None, seed: int = 0) -> list[Coarse]:
-    """Coarser cores, each made from the one before, down to about so many units or as far as it goes.
+def coarsen(core: Core, size: int, stage: Ints | None = None, seed: int = 0) -> list[Coarse]:
+    """Return coarser and coarser cores, each made from the one before, down to about ``size`` units or as far as it
+    goes.
 
     Args:
-        core: the finest; it has no cycles.
-        size: units of the coarsest core that are aimed at.
-        stage: (n,) of each unit; only units of one stage are joined.
-        seed: of what decides between pairs that are equally good.
+        core: the finest core; it has no cycles.
+        size: the number of units to aim at.
+        stage: (n,) the stage of each unit; only units of one stage are joined.
+        seed: the seed that decides between equally good pairs.
     """
     random = np.random.default_rng(seed)
     stage = np.zeros(core.size, np.int64) if stage is None else stage
@@ -67,12 +69,12 @@ def coarsened(core: Core, size: int, stage: Ints | None = None, seed: int = 0) -
 
 
 def _weights(core: Core) -> Floats:
-    """(2, n) what the weight of a unit is measured by: work, and bytes."""
+    """Return (2, n) the weights of each unit: work, and bytes."""
     return np.stack([core.least_work, core.nbytes + core.flights * core.saved]).astype(np.float64)
 
 
 def _by_levels(core: Core, most: Floats, stage: Ints, random: np.random.Generator, *, backward: bool) -> Ints:
-    """(n,) labels of units after pairs between neighbouring levels have been joined."""
+    """Return (n,) labels after joining pairs between neighbouring levels."""
     edges = core.edges[:, ::-1] if backward else core.edges
     level = _levels(edges, core.size)
     pairs = edges[level[edges[:, 1]] == level[edges[:, 0]] + 1]
@@ -82,7 +84,7 @@ def _by_levels(core: Core, most: Floats, stage: Ints, random: np.random.Generato
 
 
 def _by_order(core: Core, most: Floats, stage: Ints, random: np.random.Generator, turn: int) -> Ints:
-    """(n,) labels of units after pairs of neighbours in a topological order have been joined."""
+    """Return (n,) labels after joining neighbours in a topological order."""
     several = orders(core)
     for _ in range(turn % 3):
         next(several)
@@ -93,7 +95,7 @@ def _by_order(core: Core, most: Floats, stage: Ints, random: np.random.Generator
 
 
 def _may_join(core: Core, pairs: Ints, most: Floats, stage: Ints) -> Bools:
-    """Which pairs are of one stage, light enough together, and may be on the same classes of devices."""
+    """Return which pairs are in one stage, light enough together, and supported by the same classes of devices."""
     first, then = pairs.T
     weights = _weights(core)
     together = weights[:, first] + weights[:, then]
@@ -103,7 +105,7 @@ def _may_join(core: Core, pairs: Ints, most: Floats, stage: Ints) -> Bools:
 
 
 def _levels(edges: Ints, size: int) -> Ints:
-    """(size,) how many edges the longest way to each unit has."""
+    """Return (size,) the number of edges on the longest path to each unit."""
     by_first = np.argsort(edges[:, 0], kind="stable")
     then = edges[by_first, 1].tolist()
     start = np.searchsorted(edges[by_first, 0], np.arange(size + 1)).tolist()
@@ -123,7 +125,7 @@ def _levels(edges: Ints, size: int) -> Ints:
 
 
 def _ratings(core: Core, pairs: Ints) -> Floats:
-    """(p,) how much pairs have in common, for their weight: each net counts for its maker with each reader."""
+    """Return (p,) how much each pair shares for its weight: each net counts for its maker with each reader."""
     sizes = np.diff(core.starts)
     cost = core.costs.max(axis=0, initial=0) / np.maximum(sizes - 1, 1)
     maker = core.pins[core.starts[:-1]][core.pin_nets]
@@ -137,7 +139,7 @@ def _ratings(core: Core, pairs: Ints) -> Floats:
 
 
 def _matching(pairs: Ints, rating: Floats, size: int, random: np.random.Generator) -> Ints:
-    """(size,) the partner of each unit, itself if it has none: pairs that are the best for both ends, in rounds."""
+    """Return (size,) the partner of each unit or itself: pairs that are best for both ends, found in rounds."""
     mate = np.arange(size)
     shuffled = random.permutation(len(pairs))
     pairs = pairs[np.lexsort((shuffled, -rating))]
@@ -157,13 +159,13 @@ def _matching(pairs: Ints, rating: Floats, size: int, random: np.random.Generato
 
 
 def _without_cycles(mate: Ints, edges: Ints, level: Ints) -> Ints:
-    """The partners without pairs that would close a cycle: pairs of one level that lead to each other."""
+    """Return the partners without the pairs of one level that would close a cycle."""
     mate = mate.copy()
     units = np.arange(len(mate))
     while True:
         label = _labels(mate)
         between = label[edges]
-        cycle = strong(between[between[:, 0] != between[:, 1]], int(label.max(initial=-1)) + 1)
+        cycle = strong_components(between[between[:, 0] != between[:, 1]], int(label.max(initial=-1)) + 1)
         crowded = (np.bincount(cycle) > 1)[cycle]
         if not crowded.any():
             return mate
@@ -180,13 +182,13 @@ def _without_cycles(mate: Ints, edges: Ints, level: Ints) -> Ints:
 
 
 def _labels(mate: Ints) -> Ints:
-    """(n,) one number for each pair and each unit without partner."""
+    """Return (n,) one number for each pair and each single unit."""
     label: Ints = np.unique(np.minimum(np.arange(len(mate)), mate), return_inverse=True)[1].astype(np.int64)
     return label
 
 
 def _without_twins(core: Core) -> Core:
-    """The core with nets of two pins made one where they have the same pins."""
+    """Return the core with nets of the same two pins merged."""
     sizes = np.diff(core.starts)
     first = core.starts[:-1]
     key = np.where(sizes == 2, -1, -2 - np.arange(len(sizes)))

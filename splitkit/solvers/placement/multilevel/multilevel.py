@@ -1,4 +1,4 @@
-"""Stages with a small greatest load for graphs past exact reach."""
+"""Stages with a small greatest load for graphs that are too large for exact search."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import replace
 
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement import bounds
-from splitkit.solvers.placement.bounds import check
-from splitkit.solvers.placement.contract import contracted
+from splitkit.solvers.placement.bounds import check_placeable
+from splitkit.solvers.placement.colocation import acyclic_groups
+from splitkit.solvers.placement.contract import contracted_core
 from splitkit.solvers.placement.core import Core, core_of, exact_links
-from splitkit.solvers.placement.groups import fused
 from splitkit.solvers.placement.multilevel.vcycle import VCycle
 from splitkit.solvers.placement.problem import Problem
-from splitkit.solvers.placement.solution import Key, Solution, preferred
+from splitkit.solvers.placement.solution import Key, Solution, best_plan
 from splitkit.solvers.placement.stages.contiguous import SECONDS, contiguous
-from splitkit.solvers.placement.stages.ladder import MOST_LEVELS, Ladder, ladder, level_count
-from splitkit.solvers.placement.stages.search import MOST_UNITS, StageSearch
-from splitkit.solvers.placement.stages.stages import StageRanks
+from splitkit.solvers.placement.stages.device_steps import MOST_LEVELS, DeviceSteps, device_steps, level_count
+from splitkit.solvers.placement.stages.stage_loads import StageRanks
+from splitkit.solvers.placement.stages.stage_solver import MOST_UNITS, StageSearch
 
 MOST_EXACT = 2000
 """Units up to which `contiguous` is tried first."""
@@ -35,33 +35,33 @@ def multilevel(
     advise: bool = True,
     clock: Clock | None = None,
 ) -> Solution:
-    """Stages with a small greatest load, for thousands to hundreds of thousands of units.
+    """Return stages with a small greatest load, for thousands to hundreds of thousands of units.
 
-    The best along nine orders (`linear`), and stages that come from coarser and coarser graphs (`vcycle`); the better
-    of both goes through coarser graphs again, several times. A small problem is left to `contiguous` first, and what
-    it finds is taken unless this is better. The greatest load is never more than the best along the orders, and the
-    bound is one on all stages.
+    The candidates are the best stages along nine orders (`order_dp`) and stages found through coarser and coarser
+    graphs (`vcycle`); the better of the two goes through coarser graphs again, several times. A small problem is left
+    to `contiguous` first, and its result is taken unless this one is better. The greatest load is never more than that
+    of the best along the orders, and the bound holds for all stages.
 
     Args:
-        problem: what is placed.
-        seconds: more are more work, by counts, not by a clock; the first two ways are always gone. The same problem
-            gives the same placement, however busy the machine, as far as `contiguous` does.
-        prefer: which of several placements of equal value is taken: the one of the least key. Some are weighed, not
-            all that there are.
-        clock: as of `contiguous`, which alone looks at it.
+        problem: the problem.
+        seconds: how much work to do, counted in steps, not by a clock; both candidates are always computed. The same
+            problem gives the same placement, however busy the machine, as far as `contiguous` does.
+        prefer: a key by which one of several placements of equal value is chosen, the least first. Only some of them
+            are compared.
+        clock: the clock for `contiguous`; nothing else here reads it.
 
     Raises:
         InfeasibleError: there is no placement, or none was found.
     """
     start = time.monotonic()
-    core = core_of(problem, fused(problem))
-    check(problem, core)
+    core = core_of(problem, acyclic_groups(problem))
+    check_placeable(problem, core)
     if level_count(core, problem.ordered) > MOST_LEVELS:  # too many classes: in the order in which they are given
         given = replace(problem, ordered=True)
         along = multilevel(given, seconds=seconds, prefer=prefer, advise=advise, clock=clock)
-        return replace(along, bound=min(along.value, bounds.in_seconds(core)))
+        return replace(along, bound=min(along.value, bounds.simple_bound_seconds(core)))
     joinable = exact_links(problem) and not problem.fill
-    core = contracted(core) if joinable and core.size <= _MOST_CONTRACTED else core
+    core = contracted_core(core) if joinable and core.size <= _MOST_CONTRACTED else core
     if core.size > MOST_EXACT:
         found = _found(problem, core, seconds, prefer, start)
         return found or contiguous(problem, seconds=seconds, prefer=prefer, advise=advise, clock=clock)
@@ -71,7 +71,7 @@ def multilevel(
     found = _found(problem, core, seconds, prefer, start)
     if found is None or found.value >= known.value:
         return known
-    found = replace(found, cut=known.cut)
+    found = replace(found, timed_out=known.timed_out)
     if known.bound <= found.bound:
         return found
     proved_by = known.solver.rpartition(", ")[2]
@@ -79,8 +79,8 @@ def multilevel(
 
 
 def _found(problem: Problem, core: Core, seconds: float, prefer: Key | None, start: float) -> Solution | None:
-    """The best that orders and ways through coarser cores find; None if they find nothing."""
-    steps = ladder(core, problem.in_flight, ordered=problem.ordered, fill=problem.fill)
+    """Return the best that orders and coarser cores find; None if they find nothing."""
+    steps = device_steps(core, problem.in_flight, ordered=problem.ordered, fill=problem.fill)
     search = _along_orders(core.reversed(), steps)
     cycles = VCycle(search.core, steps)
     plans = _plans(search, cycles, max(1, min(_CYCLES, int(seconds / SECONDS * _CYCLED_UNITS / core.size))))
@@ -91,7 +91,7 @@ def _found(problem: Problem, core: Core, seconds: float, prefer: Key | None, sta
         search.raise_bound(best.value)
     if exact_links(problem):
         plans = [best, *(cycles.ties(best, min(_TIES, _TIED_UNITS // core.size)) if prefer else ())]
-    device, order, value = preferred(problem, core, plans, prefer)
+    device, order, value = best_plan(problem, core, plans, prefer)
     return Solution(
         device=device,
         order=order,
@@ -105,11 +105,11 @@ def _found(problem: Problem, core: Core, seconds: float, prefer: Key | None, sta
 
 
 def _plans(search: StageSearch, cycles: VCycle, most: int) -> list[StageRanks]:
-    """What was found, each better than those before it."""
+    """Return the stages found, each better than the ones before."""
     found = list(search.plans)
     if search.closed:
         return found
-    fresh = cycles.fresh(lambda core: _along_orders(core, search.ladder).best)
+    fresh = cycles.fresh(lambda core: _along_orders(core, search.device_steps).best)
     if fresh and (not found or fresh.value < found[-1].value):
         found.append(fresh)
     for seed in range(1, most + 1):
@@ -121,8 +121,8 @@ def _plans(search: StageSearch, cycles: VCycle, most: int) -> list[StageRanks]:
     return found
 
 
-def _along_orders(core: Core, steps: Ladder) -> StageSearch:
-    """The best along nine orders, and the bound that needs no search."""
+def _along_orders(core: Core, steps: DeviceSteps) -> StageSearch:
+    """Return the search after nine orders and the bound that needs no search."""
     search = StageSearch(core, steps, _FAR, joinable=False)
     search.along_orders()
     return search

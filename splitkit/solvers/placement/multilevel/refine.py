@@ -1,7 +1,7 @@
-"""Better stages by moves of single units: passes over pairs of stages, after Fiduccia and Mattheyses (DAC 1982).
+"""Refinement of stages by moves of single units: passes over pairs of stages (Fiduccia and Mattheyses, DAC 1982).
 
-A pass moves units from the stage with the greater load to the other, the one first whose move adds least to what both
-pay, each unit once, also where that makes things worse for a while; then it takes back what came after the best.
+A pass moves units from the stage with the greater load to the other, first the unit whose move adds least to what both
+pay, each unit once, also where the load becomes worse for a while. Then it takes back the moves after the best state.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import numpy as np
 
 from splitkit.solvers.placement.core import Core
 from splitkit.solvers.placement.problem import Ints
-from splitkit.solvers.placement.stages.stages import StageRanks, stage_loads
+from splitkit.solvers.placement.stages.stage_loads import StageRanks, stage_loads
 
-_PATIENCE = 20  # moves of a pass after the best
-_LOOKED = 24  # heap entries that are passed over for a move that is possible
+_PATIENCE = 20  # moves that a pass makes after its best state
+_LOOKED = 24  # heap entries examined to find a legal move
 _SMALL = 32  # pins up to which all pins of a net are weighed again when one of them moves
-_REACH = 2  # stages that a pair can be apart
+_REACH = 2  # the greatest distance between the two stages of a pair
 
 
-def refined(core: Core, stages: StageRanks, flights: Ints, rounds: int) -> StageRanks:
-    """Stages with no greater greatest load; the classes of their devices stay, and no stage becomes empty.
+def refine_stages(core: Core, stages: StageRanks, flights: Ints, rounds: int) -> StageRanks:
+    """Return stages with no greater load; the classes of devices stay, and no stage becomes empty.
 
     Args:
-        core: whose units; edges go from a stage to the same or one of a greater number.
-        stages: they fit the devices.
+        core: the core; edges go from a stage to the same or a greater number.
+        stages: the stages to start from; they fit the devices.
         flights: (stages,) microbatches in flight in each stage.
-        rounds: over all pairs of stages, at most.
+        rounds: the most rounds over all pairs of stages.
     """
     moves = _Moves(core, stages, flights)
     for _ in range(rounds):
@@ -39,7 +39,7 @@ def refined(core: Core, stages: StageRanks, flights: Ints, rounds: int) -> Stage
 
 
 class _Moves:
-    """Stages that change by moves of units, as lists: single steps in Python are quicker so."""
+    """Stages that change by moves of units; kept in lists, on which single steps in Python are faster."""
 
     def __init__(self, core: Core, stages: StageRanks, flights: Ints) -> None:
         self.rank: list[int] = stages.rank.tolist()
@@ -66,7 +66,7 @@ class _Moves:
             self._members[stage][unit] = None
 
     def round(self) -> bool:
-        """One pass over each pair of near stages, those of the most loaded stage first; whether any helped."""
+        """Make one pass over each pair of near stages, the most loaded stage first; return whether any helped."""
         helped = False
         for stage in sorted(range(self._count), key=lambda stage: -self.loads[stage]):
             for other in range(max(0, stage - _REACH), min(self._count, stage + _REACH + 1)):
@@ -83,7 +83,7 @@ class _Moves:
         return helped
 
     def _pass(self, low: int, high: int) -> bool:
-        """Moves between two stages; whether the greater load, or else the sum of both, is less than before."""
+        """Move units between two stages; return whether the greater load, or else the sum of both, has fallen."""
         heaps: dict[int, list[tuple[int, int]]] = {low: [], high: []}
         for stage, other in ((low, high), (high, low)):
             heaps[stage] = [
@@ -113,7 +113,7 @@ class _Moves:
         return best < start
 
     def _next(self, heaps: dict[int, list[tuple[int, int]]], low: int, high: int, locked: set[int]) -> int | None:
-        """The unit to be moved next: from the stage with the greater load, or from the other if there is none."""
+        """Return the unit to move next: from the stage with the greater load, or else from the other."""
         sides = (low, high) if self.loads[low] >= self.loads[high] else (high, low)
         for stage in sides:
             heap, other = heaps[stage], low + high - stage
@@ -132,7 +132,7 @@ class _Moves:
         return None
 
     def _may_leave(self, unit: int, stage: int, other: int) -> bool:
-        """Whether a unit can go to another stage without an edge that goes back, on a device that supports it."""
+        """Return whether a unit can go to another stage: no edge goes back, and the device supports it."""
         rank = self.rank
         if self._barred[other][unit]:
             return False
@@ -147,7 +147,7 @@ class _Moves:
         return True
 
     def _change(self, unit: int, old: int, new: int) -> tuple[int, int]:
-        """What a move adds to the load of the stage that is left, and of the one that is entered."""
+        """Return what a move adds to the loads of the stage left and the stage entered."""
         less, more = -self._work[old][unit], self._work[new][unit]
         here, sizes, count = self._here, self._sizes, self._count
         left, entered = self._costs[old], self._costs[new]
@@ -180,7 +180,7 @@ class _Moves:
     def _weigh_again(
         self, unit: int, heaps: dict[int, list[tuple[int, int]]], low: int, high: int, locked: set[int]
     ) -> None:
-        """Enter what is near a unit that was moved, at its price now."""
+        """Push the units near a moved unit again, at their current price."""
         near: set[int] = set()
         for net in self._nets[unit]:
             if self._sizes[net] <= _SMALL:
@@ -192,7 +192,7 @@ class _Moves:
 
 
 def _listed(owner: Ints, value: Ints, size: int) -> list[list[int]]:
-    """For each owner its values."""
+    """Return for each owner its values."""
     by_owner = np.argsort(owner, kind="stable")
     ends = np.cumsum(np.bincount(owner, minlength=size)).tolist()
     values = value[by_owner].tolist()
@@ -200,7 +200,7 @@ def _listed(owner: Ints, value: Ints, size: int) -> list[list[int]]:
 
 
 def _shared_rows(rows: Ints, which: tuple[int, ...]) -> list[list[int]]:
-    """Some rows as lists, one list for those that are alike."""
+    """Return some rows as lists; equal rows share one list."""
     lists: dict[bytes, list[int]] = {}
     found = []
     for row in which:

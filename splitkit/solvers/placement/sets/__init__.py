@@ -1,1 +1,1 @@
-"""Any set of units on any device: no convexity asked."""
+"""Arbitrary sets of units on each device, without convexity."""

@@ -1,1 +1,1 @@
-"""Convex sets, one after the other: the search over the ideals of a graph and what speeds it up."""
+"""Stages: convex sets of units, one after the other, found by dynamic programs, annealing and integer programs."""

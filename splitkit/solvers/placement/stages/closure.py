@@ -1,9 +1,10 @@
-"""The ideal of least cost as a minimum cut: what the nets cost that cross it, and a price of each unit on either side.
+"""The ideal of least cost, as a minimum cut: nets that cross its border have a cost, and units a price on either side.
 
-The source's side is the ideal (a closure problem: Picard 1976). An endless arc leads from each unit to those right
-before it, so that an ideal has these too. A net crosses if some pin is inside and some is outside: an arc of its cost,
-from a vertex that endless arcs of all pins lead to, to one from which they lead to all pins. A pin before all others
-stands for the former itself, one after all others for the latter.
+The source's side of the cut is the ideal (a closure problem: Picard 1976). An infinite arc leads from each unit to its
+direct predecessors, so an ideal that has the unit has them too. A net crosses if it has a pin inside and a pin outside:
+an arc of its cost leads from a vertex that infinite arcs of all pins enter to a vertex from which infinite arcs lead to
+all pins. Where one pin precedes all others it can stand for the former vertex, and a pin that follows all others for
+the latter.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from splitkit.solvers.placement.core import Core
 from splitkit.solvers.placement.problem import Bools, Ints
 
 BITS = 28
-"""All costs together are below 2 ** 28, as scipy's flows add them in 32 bits."""
+"""All costs together are below 2 ** 28, because scipy's ``maximum_flow`` adds capacities in 32 bits."""
 _ENDLESS = 2**BITS
 
 
 class Closures:
-    """Ideals of a core's units (n), with nets (m).
+    """The ideals of a core's units (n), with its nets (m).
 
     Args:
-        core: whose units.
-        closed: (n, n) whether the second unit is the first or after it.
+        core: the core whose units are divided.
+        closed: (n, n) whether the second unit is the first one or a descendant of it.
 
     Attributes:
-        flows: how many minimum cuts were asked for.
+        flows: the number of minimum cuts computed so far.
     """
 
     def __init__(self, core: Core, closed: Bools) -> None:
@@ -49,14 +50,14 @@ class Closures:
         self._of_net = np.concatenate([nowhere, nets[into], nets[out], np.arange(self._nets)])
 
     def least(self, cost: Ints, inside: Bools, outside: Bools, within: Ints, without: Ints) -> tuple[int, Bools]:
-        """The least cost of an ideal, and the smallest ideal of that cost.
+        """Return the least cost of an ideal, and the smallest ideal of that cost.
 
         Args:
-            cost: (m,) of nets that cross it, all together below 2 ** 28.
-            inside: (n,) units that it has.
-            outside: (n,) units that it does not have; none is before one that it has.
-            within: (n,) the price of other units that it has.
-            without: (n,) the price of other units that it does not have.
+            cost: (m,) the cost of each net that crosses the border; their sum is below 2 ** 28.
+            inside: (n,) units that the ideal must have.
+            outside: (n,) units that the ideal must not have; none precedes a unit that it must have.
+            within: (n,) the price of each other unit if the ideal has it.
+            without: (n,) the price of each other unit if the ideal does not have it.
         """
         arcs, value, flow = self._cut(cost, inside, outside, within, without)
         rest = arcs - flow
@@ -68,14 +69,14 @@ class Closures:
         return value, ideal
 
     def least_cost(self, cost: Ints, inside: Bools, outside: Bools) -> int:
-        """The least cost of an ideal, where units have no price; arguments as of `least`."""
+        """Return the least cost of an ideal when units have no price; the arguments are those of `least`."""
         nothing = np.zeros(self._size, np.int64)
         return self._cut(cost, inside, outside, nothing, nothing)[1]
 
     def _cut(
         self, cost: Ints, inside: Bools, outside: Bools, within: Ints, without: Ints
     ) -> tuple[csr_array, int, csr_array]:
-        """The arcs, from vertex 0, what is inside, to 1, what is outside; the value of a greatest flow, and it."""
+        """Return the arcs, the value of a maximum flow from vertex 0 (inside) to vertex 1 (outside), and the flow."""
         self.flows += 1
         size = 2 + self._size + 2 * self._nets
         vertex = 2 + np.arange(size - 2)

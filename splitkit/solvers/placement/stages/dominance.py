@@ -1,13 +1,13 @@
-"""Which ideals are no better to go on from than a larger one.
+"""Dominance between ideals: which ideals need not be extended because a larger ideal is at least as good.
 
-Take a unit ``v`` out of the stages after an ideal and into the ideal. The stage that held it loses its work and the
-nets whose other pins are all in the ideal; it may have to pay anew, for its other units, the nets of which no pin is
-in the ideal. If that is no more than what it loses, whatever completes the ideal completes the larger one at no higher
-loads: where the larger one is reached as cheaply, the smaller one need not be gone on from. (Loads up to a bound that
-is known are as cheap as each other, which is what makes this strong.)
+Take a unit ``v`` out of the stages after an ideal and put it into the ideal. The stage that held ``v`` loses its work,
+and the nets whose other pins are all in the ideal; it may have to pay, for its other units, for nets with no pin in the
+ideal. If that is no more than it loses, then whatever completes the ideal completes the larger one with no higher
+loads, so the smaller ideal can be dropped where the larger one is reached as cheaply. (Loads up to a known bound count
+as equally cheap, which is what makes the rule strong.)
 
-No other stage changes: one that has a pin of a net of ``v``, but not ``v``, paid for the net before and pays for it
-after. Nor can ideals drop each other in turn, for the one that stays is always larger.
+No other stage changes: a stage that has a pin of a net of ``v``, but not ``v`` itself, pays for the net before and
+after. Two ideals cannot drop each other, because the one that stays is always larger.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from numpy.typing import NDArray
 
 from splitkit.solvers.placement.core import Core
 from splitkit.solvers.placement.problem import Bools, Ints
+from splitkit.solvers.placement.stages.device_steps import DeviceSteps
 from splitkit.solvers.placement.stages.ideals import Ideals
-from splitkit.solvers.placement.stages.ladder import Ladder
 
 
-def applies(core: Core, ladder: Ladder) -> bool:
-    """Whether a stage may lose a unit for certain: none must be kept, and stages before it hold no more in flight."""
+def dominance_applies(core: Core, device_steps: DeviceSteps) -> bool:
+    """Return whether a stage may always lose a unit: none must be filled, and no earlier stage has more in flight."""
     # Without the unit its stage may be empty. Then it is left out (which `fill` forbids), and the stages before it have
     # one stage less after them: they must not hold more for that. Where the order of devices is fixed, it stays, empty.
-    flights = ladder.in_flight
+    flights = device_steps.in_flight
     rising = all(low <= high for low, high in pairwise(flights))
-    return not ladder.fill and (ladder.ordered or rising or not core.saved.any())
+    return not device_steps.fill and (device_steps.ordered or rising or not core.saved.any())
 
 
 class Dominance:
-    """For ideals the larger ones that are at least as good to go on from.
+    """The pairs of ideals of which the larger is at least as good to extend.
 
     Args:
-        core: whose units.
-        found: ideals.
-        pins: (nets, ideals) pins of each net inside each.
+        core: the core whose units are placed.
+        found: the ideals.
+        pins: (nets, ideals) how many pins of each net are in each ideal.
     """
 
     def __init__(self, core: Core, found: Ideals, pins: NDArray[np.uint16]) -> None:
@@ -49,11 +49,11 @@ class Dominance:
         self._starts = np.searchsorted(self._sizes[self._smaller], np.arange(core.size + 2))
 
     def undominated(self, values: Ints, limit: int) -> Bools:
-        """(ideals,) whether each is better than all larger ones that are as good to go on from.
+        """Return (ideals,) whether each ideal is better than all larger ones that are as good to extend.
 
         Args:
-            values: (ideals,) how cheaply each is reached.
-            limit: above the values of those that matter.
+            values: (ideals,) the greatest load with which each is reached.
+            limit: larger than every value that matters.
         """
         # From the largest down, `least` hands on the best value of all that can be reached by adding units one by one:
         # what is as good as something that is as good as a third is as good as that. A larger ideal may be one that the
@@ -69,7 +69,7 @@ class Dominance:
 
 
 def _covers(core: Core, found: Ideals, pins: NDArray[np.uint16]) -> tuple[Ints, Ints]:
-    """Pairs of an ideal and one with a unit more that is as good to go on from."""
+    """Return pairs of ideals: one, and the same with one more unit, which is at least as good to extend."""
     members = found.members(core.size).view(np.bool_)
     before: list[list[int]] = [[] for _ in range(core.size)]
     for first, then in core.edges.tolist():
@@ -102,10 +102,10 @@ def _covers(core: Core, found: Ideals, pins: NDArray[np.uint16]) -> tuple[Ints, 
 
 
 def _no_worse(core: Core, unit: int, nets: list[int], pins: NDArray[np.uint16], smaller: Ints) -> Bools:
-    """Whether no class of devices has a higher load without the unit, in what completes each of some ideals."""
-    # A host pays for no net, so to lose work never hurts it; a class that does not support the unit did not have it. A
+    """Return whether, for each ideal, losing the unit raises the load of no class of devices in any completion."""
+    # A CPU pays for no net, so to lose work never hurts it; a class that does not support the unit did not have it. A
     # net with some pins in the ideal, but not all others, costs the stage the same as before, or nothing any more.
-    paying = [k for k, kind in enumerate(core.kinds) if not kind.host and not core.barred[k, unit]]
+    paying = [k for k, kind in enumerate(core.kinds) if not kind.cpu and not core.barred[k, unit]]
     gain = np.repeat(core.work[paying, unit][:, None], len(smaller), axis=1)
     for net in nets:
         cost = core.costs[paying, net][:, None]

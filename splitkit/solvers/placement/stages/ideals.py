@@ -1,12 +1,13 @@
-"""The ideals of a graph between which the stages can lie whose loads are below a bound.
+"""The ideals of a graph that can separate stages whose loads are below a bound.
 
-An ideal holds with each unit all units before it. An ideal is kept at a level only if the work in it, with the nets
-that cross it, fits the devices of the level, and the rest fits the devices that are left, each below the bound.
-(Ideals: Tarnawski et al., NeurIPS 2020. Everything is whole numbers: rounding would lose optima.)
+An ideal contains with each unit all its ancestors. An ideal is kept at a level only if the work in it, with the nets
+that cross its border, fits the devices of the level, and the rest fits the remaining devices, each below the bound.
+(Ideals: Tarnawski et al., NeurIPS 2020. All numbers are whole: rounding could lose an optimum.)
 
-Why an ideal is all that a search has to remember: stages in a legal order are the differences of a chain of ideals. The
-work and the bytes of the stage between two of them are differences of sums, and it pays for a net just if the net has a
-pin in the difference and one outside it, which these two decide. How the smaller ideal was divided does not matter.
+An ideal is all that a search has to remember: stages in a legal order are the differences of a chain of ideals. The
+work and the bytes of the stage between two ideals are differences of sums, and the stage pays for a net if and only if
+the net has a pin in the difference and one outside it, which the two ideals decide. How the smaller ideal was divided
+into stages does not matter.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from numpy.typing import NDArray
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.core import BIG, Core
 from splitkit.solvers.placement.problem import Bools, Ints
-from splitkit.solvers.placement.stages.ladder import Ladder, ratios
+from splitkit.solvers.placement.stages.device_steps import DeviceSteps, class_speeds
 
 Words = NDArray[np.uint64]
 
 MOST_WORDS = 1_200_000
-"""More than these, of 64 units in an ideal each, are not gone through."""
-_PRUNING = 5  # times as long to drop ideals as to decide a unit
-_GROWTH = 1.3  # how many more ideals there are before those that do not fit are dropped
+"""Words of 64 units; more of them raise `TooManyError`."""
+_PRUNING = 5  # how many times as long it takes to prune the ideals as to decide a unit
+_GROWTH = 1.3  # ideals are pruned each time their number has grown by this factor
 
 
 class TooManyError(Exception):
-    """There are more ideals than can be gone through."""
+    """There are more ideals than the search can visit."""
 
 
 class Effort:
-    """What a search may still take: steps are counted, so that it comes out the same on a machine that is slow or busy.
+    """How much a search may still spend; steps are counted, so the result is the same on a slow or busy machine.
 
     Args:
-        steps: how many steps, of some nanoseconds each.
-        clock: when it ends at the latest.
+        steps: the number of steps, of some nanoseconds each.
+        clock: the deadline.
     """
 
     def __init__(self, steps: int, clock: Clock) -> None:
@@ -46,24 +47,24 @@ class Effort:
         self._clock = clock
 
     def spend(self, steps: int) -> None:
-        """Take some steps; `TooManyError` is raised when there are none left."""
+        """Spend some steps; raise `TooManyError` if none are left."""
         self.left -= steps
         if self.left < 0 or self._clock.is_over():
             raise TooManyError
 
     def part(self, share: float) -> Effort:
-        """An effort of its own with a share of what is left."""
+        """Return a separate effort with a share of what is left."""
         return Effort(int(self.left * share), self._clock)
 
 
 @dataclass(frozen=True, eq=False)
 class Ideals:
-    """Ideals that can end a stage, sorted by work; the first is empty, the last is everything.
+    """The ideals that can end a stage, sorted by work; the first is empty, the last has all units.
 
     Attributes:
-        bits: (words, ideals) which units are in each.
-        least: (ideals,) least work inside.
-        allowed: (levels, ideals) whether it can be reached and left.
+        bits: (words, ideals) the units of each ideal, as bits.
+        least: (ideals,) the least work inside each.
+        allowed: (levels, ideals) whether the ideal can be reached and completed at the level.
     """
 
     bits: Words
@@ -72,28 +73,30 @@ class Ideals:
 
     @property
     def count(self) -> int:
-        """How many."""
+        """The number of ideals."""
         return int(self.bits.shape[1])
 
     def members(self, size: int) -> NDArray[np.uint8]:
-        """(size, ideals) 1 for a unit that is in an ideal."""
+        """Return (size, ideals) 1 for each unit that is in an ideal."""
         octets = np.ascontiguousarray(self.bits, "<u8").view(np.uint8).reshape(len(self.bits), self.count, 8)
         rows = np.ascontiguousarray(octets.transpose(0, 2, 1)).reshape(-1, self.count)
         return np.unpackbits(rows, axis=0, count=size, bitorder="little")
 
 
-def ideals(core: Core, ladder: Ladder, limit: int, order: Ints, effort: Effort, most: int = MOST_WORDS) -> Ideals:
-    """The ideals between stages with loads below ``limit``.
+def ideals(
+    core: Core, device_steps: DeviceSteps, limit: int, order: Ints, effort: Effort, most: int = MOST_WORDS
+) -> Ideals:
+    """Return the ideals between stages with loads below ``limit``.
 
     Args:
-        core: whose units.
-        ladder: the levels.
-        limit: above the loads that are looked for.
-        order: (n,) a topological order of the units: the one in which they are decided.
-        effort: that it may take.
-        most: words of ideals; more raise `TooManyError`.
+        core: the core whose units are placed.
+        device_steps: the levels and steps of the devices.
+        limit: loads must be below it.
+        order: (n,) a topological order of the units, in which they are decided.
+        effort: how much may be spent.
+        most: the most words of ideals; more raise `TooManyError`.
     """
-    growing = _Growing(core, ladder, limit, order, effort)
+    growing = _Growing(core, device_steps, limit, order, effort)
     for unit in order.tolist():
         growing.decide(unit)
         if growing.bits.size > most:
@@ -109,27 +112,28 @@ def ideals(core: Core, ladder: Ladder, limit: int, order: Ints, effort: Effort, 
 
 
 class _Growing:
-    """Ideals of the units that are decided so far."""
+    """The ideals of the units decided so far."""
 
-    def __init__(self, core: Core, ladder: Ladder, limit: int, order: Ints, effort: Effort) -> None:
+    def __init__(self, core: Core, device_steps: DeviceSteps, limit: int, order: Ints, effort: Effort) -> None:
         self._core = core
         self._effort = effort
-        self._ladder = ladder
+        self._device_steps = device_steps
         self._limit = limit - 1  # loads are whole numbers: below the limit is at most this
-        paying = [k for k, kind in enumerate(core.kinds) if not kind.host]
+        paying = [k for k, kind in enumerate(core.kinds) if not kind.cpu]
         # A level takes `reach` least work for each unit of the load: a device of a slow class counts for less, so that
         # what it pays for nets counts for less too. The least of that is certain, whoever pays.
         paid = [
-            c if r >= 1 else np.floor(c * r).astype(np.int64) for c, r in zip(core.costs, ratios(core), strict=True)
+            c if r >= 1 else np.floor(c * r).astype(np.int64)
+            for c, r in zip(core.costs, class_speeds(core), strict=True)
         ]
         self._cost = np.min([paid[k] for k in paying], axis=0) if paying else np.zeros(core.costs.shape[1], np.int64)
         self.bits: Words = np.zeros(((core.size + 63) // 64, 1), np.uint64)
         self.inside = np.zeros(1, np.int64)  # least work of what is in
         self._out: Words = self.bits.copy()  # units that are out, and all after them, decided or not
-        self._held = np.stack([core.least_work, core.nbytes + ladder.least_flight * core.saved])
+        self._held = np.stack([core.least_work, core.nbytes + device_steps.least_flight * core.saved])
         self._crossing = np.zeros(1, np.int64)  # cost of nets of which some pin is in and some is out
         self._decided: Words = np.zeros(len(self.bits), np.uint64)
-        self._room = _room(core, ladder, self._limit)
+        self._room = _room(core, device_steps, self._limit)
         self._checked = 1
         self._before = [_mask(units, core.size) for units in _listed(core.edges[:, ::-1], core.size)]
         self._after = _descendants(core, order)
@@ -142,7 +146,7 @@ class _Growing:
         return int(self.bits.shape[1])
 
     def decide(self, unit: int) -> None:
-        """Each ideal without the unit, and with it where all before it is in."""
+        """Extend each ideal by the unit where it has all its predecessors, and keep the ideal without it."""
         self._effort.spend(len(self.bits) * self.count)
         # Units are decided in a topological order, so what is before a unit is decided, and an ideal without one of
         # these units is never asked for it again: each ideal of the decided units comes out once.
@@ -178,43 +182,45 @@ class _Growing:
         self._checked = max(self.count, 256)
 
     def allowed(self) -> Bools:
-        """(levels, ideals) whether what is certain fits: inside the devices of the level, outside those left."""
+        """Return (levels, ideals) whether the decided units fit: those inside on the level's devices, the others on the
+        rest.
+        """
         # A net with a pin in and a pin out is cut: of the stages inside, one that has a pin of it pays for it, for it
         # has not all of them, and so does one outside. Hence the loads inside are together at least the work inside and
-        # the least cost of the nets that cross. A host pays for no net, so where one may be inside nothing is certain
+        # the least cost of the nets that cross. A CPU pays for no net, so where one may be inside nothing is certain
         # of nets. Units that are undecided, and not after one that is out, count on neither side: the sums only grow
         # while units are decided, and what is dropped now could not be allowed later.
-        ladder = self._ladder
-        work_out, bytes_out = weights(self._held, self._out)
-        bytes_in = weights(self._held[1:], self.bits)[0]
-        allowed = np.empty((ladder.levels, self.count), np.bool_)
-        for level, (host_in, host_out) in enumerate(ladder.hosts):
-            inside = self.inside if host_in else self.inside + self._crossing
-            outside = work_out if host_out else work_out + self._crossing
-            allowed[level] = inside <= ladder.most(level, self._limit)
-            allowed[level] &= outside <= ladder.rest(level, self._limit)
+        device_steps = self._device_steps
+        work_out, bytes_out = sums_over_ideals(self._held, self._out)
+        bytes_in = sums_over_ideals(self._held[1:], self.bits)[0]
+        allowed = np.empty((device_steps.levels, self.count), np.bool_)
+        for level, (cpu_in, cpu_out) in enumerate(device_steps.cpus):
+            inside = self.inside if cpu_in else self.inside + self._crossing
+            outside = work_out if cpu_out else work_out + self._crossing
+            allowed[level] = inside <= device_steps.most(level, self._limit)
+            allowed[level] &= outside <= device_steps.rest(level, self._limit)
             room, room_left = self._room[level]
             allowed[level] &= (bytes_in <= room) & (bytes_out <= room_left)
         return allowed
 
     def _holds(self, mask: Words) -> Bools:
-        """Which ideals have all units of a mask."""
+        """Return which ideals have all units of a mask."""
         holds = np.ones(self.count, np.bool_)
         for word in np.flatnonzero(mask).tolist():
             holds &= (self.bits[word] & mask[word]) == mask[word]
         return holds
 
     def _none(self, mask: Words) -> Bools:
-        """Which ideals have no unit of a mask."""
+        """Return which ideals have no unit of a mask."""
         none = np.ones(self.count, np.bool_)
         for word in np.flatnonzero(mask).tolist():
             none &= (self.bits[word] & mask[word]) == 0
         return none
 
 
-def _room(core: Core, ladder: Ladder, limit: int) -> list[tuple[int, int]]:
-    """For each level the bytes that its devices hold together, and those that are left, each load within the limit."""
-    held = core.nbytes + ladder.least_flight * core.saved
+def _room(core: Core, device_steps: DeviceSteps, limit: int) -> list[tuple[int, int]]:
+    """Return for each level the bytes that its devices hold together within the limit, and the remaining devices."""
+    held = core.nbytes + device_steps.least_flight * core.saved
     capacity = [min(kind.capacity, _most_held(held, core.work[k], limit)) for k, kind in enumerate(core.kinds)]
 
     def together(counts: tuple[int, ...]) -> int:
@@ -223,12 +229,12 @@ def _room(core: Core, ladder: Ladder, limit: int) -> list[tuple[int, int]]:
     full = tuple(len(kind.devices) for kind in core.kinds)
     return [
         (together(level), together(tuple(total - used for total, used in zip(full, level, strict=True))))
-        for level in ladder.used
+        for level in device_steps.used
     ]
 
 
 def _most_held(held: Ints, work: Ints, limit: int) -> int:
-    """No device within the limit holds more bytes: those of the units with the most bytes for their work, and one."""
+    """Bound the bytes on a device within the limit: those of the units with the most bytes per work, and one more."""
     # The best fractions of a knapsack are the densest items and a part of the next one (Dantzig 1957); that one counts
     # whole here. What takes no work is always held, however little it is: it comes first.
     density = np.where(work > 0, held / np.maximum(work, 1), np.inf)
@@ -238,7 +244,7 @@ def _most_held(held: Ints, work: Ints, limit: int) -> int:
 
 
 def _listed(pairs: Ints, size: int) -> list[list[int]]:
-    """For each unit what it is paired with."""
+    """Return for each unit the units that it is paired with."""
     lists: list[list[int]] = [[] for _ in range(size)]
     for unit, other in pairs.tolist():
         lists[unit].append(other)
@@ -246,7 +252,7 @@ def _listed(pairs: Ints, size: int) -> list[list[int]]:
 
 
 def _descendants(core: Core, order: Ints) -> list[Words]:
-    """For each unit itself and all after it."""
+    """Return for each unit the mask of itself and its descendants."""
     after = _listed(core.edges, core.size)
     masks = [_mask([unit], core.size) for unit in range(core.size)]
     for unit in order[::-1].tolist():
@@ -262,8 +268,8 @@ def _mask(units: list[int], size: int) -> Words:
     return mask
 
 
-def weights(rows: Ints, bits: Words) -> Ints:
-    """(r, ideals) the sums of (r, n) whole numbers over the units in each ideal: exact, by tables of eight units."""
+def sums_over_ideals(rows: Ints, bits: Words) -> Ints:
+    """Return (r, ideals) the exact sums of (r, n) whole numbers over each ideal, by tables of eight units."""
     # A product of matrices would have to be of floats to be quick, and those round; a table of 256 sums does not.
     size = bits.shape[0] * 64
     padded = np.zeros((len(rows), size), np.int64)
@@ -279,4 +285,4 @@ def weights(rows: Ints, bits: Words) -> Ints:
 
 
 _EIGHT = (np.arange(256)[:, None] >> np.arange(8)) & 1
-"""(256, 8) the bits of each octet."""
+"""(256, 8) the bits of each byte."""

@@ -17,62 +17,62 @@ from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.core import BIG, Core
 from splitkit.solvers.placement.mip import Rows
 from splitkit.solvers.placement.problem import Bools, Floats, Ints
-from splitkit.solvers.placement.stages.borders import Borders, applies
-from splitkit.solvers.placement.stages.ladder import Ladder
-from splitkit.solvers.placement.stages.stages import StageRanks, fits, stage_loads
+from splitkit.solvers.placement.stages.border_bound import BorderBound, borders_apply
+from splitkit.solvers.placement.stages.device_steps import DeviceSteps
+from splitkit.solvers.placement.stages.stage_loads import StageRanks, fits, stage_loads
 
-_SOLVED, _INFEASIBLE = 0, 2  # of scipy
-_MARGIN = 1e-6  # relative: what HiGHS may be off
-_MOST_COLUMNS = 4_000  # of more it finds little, and overruns its time
-_MOST_OPEN = 2_500  # columns that a relaxation may have to settle
+_SOLVED, _INFEASIBLE = 0, 2  # statuses of scipy's milp
+_MARGIN = 1e-6  # relative; the tolerance of HiGHS
+_MOST_COLUMNS = 4_000  # with more, HiGHS finds little and overruns its time
+_MOST_OPEN = 2_500  # columns that the windows may leave open for a relaxation to be solved
 _HALVINGS, _LIMITS = 5, 3  # down to the first limit for which the relaxation is solved, and so many limits in all
-_RELAXATION = 20.0  # seconds that none of them takes
+_RELAXATION = 20.0  # time limit in seconds; no relaxation came near it
 # Seconds of a node, and what comes on top for each column times each whole one that the relaxation divides, which
 # branches and cuts are to settle; of that as much before the first branch as for so many nodes.
 _NODE, _DIVIDED, _ROOT = 4e-3, 8e-8, 100
 _FEW, _NEAR = 100, 0.9  # of more such columns no tree is searched where the relaxation is below this share of the limit
-_FAR = 4.0  # times as long may a program take as it is counted for
+_FAR = 4.0  # the clock ends a program after this many times the time that its nodes count for
 
 
 def stage_program(
-    core: Core, ladder: Ladder, limit: int, seconds: float, clock: Clock
+    core: Core, device_steps: DeviceSteps, limit: int, seconds: float, clock: Clock
 ) -> tuple[StageRanks | None, int]:
-    """The best stages below ``limit`` that are found, and a bound on their greatest load.
+    """Return the best stages below ``limit`` that the integer program finds, and a bound on their greatest load.
 
     Args:
-        core: whose units; stages are from the last one back, so its edges go back too.
-        ladder: how devices can be used.
-        limit: above all loads; `BIG` for none.
-        seconds: for the search, whose nodes are counted: as long as they take, by what the relaxation divides. Where
-            these would not be enough for one node, the bound is that of the relaxation.
-        clock: told if time ends it.
+        core: the core; stages go from the last to the first, so its edges must be reversed.
+        device_steps: the levels and steps of the devices.
+        limit: loads must be below it; `BIG` for no limit.
+        seconds: the time for the search, counted in nodes whose cost depends on how many columns the relaxation leaves
+            fractional. If that is less than one node, the bound is that of the relaxation.
+        clock: the deadline.
     """
-    slots = _slots(ladder)
+    slots = _slots(device_steps)
     if core.size * slots + 2 * core.costs.shape[1] * slots > _MOST_COLUMNS:
         return None, 0
     known = _windows(core, slots, limit)
     if known is None:
         return None, limit
-    return _Program(core, ladder, slots, limit).solve(seconds, clock, *known)
+    return _Program(core, device_steps, slots, limit).solve(seconds, clock, *known)
 
 
-def stage_relaxation(core: Core, ladder: Ladder, low: int, high: int, clock: Clock) -> int:
-    """A bound on the greatest load by the linear relaxation, with what `Borders` know; or ``low``.
+def stage_relaxation(core: Core, device_steps: DeviceSteps, low: int, high: int, clock: Clock) -> int:
+    """Return a bound on the greatest load by the linear relaxation within the windows of `BorderBound`, or ``low``.
 
     Args:
-        core: see `stage_program`.
-        ladder: how devices can be used.
-        low: a bound that is known.
-        high: a value that is reached.
-        clock: told if time ends it.
+        core: the core; see `stage_program`.
+        device_steps: the levels and steps of the devices.
+        low: a lower bound that is already known.
+        high: a value that some stages attain.
+        clock: the deadline.
     """
-    slots = _slots(ladder)
+    slots = _slots(device_steps)
 
     def told(limit: int) -> int:
         known = _windows(core, slots, limit)
         if known is not None and _open(core, *known) > _MOST_OPEN:
             return 0
-        return BIG if known is None else _Program(core, ladder, slots, limit).relaxed(clock, *known)[0]
+        return BIG if known is None else _Program(core, device_steps, slots, limit).relaxed(clock, *known)[0]
 
     # Mostly the lowest limit that matters excludes nothing, and it is the quickest to solve. No relaxation is
     # below that of a greater limit: what one tells is the next limit, and what that tells is little less.
@@ -88,31 +88,31 @@ def stage_relaxation(core: Core, ladder: Ladder, low: int, high: int, clock: Clo
     return low
 
 
-def _slots(ladder: Ladder) -> int:
-    """How many stages there can be."""
-    return max(sum(used) for used in ladder.used)
+def _slots(device_steps: DeviceSteps) -> int:
+    """Return the most stages that there can be."""
+    return max(sum(used) for used in device_steps.used)
 
 
 def _windows(core: Core, slots: int, limit: int) -> tuple[Bools, Bools] | None:
-    """See `Borders.windows`; where these tell nothing, only that everything is in some stage."""
-    if applies(core) and limit < BIG:
-        return Borders.of(core).windows(limit)
+    """Return the windows of `BorderBound`; where there are none, only that all units are in some stage."""
+    if borders_apply(core) and limit < BIG:
+        return BorderBound.of(core).windows(limit)
     inside = np.zeros((slots + 1, core.size), np.bool_)
     inside[-1] = True
     return inside, ~inside & (np.arange(slots + 1) == 0)[:, None]
 
 
 def _open(core: Core, inside: Bools, outside: Bools) -> int:
-    """How many columns the windows leave open: of units before each border, and of nets with such units."""
+    """Count the columns that the windows leave open: of units on each border, and of nets with such units."""
     free = ~(inside | outside)
     touched = (core.incidence @ (free[1:] | free[:-1]).T.astype(np.int64)) > 0
     return int(free.sum()) + 2 * int(touched.sum())
 
 
 class _Program:
-    def __init__(self, core: Core, ladder: Ladder, slots: int, limit: int) -> None:
+    def __init__(self, core: Core, device_steps: DeviceSteps, slots: int, limit: int) -> None:
         self._core = core
-        self._ladder = ladder
+        self._device_steps = device_steps
         self._slots = slots
         self._first = limit >= BIG  # no stages are known: any will do
         self._limit = min(limit, int(core.work.sum(axis=1).max() + core.costs.sum(axis=1).max(initial=0)) + 1)
@@ -133,7 +133,7 @@ class _Program:
                 self._memory(slot, kind)
 
     def solve(self, seconds: float, clock: Clock, inside: Bools, outside: Bools) -> tuple[StageRanks | None, int]:
-        """What HiGHS finds within the windows of `Borders`, checked and counted again, and what it proves."""
+        """Return the stages that HiGHS finds within the windows, checked and priced exactly, and the proven bound."""
         if self._first:
             nodes, proven = None, 0
         else:
@@ -152,9 +152,9 @@ class _Program:
         return (None if result.x is None else self._stages_of(result.x)), bound
 
     def relaxed(self, clock: Clock, inside: Bools, outside: Bools) -> tuple[int, int]:
-        """A bound within the windows of `Borders` if units can be divided, `BIG` if there are no stages even then.
+        """Return the bound of the linear relaxation within the windows, `BIG` if it is infeasible.
 
-        Besides, how many columns are divided that should be whole.
+        The second result is the number of columns with a fractional value that should be whole.
         """
         divisible = np.zeros(self._rows.columns, np.bool_)
         result = self._solved(divisible, np.inf, _RELAXATION, clock, inside, outside)
@@ -175,7 +175,7 @@ class _Program:
         outside: Bools,
         nodes: int | None = None,
     ) -> OptimizeResult:
-        """Solved with the greatest load up to ``most``."""
+        """Solve the program with the greatest load up to ``most``."""
         columns = self._rows.columns
         price, low, high = np.zeros(columns), np.zeros(columns), np.ones(columns)
         price[self._worst], high[self._worst] = 1.0, most
@@ -187,7 +187,7 @@ class _Program:
         )
 
     def _whole(self, proven: float | None) -> int:
-        """A bound of HiGHS as a whole number."""
+        """Round a bound of HiGHS to a whole number."""
         return 0 if proven is None or not np.isfinite(proven) else int(proven * self._unit * (1 - _MARGIN))
 
     def _stages(self) -> None:
@@ -197,12 +197,12 @@ class _Program:
         self._rows.add([(by[then], 1.0), (by[first], -1.0)], high=0.0)
 
     def _devices(self) -> None:
-        """One class a stage; no more stages than devices; ordered devices come in their order."""
+        """Add rows: one class for each stage, no more stages than devices, ordered devices in their order."""
         for slot in range(self._slots):
             self._rows.add_sum(self._on[slot], np.ones(len(self._core.kinds)), 1.0, 1.0)
         for kind, spec in enumerate(self._core.kinds):
             self._rows.add_sum(self._on[:, kind], np.ones(self._slots), high=float(len(spec.devices)))
-        if self._ladder.ordered:
+        if self._device_steps.ordered:
             last_first = sorted(range(self._slots), key=lambda kind: -self._core.kinds[kind].devices[0])
             for slot, kind in enumerate(last_first):
                 self._rows.add_sum(self._on[slot, [kind]], np.ones(1), 1.0)
@@ -214,18 +214,18 @@ class _Program:
             terms = [(here, 1.0)] + ([(self._by[pins, slot - 1], -1.0)] if slot else [])
             self._rows.add([*terms, (self._some[nets, slot], -1.0)], high=0.0)
             self._rows.add([*terms, (self._all[nets, slot], -1.0)], low=0.0)
-        if self._ladder.fill:
+        if self._device_steps.fill:
             for slot in range(self._slots):
                 self._rows.add_sum(*self._inside(slot, np.ones(self._core.size)), low=1.0)
 
     def _inside(self, slot: int, weights: Floats) -> tuple[Ints, Floats]:
-        """The columns and factors whose sum is the weight of a stage."""
+        """Return the columns and factors whose sum is the weight of a stage."""
         if not slot:
             return self._by[:, 0], weights
         return self._by[:, [slot, slot - 1]], np.stack([weights, -weights], axis=1)
 
     def _load(self, slot: int, kind: int) -> None:
-        """The load of a stage is below the greatest, if it is on a device of this class."""
+        """Add a row: the load of a stage is at most the greatest, if the stage is on a device of this class."""
         core, unit = self._core, self._unit
         columns, factors = self._inside(slot, core.work[kind] / unit)
         cost = core.costs[kind] / unit
@@ -239,8 +239,8 @@ class _Program:
             self._rows.add([*terms, (np.repeat(self._on[slot, kind], len(barred)), 1.0)], high=1.0)
 
     def _memory(self, slot: int, kind: int) -> None:
-        """The bytes of a stage fit, if it is on a device of this class."""
-        held = self._core.nbytes + self._ladder.flight(slot) * self._core.saved
+        """Add a row: the bytes of a stage fit, if the stage is on a device of this class."""
+        held = self._core.nbytes + self._device_steps.flight(slot) * self._core.saved
         capacity, most = self._core.kinds[kind].capacity, int(held.sum())
         if capacity >= most:
             return
@@ -250,14 +250,14 @@ class _Program:
         self._rows.add_sum(np.concatenate(parts), np.concatenate([factors.ravel(), [1.0]]), high=room + 1.0)
 
     def _stages_of(self, x: Floats) -> StageRanks | None:
-        """The stages of a solution; None if they are not below the limit, or do not fit, counted exactly."""
+        """Return the stages of a solution; None if, counted exactly, they exceed the limit or do not fit."""
         slot = (x[self._by] < 0.5).sum(axis=1)
         on = x[self._on].argmax(axis=1)
         used = np.unique(slot)
-        if self._ladder.ordered:  # a place is a device, used or not
+        if self._device_steps.ordered:  # a place is a device, used or not
             used = np.arange(self._slots)
         rank, kinds = np.searchsorted(used, slot), tuple(on[used].tolist())
-        flights = tuple(self._ladder.flight(after) for after in range(len(kinds)))
+        flights = tuple(self._device_steps.flight(after) for after in range(len(kinds)))
         if not fits(self._core, rank, kinds, flights):
             return None
         value = int(stage_loads(self._core, rank, kinds).max())

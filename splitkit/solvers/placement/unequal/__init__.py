@@ -1,1 +1,1 @@
-"""Devices between which links differ: placements by what each value takes over the link that it really crosses."""
+"""Placement on devices whose links differ: each value is priced by the link that it really crosses."""

@@ -1,0 +1,308 @@
+"""Does what several commands share: make the model, capture it, and plan it or read its plan."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import splitkit as sk
+from splitkit.cli import factories, source
+from splitkit.cli.source import Source
+from splitkit.cli.syntax import policy_spec
+from splitkit.errors import CaptureError, FileError, SplitError, UsageError, nearest
+from splitkit.testing import models
+from splitkit.testing.models import Example
+from splitkit.view.console.console import show_spinner
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from splitkit.costs import Costs, Device
+    from splitkit.plans.record import Plan
+
+
+PRICES = ("flops", "unit", "measured", "roofline", "fused")
+TRAINING = "fwd-bwd"
+"""The name, in plan files and for ``--what``, of a plan that divides a training step into forward and backward."""
+
+
+@dataclass
+class Stopwatch:
+    """Times the steps of a command.
+
+    Attributes:
+        seconds: step -> seconds.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def step(self, name: str, what: str, policy: object = None) -> Iterator[None]:
+        """Time a step and show a spinner; show a bar instead for a ``policy`` with a time limit."""
+        start = perf_counter()
+        with show_spinner(what, getattr(policy, "seconds", None)):
+            yield
+        self.seconds[name] = perf_counter() - start
+
+
+@dataclass(frozen=True)
+class CapturedModel:
+    """A model and its graph.
+
+    Attributes:
+        source: how the model was made.
+        example: the model and its inputs.
+        gm: the captured graph.
+        clock: the seconds that each step took.
+    """
+
+    source: Source
+    example: Example
+    gm: fx.GraphModule
+    clock: Stopwatch
+
+
+def prepare(wanted: Source) -> CapturedModel:
+    """Make the model and capture it."""
+    clock = Stopwatch()
+    with clock.step("load", f"making {wanted.spec}"):
+        example = example_of(wanted)
+    with clock.step("capture", f"capturing {wanted.spec}"):
+        gm = sk.capture(example.model, *example.args, how=wanted.how, dynamic=wanted.dynamic, **example.kwargs)
+    made = replace(wanted, mode="train" if example.model.training else "eval")
+    return CapturedModel(made, example, gm, clock)
+
+
+def example_of(wanted: Source) -> Example:
+    """Make the model, in training or evaluation mode, and its inputs."""
+    example = _example(wanted)
+    if wanted.mode == "eval":
+        example.model.eval()
+    return example
+
+
+def _example(wanted: Source) -> Example:
+    import torch
+
+    if ":" not in wanted.spec:
+        return models.build(wanted.spec, seed=wanted.seed, **wanted.sizes)
+    place = Path(wanted.spec.rpartition(":")[0])
+    for folder in (Path.cwd(), *([place.absolute().parent] if place.suffix == ".py" else [])):
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))  # where a script would look; last, so that no installed module is shadowed
+    with torch.random.fork_rng():
+        torch.manual_seed(wanted.seed)
+        try:
+            return models.load(wanted.spec, **wanted.sizes)
+        except SystemExit as error:
+            raise CaptureError("SK403", f"{wanted.spec} left with sys.exit({error.code})") from error
+
+
+def policy_of(args: Namespace) -> policy_spec.PolicySpec:
+    """Return the policy that the command line names; errors in it show before torch is imported."""
+    return policy_spec.parse(args.policy if args.policy is not None else f"Stages({args.stages})")
+
+
+def prices(work: CapturedModel, kind: str | None, training: bool | None, device: str | Device | None = None) -> Costs:
+    """Return the prices that ``--costs`` and ``--training`` ask for.
+
+    The default is the roofline of ``device``; without a device FLOPs, or 1 per node if the graph carries no sizes.
+    """
+    from splitkit import costs
+    from splitkit.prices import includes_backward
+
+    if kind is not None:
+        example = work.example
+        made = kind_of_costs(work.gm, dict(example.kwargs) if example.kwargs else example.args, kind, bool(training))
+    else:
+        made = costs.default(work.gm) if device is None else costs.roofline(work.gm, device)
+    return costs.training(made, work.gm) if training and not includes_backward(made) else made
+
+
+def kind_of_costs(gm: fx.GraphModule, inputs: Any, kind: str, backward: bool = False) -> Costs:
+    """Return the prices that a word of the command line names.
+
+    Args:
+        gm: the graph.
+        inputs: the inputs to measure with.
+        kind: the word, such as ``roofline:h100``.
+        backward: whether to measure backward too, where that is possible.
+    """
+    from splitkit import costs
+
+    name, _, device = kind.partition(":")
+    if name in ("flops", "unit"):
+        return costs.flops(gm) if name == "flops" else costs.unit(gm)
+    if name == "measured":
+        return costs.measured(gm, inputs, device or "cpu", backward=backward and (device or "cpu") == "cpu")
+    return (costs.roofline if name == "roofline" else costs.fused)(gm, _device(device or "cpu"))
+
+
+def check_costs(kind: str | None) -> None:
+    """Refuse unknown prices or an unknown device before the model is made.
+
+    Raises:
+        UsageError: SK601 for an unknown kind of prices.
+        SplitError: for an unknown device, or a bad file of devices.
+    """
+    if kind is None:
+        return
+    name, colon, device = kind.partition(":")
+    if name not in PRICES or (colon and name in ("flops", "unit")):
+        uses = "Use flops, unit, measured, roofline:DEVICE or fused:DEVICE."
+        raise UsageError("SK601", f"--costs {kind} is not known", nearest(name, PRICES, uses))
+    if name in ("roofline", "fused"):
+        _device(device or "cpu")
+
+
+def _device(text: str) -> Any:
+    """Return a device by its name, or the device ``NAME`` of ``path.toml:NAME``."""
+    from splitkit import costs
+    from splitkit.costs.devices import find_device
+
+    path, colon, name = text.rpartition(":")
+    if not colon:
+        return find_device(text)
+    described = costs.load_devices(path)
+    if name not in described:
+        raise UsageError("SK601", f"{path} describes no device {name!r}", f"It describes {', '.join(described)}.")
+    return described[name]
+
+
+def planned(args: Namespace) -> tuple[CapturedModel, Plan, Costs]:
+    """Return model, plan and prices for a command that splits a forward: from PLAN.json, or MODEL and a policy."""
+    return planned_by(args, plan_file(args))
+
+
+def planned_by(args: Namespace, file: dict[str, Any] | None) -> tuple[CapturedModel, Plan, Costs]:
+    """As `planned`, with the data of `plan_file`."""
+    if file is not None:
+        return _from_file(args, file)
+    if args.model is not None:
+        raise UsageError(
+            "SK601", "--model goes with a plan file only", "Name just the model, or a plan whose name ends in .json."
+        )
+    require_policy_option(args)
+    return make_plan(args, args.target)
+
+
+def require_policy_option(args: Namespace) -> None:
+    """Refuse a model without a policy before the model is made.
+
+    Raises:
+        UsageError: SK601.
+    """
+    factories.check_model_name(args.target, plans=True)
+    if args.stages is None and args.policy is None:
+        raise UsageError("SK601", f"{args.target} needs a policy", "Add --stages N or --policy EXPR, or give a plan.")
+
+
+def make_plan(args: Namespace, spec: str) -> tuple[CapturedModel, Plan, Costs]:
+    """Make a model, and its plan by the policy of the command line."""
+    work, planned = planner(args, spec)
+    return work, *planned()
+
+
+def planner(args: Namespace, spec: str) -> tuple[CapturedModel, Callable[[], tuple[Plan, Costs]]]:
+    """Check the policy, make a model, and return it with a function that makes its plan and prices."""
+    wanted, named = source.from_args(spec, args), policy_of(args)
+    check_costs(args.costs)
+    policy = named.build()
+    work = prepare(wanted)
+
+    def planned() -> tuple[Plan, Costs]:
+        with work.clock.step("plan", f"planning {named.text}", policy):
+            costs = prices(work, args.costs, args.training)
+            return sk.plan(work.gm, policy, costs, on_cycle=args.on_cycle or "error"), costs
+
+    return work, planned
+
+
+def plan_file(args: Namespace) -> dict[str, Any] | None:
+    """Return the data of the plan file that the command line names, or ``None`` if it names a model.
+
+    Raises:
+        UsageError: SK601 for options that the plan file has already decided.
+        FileError: SK501 if the file is no plan, SK504 if it cannot be read.
+    """
+    if not args.target.endswith(".json"):
+        return None
+    unfit = [name for name in ("stages", "policy", "costs", "training", "on_cycle") if getattr(args, name) is not None]
+    if unfit:
+        option = f"--{unfit[0].replace('_', '-')}"
+        raise UsageError(
+            "SK601", f"{option} does not go with a plan file, which has already decided it", "Plan again with it."
+        )
+    return read_plan(args.target)
+
+
+def read_plan(path: str) -> dict[str, Any]:
+    """Return the data of a plan file; raise the errors of `plan_file`."""
+    from splitkit.plans import plan_file
+
+    data = plan_file.read_json(path)
+    _require_plan(path, data)
+    return data
+
+
+def _from_file(args: Namespace, data: dict[str, Any]) -> tuple[CapturedModel, Plan, Costs]:
+    if data.get("what") == TRAINING:
+        raise UsageError(
+            "SK601",
+            f"{args.target} divides a training step into forward and backward, and this command splits a forward graph",
+            f"`splitkit run {args.target}` runs it. In Python: "
+            "joint.split(splitkit.Plan.load(path, joint.graph_module.graph)).",
+        )
+    work = prepare(source.from_plan(args.target, data, args))
+    with work.clock.step("plan", "reading the plan"):
+        return work, decoded(work.gm.graph, args.target, data), prices(work, None, None)
+
+
+def _require_plan(path: str, data: dict[str, Any]) -> None:
+    """Refuse a file that is no plan, before the model is made."""
+    if data.get("kind") != "splitkit plan":
+        what = data.get("kind") or (f"what `splitkit {data['command']} --json` prints" if "command" in data else "")
+        found = f": it is {what}" if isinstance(what, str) and what.isprintable() and what else ""
+        raise FileError(
+            "SK501", f"{path} is not a splitkit plan{found}", "Make one with `splitkit plan MODEL ... -o FILE`."
+        )
+    if not all(
+        text.isprintable() for text in _strings(data)
+    ):  # names are printed: escape codes in a plan must not reach the terminal
+        raise FileError("SK501", f"{path} is damaged: it has control characters", "Plan again.")
+
+
+def _strings(data: Any) -> Iterator[str]:
+    """Yield every string in JSON data."""
+    if isinstance(data, str):
+        yield data
+    elif isinstance(data, dict | list):
+        for item in (*data, *data.values()) if isinstance(data, dict) else data:
+            yield from _strings(item)
+
+
+def decoded(graph: fx.Graph, path: str, data: dict[str, Any]) -> Plan:
+    """Return the plan in a file's data for the graph that it was made for.
+
+    Raises:
+        FileError: SK501 if the data is damaged, SK502 if the graph is another one, SK503 for another schema.
+    """
+    try:
+        return sk.Plan.from_dict(graph, data)
+    except SplitError:
+        raise
+    except (TypeError, AttributeError, LookupError, ValueError) as error:
+        raise FileError("SK501", f"{path} is damaged: {error}", "Plan again.") from error
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a file records of the program that wrote it."""
+    import torch
+
+    return {"splitkit": sk.__version__, "torch": torch.__version__}

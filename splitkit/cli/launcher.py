@@ -1,0 +1,148 @@
+"""Starts the ranks of a command such as ``splitkit train --nproc N`` on this machine, and ends all of them.
+
+torchrun's `elastic_launch` ends all ranks as soon as one has failed. Where rank 0 loses its connection and exits, and
+rank 1 prints the cause two seconds later, `elastic_launch` is done after 0.5 s and has only the output of rank 0
+(torch 2.13). Here the other ranks have time to print the cause, and the error that tells most is shown.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from tempfile import TemporaryFile
+from typing import Any
+
+from splitkit.errors import PipelineError
+
+GRACE = 10.0
+"""Seconds that the other ranks have to report what they waited for after one has failed."""
+
+
+def ranks(words: Sequence[str], count: int, wait: float) -> tuple[int, str]:
+    """Run a splitkit command on several ranks.
+
+    Args:
+        words: the command and its options.
+        count: the number of ranks.
+        wait: the seconds that the ranks wait for each other.
+
+    Returns:
+        The exit code of the first rank that failed, or 0, and a rank's standard output: that of rank 0 if none failed,
+        else that of the rank whose error says most.
+    """
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))  # port 0: the system chooses a free one
+        port = found.getsockname()[1]
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    env.setdefault("PYTHONHASHSEED", "0")  # loops over sets of strings must run in the same order on all ranks
+    command = [sys.executable, "-m", "splitkit", *words]
+    started: list[subprocess.Popen[bytes]] = []
+    with _kept() as came, ExitStack() as stack:
+        said = [
+            stack.enter_context(TemporaryFile("w+", encoding="utf-8")) for _ in range(count)
+        ]  # files: a rank would block on a full pipe
+        try:
+            for rank, out in enumerate(said):
+                own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                started.append(subprocess.Popen(command, env=own, stdout=out, start_new_session=True))
+            code = _wait(started, wait, came)
+        finally:
+            for process in started:
+                if process.poll() is None:
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)  # the whole session: compilers and loaders, too
+                    process.wait()
+        for out in said:
+            out.seek(0)
+        return code, _answer_of([out.read() for out in said]) if code else said[0].read()
+
+
+def _answer_of(said: Sequence[str]) -> str:
+    """Return the output of the rank whose error says most about the cause.
+
+    A rank that fails takes the others with it, and these only report a lost connection. So an error with another code
+    than SK805 (a lost rank) comes first, then any code, then an error that is no lost connection; without an error it
+    is the output of rank 0.
+    """
+    return max(said, key=lambda text: _worth(_error_in(text)))
+
+
+_LOST = ("connection closed", "connection reset", "broken pipe", "connection refused")
+
+
+def _worth(error: Any) -> int:
+    """Return how much an error says about the cause, from 0 to 4."""
+    if not isinstance(error, dict):
+        return 0
+    if error.get("code") is None:
+        return 1 if any(words in str(error.get("reason")).lower() for words in _LOST) else 2
+    return 3 if error["code"] == "SK805" else 4
+
+
+def _error_in(text: str) -> Any:
+    """Return the error that a command printed as JSON, or ``None`` if it printed something else."""
+    try:
+        data = json.loads(text)
+    except ValueError:
+        return None
+    return data.get("error") if isinstance(data, dict) else None
+
+
+def answer(words: Sequence[str], count: int, wait: float) -> tuple[int, Any]:
+    """Run a command as `ranks` does and return its exit code and JSON data, ``None`` if it printed nothing.
+
+    Raises:
+        PipelineError: the error of a rank with its code, or SK805 if it has none.
+    """
+    code, out = ranks(words if "--json" in words else [*words, "--json"], count, wait)
+    data = json.loads(out) if out else None
+    if data is not None and (error := data.get("error")) is not None:
+        raise PipelineError(error["code"] or "SK805", error["reason"], error["remedy"], error["nodes"])
+    return code, data
+
+
+@contextmanager
+def _kept() -> Iterator[list[int]]:
+    """Hold back signals that would end this process, so that it ends the ranks first.
+
+    A handler that raised at once could leave a rank behind that `Popen` is just starting.
+    """
+    came = list[int]()
+    before = {
+        number: signal.signal(number, lambda number, frame: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number)
+        not in (signal.SIG_IGN, None)  # ignored (nohup does that), or not installed by Python
+    }
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    _leave(came)
+
+
+def _leave(came: Sequence[int]) -> None:
+    if came:
+        raise KeyboardInterrupt if came[0] == signal.SIGINT else SystemExit(128 + came[0])
+
+
+def _wait(started: Sequence[subprocess.Popen[bytes]], wait: float, came: Sequence[int]) -> int:
+    end: float | None = None
+    while True:
+        _leave(came)
+        codes = [process.poll() for process in started]
+        failed = [code for code in codes if code]
+        if failed and end is None:
+            end = time.monotonic() + wait + GRACE
+        if None not in codes or (end is not None and time.monotonic() > end):
+            return failed[0] if failed else 0
+        time.sleep(0.05)

@@ -1,0 +1,70 @@
+"""Writes the folders of stages of ``splitkit split -o``, and opens them for ``splitkit train``."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from splitkit.cli import source
+from splitkit.cli.common import CapturedModel, Stopwatch, prepare, versions
+from splitkit.cli.source import Source
+from splitkit.errors import PipelineError, SplitError, UsageError
+from splitkit.testing.models import Example
+
+if TYPE_CHECKING:
+    from splitkit.engine.split import Split
+    from splitkit.runtime.folder.load import StageFolder
+
+_MANIFEST = "manifest.json"
+_DECIDED = ("stages", "policy", "costs", "training", "on_cycle", "size", "how", "dynamic", "eval")
+
+
+def save_stage_folder(folder: Path, split: Split, work: CapturedModel) -> str | None:
+    """Write the stages of a split into a folder; return the reason if there are none: no pipeline, or no data."""
+    from splitkit.runtime import save_stages
+
+    example = work.example
+    record = {"model": source.source_record(work.source, folder), **versions()}
+    try:
+        save_stages(split, folder, inputs=(tuple(example.args), dict(example.kwargs)), record=record)
+    except SplitError as error:
+        if not isinstance(error, PipelineError) and error.code != "SK506":
+            raise
+        return f"{error.code}: {error.reason}"
+    return None
+
+
+def is_folder(target: str) -> bool:
+    """Return whether the target of a command is a folder of stages."""
+    return (Path(target) / _MANIFEST).is_file()
+
+
+def opened(args: Namespace) -> tuple[CapturedModel, StageFolder]:
+    """Open the stages in a folder; make the unsplit model only on rank 0 with ``--check``.
+
+    Raises:
+        UsageError: SK601 for options that the folder has already decided.
+    """
+    from splitkit.runtime import open_stages
+
+    for name in _DECIDED:
+        if getattr(args, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError("SK601", f"{option} does not go with a folder of stages", "Split again with it.")
+    held = open_stages(args.target, args.weights)
+    inputs, named = held.example()
+    example = Example(held.module, inputs, named)
+    if not args.check or int(os.environ["RANK"]):
+        return CapturedModel(_source(args, held.manifest.value), example, held.module, Stopwatch()), held
+    whole = prepare(source.from_plan(args.target, held.manifest.value, args))
+    held.fill(whole.gm)
+    return replace(whole, example=example), held
+
+
+def _source(args: Namespace, manifest: dict[str, Any]) -> Source:
+    record = manifest.get("model")
+    found = Source(args.target, {}) if record is None else source.recorded(args.target, record)
+    return found if args.seed is None else replace(found, seed=args.seed)

@@ -1,0 +1,200 @@
+"""Parses ``--devices``: ``4xh200``, ``h200,h200,a100``, ``2xh200,cpu``, or a TOML file that describes devices."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from itertools import chain, repeat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from splitkit.checks import is_whole, plain_name
+from splitkit.errors import CostError, FileError, UsageError
+
+if TYPE_CHECKING:
+    from splitkit.costs import Device
+
+KINDS = (
+    "cpu",
+    "a100",
+    "h100",
+    "h200",
+    "rtx-4090",
+    "l4",
+    "rtx-3060",
+    "rtx-3090",
+    "rtx-5090",
+    "a6000",
+    "a10",
+    "v100",
+    "t4",
+    "b200",
+    "mi300x",
+    "l40s",
+)
+"""The names in ``splitkit.costs.devices()``, repeated here because that module imports torch; a test compares them."""
+MOST = 1024
+"""The most devices that a command plans for."""
+
+_LINK_OF = {
+    "cpu": "shared-memory",
+    "v100": "nvlink2",
+    "a100": "nvlink3",
+    **dict.fromkeys(("h100", "h200"), "nvlink4"),
+    "b200": "nvlink5",
+    "mi300x": "infinity-fabric",
+    "t4": "pcie3",
+    "rtx-5090": "pcie5",
+}
+_OTHER_LINK = "pcie4"
+_ITEM = re.compile(r"(?:(\d{1,6})x)?(.+)", re.ASCII)
+_TURNED = re.compile(r"(.+)[x*:](\d{1,4})", re.ASCII)
+
+
+@dataclass(frozen=True)
+class DeviceList:
+    """Devices to plan for.
+
+    Attributes:
+        devices: the devices in order.
+        links: the name of the links between them, if a file gives one.
+    """
+
+    devices: tuple[Device, ...]
+    links: str | None = None
+
+    @property
+    def alike(self) -> bool:
+        """Whether all devices are of one kind."""
+        return len({device.name for device in self.devices}) == 1
+
+    @property
+    def usual_links(self) -> str:
+        """The usual link between such devices, or PCIe if their links differ."""
+        links = {_LINK_OF.get(device.name, _OTHER_LINK) for device in self.devices}
+        return links.pop() if len(links) == 1 else _OTHER_LINK
+
+    @property
+    def kinds(self) -> str:
+        """The names of the kinds, each once."""
+        return ", ".join(dict.fromkeys(device.name for device in self.devices))
+
+    def __str__(self) -> str:
+        names = [device.name for device in self.devices]
+        return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
+
+def device_counts(text: str) -> list[tuple[str, int]]:
+    """Return the kinds of devices and the number of each, without torch.
+
+    Raises:
+        UsageError: SK601 if the text has another form, or names too many devices.
+    """
+    found = []
+    for item in text.split(","):
+        match = _ITEM.fullmatch(item.strip())
+        if match is None or not _may_be_kind(match[2]) or (match[1] and not int(match[1])):
+            raise UsageError("SK601", f"--devices {text}: {item!r} is no kind of device", _instead(item))
+        found.append((match[2], int(match[1] or 1)))
+    _require_few(text, sum(count for _, count in found))
+    return found
+
+
+def _may_be_kind(text: str) -> bool:
+    """Return whether ``text`` may name a kind of device: it is no number, no file, and no kind followed by a number."""
+    return not (text.isdigit() or text.endswith(".toml") or _turned_around(text))
+
+
+def _turned_around(item: str) -> re.Match[str] | None:
+    """Match ``h200x4``, which should be ``4xh200``; ``rtx3090`` is a kind."""
+    match = _TURNED.fullmatch(item)
+    return match if match and plain_name(match[1]) in map(plain_name, KINDS) else None
+
+
+def _instead(item: str) -> str:
+    """Return what to write for an item that names no devices."""
+    item = item.strip()
+    if item.isascii() and item.isdigit():
+        return f"Say which devices, such as --devices {item}xh200; or use --stages {item} for unspecified devices."
+    if turned := _turned_around(item):
+        return f"Write {turned[2]}x{turned[1]}."
+    return "Write 4xh200, h200,h200,a100 or FILE.toml."
+
+
+def check_device_list(text: str) -> None:
+    """Refuse a text of another form, before torch is imported."""
+    if not is_file(text):
+        device_counts(text)
+
+
+def is_file(text: str) -> bool:
+    """Return whether the text names a file of devices."""
+    return text.endswith(".toml") and "," not in text
+
+
+def read_device_list(text: str) -> DeviceList:
+    """Return the devices that the command line names.
+
+    A file has the tables of `splitkit.costs.load_devices`. A table may also have the count of such devices, and the
+    file the links between them::
+
+        links = "nvlink4"
+
+        [mine]
+        count = 4
+        peak = { float32 = 40e12 }
+        bandwidth = 900e9
+        memory = 48_000_000_000
+
+    Raises:
+        CostError: SK321 for an unknown device, SK320 for a file with no device or a bad one.
+        FileError: SK504 for a file that cannot be read.
+        UsageError: SK601 if the text has another form, or names too many devices.
+    """
+    if is_file(text):
+        return _from_file(text)
+    from splitkit.costs.devices import find_device
+
+    return DeviceList(
+        tuple(chain.from_iterable(repeat(find_device(name), count) for name, count in device_counts(text)))
+    )
+
+
+def _from_file(path: str) -> DeviceList:
+    from splitkit.costs.devices import device_from_table as parsed  # as load_devices does
+
+    tables = _tables(path)
+    links = tables.pop("links", None)
+    if links is not None and not isinstance(links, str):
+        raise CostError("SK322", f"{path}: links is {links!r}", 'Name what connects the devices: links = "nvlink4".')
+    numbers = {name: _count(path, name, table) for name, table in tables.items()}
+    found = {name: parsed(path, name, table) for name, table in tables.items()}
+    if not found:
+        raise CostError("SK320", f"{path} describes no device", "Write one table per device; see load_devices.")
+    _require_few(path, sum(numbers.values()))
+    return DeviceList(tuple(chain.from_iterable(repeat(found[name], numbers[name]) for name in found)), links)
+
+
+def _tables(path: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError("SK504", f"{path} cannot be read: {error}", "Give the path of a TOML file.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise CostError(
+            "SK320", f"{path} is no TOML: {error}", "Write one table per device; see load_devices."
+        ) from error
+
+
+def _count(path: str, name: str, table: object) -> int:
+    """Remove ``count`` from a device's table, and return it."""
+    count = table.pop("count", 1) if isinstance(table, dict) else 1
+    if not is_whole(count, 1):
+        raise CostError("SK320", f"{path}: count of {name} is {count!r}", "Give a whole number >= 1.")
+    return count
+
+
+def _require_few(text: str, number: int) -> None:
+    if number > MOST:
+        raise UsageError("SK601", f"--devices {text}: these are {number}", f"Name at most {MOST}.")

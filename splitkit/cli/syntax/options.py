@@ -1,0 +1,121 @@
+"""Adds the options that several commands have; imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+
+from splitkit.cli.syntax.arguments import Parser, natural, positive, sizes
+from splitkit.testing.models import NAMES
+
+MODEL_HELP = f"an example ({', '.join(NAMES)}), package.module:factory, or path.py:factory"
+
+Commands = argparse._SubParsersAction  # argparse has no public name for it
+
+
+def add_links(group: argparse._ArgumentGroup) -> None:
+    """Add ``--links``."""
+    group.add_argument(
+        "--links",
+        metavar="NAME",
+        help="links between the devices, such as nvlink4, pcie4 or none; `splitkit devices` lists them (default: the "
+        "usual links of such devices, or pcie4 if they differ)",
+    )
+
+
+def command(commands: Commands[Parser], name: str, what: str, example: str) -> Parser:
+    """Add the parser of a command, with the options that all commands have."""
+    indented = "\n".join(f"  {line}" for line in example.splitlines())
+    parser = commands.add_parser(
+        name,
+        help=what,
+        description=f"{what[0].upper()}{what[1:]}.",
+        epilog=f"example:\n{indented}",
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(parser=parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks and warnings")
+    return parser
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Formats help as wide as the terminal, up to 110 characters, with more room for option names."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=min(110, shutil.get_terminal_size().columns - 2))
+
+
+def add_view(parser: argparse._ActionsContainer, what: str) -> None:
+    """Add ``--view``."""
+    parser.add_argument("--view", metavar="FILE", help=f"also write a page for a browser: {what}")
+
+
+def add_output(parser: argparse._ActionsContainer) -> None:
+    """Add ``--output`` for a plan file."""
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON (- for standard output)")
+
+
+def add_plan_or_model(parser: Parser) -> None:
+    """Add the arguments for a plan file, or a model and a policy."""
+    add_plan_target(parser)
+    add_model_options(parser)
+    add_policy_options(parser, "policy (with MODEL)")
+
+
+def add_plan_target(parser: Parser) -> None:
+    """Add the argument for the plan file or model that a command works on."""
+    parser.add_argument("target", metavar="PLAN.json|MODEL", help=f"a plan file, or {MODEL_HELP}")
+    parser.add_argument(
+        "--model",
+        metavar="SPEC",
+        help="the model of the plan; required if it is your own, as the plan file alone may not run code",
+    )
+
+
+def add_model_options(parser: Parser) -> None:
+    """Add the options of a model; they default to None, so that a plan file's own hold unless given."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--size", type=sizes, action="append", metavar="NAME=N", help="sizes of the model: layers=4,width=256"
+    )
+    group.add_argument("--how", choices=("export", "symbolic_trace"), help="way of capture (default export)")
+    group.add_argument("--dynamic", action="store_true", default=None, help="let the sizes of the inputs vary")
+    group.add_argument("--eval", action="store_true", default=None, help="use evaluation mode: no dropout")
+    group.add_argument("--seed", type=natural, metavar="N", help="random seed of weights and inputs (default 0)")
+
+
+def add_policy_options(parser: Parser, title: str, costs: str = "flops") -> None:
+    """Add the options of a policy and its prices."""
+    group = parser.add_argument_group(title)
+    one = group.add_mutually_exclusive_group()
+    one.add_argument("--stages", type=positive, metavar="N", help="N pipeline stages; short for --policy 'Stages(N)'")
+    one.add_argument("--policy", metavar="EXPR", help="a policy with its parameters; see `splitkit policies`")
+    add_costs(group, costs)
+    add_training(group)
+    add_on_cycle(group)
+
+
+def add_training(group: argparse._ArgumentGroup) -> None:
+    """Add ``--training``."""
+    group.add_argument("--training", action="store_true", default=None, help="add the cost of each node's backward")
+
+
+def add_on_cycle(group: argparse._ArgumentGroup) -> None:
+    """Add ``--on-cycle``."""
+    group.add_argument(
+        "--on-cycle",
+        choices=("error", "refine", "merge"),
+        help="if parts depend on each other in a cycle: refuse (default), call them several times, or merge them",
+    )
+
+
+def add_costs(group: argparse._ArgumentGroup, default: str = "flops") -> None:
+    """Add ``--costs``."""
+    group.add_argument(
+        "--costs",
+        metavar="KIND",
+        help=f"what a node costs (default: {default}): flops, unit, measured, measured:DEVICE, roofline:DEVICE or "
+        "fused:DEVICE (as Inductor fuses); DEVICE as `splitkit devices` lists them, or FILE.toml:NAME",
+    )

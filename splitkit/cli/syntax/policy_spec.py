@@ -1,0 +1,150 @@
+"""Parses policies: ``Stages(4)``, ``ByName({'transformer.h.*': 1})``. Parameters are literals; nothing is evaluated."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from splitkit.cli.syntax.policy_list import PACKAGE, Builtin, builtins, installed
+from splitkit.errors import PolicyError, SplitError, UsageError, nearest
+
+if TYPE_CHECKING:
+    from splitkit.costs import Costs
+    from splitkit.graph.dataflow import Dataflow
+    from splitkit.plans.policy import Policy
+    from splitkit.plans.record import Plan
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """A policy as parsed, not built yet.
+
+    Attributes:
+        text: the text on the command line.
+        name: the name of the policy's class.
+        args: the positional parameters.
+        kwargs: the named parameters.
+    """
+
+    text: str
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def build(self) -> Policy:
+        """Build the policy; this imports torch and the policy's package.
+
+        Raises:
+            PolicyError: SK301 if it cannot be loaded, SK302 if it does not accept these parameters.
+        """
+        make = _load(self.name)
+        try:
+            return _Spelled(self.text, make(*self.args, **self.kwargs))
+        except TypeError as error:
+            raise _unfit(self.text, error) from error
+
+
+@dataclass(frozen=True)
+class _Spelled:
+    """A policy made from text: Python errors in it are due to parameters of the wrong type, and become SK302."""
+
+    text: str
+    policy: Any
+
+    def assign(self, flow: Dataflow, costs: Costs) -> Plan:
+        from splitkit.plans.policy import as_plan
+
+        try:
+            return as_plan(self.policy, flow, costs)
+        except SplitError:
+            raise
+        except (TypeError, AttributeError, ValueError, LookupError) as error:
+            raise _unfit(self.text, error) from error
+
+
+def parse(text: str) -> PolicySpec:
+    """Parse a policy expression, without torch.
+
+    Raises:
+        UsageError: SK601 if it is no call of a known policy with literals.
+    """
+    call = _expression(text)
+    if isinstance(call, ast.Name):  # Random is Random()
+        call = ast.Call(call, [], [])
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+        raise _unreadable(text, "it is not the name of a policy with its parameters")
+    _require_known(call.func.id)
+    args = tuple(_literal(text, arg) for arg in call.args)
+    kwargs = {}
+    for word in call.keywords:
+        if word.arg is None:
+            raise _unreadable(text, "** is not allowed")
+        kwargs[word.arg] = _literal(text, word.value)
+    return PolicySpec(text, call.func.id, args, kwargs)
+
+
+def _expression(text: str) -> ast.expr:
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise _unreadable(text, getattr(error, "msg", str(error)) or "it is nested too deeply") from error
+
+
+def _literal(text: str, node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
+        raise _unreadable(text, f"{ast.unparse(node)} is no literal") from error
+
+
+def _require_known(name: str) -> None:
+    own, others = builtins(), installed()
+    if name in own:
+        _require_writable(own[name])
+    elif name not in others:
+        known = [*own, *others]
+        remedy = nearest(name, known, most=3, cutoff=0.5) or f"Choose one of {', '.join(known)}."
+        raise UsageError("SK601", f"there is no policy {name!r}", remedy)
+
+
+def _require_writable(policy: Builtin) -> None:
+    if policy.function:
+        raise UsageError(
+            "SK601",
+            f"{policy.name} takes a function ({policy.function.name}), which the command line cannot give",
+            f"Use ByName({{...}}), or Python: splitkit.plan(gm, policies.{policy.name}(...)).save('plan.json').",
+        )
+
+
+def _load(name: str) -> Any:
+    if name in builtins():
+        return getattr(import_module(PACKAGE), name)
+    entry = installed()[name]
+    try:
+        return entry.load()
+    except Exception as error:
+        raise PolicyError(
+            "SK301",
+            f"the policy {name} ({entry.value}) cannot be loaded: {type(error).__name__}: {error}",
+            "Fix or remove the package that provides it.",
+        ) from error
+
+
+def _unreadable(text: str, why: str) -> UsageError:
+    return UsageError(
+        "SK601",
+        f"the policy {text!r} cannot be read: {why}",
+        'Write a policy and literals, such as "Stages(4)" or "ByName({\'transformer.h.*\': 1})".',
+    )
+
+
+def _unfit(text: str, error: Exception) -> PolicyError:
+    known = builtins().get(text.partition("(")[0].strip())
+    return PolicyError(
+        "SK302",
+        f"{text}: {error}" if isinstance(error, TypeError) else f"{text}: {type(error).__name__}: {error}",
+        f"It is {known.signature}." if known else "See the policy's documentation.",
+    )

@@ -1,0 +1,37 @@
+"""Base classes of cost models."""
+
+from __future__ import annotations
+
+from torch import fx
+from torch.fx import Node
+
+from splitkit.graph.byte_sizes import read_bytes, value_bytes
+from splitkit.prices import Costs
+
+
+class GraphCosts:
+    """Cost model of one graph that counts the bytes of the graph's tensors."""
+
+    gm: fx.GraphModule
+
+    def nbytes(self, node: Node) -> int:
+        """Bytes of the node's value; 0 where ``meta["val"]`` is missing."""
+        return value_bytes(node)
+
+    def param_bytes(self, node: Node) -> int:
+        """Bytes of the parameters and buffers that the node reads."""
+        return read_bytes(self.gm, node)
+
+
+class WrappedCosts:
+    """Cost model that changes the seconds of another one and keeps its bytes."""
+
+    costs: Costs
+
+    def nbytes(self, node: Node) -> int:
+        """Bytes of the node's value; its gradient, if there is one, has the same size."""
+        return self.costs.nbytes(node)
+
+    def param_bytes(self, node: Node) -> int:
+        """Bytes of the parameters and buffers that the node reads."""
+        return self.costs.param_bytes(node)

@@ -1,0 +1,1 @@
+"""Write the graphs and modules of parts; no other package builds graphs."""

@@ -1,0 +1,262 @@
+"""Write the parts and their parent as new fx graphs; the input graph is not modified."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from torch import fx
+from torch.fx import Node
+from torch.utils.checkpoint import checkpoint
+
+from splitkit import _torch
+from splitkit.engine.codegen.assemble import add_parts, build_module, carry_hooks, share_whole_modules
+from splitkit.engine.codegen.restore_modes import restore_modes_on_error
+from splitkit.engine.codegen.scoped_graph import ScopedGraph
+from splitkit.engine.codegen.writer import LeanGraph, Writer
+from splitkit.engine.module_names import Style, flat_names, module_names
+from splitkit.engine.segment_state_ops import SegmentGraph, SegmentStateOps, with_empty_segments
+from splitkit.engine.subgraphs import Subgraph
+from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.scope import NEUTRAL, Scope, region_attributes
+from splitkit.plans.parts import PARENT, PartKey
+from splitkit.plans.record import Plan
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """The result of `emit`.
+
+    Attributes:
+        module: the parent, which runs like the original.
+        parts: the module of each part, in the order in which the parent calls them.
+        attributes: name of a part (``""`` for the parent) -> its attribute names -> their names in the original.
+        copies: part (or `PARENT`) -> the original nodes that it computes -> their copies.
+    """
+
+    module: fx.GraphModule
+    parts: Mapping[PartKey, fx.GraphModule]
+    attributes: Mapping[str, Mapping[str, str]]
+    copies: Mapping[PartKey, Mapping[Node, Node]]
+
+
+def emit(
+    flow: Dataflow,
+    plan: Plan,
+    steps: tuple[Subgraph | Node, ...],
+    style: Style,
+    lazy: bool = False,
+    segments: Mapping[PartKey, SegmentStateOps] = MappingProxyType({}),
+) -> Emitted:
+    """Build one module per part, and the parent that calls them.
+
+    The parent keeps the signature of the original (pytrees unless the style is flat, defaults, keyword arguments).
+    Every node keeps its meta, and the modules get ``gm.meta`` and ``training``. Parameters, buffers and called modules
+    are shared with the original.
+
+    Args:
+        flow: facts about the graph.
+        plan: a complete plan.
+        steps: the result of `splitkit.engine.subgraphs.extract_subgraphs`.
+        style: options for names and return values.
+        lazy: generate the code of each module at its first call.
+        segments: the state ops of parts that keep them where they are; for all parts or for none.
+    """
+    if segments:
+        plan, steps = with_empty_segments(plan, steps, segments)
+    subgraphs = [s for s in steps if isinstance(s, Subgraph)]
+    own = [str(s.target) for s in steps if isinstance(s, Node) and s.op in ("get_attr", "call_module")]
+    taken = {target.split(".")[0] for target in (*own, *region_attributes(flow.scope))}
+    names = module_names([s.key for s in subgraphs], taken, style)
+    parts: dict[PartKey, fx.GraphModule] = {}
+    attributes: dict[str, Mapping[str, str]] = {}
+    copies: dict[PartKey, Mapping[Node, Node]] = {}
+    bases: dict[int, str] = {}
+    whole = _modules_to_share(flow)
+    for sub in subgraphs:
+        written = _write_part(sub, flow, style, segments.get(sub.key), bases)
+        parts[sub.key] = build_module(flow.root, written.graph, written.attributes, style, lazy, is_part=True)
+        attributes[names[sub.key]] = share_whole_modules(parts[sub.key], flow.root, written.attributes, whole)
+        copies[sub.key] = {n: written.env[n] for n in sub.nodes}
+    parent = _Parent(flow, plan, style, names, NEUTRAL if segments else flow.final)
+    parent.write(steps)
+    if segments:  # a part ends in the grad mode in which the next one begins
+        restore_modes_on_error(parent.graph, always=True)
+    copies[PARENT] = parent.copies
+    read = {name: name for name in parent.attributes}
+    module = build_module(flow.root, parent.graph, read, style, lazy)
+    attributes[""] = share_whole_modules(module, flow.root, read, whole)
+    add_parts(module, {names[key]: part for key, part in parts.items()})
+    module.meta = {**_torch.meta_of(flow.root), "partition_names": set(names.values())}
+    if not style.flat:  # hooks expect the arguments and results of the original
+        carry_hooks(flow.root, module)
+    return Emitted(module, parts, attributes, copies)
+
+
+def _modules_to_share(flow: Dataflow) -> set[str]:
+    """Return the modules that a part calls while another part reads an attribute of them that changes."""
+    owners = {str(n.target).rpartition(".")[0] for n in flow.written}
+    owners &= {str(n.target) for n in flow.scope if n.op == "call_module"} if owners else owners
+    return owners | flow.bindings.whole
+
+
+@dataclass(frozen=True)
+class _Written:
+    graph: fx.Graph
+    env: Mapping[Node, Node]
+    attributes: Mapping[str, str]
+
+
+def _write_part(
+    sub: Subgraph, flow: Dataflow, style: Style, segment: SegmentStateOps | None, bases: dict[int, str]
+) -> _Written:
+    """Write the graph of a part: its inputs, the attributes that it reads, its nodes in their scopes, its output."""
+    writer = Writer(LeanGraph(), style.original_node_names, bases)
+    env: dict[Node, Node] = {}
+    for number, value in enumerate(sub.inputs):
+        name = value.name if style.original_input_names else f"arg_{number}"
+        env[value] = writer.placeholder(name, value.type)
+        env[value].meta.update(value.meta)
+    in_time = flow.bindings.reads  # opaque code may rebind these: they are read in graph order, not first
+    read = [n for n in sub.nodes if n.op == "get_attr" and n not in in_time]
+    called = [str(n.target) for n in sub.nodes if n.op == "call_module"]
+    renamed = flat_names(called) if style.like_torch else {}
+
+    def copy(node: Node) -> None:
+        env[node] = writer.copy(node, value_of, renamed.get(str(node.target)) if node.op == "call_module" else None)
+
+    value_of = env.__getitem__
+    computed = [n for n in sub.nodes if n.op != "get_attr" or n in in_time]
+    if segment:
+        of_regions = _write_segment(SegmentGraph(segment, writer.graph), flow, read, computed, copy)
+    else:
+        of_regions = _write_scoped(ScopedGraph(writer), flow, read, computed, copy)
+    values = tuple(map(value_of, sub.outputs))
+    single = len(values) == 1 and not style.tuple_return
+    output = writer.append("output", "output", (values[0] if single else values,), "output")
+    _describe(output, sub.outputs, single)
+    targets = [*(str(n.target) for n in sub.nodes if n.op == "get_attr"), *called, *of_regions]
+    return _Written(writer.graph, env, {renamed.get(target, target): target for target in targets})
+
+
+def _write_scoped(
+    scoped: ScopedGraph, flow: Dataflow, read: list[Node], computed: list[Node], copy: Callable[[Node], None]
+) -> Iterable[str]:
+    """Write the nodes in their scopes; return the names of the attributes that regions need."""
+    for node in read:
+        copy(node)
+    scopes, scope = flow.scope, NEUTRAL
+    for node in computed:
+        if scopes[node] is not scope and node.op != "get_attr":
+            scope = scopes[node]
+            scoped.move_to(scope)
+        copy(node)
+        if flow.effects[node].ambient:
+            scoped.opaque_ran()
+    scoped.finish(NEUTRAL)
+    return scoped.attributes
+
+
+def _write_segment(
+    segment_graph: SegmentGraph, flow: Dataflow, read: list[Node], computed: list[Node], copy: Callable[[Node], None]
+) -> Iterable[str]:
+    """Write the nodes and state ops of a segment; return no names, since these state ops need no attributes."""
+    segment_graph.begin()
+    for node in read:
+        copy(node)
+    for node in sorted((*computed, *segment_graph.segment.state_ops), key=flow.index.__getitem__):
+        if node in flow.scope:
+            copy(node)
+        else:
+            segment_graph.pass_by(node)
+    segment_graph.end()
+    restore_modes_on_error(segment_graph.graph)
+    return ()
+
+
+class _Parent:
+    """The parent graph under construction."""
+
+    def __init__(self, flow: Dataflow, plan: Plan, style: Style, names: Mapping[PartKey, str], final: Scope) -> None:
+        self._flow, self._plan, self._style, self._names, self._final = flow, plan, style, names, final
+        self.graph = LeanGraph()
+        if not style.flat:
+            self.graph.set_codegen(_torch.codegen_of(flow.graph))
+        self._writer = Writer(self.graph, style.original_node_names)
+        self._scoped = ScopedGraph(self._writer)
+        self.env: dict[Node, Node] = {}  # value -> the node of the parent that holds it now
+        self.copies: dict[Node, Node] = {}
+
+    @property
+    def attributes(self) -> dict[str, None]:
+        """The names of the attributes that the parent reads itself."""
+        own = (str(n.target) for n in self.copies if n.op in ("get_attr", "call_module"))
+        return dict.fromkeys([*own, *self._scoped.attributes])
+
+    def write(self, steps: tuple[Subgraph | Node, ...]) -> None:
+        """Write the inputs, the attributes, the calls of parts and the parent's own nodes, and the output."""
+        own, in_time = [s for s in steps if isinstance(s, Node)], self._flow.bindings.reads
+        for node in (n for n in own if n.op == "placeholder"):
+            self._copy(node)
+        if not self._style.late_attributes:
+            for node in (n for n in own if n.op == "get_attr" and n not in in_time):
+                self._copy(node)
+        for step in steps:
+            if isinstance(step, Subgraph):
+                self._call(step)
+            elif step.op == "output":
+                self._scoped.finish(self._final)
+                self._copy(step)
+            elif step in in_time:
+                self._copy(step)
+            elif step.op not in ("placeholder", "get_attr"):
+                self._scoped.move_to(self._flow.scope[step])
+                self._copy(step)
+                self._ran(step)
+
+    def _ran(self, *nodes: Node) -> None:
+        if any(self._flow.effects[n].ambient for n in nodes):
+            self._scoped.opaque_ran()
+
+    def _copy(self, node: Node) -> None:
+        self.env[node] = self.copies[node] = self._writer.copy(node, self._value)
+
+    def _value(self, node: Node) -> Node:
+        if node not in self.env:  # an attribute, which this style reads at its first use
+            self._copy(node)
+        return self.env[node]
+
+    def _call(self, sub: Subgraph) -> None:
+        self._scoped.move_to(NEUTRAL)  # parts open the regions of their nodes themselves
+        call = self._call_node(sub, tuple(map(self._value, sub.inputs)))
+        self._ran(*sub.nodes)
+        single = len(sub.outputs) == 1 and not self._style.tuple_return
+        _describe(call, sub.outputs, single)
+        if single:
+            self.env[sub.outputs[0]] = call
+            return
+        for position, value in enumerate(sub.outputs):
+            name = "getitem" if self._style.like_torch else value.name
+            item = self._writer.append("call_function", operator.getitem, (call, position), name)
+            item.meta.update(value.meta)
+            self.env[value] = item
+
+    def _call_node(self, sub: Subgraph, inputs: tuple[Node, ...]) -> Node:
+        name = self._names[sub.key]
+        if self._plan.parts[sub.key].call == "plain":
+            return self._writer.append("call_module", name, inputs, name)
+        body = self.graph.get_attr(name)
+        return self.graph.call_function(checkpoint, (body, *inputs), {"use_reentrant": False})
+
+
+def _describe(node: Node, values: tuple[Node, ...], single: bool) -> None:
+    """Set the meta of a call or output node from the values that it carries."""
+    if single:
+        node.meta.update(values[0].meta)
+        return
+    metas = [v.meta for v in values]
+    for field in ("val", "example_value"):
+        if metas and all(field in meta for meta in metas):
+            node.meta[field] = tuple(meta[field] for meta in metas)

@@ -1,0 +1,1 @@
+"""Convert GraphModules to JSON-ready data and back; the data contains no code."""

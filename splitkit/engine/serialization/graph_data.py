@@ -1,0 +1,240 @@
+"""Convert a GraphModule to JSON-ready data and back; functions are stored by name, and no code is stored.
+
+The caller numbers the tensors; the data contains only their numbers::
+
+    {"nodes": [...], "tensors": {"h.0.attn.weight": 17}, "modules": {"true_graph_0": {...}}, "ops": {...}}
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx import Node
+
+from splitkit import _torch
+from splitkit.engine.codegen.part_modules import EagerPart
+from splitkit.engine.codegen.writer import LeanGraph, Writer
+from splitkit.engine.serialization import argument_data, tree_specs
+from splitkit.engine.serialization.function_names import function_of, name_of_function, op_schema
+from splitkit.errors import FileError
+from splitkit.graph.storages import attribute
+from splitkit.json_fields import JsonField
+
+EXPORT = "Capture the model with splitkit.capture(model, ...), by torch.export."
+
+
+def encode_graph(
+    gm: fx.GraphModule, number_of: Callable[[torch.Tensor], int], parts: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return a module as JSON-ready data.
+
+    Args:
+        gm: the module.
+        number_of: returns the number of a tensor.
+        parts: the names of children that are stored elsewhere.
+
+    Raises:
+        FileError: SK506 if something cannot be represented; the message names the node.
+    """
+    data: dict[str, Any] = {"training": gm.training, "nodes": [], "ops": {}, "tensors": {}, "modules": {}}
+    for node in gm.graph.nodes:
+        data["nodes"].append(_node(node, data["ops"]))
+        target = str(node.target)
+        if node.op not in ("get_attr", "call_module") or target in parts:
+            continue
+        value = attribute(gm, target)
+        if isinstance(value, torch.Tensor) and node.op == "get_attr":
+            data["tensors"][target] = number_of(value)
+        elif isinstance(value, fx.GraphModule) and node.op == "get_attr":
+            data["modules"][target] = encode_graph(value, number_of)
+        else:
+            raise _unwritable(node, f"uses a {type(value).__name__}, whose code is not data")
+    return data | _signature(gm.graph)
+
+
+def decode_graph(
+    data: JsonField, tensor_of: Callable[[JsonField], torch.Tensor], parts: Mapping[str, nn.Module] | None = None
+) -> fx.GraphModule:
+    """Return the module that `encode_graph` has encoded. No code of the data is run: it can only name known functions.
+
+    Args:
+        data: the data.
+        tensor_of: returns the tensor of a number.
+        parts: the children that are stored elsewhere.
+
+    Raises:
+        FileError: SK505 for damaged data, SK508 for a function that this process lacks or has with another signature.
+    """
+    root, known = nn.Module(), parts or {}
+    for name, child in known.items():
+        root.add_module(name, child)
+    for name, number in data["tensors"].fields():
+        _put(root, _path(number, name), number, tensor_of(number))
+    for name, inner in data["modules"].fields():
+        _put(root, _path(inner, name), inner, decode_graph(inner, tensor_of))
+    attributes = {*known, *data["tensors"].value, *data["modules"].value}
+    graph = _graph(data, {"call_function": data["ops"].value, "call_module": known, "get_attr": attributes})
+    try:
+        module = EagerPart(root, graph, class_name="GraphModule")
+    except (SyntaxError, RuntimeError, AttributeError, TypeError) as error:
+        raise data.damaged("the data of a graph") from error
+    module.train(data["training"].flag())
+    return module
+
+
+def _node(node: Node, ops: dict[str, str]) -> dict[str, Any]:
+    target = str(node.target)
+    if node.op == "call_function":
+        name = name_of_function(node.target)
+        if name is None:
+            raise _unwritable(node, f"calls {_torch.target_name(node)}, which is no op that is known by name")
+        target = name
+        if signature := op_schema(node.target):
+            ops[name] = signature
+    elif node.op == "call_method":
+        raise _unwritable(node, f"calls the method {target}")
+    where = f"node {node.name}"
+    return {
+        "op": node.op,
+        "name": node.name,
+        "target": target,
+        "args": [argument_data.encode_argument(arg, where) for arg in node.args],
+        "kwargs": {name: argument_data.encode_argument(arg, where) for name, arg in node.kwargs.items()},
+    }
+
+
+def _signature(graph: fx.Graph) -> dict[str, Any]:
+    info = getattr(_torch.codegen_of(graph), "pytree_info", None)
+    if info is None:
+        return {"signature": None}
+    out = None if info.out_spec is None else tree_specs.encode_tree_spec(info.out_spec)
+    return {
+        "signature": {
+            "names": list(info.orig_args),
+            "in_spec": tree_specs.encode_tree_spec(info.in_spec),
+            "out_spec": out,
+        }
+    }
+
+
+def _graph(data: JsonField, names: Mapping[str, Collection[str]]) -> fx.Graph:
+    for name, signature in data["ops"].fields():
+        _require_op(name, signature)
+    graph = LeanGraph()
+    writer, nodes = Writer(graph), dict[str, Node]()
+    for item in data["nodes"].items():
+        node = _appended(writer, item, nodes, names)
+        nodes[node.name] = node
+    if not nodes or node.op != "output":
+        raise data["nodes"].damaged("a list of nodes that ends with an output")
+    signature = data["signature"]
+    if signature.value is not None:
+        arguments = [_identifier(name) for name in signature["names"].items()]
+        graph.set_codegen(_torch.pytree_codegen(arguments, tree_specs.decode_tree_spec(signature["in_spec"]), None))
+    return graph
+
+
+def form_outputs(gm: fx.GraphModule, data: JsonField) -> None:
+    """Let a decoded module return the output structure of the original instead of a flat list.
+
+    This is separate from `decode_graph` because importing the output classes may take more memory than a stage, and
+    only one stage needs them.
+
+    Raises:
+        FileError: SK508 for a class that this process lacks.
+    """
+    signature = data["signature"]
+    if signature.value is not None and signature["out_spec"].value is not None:
+        codegen = _torch.codegen_of(gm.graph)
+        codegen.pytree_info = codegen.pytree_info._replace(out_spec=tree_specs.decode_tree_spec(signature["out_spec"]))
+        gm.graph.set_codegen(codegen)
+        gm.recompile()
+
+
+def _appended(writer: Writer, item: JsonField, nodes: Mapping[str, Node], known: Mapping[str, Collection[str]]) -> Node:
+    op, name = item["op"].text(), _identifier(item["name"])
+    if name in nodes or name == "self":
+        raise item["name"].damaged("a name of its own")
+    args = tuple(argument_data.decode_argument(arg, nodes) for arg in item["args"].items())
+    kwargs = {
+        _identifier(arg, name): argument_data.decode_argument(arg, nodes) for name, arg in item["kwargs"].fields()
+    }
+    target: Any = item["target"].text()
+    if op == "call_function":
+        target = function_of(target)
+        if target is None:
+            raise _unknown(item["target"])
+        if op_schema(target) and item["target"].value not in known["call_function"]:
+            raise item["target"].damaged("one of the ops of this file")
+    elif op in ("get_attr", "call_module"):
+        if target not in known[op]:  # other attributes of a module would give access to all of Python
+            raise item["target"].damaged("the name of a tensor or module of this file")
+    elif op == "placeholder":
+        _identifier(item["target"])
+    elif op != "output" or target != "output":
+        raise item["op"].damaged("placeholder, get_attr, call_function, call_module or output")
+    return writer.node(op, target, args, kwargs, name)
+
+
+def _require_op(name: str, signature: JsonField) -> None:
+    found = function_of(name)
+    if found is None:
+        raise _unknown(JsonField(signature.file, signature.place, name))
+    if op_schema(found) != signature.text():
+        raise FileError(
+            "SK508",
+            f"{signature.file} calls {signature.text()}, and here it is {op_schema(found)}",
+            f"Use the version of torch that wrote it; this is {torch.__version__}.",
+            [name],
+        )
+
+
+def _unknown(target: JsonField) -> FileError:
+    return FileError(
+        "SK508",
+        f"{target.file} calls {target.text()!r}, which this process does not know",
+        "Import the package that defines it first, or use the version of torch that wrote the file.",
+        [target.text()],
+    )
+
+
+def _identifier(data: JsonField, text: str | None = None) -> str:
+    """Return a name that is safe in generated code."""
+    name = data.text() if text is None else text
+    if not name.isidentifier() or keyword.iskeyword(name) or not name.isascii():
+        raise data.damaged("a name")
+    return name
+
+
+def _path(data: JsonField, name: str) -> list[str]:
+    atoms = name.split(".")
+    if not all(re.fullmatch(r"\w+", atom, re.ASCII) for atom in atoms):
+        raise data.damaged("the dotted name of an attribute")
+    return atoms
+
+
+def _put(root: nn.Module, path: list[str], data: JsonField, value: torch.Tensor | nn.Module) -> None:
+    *way, last = path
+    for atom in way:
+        below = getattr(root, atom, None)
+        if below is None:
+            below = nn.Module()
+            root.add_module(atom, below)
+        if not isinstance(below, nn.Module):
+            raise data.damaged("an attribute of a module")
+        root = below
+    if hasattr(root, last):
+        raise data.damaged("an attribute that is not there yet")
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        root.register_buffer(last, value)
+    else:
+        setattr(root, last, value)
+
+
+def _unwritable(node: Node, what: str) -> FileError:
+    return FileError("SK506", f"node {node.name} {what}, so that its stage cannot be written", EXPORT, [node.name])

@@ -1,0 +1,1 @@
+"""Capture of a forward graph from a module and example inputs, by torch.export or symbolic tracing."""

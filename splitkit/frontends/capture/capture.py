@@ -1,0 +1,300 @@
+"""Capture a module and example inputs as a graph in which every value has ``meta["val"]``."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from io import StringIO
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+
+from splitkit._torch import pytree
+from splitkit.engine.codegen.restore_modes import restore_modes_on_error
+from splitkit.errors import CaptureError
+from splitkit.frontends.capture.autograd_functions import functions_as_nodes, refuse_lost_functions, refuse_module_hooks
+from splitkit.frontends.capture.capture_errors import capture_error, require_module
+from splitkit.frontends.capture.export_blocks import blocks_as_nodes, restore_callers_grad
+from splitkit.frontends.capture.first_call import (
+    are_real,
+    attributes_restored,
+    call_once,
+    in_eval_mode,
+    parameters_and_names,
+    retry_after_call,
+)
+from splitkit.frontends.capture.grad_flags import GradFlags
+from splitkit.frontends.capture.input_checks import InputCheck
+from splitkit.frontends.capture.seeding import refuse_seeding
+from splitkit.frontends.capture.symbolic_trace import trace
+from splitkit.frontends.capture.unfold_regions import inline_regions, inlined, restore_by_value
+from splitkit.frontends.example_run import describe_failure
+from splitkit.frontends.output_classes import outputs_opened
+from splitkit.frontends.quantized import AS_MODULES, quantized_part
+from splitkit.frontends.trace_settings import without_meta_errors, without_partial_graph
+from splitkit.graph.storages import mark_repeated_inputs
+
+# Checks that export adds to the graph. They hold by construction, and would fail in a part on another device.
+_EXPORT_CHECKS: frozenset[Any] = frozenset({torch.ops.aten._assert_tensor_metadata.default})
+
+
+def capture(
+    model: nn.Module | ExportedProgram, *args: Any, how: str = "export", dynamic: bool = False, **kwargs: Any
+) -> fx.GraphModule:
+    """Return the graph that ``model(*args, **kwargs)`` runs, with ``meta["val"]`` on every node that has a value.
+
+    A graph that was made elsewhere is given without inputs. torch.export hides the nodes of a ``no_grad`` or
+    ``autocast`` block behind a single node; to split them, use the graph that ``capture`` makes of it::
+
+        gm = torch.export.export(model, inputs).module()     wrap_with_autocast(..., body, x)      1 node
+        gm = splitkit.capture(gm)                            enter; 200 nodes of body; exit        200 nodes
+
+    The graph module is called like the model and holds the *same* parameters and buffers, not copies: a step taken on
+    one is seen by the other. Training mode, dropout, tied weights and module paths (``meta["nn_module_stack"]``) are
+    kept; ``no_grad`` and ``autocast`` blocks become enter and exit nodes. Neither the model's buffers nor the random
+    number generators are touched.
+
+    A ``torch.autograd.Function`` is one node that calls it, so that its backward is kept. An output may be of any class
+    that ``copy.copy`` can copy (such as ``DynamicCache``); the class is registered with ``torch.utils._pytree`` for the
+    whole process. If capture fails because the model hooks submodules or creates buffers at its first call, it is
+    called once for real and captured again.
+
+    Python values among the inputs, and sizes unless ``dynamic``, are fixed at capture: the graph raises
+    ``RuntimeError`` when it is called with others. What the model's Python code reads of global state
+    (``torch.is_grad_enabled()``, ``torch.is_autocast_enabled()``, ``self.training``) is fixed too, without a check:
+    capture runs with grad mode on and autocast off. ``inference_mode`` blocks become ``no_grad`` blocks.
+
+    Args:
+        model: a module; or, without inputs, an ``ExportedProgram`` or a ``GraphModule``, which is left as it is.
+        args: example inputs.
+        how: ``"export"``, which accepts most models, or ``"symbolic_trace"``, which keeps calls of torch's modules as
+            single nodes, loses ``no_grad`` and ``autocast`` blocks, and refuses models that write their own buffers
+            outside of those modules.
+        dynamic: lets every size of the inputs vary where the model allows it (``how="export"`` only).
+        kwargs: example keyword inputs.
+
+    Raises:
+        CaptureError: SK401, with the line of the model that could not be captured and what to try; SK404 for a Function
+            that no node can call, SK405 for hooks on gradients, which a graph cannot have.
+    """
+    if isinstance(model, ExportedProgram):
+        refuse_lost_functions(model)
+        return _from_exported(model)
+    if isinstance(model, fx.GraphModule) and not args and not kwargs:
+        return inlined(model)
+    ways: dict[str, Callable[[], fx.GraphModule]] = {
+        "export": lambda: _exported(model, args, kwargs, dynamic),
+        "symbolic_trace": lambda: trace(model, args, kwargs),
+    }
+    if how not in ways:
+        raise CaptureError("SK401", f"there is no way of capture named {how!r}", f"Choose one of {', '.join(ways)}.")
+    require_module(model)
+    given = args, kwargs
+    args, kwargs = copy_repeated(given)
+    refuse_module_hooks(model)
+    with capture_conditions():
+        try:
+            gm = retry_after_call(model, args, kwargs, ways[how])
+            _note_repeated(gm, how, model, *given)
+            return gm
+        except CaptureError:
+            raise
+        except Exception as error:
+            helps = _find_remedy(model, args, kwargs, dynamic, how)
+            raise capture_error(model, how, error, helps, runs=not helps.startswith(RAISES)) from error
+
+
+def _find_remedy(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, how: str) -> str:
+    """Return a remedy that was tried and works, or the error that the model raises without capture, or ``""``."""
+    if not are_real(model, (args, kwargs)):
+        return "Call the model once on real inputs, before it is moved to meta or fake tensors."
+    with attributes_restored(model), silenced():
+        try:
+            copied = copy.deepcopy(model)
+        except Exception:
+            return ""  # a model that holds results of autograd cannot be copied, and trials might change the original
+        try:
+            call_once(copied, args, kwargs)
+        except Exception as error:
+            return f"{RAISES} {describe_failure(copied, error, args, kwargs)}."
+        if how != "export":
+            return 'Use how="export".' if succeeds(lambda: _exported(model, args, kwargs, False)) else ""
+        if dynamic and succeeds(lambda: _exported(model, args, kwargs, False)):
+            return "Capture with dynamic=False."
+        if model.training and succeeds(lambda: _exported(model, args, kwargs, dynamic), in_eval_mode(model)):
+            return IN_EVAL_MODE
+        if succeeds(lambda: _from_exported(torch.export.export(model, args, kwargs, strict=False))):
+            return "Use splitkit.capture(torch.export.export(model, args, kwargs))."
+        if quantized_part(model) is not None and succeeds(lambda: trace(model, args, kwargs)):
+            return AS_MODULES
+    return ""
+
+
+RAISES = "Called without capture, the model raises"
+"""The beginning of the remedy for a model that does not run."""
+IN_EVAL_MODE = "Call model.eval() first: in eval mode the model is captured."
+"""The remedy where eval mode was tried and captures the model."""
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Silence logs, warnings and output of trials that may fail."""
+    before = logging.root.manager.disable
+    logging.disable()
+    try:
+        with redirect_stderr(StringIO()), redirect_stdout(StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def succeeds(capture: Callable[[], object], within: AbstractContextManager[None] | None = None) -> bool:
+    """Return whether a capture succeeds; it is tried silently."""
+    try:
+        with silenced(), within or nullcontext():
+            capture()
+    except Exception:
+        return False
+    return True
+
+
+def capture_by_export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
+    """Return what `capture` returns, or raise what it raises, without looking for a remedy."""
+    refuse_module_hooks(model)
+    with capture_conditions():
+        return retry_after_call(model, args, kwargs, lambda: _exported(model, args, kwargs, False))
+
+
+def copy_repeated(inputs: Any) -> Any:
+    """Copy the second use of a tensor among inputs: export would make one input of both, whatever is passed later."""
+    seen: set[int] = set()
+
+    def copy_of_known(leaf: torch.Tensor) -> torch.Tensor:
+        known = id(leaf) in seen
+        seen.add(id(leaf))
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad) if known else leaf
+
+    return pytree.tree_map_only(torch.Tensor, copy_of_known, inputs)
+
+
+def _note_repeated(
+    gm: fx.GraphModule, how: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Mark inputs that were one tensor: export has a placeholder for each leaf, ``symbolic_trace`` for each name."""
+    inputs, leaves = gm.graph.find_nodes(op="placeholder"), pytree.tree_leaves((args, kwargs))
+    if len(inputs) == len(leaves) and isinstance(getattr(gm, "_in_spec", None), pytree.TreeSpec):
+        mark_repeated_inputs(zip(inputs, leaves, strict=True))
+    elif how == "symbolic_trace":
+        named = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        mark_repeated_inputs((node, named.get(str(node.target))) for node in inputs)
+
+
+def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: bool) -> fx.GraphModule:
+    shapes = _all_dynamic(model, args, kwargs) if dynamic else None
+    flags, owned = GradFlags(model), parameters_and_names(model)
+    quiet = without_partial_graph()
+    seeding = refuse_seeding()
+    with quiet, seeding, blocks_as_nodes(flags), functions_as_nodes() as put_functions_in, outputs_opened(model):
+        program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
+    if parameters_and_names(model) != owned:
+        raise CaptureError("SK401", "the model creates parameters or buffers in forward", "Create them in __init__.")
+    gm = _from_exported(program)
+    put_functions_in(gm)
+    flags.check(gm)
+    return gm
+
+
+def _all_dynamic(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return dynamic shapes with ``Dim.AUTO`` for every size of every tensor among the inputs."""
+    shapes = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor):
+            shapes[leaf] = dict.fromkeys(range(leaf.ndim), torch.export.Dim.AUTO)
+    return shapes.dynamic_shapes(model, args, dict(kwargs))  # type: ignore[no-untyped-call]
+
+
+def _from_exported(program: ExportedProgram) -> fx.GraphModule:
+    gm = program.module(check_guards=False)  # 2.11, 2.13, 2.15
+    inline_regions(gm)
+    restore_callers_grad(gm.graph)
+    for body in gm.modules():  # branches of control flow, which Dynamo traced
+        if isinstance(body, fx.GraphModule) and body is not gm:
+            restore_by_value(body.graph)
+            restore_modes_on_error(body.graph)
+            body.recompile()
+    _drop_checks(gm)
+    restore_modes_on_error(gm.graph)
+    gm.recompile()
+    _keep_input_check(gm)
+    # Export sets methods and a tracer that cannot be pickled.
+    gm.__dict__.update(train=_refuse_mode, eval=_refuse_mode, _tracer_cls=None)
+    gm.graph._tracer_cls = None
+    return gm
+
+
+def _refuse_mode(mode: bool = True) -> None:
+    """Refuse ``train()`` and ``eval()``: the graph holds what dropout and BatchNorm did at capture."""
+    raise NotImplementedError("The mode is fixed at capture: call model.train() or model.eval(), and capture again.")
+
+
+def _drop_checks(gm: fx.GraphModule) -> None:
+    for node in list(gm.graph.nodes):
+        if node.target in _EXPORT_CHECKS or (node.op == "call_module" and node.target == "_guards_fn"):
+            gm.graph.erase_node(node)
+    if hasattr(gm, "_guards_fn"):
+        del gm._guards_fn
+
+
+def _keep_input_check(gm: fx.GraphModule) -> None:
+    """Replace export's hooks by one that refuses inputs of other sizes and survives copies.
+
+    Export's hooks are closures, which cannot be pickled and which ``copy.deepcopy`` loses.
+    """
+    gm._forward_pre_hooks.clear()
+    gm._forward_pre_hooks_with_kwargs.clear()
+    gm._forward_hooks.clear()
+    gm._forward_hooks_always_called.clear()
+    check = InputCheck(gm)
+    check.watch(gm)
+    # Copies are made by GraphModule.__deepcopy__, which calls these: 2.11, 2.13, 2.15.
+    gm._register_deepcopy_hook(check.watch)
+
+
+@contextmanager
+def capture_conditions() -> Iterator[None]:
+    """Turn grad mode on and autocast off, as every capture has them, and restore the RNG state afterwards."""
+    state = torch.get_rng_state()
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False),
+            warnings.catch_warnings(),
+            without_meta_errors(),
+        ):
+            # silence torch's own deprecations only; warnings about the model still come through
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    finally:
+        torch.set_rng_state(state)
+
+
+@contextmanager
+def dicts_restored(dicts: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Restore afterwards what dicts hold, such as the buffers of modules: rebound entries are put back."""
+    held = [(now, dict(now)) for now in dicts]
+    try:
+        yield
+    finally:
+        for now, before in held:
+            now.clear()
+            now.update(before)

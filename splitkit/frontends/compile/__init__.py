@@ -1,0 +1,1 @@
+"""Policies for torch.compile: a backend, and models that train under a policy."""

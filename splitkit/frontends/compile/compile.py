@@ -1,0 +1,269 @@
+"""Train under a policy with ``torch.compile``: a backend that divides every graph by a policy, and `apply`."""
+
+from __future__ import annotations
+
+import copy
+import types
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd  # 2.11, 2.13, 2.15
+from torch._dynamo.backends.debugging import boxed_nop  # 2.11, 2.13, 2.15
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException  # 2.11, 2.13, 2.15
+
+from splitkit.costs import Costs, default
+from splitkit.costs.named import by_inductor
+from splitkit.engine.pair import Pair
+from splitkit.errors import CostError, PolicyError, SplitError
+from splitkit.frontends.aot import PartitionFn, divide_joint, with_model_line
+from splitkit.frontends.capture.capture import dicts_restored
+from splitkit.frontends.capture.capture_errors import capture_error, require_module
+from splitkit.frontends.capture.first_call import call_once
+from splitkit.frontends.compile.changing_sizes import CompileHistory, SizeWatch
+from splitkit.frontends.compile.later_writes import LaterWrites, WriteWatch, overwritten_error, overwritten_saves
+from splitkit.frontends.example_run import failed_run_error
+from splitkit.frontends.input_copies import copy_inputs
+from splitkit.frontends.module_state import buffers_kept, is_uninitialised, owned_dicts
+from splitkit.frontends.trace_settings import without_meta_errors
+from splitkit.plans.policy import PolicyLike, require_policy
+
+Inner = Literal["eager", "aot_eager", "inductor"]
+_INNER = ("eager", "aot_eager", "inductor")
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class Backend:
+    """A backend for ``torch.compile``; make one with `backend`.
+
+    Attributes:
+        pairs: the pairs made so far, one for each graph that takes gradients. A model with more than one has graph
+            breaks, or was compiled again for other inputs.
+        written: number of a graph -> what is written to after it ran (`splitkit.frontends.compile.later_writes`).
+        watch: records these writes; ``None`` where they are not recorded.
+    """
+
+    def __init__(
+        self, policy: PolicyLike, inner: Inner, costs: Callable[[fx.GraphModule], Costs] | None = None
+    ) -> None:
+        self.policy, self.inner = policy, inner
+        self.costs = costs or (by_inductor if inner == "inductor" else default)
+        self.pairs: list[Pair] = []
+        self.written: Mapping[int, LaterWrites] = {}
+        self.watch: WriteWatch | None = None
+        self._names: list[list[str]] = []
+        self._joints: dict[int, tuple[fx.Graph, Pair]] = {}
+        self._history = CompileHistory()
+        self._sizes: dict[int, SizeWatch] = {}
+        self.__name__ = "splitkit"  # the name of the backend in Dynamo's messages
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        """Compile one Dynamo graph."""
+        number = len(self._names)
+        self._names.append([str(n.target) for n in gm.graph.find_nodes(op="placeholder")])
+        compiled = self._compiled(gm, example_inputs, partial(self.partition, number=number))
+        if number in self._sizes:
+            compiled = self._sizes[number].watching(gm, compiled)
+        watch = self.watch
+        if watch is None:
+            return compiled
+
+        def watched(*args: Any) -> Any:
+            outputs = compiled(*args)
+            watch.saw(number, args, outputs)
+            return outputs
+
+        return watched
+
+    def _compiled(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], partition: PartitionFn
+    ) -> Callable[..., Any]:
+        if self.inner == "inductor":
+            from splitkit.frontends.compile.inductor import compile_with
+
+            return compile_with(gm, example_inputs, partition)
+        # keep_inference_input_mutations: as in torch's own aot_eager (2.11, 2.13, 2.15)
+        compiler = aot_autograd(fw_compiler=boxed_nop, partition_fn=partition, keep_inference_input_mutations=True)
+        return compiler(gm, example_inputs)
+
+    def partition(
+        self, joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, number: int = -1, **others: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Divide the joint graph with this number, as AOTAutograd's ``partition_fn``."""
+        known = self.written.get(number)
+        policy = self._history.policy(self.policy)
+        costs = partial(policy.costs, self.costs)
+        pair = divide_joint(joint, inputs, num_fwd_outputs, policy, costs, known.nodes if known else lambda graph: ())
+        self.pairs.append(pair)
+        if (watch := policy.guard(pair)) is not None:
+            self._sizes[number] = watch
+        self._joints[number] = joint.graph, pair
+        return pair.forward, pair.backward
+
+    def overwritten_later(self, written: Mapping[int, LaterWrites]) -> list[str]:
+        """Return the names of values that backward needs and that were written to after their graph had run."""
+        found: list[str] = []
+        for number, later in written.items():
+            if number in self._joints:
+                joint, pair = self._joints[number]
+                found += overwritten_saves(pair, later.nodes(joint), self._names[number])
+        return found
+
+
+def backend(
+    policy: PolicyLike, inner: Inner = "eager", *, costs: Callable[[fx.GraphModule], Costs] | None = None
+) -> Backend:
+    """Return a backend for ``torch.compile(model, backend=splitkit.backend(policy))`` that divides training graphs.
+
+    Each graph that Dynamo captures is divided on its own; graphs that take no gradient are not divided.
+
+    Args:
+        policy: places nodes in ``"forward"`` and ``"backward"``, such as `splitkit.policies.SaveAll`.
+        inner: runs the halves. ``"eager"`` and ``"aot_eager"`` (torch's name for the same) run them op by op;
+            ``"inductor"`` compiles them, after its own passes over the joint graph.
+        costs: returns the costs of a joint graph. The default is FLOPs, and for ``"inductor"`` the time of the
+            generated kernels on the device of the graph (`splitkit.costs.fused`).
+
+    Raises:
+        PolicyError: SK301 if ``policy`` is not a policy, SK302 for an unknown ``inner``. A policy's refusal arrives
+            as the ``inner_exception`` of Dynamo's ``BackendCompilerFailed``.
+        CostError: SK323 if ``costs`` is not a function.
+    """
+    if inner not in _INNER:
+        raise PolicyError("SK302", f"there is no inner compiler {inner!r}", f"Choose one of {', '.join(_INNER)}.")
+    require_policy(policy)
+    if costs is not None and not callable(costs):
+        raise CostError(
+            "SK323",
+            f"costs is a {type(costs).__name__}, but the graphs to price are made later",
+            "Give a function of a graph: costs=lambda gm: splitkit.costs.roofline(gm, 'h200').",
+        )
+    return Backend(policy, inner, costs)
+
+
+def apply(
+    model: Module,
+    policy: PolicyLike,
+    *args: Any,
+    inner: Inner = "eager",
+    costs: Callable[[fx.GraphModule], Costs] | None = None,
+    fullgraph: bool = False,
+    **kwargs: Any,
+) -> Module:
+    """Return the model, ready to train under a policy, with the very same parameters, buffers and submodules.
+
+    The result is a shallow copy whose calls are compiled with `backend`; names in ``state_dict``, hooks, methods and
+    attributes are the model's (``train()`` and ``eval()`` set the top-level flag on the copy only). ``copy.deepcopy``
+    and pickle give a plain model, as for any compiled module.
+
+    Backward recomputes from parameters and inputs as they are at that time: do not write to them between forward and
+    backward. Autograd refuses a write in place, as in eager mode. A write to ``weight.data`` cannot be detected: the
+    gradients are then those of the new weight where backward recomputes, and of either weight where it does not.
+
+    With example inputs, forward runs once now, so that what cannot be captured or planned is refused here rather than
+    in the first step. Buffers, inputs and RNG state are restored; writes of the model to its parameters or Python
+    attributes are not, and lazy modules are initialised. Example inputs that share memory keep sharing it. Other sizes
+    are planned when they arrive, and then nothing is refused: a budget that cannot be kept is exceeded, with one
+    warning that says by how many bytes. A model with graph breaks works, with a warning, and each of its graphs is
+    divided on its own; backward then does not recompute from anything that a later graph writes to (such as a buffer
+    that is updated after a graph break). That is known only with example inputs.
+
+    Args:
+        model: the model, in the mode (train or eval) that is meant.
+        policy: places nodes in ``"forward"`` and ``"backward"``.
+        args: example inputs, which may be left out.
+        inner: runs the halves, as in `backend`.
+        costs: returns the costs of a joint graph, as in `backend`.
+        fullgraph: refuses a model with graph breaks.
+        kwargs: example keyword inputs.
+
+    Raises:
+        CaptureError: SK401 if the model does not run on the example inputs, or Dynamo cannot capture it.
+        SplitError: a refusal of the policy or the engine on the graphs of the example inputs; SK215 if backward needs
+            a value that a later graph writes to, which autograd would refuse in backward.
+    """
+    require_module(model)
+    divided = backend(policy, inner, costs=costs)
+    applied = copy.copy(model)
+    _compile(applied, divided, fullgraph)
+    if not args and not kwargs:
+        return applied
+    written = _try(applied, divided, fullgraph, args, kwargs)
+    # A later graph overwrites what a plan reads again in backward: plan once more, without those values.
+    if divided.overwritten_later(written):
+        divided = backend(policy, inner, costs=costs)
+        divided.written = written
+        _compile(applied, divided, fullgraph)
+        if names := divided.overwritten_later(_try(applied, divided, fullgraph, args, kwargs)):
+            raise overwritten_error(names)
+    if len(divided.pairs) > 1:
+        warnings.warn(
+            f"{type(applied).__name__} has graph breaks: its {len(divided.pairs)} graphs are divided one by one; "
+            "TORCH_LOGS=graph_breaks shows where",
+            stacklevel=2,
+        )
+    return applied
+
+
+def _compile(applied: nn.Module, divided: Backend, fullgraph: bool) -> None:
+    # the attribute that nn.Module.compile sets: 2.11, 2.13, 2.15
+    applied._compiled_call_impl = torch.compile(_own_code(applied), backend=divided, fullgraph=fullgraph)
+
+
+def _uncompiled(applied: nn.Module) -> nn.Module:
+    model = copy.copy(applied)
+    model._compiled_call_impl = None  # what nn.Module.compile sets: 2.11, 2.13, 2.15
+    return model
+
+
+def _own_code(self: nn.Module) -> Callable[..., Any]:
+    """Return a call of the module with a code object of its own.
+
+    Dynamo caches what it compiled by code object, and gives up after eight entries (``recompile_limit``), which models
+    of one class would otherwise share. The module is called ``self``, which Dynamo turns into module paths of nodes.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    return types.FunctionType(run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__)
+
+
+def _try(
+    applied: nn.Module, divided: Backend, fullgraph: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Mapping[int, LaterWrites]:
+    """Run forward once and restore the state; return what was written to after each graph had run."""
+    divided.watch = watch = WriteWatch()
+    try:
+        if is_uninitialised(applied):  # Dynamo does not run the hooks that make the parameters of lazy modules
+            with buffers_kept(applied):
+                call_once(_uncompiled(applied), args, kwargs)
+        inputs, named = copy_inputs((args, kwargs))
+        with (
+            buffers_kept(applied),
+            dicts_restored(owned_dicts(applied)),
+            torch.random.fork_rng(),
+            torch.enable_grad(),
+            without_meta_errors(),
+        ):
+            applied(*inputs, **named)
+            written = watch.stop()
+    except BackendCompilerFailed as failed:
+        if isinstance(failed.inner_exception, SplitError):
+            raise failed.inner_exception from None
+        raise
+    except SplitError:
+        raise
+    except Exception as error:
+        if (refusal := failed_run_error(_uncompiled(applied), args, kwargs)) is not None:
+            raise refusal from refusal.__cause__
+        if isinstance(error, TorchDynamoException):
+            helps = "Leave out fullgraph=True: a model may have graph breaks." if fullgraph else ""
+            raise with_model_line(capture_error(applied, "dynamo", error, helps, runs=False), error) from error
+        raise
+    finally:
+        divided.watch = None
+    return written

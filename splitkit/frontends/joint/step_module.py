@@ -1,0 +1,71 @@
+"""Run a divided training step as a module: it returns the loss, and backward of the loss runs the backward half."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from splitkit.engine.pair import Pair
+from splitkit.frontends.joint.joint_capture import Joint
+
+
+class DividedStep(nn.Module):
+    """A module whose forward and backward are the halves of a pair.
+
+    Called like the model, it returns the loss and writes to buffers and inputs as the model does.
+
+    Attributes:
+        model: the model, which holds the parameters.
+        joint: forward and backward as one graph.
+        pair: the two halves of that graph.
+    """
+
+    def __init__(self, joint: Joint, pair: Pair) -> None:
+        super().__init__()
+        self.model = joint.model
+        self.joint, self.pair = joint, pair
+        self.training = joint.model.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the forward half."""
+        primals = self.joint.primals(*args, **kwargs)
+        outputs: tuple[Any, ...] = _Halves.apply(self.joint, self.pair, *primals)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for position, index in _indices(self.joint, self.joint.signature.updates).items():
+                primals[index].copy_(outputs[position])
+        loss: Tensor = outputs[self.joint.signature.loss]
+        return loss
+
+
+class _Halves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, joint: Joint, pair: Pair, *primals: Any) -> tuple[Any, ...]:
+        made = pair.forward(*primals)
+        ctx.joint, ctx.pair, ctx.handed, ctx.primals = joint, pair, made[pair.outputs :], len(primals)
+        outputs: tuple[Any, ...] = made[: pair.outputs]
+        others = (v for i, v in enumerate(outputs) if i != joint.signature.loss and isinstance(v, Tensor))
+        ctx.mark_non_differentiable(*others)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        signature, count = ctx.joint.signature, len(ctx.pair.saved)
+        of_outputs = zip(signature.tangents.values(), ctx.joint.tangents(), strict=True)
+        # The loss has the gradient that autograd passes; other outputs are not differentiable, so theirs are zero.
+        tangents = [gradients[position] if position == signature.loss else zero for position, zero in of_outputs]
+        found = ctx.pair.backward(*ctx.handed[count:], *ctx.handed[:count], *tangents)
+        of_primals: list[Tensor | None] = [None] * ctx.primals
+        for position, index in _indices(ctx.joint, signature.gradients).items():
+            of_primals[index] = found[position - signature.forward_outputs]
+        return None, None, *of_primals
+
+
+def _indices(joint: Joint, named: Mapping[int, str]) -> dict[int, int]:
+    """Return position of an output -> index of the primal that ``named`` gives for it by name."""
+    placeholders = joint.graph_module.graph.find_nodes(op="placeholder")
+    primals = [n.name for n in placeholders if n.name not in joint.signature.tangents]
+    index = {name: i for i, name in enumerate(primals)}
+    return {position: index[name] for position, name in named.items()}

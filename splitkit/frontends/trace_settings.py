@@ -1,0 +1,107 @@
+"""Change torch's global settings while it traces: loggers, warnings, partial graphs, Dynamo's globals and oneDNN."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
+from typing import Any
+
+import torch
+
+_LOG_METHODS = ("debug", "info", "warn", "error", "exception", "critical", "fatal", "log", "isEnabledFor")
+_IGNORE_SETTINGS = ("ignore_logging_functions", "ignore_logger_methods")  # 2.13, 2.15; 2.11
+
+
+class _Unlisted(set[Any]):
+    """A set that iterates as empty: torch 2.11 sorts settings and writes them as JSON to its log, which fails here."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+@contextmanager
+def without_logging() -> Iterator[None]:
+    """Let Dynamo skip calls that log, warn or print, at which it would otherwise break the graph.
+
+    ``logger.isEnabledFor`` is skipped too, since it guards logging.
+    """
+    config: Any = torch._dynamo.config
+    name = next(name for name in _IGNORE_SETTINGS if hasattr(config, name))
+    with config.patch({name: _Unlisted({*getattr(config, name), *_logging_functions()})}):
+        yield
+
+
+@contextmanager
+def without_partial_graph() -> Iterator[None]:
+    """Drop the partial graph that a failing ``torch.export`` prints to stderr, twice (2.13, 2.15).
+
+    All other output to stderr is printed at the end.
+    """
+    written, graph = StringIO(), None
+    try:
+        with redirect_stderr(written):
+            yield
+    except Exception as error:
+        graph = getattr(error, "partial_fx_graph", None)
+        raise
+    finally:
+        text = written.getvalue()
+        sys.stderr.write(text if graph is None else text.replace(f"{graph}\n", ""))
+
+
+@contextmanager
+def without_meta_errors() -> Iterator[None]:
+    """Keep torch from logging an error of a fake tensor, with a long traceback, before it raises that error.
+
+    Checked on torch 2.11, 2.13 and 2.15.
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addFilter(_is_no_meta_error)
+    try:
+        yield
+    finally:
+        log.removeFilter(_is_no_meta_error)
+
+
+def _is_no_meta_error(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("failed while attempting to run meta")
+
+
+def _logging_functions() -> Iterator[Callable[..., Any]]:
+    """Yield all functions that log, also methods that libraries added to loggers (``warning_once``)."""
+    yield from (builtins.print, warnings.warn)
+    stack: list[type] = [logging.Logger]
+    while stack:
+        kind = stack.pop()
+        stack += kind.__subclasses__()
+        for name, value in vars(kind).items():
+            if name.startswith(_LOG_METHODS) and callable(value):
+                yield value
+
+
+@contextmanager
+def without_globals(function: Callable[..., Any]) -> Iterator[None]:
+    """Remove what Dynamo adds to the globals of a function, which would keep model and inputs alive forever."""
+    names: dict[str, Any] = function.__globals__
+    before = names.keys() | set()
+    try:
+        yield
+    finally:
+        for name in names.keys() - before:  # __compiled_fn_..: 2.11, 2.13, 2.15
+            del names[name]
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """Turn oneDNN off: its LSTM saves values for backward that its fake kernel does not show. It is then decomposed."""
+    before = torch._C._get_mkldnn_enabled()  # torch.backends.mkldnn.flags warns of TF32: 2.11, 2.13, 2.15
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)

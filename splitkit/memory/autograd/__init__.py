@@ -1,0 +1,1 @@
+"""What autograd saves of a forward graph, and what its backward nodes allocate temporarily."""

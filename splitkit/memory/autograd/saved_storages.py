@@ -1,0 +1,259 @@
+"""What eager autograd saves of a forward graph for backward, node by node, found on fake tensors.
+
+The graph runs once, with its parameters requiring grad as in the model, and with `saved_tensors_hooks` around it.
+Nothing real is computed. What a run saves does not depend on where the graph is split, so one run serves all plans::
+
+    node        value   autograd saves             storages
+    linear      B       x                          x: the input's; the weight is a parameter and does not count
+    dropout     D       its mask                   M: made inside the op, the value of no node
+    relu        R       R                          R
+
+For a node that cannot run on fake tensors (a custom op without a fake, a data-dependent size), or that calls graphs of
+its own, everything that it reads, makes and computes in these graphs counts as saved, and `Activations.estimated` names
+it.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx import Node
+
+from splitkit._gc import paused_collector
+from splitkit._torch import plain_tensors, pytree
+from splitkit.graph.byte_sizes import require_values, value_bytes
+from splitkit.graph.dataflow import Dataflow, root_of
+from splitkit.graph.fake_calls import NO_SIZES, StandIn, body_calls, body_graphs, hint, hints
+from splitkit.graph.scope import is_state_op
+from splitkit.graph.storages import repeated_group, storage_key, tensors
+from splitkit.graph.symbols import value_of
+from splitkit.memory.autograd.backward_temporaries import BackwardBytes, BackwardTemporaries
+from splitkit.memory.autograd.saved_by_call import ActivationRecord, NotIsolableError, SavedCalls
+from splitkit.memory.kernels.kernel_results import hinted_bytes
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What a run with gradients makes and saves. Storages are numbered, without those of parameters and buffers.
+
+    Attributes:
+        nbytes: bytes of each storage, with symbolic sizes as seen at capture.
+        values: node -> the storages that its value lies in, for inputs of the graph too.
+        saved: node -> the storages that autograd keeps for the node's backward, each once; nodes that save nothing are
+            left out. Nothing is kept for results that no output of the graph depends on.
+        requires: the nodes whose value has a tensor that requires grad.
+        inside: node -> the temporary memory of its forward and backward, besides what is saved and yielded.
+        estimated: node -> the reason why the bytes that it saves are an upper bound.
+    """
+
+    nbytes: tuple[int, ...]
+    values: Mapping[Node, tuple[int, ...]]
+    saved: Mapping[Node, tuple[int, ...]]
+    requires: frozenset[Node]
+    inside: Mapping[Node, BackwardBytes]
+    estimated: Mapping[Node, str]
+
+    @property
+    def saved_bytes(self) -> int:
+        """The bytes of everything that autograd saves, each storage once."""
+        return sum(self.nbytes[s] for s in {s for storages in self.saved.values() for s in storages})
+
+
+def activations(gm: fx.GraphModule | Dataflow) -> Activations:
+    """Return what eager autograd saves for backward, node by node, from one run on fake tensors.
+
+    Regions of autocast and ``no_grad`` in the graph apply. Saved integers and masks count too.
+
+    Args:
+        gm: a forward graph with ``meta["val"]``, as `splitkit.capture` makes it, or facts about it.
+
+    Raises:
+        GraphError: SK101 if it is not a graph, SK102 if nodes have no ``meta["val"]``.
+    """
+    root = root_of(gm)
+    require_values(root.graph)
+    with paused_collector(), torch.inference_mode(False):  # inference mode of the caller would save nothing
+        try:
+            kept = record_by_calls(root)
+        except NotIsolableError:
+            kept = record_whole_run(root)
+    order = {node: i for i, node in enumerate(root.graph.nodes)}
+    saved = {n: tuple(sorted(kept.saved[n])) for n in sorted(kept.saved, key=order.__getitem__) if kept.saved[n]}
+    probes = BackwardTemporaries(root, kept.requires)
+    inside = {node: found for node in kept.values if (found := probes(node))}
+    return Activations(tuple(kept.nbytes), kept.values, saved, frozenset(kept.requires), inside, kept.estimated)
+
+
+def record_by_calls(root: fx.GraphModule) -> ActivationRecord:
+    """Record what a graph saves from its distinct calls: as `record_whole_run`, in a fraction of the time.
+
+    Raises:
+        NotIsolableError: if an isolated call does not show it.
+    """
+    calls = SavedCalls(root)
+
+    def followed(follow: Any, *fakes: Any) -> ActivationRecord:
+        with torch.enable_grad():
+            kept: ActivationRecord = follow(*fakes)
+        return kept
+
+    found: ActivationRecord = StandIn(calls.run, _given(root), {}, NO_SIZES, ()).run(followed)
+    return found
+
+
+def record_whole_run(root: fx.GraphModule) -> ActivationRecord:
+    """Record what a graph saves by running all of it."""
+    run = _RecordingRun(root)
+
+    def watched(call: Any, *fakes: Any) -> None:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(run.pack, _never):
+            held = call(*fakes, enable_io_processing=False)
+        run.settle()
+        del held  # after `settle`: by then autograd has freed what no output depends on
+
+    StandIn(run.run, _given(root), {}, NO_SIZES, ()).run(watched)
+    return run.record
+
+
+def _given(root: fx.GraphModule) -> tuple[Any, ...]:
+    return tuple(value_of(node) for node in root.graph.find_nodes(op="placeholder"))
+
+
+_KEPT = "_kept_by_splitkit"
+
+
+class _SavedMarker:
+    """Replaces a tensor that a node saves in autograd's graph, and lives as long as that graph keeps it."""
+
+    __slots__ = ("__weakref__", "node", "storages")
+
+    def __init__(self, node: Node, storages: tuple[int, ...]) -> None:
+        self.node = node
+        self.storages = storages
+
+
+def _never(kept: _SavedMarker) -> torch.Tensor:
+    raise NotImplementedError(f"{kept.node.name} reads in forward what it has saved for backward")
+
+
+class _RecordingRun(fx.Interpreter):
+    """Runs a graph inside a fake mode and records what its nodes yield and save."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self._gm = gm
+        self._now: Node | None = None
+        self.record = ActivationRecord()
+        self._numbers: dict[Hashable, int] = {}  # by storage; -1 for the caller's
+        self._owned: dict[int, torch.Tensor] = {}  # by id of the real parameter or buffer
+        self._alive: weakref.WeakSet[_SavedMarker] = weakref.WeakSet()
+        self._given: dict[int, Any] = {}  # one tensor that was passed for several inputs
+
+    def pack(self, tensor: torch.Tensor) -> _SavedMarker:
+        """Record a tensor that autograd saves; the hook that packs it."""
+        assert self._now is not None
+        kept = _SavedMarker(self._now, self._storages(tensor))
+        self._alive.add(kept)
+        return kept
+
+    def _keep_attributes(self, result: Any) -> None:
+        """Record what a ``torch.autograd.Function`` keeps as attributes of its context, which no hook sees."""
+        for tensor in tensors(result):
+            attributes = getattr(tensor.grad_fn, "__dict__", None)  # nodes of autograd in C++ have no attributes
+            if attributes and _KEPT not in attributes:
+                attributes[_KEPT] = [self.pack(t) for t in tensors(list(attributes.values()))]
+
+    def settle(self) -> None:
+        """Record what is still saved at the end of the run."""
+        for kept in self._alive:
+            self.record.saved.setdefault(kept.node, {}).update(dict.fromkeys(kept.storages))
+
+    def run_node(self, n: Node) -> Any:
+        """Run ``n`` and record what it yields."""
+        if "saved_tensors_hooks" in getattr(n.target, "__name__", ""):
+            return None  # it would disable the hooks of this run; autograd saves all the same
+        if n.op == "output" or is_state_op(n):
+            return super().run_node(n)
+        self._now = n
+        try:
+            result = self._called(n)
+        except Exception as error:  # whatever the op raises on fakes
+            result = self._estimate(n, str(error).strip().partition("\n")[0] or type(error).__name__)
+        if (group := repeated_group(n)) is not None:
+            result = self._given.setdefault(group, result)
+        self.record.values[n] = self._storages(result, n)
+        self._keep_attributes(result)
+        if any(t.requires_grad for t in tensors(result)):
+            self.record.requires.add(n)
+        return result
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Return a fake of the attribute."""
+        return self._fake_of(operator.attrgetter(target)(self._gm))
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call the module on fakes of its parameters and buffers."""
+        module: nn.Module = operator.attrgetter(target)(self._gm)
+        owned = dict([*module.named_parameters(), *module.named_buffers()])
+        fakes = {name: self._fake_of(value) for name, value in owned.items()}
+        return torch.func.functional_call(module, fakes, args, kwargs)
+
+    def _called(self, node: Node) -> Any:
+        if body_graphs(self._gm, node):
+            return self._estimate(node, "it calls graphs of its own")
+        return super().run_node(node)
+
+    def _estimate(self, node: Node, why: str) -> Any:
+        """Return stand-ins for a node's results; count them and its inputs as saved if it takes part in backward."""
+        needs = any(n in self.record.requires for n in node.all_input_nodes) and torch.is_grad_enabled()
+        result = pytree.tree_map(lambda leaf: _stand_in(leaf, needs), value_of(node))
+        if needs:
+            self.record.estimated[node] = why
+            inner = sum(
+                value_bytes(n) for body in body_graphs(self._gm, node) for n in body.graph.nodes if "call" in n.op
+            )
+            taken = [s for n in node.all_input_nodes for s in self.record.values.get(n, ())]
+            kept = [*taken, *self._storages(result)]
+            if inner:
+                kept.append(self._new(inner * body_calls(node)))
+            self.record.saved[node] = dict.fromkeys(kept)
+        return result
+
+    def _fake_of(self, value: Any) -> Any:
+        """Return the fake of a parameter, buffer or constant, the same each time; other values as they are."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in self._owned:
+            made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            self._owned[id(value)] = made.requires_grad_(value.requires_grad)
+            self._numbers[storage_key(made)] = -1
+        return self._owned[id(value)]
+
+    def _storages(self, value: Any, made_by: Node | None = None) -> tuple[int, ...]:
+        """Return the storages of a value, without those of parameters and buffers."""
+        found: dict[int, None] = {}
+        for tensor in (part for t in tensors(value) for part in plain_tensors(t)):
+            key = storage_key(tensor)
+            if key not in self._numbers:
+                shown = hint(tensor.untyped_storage().nbytes())
+                self._numbers[key] = self._new(shown if made_by is None else max(shown, hinted_bytes(made_by, tensor)))
+            found[self._numbers[key]] = None
+        found.pop(-1, None)
+        return tuple(found)
+
+    def _new(self, nbytes: int) -> int:
+        self.record.nbytes.append(nbytes)
+        return len(self.record.nbytes) - 1
+
+
+def _stand_in(leaf: Any, needs_grad: bool) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        made = torch.empty_strided(hints(leaf.shape), hints(leaf.stride()), dtype=leaf.dtype, device=leaf.device)
+        return made.requires_grad_(needs_grad and (made.is_floating_point() or made.is_complex()))
+    return hint(leaf) if isinstance(leaf, torch.SymInt) else leaf

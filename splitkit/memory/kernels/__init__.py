@@ -1,0 +1,1 @@
+"""Where real kernels differ from fake tensors: aliasing, strides, and temporary allocations."""

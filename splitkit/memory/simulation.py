@@ -1,0 +1,373 @@
+"""Simulate the storages of a run of graphs: which step makes each, and after which step nobody holds it.
+
+The simulation follows what Python does when the generated code of a graph module runs. That code deletes a name after
+its last reader (`fx.Graph.python_code` writes ``name = None`` there), and a storage lives as long as some name holds
+it::
+
+    step              a    b    c       storages
+    0  a = relu(x)    A                 x belongs to the caller, and is never freed here
+    1  b = a.view(…)  A    A
+    2  c = b * 2      A    A    C       A is freed after this step: `b` was its last holder
+    3  return c                 C       C is held by the caller
+
+It follows that the members of a tuple which nobody unpacks live as long as the tuple, that a result which nobody reads
+is freed at once, and that the caller holds the arguments of a called graph (a part) until the call returns.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+from torch.fx import Node
+
+from splitkit import _torch
+from splitkit._torch import HigherOrderOperator, plain_tensors
+from splitkit.graph.byte_sizes import require_values, storage_nbytes
+from splitkit.graph.fake_calls import body_graphs
+from splitkit.graph.fake_runs import values_again
+from splitkit.graph.scope import Scope, is_state_op, scopes
+from splitkit.graph.storages import attribute, repeated_group, shares_memory, storage_key, tensors
+from splitkit.graph.symbols import assumed_upper_bounds, value_of
+from splitkit.memory.kernels.kernel_results import Bytes, ResultAliases, storages_of
+from splitkit.memory.kernels.strides import kernel_strides
+from splitkit.memory.kernels.temporaries import Temporaries
+from splitkit.memory.kernels.unseen import allocates_unseen, name_of
+from splitkit.memory.kernels.vmap_batches import VmapRun, run_vmap
+from splitkit.memory.simulation_options import known_bytes, refuse_sparse
+
+BEFORE = -1
+"""The step that makes what is there before the run."""
+HELD = 2**62
+"""The last step of what its owner still holds after the run."""
+
+ValueStorages = Mapping[Hashable, int]
+"""The storages of a value: key of a storage -> its number in this simulation."""
+
+
+@dataclass(slots=True)
+class SimulatedStorage:
+    """One storage of a simulated run.
+
+    Attributes:
+        nbytes: its bytes, rounded up as the allocator would.
+        kind: ``"parameter"``, ``"buffer"``, ``"constant"``, ``"input"``, ``"activation"``, ``"saved"`` (for
+            backward), ``"tangent"``, ``"gradient"``, ``"cast"`` (of a weight, by autocast) or ``"output"``.
+        name: the name of the node or attribute that makes it.
+        node: the node, ``None`` for parameters, buffers and constants.
+        device: the device that holds it.
+        born: the step that allocates it, -1 if it exists before.
+        dies: the step after which it is freed; larger than every step if its owner holds it to the end.
+    """
+
+    nbytes: int
+    kind: str
+    name: str
+    node: Node | None
+    device: torch.device
+    born: int
+    dies: int
+
+
+@dataclass
+class _Casts:
+    """The casts that autocast caches.
+
+    Attributes:
+        region: the node that opens the outermost autocast region.
+        of: key of a weight's storage -> number of the storage of its cast.
+        last: the last step in the region so far.
+    """
+
+    region: Node | None = None
+    of: dict[Hashable, int] = field(default_factory=dict)
+    last: int = BEFORE
+
+
+@dataclass
+class MemorySimulation:
+    """Simulates graphs that run one after the other.
+
+    Attributes:
+        sizes: symbol -> size, for symbols whose size differs from the one at capture.
+        block: the allocator rounds allocations up to a multiple of this many bytes.
+        workspace: node -> bytes that it takes besides its results while it runs, as far as the caller knows.
+        steps: the nodes that compute, in the order in which they run.
+        transient: for each step, the bytes that exist only while it runs.
+        storages: all storages.
+        calls: name of a called graph -> the range of its steps.
+        aliases: node -> which arguments' memory its results share, where that was observed.
+        beyond: node -> bytes of its results beyond what their values show, where that was observed.
+        bounds: data-dependent symbol -> the upper bound that it counts as.
+        unseen: names of ops that ran and whose kernels take memory that is not seen, and not told by ``workspace``.
+        body_peaks: branch or loop -> the most bytes that its bodies take, whichever of them runs, however often.
+    """
+
+    sizes: Mapping[str, int]
+    block: int
+    workspace: Callable[[Node], int]
+    steps: list[Node] = field(default_factory=list)
+    transient: list[int] = field(default_factory=list)
+    storages: list[SimulatedStorage] = field(default_factory=list)
+    calls: dict[str, range] = field(default_factory=dict)
+    aliases: dict[Node, ResultAliases] = field(default_factory=dict)
+    beyond: dict[Node, int] = field(default_factory=dict)
+    bounds: dict[str, int] = field(default_factory=dict)
+    unseen: set[str] = field(default_factory=set)
+    body_peaks: dict[Node, int] = field(default_factory=dict)
+    _static: dict[Hashable, int] = field(default_factory=dict)
+    _inputs: dict[int | None, ValueStorages] = field(default_factory=dict)
+    _temporaries: Temporaries = field(init=False)
+    _casts: _Casts = field(default_factory=_Casts)
+    _items: dict[Node, list[ValueStorages]] = field(default_factory=dict)
+    _again: dict[Node, Any] = field(default_factory=dict)
+    _strides_found: dict[Node, Any] = field(default_factory=dict)
+    _batched: dict[Node, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._temporaries = Temporaries(self.sizes)
+
+    def know(self, inside: VmapRun) -> None:
+        """Take over how nodes run inside a ``torch.vmap``, from a run of the whole graph that may contain this one."""
+        self._again |= inside.values
+        self._batched |= inside.transient
+
+    def own(self, root: nn.Module) -> None:
+        """Add all parameters and buffers of a module, whether the run reads them or not; tied ones once."""
+        named = [(n, p, "parameter") for n, p in root.named_parameters()]
+        for name, tensor, kind in [*named, *((n, b, "buffer") for n, b in root.named_buffers())]:
+            self._attribute(name, tensor, kind)
+
+    def input(self, node: Node, kind: str, keep: bool = True) -> ValueStorages:
+        """Add an input that is passed for a placeholder; with ``keep`` its owner holds it to the end of the run."""
+        value: dict[Hashable, int] = {}
+        group = repeated_group(node)
+        if group in self._inputs:  # the same tensor was passed for two inputs
+            return self._named(node, self._inputs[group])
+        for tensor in self._tensors(node):
+            key = storage_key(tensor)  # two inputs may be views of one storage, or of a parameter
+            if key not in self._static:
+                dies = HELD if keep else BEFORE
+                nbytes = storage_nbytes(tensor)
+                self._static[key] = self._add(node.name, node, tensor.device, nbytes, kind, BEFORE, dies)
+            value[key] = self._static[key]
+        if group is not None:
+            self._inputs[group] = value
+        return value
+
+    def graph(
+        self, gm: fx.GraphModule, given: Callable[[Node], ValueStorages], autocast: tuple[Node, ...] = ()
+    ) -> list[tuple[Node, ValueStorages]]:
+        """Simulate the nodes of a graph.
+
+        Args:
+            gm: the graph.
+            given: placeholder -> the storages of what is passed for it.
+            autocast: the nodes that open the autocast regions around the graph.
+
+        Returns:
+            The nodes in the output, as often as they occur there, and the storages that each holds.
+        """
+        require_values(gm.graph, but=lambda node: _calls_graph(gm, node) is not None)
+        known = any(node in self._again for node in gm.graph.nodes)  # a part, whose caller has run on fakes already
+        self._again |= {} if known or shares_memory(gm) else values_again(gm)
+        if not known:
+            self.know(run_vmap(gm))
+        self._strides_found |= kernel_strides(gm, self.sizes)
+        scope, _ = scopes(gm.graph)
+        values: dict[Node, ValueStorages] = {}
+        outputs: list[tuple[Node, ValueStorages]] = []
+        unread: list[ValueStorages] = []
+        for node in gm.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = self._named(node, given(node))
+                if not node.users:
+                    unread.append(values[node])
+            elif node.op == "get_attr":
+                values[node] = self._read(gm, node)
+            elif node.op == "output":
+                leaves: list[Node] = []
+                fx.map_arg(node.args, leaves.append)
+                outputs = [(leaf, values[leaf]) for leaf in leaves if leaf in values]
+            elif not is_state_op(node):
+                read = {n: values[n] for n in node.all_input_nodes if n in values}
+                values[node] = self._call(gm, node, read, (*autocast, *_autocast(scope[node])))
+        for value in [*unread, *(value for _, value in outputs)]:
+            self.hold(value, len(self.steps) - 1)
+        self._drop_casts()
+        return outputs
+
+    def hold(self, value: ValueStorages, step: int) -> None:
+        """Keep the storages of a value alive until ``step`` is done."""
+        for number in value.values():
+            storage = self.storages[number]
+            storage.dies = max(storage.dies, step)
+
+    def _call(
+        self, gm: fx.GraphModule, node: Node, read: Mapping[Node, ValueStorages], autocast: tuple[Node, ...]
+    ) -> ValueStorages:
+        part = _calls_graph(gm, node)
+        if part is not None:
+            value = self._enter(node, part, read)
+        else:
+            self.steps.append(node)
+            hidden = self._hidden(gm, node, autocast)
+            value = self._result(gm, node, read)
+            if allocates_unseen(node.target):
+                self.unseen.add(name_of(node.target))
+            self.transient.append(self._rounded(max(self.workspace(node), hidden)))
+        for held in (*read.values(), value):
+            self.hold(held, len(self.steps) - 1)
+        return value
+
+    def _result(self, gm: fx.GraphModule, node: Node, read: Mapping[Node, ValueStorages]) -> ValueStorages:
+        """Return the storages of a result: those of the arguments that it shares, and new ones."""
+        if node.target is operator.getitem and (items := self._items.get(cast(Node, node.args[0]))):
+            return self._named(node, items[cast(int, node.args[1])])
+        value, step, beyond = dict[Hashable, int](), len(self.steps) - 1, self.beyond.get(node, 0)
+        for piece in storages_of(gm, node, list(self._tensors(node)), read, self.aliases.get(node)):
+            held = piece.held
+            if held is None:
+                held = self._add(node.name, node, piece.tensor.device, piece.nbytes + beyond, "activation", step, step)
+                beyond = 0
+            value[piece.key] = held
+        return value
+
+    def _enter(self, node: Node, part: fx.GraphModule, passed: Mapping[Node, ValueStorages]) -> ValueStorages:
+        """Simulate the call of another graph, which has names of its own and shares the caller's storages."""
+        start = len(self.steps)
+        given = dict(zip(part.graph.find_nodes(op="placeholder"), node.args, strict=False))
+        given |= {n: node.kwargs[str(n.target)] for n in given if str(n.target) in node.kwargs}
+
+        def value_given(placeholder: Node) -> ValueStorages:
+            source = given.get(placeholder)
+            return passed[source] if isinstance(source, Node) else {}
+
+        outputs = dict(self.graph(part, value_given))
+        self.calls[str(node.target)] = range(start, len(self.steps))
+        returned = part.graph.output_node().args[0]
+        if isinstance(returned, tuple | list):
+            self._items[node] = [outputs[leaf] if isinstance(leaf, Node) else {} for leaf in returned]
+        return {key: number for value in outputs.values() for key, number in value.items()}
+
+    def _hidden(self, gm: fx.GraphModule, node: Node, autocast: tuple[Node, ...]) -> int:
+        """Return the bytes that a node takes inside: in the ops of a composite, or a higher-order op's bodies."""
+        if isinstance(node.target, HigherOrderOperator):
+            inner = (node,) if node.target is torch.ops.higher_order.wrap_with_autocast else ()
+            taken = max((self._inside(body, (*autocast, *inner)) for body in body_graphs(gm, node)), default=0)
+            if str(node.target) in _BRANCHES_AND_LOOPS:
+                self.body_peaks[node] = taken
+            return taken
+        if node in self._batched:
+            return self._batched[node]
+        inside = self._temporaries(gm, node, autocast, self._strides_found)
+        if autocast:
+            self._keep_casts(gm, node, inside.casts, autocast[0])
+        self.aliases[node] = inside.aliases
+        self.unseen |= inside.unseen
+        if not isinstance(node.target, _torch.OpOverload):  # for those `storages_of` has a table
+            self.beyond[node] = inside.beyond
+        return inside.transient
+
+    def _inside(self, body: fx.GraphModule, autocast: tuple[Node, ...]) -> int:
+        """Return the peak of a higher-order op's body beyond its inputs and results."""
+        inner = MemorySimulation(self.sizes, self.block, self.workspace)
+        for _, value in inner.graph(body, lambda n: inner.input(n, "input"), autocast):
+            inner.hold(value, HELD)
+        self.bounds |= inner.bounds
+        self.unseen |= inner.unseen
+        kept = sum(b.nbytes for b in inner.storages if b.born != BEFORE and b.dies == HELD)
+        before = sum(b.nbytes for b in inner.storages if b.born == BEFORE)
+        return max(0, max(inner.timeline(), default=0) - before - kept)
+
+    def _keep_casts(self, gm: fx.GraphModule, node: Node, nbytes: int, region: Node) -> None:
+        """Add the casts of a node's weights: autocast caches them until the outermost region ends."""
+        step = len(self.steps) - 1
+        if self._casts.region is not region:
+            self._drop_casts()
+            self._casts.region = region
+        self._casts.last = step
+        weights = [attribute(gm, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
+        wanted = {storage_key(w): w for w in weights if isinstance(w, nn.Parameter)}
+        if nbytes and not wanted.keys() <= self._casts.of.keys():
+            device = next(iter(wanted.values())).device
+            self.storages.append(SimulatedStorage(self._rounded(nbytes), "cast", node.name, node, device, step, step))
+            self._casts.of |= dict.fromkeys(wanted, len(self.storages) - 1)
+
+    def _drop_casts(self) -> None:
+        self.hold(self._casts.of, self._casts.last)
+        self._casts = _Casts()
+
+    def timeline(self) -> list[int]:
+        """Return the bytes alive while each step runs, its results and transients included."""
+        change = [0] * (len(self.steps) + 2)
+        for storage in self.storages:
+            change[max(storage.born, 0)] += storage.nbytes
+            change[min(storage.dies, len(self.steps)) + 1] -= storage.nbytes
+        live, total = [], 0
+        for step, transient in enumerate(self.transient):
+            total += change[step]
+            live.append(total + transient)
+        return live
+
+    def _read(self, gm: fx.GraphModule, node: Node) -> ValueStorages:
+        tensor = attribute(gm, str(node.target))
+        if not isinstance(tensor, torch.Tensor):
+            return {}
+        number = self._attribute(str(node.target), tensor, "constant")
+        return {storage_key(tensor): number} | {storage_key(t): number for t in self._tensors(node)}
+
+    def _named(self, node: Node, passed: ValueStorages) -> ValueStorages:
+        """Add the keys under which the node's own value knows the storages that are passed for it.
+
+        A part has placeholders with fake tensors of their own, so one storage has a key in the caller and one here.
+        """
+        known = list(dict.fromkeys(map(storage_key, self._tensors(node))))
+        numbers = list(dict.fromkeys(passed.values()))
+        return {**passed, **dict(zip(known, numbers, strict=True))} if len(known) == len(numbers) else passed
+
+    def _tensors(self, node: Node) -> Iterator[torch.Tensor]:
+        """Yield the tensors that hold the memory of a value: those that subclasses wrap, not the wrappers."""
+        for tensor in tensors(self._again[node] if node in self._again else value_of(node)):
+            refuse_sparse(node, tensor)
+            yield from plain_tensors(tensor)
+
+    def _attribute(self, name: str, tensor: torch.Tensor, kind: str) -> int:
+        key = storage_key(tensor)
+        if key not in self._static:
+            parts = [
+                self._add(name, None, part.device, storage_nbytes(part), kind, BEFORE, HELD)
+                for part in plain_tensors(tensor)
+            ]
+            self._static[key] = parts[0]
+        return self._static[key]
+
+    def _add(
+        self, name: str, node: Node | None, device: torch.device, nbytes: Bytes, kind: str, born: int, dies: int
+    ) -> int:
+        self.bounds |= assumed_upper_bounds(nbytes, self.sizes)
+        rounded = self._rounded(known_bytes(name, nbytes, self.sizes))
+        self.storages.append(SimulatedStorage(rounded, kind, name, node, device, born, dies))
+        return len(self.storages) - 1
+
+    def _rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self.block) * self.block
+
+
+_BRANCHES_AND_LOOPS = frozenset(("cond", "while_loop", "scan", "map_impl", "associative_scan"))
+"""Higher-order ops of which only the data decides which body runs, or how often: their bytes are upper bounds."""
+
+
+def _autocast(scope: Scope) -> tuple[Node, ...]:
+    """Return the nodes that open the autocast regions of a scope, outermost first."""
+    return tuple(enter for enter in scope.regions if enter.target is _torch.ENTER_AUTOCAST)
+
+
+def _calls_graph(gm: fx.GraphModule, node: Node) -> fx.GraphModule | None:
+    """Return the graph that ``node`` calls, such as a part of a split, or ``None``."""
+    target = attribute(gm, str(node.target)) if node.op == "call_module" else None
+    return target if isinstance(target, fx.GraphModule) else None

@@ -1,0 +1,199 @@
+"""Defines a pipeline schedule, with all that the planner, simulator, runtime, pages and command line need to know.
+
+Imports neither torch nor numpy, so that the command line can list schedules at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from splitkit.checks import MOST, is_whole, shown
+from splitkit.errors import ScheduleError
+from splitkit.pipeline.action import Action
+from splitkit.pipeline.windowed import Window, stalls, windowed_row
+
+OrderMaker = Callable[[int, int, int], Iterable[Iterable[Action]]]
+"""(stages, microbatches, ranks) -> the actions of each rank."""
+Refusal = Callable[[int, int, int], tuple[str, str] | None]
+"""(stages, microbatches, ranks) -> (what is wrong with these numbers, what would do); ``None`` if they are fine."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One pipeline schedule.
+
+    Everything else is derived from the order: microbatches in flight, the rank of each stage, bytes over time.
+
+    Attributes:
+        name: its name in results. Users may write it in any case, with or without hyphens.
+        order: makes the actions of each rank. May be left out if ``window`` is given.
+        window: for a schedule with one stage per rank that runs forward until this many microbatches are in flight, and
+            then backward and forward in turn (`splitkit.pipeline.windowed`). Only with it can stages have different
+            numbers of replicas, and the page simulate other numbers of stages.
+        stages_per_rank: the number of stages on each rank; ``None`` for any number, two unless the ranks are given.
+        placement: ``"loop"``: stage s is on rank s mod ranks. ``"V"``: of two stages on each rank, the first ones go
+            from the first rank to the last, the second ones back.
+        divided: whether backward is divided into an input part (``I``) and a weight part (``W``).
+        torch_class: the class in ``torch.distributed.pipelining`` that runs it. ``""``: torch has none, and its
+            interpreter of actions runs the order.
+        word: its spelling on the command line, a second name; the name in lower case if left out.
+        refusal: says which numbers of stages, microbatches and ranks the schedule does not take, besides those that do
+            not fit ``stages_per_rank``.
+        swept: whether `splitkit.sweep` tries it by default.
+
+    Raises:
+        ScheduleError: SK333 if fields contradict each other; names the field.
+    """
+
+    name: str
+    order: OrderMaker | None = None
+    window: Window | None = None
+    stages_per_rank: int | None = 1
+    placement: Literal["loop", "V"] = "loop"
+    divided: bool = False
+    torch_class: str = ""
+    word: str = ""
+    refusal: Refusal | None = None
+    swept: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (self.name, self.word or self.name):
+            if not isinstance(name, str) or not plain(name):
+                raise _unsound(self, f"the name {shown(name)}", "Use letters and digits.")
+        if not self.word:
+            object.__setattr__(self, "word", self.name.lower())
+        if self.stages_per_rank is not None and not is_whole(self.stages_per_rank, 1):
+            raise _unsound(self, f"stages_per_rank={shown(self.stages_per_rank)}", "Use a number >= 1, or None.")
+        if self.placement not in ("loop", "V") or (self.placement == "V" and self.stages_per_rank != 2):
+            what = f"placement={shown(self.placement)} with stages_per_rank={self.stages_per_rank}"
+            raise _unsound(self, what, 'Use "loop", or "V" with two stages on each rank.')
+        if (self.order is None) == (self.window is None):
+            raise _unsound(self, "not one of order and window", "Give order=, or window= and no order.")
+        if self.window is not None and (not self.is_single or self.divided):
+            text = "a window, and several stages on a rank or a divided backward"
+            raise _unsound(self, text, "Give order= in place of window=.")
+
+    @property
+    def is_single(self) -> bool:
+        """Whether each rank has one stage."""
+        return self.stages_per_rank == 1
+
+    @property
+    def usual_stages_per_rank(self) -> int:
+        """The number of stages per rank if the number of ranks is not given."""
+        return 2 if self.stages_per_rank is None else self.stages_per_rank
+
+    @property
+    def waits_for_sends(self) -> bool:
+        """Whether its runtime frees sent messages as soon as they have arrived, before the end of the step.
+
+        Torch's classes for one stage on each rank do; its interpreter, which runs all else, did not before 2.15.
+        """
+        return self.is_single and bool(self.torch_class)
+
+    def rank_of(self, stage: int, ranks: int) -> int:
+        """Return the rank of a stage."""
+        return 2 * ranks - 1 - stage if self.placement == "V" and stage >= ranks else stage % ranks
+
+    def windows(self, counts: Sequence[int], microbatches: int) -> list[int] | None:
+        """Return the most microbatches that a replica of each stage has in flight; ``None`` without ``window``.
+
+        Args:
+            counts: the replicas of each stage.
+            microbatches: of a step, of all replicas together.
+
+        Raises:
+            ScheduleError: SK331 for windows under which stages could deadlock.
+        """
+        if self.window is None:
+            return None
+        most = [-(-microbatches // count) for count in counts]
+        found = [min(self.window(counts, stage), own) for stage, own in enumerate(most)]
+        if min(found) < 1:
+            raise ScheduleError("SK331", f"{self.name} has a window of {min(found)} microbatches", "Use 1 or more.")
+        if pair := stalls(found, counts):
+            before, stage = pair
+            text = f"{self.name} may never end: stage {stage} has {found[stage]} microbatches in flight, and"
+            remedy = "Let earlier stages have as many in flight, or more."
+            raise ScheduleError("SK331", f"{text} stage {before} before it {found[before]}", remedy)
+        return found
+
+    def rows(self, stages: int, microbatches: int, ranks: int) -> tuple[tuple[Action, ...], ...]:
+        """Return the actions of each rank.
+
+        Raises:
+            ScheduleError: SK330 if the schedule does not allow these numbers; says which it allows.
+        """
+        self.require(stages, microbatches, ranks)
+        if self.order is not None:
+            return tuple(tuple(actions) for actions in self.order(stages, microbatches, ranks))
+        numbers, windows = range(microbatches), self.windows([1] * stages, microbatches) or []
+        return tuple(tuple(windowed_row(stage, numbers, window)) for stage, window in enumerate(windows))
+
+    def usual_ranks(self, stages: int) -> int:
+        """Return the number of ranks for a number of stages.
+
+        Raises:
+            ScheduleError: SK330 if ranks would have different numbers of stages.
+        """
+        local = self.usual_stages_per_rank
+        if stages % local or not stages:
+            low = stages - stages % local
+            numbers = f"{low} or {low + local}" if low else f"{local}"
+            rest = "." if self.stages_per_rank else ", or say how many ranks there are: ranks=..."
+            text = f"{self.name} of {stages} stages puts {_counted(local)} on each rank"
+            raise ScheduleError("SK330", text, f"Split into {numbers} stages{rest}")
+        return stages // local
+
+    def require(self, stages: int, microbatches: int, ranks: int) -> None:
+        """Refuse numbers that the schedule does not allow.
+
+        Raises:
+            ScheduleError: SK330; says which numbers it allows.
+        """
+        require_numbers(stages, microbatches, ranks)
+        numbers = f"{self.name} of {stages} stages and {microbatches} microbatches on {ranks} ranks"
+        local = self.stages_per_rank
+        if local is not None and stages != local * ranks:
+            what = f"split into {local * ranks} stages"
+            what = f"use {stages} ranks, or {what}" if local == 1 else what
+            plural = "" if local == 1 else "s"
+            remedy = f"{self.name} has {_counted(local)} stage{plural} on each rank: {what}."
+            raise ScheduleError("SK330", numbers, remedy)
+        if stages % ranks:
+            whole = f"{stages - stages % ranks} or " if stages > ranks else ""
+            remedy = f"Each rank has as many stages: split into {whole}{stages + ranks - stages % ranks}."
+            raise ScheduleError("SK330", numbers, remedy)
+        refused = None if self.refusal is None else self.refusal(stages, microbatches, ranks)
+        if refused is not None:
+            reason, remedy = refused
+            raise ScheduleError("SK330", f"{numbers}{': ' * bool(reason)}{reason}", remedy)
+
+
+def require_numbers(stages: object, microbatches: object, ranks: object = 1) -> None:
+    """Refuse numbers that no schedule allows.
+
+    Raises:
+        ScheduleError: SK330.
+    """
+    for what, number in (("stages", stages), ("microbatches", microbatches), ("ranks", ranks)):
+        if not is_whole(number, 1):
+            raise ScheduleError("SK330", f"{shown(number)} {what}", "Give a whole number, 1 or more.")
+    if int(stages) * int(microbatches) > MOST:  # type: ignore[call-overload]
+        text = f"{shown(stages)} stages and {shown(microbatches)} microbatches"
+        raise ScheduleError("SK330", text, f"A step has {MOST} forward actions at most: use fewer.")
+
+
+def plain(name: str) -> str:
+    """Return the letters and digits of a name in lower case, by which spellings are compared."""
+    return "".join(c for c in name.lower() if c.isalnum())
+
+
+def _counted(number: int) -> str:
+    return {1: "one", 2: "two", 3: "three", 4: "four"}.get(number, str(number))
+
+
+def _unsound(schedule: Schedule, what: str, remedy: str) -> ScheduleError:
+    return ScheduleError("SK333", f"Schedule({shown(schedule.name)}) has {what}", remedy)

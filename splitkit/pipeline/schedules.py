@@ -1,0 +1,226 @@
+"""Registers pipeline schedules: one entry each, which the planner, simulator, runtime, pages and command line read.
+
+To add a schedule to splitkit, add an entry here; users add theirs with `register_schedule`. Listing them loads neither
+torch nor numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING
+
+from splitkit.checks import shown
+from splitkit.errors import ScheduleError, nearest
+from splitkit.pipeline.action import Action
+from splitkit.pipeline.schedule import Schedule, plain, require_numbers
+from splitkit.pipeline.v_shaped import v_half, v_min
+from splitkit.pipeline.windowed import as_stages_behind, twice_as_stages_behind, unlimited
+
+if TYPE_CHECKING:
+    from splitkit.pipeline.order import PipelineOrder
+
+
+def _torchs(torch_class: str, stages: int, microbatches: int, ranks: int) -> list[list[Action]]:
+    from splitkit.pipeline.torch_orders import torch_rows
+
+    return torch_rows(torch_class, stages, microbatches, ranks)
+
+
+def _fewer_than_stages(other: str, stages: int, microbatches: int, ranks: int) -> tuple[str, str] | None:
+    if microbatches >= stages:
+        return None
+    return "", f"Use {stages} microbatches or more, or fewer stages; {other} takes fewer."
+
+
+def _no_equal_rounds(stages: int, microbatches: int, ranks: int) -> tuple[str, str] | None:
+    rounds = max(1, microbatches // ranks)
+    if not microbatches % rounds:
+        return None
+    fits = [m for m in range(1, microbatches + 2 * ranks) if not m % max(1, m // ranks)]
+    near = max(m for m in fits if m < microbatches), min(m for m in fits if m > microbatches)
+    return f"they do not go into {rounds} equal rounds", f"Use {near[0]} or {near[1]} microbatches."
+
+
+_BUILT_IN = (
+    Schedule("GPipe", window=unlimited, torch_class="ScheduleGPipe", swept=True),
+    Schedule(
+        "1F1B",
+        window=as_stages_behind,
+        torch_class="Schedule1F1B",
+        refusal=partial(_fewer_than_stages, "GPipe"),
+        swept=True,
+    ),
+    Schedule("Eager1F1B", window=twice_as_stages_behind, word="eager-1f1b"),
+    Schedule(
+        "Interleaved1F1B",
+        partial(_torchs, "ScheduleInterleaved1F1B"),
+        stages_per_rank=None,
+        torch_class="ScheduleInterleaved1F1B",
+        word="interleaved-1f1b",
+        refusal=_no_equal_rounds,
+        swept=True,
+    ),
+    Schedule(
+        "LoopedBFS",
+        partial(_torchs, "ScheduleLoopedBFS"),
+        stages_per_rank=None,
+        torch_class="ScheduleLoopedBFS",
+        word="looped-bfs",
+    ),
+    Schedule(
+        "InterleavedZeroBubble",
+        partial(_torchs, "ScheduleInterleavedZeroBubble"),
+        stages_per_rank=None,
+        divided=True,
+        torch_class="ScheduleInterleavedZeroBubble",
+        word="interleaved-zero-bubble",
+        refusal=_no_equal_rounds,
+    ),
+    Schedule(
+        "ZBVZeroBubble",
+        partial(_torchs, "ScheduleZBVZeroBubble"),
+        stages_per_rank=2,
+        placement="V",
+        divided=True,
+        torch_class="ScheduleZBVZeroBubble",
+        word="zbv",
+        swept=True,
+    ),
+    Schedule(
+        "DualPipeV",
+        partial(_torchs, "ScheduleDualPipeV"),
+        stages_per_rank=2,
+        placement="V",
+        divided=True,
+        torch_class="ScheduleDualPipeV",
+        refusal=partial(_fewer_than_stages, "ZBVZeroBubble"),
+    ),
+    Schedule("V-Half", v_half, stages_per_rank=2, placement="V", divided=True),
+    Schedule("V-Min", v_min, stages_per_rank=2, placement="V", divided=True),
+)
+
+_KNOWN = {plain(name): schedule for schedule in _BUILT_IN for name in (schedule.name, schedule.word)}
+
+
+def known_schedules() -> tuple[Schedule, ...]:
+    """Return all known schedules in the order in which they were registered."""
+    return tuple(dict.fromkeys(_KNOWN.values()))
+
+
+def schedule_named(name: object) -> Schedule:
+    """Return the schedule of this name, in any case, with or without hyphens.
+
+    Raises:
+        ScheduleError: SK330 if there is none; lists the known ones.
+    """
+    spelled = plain(name) if isinstance(name, str) else ""
+    if spelled not in _KNOWN:
+        known = [schedule.name for schedule in known_schedules()]
+        remedy = nearest(spelled, known, f"Known: {', '.join(known)}.")
+        raise ScheduleError("SK330", f"no schedule is called {shown(name)}", remedy)
+    return _KNOWN[spelled]
+
+
+def words_of(fits: Callable[[Schedule], object] = bool) -> str:
+    """List the schedules that fit, for help and errors: ``gpipe, 1f1b or zbv``; all schedules by default."""
+    words = [schedule.word for schedule in known_schedules() if fits(schedule)]
+    return " or ".join([*filter(None, [", ".join(words[:-1])]), *words[-1:]])
+
+
+def is_single(schedule: Schedule) -> bool:
+    """Whether a schedule has one stage on each rank, for `words_of`."""
+    return schedule.is_single
+
+
+def has_window(schedule: Schedule) -> bool:
+    """Whether stages can have different numbers of replicas, for `words_of`."""
+    return schedule.window is not None
+
+
+def register_schedule(schedule: Schedule) -> None:
+    """Make a schedule known by its name: to policies, `splitkit.simulate_schedule`, pipelines, pages and sweeps.
+
+    ::
+
+        def one_by_one(stages, microbatches, ranks):
+            return [[Action(s, kind, m) for m in range(microbatches) for kind in "FB"] for s in range(stages)]
+
+        register_schedule(Schedule("one by one", one_by_one))
+        splitkit.policies.Stages(4, schedule="one by one")
+
+    One that was registered under the same name before is replaced, so that a cell of a notebook can run again.
+
+    Raises:
+        ScheduleError: SK333 if a name is taken by another schedule.
+    """
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError("SK333", f"{shown(schedule)} is no schedule", "Give a splitkit.extend.Schedule.")
+    names = [plain(name) for name in (schedule.name, schedule.word)]
+    for name in names:
+        other = _KNOWN.get(name, schedule)
+        if other != schedule and (other.name != schedule.name or other in _BUILT_IN):
+            text = f"{other.name} has the name {name!r}"
+            raise ScheduleError("SK333", text, "Give the schedule another name or word.")
+    for name in [name for name, other in _KNOWN.items() if other.name == schedule.name]:
+        del _KNOWN[name]
+    _KNOWN.update(dict.fromkeys(names, schedule))
+
+
+def pipeline_order(schedule: str, stages: int, microbatches: int, ranks: int | None = None) -> PipelineOrder:
+    """Return the order of actions on each rank under a schedule.
+
+    In DualPipeV's overlapped pairs forward runs before backward, as in torch.
+
+    Args:
+        schedule: the name of one of `known_schedules`, in any case, with or without hyphens.
+        stages: the number of stages.
+        microbatches: the number of microbatches in a step.
+        ranks: the number of ranks; ``None``: as many as stages if each rank has one, otherwise half as many.
+
+    Raises:
+        ScheduleError: SK330 if there is no such schedule, or it does not allow these numbers; SK331 if a registered
+            schedule makes no valid order.
+    """
+    found = schedule_named(schedule)
+    if ranks is None:
+        require_numbers(stages, microbatches)
+        ranks = found.usual_ranks(stages)
+    found.require(stages, microbatches, ranks)
+    return _order(found, stages, microbatches, ranks)
+
+
+def schedule_of(order: PipelineOrder) -> Schedule | None:
+    """Return the known schedule whose order this is; ``None`` for any other order, whatever its name."""
+    found = _KNOWN.get(plain(order.name))
+    if found is None or found.name != order.name:
+        return None
+    try:
+        same = pipeline_order(found.name, len(order.rank_of), order.microbatches, len(order.ranks))
+    except ScheduleError:
+        return None
+    return found if same is order or same.ranks == order.ranks else None
+
+
+@lru_cache(maxsize=64)
+def _order(schedule: Schedule, stages: int, microbatches: int, ranks: int) -> PipelineOrder:
+    from splitkit.pipeline.order import PipelineOrder
+
+    order = PipelineOrder(schedule.name, schedule.rows(stages, microbatches, ranks))
+    _require_as_told(schedule, order, stages, microbatches, ranks)
+    return order
+
+
+def _require_as_told(schedule: Schedule, order: PipelineOrder, stages: int, microbatches: int, ranks: int) -> None:
+    """Refuse an order that contradicts its entry, on which other packages rely."""
+    told = tuple(schedule.rank_of(stage, ranks) for stage in range(stages))
+    asked, has = (stages, microbatches, ranks), (len(order.rank_of), order.microbatches, len(order.ranks))
+    if has != asked:
+        text = f"{schedule.name} has {has} stages, microbatches and ranks where {asked} were asked for"
+        raise ScheduleError("SK331", text, "Correct its order=.")
+    if order.rank_of != told:
+        text = f"{schedule.name} has its stages on the ranks {order.rank_of}, and placement says {told}"
+        raise ScheduleError("SK331", text, "Correct its order= or placement=.")
+    if not schedule.divided and any(action.kind == "I" for row in order.ranks for action in row):
+        text = f"{schedule.name} divides backward, and its entry does not say so"
+        raise ScheduleError("SK331", text, "Set divided=True.")

@@ -1,0 +1,100 @@
+"""Holds the costs of a pipeline stage for one microbatch, in seconds and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from splitkit.checks import MOST, is_number, is_whole, shown
+from splitkit.errors import ScheduleError
+
+MOST_SECONDS, MOST_BYTES = 1e100, 2**60
+"""The largest figures of one stage: sums of many are still finite, and fit into 64-bit integers."""
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """The time and memory that one microbatch takes in one stage of a pipeline.
+
+    Times are seconds, or any other measure that the links use too; ``unit`` says what to print then. Bytes are whole
+    numbers.
+
+    Attributes:
+        forward: seconds of forward.
+        backward_input: seconds of the part of backward that gives the gradient of the input; recompute belongs here.
+        backward_weight: seconds of the part that gives the gradients of the parameters. Schedules that do not divide
+            backward take the sum. If they do, torch runs all of the first stage's backward in this part.
+        saved_bytes: held from the start of forward to the end of backward: the input, the output, and what autograd
+            saved, parameters left out.
+        deferred_bytes: held from the end of the input part to the end of the weight part: the rest of the saved bytes,
+            and the gradients that the input part captures, which are held from its start; ``None``: ``saved_bytes``.
+            With torch's division, 1.5 to 1.7 times the saved bytes (`splitkit.pipeline.weight_gradients`).
+        activation_bytes: bytes of the message to the next stage.
+        input_gradient_bytes: bytes of the message to the previous stage; ``None``: as many as the received activation.
+        temporary_bytes: upper bound on additional bytes while the stage computes.
+        parameter_bytes: bytes of the parameters and buffers.
+        gradient_bytes: bytes of the gradients of the parameters.
+        optimizer_bytes: bytes of the optimizer's state.
+        unit: the measure of the times: ``"s"``, or that of nominal prices.
+        replicas: the number of devices that run the stage, each on an equal share of every microbatch. The other fields
+            are those of one replica (`splitkit.pipeline.replication_costs`), except messages, which are of all
+            together.
+
+    Raises:
+        ScheduleError: SK332 if one is negative or no number; names the field.
+    """
+
+    forward: float
+    backward_input: float
+    backward_weight: float = 0.0
+    saved_bytes: int = 0
+    deferred_bytes: int | None = None
+    activation_bytes: int = 0
+    input_gradient_bytes: int | None = None
+    temporary_bytes: int = 0
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    unit: str = "s"
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None and field.default is None:
+                continue
+            if field.name == "unit":
+                if not isinstance(value, str):
+                    raise ScheduleError("SK332", f"unit is {shown(value)}", 'Give a text: "s", "nodes".')
+                continue
+            if field.name == "replicas":
+                if not is_whole(value, 1) or int(value) > MOST:
+                    raise ScheduleError("SK332", f"replicas is {shown(value)}", "Give a whole number, 1 or more.")
+                continue
+            whole = field.name.endswith("_bytes")
+            fits, most = (is_whole, MOST_BYTES) if whole else (is_number, MOST_SECONDS)
+            if not fits(value) or (int(value) if whole else float(value)) > most:
+                what = "a whole number of bytes" if whole else "seconds"
+                remedy = f"Give {what}, 0 or more, {most:.0e} at most."
+                raise ScheduleError("SK332", f"{field.name} is {shown(value)}", remedy)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes held throughout the step: parameters, their gradients and the optimizer's state."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    @property
+    def backward(self) -> float:
+        """Seconds of both parts of backward."""
+        return self.backward_input + self.backward_weight
+
+
+def bytes_on(stages: Sequence[StageCosts], stage: int) -> int:
+    """Return the bytes that a stage sends to the next one for a microbatch."""
+    return stages[stage].activation_bytes
+
+
+def bytes_back(stages: Sequence[StageCosts], stage: int) -> int:
+    """Return the bytes of gradients that a stage sends to the previous one; 0 for the first stage."""
+    own = stages[stage].input_gradient_bytes
+    return own if own is not None else stages[stage - 1].activation_bytes if stage else 0

@@ -1,0 +1,335 @@
+"""The cost of the parts of a plan as stages of a pipeline: seconds and bytes, from one forward graph."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+from torch import nn
+from torch.fx import Node
+
+from splitkit.checks import is_word, items_of, shown
+from splitkit.costs import Costs, unit_of
+from splitkit.costs.training import FromJoint, forward_and_backward, with_backward
+from splitkit.errors import CostError, PlanError, PolicyError
+from splitkit.graph.dataflow import Dataflow, facts_of, waits_for
+from splitkit.graph.fake_calls import op_name, target_of
+from splitkit.graph.gradients import Gradients
+from splitkit.graph.joint_marks import is_joint
+from splitkit.memory.autograd.saved_storages import Activations
+from splitkit.memory.segments.graph_memory import GraphMemory, graph_memory
+from splitkit.memory.segments.segment import OrderMemory
+from splitkit.pipeline.replication_costs import replica_of, trained_bytes, undivided
+from splitkit.pipeline.stage_costs import StageCosts
+from splitkit.pipeline.weight_gradients import WeightPart, checked_weight_part, deferred_bytes
+from splitkit.plans.part_order import part_order
+from splitkit.plans.parts import PARENT, PartKey
+from splitkit.plans.record import Plan, plan_of
+from splitkit.prices import Optimizer, as_given, require_costs
+
+STATE_OF: Mapping[str, int] = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}
+"""The state of each optimizer, in multiples of the bytes of what it trains."""
+
+# Ops whose backward is a product for each factor.
+_PRODUCTS = frozenset(
+    (
+        *("linear", "matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "addmv", "__matmul__", "convolution"),
+        *("_convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    )
+)
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def stage_costs(
+    flow: Dataflow,
+    plan: Plan | Sequence[Collection[Node]],
+    costs: Costs,
+    *,
+    optimizer: Optimizer = "adam",
+    activations: Activations | None = None,
+    weight_part: WeightPart = "torch",
+) -> tuple[StageCosts, ...]:
+    """Return the cost of each part for one microbatch of the captured size, in the order in which the parts run.
+
+    * Seconds of forward are those of the costs; `splitkit.costs.training` says how many times as long backward
+      takes. Half of the backward of a product with a parameter, and all of it where only parameters require grad,
+      is its weight part (``backward_weight``).
+    * ``saved_bytes`` counts once each storage that autograd keeps, or that the part takes or gives, without
+      parameters. A value from another part is memory of its own, as large as the storage that it was a part of
+      there; a value that is given and is not contiguous (a third of one product for queries, keys and values) is
+      sent as a copy. The number is exact except for that and the nodes that `Activations.estimated` names. It
+      leaves out values that a stage only forwards (`splitkit.runtime.ranks.measurements.with_passed_on` adds them).
+    * ``deferred_bytes`` is an upper bound on what waits for the weight part where a schedule divides backward.
+      Torch's way, which pipelines use, keeps everything that the graph still holds, also captures gradients, and
+      has no input part in the first stage: all of its backward is ``backward_weight``
+      (`splitkit.pipeline.weight_gradients`).
+    * ``temporary_bytes`` is an upper bound on what forward or backward hold beyond that: gradients that share
+      memory (those of the two addends of a sum) are counted separately. Parameters have a gradient from an earlier
+      microbatch, so a new one is counted as well.
+    * ``activation_bytes`` are all values made up to the part and read in later ones, for runtimes in which a rank
+      talks only to the next; ``input_gradient_bytes`` are the same on the way back. The inputs of the graph are
+      available to every part, and its outputs need not go to the last one.
+    * Parameters that two parts read are counted in both.
+    * A part with replicas is one of them (`splitkit.pipeline.replication_costs`).
+
+    Without an optimizer there is no backward: no gradients, nothing saved, and ``temporary_bytes`` are all
+    activations at their peak, including what the part takes and gives.
+
+    Args:
+        flow: facts about a forward graph, or the graph.
+        plan: the plan, which must place every node; or sets of placeable nodes in the order in which they run. A
+            node in several sets is computed in each of them; other sets read what the first of them yields.
+        costs: prices of its nodes, with or without their backward (`splitkit.costs.training`).
+        optimizer: ``"adam"``, ``"momentum"`` or ``"sgd"``: 2, 1 or 0 times the bytes of the gradients; ``None`` for
+            inference.
+        activations: the result of `splitkit.memory.autograd.saved_storages.activations` for the graph, if it is
+            known.
+        weight_part: who divides backward: ``"torch"``, or ``"own"`` for graphs of your own for the two parts.
+
+    Raises:
+        PolicyError: SK302 for an unknown optimizer or way to divide backward.
+        PlanError: SK208 if nodes have no part: the parent has no stage.
+        CycleError: SK203 if parts wait for each other in a cycle.
+        CostError: SK323 for costs of a joint graph.
+        GraphError: SK102 when nodes have no ``meta["val"]``.
+    """
+    in_order = isinstance(plan, Sequence) and not isinstance(plan, str)
+    prices = StagePrices(facts_of(flow), require_costs(costs), optimizer, activations, weight_part)
+    return prices.of(plan if in_order else plan_of(plan))
+
+
+@dataclass
+class StagePrices:
+    """Answers `stage_costs` for many plans of one graph.
+
+    Attributes:
+        flow: facts about the graph.
+        costs: prices of its nodes.
+        optimizer: as in `stage_costs`.
+        activations: as in `stage_costs`.
+        weight_part: as in `stage_costs`.
+        divided: whether a schedule divides backward; if not, `StageCosts.deferred_bytes` are not computed.
+    """
+
+    flow: Dataflow
+    costs: Costs
+    optimizer: Optimizer = "adam"
+    activations: Activations | None = None
+    weight_part: WeightPart = "torch"
+    divided: bool = True
+    memory: GraphMemory = field(init=False)
+    _times: _Times = field(init=False)
+
+    def __post_init__(self) -> None:
+        check_stage_optimizer(self.optimizer)
+        checked_weight_part(self.weight_part)
+        given: object = self.activations
+        if given is not None and not isinstance(given, Activations):
+            remedy = "Give splitkit.memory.autograd.saved_storages.activations of the graph, or none."
+            raise PolicyError("SK302", f"activations are {shown(given)}", remedy)
+        self._times = _Times(_both(self.costs, self.flow), self.flow, self.optimizer is not None)
+        training = self.optimizer is not None
+        known = self.activations
+        self.memory = (
+            self.flow.fact(graph_memory, training) if known is None else GraphMemory(self.flow, known, training)
+        )
+        self.activations = self.memory.activations
+
+    def of(self, plan: Plan | Sequence[Collection[Node]]) -> tuple[StageCosts, ...]:
+        """Return the costs of the parts of a plan."""
+        parts, homes, replicas = self._parts(plan)
+        found = []
+        for whole, nodes, count in zip(self._divided(parts, homes), parts, replicas, strict=True):
+            trained = [trained_bytes(self.flow, node) for node in nodes] if count > 1 and whole.gradient_bytes else []
+            found.append(replica_of(whole, count, undivided(trained, whole.gradient_bytes)))
+        return tuple(found)
+
+    def _divided(self, parts: Sequence[Sequence[Node]], homes: Mapping[Node, int]) -> list[StageCosts]:
+        """Return the costs of parts, and what waits for the weight part of their backward."""
+        line = self.memory.order(parts, homes)
+        ends = list(accumulate(map(len, parts)))
+        stages = [self.stage(line, end - len(nodes), end, nodes) for nodes, end in zip(parts, ends, strict=True)]
+        if self.optimizer is None:
+            return stages
+        if self.divided:
+            waits = deferred_bytes(self.memory, parts, homes, [stage.saved_bytes for stage in stages], self.weight_part)
+            stages = [replace(stage, deferred_bytes=nbytes) for stage, nbytes in zip(stages, waits, strict=True)]
+        if self.weight_part == "torch" and stages:
+            stages[0] = replace(stages[0], backward_input=0.0, backward_weight=stages[0].backward)
+        return stages
+
+    def stage(self, line: OrderMemory, start: int, end: int, nodes: Sequence[Node]) -> StageCosts:
+        """Return the costs of a segment of an order, which consists of these nodes."""
+        held = line.segment(start, end)
+        forward, backward_input, backward_weight = self._times.of(nodes)
+        back = self.optimizer is not None
+        return StageCosts(
+            forward=forward,
+            backward_input=backward_input,
+            backward_weight=backward_weight,
+            saved_bytes=held.saved,
+            activation_bytes=int(line.messages[end]),
+            input_gradient_bytes=int(line.gradient_messages[start]) if back else 0,
+            temporary_bytes=held.temporary,
+            parameter_bytes=held.parameters,
+            gradient_bytes=held.gradients,
+            optimizer_bytes=held.gradients * STATE_OF[self.optimizer] if self.optimizer else 0,
+            unit=unit_of(self.costs),
+        )
+
+    def times(self, nodes: Iterable[Node]) -> tuple[float, float, float]:
+        """Return seconds of forward, and of backward for the input and for weights, of some nodes together."""
+        return self._times.of(nodes)
+
+    def _parts(self, plan: Plan | Sequence[Collection[Node]]) -> tuple[list[list[Node]], dict[Node, int], list[int]]:
+        """Return the nodes of each part in graph order, the homes of nodes with copies, and the replicas of each
+        part.
+        """
+        placed: dict[Node, tuple[int, ...]] = {}
+        if isinstance(plan, Plan):
+            keys = run_order(self.flow, plan)
+            number = {key: i for i, key in enumerate(keys)}
+            for node in self.flow.nodes:
+                places = plan.places.get(node, (PARENT,))
+                placed[node] = tuple(number[key] for key in places if key is not PARENT)
+                if PARENT in places:
+                    placed.pop(node)
+        else:
+            keys = list(range(len(plan)))
+            for i, nodes in enumerate(plan):
+                for node in _nodes_of(self.flow, nodes):
+                    placed[node] = (*placed.get(node, ()), i)
+        self._check(placed)
+        parts: list[list[Node]] = [[] for _ in keys]
+        for node in self.flow.nodes:
+            for i in placed[node]:
+                parts[i].append(node)
+        replicas = [plan.parts[key].replicas for key in keys] if isinstance(plan, Plan) else [1] * len(keys)
+        return parts, {node: where[0] for node, where in placed.items() if len(where) > 1}, replicas
+
+    def _check(self, placed: Mapping[Node, tuple[int, ...]]) -> None:
+        left = [node for node in self.flow.nodes if node not in placed]
+        if left:
+            raise PlanError(
+                "SK208",
+                f"{left[0].name} is in no part, and the parent has no stage ({len(left)} such nodes)",
+                "Place every node of Dataflow.nodes.",
+                left,
+            )
+
+
+def run_order(flow: Dataflow, plan: Plan) -> list[PartKey]:
+    """Return the parts in the order in which they run.
+
+    That is the order of their numbers if they have some and can run so, since the ranks of a pipeline go by them;
+    else the order of `part_order`.
+
+    Raises:
+        CycleError: SK203 if parts wait for each other in a cycle.
+    """
+    places = {node: plan.places.get(node) or (PARENT,) for node in flow.nodes}
+    numbers = _in_number_order(flow, places)
+    if numbers and not any(PARENT in keys for keys in places.values()):
+        return numbers
+    keys = [key for key, _ in part_order(flow, plan) if key is not PARENT]  # the parent may close a cycle
+    return keys if numbers is None else sorted(keys)  # type: ignore[type-var]
+
+
+def _in_number_order(flow: Dataflow, places: Mapping[Node, tuple[PartKey, ...]]) -> list[PartKey] | None:
+    """Return the parts in the order of their numbers; None if some have none, or they cannot run so."""
+    keys = {key for own in places.values() for key in own if key is not PARENT}
+    if not all(type(key) is int for key in keys):
+        return None
+    for node, own in places.items():
+        for read in waits_for(flow, node):
+            if (there := places[read]) == own and len(own) == 1:
+                continue
+            for key in own:
+                source = key if key in there else there[0]
+                if key is not PARENT and source is not PARENT and source > key:  # type: ignore[operator]
+                    return None
+    return sorted(keys)  # type: ignore[type-var]
+
+
+def peaks_of_visits(stages: Sequence[StageCosts], devices: Sequence[PartKey]) -> dict[PartKey, int]:
+    """Return the peak bytes of each device: what all its parts hold, plus the most that one of them needs temporarily.
+
+    Args:
+        stages: the parts.
+        devices: the device of each part.
+    """
+    held: dict[PartKey, int] = dict.fromkeys(devices, 0)
+    besides = dict(held)
+    for device, stage in zip(devices, stages, strict=True):
+        held[device] += stage.fixed_bytes + stage.saved_bytes
+        besides[device] = max(besides[device], stage.temporary_bytes)
+    return {device: nbytes + besides[device] for device, nbytes in held.items()}
+
+
+def check_stage_optimizer(optimizer: object) -> None:
+    """Raise SK302 for an unknown optimizer."""
+    if optimizer is not None and not is_word(optimizer, *STATE_OF):
+        raise PolicyError(
+            "SK302",
+            f"the optimizer is {shown(optimizer)}",
+            f"Use {', '.join(map(repr, STATE_OF))}, or None for inference.",
+        )
+
+
+def _both(costs: Costs, flow: Dataflow) -> Costs:
+    """Return costs that tell forward from backward."""
+    if isinstance(as_given(costs), FromJoint) or is_joint(flow.graph):
+        raise CostError(
+            "SK323",
+            "the graph is of forward and backward together, which are not told apart",
+            "Capture the forward graph: splitkit.capture(model, *inputs).",
+        )
+    return with_backward(costs, flow)
+
+
+def _nodes_of(flow: Dataflow, nodes: object) -> list[Node]:
+    """Return the nodes of a part that is given as a set of them."""
+    found = items_of(nodes)
+    strange = [nodes] if found is None else [n for n in found if not isinstance(n, Node) or not flow.is_placeable(n)]
+    if found is None or strange:
+        reason = f"a part is given with {shown(strange[0])}, which is no node of the graph that is placed"
+        raise PolicyError("SK301", reason, "Give sets of nodes of Dataflow.nodes, or a plan.", strange[:1])
+    return found
+
+
+class _Times:
+    """Seconds of forward, and of both parts of backward."""
+
+    def __init__(self, costs: Costs, flow: Dataflow, back: bool) -> None:
+        self._costs, self._gm = costs, flow.root
+        self._gradients = flow.fact(Gradients) if back else None
+        self._known: dict[Node, tuple[float, float, float]] = {}
+
+    def of(self, nodes: Iterable[Node]) -> tuple[float, float, float]:
+        """Return the seconds of some nodes together."""
+        forward = inputs = weights = 0.0
+        for node in nodes:
+            if node not in self._known:
+                self._known[node] = self._of(node)
+            times = self._known[node]
+            forward, inputs, weights = forward + times[0], inputs + times[1], weights + times[2]
+        return forward, inputs, weights
+
+    def _of(self, node: Node) -> tuple[float, float, float]:
+        forward, backward = forward_and_backward(self._costs, node)
+        if self._gradients is None:
+            return forward, 0.0, 0.0
+        share = self._share(node, self._gradients.reads.get(node, frozenset())) if backward else 0.0
+        return forward, backward * (1 - share), backward * share
+
+    def _share(self, node: Node, reads: Collection[Node]) -> float:
+        """Return the share of a node's backward that is for parameters."""
+        values = [read for read in reads if read.op != "get_attr"]
+        if not values:
+            return 1.0
+        target = target_of(self._gm, node)
+        module = isinstance(target, nn.Module)
+        weights = module or len(reads) > len(values)
+        product = isinstance(target, _LAYERS) if module else op_name(target) in _PRODUCTS
+        return 0.5 if weights and product and len(values) == 1 else 0.0

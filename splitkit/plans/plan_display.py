@@ -1,0 +1,88 @@
+"""The methods `view`, `to_html` and `to_svg` that plans and splits share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch.fx import Node
+
+from splitkit.display import Shown, ShownOverTime
+from splitkit.plans.parts import PartKey
+from splitkit.prices import Costs, Optimizer
+
+if TYPE_CHECKING:
+    from splitkit.files import PathLike
+
+OtherPlan = Mapping[Node, tuple[PartKey, ...]]
+"""Another plan of the same graph to compare with; a `splitkit.Plan` is such a mapping."""
+
+
+class ShownPlan(Shown):
+    """An object that is drawn as a plan of a graph."""
+
+    def view(
+        self,
+        *,
+        height: int | None = None,
+        live: bool = False,
+        costs: Costs | None = None,
+        optimizer: Optimizer = "adam",
+        memory: float | str | None = None,
+        run: ShownOverTime | None = None,
+        beside: OtherPlan | None = None,
+        title: str = "",
+    ) -> Any:
+        """Return an interactive page in a frame, which a notebook shows if this is the last line of a cell.
+
+        Args:
+            height: height of the frame in pixels.
+            live: return a widget that plans again in Python when the number of stages changes, and whose ``plan``
+                follows the stages as they are dragged. This needs ``pip install anywidget``.
+            costs: prices of the nodes; FLOPs by default.
+            optimizer: as for `splitkit.stage_costs`; ``None`` for inference. A plan of a joint graph ignores it.
+            memory: the memory of each device in bytes (or ``"80GiB"``); stages that exceed it are red.
+            run: a step of these stages, as `splitkit.simulate_schedule` returns it; its timeline is drawn below.
+            beside: another plan of the graph to compare with; nodes that it puts into another stage are marked.
+            title: the text above the picture; by default the note of the plan.
+
+        Raises:
+            ViewError: SK901 if the plan cannot be drawn, or not with these options; SK902 if ``live`` is given and
+                anywidget is not installed.
+        """
+        return self._framed(
+            height, live, costs=costs, optimizer=optimizer, memory=memory, run=run, beside=beside, title=title
+        )
+
+    def to_html(
+        self,
+        path: PathLike,
+        *,
+        costs: Costs | None = None,
+        optimizer: Optimizer = "adam",
+        memory: float | str | None = None,
+        run: ShownOverTime | None = None,
+        beside: OtherPlan | None = None,
+        title: str = "",
+    ) -> None:
+        """Write the page as one file that any browser shows; the options are those of `view`.
+
+        Raises:
+            ViewError: SK901 if the plan cannot be drawn, or not with these options.
+            FileError: SK504 if the file cannot be written; an existing file is then left as it was.
+        """
+        self._write_html(path, costs=costs, optimizer=optimizer, memory=memory, run=run, beside=beside, title=title)
+
+    def to_svg(
+        self,
+        path: PathLike,
+        *,
+        costs: Costs | None = None,
+        optimizer: Optimizer = "adam",
+        memory: float | str | None = None,
+        run: ShownOverTime | None = None,
+        beside: OtherPlan | None = None,
+        title: str = "",
+    ) -> None:
+        """Write a static picture; the options are those of `view`, the errors those of `to_html`."""
+        self._write_svg(path, costs=costs, optimizer=optimizer, memory=memory, run=run, beside=beside, title=title)

@@ -1,0 +1,260 @@
+"""Finds the device of each part, each node of the parent and each tensor of a split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from splitkit._torch import pytree
+from splitkit.engine.split import Split
+from splitkit.errors import PipelineError, nearest
+from splitkit.graph.check_nodes import check_nodes
+from splitkit.graph.scope import is_state_op
+from splitkit.graph.storages import attribute, tensors
+from splitkit.graph.symbols import value_of
+from splitkit.pipeline.inseparable_nodes import fills_memory, read_by_address
+from splitkit.plans.local_copies import is_small
+from splitkit.plans.parts import PARENT, PartKey
+from splitkit.runtime.devices.writes_across_devices import WrittenMemory, written_memory
+from splitkit.runtime.parent import steps_of
+
+DeviceLike = torch.device | str
+Devices = Mapping[PartKey, DeviceLike] | Sequence[DeviceLike] | DeviceLike | None
+"""Part -> device, devices in the order of the parts, or one for all; ``None``: the devices in the plan."""
+
+
+def devices_of(split: Split, given: Devices) -> Mapping[PartKey, torch.device]:
+    """Return the device of each part in the order of execution, with an index for CUDA devices.
+
+    Raises:
+        PipelineError: SK807 for a part that has no device, an unknown one, or replicas.
+    """
+    keys = tuple(split.parts)
+    if not keys:
+        raise _bad("the split has no parts: all nodes are in the parent", "Plan at least one part.")
+    if isinstance(given, (str, torch.device)):
+        given = [given] * len(keys)
+    if given is not None and not isinstance(given, Mapping):
+        if len(given) != len(keys):
+            raise _bad(f"there are {len(given)} devices for {len(keys)} parts", "Give one for each, in their order.")
+        given = dict(zip(keys, given, strict=True))
+    for key in given or ():
+        if key not in split.parts:
+            known = nearest(str(key), list(map(str, keys)), f"The parts are {', '.join(map(repr, keys))}.")
+            raise _bad(f"there is no part {key!r}", known)
+    found: dict[PartKey, torch.device] = {}
+    for key in keys:
+        part = split.plan.parts[key]
+        device = (given or {}).get(key, part.device)
+        if device is None:
+            raise _bad(f"part {key!r} has no device", 'Give them: to_devices(split, ["cuda:0", "cuda:1"]).', key)
+        if part.replicas > 1:
+            raise _bad(
+                f"part {key!r} has {part.replicas} replicas, each of which needs a process of its own",
+                "Run it with splitkit.runtime.pipeline, or plan without replicas.",
+                key,
+            )
+        found[key] = _device(device, key)
+    return found
+
+
+def _device(given: object, key: PartKey) -> torch.device:
+    try:
+        device = torch.device(given)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise _bad(f"part {key!r} has the device {given!r:.100}: {error}", 'Use "cuda:0", for example.', key) from error
+    return torch.device(device.type, device.index or 0) if device.type in ("cpu", "cuda") else device
+
+
+def _bad(reason: str, remedy: str, *parts: object) -> PipelineError:
+    return PipelineError("SK807", reason, remedy, parts)
+
+
+@dataclass(frozen=True)
+class DevicePlaces:
+    """The devices of parts, nodes and tensors.
+
+    Attributes:
+        parts: part -> its device.
+        nodes: node of the parent -> the device on which it is computed. Inputs, and small values computed from one
+            input alone, are wherever the caller has the inputs.
+        tensors: id of a parameter, buffer or constant that is read -> the device that holds it.
+        written: the memory that is written, with its device.
+    """
+
+    parts: Mapping[PartKey, torch.device]
+    nodes: Mapping[Node, torch.device]
+    tensors: Mapping[int, torch.device]
+    written: WrittenMemory
+
+
+def places_of(split: Split, parts: Mapping[PartKey, torch.device]) -> DevicePlaces:
+    """Return the devices of parts, nodes and tensors.
+
+    Raises:
+        PipelineError: SK807 for a module that is called on several devices, SK808 for memory that is written and would
+            lie on several.
+    """
+    nodes = _parent_nodes(split, parts)
+    runs: dict[Node, list[torch.device]] = {}
+    for key, sub in split.subgraphs.items():
+        for node in sub.nodes:
+            runs.setdefault(node, []).append(parts[key])
+    for node, copied in split.copies[PARENT].items():
+        if copied in nodes:
+            runs.setdefault(node, []).append(nodes[copied])
+    runs = {n: _home_first(split, parts, n, where) for n, where in runs.items()}
+    computed = {n: d for n, d in runs.items() if n.op not in ("get_attr", "placeholder")}
+    written = written_memory(split.flow, computed, steps_of(split))
+    held = _held(split, parts, nodes, written)
+    _require_dense(split, runs, held)
+    checks = check_nodes(split.module.graph)
+    for node in split.module.graph.find_nodes(op="get_attr"):
+        value = attribute(split.module, str(node.target))
+        if isinstance(value, torch.Tensor) and node not in checks:
+            nodes[node] = held.get(id(value), next(iter(parts.values())))
+    return DevicePlaces(parts, nodes, held, written)
+
+
+def _home_first(
+    split: Split, parts: Mapping[PartKey, torch.device], node: Node, where: Sequence[torch.device]
+) -> list[torch.device]:
+    home = split.plan.places.get(node, (PARENT,))[0]
+    first = [parts[home]] if home in parts else []
+    return list(dict.fromkeys([*first, *where]))
+
+
+def _parent_nodes(split: Split, parts: Mapping[PartKey, torch.device]) -> dict[Node, torch.device]:
+    """Return the device of each call in the parent.
+
+    A part is on its device. An op of the parent is on the device of the first value that it reads; if it reads none
+    with a device, on that of its first reader.
+    """
+    graph, first = split.module.graph, next(iter(parts.values()))
+    by_name = {name: parts[key] for key, name in split.names.items()}
+    original = {copied: node for node, copied in split.copies[PARENT].items()}
+    found: dict[Node, torch.device] = {}
+    late: list[Node] = []
+    checks = check_nodes(graph)  # run on the caller's device, on its inputs
+    for node in graph.nodes:
+        if node in checks:
+            continue
+        if node.op in ("call_module", "get_attr") and node.target in by_name:  # get_attr: a checkpointed part
+            found[node] = by_name[str(node.target)]
+        elif node.op.startswith("call_") and not is_state_op(node):
+            if device := next((found[n] for n in node.all_input_nodes if n in found), None):
+                found[node] = device
+            elif node not in original or not is_small(original[node]) or len(node.all_input_nodes) > 1:
+                late.append(node)
+    for node in reversed(late):
+        found[node] = next((found[user] for user in node.users if user in found), first)
+    return found
+
+
+def _held(
+    split: Split, parts: Mapping[PartKey, torch.device], nodes: Mapping[Node, torch.device], written: WrittenMemory
+) -> Mapping[int, torch.device]:
+    """Return the device of each tensor that is read.
+
+    It is the device on which the module with this tensor is called; otherwise the device that writes the tensor;
+    otherwise the device of the first part that reads it.
+    """
+    root = split.flow.root
+    fixed: dict[int, tuple[torch.device, str]] = {}
+    first: dict[int, torch.device] = {}
+    for node, device in _readers(split, parts, nodes):
+        value = attribute(root, str(node.target))
+        if isinstance(value, nn.Module):
+            for tensor in (*value.parameters(), *value.buffers()):
+                before, name = fixed.setdefault(id(tensor), (device, str(node.target)))
+                if before != device:
+                    raise _bad(
+                        f"{node.target} is called on {device}, and shares a tensor with {name}, called on {before}",
+                        "Give both parts one device, or capture by export, which has no calls of modules.",
+                        node,
+                    )
+        elif isinstance(value, torch.Tensor):
+            first.setdefault(id(value), device)
+    homes = {id(attribute(root, str(n.target))): d for n, d in written.homes.items() if n.op == "get_attr"}
+    for tensor_id, device in homes.items():
+        if fixed.get(tensor_id, (device, ""))[0] != device:
+            raise PipelineError(
+                "SK808", f"{fixed[tensor_id][1]} holds a buffer that {device} writes", "Put both there."
+            )
+    return {**first, **homes, **{i: device for i, (device, _) in fixed.items()}}
+
+
+def _readers(
+    split: Split, parts: Mapping[PartKey, torch.device], nodes: Mapping[Node, torch.device]
+) -> Iterator[tuple[Node, torch.device]]:
+    """Yield nodes that read attributes or call modules of the original, with their devices, in execution order."""
+    for key, sub in split.subgraphs.items():
+        yield from ((n, parts[key]) for n in sub.nodes if n.op in ("get_attr", "call_module"))
+    for node, copied in split.copies[PARENT].items():
+        if node.op == "call_module":
+            yield node, nodes[copied]
+        elif node.op == "get_attr":
+            yield from ((node, device) for device in _first_read(copied, nodes, parts))
+
+
+def _first_read(
+    node: Node, nodes: Mapping[Node, torch.device], parts: Mapping[PartKey, torch.device]
+) -> Iterable[torch.device]:
+    return [next((nodes[user] for user in node.users if user in nodes), next(iter(parts.values())))]
+
+
+def _require_dense(split: Split, runs: Mapping[Node, Sequence[torch.device]], held: Mapping[int, torch.device]) -> None:
+    """Refuse to read a copy by address: ``as_strided`` reads memory by offset, and a copy drops gaps between elements.
+
+    Raises:
+        PipelineError: SK808 if a node would read a copy, or a view of one, of a value with gaps.
+    """
+    for node, base in read_by_address(split.flow):
+        where = runs.get(node, ())
+        value: Any = value_of(base)
+        if base.op == "get_attr":
+            value = attribute(split.flow.root, str(base.target))
+            there = [held.get(id(value), *where[:1])] if where else []
+        else:
+            there = list(runs.get(base, ()))
+        if set(where) - set(there[:1]) and not fills_memory(value):
+            raise PipelineError(
+                "SK808",
+                f"{node.name} reads the memory of {base.name} by address, of which its device has a copy",
+                "Put both into parts of one device.",
+                [node, base],
+            )
+
+
+def captured_types(split: Split) -> frozenset[str]:
+    """Return the device types on which the graph was captured: those of its parameters, otherwise of its inputs."""
+    graph = split.flow.graph
+    for op in ("get_attr", "placeholder"):
+        found = {t.device.type for n in graph.find_nodes(op=op) for t in tensors(value_of(n))}
+        if found:
+            return frozenset(found)
+    held = {t.device.type for t in (*split.flow.root.parameters(), *split.flow.root.buffers())}
+    return frozenset(held or {"cpu"})
+
+
+def follows(device: torch.device, captured: frozenset[str]) -> bool:
+    """Whether a device that the graph names is replaced by the device of its part.
+
+    ``meta`` is not, nor is the CPU in a model that was captured on another device.
+    """
+    return device.type in captured or device.type not in ("cpu", "meta")
+
+
+def stays(node: Node, captured: frozenset[str]) -> bool:
+    """Whether a value need not be moved: a number, or a tensor that is on the CPU in a model captured elsewhere."""
+    value: Any = value_of(node)
+    if value is None:
+        return "val" in node.meta
+    found = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, (torch.Tensor, torch.device))]
+    devices = [leaf.device if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
+    return not any(follows(device, captured) for device in devices)

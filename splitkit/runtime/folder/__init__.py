@@ -1,0 +1,1 @@
+"""Stages, weights and training checkpoints on disk."""

@@ -1,0 +1,277 @@
+"""Loads stages from disk: each rank builds and fills its own stages, and never holds the whole model.
+
+::
+
+    manifest.json               the plan, the parent's graph, the values at each border, the names of tensors
+    stage-0.json                the graph of a stage
+    stage-0.safetensors         its weights, buffers and constants
+    model.safetensors.index.json
+
+`splitkit.runtime.folder.save` writes such a folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from splitkit._torch import attributes_of, codegen_of, pytree
+from splitkit.engine.serialization import argument_data, graph_data
+from splitkit.errors import FileError
+from splitkit.graph.storages import parameters_and_buffers
+from splitkit.json_fields import WRITE_AGAIN, JsonField
+from splitkit.plans import plan_file
+from splitkit.plans.parts import PartKey
+from splitkit.plans.record import Plan
+from splitkit.runtime.folder.checkpoint_weights import Weights
+from splitkit.runtime.folder.manifest import decode_facts, like_of
+from splitkit.runtime.folder.tensorfiles import fills_its_range, stored_tensors
+from splitkit.runtime.ranks.stage_chain import Chain, stage_of_calls
+from splitkit.short_repr import brief
+
+MANIFEST = "manifest.json"
+EXAMPLE = "example.safetensors"
+KIND = "splitkit stages"
+SCHEMA = 1
+_NONE = torch.empty(0)  # reading a weight into this shape is refused
+
+
+@dataclass(frozen=True)
+class StageFolder:
+    """The stages of a folder, which `splitkit.runtime.pipeline` runs like a `splitkit.Split`.
+
+    Attributes:
+        path: the folder.
+        manifest: the manifest's data.
+        weights: the source of parameters and saved buffers; ``None`` for the folder itself.
+        module: the parent, whose children are empty except for loaded stages.
+        plan: the parts' records; it places no nodes.
+        names: part -> the name of its module in the parent, in the order of execution.
+        qualified_names: name of every parameter and buffer in ``module`` -> its name in the original.
+        shared: groups of names in ``module``, each group naming one Parameter that several parts have.
+        parts: part -> its module, for loaded parts.
+        tensors: number in the manifest -> tensor, for loaded tensors.
+    """
+
+    path: Path
+    manifest: JsonField
+    weights: Weights | None
+    module: fx.GraphModule
+    plan: Plan
+    names: Mapping[PartKey, str]
+    qualified_names: Mapping[str, str]
+    shared: tuple[tuple[str, ...], ...]
+    parts: dict[PartKey, fx.GraphModule] = field(default_factory=dict)
+    tensors: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    __repr__ = brief
+
+    @cached_property
+    def chain(self) -> Chain:
+        """The chain of the stages, checked against the manifest's facts."""
+        facts = decode_facts(self.manifest["facts"])
+        chain = Chain(self, stage_of_calls(self), facts)
+        wanted = self.module.graph.output_node().all_input_nodes
+        crossing = {n.name for stage in range(chain.stages - 1) for n in chain.border(stage, wanted)}
+        inputs = [str(n.target) for n in self.module.graph.find_nodes(op="placeholder")]
+        if not crossing <= facts.values.keys() or inputs != list(facts.inputs) or len(facts.draws) != chain.stages:
+            raise self.manifest["facts"].damaged("about the parent's graph")
+        return chain
+
+    def load(self, stages: Iterable[int], device: torch.device | str = "cpu") -> None:
+        """Build stages and fill their tensors. Stages that are loaded already stay as they are.
+
+        Args:
+            stages: the numbers of the stages.
+            device: the device of their tensors.
+
+        Raises:
+            FileError: SK504, SK505 for files that cannot be read or are damaged; SK507 for weights that are missing or
+                have another shape; SK508 for ops or classes that this process does not have.
+        """
+        fresh: dict[int, torch.Tensor] = {}
+
+        def tensor_of(number: JsonField) -> torch.Tensor:
+            index = number.whole(below=len(self.manifest["tensors"].value))
+            if index not in self.tensors:
+                self.tensors[index] = fresh[index] = self._empty(index, torch.device(device))
+            return self.tensors[index]
+
+        for stage in stages:
+            key = self.chain.keys[stage]
+            if key not in self.parts:
+                data = self._stage(stage)
+                part = graph_data.decode_graph(data, tensor_of)
+                self._forget_unsaved(part, data["tensors"])
+                for name in self.chain.own(stage):
+                    self._give(name, tensor_of(self.manifest["parent"]["tensors"][name]))
+                self.parts[key] = part
+                self.module.add_module(self.names[key], part)
+                if stage == self.chain.stages - 1:
+                    graph_data.form_outputs(self.module, self.manifest["parent"])
+        self._fill(fresh)
+
+    def fill(self, whole: nn.Module) -> None:
+        """Fill the unsplit model with the parameters and saved buffers of the stages.
+
+        Raises:
+            FileError: SK507 if they are not those of this model.
+        """
+        held, place = parameters_and_buffers(whole), self.weights or Weights.at(self.path)
+        rows = [self._row(index) for index in range(len(self.manifest["tensors"].value))]
+        found = [[name.text() for name in row["names"].items()] for row in rows if row["saved"].flag()]
+        place.read([(names, next((held[name] for name in names if name in held), _NONE)) for names in found])
+
+    def example(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the saved positional and keyword inputs of one microbatch.
+
+        Raises:
+            FileError: SK504 if none were saved.
+        """
+        rows = self.manifest["example"]
+        if rows.value is None:
+            raise FileError(
+                "SK504",
+                f"{self.path} has no example of inputs",
+                "Save it with save_stages(..., inputs=(args, kwargs)).",
+            )
+        stored = stored_tensors(self.path / EXAMPLE)
+        found: list[Any] = []
+        for i, row in enumerate(rows.items()):
+            if row.value is not None:
+                found.append(argument_data.decode_argument(row["value"], {}))
+            elif str(i) in stored:
+                tensor = torch.empty(stored[str(i)].shape, dtype=stored[str(i)].dtype)
+                stored[str(i)].read_into(tensor)
+                found.append(tensor)
+            else:
+                raise row.damaged(f"in {EXAMPLE}")
+        info = getattr(codegen_of(self.module.graph), "pytree_info", None)
+        return (tuple(found), {}) if info is None else pytree.tree_unflatten(found, info.in_spec)
+
+    def _stage(self, stage: int) -> JsonField:
+        row = [*self.manifest["stages"].items()][stage]
+        file = self.path / _plain(row["file"])
+        data = JsonField(file.name, "", _read(file))
+        if hashlib.sha256(file.read_bytes()).hexdigest() != row["sha256"].text():
+            raise FileError(
+                "SK505", f"{file} is not the file that {MANIFEST} was written with", WRITE_AGAIN, ["sha256"]
+            )
+        return data
+
+    def _row(self, index: int) -> JsonField:
+        tensors = self.manifest["tensors"]
+        return JsonField(tensors.file, f"tensors[{index}]", tensors.value[index])
+
+    def _empty(self, index: int, device: torch.device) -> torch.Tensor:
+        """Make an uninitialized tensor as the manifest describes it."""
+        row = self._row(index)
+        like, strides = like_of(row), row["strides"]
+        steps = like.stride() if strides.value is None else tuple(strides.sizes())
+        if len(steps) != like.dim() or not fills_its_range(like.shape, steps):
+            raise strides.damaged("null or the strides of a dense tensor")
+        made = torch.empty_strided(like.shape, steps, dtype=like.dtype, device=device)
+        grad = row["requires_grad"].flag()
+        if grad and not like.is_floating_point() and not like.is_complex():
+            raise row["requires_grad"].damaged("false, for it is no float")
+        return nn.Parameter(made, grad) if row["parameter"].flag() else made.requires_grad_(grad)
+
+    def _fill(self, fresh: Mapping[int, torch.Tensor]) -> None:
+        """Read tensors: those in a state dict of the model from the given weights, the others from the folder."""
+        given, own = list[Any](), list[Any]()
+        for index, tensor in fresh.items():
+            row = self._row(index)
+            names = [name.text() for name in row["names"].items()]
+            (given if self.weights is not None and row["saved"].flag() else own).append((names, tensor))
+        if self.weights is not None:
+            self.weights.read(given)
+        if own:
+            Weights.at(self.path).read(own)
+
+    def _forget_unsaved(self, module: nn.Module, numbers: JsonField) -> None:
+        """Mark buffers as non-persistent that the model's state dict lacks."""
+        for name, number in numbers.fields():
+            if not self._row(number.whole())["saved"].flag():
+                owner, _, last = name.rpartition(".")
+                attributes_of(module.get_submodule(owner)).unsaved.add(last)
+
+    def _give(self, name: str, tensor: torch.Tensor) -> None:
+        """Replace a tensor of the parent, which is on ``meta``."""
+        owner, _, last = name.rpartition(".")
+        held = attributes_of(self.module.get_submodule(owner))
+        table: dict[str, Any] = held.parameters if last in held.parameters else held.buffers
+        table[last] = tensor
+
+
+def open_stages(folder: str | os.PathLike[str], weights: str | os.PathLike[str] | None = None) -> StageFolder:
+    """Open stages that `save_stages` wrote. No tensor is read yet, and no code from the folder is run.
+
+    Args:
+        folder: the folder.
+        weights: a folder of ``safetensors`` in Hugging Face's layout, or of ``torch.distributed.checkpoint``, from
+            which parameters and saved buffers are read by name; by default the folder's own weights.
+
+    Raises:
+        FileError: SK503 for another schema, SK504 if a file cannot be read, SK505 if one is damaged.
+    """
+    path = Path(folder)
+    manifest = JsonField(MANIFEST, "", _read(path / MANIFEST))
+    if manifest["kind"].value != KIND:
+        raise manifest["kind"].damaged(repr(KIND))
+    if manifest["schema"].value != SCHEMA:
+        raise FileError(
+            "SK503",
+            f"{path / MANIFEST} has schema {manifest['schema'].value!r}, this splitkit reads {SCHEMA}",
+            "Split again with this version, or use the version of splitkit that wrote it.",
+        )
+    plan = _plan(manifest["plan"])
+    keys = list(plan.parts)
+    rows = [(keys[row["part"].whole(len(keys))], row["name"].text()) for row in manifest["stages"].items()]
+    empty = {name: nn.Module() for _, name in rows}
+    parent = manifest["parent"]
+    module = graph_data.decode_graph(parent, lambda number: _meta(manifest, number), empty)
+    return StageFolder(
+        path,
+        manifest,
+        None if weights is None else Weights.at(weights),
+        module,
+        plan,
+        dict(rows),
+        {name: original.text() for name, original in manifest["qualified_names"].fields()},
+        tuple(tuple(name.text() for name in group.items()) for group in manifest["shared"].items()),
+    )
+
+
+def _meta(manifest: JsonField, number: JsonField) -> torch.Tensor:
+    row = [*manifest["tensors"].items()][number.whole(len(manifest["tensors"].value))]
+    like = like_of(row)
+    return nn.Parameter(like, row["requires_grad"].flag()) if row["parameter"].flag() else like
+
+
+def _plan(data: JsonField) -> Plan:
+    try:
+        return Plan({}, plan_file.parts_in_data(data.value), str(data["note"].value))
+    except FileError as error:
+        raise FileError("SK505", f"{data.file} is damaged: {error.reason}", WRITE_AGAIN, error.nodes) from error
+
+
+def _plain(data: JsonField) -> str:
+    if Path(data.text()).name != data.text():
+        raise data.damaged("the name of a file in this folder")
+    return data.text()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return plan_file.read_json(path)
+    except FileError as error:
+        code = "SK504" if error.code == "SK504" else "SK505"
+        raise FileError(code, error.reason, WRITE_AGAIN) from error

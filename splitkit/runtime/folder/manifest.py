@@ -1,0 +1,82 @@
+"""Encodes the facts about the split graph that a pipeline needs (`ChainFacts`) as JSON data, and decodes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from splitkit.engine.serialization.argument_data import dtype_of, name_of_dtype
+from splitkit.json_fields import JsonField
+from splitkit.pipeline.inseparable_nodes import SCALARS
+from splitkit.runtime.ranks.border_values import BorderValue
+from splitkit.runtime.ranks.stage_chain import Chain, ChainFacts
+
+
+def encode_facts(chain: Chain) -> dict[str, Any]:
+    """Encode the facts of a chain; of its values only those that cross a border, and the outputs.
+
+    Raises:
+        PipelineError: SK801 for a value that cannot be sent.
+    """
+    facts = chain.facts
+    wanted = chain.split.module.graph.output_node().all_input_nodes
+    crossing = dict.fromkeys(n for stage in range(chain.stages - 1) for n in chain.border(stage, wanted))
+    outputs = dict.fromkeys(n for n in wanted if n in chain.stage_of and not chain.value(n).unsendable)
+    return {
+        "values": {node.name: _encode_value(chain.value(node).sent(True)) for node in {**crossing, **outputs}},
+        "inputs": {name: None if like is None else _encode_like(like) for name, like in facts.inputs.items()},
+        "draws": list(facts.draws),
+        "writes": list(facts.writes),
+        "identity": dict(facts.identity),
+    }
+
+
+def decode_facts(data: JsonField) -> ChainFacts:
+    """Decode the facts of a chain.
+
+    Raises:
+        FileError: SK505 for damaged data.
+    """
+    inputs = {name: None if like.value is None else like_of(like) for name, like in data["inputs"].fields()}
+    return ChainFacts(
+        {name: _decode_value(value) for name, value in data["values"].fields()},
+        inputs,
+        tuple(item.flag() for item in data["draws"].items()),
+        tuple(item.text() for item in data["writes"].items()),
+        {name: value.text() for name, value in data["identity"].fields()},
+    )
+
+
+def like_of(data: JsonField) -> torch.Tensor:
+    """Return a tensor on ``meta`` with the encoded shape and dtype."""
+    return torch.empty(data["shape"].sizes(), dtype=dtype_of(data["dtype"]), device="meta")
+
+
+def _encode_like(like: torch.Tensor) -> dict[str, Any]:
+    return {"dtype": name_of_dtype(like.dtype), "shape": list(like.shape)}
+
+
+def _encode_value(value: BorderValue) -> dict[str, Any]:
+    scalar = None if value.scalar is None else value.scalar.__name__
+    rest = {
+        "requires_grad": value.like.requires_grad,
+        "written": value.written,
+        "scalar": scalar,
+        "order": list(value.order),
+    }
+    return {"name": value.name, **_encode_like(value.like), **rest}
+
+
+def _decode_value(data: JsonField) -> BorderValue:
+    scalar = data["scalar"]
+    kind = next((kind for kind in SCALARS if kind.__name__ == scalar.value), None)
+    if kind is None and scalar.value is not None:
+        raise scalar.damaged("null, bool, int or float")
+    like, grad = like_of(data), data["requires_grad"].flag()
+    if grad and not like.is_floating_point() and not like.is_complex():
+        raise data["requires_grad"].damaged("false, for it is no float")
+    order = tuple(data["order"].sizes())
+    if order and sorted(order) != list(range(like.dim())):
+        raise data["order"].damaged("the dimensions of the shape, each once")
+    return BorderValue(data["name"].text(), like.requires_grad_(grad), kind, data["written"].flag(), order=order)

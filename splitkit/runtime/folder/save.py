@@ -1,0 +1,201 @@
+"""Writes the stages of a split to a folder, from which each rank loads its own (`splitkit.runtime.folder.load`)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from splitkit import files
+from splitkit.engine.serialization import argument_data, graph_data
+from splitkit.engine.split import Split
+from splitkit.errors import FileError
+from splitkit.graph.call_signature import bind_inputs
+from splitkit.graph.storages import attribute, parameters_and_buffers, storage_key
+from splitkit.runtime.folder.checkpoint_weights import INDEX
+from splitkit.runtime.folder.load import EXAMPLE, KIND, MANIFEST, SCHEMA
+from splitkit.runtime.folder.manifest import encode_facts
+from splitkit.runtime.folder.tensorfiles import dtype_name, fills_its_range, write_tensors
+from splitkit.runtime.ranks.stage_chain import Chain, chain_of
+
+_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+def save_stages(
+    split: Split,
+    folder: str | os.PathLike[str],
+    *,
+    inputs: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
+    record: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the stages of a split, so that each rank can load its own without capturing the model.
+
+    The folder holds ``manifest.json`` (the plan, the values at each border, the names of tensors), ``stage-K.json``
+    (the graph of a stage), ``stage-K.safetensors`` (its weights, buffers and constants; a tensor that several stages
+    read is in the file of the first) and an index of these in Hugging Face's format. All of it is data: no code,
+    nothing pickled. Tensors on ``meta`` are left out; `open_stages` then needs ``weights``. An old manifest is deleted
+    first and the new one is written last, so that an incomplete folder is refused.
+
+    Args:
+        split: captured by ``torch.export``, with the inputs of one microbatch.
+        folder: the folder, created if necessary.
+        inputs: positional and keyword inputs of one microbatch, to save as an example.
+        record: additional fields for the manifest.
+
+    Raises:
+        PipelineError: SK801 for a split that cannot run on several ranks.
+        FileError: SK504 if the folder cannot be written, SK506 for tensors or values that cannot be saved as data.
+    """
+    chain = chain_of(split)
+    tensors = _Tensors(split)
+    programs = [graph_data.encode_graph(part, tensors.number) for part in split.parts.values()]
+    parent = graph_data.encode_graph(split.module, tensors.number, tuple(split.names.values()))
+    tensors.require_apart(chain.facts.writes)
+    texts = [json.dumps(program) + "\n" for program in programs]
+    held = tensors.by_stage(chain, programs, parent)
+    example = None if inputs is None else bind_inputs(split.module, *inputs)
+    manifest = {
+        "schema": SCHEMA,
+        "kind": KIND,
+        "torch": torch.__version__,
+        **(record or {}),
+        "plan": split.plan.to_dict(),
+        "facts": encode_facts(chain),
+        "parent": parent,
+        "stages": _stages(split, texts),
+        "qualified_names": dict(split.qualified_names),
+        "shared": [list(group) for group in split.shared],
+        "tensors": tensors.rows,
+        "example": None if example is None else _example(example),
+    }
+    place = Path(folder)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        _clear(place)
+        for stage, text in enumerate(texts):
+            files.write_file(place / f"stage-{stage}.json", text)
+            write_tensors(place / f"stage-{stage}.safetensors", held[stage])
+        if example is not None:
+            write_tensors(place / EXAMPLE, {str(i): v for i, v in enumerate(example) if isinstance(v, torch.Tensor)})
+        files.write_file(place / INDEX, json.dumps(_index(held), indent=1) + "\n")
+        files.write_file(place / MANIFEST, json.dumps(manifest) + "\n")
+    except OSError as error:
+        raise files.refusal(folder, error) from error
+
+
+class _Tensors:
+    """The numbered tensors that stages read.
+
+    Attributes:
+        rows: number -> the tensor's entry in the manifest.
+    """
+
+    def __init__(self, split: Split) -> None:
+        root = split.flow.root
+        read = [str(node.target) for node in split.flow.graph.find_nodes(op="get_attr")]
+        self._names: dict[int, dict[str, None]] = {}
+        for name, tensor in {**{n: attribute(root, n) for n in read}, **parameters_and_buffers(root)}.items():
+            self._names.setdefault(id(tensor), {})[name] = None
+        for name, tensor in parameters_and_buffers(split.module).items():  # tensors of copies, or new ones
+            self._names.setdefault(id(tensor), {})[split.qualified_names.get(name, name)] = None
+        self._saved = set(root.state_dict())
+        self._numbers: dict[int, int] = {}
+        self._held: list[torch.Tensor] = []
+        self.rows: list[dict[str, Any]] = []
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """Return the number of a tensor, the same for all stages that read it."""
+        if id(tensor) not in self._numbers:
+            number = self._numbers[id(tensor)] = len(self.rows)
+            names = list(self._names.get(id(tensor), {f"constant_{number}": None}))
+            if type(tensor) not in _PLAIN:
+                kind = type(tensor).__name__
+                raise FileError("SK506", f"{names[0]} is a {kind}", "Split a model of plain tensors.", names[:1])
+            dtype_name(names[0], tensor)
+            self._held.append(tensor)
+            self.rows.append(
+                {
+                    "names": names,
+                    "dtype": argument_data.name_of_dtype(tensor.dtype),
+                    "shape": list(tensor.shape),
+                    "strides": _strides(tensor),
+                    "parameter": isinstance(tensor, nn.Parameter),
+                    "requires_grad": tensor.requires_grad,
+                    "saved": any(name in self._saved for name in names),
+                }
+            )
+        return self._numbers[id(tensor)]
+
+    def require_apart(self, written: Sequence[str]) -> None:
+        """Refuse tensors that share memory if one of them changes: read from a file, they would no longer share it."""
+        first: dict[object, int] = {}
+        for number, tensor in enumerate(self._held):
+            other = first.setdefault(storage_key(tensor), number) if tensor.numel() else number
+            a, b = self.rows[other], self.rows[number]
+            if other != number and any(row["requires_grad"] or {*row["names"]} & {*written} for row in (a, b)):
+                names = [a["names"][0], b["names"][0]]
+                raise FileError("SK506", f"{names[0]} and {names[1]} share memory", "Clone one of them.", names)
+
+    def by_stage(self, chain: Chain, programs: Sequence[Any], parent: Any) -> list[dict[str, torch.Tensor]]:
+        """Return stage -> the tensors of its file by name: those that no earlier stage reads."""
+        found: list[dict[str, torch.Tensor]] = []
+        seen: set[int] = set()
+        for stage, program in enumerate(programs):
+            numbers = [*_numbers(program), *(parent["tensors"][name] for name in chain.own(stage))]
+            own = [n for n in dict.fromkeys(numbers) if n not in seen and not self._held[n].is_meta]
+            seen.update(own)
+            found.append({self.rows[n]["names"][0]: self._held[n] for n in own})
+        return found
+
+
+def _numbers(program: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of the tensors of a graph and of the graphs nested in it."""
+    return [*program["tensors"].values(), *(n for inner in program["modules"].values() for n in _numbers(inner))]
+
+
+def _strides(tensor: torch.Tensor) -> list[int] | None:
+    """Return the strides of a dense tensor in an unusual layout, such as channels last; kernels depend on them."""
+    strides = list(tensor.stride())
+    usual = strides == list(torch.empty(tensor.shape, device="meta").stride())
+    return None if usual or not fills_its_range(tensor.shape, strides) else strides
+
+
+def _stages(split: Split, texts: Sequence[str]) -> list[dict[str, Any]]:
+    keys = list(split.plan.parts)
+    return [
+        {
+            "part": keys.index(key),
+            "name": name,
+            "file": f"stage-{stage}.json",
+            "sha256": hashlib.sha256(texts[stage].encode()).hexdigest(),
+        }
+        for stage, (key, name) in enumerate(split.names.items())
+    ]
+
+
+def _example(example: Sequence[Any]) -> list[Any]:
+    """Encode the inputs that are no tensors; tensors go to a file of their own."""
+    return [
+        None if isinstance(v, torch.Tensor) else {"value": argument_data.encode_argument(v, "an input")}
+        for v in example
+    ]
+
+
+def _index(held: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, Any]:
+    total = sum(t.numel() * t.element_size() for tensors in held for t in tensors.values())
+    where = {name: f"stage-{stage}.safetensors" for stage, tensors in enumerate(held) for name in tensors}
+    return {"metadata": {"total_size": total}, "weight_map": where}
+
+
+def _clear(folder: Path) -> None:
+    """Remove the stages of an earlier split, its manifest first."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    for pattern in ("stage-*.json", "stage-*.safetensors", INDEX, EXAMPLE):
+        for file in folder.glob(pattern):
+            file.unlink()

@@ -1,0 +1,108 @@
+"""Makes torch's schedule object for an order: torch's class if it has one for it, otherwise its action interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
+
+from splitkit import _torch
+from splitkit.errors import ScheduleError
+from splitkit.pipeline.action import Action
+from splitkit.pipeline.order import PipelineOrder
+from splitkit.pipeline.schedules import has_window, pipeline_order, schedule_named, schedule_of, words_of
+from splitkit.runtime.ranks.replicas import is_even
+
+Loss = Callable[[Any, Any], Any] | None
+
+
+def order_of(schedule: str | PipelineOrder, stages: int, microbatches: int | None, ranks: int) -> PipelineOrder:
+    """Return the order of a schedule, or check a given order against the numbers of stages, ranks and microbatches.
+
+    Args:
+        schedule: the name of a schedule, or an order.
+        stages: the number of stages of the split.
+        microbatches: per step; ``None``: as many as the order has, or 8 for the name of a schedule.
+        ranks: the number of ranks.
+
+    Raises:
+        ScheduleError: SK330 if the schedule or order does not allow these numbers.
+    """
+    if not isinstance(schedule, PipelineOrder):
+        return pipeline_order(schedule, stages, 8 if microbatches is None else microbatches, ranks)
+    for what, has, given in (
+        ("stages", len(schedule.rank_of), stages),
+        ("ranks", len(schedule.ranks), ranks),
+        ("microbatches", schedule.microbatches, microbatches),
+    ):
+        if given not in (None, has):
+            remedy = f"Use as many, or another order: a row for each of {ranks} ranks, {stages} stages."
+            raise ScheduleError("SK330", f"{schedule.name} has {has} {what}, not {given}", remedy)
+    idle = [rank for rank, actions in enumerate(schedule.ranks) if not actions]
+    if idle:
+        text = f"rank {idle[0]} of {schedule.name} has no stage"
+        raise ScheduleError("SK330", text, f"Put a stage there, or start {ranks - len(idle)} processes.")
+    return schedule
+
+
+def placed_order(
+    schedule: str | PipelineOrder, counts: Sequence[int], microbatches: int | None, ranks: int
+) -> tuple[PipelineOrder, tuple[int, ...]]:
+    """Return the order of one pipeline, and the number of replicas at each of its places.
+
+    Args:
+        schedule: as in `order_of`.
+        counts: stage -> number of replicas.
+        microbatches: per step, of all replicas together; ``None`` as in `order_of`.
+        ranks: of all replicas together.
+
+    Raises:
+        ScheduleError: SK330 as in `order_of`, and for a schedule under which replicas cannot take turns.
+    """
+    stages, count = len(counts), counts[0]
+    if is_even(counts):
+        each = microbatches if microbatches is None or count == 1 else microbatches // count
+        try:
+            order = order_of(schedule, stages, each, ranks // count)
+        except ScheduleError as error:
+            if count == 1:
+                raise
+            raise ScheduleError(error.code, f"{error.reason}, in each of {count} pipelines", error.remedy) from None
+        return order, (count,) * len(order.ranks)
+    if isinstance(schedule, PipelineOrder) or schedule_named(schedule).window is None:
+        what = schedule.name if isinstance(schedule, PipelineOrder) else schedule
+        raise ScheduleError(
+            "SK330",
+            f"{what} for stages with {', '.join(map(str, counts))} replicas",
+            f"Use {words_of(has_window)}, or as many replicas for all parts: splitkit train --dp 2.",
+        )
+    return order_of(schedule, stages, microbatches, stages), tuple(counts)
+
+
+def torch_schedule(order: PipelineOrder, stages: Sequence[PipelineStage], loss: Loss) -> Any:
+    """Return torch's schedule object for an order.
+
+    Args:
+        order: an order of forward and backward actions.
+        stages: torch's stages of this rank.
+        loss: torch's ``loss_fn``; ``None`` to run the forward actions only, on each rank sorted by microbatch and then
+            by stage. That order cannot deadlock: no action precedes one that it depends on.
+    """
+    count = order.microbatches
+    if loss is None:
+        return _torch.action_schedule(list(stages), count, None, [_forward(row) for row in order.ranks])
+    known = schedule_of(order)
+    if known is None or not known.torch_class:
+        return _torch.action_schedule(list(stages), count, loss, order.ranks)
+    made = getattr(pipelining, known.torch_class)
+    given = stages[0] if known.is_single else list(stages)
+    return made(given, count, loss_fn=loss, scale_grads=False)
+
+
+def _forward(row: Sequence[Action]) -> list[Action]:
+    """Return forward actions by microbatch and stage, with backward ones: torch checks for them and drops them."""
+    forward = sorted((a for a in row if a.kind == "F"), key=lambda a: (a.microbatch, a.stage))
+    backward = sorted(forward, key=lambda a: (a.microbatch, -a.stage))
+    return forward + [a._replace(kind="B") for a in backward]

@@ -1,0 +1,130 @@
+"""Makes sure that all ranks run the same: plans on one rank, and compares graphs, plans and settings before a step."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from splitkit.engine.split import Split
+from splitkit.errors import PipelineError, SplitError
+from splitkit.graph.canonical import value_text
+from splitkit.plans.plan_file import fingerprint
+from splitkit.plans.record import Plan
+from splitkit.runtime.ranks.graph_alignment import difference, listing, put_in_order
+from splitkit.runtime.ranks.stage_chain import Chain
+
+_REMEDY = "Start every rank with the same files, packages and arguments; plan once: splitkit.runtime.planned_once."
+
+
+def planned_once(gm: fx.GraphModule, make: Callable[[], Plan], group: dist.ProcessGroup | None = None) -> Plan:
+    """Make or load a plan on rank 0 and return it on every rank.
+
+    Ranks may have captured independent nodes in different orders and under different names. Such a graph is first put
+    into rank 0's order, in place; its nodes stay the same objects.
+
+    Args:
+        gm: the graph, captured on each rank.
+        make: makes or loads the plan; called on rank 0 only.
+        group: the ranks.
+
+    Raises:
+        SplitError: the error that ``make`` raises, on every rank.
+        PipelineError: SK804 on every rank if one captured a different graph than rank 0; names the first difference.
+    """
+    sent = _from_first(lambda: make().to_dict(), group)
+    graphs = _from_every((fingerprint(gm.graph), _sizes(gm)), group)
+    if any(graph != graphs[0] for graph in graphs):
+        _agree_on_order(gm, group)
+    return Plan.from_dict(gm.graph, sent)
+
+
+def _from_first(make: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
+    """Return what rank 0 makes on every rank, or raise its error on every rank."""
+    sent: list[Any] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            sent = [make()]
+        except SplitError as error:
+            sent = [error]
+    dist.broadcast_object_list(sent, group=group, group_src=0)
+    if isinstance(sent[0], SplitError):
+        raise sent[0]
+    return sent[0]
+
+
+def _from_every(own: object, group: dist.ProcessGroup | None) -> list[Any]:
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, own, group=group)
+    return every
+
+
+def _sizes(gm: fx.GraphModule) -> int:
+    return zlib.crc32("\n".join(map(value_text, gm.graph.nodes)).encode())
+
+
+def _agree_on_order(gm: fx.GraphModule, group: dist.ProcessGroup | None) -> None:
+    """Put the graphs of all ranks into rank 0's order, or raise SK804 on all ranks."""
+    first = _from_first(lambda: listing(gm), group)
+    _refuse_other_graphs(_from_every(difference(gm, first), group))
+    if dist.get_rank(group):
+        put_in_order(gm, first)
+
+
+def _refuse_other_graphs(differences: Sequence[str]) -> None:
+    """Raise SK804 if a rank's graph differs from rank 0's in more than order."""
+    for rank, where in enumerate(differences):
+        if where:
+            reason = f"rank {rank} captured a different graph than rank 0: they first differ at {where}"
+            raise PipelineError("SK804", reason, _REMEDY)
+
+
+def require_same(chain: Chain, facts: Mapping[str, object], group: dist.ProcessGroup | None) -> None:
+    """Refuse to go on if the ranks are about to run different things.
+
+    Args:
+        chain: the stages of this rank's split.
+        facts: name -> other facts that must be the same.
+        group: the ranks.
+
+    Raises:
+        PipelineError: SK804 on every rank; names the first rank that differs from rank 0, and the fact.
+    """
+    own = {
+        "version of torch": torch.__version__,
+        **chain.facts.identity,
+        **{name: str(value) for name, value in facts.items()},
+    }
+    every = _from_every(own, group)
+    if any(other.get("graph") != every[0].get("graph") for other in every):
+        _refuse_other_order(chain, group)
+    for rank, other in enumerate(every):
+        for name, value in every[0].items():
+            if other.get(name) != value:
+                raise _differs(rank, name, str(other.get(name)), str(value))
+
+
+def _refuse_other_order(chain: Chain, group: dist.ProcessGroup | None) -> None:
+    """Raise SK804 that names where the graphs differ, even if only in the order of their nodes."""
+    root = chain.split.flow.root if isinstance(chain.split, Split) else None
+    first = _from_first(lambda: None if root is None else listing(root), group)
+    if not all(_from_every(root is not None and first is not None, group)):
+        return  # stages of a folder know only the fingerprint of their graph
+    assert root is not None
+    _refuse_other_graphs(_from_every(difference(root, first), group))
+    raise PipelineError(
+        "SK804",
+        "the ranks captured the same nodes in several orders: each process loops over a set of strings in its own",
+        "Plan with splitkit.runtime.planned_once, which puts the graphs into one order before they are split; or start "
+        "all ranks with one PYTHONHASHSEED.",
+    )
+
+
+def _differs(rank: int, what: str, own: str, first: str) -> PipelineError:
+    return PipelineError(
+        "SK804", f"rank {rank} has a different {what} than rank 0: {own:.24}, not {first:.24}", _REMEDY
+    )

@@ -1,0 +1,78 @@
+"""Hands the RNG state from stage to stage, so that random numbers do not depend on the number of stages.
+
+Each microbatch begins with a seed of its own. If several stages draw random numbers, the RNG state travels with the
+microbatch from the first of them to the last::
+
+    seed ─▶ stage 0 (dropout) ──state──▶ stage 1 ──state──▶ stage 2 (dropout)
+
+so that a microbatch sees the numbers that the unsplit model draws after ``torch.manual_seed(seed)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from splitkit.runtime.ranks.stage_chain import Chain
+
+
+class RngHandover:
+    """The RNG hand-over of one stage.
+
+    Attributes:
+        draws: whether the stage draws random numbers.
+        receives: whether the RNG state comes from the previous stage.
+        sends: whether the RNG state goes to the next stage.
+        like: a tensor on ``meta`` like an RNG state.
+    """
+
+    def __init__(self, draws: bool, receives: bool, sends: bool, device: torch.device) -> None:
+        self.draws, self.receives, self.sends, self._device = draws, receives, sends, device
+        self._before: torch.Tensor | None = None
+        self._passed: torch.Tensor | None = None
+        self.like = torch.empty_like(self._get(), device="meta")
+
+    @classmethod
+    def of(cls, chain: Chain, stage: int, device: torch.device) -> RngHandover:
+        """Return the RNG hand-over of one stage."""
+        who = [s for s, draws in enumerate(chain.facts.draws) if draws]
+        first, last = (min(who), max(who)) if who else (0, 0)
+        return cls(stage in who, first < stage <= last, first <= stage < last, device)
+
+    def begin(self, received: Sequence[torch.Tensor], seed: int) -> Sequence[torch.Tensor]:
+        """Set the RNG state for a microbatch, and return the received values without the state."""
+        state, rest = (received[0], received[1:]) if self.receives else (None, received)
+        self._passed = state
+        if self.draws:
+            self._before = self._get()
+            if state is None:
+                self._seed(seed)
+            else:
+                self._set(state)
+        return rest
+
+    def end(self) -> tuple[torch.Tensor, ...]:
+        """Restore the caller's RNG state, and return the state to send to the next stage, if any."""
+        if self._before is not None:
+            self._passed = self._get()
+            self._set(self._before)
+            self._before = None
+        passed, self._passed = self._passed, None
+        return (passed.to(self._device),) if self.sends and passed is not None else ()
+
+    def _get(self) -> torch.Tensor:
+        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
+
+    def _set(self, state: torch.Tensor) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(state.cpu(), self._device)
+        else:
+            torch.set_rng_state(state.cpu())
+
+    def _seed(self, seed: int) -> None:
+        if self._device.type == "cuda":
+            with torch.cuda.device(self._device):
+                torch.cuda.manual_seed(seed)
+        else:
+            torch.default_generator.manual_seed(seed)

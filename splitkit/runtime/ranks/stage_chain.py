@@ -1,0 +1,296 @@
+"""Views a split as a chain of stages, each of which exchanges values with its neighbours only.
+
+A value crosses every border between the stage that computes it and the last stage that reads it::
+
+    stage 0 ──x, mask──▶ stage 1 ──y, mask──▶ stage 2        stage 1 forwards the mask
+
+Inputs of the graph are not sent: each stage takes those that it reads from the batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from splitkit import _torch
+from splitkit.engine.split import Split
+from splitkit.errors import PipelineError
+from splitkit.graph.check_nodes import check_nodes
+from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.gradients import Gradients
+from splitkit.graph.shared_memory import memory_classes
+from splitkit.graph.storages import attribute
+from splitkit.graph.symbols import value_of
+from splitkit.plans.parts import PARENT, PartKey
+from splitkit.plans.plan_file import fingerprint
+from splitkit.plans.record import Plan
+from splitkit.runtime.devices.writes_across_devices import written_memory
+from splitkit.runtime.parent import calls_of, steps_of, values_of
+from splitkit.runtime.ranks.border_values import BorderValue, border_value
+from splitkit.short_repr import brief
+
+
+class StageSource(Protocol):
+    """A source of stages: a `Split` or a folder of stages. The attributes are those of `Split`."""
+
+    @property
+    def module(self) -> fx.GraphModule:
+        """The parent module, which calls the parts."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, with a record of each part."""
+
+    @property
+    def parts(self) -> Mapping[PartKey, fx.GraphModule]:
+        """Part -> its module; in a folder only the loaded parts."""
+
+    @property
+    def names(self) -> Mapping[PartKey, str]:
+        """Part -> the name of its module in the parent, in the order of execution."""
+
+    @property
+    def qualified_names(self) -> Mapping[str, str]:
+        """Name of every parameter and buffer in ``module`` -> its name in the original."""
+
+    @property
+    def shared(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of names in ``module``, each group naming one Parameter that several parts have."""
+
+
+@dataclass(frozen=True)
+class ChainFacts:
+    """Facts about the graph that was split, besides its parts.
+
+    Attributes:
+        values: name of a node of the parent -> how its value crosses a border.
+        inputs: input of the graph -> a tensor on ``meta`` of the shape and dtype of one microbatch; ``None`` for an
+            input that is no tensor.
+        draws: stage -> whether it draws random numbers.
+        writes: buffers that forward writes, by their names in the original.
+        identity: name of a fact -> digest that must be the same on all ranks.
+    """
+
+    values: Mapping[str, BorderValue]
+    inputs: Mapping[str, torch.Tensor | None]
+    draws: tuple[bool, ...]
+    writes: tuple[str, ...]
+    identity: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Which nodes of the parent each stage runs, and which values cross each border.
+
+    Attributes:
+        split: the source of the stages.
+        stage_of: call node of the parent's graph -> the stage that runs it.
+        facts: facts about the graph that was split.
+    """
+
+    split: StageSource
+    stage_of: Mapping[Node, int]
+    facts: ChainFacts
+
+    __repr__ = brief
+
+    @property
+    def stages(self) -> int:
+        """The number of stages: one per part."""
+        return len(self.split.names)
+
+    @cached_property
+    def keys(self) -> tuple[PartKey, ...]:
+        """Stage -> its part."""
+        return tuple(self.split.names)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Stage -> the number of ranks that run it."""
+        return tuple(self.split.plan.parts[key].replicas for key in self.keys)
+
+    def nodes(self, stage: int) -> tuple[Node, ...]:
+        """Return the nodes that a stage runs, in order."""
+        return tuple(n for n, s in self.stage_of.items() if s == stage)
+
+    def inputs(self, stage: int) -> tuple[Node, ...]:
+        """Return the inputs of the graph that a stage reads."""
+        nodes = set(self.nodes(stage))
+        return tuple(p for p in self.split.module.graph.find_nodes(op="placeholder") if not nodes.isdisjoint(p.users))
+
+    def own(self, stage: int) -> dict[str, Any]:
+        """Return the parent's tensors that a stage reads: hoisted parameters, and buffers that the stage writes."""
+        module = self.split.module
+        read = [str(n.target) for n in self.nodes(stage) if n.op == "get_attr"]
+        return {name: attribute(module, name) for name in read if name not in self.split.names.values()}
+
+    def border(self, stage: int, wanted: Iterable[Node]) -> tuple[Node, ...]:
+        """Return the values that go from a stage to the next one, in the order of the graph.
+
+        Args:
+            stage: the stage before the border.
+            wanted: the values that the last stage needs.
+        """
+        out = set(wanted)
+        return tuple(
+            node
+            for node, home in self.stage_of.items()
+            if home <= stage and (node in out or any(self.stage_of.get(user, 0) > stage for user in node.users))
+        )
+
+    def passed_on(self, stage: int, wanted: Iterable[Node]) -> tuple[Node, ...]:
+        """Return the values that a stage only forwards: received and sent on, but not read.
+
+        Args:
+            stage: neither the first nor the last stage.
+            wanted: the values that the last stage needs.
+        """
+        out = tuple(wanted)
+        read = {node for own in self.nodes(stage) for node in own.all_input_nodes}
+        come = set(self.border(stage - 1, out)) - read
+        return tuple(node for node in self.border(stage, out) if node in come)
+
+    def value(self, node: Node) -> BorderValue:
+        """Return how the value of a node of the parent crosses a border."""
+        return self.facts.values[node.name]
+
+
+def chain_of(split: Split) -> Chain:
+    """Return the chain of a split's parts.
+
+    Raises:
+        PipelineError: SK801 if parts share memory that one of them writes, or several read a tensor of the parent.
+    """
+    stage_of = stage_of_calls(split)
+    return Chain(split, stage_of, _facts(split, stage_of))
+
+
+def stage_of_calls(split: StageSource) -> Mapping[Node, int]:
+    """Map the parent's call nodes, and the attributes that it reads, to the stage that runs them.
+
+    Raises:
+        PipelineError: SK801 if several stages read a tensor of the parent.
+    """
+    graph = split.module.graph
+    stages = {key: stage for stage, key in enumerate(split.names)}
+    calls = calls_of(graph, split.names)
+    bodies = {split.names[key]: stage for key, stage in stages.items()}
+    stage_of: dict[Node, int] = {}
+    checks = check_nodes(graph)  # they check a call of the whole parent, which ranks do not make
+    for node in graph.nodes:
+        if node in checks:
+            continue
+        if node in calls:
+            stage_of[node] = stages[calls[node]]
+        elif node.op.startswith("call_"):
+            stage_of[node] = max((stage_of[n] for n in node.all_input_nodes if n in stage_of), default=0)
+    for node in graph.find_nodes(op="get_attr"):
+        if node in checks:
+            continue
+        readers = {stage_of[user] for user in node.users if user in stage_of}
+        if str(node.target) in bodies:  # the module of a checkpointed part
+            stage_of[node] = bodies[str(node.target)]
+        elif len(readers) != 1 or any(user.op == "output" for user in node.users):
+            raise PipelineError(
+                "SK801",
+                f"{node.target} is in the parent, for {len(readers)} stages"
+                + (" and the output" if len(readers) < 2 else " read it"),
+                'Split with parameters="own", and put all nodes that read a buffer that is written into one stage.',
+                [node],
+            )
+        else:
+            stage_of[node] = readers.pop()
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    return dict(sorted(stage_of.items(), key=lambda item: order[item[0]]))
+
+
+def _facts(split: Split, stage_of: Mapping[Node, int]) -> ChainFacts:
+    flow = split.flow
+    written = _require_own_memory(split, stage_of)
+    needed = flow.fact(Gradients).carriers
+    originals = {copied: node for node, copied in split.copies[PARENT].items()} | dict(
+        values_of(split.module.graph, split)
+    )
+    values = {n.name: border_value(originals[n], needed, written) for n in stage_of if n in originals}
+    given = zip(split.module.graph.find_nodes(op="placeholder"), flow.graph.find_nodes(op="placeholder"), strict=True)
+    identity = {
+        "graph": fingerprint(flow.graph),
+        "plan": _digest(json.dumps(split.plan.to_dict(), sort_keys=True)),
+        "code of the parts": _digest("".join(part.code for part in split.parts.values())),
+    }
+    return ChainFacts(
+        values,
+        {str(node.target): _like(value_of(original)) for node, original in given},
+        tuple(_draws(flow, sub.nodes) for sub in split.subgraphs.values()),
+        tuple(sorted(str(node.target) for node in flow.written if node.op == "get_attr")),
+        identity,
+    )
+
+
+def _like(value: object) -> torch.Tensor | None:
+    if not isinstance(value, torch.Tensor):
+        return None
+    return torch.empty([_torch.size_hint(n) for n in value.shape], dtype=value.dtype, device="meta")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _require_own_memory(split: Split, stage_of: Mapping[Node, int]) -> frozenset[Node]:
+    """Refuse writes that other stages would miss, as across devices (`splitkit.runtime.devices.writes_across_devices`).
+
+    Inputs and buffers are not sent: each stage has its own copy. So all nodes that touch one that is written must be in
+    one stage.
+
+    Returns:
+        The nodes whose memory is written.
+    """
+    flow, homes = split.flow, _homes(split, stage_of)
+    try:
+        stages = {node: [torch.device("cpu", stage)] for node, stage in homes.items()}
+        found = written_memory(flow, stages, steps_of(split))
+    except PipelineError as error:
+        reason = f"stages would share memory that is written: {error.reason}"
+        raise PipelineError("SK801", reason, "Put the nodes that share it into one stage.", error.nodes) from error
+    memory = memory_classes(flow.effects, flow.root)
+    given = {memory.members[node] for node in found.homes if node in memory.members}
+    first: dict[object, Node] = {}
+    for node, effect in flow.effects.items():
+        if node in homes and node.op not in ("placeholder", "get_attr"):
+            for item in memory.use(node, effect)[1]:
+                if item in given and homes[first.setdefault(item, node)] != homes[node]:
+                    raise _shared(first[item], node)
+    return found.values
+
+
+def _homes(split: Split, stage_of: Mapping[Node, int]) -> dict[Node, int]:
+    stages = {key: i for i, key in enumerate(split.parts)}
+    homes = {node: stages[key] for key, sub in split.subgraphs.items() for node in sub.nodes}
+    for node, copied in split.copies[PARENT].items():
+        if copied in stage_of:
+            homes.setdefault(node, stage_of[copied])
+    return homes
+
+
+def _shared(a: Node, b: Node) -> PipelineError:
+    return PipelineError(
+        "SK801",
+        f"{a.name} and {b.name} share memory that is written, and lie in different stages",
+        "Put all nodes that read or write it into one stage: splitkit.plan(gm, {..., "
+        f"{a.name!r}: 0, {b.name!r}: 0}}), or Stages with other borders.",
+        [a, b],
+    )
+
+
+def _draws(flow: Dataflow, nodes: Iterable[Node]) -> bool:
+    """Whether one of these nodes draws random numbers."""
+    return any((effect := flow.effects.get(n)) is not None and effect.random for n in nodes)

@@ -1,0 +1,1 @@
+"""The search for parts of given devices, in any number of pieces per device."""

@@ -1,0 +1,287 @@
+"""The search for parts of given devices, which `splitkit.policies.Devices` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch.fx import Node
+
+from splitkit.errors import CycleError, NoPlanError
+from splitkit.pipeline.stage_prices import peaks_of_visits, run_order
+from splitkit.plans.parts import Claim, Part, PartKey
+from splitkit.plans.record import Plan
+from splitkit.plans.rewrite import refine
+from splitkit.search.additive_memory import AdditiveMemory
+from splitkit.search.devices.device_request import DeviceRequest
+from splitkit.search.memory.traffic_bounds import least_load
+from splitkit.search.placement_model import PlacementModel, TransferTimes
+from splitkit.search.stages.memory_fit import MemoryFit, bad_problems, nodes_listed
+from splitkit.search.stages.stage_search import NEAR
+from splitkit.solvers.clock import Clock, endless_clock
+from splitkit.solvers.placement import problem as placement
+from splitkit.solvers.placement.latency.latency_solver import latency
+from splitkit.solvers.placement.memory_remedies import sets_fit, stages_fit
+from splitkit.solvers.placement.problem import Floats, Ints, Problem
+from splitkit.solvers.placement.sets.set_solver import noncontiguous
+from splitkit.solvers.placement.solution import Solution, timeout_note
+from splitkit.solvers.placement.stages.contiguous import contiguous
+from splitkit.solvers.placement.unequal.unequal_solver import on_unequal_links
+
+_UNEQUAL = 3.0  # times as long as a solver that takes links to be alike may search where they are not
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceSearch:
+    """One search for parts of given devices.
+
+    Attributes:
+        demand: the request.
+        latency: minimise the time of one sample instead of the load of the bottleneck device.
+        pieces: how many convex pieces a device may run; ``None`` for any number.
+        seconds: the solvers' effort, as seconds converted into counted steps.
+        named: whether keys name torch devices.
+        sends: whether shared nodes are computed once and sent.
+        tries: what the solvers have found so far, for the note.
+        clock: the deadline of the whole search.
+    """
+
+    demand: DeviceRequest
+    latency: bool
+    pieces: int | None
+    seconds: float
+    named: bool = False
+    sends: bool = False
+    tries: list[Solution] = field(default_factory=list, repr=False)
+    clock: Clock = field(default_factory=endless_clock, repr=False)
+
+    def plan(self) -> Plan:
+        """Return the best plan; `StagePlanner.plan` explains shared nodes."""
+        found, plan = self._found()
+        value = self._value(found)
+        worth = self._placing.shared_seconds > NEAR * value and value > found.bound * (1 + NEAR)
+        if worth and not self.clock.is_over():
+            sending = replace(self, sends=True)
+            with suppress(NoPlanError):  # there is one that fits
+                other, sent = sending._found()
+                if sending._value(other) < value:
+                    return sending._described(replace(other, bound=max(found.bound, other.bound)), sent)
+        return self._described(found, plan)
+
+    def _found(self) -> tuple[Solution, Plan]:
+        """Return the solver's placement, or all nodes on one device where that is better or the only one that fits."""
+        with bad_problems(self.demand.policy, self._placing):
+            problem = self._problem()
+            alone = [(found, self._plan_of(found)) for found in self._alone(problem)]
+            choices = [(found, plan) for found, plan in alone if self._fitting.fits(plan)]
+            try:
+                best = self._fitting.best(problem)
+                bound = best[0].bound
+            except NoPlanError:
+                if not choices:
+                    self._require_keepable(problem)
+                    raise
+                best, bound = choices[0], float(problem.seconds.min(axis=0).max())
+            found, plan = min([best, *choices], key=lambda choice: self._value(choice[0]))
+            return replace(found, bound=max(bound, self._least_load)), plan
+
+    @property
+    def _least_load(self) -> float:
+        """A lower bound on the load in seconds; 0 for makespans, and where CPUs send to each other for free."""
+        known = not self.latency and len(self.demand.cpus) < 2
+        return least_load(self._placing, self._travel, len(self._keys)) if known else 0.0
+
+    def _require_keepable(self, problem: Problem) -> None:
+        """Refuse an ``only`` that no plan with one piece per device can satisfy, whatever the memory.
+
+        Raises:
+            NoPlanError: SK303.
+        """
+        demand = self.demand
+        roomy = replace(problem, devices=tuple(replace(slot, capacity=np.inf) for slot in problem.devices))
+        if not demand.supported or self.pieces != 1 or stages_fit(roomy) is not False or sets_fit(roomy) is False:
+            return
+        nodes = [*demand.supported]
+        reason = f"one convex piece on each device cannot keep `only`{nodes_listed(nodes)}"
+        more = "pieces=2, or more" if self.latency else "pieces=None"
+        remedy = f"Give {more}: a device then runs several pieces; or let more devices run what stands between."
+        raise NoPlanError("SK303", f"{type(demand.policy).__name__}: {reason}", remedy, nodes)
+
+    def _alone(self, problem: Problem) -> Iterator[Solution]:
+        """Place all units on one device, for each device that supports them all."""
+        for place, device in enumerate(problem.devices):
+            total = float(problem.seconds[device.kind].sum())
+            if np.isfinite(total):
+                loads = np.zeros(len(self._keys))
+                loads[place] = total
+                yield Solution(
+                    device=np.full(problem.units, place, np.int64),
+                    order=(place,),
+                    value=total,
+                    bound=0.0,
+                    solver="one device",
+                    seconds=0.0,
+                    loads=loads,
+                    tolerance=1e-9,
+                )
+
+    def _described(self, found: Solution, plan: Plan) -> Plan:
+        value, name = self._value(found), "makespan" if self.latency else "bottleneck"
+        busiest = self._keys[int(self._loads(found).argmax())]
+        limiting = next((key for key in plan.parts if _root(key, self._keys) == busiest), busiest)
+        claim = Claim(name, value, min(value, found.bound), found.solver, limiting, found.tolerance)
+        used = len(set(found.device.tolist()))
+        return replace(
+            plan,
+            note=f"{used} of {len(self._keys)} devices: {claim}{timeout_note(self.tries, self.clock)}",
+            claim=claim,
+        )
+
+    def _value(self, found: Solution) -> float:
+        return found.value if self.latency else float(self._loads(found).max())
+
+    @property
+    def _keys(self) -> tuple[PartKey, ...]:
+        return self.demand.keys
+
+    @cached_property
+    def _placing(self) -> PlacementModel:
+        demand = self.demand
+        bound = {*demand.groups, *demand.supported}
+        repeat = demand.links is not None and not self.latency and not self.sends
+        return PlacementModel(demand.flow, demand.kind_prices[0], demand.kind_seconds, repeat=repeat, keep=bound)
+
+    @cached_property
+    def _travel(self) -> TransferTimes | None:
+        return self.demand.travel(self._keys)
+
+    @cached_property
+    def _holding(self) -> AdditiveMemory:
+        return AdditiveMemory.of(self._placing, self.demand.stage_prices.activations, self.demand.optimizer)
+
+    def _problem(self) -> Problem:
+        demand, placing = self.demand, self._placing
+        row_of: dict[tuple[int, frozenset[Node]], int] = {}
+        rows: list[Floats] = []
+        specs: list[placement.Slot] = []
+        for place, key in enumerate(demand.keys):
+            barred = frozenset(n for n, keys in demand.supported.items() if key not in keys)
+            kind = (demand.kinds[place], barred)
+            if kind not in row_of:
+                row_of[kind] = len(rows)
+                can = np.array([n not in barred for n in placing.units])
+                rows.append(np.where(can, placing.seconds[kind[0]], np.inf))
+            limit = demand.capacities[place]
+            capacity = np.inf if limit is None else float(limit)
+            specs.append(placement.Slot(row_of[kind], capacity, cpu=place in demand.cpus))
+        colours = np.array([demand.groups.get(n, -1) for n in placing.units], np.int64)
+        limited = any(limit is not None for limit in demand.capacities)
+        return placing.problem(
+            specs,
+            self._travel,
+            seconds=np.array(rows, np.float64),
+            nbytes=self._holding.fixed + self._holding.saved if limited else None,
+            colours=colours,
+        )
+
+    def _solved(self, problem: Problem) -> tuple[Solution, Plan]:
+        if self.latency:
+            found = latency(problem, seconds=self.seconds, pieces=self.pieces or 1, clock=self.clock)
+        else:
+            solver = noncontiguous if self.pieces is None else contiguous
+            found = solver(problem, seconds=self.seconds, advise=False, clock=self.clock)
+            if self._travel is not None and self._travel.differs and not self.clock.is_over():
+                prices, acyclic = self._placing.prices(self._travel), self.pieces == 1
+                seconds = _UNEQUAL * self.seconds
+                found = on_unequal_links(problem, prices, found, seconds, acyclic=acyclic, clock=self.clock)
+        self.tries.append(found)
+        return found, self._plan_of(found)
+
+    def _plan_of(self, found: Solution) -> Plan:
+        """Convert a solution into a plan; the visits of a device are numbered if it is visited several times."""
+        labels = self._placing.labels(found.device, self._keys)
+        plan = Plan.of({n: labels[n] for n in self.demand.flow.nodes})
+        device_of: Mapping[PartKey, PartKey] = {key: key for key in self._keys}
+        if not found.order:
+            pieces = refine(self.demand.flow, plan) if found.turn is None else self._pieces(found, labels)
+            names = _numbered([(key, _root(key, self._keys)) for key in run_order(self.demand.flow, pieces)])
+            plan = Plan.of({n: [names[key] for key in keys] for n, keys in pieces.items()})
+            device_of = {name: _root(key, self._keys) for key, name in names.items()}
+        return replace(plan, parts={key: Part(key, self._torch_device(device_of[key])) for key in plan.parts})
+
+    def _pieces(self, found: Solution, labels: Mapping[Node, PartKey | list[PartKey]]) -> Plan:
+        """Return the pieces as the makespan counts them; on a CPU each run of consecutive units is a part."""
+        assert found.turn is not None
+        turn = dict(zip(self._placing.units, found.turn.tolist(), strict=True))
+        cpus = {self._keys[place] for place in self.demand.cpus}
+        whole = {n: (key, 0 if key in cpus else turn[n]) for n, key in labels.items()}
+        parted = refine(self.demand.flow, Plan.of(whole))
+        kept = Plan.of({n: parted.home(n) if labels[n] in cpus else key for n, key in whole.items()})
+        try:
+            run_order(self.demand.flow, kept)
+        except CycleError:
+            return parted
+        return kept
+
+    def _torch_device(self, key: PartKey) -> torch.device | None:
+        """Return the device that the key of a mapping names."""
+        if not self.named or not isinstance(key, str | torch.device):
+            return None
+        try:
+            return torch.device(key)
+        except RuntimeError:
+            return None
+
+    @cached_property
+    def _fitting(self) -> MemoryFit:
+        return MemoryFit(
+            policy=self.demand.policy,
+            units=self._placing.units,
+            solve=self._solved,
+            peaks=self._peaks,
+            held=self._held,
+            memory_of=range(len(self._keys)),
+            limits=self.demand.capacities,
+            fit=sets_fit if self.pieces is None or self.latency else stages_fit,
+            clock=self.clock,
+        )
+
+    def _held(self, found: Solution) -> Ints:
+        sums = self._holding.fixed + self._holding.saved
+        return np.bincount(found.device, sums, len(self._keys)).astype(np.int64)
+
+    def _peaks(self, plan: Plan) -> tuple[int, ...]:
+        """Return the peak bytes of each device."""
+        devices = [_root(key, self._keys) for key in run_order(self.demand.flow, plan)]
+        peaks = peaks_of_visits(self.demand.stage_prices.of(plan), devices)
+        return tuple(peaks.get(key, 0) for key in self._keys)
+
+    def _loads(self, found: Solution) -> Floats:
+        labels = self._placing.labels(found.device, self._keys)
+        plan = Plan.of({n: labels[n] for n in self.demand.flow.nodes})
+        return self._placing.loads(plan, self._keys, self.demand.kinds, self._travel, self.demand.cpus)
+
+
+def _root(key: PartKey, devices: Collection[PartKey]) -> PartKey:
+    """Return the device of a part: ``("cuda:0", 1)`` is a visit of ``"cuda:0"``."""
+    while key not in devices:
+        assert isinstance(key, tuple)
+        key = key[0]
+    return key
+
+
+def _numbered(parts: Sequence[tuple[PartKey, PartKey]]) -> dict[PartKey, PartKey]:
+    """Name parts that are given with their devices in execution order: by the device if it has only one part."""
+    of_device: dict[PartKey, list[PartKey]] = {}
+    for key, device in parts:
+        of_device.setdefault(device, []).append(key)
+    once = all(len(keys) == 1 for keys in of_device.values())
+    return {
+        key: device if once else (device, number)
+        for device, keys in of_device.items()
+        for number, key in enumerate(keys)
+    }

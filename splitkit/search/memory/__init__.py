@@ -1,0 +1,1 @@
+"""The search for the fewest parts that fit the memory of their devices."""

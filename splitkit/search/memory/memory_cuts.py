@@ -1,0 +1,167 @@
+"""The exact division of one order of nodes into parts that fit their devices, by the true memory of segments.
+
+A segment may need less memory as it grows, because it then makes values that it received before. The lower bound for
+every part with its nodes (`OrderMemory.lower_bound`) never decreases: it says which cuts are worth asking for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from splitkit.memory.segments.peak_bounds import PeakBounds
+from splitkit.memory.segments.segment import Ints, OrderMemory, SegmentMemory
+from splitkit.search.memory.memory_step import PartStarts
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the parts may hold, in their order.
+
+    Attributes:
+        memory: bytes for each part.
+        flights: microbatches whose saved activations each part holds at once.
+    """
+
+    memory: Sequence[int]
+    flights: Sequence[int]
+
+
+class MemoryCuts:
+    """Divisions of one order of nodes.
+
+    Attributes:
+        line: the order and its memory.
+        state: bytes of optimizer state per byte of gradient.
+    """
+
+    def __init__(self, line: OrderMemory, state: int) -> None:
+        self.line = line
+        self.state = state
+        self._peaks: dict[tuple[int, int], tuple[int, int]] = {}
+        self._least: dict[tuple[int, int], tuple[int, int]] = {}
+        self._falls: dict[int, PeakBounds] = {}
+        messages = line.messages + line.gradient_messages if line.training else line.messages
+        self.traffic: list[int] = messages.tolist()
+
+    def peak(self, start: int, end: int, flights: int) -> int:
+        """Return the peak bytes of the part with the nodes from ``start`` up to, not including, ``end``."""
+        if (start, end) not in self._peaks:
+            self._peaks[start, end] = self._sums(self.line.segment(start, end))
+        once, saved = self._peaks[start, end]
+        return once + flights * saved
+
+    def least(self, start: int, end: int, flights: int) -> int:
+        """Return a lower bound on the bytes of every part that contains these nodes."""
+        if (start, end) not in self._least:
+            self._least[start, end] = self._sums(self.line.lower_bound(start, end))
+        once, saved = self._least[start, end]
+        return once + flights * saved
+
+    def alone(self) -> Ints:
+        """(length,) `least` of each node by itself, with one microbatch."""
+        parameters, gradients, saved, temporary = self.line.single_nodes()
+        return parameters + gradients * (1 + self.state) + temporary + saved
+
+    def _sums(self, held: SegmentMemory) -> tuple[int, int]:
+        return held.parameters + held.gradients * (1 + self.state) + held.temporary, held.saved
+
+    def cuts(self, limits: Limits) -> list[int] | None:
+        """Return where the parts end so that each fits and traffic is least, or ``None`` if they cannot fit.
+
+        The answer is exact for this order.
+        """
+        windows = self._windows(limits)
+        if windows is None:
+            return None
+        costs: dict[int, int] = {0: 0}
+        steps: list[dict[int, int]] = []
+        for part, window in enumerate(windows):
+            costs, before = self._next(costs, window, limits.memory[part], limits.flights[part])
+            steps.append(before)
+        ends = [self.line.length]
+        if ends[0] not in costs:
+            return None
+        for before in reversed(steps):
+            ends.append(before[ends[-1]])
+        return ends[-2::-1]
+
+    def _next(
+        self, costs: dict[int, int], window: range, memory: int, flights: int
+    ) -> tuple[dict[int, int], dict[int, int]]:
+        """Run one step of the dynamic program: from the possible ends of one part to those of the next, with traffic
+        and starts.
+        """
+        after: dict[int, int] = {}
+        begins: dict[int, int] = {}
+        beginnings = PartStarts(
+            costs,
+            window,
+            memory,
+            self._falls_of(flights),
+            lambda start, end: self.peak(start, end, flights),
+            lambda start, end: self.least(start, end, flights),
+        )
+        for end in window:
+            if (start := beginnings.of(end)) is not None:
+                after[end] = costs[start] + (self.traffic[end] if end < self.line.length else 0)
+                begins[end] = start
+        return after, begins
+
+    def _falls_of(self, flights: int) -> PeakBounds:
+        if flights not in self._falls:
+            self._falls[flights] = PeakBounds.of(self.line, flights)
+        return self._falls[flights]
+
+    def stuck(self, limits: Limits) -> bool:
+        """Return whether adding parts in front cannot help, as long as those hold no less for the same number after
+        them.
+
+        In that case the earliest start that these parts can reach lies behind a node that is too large for any part
+        so far back.
+        """
+        begins = self._begins(limits)
+        return 0 < begins[-1] == begins[-2]
+
+    def may_fit(self, limits: Limits) -> bool:
+        """Return whether the parts would fit if each held only its lower bound."""
+        return self._begins(limits)[-1] == 0
+
+    def _begins(self, limits: Limits) -> list[int]:
+        """Return the end, then the earliest start of each part from the last one back, by lower bounds."""
+        begins, length = [self.line.length], self.line.length
+        for part in reversed(range(len(limits.memory))):
+
+            def reaches(back: int, part: int = part) -> bool:
+                return self.least(length - back, begins[-1], limits.flights[part]) <= limits.memory[part]
+
+            begins.append(length - _last(reaches, length - begins[-1], length))
+        return begins
+
+    def _windows(self, limits: Limits) -> list[range] | None:
+        """Return, for each part, where it can end if parts held only their lower bounds."""
+        count, length = len(limits.memory), self.line.length
+        begins, latest = self._begins(limits), [0]
+        if begins[-1]:
+            return None
+        for part in range(count):
+
+            def reaches(end: int, part: int = part) -> bool:
+                return self.least(latest[-1], end, limits.flights[part]) <= limits.memory[part]
+
+            latest.append(_last(reaches, latest[-1], length - (count - 1 - part)))
+        return [range(max(part + 1, begins[-2 - part]), latest[part + 1] + 1) for part in range(count)]
+
+
+def _last(holds: Callable[[int], bool], first: int, end: int) -> int:
+    """Return the last number in ``first .. end`` for which ``holds`` is true; it is true at ``first`` and monotone
+    (bisection).
+    """
+    step, good = 1, first
+    while good < end and holds(min(good + step, end)):
+        good, step = min(good + step, end), 2 * step
+    bad = min(good + step, end + 1)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if holds(middle) else (good, middle)
+    return good

@@ -1,0 +1,1 @@
+"""The search for stages that may be replicated over several devices each."""

@@ -1,0 +1,130 @@
+"""The request behind a search over a graph, and what follows from it: prices, ranks, limits, links, steps."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch.fx import Node
+
+from splitkit.checks import Memory, memory_of
+from splitkit.costs import Costs, Links
+from splitkit.costs.training import with_backward
+from splitkit.graph.dataflow import Dataflow
+from splitkit.pipeline.defaults import microbatches_of, ranks_of
+from splitkit.pipeline.inseparable_nodes import together
+from splitkit.pipeline.run import ScheduleRun
+from splitkit.pipeline.schedules import schedule_named
+from splitkit.pipeline.simulate import simulate_schedule
+from splitkit.pipeline.stage_costs import StageCosts
+from splitkit.pipeline.stage_prices import StagePrices
+from splitkit.plans.record import Plan
+from splitkit.prices import Optimizer, checked
+from splitkit.search.placement_model import TransferTimes
+from splitkit.search.stages.in_flight import InFlight
+
+
+@dataclass(frozen=True, eq=False)
+class StageRequest:
+    """What a caller asks of a search for stages or parts.
+
+    Attributes:
+        policy: the policy that asks, for errors.
+        flow: facts about the graph.
+        costs: prices of its nodes; in training their backward is added.
+        schedule: the schedule of the pipeline whose stages the parts are; ``None`` for no pipeline.
+        microbatches: microbatches of a step; ``None`` for two per stage.
+        memory: bytes of each rank.
+        links: the links between ranks; ``None`` for free transfers.
+        optimizer: the optimizer whose state each stage holds.
+        backward: whether times include backward even without a schedule; with one they always do.
+    """
+
+    policy: object
+    flow: Dataflow
+    costs: Costs
+    schedule: str | None = None
+    microbatches: int | None = None
+    memory: Memory = None
+    links: Links | None = None
+    optimizer: Optimizer = "adam"
+    backward: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "costs", checked(self.costs))
+
+    @property
+    def training(self) -> bool:
+        """Whether a load includes backward, and values come back as gradients."""
+        return self.backward or self.schedule is not None
+
+    def trained(self, costs: Costs) -> Costs:
+        """Return the costs, with backward included if it counts."""
+        return with_backward(costs, self.flow) if self.training else costs
+
+    @cached_property
+    def prices(self) -> Costs:
+        """The costs by which parts are measured."""
+        return self.trained(self.costs)
+
+    @cached_property
+    def seconds(self) -> Mapping[Node, float]:
+        """Seconds of every placeable node."""
+        return {node: self.prices.seconds(node) for node in self.flow.nodes}
+
+    @property
+    def inseparable(self) -> Sequence[Sequence[Node]]:
+        """Sets of nodes that a pipeline must keep in one stage."""
+        return self.flow.fact(together)
+
+    @cached_property
+    def stage_prices(self) -> StagePrices:
+        """The costs of parts as stages."""
+        divided = self.schedule is not None and schedule_named(self.schedule).divided
+        return StagePrices(self.flow, self.prices, self.optimizer, divided=divided)
+
+    def analyze(self) -> None:
+        """Compute now what is computed once per graph: prices, and what autograd keeps."""
+        _ = self.seconds, self.stage_prices, self._values
+
+    def ranks(self, stages: int) -> tuple[int, ...]:
+        """Return the rank of each stage."""
+        return ranks_of(self.schedule, self.microbatches, stages)
+
+    def limits(self, ranks: int) -> tuple[int | None, ...]:
+        """Return the bytes of each rank, ``None`` for no limit."""
+        return memory_of(self.policy, self.memory, ranks)
+
+    def travel(self, places: Sequence[Hashable]) -> TransferTimes | None:
+        """Return the transfer times between these ends of the links; ``None`` if transfers are free."""
+        return None if self.links is None else TransferTimes.over(self.links, places, training=self.training)
+
+    def run(self, stages: Sequence[StageCosts]) -> ScheduleRun:
+        """Simulate a step of the schedule; of one microbatch without a schedule."""
+        count = microbatches_of(self.microbatches, len(stages)) if self.schedule else 1
+        return simulate_schedule(stages, self.schedule or "gpipe", count, links=self.links)
+
+    def traffic(self, plan: Plan) -> int:
+        """Return the bytes that cross, each value once for each part that reads it from its home."""
+        crossed, places = 0, plan.places
+        for maker, users, nbytes in self._values:
+            readers = {key for user in users for key in places.get(user, ())}
+            crossed += nbytes * len(readers.difference(places[maker]))
+        return crossed
+
+    @cached_property
+    def _values(self) -> list[tuple[Node, list[Node], int]]:
+        """The maker of each value, its readers and its bytes."""
+        flow, nbytes = self.flow, self.costs.nbytes
+        made = ((value, flow.producer(value)) for value in flow.index)
+        return [(maker, [*value.users], nbytes(value)) for value, maker in made if flow.is_placeable(maker)]
+
+    def in_flight(self, stages: int) -> tuple[int, ...]:
+        """Return the microbatches whose activations each stage holds for certain, from first to last."""
+        return tuple(self.flights(stages, surely=True).forward.tolist())
+
+    def flights(self, stages: int, *, surely: bool) -> InFlight:
+        """Return what each stage holds in flight; see `InFlight.of`."""
+        run = self.run([StageCosts(1.0, 1.0, 1.0)] * stages) if self.schedule else None
+        return InFlight.of(run, stages, surely=surely)

@@ -1,0 +1,400 @@
+"""The search for pipeline stages under links, memory and a schedule, and the claim of the best plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+
+import numpy as np
+
+from splitkit.costs import unit_of
+from splitkit.errors import NoPlanError
+from splitkit.pipeline.defaults import by_rank
+from splitkit.pipeline.run import ScheduleRun
+from splitkit.pipeline.stage_prices import peaks_of_visits
+from splitkit.plans.parts import Claim, PartKey, evenness
+from splitkit.plans.record import Plan
+from splitkit.search.additive_memory import AdditiveMemory
+from splitkit.search.node_copies import with_copies
+from splitkit.search.placement_model import PlacementModel, TransferTimes
+from splitkit.search.request import StageRequest
+from splitkit.search.stages.balancing import Balancing, limits, preferred
+from splitkit.search.stages.candidate_borders import CandidateBorders
+from splitkit.search.stages.memory_fit import MemoryFit, bad_problems, nodes_listed
+from splitkit.search.stages.message_bounds import counted, without_units
+from splitkit.search.stages.peak_search import PeakSearch, fewest_stages
+from splitkit.search.stages.rank_borders import RankBorders
+from splitkit.solvers.clock import Clock, endless_clock
+from splitkit.solvers.placement.bounds import joining_bound, simple_bound
+from splitkit.solvers.placement.core import core_of
+from splitkit.solvers.placement.memory_remedies import stages_fit
+from splitkit.solvers.placement.problem import Floats, Ints, Problem, Slot
+from splitkit.solvers.placement.solution import Key, Solution, stage_numbers, timeout_note
+from splitkit.solvers.placement.stages.contiguous import contiguous
+from splitkit.units import duration, size
+
+NEAR = 1e-3
+"""Relative: where there is less to gain, what is near the best is not searched again."""
+_MOST_LINKED = 5_000  # units that are moved one by one where links differ
+_SENT = 0.5  # of the seconds, for stages that send what others compute again: the bound is there
+_MORE = 3  # devices beyond the fewest by sums
+_STRETCHES = 10_000  # that are priced for a number of devices
+
+
+@dataclass(frozen=True, eq=False)
+class StagePlanner:
+    """One search for stages.
+
+    Attributes:
+        demand: the request.
+        keys: the names of the stages, from first to last.
+        seconds: the solvers' effort, as seconds converted into counted steps.
+        tolerance: relative; how much slower than the best the bottleneck may be where that balances the stages, or
+            how much less balanced where fewer bytes cross.
+        solver: what finds stages: `contiguous`, or another of the same form.
+        sends: whether shared nodes are computed once and sent.
+        tries: what the solvers have found so far, for the note.
+        clock: the deadline of the whole search.
+    """
+
+    demand: StageRequest
+    keys: tuple[PartKey, ...]
+    seconds: float = 10.0
+    tolerance: float = 0.0
+    solver: Callable[..., Solution] = contiguous
+    sends: bool = False
+    tries: list[Solution] = field(default_factory=list, repr=False)
+    clock: Clock = field(default_factory=endless_clock, repr=False)
+
+    def plan(self) -> Plan:
+        """Return the best stages that fit.
+
+        With links, stages first compute shared nodes for themselves; where that may lose more than the tolerance,
+        stages that send them are tried too. The bound of the former holds for both, that of the latter for plans that
+        compute each node once.
+
+        Raises:
+            NoPlanError: SK303 when none fit.
+        """
+        found, plan = self._found()
+        value = self._value(plan)
+        near = max(NEAR, self.tolerance)
+        bound = max(found.bound, self._least)
+        worth = self._placing.shared_seconds > near * value and value > bound * (1 + near)
+        if worth and not self.clock.is_over():
+            sending = replace(self, sends=True, seconds=_SENT * self.seconds)
+            with suppress(NoPlanError):  # there is one that fits
+                other, sent = sending._found()
+                if sending._value(sent) < value:
+                    found, plan = replace(other, bound=max(bound, other.bound)), sent
+        return self._described(plan, found)
+
+    def least(self) -> Plan:
+        """Return the fastest stages with the lowest maximum peak found, whatever memory is given."""
+        free = replace(self, demand=replace(self.demand, memory=None))
+        start = free._found()
+        limited = replace(self, demand=replace(self.demand, memory=max(free._peaks(start[1]))))
+        with suppress(NoPlanError):  # the sums of one unit may be above all that others leave room for
+            start = min(start, limited._fitting.thrifty(limited._problem()), key=lambda its: max(self._peaks(its[1])))
+        found, plan = min(start, limited._truly(*start, lowest=True), key=lambda its: max(limited._peaks(its[1])))
+        lowest = max(limited._peaks(plan))
+        try:
+            return replace(self, demand=replace(self.demand, memory=lowest), tries=[]).plan()
+        except NoPlanError:  # there is one, and time ended the search for faster ones
+            return limited._described(plan, replace(found, bound=0.0))
+
+    def _found(self) -> tuple[Solution, Plan]:
+        """Return the best stages whose true peaks fit: a solver's, those of borders judged by a simulated step, and,
+        where memory is short, what all borders allow if they are few.
+        """
+        refused: NoPlanError | None = None
+        best: list[tuple[Solution, Plan]] = []
+        try:
+            best.append(self._fitting.best(self._problem()))
+        except NoPlanError as error:
+            refused = error
+        near = best and self._value(best[0][1]) <= max(best[0][0].bound, self._least) * (1 + self.tolerance)
+        others = [] if near and self.demand.schedule is None else [*self._cuts(), *([] if near else self._few())]
+        plans = [plan for _, plan in best] + [plan for plan in others if self._fitting.fits(plan)]
+        if not plans:
+            assert refused is not None
+            raise refused
+        taken = plans[self._preferred([self._measures(plan) for plan in plans])]
+        if best and taken is best[0][1]:
+            return best[0]
+        return self._cut(taken, best[0][0].bound if best else 0.0), taken
+
+    def _cut(self, plan: Plan, bound: float) -> Solution:
+        """Present a plan that no solver found as if one had."""
+        device = np.array([plan.home(unit) for unit in self._placing.units], np.int64)
+        loads, order = self._loads(plan), tuple(range(len(self.keys)))
+        return Solution(device, order, float(loads.max()), bound, "cuts", 0.0, loads, 1e-9)
+
+    def _cuts(self) -> Iterator[Plan]:
+        """Return divisions between blocks; where ranks have several stages, improved from the best of these."""
+        if self.demand.schedule is not None and len(self._placing.units) <= _MOST_LINKED:
+            cuts = RankBorders(self.demand, self._placing, self._rank_of, self.clock)
+            yield from map(self._plan_of, cuts.stages(moved=len(self._limits) < len(self.keys)))
+
+    def _few(self) -> Iterator[Plan]:
+        """Return, where memory is short and borders are few, the fastest of all stages that fit by true peaks."""
+        plain = self._plain
+        if self._limited and (search := plain._peak_search).tracks.all is not None:
+            size = len(plain._placing.units)
+            yield from map(plain._plan_of, search.within(np.arange(size) * len(self.keys) // size))
+
+    @property
+    def _fitting(self) -> MemoryFit:
+        return MemoryFit(
+            policy=self.demand.policy,
+            units=self._placing.units,
+            solve=self._solved,
+            peaks=self._peaks,
+            held=self._held,
+            memory_of=self._rank_of,
+            limits=self._limits,
+            fit=stages_fit,
+            truly=self._truly,
+            devices=self._devices,
+            clock=self.clock,
+        )
+
+    def _truly(self, found: Solution, plan: Plan, *, lowest: bool = False) -> tuple[Solution, Plan]:
+        """Return stages that fit by true peaks; if none do, or if ``lowest``, those that need the least memory."""
+        plain = self._plain
+        known = np.array([plan.home(unit) for unit in plain._placing.units], np.int64)
+        plans = [plain._plan_of(stage) for stage in plain._peak_search.choices(known, lowest=lowest)]
+        best = plans[plain._preferred([plain._measures(choice) for choice in plans])]
+        return replace(found, solver="true peaks"), best
+
+    def _devices(self, least: int) -> int | None:
+        """Return how many stages, from ``least`` on, have plans with the same memory; None if not known."""
+        if len(set(self._limits)) > 1 or len(self._limits) < len(self.keys):
+            return None
+        demand, plain = replace(self.demand, memory=self._limits[0]), self._plain
+
+        def search_of(count: int) -> PeakSearch:
+            more = replace(plain, demand=demand, keys=tuple(range(count)))
+            return replace(more._peak_search, tracks=plain._peak_search.tracks, stretches=_STRETCHES)
+
+        return fewest_stages(range(least, min(least + _MORE, len(plain._placing.units)) + 1), search_of)
+
+    @cached_property
+    def _plain(self) -> StagePlanner:
+        """The same search over plans that compute each node once."""
+        return replace(self, sends=True) if self._placing.shared else self
+
+    @cached_property
+    def _peak_search(self) -> PeakSearch:
+        return PeakSearch(
+            tracks=CandidateBorders(self._placing, self.demand.stage_prices, self._problem()),
+            holding=self._holding,
+            flights=self.demand.flights(len(self.keys), surely=False),
+            sure_flights=self.demand.flights(len(self.keys), surely=True),
+            rank_of=self._rank_of,
+            limits=self._limits,
+            travel=self._travel,
+            tolerance=self.tolerance,
+            peaks=lambda stage: self._peaks(self._plan_of(stage)),
+            clock=self.clock,
+        )
+
+    def _value(self, plan: Plan) -> float:
+        return float(by_rank(self._loads(plan), self._rank_of)[0].max())
+
+    @cached_property
+    def _least(self) -> float:
+        least = counted(self._placing, self._travel, len(self._limits), len(self.keys))
+        return max(least, self._least_of_ranks) if len(self._limits) < len(self.keys) else least
+
+    @property
+    def _least_of_ranks(self) -> float:
+        """A lower bound on the bottleneck rank in seconds: what is too expensive to cut is on one rank."""
+        ranks = len(self._limits)
+        problem = self._placing.problem([Slot()] * ranks, self.demand.travel(range(ranks)))
+        core = core_of(problem, np.arange(problem.units))
+        joined = joining_bound(core, simple_bound(core), int(core.least_work.sum()), acyclic=False)
+        return max(0.0, joined - core.slack) / core.scale
+
+    def _held(self, found: Solution) -> Ints:
+        """Return (stages,) bytes by the sums of `AdditiveMemory`."""
+        stage = stage_numbers(found.device, found.order)
+        sums = self._held_in_stages[stage, np.arange(len(stage))]
+        return np.bincount(stage, sums, len(self.keys)).astype(np.int64)
+
+    @cached_property
+    def _held_in_stages(self) -> Ints:
+        """(stages, n) bytes of the units in each stage; 0 where no memory is limited."""
+        if not self._limited:
+            return np.zeros((len(self.keys), len(self._placing.units)), np.int64)
+        return self._holding.in_stages(self.demand.in_flight(len(self.keys)))
+
+    @cached_property
+    def _placing(self) -> PlacementModel:
+        demand = self.demand
+        if demand.links is not None and not self.sends:
+            made = PlacementModel(
+                demand.flow, demand.prices, [demand.seconds], repeat=True, together=demand.inseparable
+            )
+            if len(made.units) >= len(self.keys):
+                return made
+        made = PlacementModel(demand.flow, demand.prices, [demand.seconds], together=demand.inseparable)
+        if len(made.units) < len(self.keys):
+            raise self._bound(made)
+        return made
+
+    def _bound(self, placing: PlacementModel) -> NoPlanError:
+        """Return the error for fewer units than stages: nodes that must stay together form one unit."""
+        largest, most, name = max(placing.members, key=len), len(placing.units), type(self.demand.policy).__name__
+        reason = f"{name}: {len(self.keys)} stages were asked for, and {most} is the most: {len(largest)} nodes share "
+        reason += f"memory that is written, or a value that cannot be sent{nodes_listed(largest)}"
+        remedy = f"Ask for {most} at most, or write out of place: x = x + y, not x += y."
+        return NoPlanError("SK303", reason, remedy, largest)
+
+    @cached_property
+    def _rank_of(self) -> tuple[int, ...]:
+        return self.demand.ranks(len(self.keys))
+
+    @cached_property
+    def _limits(self) -> tuple[int | None, ...]:
+        return self.demand.limits(max(self._rank_of) + 1)
+
+    @cached_property
+    def _travel(self) -> TransferTimes | None:
+        return self.demand.travel(self._rank_of)
+
+    @cached_property
+    def _holding(self) -> AdditiveMemory:
+        return AdditiveMemory.of(self._placing, self.demand.stage_prices.activations, self.demand.optimizer)
+
+    @property
+    def _limited(self) -> bool:
+        return any(limit is not None for limit in self._limits)
+
+    def _problem(self) -> Problem:
+        limits = [self._limits[rank] for rank in self._rank_of]
+        in_flight = self.demand.in_flight(len(self.keys))[::-1] if self.demand.schedule else (1,)
+        held = self._holding if self._limited else None
+        with bad_problems(self.demand.policy, self._placing):
+            problem = self._placing.problem(
+                [Slot(capacity=np.inf if limit is None else float(limit)) for limit in limits],
+                self._travel,
+                nbytes=None if held is None else held.fixed,
+                saved=None if held is None else held.saved,
+                in_flight=() if held is None else in_flight,
+                ordered=held is not None or self._uneven,
+            )
+            return with_copies(problem, self._placing, self._travel)
+
+    @property
+    def _uneven(self) -> bool:
+        """Whether links differ between ranks."""
+        return self._travel is not None and self._travel.factors(self._placing.value_bytes) is not None
+
+    def _solved(self, problem: Problem) -> tuple[Solution, Plan]:
+        """Return as many stages as there are keys, with the least bottleneck, then by `_measures`."""
+        prefer = self._weigher() if self._travel is not None or self._limited or self.demand.schedule else None
+        solve = partial(self.solver, seconds=self.seconds, prefer=prefer, advise=False, clock=self.clock)
+        with bad_problems(self.demand.policy, self._placing):
+            found = solve(problem)
+            if len(found.order) < len(self.keys) and prefer is not None:  # else `Balancing` fills the others
+                filled = solve(replace(problem, fill=True), prefer=self._weigher())
+                proven = min(filled.bound, without_units(self._placing, self._travel, len(self.keys)))
+                found = replace(filled, bound=max(found.bound, proven), timed_out=found.timed_out or filled.timed_out)
+        self.tries.append(found)
+        choices = [found] if len(found.order) == len(self.keys) else []
+        if not choices or not self.clock.is_over():
+            choices += self._again(problem, found)
+        plans = [(choice, self._plan_of(choice.device, choice.order)) for choice in choices]
+        return plans[self._preferred([self._measures(plan) for _, plan in plans])]
+
+    def _again(self, problem: Problem, found: Solution) -> Iterator[Solution]:
+        """Balance stages along orders; improve all of these where links differ or ranks have several stages."""
+        held = self._held_in_stages
+        capacity = np.array([device.capacity for device in problem.devices])
+        at = stage_numbers(found.device, found.order)
+        tolerances = tuple(dict.fromkeys((self.tolerance, 0.0)))
+        even = Balancing(
+            self._placing, self.demand.costs, len(self.keys), self._travel, held, capacity, found.bound, tolerances,
+            self.clock,
+        )  # fmt: skip
+        starts = [at, *even.along(at)]
+        yield from (self._moved(found, stage) for stage in starts[1:])
+        if (self._uneven or len(self._limits) < len(self.keys)) and problem.units <= _MOST_LINKED:
+            linked = self._placing.linked(problem, self._travel, held, capacity, np.array(self._rank_of))
+            for stage in {stage.tobytes(): stage for stage in starts}.values():
+                yield self._moved(found, linked.annealed(stage, self.clock))
+
+    def _moved(self, found: Solution, stage: Ints) -> Solution:
+        return replace(found, device=stage, order=tuple(range(len(self.keys))))
+
+    def _weigher(self) -> Key:
+        """Return what decides between placements that a solver takes for equal: it does not see the price of copies."""
+        fewer = False
+
+        def weigh(device: Ints, order: tuple[int, ...]) -> tuple[float, ...]:
+            nonlocal fewer
+            fewer |= len(order) < len(self.keys)  # solved again, whatever the others are
+            return (float(len(order)),) if fewer else self._measures(self._plan_of(device, order))
+
+        return weigh
+
+    def _measures(self, plan: Plan) -> tuple[float, ...]:
+        """Return what to minimise, the most important first: the bottleneck; with a schedule the step; the sum of
+        squared loads, which is least for balanced stages; with a schedule the peak; the traffic.
+        """
+        loads = by_rank(self._loads(plan), self._rank_of)[0]
+        worst, squares = float(loads.max()), float(np.square(loads).sum())
+        if self.demand.schedule is None:
+            return worst, squares, float(self.demand.traffic(plan))
+        run = self._run(plan)
+        return worst, run.seconds, squares, float(max(run.peaks)), float(self.demand.traffic(plan))
+
+    def _preferred(self, measures: Sequence[tuple[float, ...]]) -> int:
+        """Return the best; where ranks have several stages, the best of those with about the shortest step, since a
+        rank's load does not say how long others wait for the first of its stages.
+        """
+        paid, left = min(self.tolerance, NEAR), list(range(len(measures)))
+        if self.tolerance and self.demand.schedule is not None and len(self._limits) < len(self.keys):
+            least = min(step for _, step, *_ in measures)
+            left = [i for i in left if measures[i][1] <= least * (1 + paid)]
+        return left[preferred([measures[i] for i in left], self.tolerance, paid)]
+
+    def _plan_of(self, device: Ints, order: tuple[int, ...] = ()) -> Plan:
+        """Return the plan of units on devices, which are the stages if no order is given."""
+        return Plan.of(self._placing.labels(stage_numbers(device, order) if order else device, self.keys))
+
+    def _run(self, plan: Plan) -> ScheduleRun:
+        return self.demand.run(self.demand.stage_prices.of(plan))
+
+    def _loads(self, plan: Plan) -> Floats:
+        return self._placing.loads(plan, self.keys, [0] * len(self.keys), self._travel)
+
+    def _peaks(self, plan: Plan) -> tuple[int, ...]:
+        """Return the peak bytes of each rank; without a schedule of one microbatch, which no other disturbs."""
+        if self.demand.schedule is not None:
+            return self._run(plan).peaks
+        return tuple(peaks_of_visits(self.demand.stage_prices.of(plan), range(len(self.keys))).values())
+
+    def _described(self, plan: Plan, found: Solution) -> Plan:
+        """Return the plan with its claim and a note."""
+        loads = self._loads(plan)
+        of_rank, busiest = by_rank(loads, self._rank_of)
+        value = float(of_rank.max())
+        bound = min(value, max(found.bound, self._least))
+        near, even = max(found.tolerance, self.tolerance), evenness(of_rank.tolist())
+        claim = Claim("bottleneck", value, bound, found.solver, self.keys[busiest], near, even)
+        what = "slowest" if len(of_rank) == len(loads) else "most loaded rank"
+        load = duration(value, unit_of(self.demand.costs))
+        share = value / float(of_rank.mean()) if value else 1.0
+        said = f"{len(self.keys)} stages, the {what} {load}, {share:.3f} of the mean: {claim}"
+        words = [said, *limits(self.demand.seconds, len(of_rank))]
+        if self.demand.schedule is not None:
+            run = self._run(plan)
+            words.append(f"{run.order.name} of {run.order.microbatches} microbatches: {run.figures}")
+        elif self._limited:
+            peaks = self._peaks(plan)
+            words.append(f"peak {size(max(peaks))} on rank {peaks.index(max(peaks))}")
+        return replace(plan, note="; ".join(words) + timeout_note(self.tries, self.clock), claim=claim)

@@ -1,0 +1,167 @@
+"""The rows of a sweep over pipelines, the best of them, and their table and picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from splitkit.display import Shown
+from splitkit.pipeline.run import ScheduleRun
+from splitkit.plans.record import Plan
+from splitkit.short_repr import brief
+from splitkit.units import duration, size
+from splitkit.view.console.tables import table
+from splitkit.view.renderers import Picture, pictured
+from splitkit.view.svg.scatter import ScatterDrawing, ScatterPoint
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_TITLES = ("stages", "ranks", "schedule", "microbatches", "each", "bubble", "peak", "fits", "best")
+
+
+@dataclass(frozen=True, eq=False)
+class SweepRow:
+    """One combination of stages, microbatches and schedule.
+
+    Attributes:
+        stages: the number of stages.
+        microbatches: the number of microbatches in a step.
+        schedule: the name of the schedule, as it was given.
+        plan: the stages; ``None`` if there is no such pipeline.
+        run: the simulated step; ``None`` if there is no such pipeline.
+        fits: whether the peak of every rank is within the memory; ``None`` without a limit, or without a run.
+        why: the reason against the combination: the schedule, the graph or the memory.
+    """
+
+    stages: int
+    microbatches: int
+    schedule: str
+    plan: Plan | None = None
+    run: ScheduleRun | None = None
+    fits: bool | None = None
+    why: str = ""
+
+    __repr__ = brief
+
+    @property
+    def numbers(self) -> tuple[float, int, int]:
+        """The three numbers to minimise: seconds per microbatch, peak of the fullest rank, ranks.
+
+        Seconds are rounded to nine digits, so that rounding in sums does not decide.
+        """
+        if self.run is None:
+            raise ValueError(f"nothing runs: {self.why}")
+        return float(f"{self.run.seconds / self.microbatches:.9g}"), max(self.run.peaks), self.run.ranks
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as plain data, without its plan and timeline."""
+        of = self.run
+        each, peak, ranks = (None, None, None) if of is None else self.numbers
+        return {
+            "stages": self.stages,
+            "microbatches": self.microbatches,
+            "schedule": self.schedule,
+            "ranks": ranks,
+            "seconds": of and of.seconds,
+            "seconds_per_microbatch": each,
+            "bubble": of and of.bubble,
+            "peak": peak,
+            "limiting_rank": of and of.limiting_rank,
+            "fits": self.fits,
+            "why": self.why,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Sweep(Shown):
+    """All combinations; in a notebook, a picture of peak against time and a table.
+
+    Attributes:
+        rows: the rows, in the order of stages, schedules, microbatches.
+        memory: the bytes of every rank; ``None`` for no limit.
+        note: the note of the prices.
+    """
+
+    rows: tuple[SweepRow, ...]
+    memory: int | None = None
+    note: str = ""
+
+    __repr__ = brief
+
+    @cached_property
+    def pareto(self) -> tuple[SweepRow, ...]:
+        """The rows that fit and are not dominated in time per microbatch, peak and ranks; the fastest comes first.
+
+        Of equal rows only the first is here.
+        """
+        fine = {row.numbers: row for row in reversed(self.rows) if row.run is not None and row.fits is not False}
+        return tuple(fine[one] for one in sorted(fine) if not any(_beats(other, one) for other in fine))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all rows as plain data; ``pareto`` marks the best."""
+        best = set(self.pareto)
+        rows = [row.to_dict() | {"pareto": row in best} for row in self.rows]
+        return {"prices": self.note, "memory": self.memory, "rows": rows}
+
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """The reasons against rows, each once, with its first row."""
+        reasons = {row.why: row for row in reversed(self.rows) if row.why}
+        return tuple(
+            f"{row.schedule} of {row.stages} stages, {row.microbatches} microbatches: {why}"
+            for why, row in reversed(reasons.items())
+        )
+
+    def table(self) -> Table:
+        """Return all rows as a table for `rich`; ``each`` is the time per microbatch."""
+        limit = f"{size(self.memory)} a rank" if self.memory is not None else ""
+        right = [title for title in _TITLES if title not in ("schedule", "fits", "best")]
+        note = "; ".join(filter(None, (self.note, limit)))
+        return table(_TITLES, self._cells(), right, note, spare=("bubble", "ranks"))
+
+    def _cells(self) -> Iterator[tuple[str, ...]]:
+        best = set(self.pareto)
+        for row in self.rows:
+            head = (str(row.stages), "-", row.schedule, str(row.microbatches))
+            if row.run is None:
+                yield (*head, "-", "-", "-", "-", "")
+                continue
+            each, peak, ranks = row.numbers
+            times = (duration(each, row.run.unit), f"{row.run.bubble:.1%}", size(peak))
+            fits = "" if row.fits is None else "yes" if row.fits else "no"
+            yield (head[0], str(ranks), *head[2:], *times, fits, "best" if row in best else "")
+
+    def __str__(self) -> str:
+        from splitkit.view.console.console import to_text
+
+        return "\n".join([to_text(self.table()), *self.refused])
+
+
+def _beats(one: Sequence[float], other: Sequence[float]) -> bool:
+    return one != other and all(a <= b for a, b in zip(one, other, strict=True))
+
+
+@pictured.register
+def _sweep(sweep: Sweep) -> Picture:
+    ran = [row for row in sweep.rows if row.run is not None]
+    best = sweep.pareto
+    unit = next((row.run.unit for row in ran if row.run), "s")
+    schedules = list(dict.fromkeys(row.schedule for row in ran))
+
+    def spot(row: SweepRow) -> ScatterPoint:
+        each, peak, ranks = row.numbers
+        name = f"{row.schedule} {row.stages}×{row.microbatches}"
+        told = f"{row.schedule} of {row.stages} stages, {row.microbatches} microbatches on {ranks} ranks"
+        told += f": {duration(each, unit)} a microbatch, peak {size(peak)}"
+        return ScatterPoint(peak, each, name if row in best else "", told, row in best, schedules.index(row.schedule))
+
+    def svg() -> str:
+        found = "the best are named: schedule, stages×microbatches" if best else "none fits the memory"
+        title = f"{len(ran)} pipelines; {found}"
+        axes = "peak of the fullest rank (bytes)", "time of a microbatch"
+        return ScatterDrawing(title, axes, [], [*map(spot, ran)], unit, schedules, sweep.memory).to_svg()
+
+    return Picture("sweep", svg, lambda: [sweep.table()], notes=sweep.refused)

@@ -1,0 +1,1 @@
+"""Prints text on a terminal: tables that are never truncated, and progress bars."""

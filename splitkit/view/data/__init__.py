@@ -1,0 +1,1 @@
+"""Turns plans and results into plain data for pictures, pages and tables."""

@@ -1,0 +1,154 @@
+"""Turns plans of forward and backward into the data of their picture: saved values, recomputed ops, memory over time.
+
+::
+
+      forward            saved             backward
+    [ h.0        ] ====== 12 MiB ====== [ ∇ h.0        ]      a row is a module, as in `splitkit.view.data.rows`;
+    [ h.1        ] -- 1 MiB ----------- [ ∇ h.1 ////// ]      hatched: what backward recomputes
+    [ lm_head    ] ====== 48 MiB ====== [ ∇ lm_head    ]
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby, pairwise
+from typing import Any
+
+from torch import fx
+from torch.fx import Node
+
+from splitkit.costs import unit_of
+from splitkit.engine.pair import Pair
+from splitkit.graph.dataflow import Dataflow
+from splitkit.memory.profile import MemoryProfile, simulate_memory
+from splitkit.prices import Costs
+from splitkit.view.data.op_columns import ops_data, rounded, row_kind
+from splitkit.view.data.rows import LadderRows, ladder_rows
+
+SCHEMA = "splitkit.halves/1"
+
+
+@dataclass(frozen=True, eq=False)
+class HalvesView:
+    """One or several divisions of a joint graph into forward and backward, drawn as a ladder.
+
+    Attributes:
+        flow: facts about the joint graph.
+        pairs: forward and backward of each division, by rising memory; the page's slider selects one.
+        costs: the prices of the joint graph's nodes.
+        title: the title above the picture.
+        chosen: the index of the pair that is shown first.
+        memory: the memory limit of the device in bytes, if there is one.
+    """
+
+    flow: Dataflow
+    pairs: Sequence[Pair]
+    costs: Costs
+    title: str = ""
+    chosen: int = 0
+    memory: int | None = None
+
+    @cached_property
+    def rows(self) -> LadderRows:
+        """The rows from top to bottom."""
+        return ladder_rows(self.flow, {})
+
+    @cached_property
+    def _nodes(self) -> list[Node]:
+        """The nodes of forward by row, which is a topological order as values only go down; then those of backward."""
+        late = self.rows.backward
+        forward = sorted((n for n in self.flow.nodes if n not in late), key=self.rows.of.__getitem__)
+        return [*forward, *(n for n in self.flow.nodes if n in late)]
+
+    @cached_property
+    def _place(self) -> dict[str, int]:
+        return {node.name: i for i, node in enumerate(self._nodes)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all that the page shows, as plain data."""
+        forward = sum(node not in self.rows.backward for node in self._nodes)
+        inside: list[list[Node]] = [[] for _ in self.rows.names]
+        for node in self._nodes:
+            inside[self.rows.of[node]].append(node)
+        return {
+            "schema": SCHEMA,
+            "title": self.title,
+            "unit": unit_of(self.costs),
+            "memory": self.memory,
+            "rows": [
+                {"name": name, "ops": len(nodes), "kind": row_kind(nodes)}
+                for name, nodes in zip(self.rows.names, inside, strict=True)
+            ],
+            "ops": ops_data(self.flow, self._nodes, self.rows.of.__getitem__, self.costs),
+            "late": forward,
+            "choices": [self._choice(pair) for pair in self.pairs],
+            "chosen": self.chosen,
+        }
+
+    def _choice(self, pair: Pair) -> dict[str, Any]:
+        first, second = (self._computed(half) for half in (pair.forward, pair.backward))
+        again = sorted(self._place[name] for name in {*first}.intersection(second))
+        profile = simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
+        return {
+            "note": pair.plan.note if pair.plan else "",
+            "peak": profile.peak,
+            "bytes": profile.saved,
+            "seconds": rounded(sum(self.costs.seconds(self._nodes[op]) for op in again)),
+            "again": again,
+            "forward": self._seconds(first),
+            "backward": self._seconds(second),
+            "saved": [(a, b, nbytes) for (a, b), nbytes in sorted(self._saved(pair).items())],
+            "memory": self._memory(profile),
+        }
+
+    def _computed(self, half: fx.GraphModule) -> list[str]:
+        return [n.name for n in half.graph.nodes if n.op != "placeholder" and n.name in self._place]
+
+    def _seconds(self, names: Iterable[str]) -> list[float]:
+        """Return the seconds of the named nodes in each row."""
+        found = [0.0] * len(self.rows)
+        for name in names:
+            node = self._nodes[self._place[name]]
+            found[self.rows.of[node]] += self.costs.seconds(node)
+        return [rounded(seconds) for seconds in found]
+
+    def _saved(self, pair: Pair) -> Mapping[tuple[int, int], int]:
+        """Return (row that makes a saved value, row whose backward reads it first) -> bytes."""
+        readers = {node.name: list(node.users) for node in pair.backward.graph.find_nodes(op="placeholder")}
+        known = {node.name: node for node in self.flow.index}
+        found: Counter[tuple[int, int]] = Counter()
+        for value in pair.saved_values:
+            row = self.rows.of.get(self.flow.producer(known[value.name]))
+            read = next((r.name for r in readers.get(value.name, ()) if r.name in self._place), None)
+            last = row if read is None else self.rows.of[self._nodes[self._place[read]]]
+            if value.nbytes and row is not None and last is not None:
+                found[row, last] += value.nbytes
+        return found
+
+    def _memory(self, profile: MemoryProfile) -> dict[str, Any]:
+        """Return the bytes alive at each step, compressed.
+
+        ``bytes`` has the change at each step, with a string for a run of steps without one: ``[512, "3", -512]``.
+        ``steps`` has the op of each step, as ``first, count`` of runs of consecutive ops; -1 for a step without an op.
+        """
+        live, ops = profile.timeline, [self._place.get(step.name, -1) for step in profile.steps]
+        runs: list[list[int]] = []
+        for op in ops:
+            if runs and (op == runs[-1][0] + runs[-1][1] if op >= 0 else runs[-1][0] < 0):
+                runs[-1][1] += 1
+            else:
+                runs.append([op, 1])
+        # many steps change nothing, such as getitems and views
+        changes: list[int | str] = []
+        for still, group in groupby([*live[:1], *(b - a for a, b in pairwise(live))], key=lambda change: not change):
+            found = list(group)
+            changes += [str(len(found))] if still else found
+        return {
+            "at": profile.index,
+            "steps": [number for run in runs for number in run],
+            "bytes": changes,
+            "calls": [(name, steps.start, steps.stop) for name, steps in profile.calls.items()],
+        }

@@ -1,0 +1,255 @@
+"""Turns a plan in stages into the data of its picture: rows, saved values, borders, and prices of possible stages.
+
+All bytes and seconds that a picture shows come from here. The page gets the price of the stage between any two
+`splitkit.view.data.page_data.border_marks`, as `splitkit.pipeline.stage_prices.StagePrices` computes it, so that
+dragging a border shows exactly what a plan with that border would. A still picture needs none of these prices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+from torch.fx import Node
+
+from splitkit.costs import unit_of
+from splitkit.graph.dataflow import Dataflow, readers_of
+from splitkit.memory.autograd.saved_storages import activations
+from splitkit.memory.segments.segment import OrderMemory
+from splitkit.pipeline.memory import memory_over_time
+from splitkit.pipeline.run import ScheduleRun
+from splitkit.pipeline.stage_costs import StageCosts
+from splitkit.pipeline.stage_prices import StagePrices, run_order
+from splitkit.plans.parts import PARENT
+from splitkit.plans.record import Plan
+from splitkit.prices import Costs, Optimizer
+from splitkit.view.data.op_columns import ops_data, row_kind
+from splitkit.view.data.page_data import border_marks, simulation
+from splitkit.view.data.rows import LadderRows, ladder_rows
+
+SCHEMA = "splitkit.ladder/2"
+COLUMNS = ("forward", "backward", "saved", "temporary", "fixed")
+"""The figures of a stage: seconds of forward and backward, then bytes."""
+_BYTES = COLUMNS[2:]
+
+
+@dataclass(frozen=True, eq=False)
+class LadderView:
+    """A plan of a graph, drawn as a ladder.
+
+    Attributes:
+        flow: facts about the graph.
+        plan: the plan that is drawn.
+        costs: the prices of the graph's nodes.
+        title: the title above the picture.
+        optimizer: as in `splitkit.stage_costs`; ``None`` for inference.
+        memory: the memory limit of each device in bytes, if there is one.
+        run: a simulated step of these stages, drawn below the ladder.
+        beside: another plan of the graph to compare with.
+    """
+
+    flow: Dataflow
+    plan: Plan
+    costs: Costs
+    title: str = ""
+    optimizer: Optimizer | None = "adam"
+    memory: int | None = None
+    run: ScheduleRun | None = None
+    beside: Plan | None = None
+
+    @cached_property
+    def _keys(self) -> list[Any]:
+        return run_order(self.flow, self.plan)
+
+    @cached_property
+    def _ranks(self) -> list[tuple[int, int]]:
+        """The pairs (part in the plan, part in the plan beside) that have nodes, in an order in which they may run.
+
+        A part of either plan reads only from itself and from earlier parts, so a pair reads only from pairs that are
+        no greater in either component, and the lexicographic order has all of those first.
+        """
+        return sorted(set(self._parts.values()))
+
+    @cached_property
+    def _parts(self) -> dict[Node, tuple[int, int]]:
+        """Node -> the numbers of its parts in the plan and in the plan beside it."""
+        own = _numbers(self.flow, self.plan)
+        other = own if self.beside is None else _numbers(self.flow, self.beside)
+        return {node: (part, other.get(node, 0)) for node, part in own.items()}
+
+    @cached_property
+    def rows(self) -> LadderRows:
+        """The rows from top to bottom; where two plans are compared, a row lies in one part of each."""
+        number = {pair: i for i, pair in enumerate(self._ranks)}
+        return ladder_rows(self.flow, {node: number[pair] for node, pair in self._parts.items()})
+
+    @cached_property
+    def _nodes(self) -> list[list[Node]]:
+        found: list[list[Node]] = [[] for _ in range(len(self.rows))]
+        for node in self.flow.nodes:
+            if node not in self.rows.backward:
+                found[self.rows.of[node]].append(node)
+        return found
+
+    @cached_property
+    def _prices(self) -> StagePrices:
+        return StagePrices(self.flow, self.costs, self.optimizer, divided=False)
+
+    @cached_property
+    def stages(self) -> tuple[StageCosts, ...]:
+        """The costs of the plan's parts; backward is not divided, so nothing waits for its weight part."""
+        return self._prices.of(self.plan)
+
+    @cached_property
+    def _memory(self) -> OrderMemory:
+        return self._prices.memory.order(self._nodes)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """The number of nodes above each row, and the number of all nodes."""
+        return list(accumulate(map(len, self._nodes), initial=0))
+
+    @cached_property
+    def _alone(self) -> list[StageCosts]:
+        """The costs of each row as a stage of its own."""
+        return [self._stage_of_rows(row, row + 1) for row in range(len(self.rows))]
+
+    def _stage_of_rows(self, start: int, end: int) -> StageCosts:
+        """Return the costs of the rows ``start`` to ``end - 1`` as one stage."""
+        nodes = [node for row in self._nodes[start:end] for node in row]
+        return self._prices.stage(self._memory, self._ends[start], self._ends[end], nodes)
+
+    def saved_bytes(self, start: int, end: int) -> int:
+        """Return the bytes that the rows ``start`` to ``end - 1``, as one stage, would save for backward."""
+        return self._stage_of_rows(start, end).saved_bytes
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a backward to draw."""
+        return self.optimizer is not None and bool(self._prices.activations and self._prices.activations.saved)
+
+    def still(self) -> dict[str, Any]:
+        """Return what a still picture shows, as plain data; takes time linear in the graph."""
+        return {
+            "schema": SCHEMA,
+            "title": self.title,
+            "note": self.plan.note,
+            "unit": unit_of(self.costs),
+            "trains": self.trains,
+            "memory": self.memory,
+            "parts": _part_names(self._keys),
+            "devices": [str(p.device) if (p := self.plan.parts.get(k)) and p.device else "" for k in self._keys],
+            "rows": [
+                {"name": name, "part": self._ranks[rank][0], "ops": len(nodes), "kind": row_kind(nodes)}
+                for name, rank, nodes in zip(self.rows.names, self.rows.parts, self._nodes, strict=True)
+            ],
+            "times": {c: [_figure(row, c) for row in self._alone] for c in ("forward", "backward")},
+            "stages": {c: [_figure(s, c) for s in self.stages] for c in COLUMNS},
+            "down": [int(self._memory.messages[end]) for end in self._ends],
+            "up": [int(self._memory.gradient_messages[end]) if self.trains else 0 for end in self._ends],
+            "edges": _as_triples(self._edges()),
+            "saved": _as_triples(self._saved()),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all that the page shows, as plain data."""
+        found = self.still()
+        at = border_marks(self._borders(), [row.forward + row.backward for row in self._alone])
+        # `stretches` has one entry for each pair of marks, in the order in which page/scripts/prices.js looks them up
+        stretches = [self._stage_of_rows(a, b) for i, a in enumerate(at) for b in at[i + 1 :]]
+        nodes = [node for row in self._nodes for node in row]
+        return found | {
+            "marks": at,
+            "stretches": {c: [_figure(s, c) for s in stretches] for c in _BYTES},
+            "alone": {c: [_figure(row, c) for row in self._alone] for c in _BYTES},
+            "ops": ops_data(self.flow, nodes, self.rows.of.__getitem__, self.costs),
+            "run": None if self.run is None else self._run(self.run, found, at),
+            "beside": None if self.beside is None else self._beside(self.beside),
+        }
+
+    def _borders(self) -> list[int]:
+        """Return the first row of each part, and the number of rows."""
+        parts = [self._ranks[rank][0] for rank in self.rows.parts]
+        return [0, *(row for row in range(1, len(parts)) if parts[row] != parts[row - 1]), len(parts)]
+
+    def _run(self, run: ScheduleRun, found: Mapping[str, Any], at: Sequence[int]) -> dict[str, Any]:
+        """Return a simulated step: actions and memory of each rank, and what the page resimulates it with."""
+        down, up = ([found[way][row] for row in at] for way in ("down", "up"))
+        return {
+            "name": run.order.name,
+            "microbatches": run.order.microbatches,
+            "stages": len(run.stages),
+            "ranks": run.ranks,
+            "seconds": run.seconds,
+            "unit": run.unit,
+            "bubble": run.bubble,
+            "peaks": list(run.peaks),
+            "events": [(e.rank, e.kind, e.stage, e.microbatch, e.start, e.end) for e in run.timeline],
+            "memory": [list(map(list, held)) for held in memory_over_time(run)],
+            "again": simulation(run, self.stages, down, up),
+        }
+
+    def _beside(self, plan: Plan) -> dict[str, Any]:
+        """Return the plan beside as data: the part of each row, and the stages."""
+        return {
+            "note": plan.note,
+            "parts": _part_names(run_order(self.flow, plan)),
+            "rows": [self._ranks[rank][1] for rank in self.rows.parts],
+            "stages": {c: [_figure(s, c) for s in self._prices.of(plan)] for c in COLUMNS},
+        }
+
+    def _edges(self) -> dict[tuple[int, int], int]:
+        """Return (row, lower row that reads from it) -> bytes of the values read; each value counts once."""
+        found: dict[tuple[int, int], int] = {}
+        for node, readers in readers_of(self.flow).items():
+            own = self.rows.of[node]
+            for row in sorted({self.rows.of[reader] for reader in readers} - {own}):
+                found[own, row] = found.get((own, row), 0) + self.costs.nbytes(node)
+        return found
+
+    def _saved(self) -> dict[tuple[int, int], int]:
+        """Return (row that makes a storage, row whose backward reads it) -> bytes; each storage counts once."""
+        if not self.trains:
+            return {}
+        known = self.flow.fact(activations)
+        maker: dict[int, int] = {}
+        for node, storages in known.values.items():
+            row = self.rows.of.get(node, -1)
+            for storage in storages:
+                maker.setdefault(storage, row)
+        found: dict[tuple[int, int], int] = {}
+        wanted = {(s, self.rows.of[n]) for n, kept in known.saved.items() if n in self.rows.of for s in kept}
+        for storage, row in sorted(wanted):
+            made = maker.get(storage, -1)
+            key = made if made >= 0 else row, row  # inputs of the graph have no row that makes them
+            found[key] = found.get(key, 0) + known.nbytes[storage]
+        return found
+
+
+def _numbers(flow: Dataflow, plan: Plan) -> dict[Node, int]:
+    """Return node -> the number of its part in the order in which the parts run."""
+    number = {key: i for i, key in enumerate(run_order(flow, plan))}
+    homes = {node: plan.home(node) for node in flow.nodes if node in plan.places}
+    return {node: number[key] for node, key in homes.items() if key is not PARENT}
+
+
+def _part_names(keys: Iterable[Any]) -> list[str]:
+    return [" ".join(map(str, k)) if isinstance(k, tuple) else str(k) for k in keys]
+
+
+def _figure(stage: StageCosts, column: str) -> float:
+    if column == "backward":
+        return stage.backward_input + stage.backward_weight
+    whole: float = (
+        stage.fixed_bytes
+        if column == "fixed"
+        else getattr(stage, "forward" if column == "forward" else f"{column}_bytes")
+    )
+    return whole
+
+
+def _as_triples(found: Mapping[tuple[int, int], int]) -> list[tuple[int, int, int]]:
+    return [(a, b, nbytes) for (a, b), nbytes in sorted(found.items())]

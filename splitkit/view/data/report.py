@@ -1,0 +1,187 @@
+"""Describes the parts of a plan: what each one computes, holds, takes and gives, as data and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from splitkit.costs import Costs, default
+from splitkit.display import Shown
+from splitkit.engine.complete import complete_plan
+from splitkit.engine.split import Split
+from splitkit.engine.subgraphs import Subgraph, extract_subgraphs
+from splitkit.frontends.capture.unfold_regions import note_hidden_nodes
+from splitkit.graph.byte_sizes import tensor_bytes
+from splitkit.graph.dataflow import Dataflow, facts_of, module_path
+from splitkit.plans.parts import PARENT, Claim, PartKey
+from splitkit.plans.record import Plan, plan_of
+from splitkit.prices import checked, require_costs
+from splitkit.short_repr import brief
+from splitkit.units import quantity, size
+from splitkit.view.console.tables import table
+from splitkit.view.data.short_paths import collapse
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """One part.
+
+    Attributes:
+        part: the part's name.
+        modules: the modules that it computes, collapsed to ranges.
+        ops: the number of nodes that it computes, copies included; getitems of tuples are not counted.
+        flops: the floating-point operations of these nodes.
+        parameters: the number of elements in the parameters that it reads, each counted once.
+        parameter_bytes: the bytes of these parameters and of the buffers that it reads.
+        bytes_in: the bytes of its inputs, without parameters.
+        bytes_out: the bytes of its outputs.
+        share: its share of the total time under the given costs.
+        device: the device that it runs on, if the plan says so.
+        replicas: the number of devices that run it.
+    """
+
+    part: str
+    modules: str
+    ops: int
+    flops: float
+    parameters: int
+    parameter_bytes: int
+    bytes_in: int
+    bytes_out: int
+    share: float
+    device: str | None = None
+    replicas: int = 1
+
+
+@dataclass(frozen=True)
+class Report(Shown):
+    """All parts of a plan in the order of execution; the parent comes last if it computes something.
+
+    Attributes:
+        parts: one row per part.
+        total: the row of the whole model; its bytes are those of the model's inputs and outputs.
+        note: the notes of the plan and of the prices, and how many nodes export has hidden.
+        sizes_known: whether the graph carries the ``meta["val"]`` that bytes and FLOPs come from.
+        claim: objective, value, proven bound, solver and limiting part, if an optimizing policy made the plan.
+    """
+
+    parts: tuple[PartReport, ...]
+    total: PartReport
+    note: str
+    sizes_known: bool
+    claim: Claim | None = None
+
+    __repr__ = brief
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready data."""
+        data = asdict(self)
+        if self.claim is not None:
+            data["claim"] |= {
+                "gap": self.claim.gap,
+                "optimal": self.claim.optimal,
+                "limiting": _title(self.claim.limiting),
+            }
+        return data
+
+    def table(self) -> Table:
+        """Return a rich table that never truncates a name."""
+        return _table(self)
+
+    def __str__(self) -> str:
+        from splitkit.view.console.console import to_text
+
+        return to_text(self.table())
+
+
+def report(gm: fx.GraphModule | Split, plan: Plan | None = None, costs: Costs | None = None) -> Report:
+    """Describe what each part of a plan computes, holds, takes and gives.
+
+    Args:
+        gm: the graph that the plan is for, or a split.
+        plan: the plan; by default the one of the split.
+        costs: the prices; by default FLOPs, or 1 per node if the graph has no ``meta["val"]``.
+
+    Raises:
+        PlanError: if the plan's parts cannot be ordered.
+    """
+    flow = facts_of(gm)
+    costs = checked(default(flow) if costs is None else require_costs(costs))
+    plan = plan_of(gm if plan is None else plan)
+    whole = complete_plan(flow, plan)
+    subgraphs = [step for step in extract_subgraphs(flow, whole) if isinstance(step, Subgraph)]
+    parent = tuple(n for n, keys in whole.items() if PARENT in keys)
+    paths = {n: module_path(n) for n in flow.nodes}
+    seconds = {n: costs.seconds(n) for n in flow.nodes}
+    work = sum(seconds[n] * len(whole[n]) for n in flow.nodes)
+
+    def row(
+        title: str, nodes: Iterable[Node], taken: Iterable[Node], given: Iterable[Node], key: PartKey
+    ) -> PartReport:
+        nodes = tuple(nodes)
+        own = [n for n in nodes if flow.is_placeable(n)]
+        tensors = flow.owned(*nodes)
+        device = plan.parts[key].device if key in plan.parts else None
+        return PartReport(
+            title,
+            ", ".join(collapse([paths[n] for n in own], paths.values())),
+            len(own),
+            sum(costs.flops(n) for n in own),
+            sum(t.numel() for t in tensors if isinstance(t, torch.nn.Parameter)),
+            sum(map(tensor_bytes, tensors)),
+            sum(costs.nbytes(n) for n in taken),
+            sum(costs.nbytes(n) for n in given),
+            sum(seconds[n] for n in own) / work if work else 0.0,
+            str(device) if device else None,
+            plan.parts[key].replicas if key in plan.parts else 1,
+        )
+
+    rows = [row(_title(s.key), s.nodes, s.inputs, s.outputs, s.key) for s in subgraphs]
+    if any(flow.is_placeable(n) for n in parent):
+        rows.append(row("parent", parent, (), (), PARENT))
+    inputs = [n for n in flow.index if n.op == "placeholder"]
+    outputs = [a for n in flow.index if n.op == "output" for a in n.all_input_nodes]
+    note = "; ".join(filter(None, (plan.note, getattr(costs, "note", ""), note_hidden_nodes(flow.root))))
+    return Report(tuple(rows), row("all", flow.index, inputs, outputs, PARENT), note, _sizes_known(flow), plan.claim)
+
+
+def _title(key: PartKey) -> str:
+    return " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
+
+
+def _sizes_known(flow: Dataflow) -> bool:
+    return all("val" in n.meta for n in flow.nodes)
+
+
+def _table(report: Report) -> Table:
+    numbers = ("ops", "FLOPs", "parameters", "bytes in", "bytes out", "share")
+    has_devices = any(row.device for row in report.parts)
+    has_replicas = any(row.replicas > 1 for row in report.parts)
+    where = [*(["device"] if has_devices else []), *(["replicas"] if has_replicas else [])]
+    titles = ("part", *where, "modules", *numbers)
+
+    def cells(row: PartReport) -> list[str]:
+        return [
+            row.part,
+            *([row.device or ""] if has_devices else []),
+            *([f"x{row.replicas}" if row.replicas > 1 else ""] if has_replicas else []),
+            row.modules,
+            str(row.ops),
+            quantity(row.flops) if report.sizes_known else "-",
+            quantity(row.parameters),
+            size(row.bytes_in) if report.sizes_known else "-",
+            size(row.bytes_out) if report.sizes_known else "-",
+            f"{row.share:.1%}",
+        ]
+
+    rows = map(cells, report.parts)
+    spare = ("parameters", "bytes in", "FLOPs", "ops", "bytes out")
+    return table(titles, rows, numbers, report.note, least={"modules": 24}, total=cells(report.total), spare=spare)

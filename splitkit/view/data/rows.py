@@ -1,0 +1,114 @@
+"""Divides a graph into the rows of its picture; no row reads from a row below it.
+
+A row is a module: a numbered layer, or a sibling of numbered layers. Where a plan divides a module, each part of the
+plan has a row of its own::
+
+    transformer.wte            row 0   stage 0
+    transformer.h.0            row 1   stage 0
+    transformer.h.1            row 2   stage 0
+    transformer.h.1 (rest)     row 3   stage 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from splitkit.graph.dataflow import Dataflow, module_path, waits_for
+from splitkit.graph.joint_marks import backward_nodes, forward_owners
+
+
+@dataclass(frozen=True)
+class LadderRows:
+    """The rows of a graph.
+
+    Attributes:
+        names: the unique names of the rows, from the top.
+        of: placeable node -> its row.
+        backward: the backward nodes of a joint graph; each lies in the row of the forward node that it belongs to.
+        parts: the part of each row.
+    """
+
+    names: tuple[str, ...]
+    of: Mapping[Node, int]
+    backward: frozenset[Node]
+    parts: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def ladder_rows(flow: Dataflow, part: Mapping[Node, int]) -> LadderRows:
+    """Divide a graph into rows under a plan.
+
+    A node lies in the row of its module, or in the row of a node that it waits for if that is lower: so values only go
+    down. The backward nodes of a joint graph do not decide where a row is.
+
+    Args:
+        flow: facts about the graph.
+        part: placeable node -> the number of its part in the order in which parts run; backward nodes follow their
+            forward nodes.
+    """
+    late = backward_nodes(flow.graph)
+    forward = [node for node in flow.nodes if node not in late]
+    row_paths = _row_paths({module_path(node) for node in forward})
+    order = sorted(forward, key=lambda node: part.get(node, 0))  # stable: in graph order within a part
+    row_of: dict[Node, int] = {}
+    known: dict[Hashable, int] = {}
+    names: list[str] = []
+    parts: list[int] = []
+    # a node opens its module's row at the first node of that module and part; then it sinks below what it waits for
+    for node in order:
+        own = part.get(node, 0)
+        key = row_paths[module_path(node)], own
+        if key not in known:
+            known[key] = len(names)
+            names.append(key[0])
+            parts.append(own)
+        row_of[node] = max([known[key], *(row_of[n] for n in waits_for(flow, node) if n in row_of)])
+    names = _unique(names)
+    kept = sorted(set(row_of.values()))  # sinking may have emptied rows
+    place = {row: i for i, row in enumerate(kept)}
+    of = {node: place[row] for node, row in row_of.items()}
+    owner = forward_owners(flow.graph) if late else {}
+    of |= {node: of.get(owner[node], len(kept) - 1) for node in flow.nodes if node in late and node in owner}
+    # backward nodes without a forward node of their own, such as the loss's, go to the last row
+    left = {node: len(kept) - 1 for node in flow.nodes if node not in of}
+    return LadderRows(tuple(names[r] for r in kept), of | left, frozenset(late), tuple(parts[r] for r in kept))
+
+
+def _row_paths(paths: Iterable[str]) -> dict[str, str]:
+    """Return module path -> the path of the row that the module lies in.
+
+    A row's path ends at the first number. A module that contains numbered layers is no row of its children: they are
+    rows themselves, and so is what the module computes itself.
+    """
+    paths = set(paths)
+    through = {""}
+    for path in paths:
+        atoms = path.split(".")
+        first = next((i for i, atom in enumerate(atoms) if atom.isdigit()), None)
+        if first is not None:
+            through.update(".".join(atoms[:i]) for i in range(1, first))
+    found = {}
+    for path in paths:
+        atoms = path.split(".") if path else []
+        end = 0
+        while end < len(atoms) and (end == 0 or ".".join(atoms[:end]) in through):
+            end += 1
+            if end < len(atoms) and atoms[end].isdigit():
+                end += 1
+                break
+        found[path] = ".".join(atoms[:end]) or "(top level)"
+    return found
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    seen: dict[str, int] = {}
+    found = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        found.append(name if seen[name] == 1 else f"{name} (part {seen[name]})")
+    return found

@@ -1,0 +1,212 @@
+// @ts-check
+// Draws boxes, arrows and ribbons of a picture on its canvas.
+import {SMALL, legible, put, shorten, stripes} from "./canvas.js";
+import {BOX, GAP, LEFT, ROW} from "./geometry.js";
+import {OP, OPW} from "./ops.js";
+import {merge} from "./totals.js";
+import {duration, size} from "./units.js";
+
+/** @typedef {import("./picture.js").Picture<CommonData>} AnyPicture */
+/** @typedef {CanvasRenderingContext2D} Canvas */
+
+/** @param {number} stage */
+export const colourOf = stage => COLOURS[stage % COLOURS.length];
+
+/**
+ * Draw a heading above the boxes.
+ * @param {AnyPicture} p
+ * @param {Canvas} c
+ * @param {string} text
+ * @param {number} x the middle of the text
+ */
+export function heading(p, c, text, x) { put(c, text, x, -14, "600 12px system-ui", p.ink.mut, "center"); }
+/**
+ * On the left, draw the stages of the plan beside, and mark the rows that are in another stage there.
+ * @param {AnyPicture} p
+ * @param {Canvas} c
+ */
+export function paintOtherPlan(p, c) {
+  heading(p, c, "beside", -17);
+  p.items.forEach((item, i) => {
+    const other = p.otherOf(item.start), colour = colourOf(other), first = !i || p.otherOf(p.items[i - 1].start) !== other;
+    c.fillStyle = colour;
+    c.fillRect(-28, item.y - GAP / 2 + (first ? 2 : -1), 22, item.h + GAP + (first ? -2 : 1));
+    if (first) put(c, String(other), -17, item.y + 14, "600 12px system-ui", legible(colour), "center");
+    if (other !== p.stageOf(item.start)) put(c, "moved", LEFT - 8, item.y + ROW / 2 + 4, "600 10px system-ui", p.ink.bad, "right");
+  });
+}
+/**
+ * Draw a row: forward on the left, backward on the right, and its ops if it is open.
+ * @param {AnyPicture} p
+ * @param {Canvas} c
+ * @param {Item} item
+ */
+export function paintBox(p, c, item) {
+  const price = p.priceOf(item.start, item.end), x = LEFT + (p.wide - item.w) / 2, colour = p.paintOf(item.start, false), {unit} = p.data, {found} = p;
+  const faint = found && ![...Array(item.end - item.start).keys()].some(i => found.has(item.start + i));
+  const marked = (/** @type {Target | null} */ at) => at && at.row !== undefined && p.itemOf[at.row] === item;
+  const line = marked(p.selected) ? p.ink.fg : marked(p.hovered) ? p.ink.mut : null;
+  c.globalAlpha = faint ? 0.25 : 1;
+  rect(p, c, x, item.y, item.w, item.h, item.inner ? p.ink.bg : colour, line || colour);
+  label(p, c, item.inner ? "▾ " : "▸ ", p.name(item), duration(price.forward, unit), x, item.y, item.w, item.inner ? p.ink.fg : legible(colour));
+  if (p.trains) {
+    const left = p.right - p.wide2, late = p.paintOf(item.start, true);
+    rect(p, c, left, item.y, item.w2, item.mirror ? item.h : ROW, item.mirror ? p.ink.bg : late, line || late);
+    if (!item.mirror) p.hatch(c, item, left);
+    label(p, c, "∇ ", p.name(item), duration(price.backward, unit), left, item.y, item.w2, item.mirror ? p.ink.fg : legible(late));
+  }
+  for (const [left, top, inner] of p.innerOf(item)) paintInner(p, c, inner, left, top, item.start);
+  c.globalAlpha = 1;
+}
+/**
+ * Draw the ops of an open row.
+ * @param {AnyPicture} p
+ * @param {Canvas} c
+ * @param {Inner} inner
+ * @param {number} left
+ * @param {number} top
+ * @param {number} row
+ */
+function paintInner(p, c, inner, left, top, row) {
+  const {ops} = p, hits = p.query && new Set(p.query);
+  c.strokeStyle = p.ink.rib;
+  c.lineWidth = 1;
+  c.beginPath();
+  for (const [op, box] of inner.boxes) for (const read of ops.reads[op]) {
+    const from = inner.boxes.get(read), down = inner.up ? 0 : OP;
+    if (from) { c.moveTo(left + from.x + OPW / 2, top + from.y + down); c.lineTo(left + box.x + OPW / 2, top + box.y + OP - down); }
+  }
+  c.stroke();
+  for (const [op, box] of inner.boxes) {
+    const on = p.selected && p.selected.op === op, colour = p.paintOf(row, !!inner.up && op >= p.late);
+    c.globalAlpha = hits && !hits.has(op) ? 0.25 : 1;
+    rect(p, c, left + box.x, top + box.y, OPW, OP, colour, on ? p.ink.fg : colour);
+    if (inner.up && op < p.late) stripes(c, left + box.x, top + box.y, OPW, OP);
+    label(p, c, "", ops.op(op).replace(/^aten\.(\w+)\.\w+$/, "$1"), ops.value(op).replace(/^\w+\[(.*)\]$/, (_, dims) => dims.replace(/, /g, "×")), left + box.x, top + box.y, OPW, legible(colour), OP);
+  }
+}
+/**
+ * @param {AnyPicture} p
+ * @param {Canvas} c
+ * @param {number} x
+ * @param {number} y
+ * @param {number} w
+ * @param {number} h
+ * @param {string} fill
+ * @param {string} line
+ */
+function rect(p, c, x, y, w, h, fill, line) {
+  c.beginPath();
+  c.roundRect(x, y, w, h, 5);
+  c.fillStyle = fill;
+  c.fill();
+  c.lineWidth = line === p.ink.fg ? 3 : 1;
+  c.strokeStyle = line;
+  c.stroke();
+}
+/**
+ * Write a name on a box. A text after a sign is the path of a module, whose end matters: the start is cut off.
+ * @param {AnyPicture} p
+ * @param {Canvas} c
+ * @param {string} sign
+ * @param {string} text
+ * @param {string} right
+ * @param {number} x
+ * @param {number} y
+ * @param {number} w
+ * @param {string} ink
+ * @param {number} [h]
+ */
+function label(p, c, sign, text, right, x, y, w, ink, h = ROW) {
+  if (h * p.zoom < 8) return;
+  c.font = SMALL;
+  const room = w - 16 - c.measureText(sign).width, tail = c.measureText(right).width, gives = tail < room * 0.6;
+  put(c, sign + shorten(c, text, room - (gives ? tail + 8 : 0), !!sign), x + 8, y + h / 2 + 4, c.font, ink);
+  if (gives) put(c, right, x + w - 8, y + h / 2 + 4, c.font, ink, "right");
+}
+/**
+ * Draw arrows from a row to the next, and arcs for values that skip rows: forward on the left, gradients on the right.
+ * @param {AnyPicture} p
+ * @param {Canvas} c
+ */
+export function paintSkips(p, c) {
+  const merged = merge(p.edges, p.itemOf);
+  const most = Math.max(1, ...merged.map(e => e[2])), far = Math.max(...merged.map(e => e[1] - e[0]));
+  for (const [from, to, nbytes] of merged) {
+    const a = p.items[from], b = p.items[to], skip = to > from + 1;
+    if (Math.max(a.y, b.y + b.h) < p.seen.top || Math.min(a.y, b.y) > p.seen.bottom) continue;
+    c.strokeStyle = p.ink.rib;
+    c.lineWidth = 1 + 3 * Math.sqrt(nbytes / most);
+    c.globalAlpha = skip ? 0.55 : 1;
+    c.beginPath();
+    if (skip) arc(c, LEFT + (p.wide - a.w) / 2, a.y + ROW / 2, LEFT + (p.wide - b.w) / 2, b.y + ROW / 2, -1, (to - from) / far);
+    else { c.moveTo(LEFT + p.wide / 2, a.y + a.h); c.lineTo(LEFT + p.wide / 2, b.y); }
+    if (p.trains) {
+      const left = p.right - p.wide2;
+      if (skip) arc(c, left + a.w2, a.y + ROW / 2, left + b.w2, b.y + ROW / 2, 1, (to - from) / far);
+      else { c.moveTo(left + BOX / 2, a.y + (a.mirror ? a.h : ROW)); c.lineTo(left + BOX / 2, b.y); }
+    }
+    c.stroke();
+    c.globalAlpha = 1;
+  }
+}
+/**
+ * @param {Canvas} c
+ * @param {number} x
+ * @param {number} y
+ * @param {number} x2
+ * @param {number} y2
+ * @param {number} side -1 for the left, 1 for the right
+ * @param {number} far the number of rows that it skips, as a share of the most
+ */
+function arc(c, x, y, x2, y2, side, far) {
+  // the arc lies outside the wider of the two boxes
+  const out = side * Math.max(side * x, side * x2) + side * (6 + 26 * far);
+  c.moveTo(x, y);
+  c.bezierCurveTo(out, y, out, y2, x2, y2);
+}
+/**
+ * Draw the values that forward saves for backward.
+ * @param {AnyPicture} p
+ * @param {Canvas} c
+ */
+export function paintRibbons(p, c) {
+  const merged = merge(p.saved, p.itemOf), most = Math.max(1, ...merged.map(e => e[2])), left = LEFT + p.wide, right = p.right - p.wide2;
+  /** @type {number[]} */
+  const taken = [];
+  for (const [from, to, nbytes] of [...merged].sort((a, b) => a[2] - b[2])) {
+    const a = p.items[from], b = p.items[to], y = a.y + ROW / 2, y2 = b.y + ROW / 2;
+    const crosses = p.stageOf(a.start) !== p.stageOf(b.start);
+    c.strokeStyle = crosses ? p.ink.bad : p.ink.rib;
+    c.globalAlpha = crosses ? 0.8 : 0.55;
+    c.lineWidth = Math.max(1, 16 * nbytes / most);
+    c.beginPath();
+    c.moveTo(left - (p.wide - a.w) / 2, y);
+    c.lineTo(left, y);
+    c.bezierCurveTo(left + 70, y, right - 70, y2, right, y2);
+    c.stroke();
+    c.globalAlpha = 1;
+  }
+  for (const [from, to, nbytes] of [...merged].sort((a, b) => b[2] - a[2])) {
+    const y = (p.items[from].y + p.items[to].y) / 2 + ROW / 2 - 3;
+    if (nbytes < most / 50 || taken.some(t => Math.abs(t - y) < 14)) continue;
+    taken.push(y);
+    put(c, size(nbytes), (left + right) / 2, y, "600 10px system-ui", p.ink.fg, "center", p.ink.bg);
+  }
+}
+/**
+ * Draw a dashed line.
+ * @param {Canvas} c
+ * @param {number} x
+ * @param {number} y
+ * @param {number} x2
+ * @param {number} y2
+ */
+export function dashed(c, x, y, x2, y2) {
+  c.setLineDash([7, 5]);
+  c.beginPath();
+  c.moveTo(x, y);
+  c.lineTo(x2, y2);
+  c.stroke();
+  c.setLineDash([]);
+}

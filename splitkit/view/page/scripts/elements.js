@@ -1,0 +1,39 @@
+// @ts-check
+// Creates elements of the page. Texts from models go through textContent only, so they cannot be markup.
+
+/**
+ * @template {keyof HTMLElementTagNameMap} K
+ * @param {K} tag
+ * @param {string} [text]
+ * @param {Record<string, string | number | ((event: any) => void)>} [attributes] functions are listeners, with names such as "onclick"
+ * @returns {HTMLElementTagNameMap[K]}
+ */
+export function el(tag, text, attributes = {}) {
+  const made = document.createElement(tag);
+  if (text !== undefined) made.textContent = text;
+  for (const [name, value] of Object.entries(attributes)) typeof value === "function" ? made.addEventListener(name.slice(2), value) : made.setAttribute(name, String(value));
+  return made;
+}
+/**
+ * A secondary text in the side panel.
+ * @param {string} text
+ */
+export const remark = text => el("p", text, {class: "mut"});
+/**
+ * The attributes of an element that can be pressed by mouse or by Enter.
+ * @param {() => void} press
+ */
+export const pressed = press => ({tabindex: 0, onclick: press, onkeydown: (/** @type {KeyboardEvent} */ e) => { if (e.key === "Enter") press(); }});
+/**
+ * A table in the side panel.
+ * @param {string[]} titles
+ * @param {HTMLTableRowElement[]} rows
+ */
+export function tableOf(titles, rows) {
+  const table = el("table"), head = el("thead"), body = el("tbody"), line = el("tr");
+  line.append(...titles.map(title => el("th", title)));
+  head.append(line);
+  body.append(...rows);
+  table.append(head, body);
+  return table;
+}

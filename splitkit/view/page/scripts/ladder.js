@@ -1,0 +1,117 @@
+// @ts-check
+// The picture of a plan in stages: its borders can be moved, and the slider sets the number of stages.
+import {el} from "./elements.js";
+import {Picture} from "./picture.js";
+import {Prices, bordersOf} from "./prices.js";
+import {simulated} from "./simulation.js";
+import {colourOf} from "./drawing.js";
+import {paintBands, paintBorders} from "./stage_drawing.js";
+import {showStages} from "./stage_side.js";
+import {Timeline} from "./timeline.js";
+
+/** @extends {Picture<LadderData>} */
+export class Ladder extends Picture {
+  /**
+   * @param {LadderData} data
+   * @param {Options} options
+   */
+  constructor(data, options) {
+    super(data, options, data.ops.name.length);
+    this.prices = new Prices(data);
+    this.shipped = bordersOf(data.rows);
+    this.borders = [...this.shipped];
+    this.trains = data.trains;
+    this.saved = data.saved;
+    this.edges = data.edges;
+    /** how the borders were made, if they are not those of the plan */
+    this.how = "";
+    /** @type {number[] | null} the borders that were simulated last; `ran` is their step */
+    this.ranFor = null;
+    /** @type {Run | null} */
+    this.ran = null;
+    this.timeline = data.run ? new Timeline(this, data.run) : null;
+  }
+  get chart() { return this.timeline; }
+  makeSlider() {
+    const {marks, rows} = this.data, most = Math.min(marks.length - 1, Math.max(16, bordersOf(rows).length - 1));
+    const slider = el("input", undefined, {type: "range", min: 1, max: most, "aria-label": "stages", oninput: () => this.setCount(Number(slider.value))});
+    return slider;
+  }
+  asPlanned() { this.setBorders(this.shipped); }
+  /** @param {number} count */
+  setCount(count) {
+    const own = this.shipped.length - 1 === count;
+    // where Python plans, its answer will be drawn
+    if (this.options.oncount && this.options.oncount(count, own)) this.count.textContent = String(count);
+    else this.setBorders(own ? this.shipped : this.prices.even(count), ", divided evenly here");
+  }
+  /**
+   * @param {number[]} borders
+   * @param {string} [how]
+   */
+  setBorders(borders, how = ", moved by hand") {
+    this.borders = [...borders];
+    this.how = how;
+    this.layout();
+    this.showSide();
+    if (this.options.onplan) this.options.onplan(this.borders);
+  }
+  /** The step with the borders as they are now; null where it cannot be simulated. */
+  get run() {
+    const {borders, data, prices} = this;
+    if (this.isShipped || !data.run) return data.run;
+    if (this.ranFor !== borders) {
+      this.ranFor = borders;
+      this.ran = simulated(data.run, prices.stages(borders, false), prices.place);
+    }
+    return this.ran;
+  }
+  get stages() { return this.prices.stages(this.borders, this.isShipped); }
+  get movable() { return this.borders.every(row => this.prices.has(row)); }
+  get isShipped() { return this.borders.join() === this.shipped.join(); }
+  /** @param {number} stage */
+  partName(stage) { return this.isShipped ? this.data.parts[this.data.rows[this.borders[stage]].part] : String(stage); }
+  /**
+   * @param {number} start
+   * @param {number} end
+   */
+  priceOf(start, end) { return this.prices.of(start, end); }
+  /** @param {number} row */
+  stageOf(row) { let k = 0; while (this.borders[k + 1] <= row) k++; return k; }
+  /** @param {number} row */
+  stageTarget(row) { return {stage: this.stageOf(row)}; }
+  /** @param {number} row */
+  otherOf(row) { return this.data.beside ? this.data.beside.rows[row] : -1; }
+  /** @param {number} row */
+  paintOf(row) { return colourOf(this.stageOf(row)); }
+  /** @param {CanvasRenderingContext2D} c */
+  bands(c) { paintBands(this, c); }
+  /** @param {CanvasRenderingContext2D} c */
+  paintStageBorders(c) { paintBorders(this, c); }
+  showSide() { showStages(this); }
+  /**
+   * @param {number} k
+   * @param {number | undefined} row
+   */
+  moveBorder(k, row) {
+    const {borders} = this;
+    if (row === undefined || !this.prices.has(row) || row <= borders[k - 1] || row >= borders[k + 1] || row === borders[k]) return;
+    this.setBorders(borders.map((b, i) => i === k ? row : b));
+  }
+  /**
+   * @param {number} row
+   * @param {number} step
+   * @returns {[number, number | undefined]}
+   */
+  neighbour(row, step) {
+    const stage = this.stageOf(row), k = stage + 1 < this.borders.length - 1 ? stage + 1 : stage, mark = this.prices.place.get(this.borders[k]);
+    return [k, k > 0 && mark !== undefined ? this.data.marks[mark + step] : undefined];
+  }
+  /** @param {number} y */
+  rowNear(y) {
+    const {marks} = this.data, far = (/** @type {number} */ row) => Math.abs(this.itemOf[row].y - y);
+    let best = marks[1];
+    for (const row of marks.slice(1, -1)) if (this.itemOf[row].start === row && far(row) < far(best)) best = row;
+    return best;
+  }
+}

@@ -1,0 +1,310 @@
+// @ts-check
+// What the pictures of stages and of forward and backward share: rows that open into ops, selection, search, zoom.
+import {context} from "./canvas.js";
+import {paintOtherPlan, paintBox, paintRibbons, paintSkips} from "./drawing.js";
+import {el} from "./elements.js";
+import {BOX, GAP, LEFT, RIBBONS, ROW} from "./geometry.js";
+import {listen} from "./input.js";
+import {OPW, Ops, layered} from "./ops.js";
+import {known} from "./totals.js";
+
+/** @template {CommonData} D */
+export class Picture {
+  /**
+   * @param {D} data
+   * @param {Options} options
+   * @param {number} late the first op of backward
+   */
+  constructor(data, options, late) {
+    this.data = data;
+    this.options = options;
+    this.late = late;
+    this.ops = new Ops(data.ops);
+    /** @type {Set<number>} */
+    this.open = new Set();
+    this.folded = data.rows.length > 40;
+    this.zoom = 1;
+    this.x = this.y = this.pending = 0;
+    /** whether the user has neither moved nor zoomed it */
+    this.untouched = true;
+    /** @type {Target | null} */
+    this.selected = null;
+    /** @type {Target | null} */
+    this.hovered = null;
+    /** @type {number[] | null} */
+    this.query = null;
+    /** @type {Set<number> | null} */
+    this.found = null;
+    this.at = -1;
+    /** whether there is a backward */
+    this.trains = true;
+    /** the first row of each stage, and the number of rows */
+    this.borders = [0, data.rows.length];
+    /** @type {Triple[]} */
+    this.saved = [];
+    /** @type {Triple[]} */
+    this.edges = [];
+    /** @type {Item[]} */
+    this.items = [];
+    /** @type {Item[]} */
+    this.itemOf = [];
+    this.height = this.wide = this.wide2 = this.right = 0;
+    this.seen = {top: 0, bottom: 0};
+    /** @type {Ink} */
+    this.ink = {fg: "", mut: "", bg: "", bad: "", rib: ""};
+    /** @type {number[][]} */
+    this.opsOf = data.rows.map(() => []);
+    /** @type {number[][]} */
+    this.lateOf = data.rows.map(() => []);
+    this.ops.row.forEach((row, op) => (op < late ? this.opsOf : this.lateOf)[row].push(op));
+    this.root = el("div", undefined, {class: `sk${options.dark ? " dark" : ""}`});
+    if (options.height) this.root.style.setProperty("--h", `${options.height}px`);
+    this.count = el("b");
+    this.slider = this.makeSlider();
+    this.reset = el("button", "as planned", {onclick: () => this.asPlanned()});
+    this.fold = el("button", "", {onclick: () => { this.folded = !this.folded; this.layout(); this.fit(); }});
+    const wanted = "search op or module";
+    this.search = el("input", undefined, {type: "search", placeholder: wanted, "aria-label": wanted, oninput: () => this.find(this.search.value), onkeydown: e => { if (e.key === "Enter") this.nextHit(); }});
+    this.hits = el("span", "", {class: "mut", "aria-live": "polite"});
+    this.canvas = el("canvas", undefined, {tabindex: 0, role: "img", "aria-label": "forward, backward and the borders of the plan; arrow keys select, Enter opens"});
+    this.tip = el("div", "", {class: "tip"});
+    this.main = el("main");
+    this.main.append(this.canvas, this.tip);
+    this.side = el("aside");
+    this.root.append(this.head(), this.main, this.side);
+    this.observer = new ResizeObserver(() => this.untouched ? this.fit() : this.draw());
+  }
+  head() {
+    const {title} = this.data, head = el("header"), label = el("label", `${this.slider.getAttribute("aria-label")} `);
+    label.append(this.slider, " ", this.count);
+    head.append(el("b", "splitkit"), el("span", `${title}${title ? " · " : ""}${this.ops.count} ops`, {class: "mut"}), label, this.reset, this.fold,
+      el("button", "fit", {onclick: () => this.fit(0)}), this.search, this.hits,
+      el("button", "◐", {title: "dark or light", "aria-label": "dark or light", onclick: () => { this.root.classList.toggle("dark"); this.draw(); }}));
+    return head;
+  }
+  /**
+   * Put the picture into an element of a page.
+   * @param {HTMLElement} parent
+   */
+  mount(parent) {
+    parent.append(this.root);
+    listen(this);
+    this.observer.observe(this.main);
+    this.layout();
+    this.fit();
+    this.showSide();
+    return this;
+  }
+  destroy() { this.observer.disconnect(); cancelAnimationFrame(this.pending); this.root.remove(); }
+
+  // ---- what the two pictures override
+  /** @returns {HTMLInputElement} */
+  makeSlider() { return el("input"); }
+  asPlanned() {}
+  showSide() {}
+  /** @returns {Chart | null} */
+  get chart() { return null; }
+  /** Whether borders can be moved: the costs of all possible stages are known. */
+  get movable() { return false; }
+  /**
+   * The costs of the rows from start to before end.
+   * @param {number} start
+   * @param {number} end
+   * @returns {RowPrice}
+   */
+  priceOf(start, end) { return {forward: 0, backward: 0, saved: 0}; }
+  /** @param {number} row */
+  stageOf(row) { return 0; }
+  /**
+   * The target of a click beside the boxes of a row.
+   * @param {number} row
+   * @returns {Target | null}
+   */
+  stageTarget(row) { return null; }
+  /**
+   * The stage of a row in the plan beside; -1 if there is none.
+   * @param {number} row
+   */
+  otherOf(row) { return -1; }
+  /**
+   * The backward ops of a row, drawn upwards; null for a plan in stages, which does not know them.
+   * @param {number} row
+   * @returns {Inner | null}
+   */
+  mirrored(row) { return null; }
+  /**
+   * The colour of a row's box in forward, or in backward if `late`.
+   * @param {number} row
+   * @param {boolean} late
+   */
+  paintOf(row, late) { return COLOURS[late ? 1 : 0]; }
+  /**
+   * Draw what lies below the boxes.
+   * @param {CanvasRenderingContext2D} c
+   */
+  bands(c) {}
+  /** @param {CanvasRenderingContext2D} c */
+  paintStageBorders(c) {}
+  /**
+   * Draw on the backward box of a row.
+   * @param {CanvasRenderingContext2D} c
+   * @param {Item} item
+   * @param {number} left
+   */
+  hatch(c, item, left) {}
+  /**
+   * @param {number} k the border
+   * @param {number | undefined} row the row above which it goes
+   */
+  moveBorder(k, row) {}
+  /**
+   * The border that an arrow key moves at a row, and the row that it goes to.
+   * @param {number} row
+   * @param {number} step
+   * @returns {[number, number | undefined]}
+   */
+  neighbour(row, step) { return [0, undefined]; }
+  /**
+   * The row that a border snaps to when it is dragged to y.
+   * @param {number} y
+   */
+  rowNear(y) { return -1; }
+
+  // ---- layout: an item is a row, or a run of equal rows of one stage that are folded
+  layout() {
+    const {rows} = this.data, same = (/** @type {number} */ a, /** @type {number} */ b) => rows[a].kind === rows[b].kind && this.stageOf(a) === this.stageOf(b) && this.otherOf(a) === this.otherOf(b) && !this.open.has(b);
+    this.items = [];
+    this.itemOf = [];
+    let y = 0;
+    for (let row = 0, end = 0; row < rows.length; row = end) {
+      for (end = row + 1; this.folded && !this.open.has(row) && end < rows.length && same(row, end);) end++;
+      const item = this.itemAt(row, end, y);
+      for (let i = row; i < end; i++) this.itemOf[i] = item;
+      this.items.push(item);
+      y += item.h + GAP;
+    }
+    this.height = y - GAP;
+    this.wide = Math.max(BOX, ...this.items.map(item => item.w));
+    this.wide2 = Math.max(BOX, ...this.items.map(item => item.w2));
+    this.right = LEFT + this.wide + (this.trains ? RIBBONS + this.wide2 : 0);
+    this.fold.textContent = this.folded ? "unfold" : "fold equal layers";
+    this.draw();
+  }
+  /**
+   * @param {number} start
+   * @param {number} end
+   * @param {number} y
+   * @returns {Item}
+   */
+  itemAt(start, end, y) {
+    const open = this.open.has(start), inner = open ? layered(this.opsOf[start], this.ops.reads) : null, mirror = open ? this.mirrored(start) : null;
+    return {start, end, y, inner, mirror, h: inner ? Math.max(inner.height, mirror ? mirror.height : 0) + ROW + 8 : ROW,
+      w: inner ? Math.max(BOX, inner.width + 16) : BOX, w2: mirror ? Math.max(BOX, mirror.width + 16) : BOX};
+  }
+  /** @param {Item} item */
+  name(item) {
+    const {rows} = this.data, count = item.end - item.start;
+    return count === 1 ? rows[item.start].name : `${rows[item.start].name} … ${rows[item.end - 1].name.split(".").pop()}  ×${count}`;
+  }
+  /**
+   * [left, top, inner graph] of an open item: forward's, and backward's if it is known.
+   * @param {Item} item
+   * @returns {[number, number, Inner][]}
+   */
+  innerOf(item) {
+    const top = item.y + ROW, {inner, mirror} = item;
+    /** @type {[number, number, Inner][]} */
+    const found = inner ? [[LEFT + (this.wide - inner.width) / 2, top, inner]] : [];
+    return mirror ? [...found, [this.right - this.wide2 + (item.w2 - mirror.width) / 2, top, mirror]] : found;
+  }
+
+  // ---- selection, opening, search
+  /**
+   * @param {Target | null} target
+   * @param {boolean} [reveal]
+   */
+  select(target, reveal = false) {
+    this.selected = target;
+    if (target && target.op !== undefined && !this.open.has(this.ops.row[target.op])) { this.open.add(this.ops.row[target.op]); this.layout(); }
+    if (reveal && target) this.centre(target);
+    this.showSide();
+    this.draw();
+    if (this.options.onselect) this.options.onselect(target);
+  }
+  /** @param {Target | null} target */
+  hover(target) {
+    if (JSON.stringify(target) === JSON.stringify(this.hovered)) return;
+    this.hovered = target;
+    this.draw();
+  }
+  /** @param {number} row */
+  toggle(row) {
+    const {start, y} = this.itemOf[row];
+    if (!this.open.delete(start)) this.open.add(start);
+    this.layout();
+    this.y += (y - this.itemOf[row].y) * this.zoom;
+    this.draw();
+  }
+  /** @param {string} text */
+  find(text) {
+    const wanted = text.trim().toLowerCase();
+    this.query = wanted ? this.ops.find(wanted, this.data.rows) : null;
+    this.at = -1;
+    this.found = this.query && new Set(this.query.map(i => this.ops.row[i]));
+    this.hits.textContent = this.query ? `${this.query.length} found` : "";
+    this.draw();
+  }
+  nextHit() {
+    if (!this.query || !this.query.length) return;
+    this.at = (this.at + 1) % this.query.length;
+    this.select({op: this.query[this.at]}, true);
+  }
+  /**
+   * The row of a target; the first row of a stage.
+   * @param {Target} target
+   */
+  rowOf(target) { return target.row ?? (target.op !== undefined ? this.ops.row[target.op] : this.borders[target.stage ?? 0]); }
+  /** @param {Target} target */
+  centre(target) {
+    const item = this.itemOf[this.rowOf(target)], {op} = target;
+    const here = op === undefined ? undefined : this.innerOf(item).find(([, , inner]) => inner.boxes.has(op)), box = here && op !== undefined ? known(here[2].boxes, op) : {x: 0, y: 0};
+    this.zoom = Math.max(this.zoom, 0.8);
+    this.x = this.main.clientWidth / 2 - ((here ? here[0] : LEFT) + box.x + OPW / 2) * this.zoom;
+    this.y = this.main.clientHeight / 2 - (item.y + box.y + ROW) * this.zoom;
+  }
+  /**
+   * Zoom to the whole picture, but not below a legible size: a tall ladder then shows its top.
+   * @param {number} [least]
+   */
+  fit(least = 0.45) {
+    const w = this.main.clientWidth, h = this.main.clientHeight;
+    if (!w) return;
+    const left = this.otherOf(0) >= 0 ? 50 : 12;
+    this.zoom = Math.max(0.05, Math.min((w - left) / (this.right + 200), Math.max(h / (this.height + 70), least), 1.5));
+    this.x = Math.max(left, (w - (this.right + 200) * this.zoom) / 2);
+    this.y = 40 * this.zoom + Math.max(0, (h - (this.height + 60) * this.zoom) / 2);
+    this.draw();
+  }
+
+  // ---- drawing, at most once a frame
+  draw() {
+    if (this.pending) return;
+    this.pending = requestAnimationFrame(() => { this.pending = 0; this.paint(); if (this.chart) this.chart.paint(); });
+  }
+  paint() {
+    const [c, w, h] = context(this.canvas), style = getComputedStyle(this.root), ink = (/** @type {string} */ name) => style.getPropertyValue(name).trim();
+    this.ink = {fg: ink("--fg"), mut: ink("--mut"), bg: ink("--bg"), bad: ink("--bad"), rib: ink("--rib")};
+    c.clearRect(0, 0, w, h);
+    c.save();
+    c.translate(this.x, this.y);
+    c.scale(this.zoom, this.zoom);
+    this.seen = {top: -this.y / this.zoom, bottom: (h - this.y) / this.zoom};
+    this.bands(c);
+    if (this.trains) paintRibbons(this, c);
+    paintSkips(this, c);
+    if (this.otherOf(0) >= 0) paintOtherPlan(this, c);
+    for (const item of this.items) if (item.y + item.h > this.seen.top && item.y < this.seen.bottom) paintBox(this, c, item);
+    this.paintStageBorders(c);
+    c.restore();
+  }
+}

@@ -1,0 +1,79 @@
+// @ts-check
+// Looks up the costs of any stage of consecutive rows, which Python has computed.
+import {sum} from "./totals.js";
+
+/** The costs of stages: bytes are known between marks and for single rows, times for all rows. */
+export class Prices {
+  /** @param {LadderData} data */
+  constructor(data) {
+    this.data = data;
+    this.place = new Map(data.marks.map((row, i) => [row, i]));
+    this.count = data.marks.length - 1;
+  }
+  /** @param {number} row */
+  has(row) { return this.place.has(row); }
+  /**
+   * @param {number} start
+   * @param {number} end
+   */
+  of(start, end) {
+    const {data} = this, a = this.place.get(start), b = this.place.get(end);
+    const at = a !== undefined && b !== undefined ? a * this.count - a * (a - 1) / 2 + b - a - 1 : -1;
+    const from = at >= 0 ? data.stretches : end === start + 1 ? data.alone : null, i = at >= 0 ? at : start;
+    const bytes = (/** @type {keyof ByteColumns} */ c) => from ? from[c][i] : NaN, {forward, backward} = data.times, over = (/** @type {number[]} */ column) => sum(column.slice(start, end));
+    return this.whole(over(forward), over(backward), bytes("saved"), bytes("temporary"), bytes("fixed"));
+  }
+  /**
+   * @param {StageColumns} s
+   * @param {number} k
+   */
+  at(s, k) { return this.whole(s.forward[k], s.backward[k], s.saved[k], s.temporary[k], s.fixed[k]); }
+  /**
+   * @param {number} forward
+   * @param {number} backward
+   * @param {number} saved
+   * @param {number} temporary
+   * @param {number} fixed
+   * @returns {Price}
+   */
+  whole(forward, backward, saved, temporary, fixed) { return {forward, backward, saved, temporary, fixed, seconds: forward + backward, peak: fixed + saved + temporary}; }
+  /**
+   * The stages between borders; those of the plan itself are as Python computed them from its parts.
+   * @param {number[]} borders
+   * @param {boolean} shipped
+   * @returns {Stage[]}
+   */
+  stages(borders, shipped) {
+    const {data} = this;
+    return borders.slice(1).map((end, k) => ({...(shipped ? this.at(data.stages, k) : this.of(borders[k], end)), start: borders[k], end, down: data.down[end], up: data.up[borders[k]]}));
+  }
+  /**
+   * Borders of `count` stages that minimize the longest stage and, among those, the sum of squares.
+   * A dynamic program over marks: best[k][end] = [longest, sum of squares, start of the last stage] of k stages.
+   * @param {number} count
+   */
+  even(count) {
+    const n = this.count, {marks, times} = this.data, past = [0];
+    /** @type {([number, number, number] | null)[][]} */
+    const best = [Array(n + 1).fill(null)];
+    times.forward.forEach((seconds, row) => past.push(past[row] + seconds + times.backward[row]));
+    best[0][0] = [0, 0, -1];
+    for (let k = 1; k <= count; k++) {
+      best.push(Array(n + 1).fill(null));
+      for (let end = k; end <= n; end++) for (let start = k - 1; start < end; start++) {
+        const before = best[k - 1][start];
+        if (!before) continue;
+        const own = past[marks[end]] - past[marks[start]], most = Math.max(before[0], own), squares = before[1] + own * own, now = best[k][end];
+        if (!now || most < now[0] * (1 - 1e-9) || (most <= now[0] * (1 + 1e-9) && squares < now[1])) best[k][end] = [most, squares, start];
+      }
+    }
+    const ends = [n];
+    for (let k = count; k > 0; k--) ends.unshift(/** @type {[number, number, number]} */ (best[k][ends[0]])[2]);
+    return ends.map(end => marks[end]);
+  }
+}
+/**
+ * The borders of the plan itself.
+ * @param {RowData[]} rows
+ */
+export const bordersOf = rows => [0, ...[...rows.keys()].filter(i => i > 0 && rows[i].part !== rows[i - 1].part), rows.length];

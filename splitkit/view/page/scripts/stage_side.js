@@ -1,0 +1,89 @@
+// @ts-check
+// Fills the side panel of a plan in stages: tables of its stages and of those of the plan beside, and the selection.
+import {colourOf} from "./drawing.js";
+import {el, pressed, remark, tableOf} from "./elements.js";
+import {factsOfOp, factsOfRow, showFacts} from "./facts.js";
+import {sum} from "./totals.js";
+import {duration, size} from "./units.js";
+
+/** @typedef {import("./ladder.js").Ladder} Ladder */
+
+/** @param {Ladder} p */
+export function showStages(p) {
+  const {data, side, stages} = p, {devices, marks, memory, note, beside} = data;
+  p.slider.value = p.count.textContent = String(stages.length);
+  p.reset.disabled = p.isShipped;
+  side.replaceChildren();
+  const rows = stages.map((stage, k) => {
+    const row = rowOf(p, stage, k, stages, `${p.partName(k)}${p.isShipped && devices[k] ? ` ${devices[k]}` : ""}`,
+      {...pressed(() => p.select({stage: k})), onmouseenter: () => p.hover({stage: k}), onmouseleave: () => p.hover(null)});
+    row.append(el("td", stage.down ? size(stage.down) : "–"));
+    if (p.trains) row.append(el("td", stage.up ? size(stage.up) : "–"));
+    if (p.selected && p.selected.stage === k) row.classList.add("on");
+    return row;
+  });
+  showTable(p, stages, p.isShipped ? "" : p.how, rows, p.trains ? ["▼", "▲"] : ["▼"]);
+  if (beside) showBeside(p, beside);
+  if (memory) side.append(remark(`limit ${size(memory)} per device; the peak is that of one microbatch`));
+  if (p.selected) showFacts(p, factsOf(p, p.selected));
+  if (note && p.isShipped) side.append(el("h3", "plan"), remark(note));
+  const drag = stages.length === 1 ? "" : !p.movable ? "There are too many stages to move borders." : marks.length <= data.rows.length ? `Drag a dashed border to move it; it snaps to ${marks.length - 2} places.` : "Drag a dashed border to move it.";
+  side.append(el("h3", "help"), remark(`Double-click a module to open it. ${drag} The wheel zooms, dragging moves the picture. Arrow keys select, Enter opens, Alt + arrows move a border.`));
+}
+/**
+ * @param {Ladder} p
+ * @param {Price[]} stages
+ * @param {string} more
+ * @param {HTMLTableRowElement[]} rows
+ * @param {string[]} titles
+ */
+function showTable(p, stages, more, rows, titles) {
+  const most = Math.max(...stages.map(s => s.seconds)), total = sum(stages.map(s => s.seconds));
+  p.side.append(el("h3", `${stages.length} ${stages.length === 1 ? "stage" : "stages"}, balance ${(100 * total / (most * stages.length || 1)).toFixed(0)} %${more}`),
+    tableOf(["stage", "time", ...(p.trains ? ["saved"] : []), "peak", ...titles], rows));
+}
+/**
+ * The table row of a stage: its colour and name, time and bytes.
+ * @param {Ladder} p
+ * @param {Price} stage
+ * @param {number} k
+ * @param {Price[]} stages
+ * @param {string} name
+ * @param {Parameters<typeof el>[2]} [attributes]
+ */
+function rowOf(p, stage, k, stages, name, attributes) {
+  const row = el("tr", undefined, attributes), first = el("td"), dot = el("i"), {memory, unit} = p.data;
+  const bad = (/** @type {boolean} */ is) => ({class: is ? "bad" : ""}), slowest = stages.length > 1 && stages.every(other => other.seconds <= stage.seconds);
+  dot.style.background = colourOf(k);
+  first.append(dot, name);
+  row.append(first, el("td", duration(stage.seconds, unit), bad(slowest)));
+  if (p.trains) row.append(el("td", size(stage.saved)));
+  row.append(el("td", size(stage.peak), bad(!!memory && stage.peak > memory)));
+  return row;
+}
+/**
+ * @param {Ladder} p
+ * @param {Beside} beside
+ */
+function showBeside(p, beside) {
+  const stages = beside.parts.map((part, k) => p.prices.at(beside.stages, k)), moved = p.data.rows.filter((row, i) => beside.rows[i] !== p.stageOf(i)).map(row => row.name);
+  showTable(p, stages, ", beside", stages.map((stage, k) => rowOf(p, stage, k, stages, beside.parts[k])), []);
+  p.side.append(remark(moved.length ? `in another stage there: ${moved.join(", ")}` : "every row is in the same stage there"));
+  if (beside.note) p.side.append(remark(beside.note));
+}
+/**
+ * @param {Ladder} p
+ * @param {Target} at
+ * @returns {import("./facts.js").Fact[]}
+ */
+function factsOf(p, at) {
+  const {op, row} = at, name = (/** @type {number} */ k) => p.partName(k), {unit} = p.data;
+  if (op !== undefined) return [...factsOfOp(p, op), ["stage", name(p.stageOf(p.ops.row[op]))]];
+  if (row !== undefined) {
+    const item = p.itemOf[row];
+    return [...factsOfRow(p, row), ["weights, state", size(p.prices.of(item.start, item.end).fixed)], ["stage", name(p.stageOf(row))]];
+  }
+  const k = at.stage ?? 0, stage = p.stages[k];
+  return [["stage", name(k)], ["forward", duration(stage.forward, unit)], ["backward", duration(stage.backward, unit)],
+    ["weights, state", size(stage.fixed)], ["saved", size(stage.saved)], ["temporary", size(stage.temporary)]];
+}

@@ -1,0 +1,165 @@
+// The data that Python sends to the page, and the types that scripts share. Only the type checker reads this file.
+
+/** The colours of parts, as in all pictures; bundle.py writes them above the scripts. */
+declare const COLOURS: string[];
+
+type Kind = "F" | "B" | "I" | "W";
+/** rank, kind, stage, microbatch */
+type Action = [number, Kind, number, number];
+/** rank, kind, stage, microbatch, start, end */
+type TimedAction = [number, Kind, number, number, number, number];
+/** from row, to row, bytes */
+type Triple = [number, number, number];
+/** seconds, bytes */
+type Point = [number, number];
+
+interface RowData { name: string; ops: number; kind: number; part: number }
+
+/** The columns of `splitkit.view.data.op_columns`, one entry per op. */
+interface OpColumns {
+  name: string[];
+  row: number[];
+  modules: string[];
+  module: number[];
+  /** op, value, bytes, seconds */
+  sorts: [string, string, number, number][];
+  sort: number[];
+  /** how many entries further up each value is that an op reads */
+  reads: number[][];
+}
+
+interface ByteColumns { saved: number[]; temporary: number[]; fixed: number[] }
+interface TimeColumns { forward: number[]; backward: number[] }
+type StageColumns = ByteColumns & TimeColumns;
+
+/** What a step is resimulated with after a border has moved. */
+interface Again {
+  overlap: boolean;
+  static: boolean;
+  /** whether sent values are held to the end of the step */
+  kept: boolean;
+  /** number of stages -> the window of each: the most microbatches in flight there; null: only for the stages of the plan */
+  windows: Record<string, number[]> | null;
+  trips: number[][];
+  down: number[];
+  up: number[];
+}
+
+interface Run {
+  name: string;
+  microbatches: number;
+  stages: number;
+  ranks: number;
+  seconds: number;
+  unit: string;
+  bubble: number;
+  peaks: number[];
+  events: TimedAction[];
+  memory: Point[][];
+  again: Again | null;
+}
+
+interface Beside { note: string; parts: string[]; rows: number[]; stages: StageColumns }
+
+/** The data that both pages have. */
+interface CommonData {
+  schema: string;
+  title: string;
+  unit: string;
+  memory: number | null;
+  rows: RowData[];
+  ops: OpColumns;
+}
+
+/** `splitkit.view.data.ladder.LadderView.to_dict`. */
+interface LadderData extends CommonData {
+  note: string;
+  trains: boolean;
+  parts: string[];
+  devices: string[];
+  times: TimeColumns;
+  stages: StageColumns;
+  down: number[];
+  up: number[];
+  edges: Triple[];
+  saved: Triple[];
+  marks: number[];
+  stretches: ByteColumns;
+  alone: ByteColumns;
+  run: Run | null;
+  beside: Beside | null;
+}
+
+interface StepMemory {
+  at: number;
+  steps: number[];
+  /** the change at each step; a string is the number of steps without one */
+  bytes: (number | string)[];
+  calls: [string, number, number][];
+}
+
+interface Choice extends TimeColumns {
+  note: string;
+  peak: number;
+  bytes: number;
+  seconds: number;
+  again: number[];
+  saved: Triple[];
+  memory: StepMemory;
+}
+
+/** `splitkit.view.data.joint_ladder.HalvesView.to_dict`. */
+interface JointData extends CommonData { late: number; choices: Choice[]; chosen: number }
+
+/** The costs of consecutive rows; a stage of a pipeline has more bytes. */
+interface RowPrice { forward: number; backward: number; saved: number }
+interface Price extends RowPrice { temporary: number; fixed: number; seconds: number; peak: number }
+interface Stage extends Price { start: number; end: number; down: number; up: number }
+
+interface Box { x: number; y: number }
+/** The ops of an open row, in layers. */
+interface Inner { boxes: Map<number, Box>; width: number; height: number; up?: boolean }
+
+/** A row, or a run of equal rows that are folded. */
+interface Item {
+  start: number;
+  end: number;
+  y: number;
+  h: number;
+  w: number;
+  /** the width of its backward box */
+  w2: number;
+  inner: Inner | null;
+  mirror: Inner | null;
+}
+
+/** What the mouse points at, or what is selected. */
+interface Target { op?: number; row?: number; stage?: number; border?: number }
+
+interface Options {
+  dark?: boolean;
+  height?: number | null;
+  /** called when borders have moved */
+  onplan?: (borders: number[]) => void;
+  /** called when the slider has moved; returns whether Python plans and will answer */
+  oncount?: (count: number, own: boolean) => boolean;
+  onselect?: (target: Target | null) => void;
+  onchoice?: (number: number) => void;
+}
+
+interface Ink { fg: string; mut: string; bg: string; bad: string; rib: string }
+
+/** A chart below the ladder. */
+interface Chart { paint(): void; canvas: HTMLCanvasElement }
+
+/** anywidget's model: the state that the widget shares with Python. */
+interface WidgetModel {
+  get(name: "data"): LadderData;
+  get(name: "borders"): number[];
+  get(name: "answers" | "height"): number;
+  set(name: string, value: unknown): void;
+  save_changes(): void;
+  send(content: unknown): void;
+  on(name: string, listener: (message: any) => void): void;
+  off(name: string, listener: (message: any) => void): void;
+}

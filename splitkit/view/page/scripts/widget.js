@@ -1,0 +1,65 @@
+// @ts-check
+// The picture as a widget of anywidget: border moves go to Python, plans come from there.
+import {Ladder} from "./ladder.js";
+
+export default {
+  /** @param {{model: WidgetModel, el: HTMLElement}} given */
+  render({model, el}) {
+    const place = document.createElement("div"), note = document.createElement("p");
+    note.setAttribute("role", "status");
+    el.append(place, note);
+    /** @type {Ladder | null} */
+    let ladder = null;
+    /** @type {number | null} */
+    let next = null;
+    let asked = false;
+    // one request at a time; of those made meanwhile only the last one matters
+    const ask = (/** @type {number} */ count) => {
+      if (asked) { next = count; return; }
+      asked = true;
+      note.textContent = "planning…";
+      model.send({stages: count});
+    };
+    const answered = (/** @type {{refused?: string}} */ message) => {
+      asked = false;
+      note.textContent = message.refused || "";
+      // put the slider back to the plan's number of stages
+      if (message.refused && ladder) ladder.showSide();
+      if (!message.refused) { model.set("answers", model.get("answers") + 1); model.save_changes(); }
+      if (next === null) return;
+      const count = next;
+      next = null;
+      ask(count);
+    };
+    // return whether Python plans; it need not for the plan that it sent last
+    const count = (/** @type {number} */ stages, /** @type {boolean} */ own) => {
+      if (own && !asked) return false;
+      ask(stages);
+      return true;
+    };
+    const moved = (/** @type {number[]} */ borders) => {
+      if (borders.join() === model.get("borders").join()) return;
+      model.set("borders", [...borders]);
+      model.save_changes();
+    };
+    const follow = () => {
+      const borders = model.get("borders");
+      // borders of another number of rows belong to a plan whose data is still to come
+      if (!ladder || borders.at(-1) !== ladder.data.rows.length) return;
+      if (ladder.borders.join() !== borders.join()) ladder.setBorders(borders);
+    };
+    const mount = () => {
+      if (ladder) ladder.destroy();
+      ladder = new Ladder(model.get("data"), {height: model.get("height"), onplan: moved, oncount: count}).mount(place);
+      follow();
+    };
+    /** @type {[string, (message: any) => void][]} */
+    const events = [["change:data", mount], ["change:borders", follow], ["msg:custom", answered]];
+    for (const [name, listener] of events) model.on(name, listener);
+    mount();
+    return () => {
+      for (const [name, listener] of events) model.off(name, listener);
+      if (ladder) ladder.destroy();
+    };
+  },
+};

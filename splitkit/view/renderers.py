@@ -1,0 +1,385 @@
+"""Decides how each kind of object is drawn, and makes its still picture, its page and what a notebook shows.
+
+`splitkit.display.Shown` calls `bundle`, `svg`, `html` and `view`. Packages above this one register the pictures of
+their own classes with ``pictured.register``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, singledispatch
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from splitkit.checks import nbytes
+from splitkit.costs import Costs, default
+from splitkit.engine.pair import Pair, divide
+from splitkit.engine.split import Split
+from splitkit.errors import SplitError, ViewError
+from splitkit.graph.dataflow import Dataflow, analyze, module_path
+from splitkit.graph.joint_marks import forward_outputs, is_joint
+from splitkit.memory.profile import MemoryProfile
+from splitkit.pipeline.run import ScheduleRun
+from splitkit.plans.record import Plan, plan_of
+from splitkit.prices import Optimizer
+from splitkit.training.flow import BACKWARD, FORWARD
+from splitkit.training.saved_values import SavedValue
+from splitkit.units import size
+from splitkit.view.console.tables import table
+from splitkit.view.data.joint_ladder import HalvesView
+from splitkit.view.data.ladder import LadderView
+from splitkit.view.data.rank_table import rank_table
+from splitkit.view.data.report import Report, report
+from splitkit.view.page import page
+from splitkit.view.page.html import FramedPage, fragment, still_page
+from splitkit.view.svg.bars import Bar, BarsDrawing
+from splitkit.view.svg.drawing import escaped
+from splitkit.view.svg.ladder_svg import ladder_svg
+from splitkit.view.svg.memory_chart import memory_svg
+from splitkit.view.svg.timeline import timeline_svg
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_TOP = 12
+"""The number of values that a picture or table names; the rest is summed up."""
+
+_MOST_NODES = 6000
+"""A notebook neither prices nor draws a larger plan by itself: it would make the reader of a cell wait."""
+
+_MOST_PARTS = 120
+"""A notebook does not draw a plan of more parts by itself: the picture has a band for each and would be too tall."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """How an object is drawn.
+
+    Attributes:
+        title: the title of its page.
+        svg: makes the still picture.
+        tables: makes the tables below the picture.
+        ladder: makes the data of the interactive page, for a plan or for forward and backward; ``None`` for all else.
+        nodes: the number of nodes that the picture of a plan draws.
+        parts: the number of parts that the picture of a plan draws.
+        fallback: makes another still picture where `svg` refuses the object.
+        notes: sentences below the picture.
+    """
+
+    title: str
+    svg: Callable[[], str]
+    tables: Callable[[], Iterable[Table]]
+    ladder: Callable[[], LadderView | HalvesView] | None = None
+    nodes: int = 0
+    parts: int = 0
+    fallback: Callable[[], str] | None = None
+    notes: tuple[str, ...] = ()
+
+
+@singledispatch
+def pictured(shown: object) -> Picture:
+    """Return how an object is drawn; the options are those of ``view`` in the object's class.
+
+    Raises:
+        ViewError: SK901 if the object has no picture.
+    """
+    raise ViewError(
+        "SK901", f"a {type(shown).__name__} has no picture", "Draw a plan, a split, a frontier, a profile or a run."
+    )
+
+
+@pictured.register
+def _plan(
+    plan: Plan, *, costs: Costs | None = None, memory: float | str | None = None, title: str = "", **more: Any
+) -> Picture:
+    gm = _module_of(plan)
+    if not plan.parts.keys() <= {FORWARD, BACKWARD} or not is_joint(gm.graph):
+        return _ladder(analyze(gm), plan, costs=costs, memory=memory, title=title, **more)
+    if unused := [name for name in ("run", "beside") if more.get(name) is not None]:
+        reason = f"a plan of forward and backward has no stages, but {unused[0]} was given"
+        raise ViewError("SK901", reason, "Draw it with costs, memory and title.")
+    return _halves(gm, plan, costs=costs, memory=memory, title=title)
+
+
+def _halves(
+    gm: fx.GraphModule,
+    plan: Plan,
+    *,
+    costs: Costs | None = None,
+    memory: float | str | None = None,
+    title: str = "",
+) -> Picture:
+    """Draw a plan of forward and backward as the pair of graphs that it gives."""
+    prices = default(gm) if costs is None else costs
+
+    @cache
+    def pair_picture() -> Picture:
+        from splitkit.frontends.aot import joint_flow
+
+        pair = divide(joint_flow(gm, forward_outputs(gm.graph)), plan, prices)
+        return _pair(pair, costs=costs, memory=memory, title=title or plan.note)
+
+    def ladder() -> LadderView | HalvesView:
+        found = pair_picture().ladder
+        assert found is not None  # `_pair` leaves it out only where the pair has no plan
+        return found()
+
+    def fallback() -> str:
+        return _bars(report(gm, plan, prices))
+
+    limit_of(memory)  # refuses a bad limit now rather than when the picture is drawn
+    name = title or plan.note or "plan"
+    nodes = len(gm.graph.nodes)
+    return Picture(name, lambda: pair_picture().svg(), lambda: pair_picture().tables(), ladder, nodes, 2, fallback)
+
+
+@pictured.register
+def _split(split: Split, **options: Any) -> Picture:
+    return _ladder(split.flow, split.plan, **options)
+
+
+def _module_of(plan: Plan) -> fx.GraphModule:
+    """Return the graph module whose nodes the plan places.
+
+    Raises:
+        ViewError: SK901 if the plan is empty or its graph has no module.
+    """
+    first = next(iter(plan), None)
+    found = None if first is None else first.graph.owning_module
+    if isinstance(found, fx.GraphModule) and first is not None and found.graph is first.graph:
+        return found
+    what = "places no node" if first is None else "does not know the module of its graph"
+    raise ViewError(
+        "SK901", f"the plan {what}, so it cannot be drawn alone", "splitkit.split(gm, plan).view() draws it."
+    )
+
+
+def _ladder(
+    flow: Dataflow,
+    plan: Plan,
+    *,
+    costs: Costs | None = None,
+    optimizer: Optimizer = "adam",
+    memory: float | str | None = None,
+    run: object = None,
+    beside: object = None,
+    title: str = "",
+) -> Picture:
+    if run is not None and not isinstance(run, ScheduleRun):
+        remedy = "Give what splitkit.simulate_schedule returns."
+        raise ViewError("SK901", f"run is a {type(run).__name__}, not a simulated step", remedy)
+    if run is not None and len(run.stages) != len(plan.parts):
+        reason = f"the run has {len(run.stages)} stages, but the plan has {len(plan.parts)} parts"
+        raise ViewError("SK901", reason, "Simulate the stages of this plan: splitkit.stage_costs(flow, plan, costs).")
+    prices = default(flow) if costs is None else costs
+    limit = limit_of(memory)
+    other = None if beside is None else plan_of(beside)
+    if other is not None and any(node not in flow.index for node in other):
+        raise ViewError("SK901", "the plan given as beside is for another graph", "Compare plans of one graph module.")
+    ladder = LadderView(flow, plan, prices, title, optimizer, limit, run, other)
+
+    def svg() -> str:
+        return ladder_svg(ladder)
+
+    def tables() -> list[Table]:
+        ranks = [] if run is None else [rank_table(run, memory=limit)]
+        return [report(flow.root, plan, prices).table(), *ranks]
+
+    def fallback() -> str:
+        return _bars(report(flow.root, plan, prices))
+
+    name = title or plan.note or "plan"
+    return Picture(name, svg, tables, lambda: ladder, len(flow.nodes), len(plan.parts), fallback)
+
+
+def limit_of(memory: float | str | None) -> int | None:
+    """Return the memory limit that a picture marks, in bytes.
+
+    Raises:
+        PolicyError: SK302 if ``memory`` is no number of bytes.
+    """
+    return None if memory is None else nbytes("view", "memory", memory)
+
+
+@pictured.register
+def _report(found: Report) -> Picture:
+    return Picture(found.note or "report", lambda: _bars(found), lambda: [found.table()])
+
+
+def _bars(found: Report) -> str:
+    def name(number: int) -> str:
+        part = found.parts[number]
+        device = f" on {part.device}" if part.device else ""
+        return f"{part.part}{device}: {part.modules}"
+
+    def bars(values: Iterable[float], text: Callable[[float], str]) -> list[Bar]:
+        return [Bar(name(number), value, text(value), number) for number, value in enumerate(values)]
+
+    groups = [
+        ("share of the time", bars([part.share for part in found.parts], "{:.1%}".format)),
+        ("bytes of parameters and buffers", bars([part.parameter_bytes for part in found.parts], size)),
+    ]
+    if found.sizes_known:
+        groups.append(("bytes of outputs", bars([part.bytes_out for part in found.parts], size)))
+    return BarsDrawing(f"{len(found.parts)} parts{f': {found.note}' if found.note else ''}", groups).to_svg()
+
+
+@pictured.register
+def _run(run: ScheduleRun, *, memory: float | str | None = None) -> Picture:
+    limit = limit_of(memory)
+    return Picture(run.order.name, lambda: timeline_svg(run, limit), lambda: [rank_table(run, memory=limit)])
+
+
+@pictured.register
+def _profile(profile: MemoryProfile, *, memory: float | str | None = None) -> Picture:
+    limit = limit_of(memory)
+
+    def tables() -> list[Table]:
+        rows = [
+            (buffer.name, "" if buffer.node is None else module_path(buffer.node), buffer.kind, size(buffer.nbytes))
+            for buffer in profile.live_at_peak[:_TOP]
+        ]
+        more = len(profile.live_at_peak) - len(rows)
+        title = "alive at the peak, the largest first" + (f" ({more} more)" if more else "")
+        parts = [(str(key), size(part.peak), size(part.baseline)) for key, part in profile.parts.items()]
+        alone = [table(("part alone", "peak", "before"), parts, ("peak", "before"))] if parts else []
+        return [table(("made by", "module", "kind", "bytes"), rows, ("bytes",), title), *alone]
+
+    return Picture("memory", lambda: memory_svg(profile, limit), tables)
+
+
+@pictured.register
+def _pair(pair: Pair, *, costs: Costs | None = None, memory: float | str | None = None, title: str = "") -> Picture:
+    forward, backward = len(pair.forward.graph.nodes), len(pair.backward.graph.nodes)
+    values = [value for value in pair.saved_values if value.nbytes]
+    total = sum(value.nbytes for value in values)
+
+    def svg() -> str:
+        halves = [Bar("forward", forward, f"{forward} nodes", 0), Bar("backward", backward, f"{backward} nodes", 1)]
+        groups: dict[str, list[SavedValue]] = {}
+        for value in values:
+            groups.setdefault(value.label, []).append(value)
+        shown = sorted((_bar(label, group) for label, group in groups.items()), key=lambda bar: -bar.value)
+        if left := shown[_TOP:]:
+            rest = sum(bar.value for bar in left)
+            shown = [*shown[:_TOP], Bar(f"{len(left)} smaller ones", rest, size(rest), 0)]
+        again = _again(pair)
+        heading = f"{size(total)} in {len(values)} values saved for backward{again}"
+        return BarsDrawing(heading, [("graphs", halves), ("saved for backward, in bytes", shown)]).to_svg()
+
+    def tables() -> list[Table]:
+        rows = [(value.module or "(top level)", value.op, value.name, size(value.nbytes)) for value in values[:_TOP]]
+        more = f" ({len(values) - len(rows)} more)" if len(values) > len(rows) else ""
+        return [table(("module", "op", "node", "bytes"), rows, ("bytes",), f"saved, the largest first{more}")]
+
+    title, plan, limit = title or "forward and backward", pair.plan, limit_of(memory)
+    if plan is None:  # one of torch's partitioners made the pair, and does not tell from which joint graph
+        return Picture(title, svg, tables)
+
+    def ladder() -> HalvesView:
+        flow = analyze(_module_of(plan))
+        return HalvesView(flow, [pair], default(flow) if costs is None else costs, title, memory=limit)
+
+    return Picture(title, svg, tables, ladder)
+
+
+def _bar(label: str, values: Sequence[SavedValue]) -> Bar:
+    """Return the bar of the saved values that one op of one module makes."""
+    total = sum(value.nbytes for value in values)
+    several = f" ×{len(values)}" if len(values) > 1 else ""
+    return Bar(f"{label}{several}", total, size(total), 0, ", ".join(value.name for value in values[:_TOP]))
+
+
+def _again(pair: Pair) -> str:
+    twice = sum(len(keys) > 1 for keys in pair.plan.places.values()) if pair.plan else 0
+    return f", {twice} nodes computed again" if twice else ""
+
+
+def bundle(shown: object) -> dict[str, str]:
+    """Return an object's MIME bundle: its text, and a still picture with tables as HTML.
+
+    An object that cannot be drawn is shown as text with a note that says why: showing a value never fails.
+    """
+    text = str(shown)
+    try:
+        picture = pictured(shown)
+    except SplitError as error:
+        return {"text/plain": text, "text/html": fragment(_lines(text), [], [_why(error)])}
+    notes = [*picture.notes]
+    svg = _still(picture, notes)
+    try:
+        tables = list(picture.tables()) if picture.nodes <= _MOST_NODES else []
+    except SplitError as error:
+        tables = []
+        notes.append(_why(error))
+    return {"text/plain": text, "text/html": fragment(svg if svg or tables else _lines(text), tables, notes)}
+
+
+def _still(picture: Picture, notes: list[str]) -> str:
+    """Return the still picture or its fallback, or ``""`` if there is neither; reasons are appended to ``notes``."""
+    for count, most, what in ((picture.nodes, _MOST_NODES, "nodes"), (picture.parts, _MOST_PARTS, "parts")):
+        if count > most:
+            notes.append(f"{count} {what} are too many to draw unless you ask: .view() and .to_svg(path) draw them.")
+            return ""
+    for draw in filter(None, (picture.svg, picture.fallback)):
+        try:
+            return draw()
+        except SplitError as error:
+            notes.append(_why(error))
+    return ""
+
+
+def _why(error: SplitError) -> str:
+    return f"No picture: {error.reason}. {error.remedy}"
+
+
+def _lines(text: str) -> str:
+    return f'<pre style="margin:4px 8px">{escaped(text)}</pre>'
+
+
+def svg(shown: object, **options: Any) -> str:
+    """Return the still picture of an object as SVG."""
+    return pictured(shown, **options).svg()
+
+
+def html(shown: object, **options: Any) -> str:
+    """Return an object's page: interactive for a plan, else a still picture with tables."""
+    return picture_html(pictured(shown, **options))
+
+
+def picture_html(picture: Picture) -> str:
+    """Return the page of a picture."""
+    if picture.ladder is not None:
+        return page(picture.ladder().to_dict())
+    return still_page(picture.title, fragment(picture.svg(), picture.tables(), picture.notes))
+
+
+def fallback_html(picture: Picture, error: SplitError) -> str:
+    """Return a still page for a plan that cannot be drawn as a ladder; the page says why."""
+    svg = picture.fallback() if picture.fallback else ""
+    return still_page(picture.title, fragment(svg, picture.tables(), [_why(error)]))
+
+
+def view(shown: object, *, height: int | None = None, live: bool = False, **options: Any) -> Any:
+    """Return an object's page in a frame, or with ``live`` as a widget whose changes come back to Python.
+
+    Raises:
+        ViewError: SK901 for an object without a picture, or ``live`` for one that is not interactive; SK902 if
+            anywidget is not installed.
+    """
+    picture = pictured(shown, **options)
+    if not live:
+        return FramedPage(picture_html(picture), height or (720 if picture.ladder else 560))
+    ladder = picture.ladder and picture.ladder()
+    if not isinstance(ladder, LadderView):
+        raise ViewError(
+            "SK901", f"a {type(shown).__name__} is not interactive", "live=True is for plans and splits; use .view()."
+        )
+    try:
+        from splitkit.view.page.live_widget import LadderWidget
+    except ModuleNotFoundError as error:
+        reason = f"view(live=True) needs the package {error.name}"
+        raise ViewError("SK902", reason, "pip install anywidget; .view() needs no package.") from error
+    return LadderWidget(ladder, height or 720)

@@ -1,0 +1,162 @@
+"""Collects the shapes and texts of a still picture and writes them as SVG.
+
+The SVG has no styles, ids or scripts: several pictures in one notebook cannot interfere, and viewers that strip scripts
+show them. Texts marked as `spare` are left out where they would overlap others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Literal
+
+from splitkit.view.colours import INK, LINE, MUTED, PAPER
+from splitkit.view.svg.text_width import shortened, width
+
+FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', Verdana, sans-serif"
+Anchor = Literal["start", "middle", "end"]
+Point2 = tuple[float, float]
+_CONTROL = {code: 0xFFFD for code in (*range(32), 0xFFFE, 0xFFFF, *range(0xD800, 0xE000)) if code not in (9, 10, 13)}
+
+
+def escaped(text: object) -> str:
+    """Escape a text for HTML and XML, and replace the characters that XML forbids."""
+    return escape(str(text).translate(_CONTROL))
+
+
+class Drawing:
+    """A picture that is being drawn; later shapes cover earlier ones.
+
+    Attributes:
+        width: the width in pixels.
+    """
+
+    def __init__(self, width: float) -> None:
+        self.width = width
+        self._pieces: list[str] = []
+        self._taken: list[tuple[float, float, float, float]] = []
+
+    def to_svg(self, height: float, about: str) -> str:
+        """Return the picture as a complete SVG; screen readers read ``about`` instead."""
+        size = f'viewBox="0 0 {_n(self.width)} {_n(height)}" width="{_n(self.width)}" height="{_n(height)}"'
+        style = f'style="max-width:100%;height:auto;background:{PAPER}" font-family="{escaped(FONT)}"'
+        ground = f'<rect width="{_n(self.width)}" height="{_n(height)}" fill="{PAPER}"/>'
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escaped(about)}" {size} {style}>'
+        return f"{head}{ground}{''.join(self._pieces)}</svg>"
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        fill: str = INK,
+        anchor: Anchor = "start",
+        *,
+        size: float = 11,
+        bold: bool = False,
+        room: float | None = None,
+        title: str = "",
+        spare: bool = False,
+        halo: bool = False,
+    ) -> bool:
+        """Draw a line of text with its baseline at ``y``; return whether it was drawn.
+
+        Args:
+            room: the pixels that it may take; a text that is too long is shortened, and its tooltip has all of it.
+            title: the tooltip, also of a text that fits.
+            spare: whether to leave it out where it would overlap another text or a place that `keep` keeps free.
+            halo: whether to fade what lies below it around the letters.
+        """
+        shown = text if room is None else shortened(text, room, size, bold)
+        if not shown:
+            return False
+        wide = width(shown, size, bold)
+        left = x - wide * {"start": 0.0, "middle": 0.5, "end": 1.0}[anchor]
+        # ascent and descent of a line, as shares of the font size
+        box = (left, y - size * 0.8, left + wide, y + size * 0.22)
+        if spare and any(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in self._taken):
+            return False
+        self._taken.append(box)
+        heavy = ' font-weight="600"' if bold else ""
+        side = f' text-anchor="{anchor}"' if anchor != "start" else ""
+        around = f' stroke="{PAPER}" stroke-width="3" stroke-opacity="0.8" paint-order="stroke"' if halo else ""
+        tooltip = title or (text if shown != text else "")
+        head = f'<text x="{_n(x)}" y="{_n(y)}" font-size="{_n(size)}" fill="{fill}"{side}{heavy}{around}>'
+        self._pieces.append(f"{head}{escaped(shown)}{_title(tooltip)}</text>")
+        return True
+
+    def keep(self, x: float, y: float, radius: float) -> None:
+        """Keep spare texts away from a point."""
+        self._taken.append((x - radius, y - radius, x + radius, y + radius))
+
+    def rect(
+        self,
+        x: float,
+        y: float,
+        wide: float,
+        high: float,
+        fill: str,
+        title: str = "",
+        *,
+        round_: float = 0,
+        line: str = "",
+    ) -> None:
+        """Draw a box."""
+        more = (f' rx="{_n(round_)}"' if round_ else "") + (f' stroke="{line}"' if line else "")
+        self._close(
+            "rect", f'x="{_n(x)}" y="{_n(y)}" width="{_n(wide)}" height="{_n(high)}" fill="{fill}"{more}', title
+        )
+
+    def path(
+        self, d: str, stroke: str, wide: float = 1, title: str = "", *, dashes: str = "", opacity: float = 1
+    ) -> None:
+        """Draw a line along an SVG path."""
+        more = (f' stroke-dasharray="{dashes}"' if dashes else "") + (
+            f' opacity="{_n(opacity)}"' if opacity < 1 else ""
+        )
+        self._close("path", f'd="{d}" fill="none" stroke="{stroke}" stroke-width="{_n(wide)}"{more}', title)
+
+    def line(self, start: Point2, end: Point2, stroke: str = LINE, wide: float = 1, *, dashes: str = "") -> None:
+        """Draw a straight line."""
+        self.path(f"M{_n(start[0])},{_n(start[1])} L{_n(end[0])},{_n(end[1])}", stroke, wide, dashes=dashes)
+
+    def area(self, points: Sequence[Point2], fill: str, title: str = "") -> None:
+        """Fill a polygon."""
+        self._close("polygon", f'points="{_points(points)}" fill="{fill}"', title)
+
+    def polyline(self, points: Sequence[Point2], stroke: str, wide: float = 1.5) -> None:
+        """Draw a line through points."""
+        self._close("polyline", f'points="{_points(points)}" fill="none" stroke="{stroke}" stroke-width="{_n(wide)}"')
+
+    def dot(self, x: float, y: float, radius: float, fill: str, title: str = "", *, line: str = "") -> None:
+        """Draw a point."""
+        more = f' stroke="{line}"' if line else ""
+        self._close("circle", f'cx="{_n(x)}" cy="{_n(y)}" r="{_n(radius)}" fill="{fill}"{more}', title)
+
+    def legend(self, x: float, y: float, entries: Sequence[tuple[str, str]], room: float) -> None:
+        """Draw a legend in one line; entries that do not fit are only counted."""
+        end = x + room
+        for number, (fill, text) in enumerate(entries):
+            wide = 16 + width(text, 10) + 14
+            if x + wide > end - (50 if number + 1 < len(entries) else 0):
+                self.text(x, y + 0.5, f"+ {len(entries) - number}", MUTED, size=10)
+                return
+            self.rect(x, y - 8, 10, 10, fill, round_=2)
+            self.text(x + 14, y + 0.5, text, MUTED, size=10)
+            x += wide
+
+    def _close(self, tag: str, inside: str, title: str = "") -> None:
+        self._pieces.append(f"<{tag} {inside}>{_title(title)}</{tag}>" if title else f"<{tag} {inside}/>")
+
+
+def _title(text: str) -> str:
+    return f"<title>{escaped(text)}</title>" if text else ""
+
+
+def _points(points: Sequence[Point2]) -> str:
+    return " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
+
+
+def _n(number: float) -> str:
+    """Return a number with two decimals, without trailing zeros: pictures are small files."""
+    return f"{number:.2f}".rstrip("0").rstrip(".")

@@ -1,0 +1,234 @@
+"""Draws the ladder as a still picture.
+
+Forward runs down the left and backward up the right. Equal layers are folded into one box, ribbons are saved values,
+and dashed lines are the borders of stages, with the bytes that cross them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby, pairwise
+from typing import Any
+
+from splitkit.units import duration, size
+from splitkit.view.colours import BAD, INK, MUTED, RIBBON, colour, ink_on, mixed
+from splitkit.view.data.ladder import LadderView
+from splitkit.view.svg.drawing import Drawing
+from splitkit.view.svg.text_width import shortened, width
+
+ROW, GAP, BOX, RIBBONS, LEFT, TOP = 24, 9, 214, 176, 150, 46
+_MOST = 80
+"""The most boxes in a column, where stages allow; neighbours are drawn as one box beyond. A box is 33 pixels high."""
+_LINES = 240
+"""The most lines between boxes, those with the most bytes: more cannot be told apart."""
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A box: the rows ``start`` to ``end - 1``, all of one stage."""
+
+    start: int
+    end: int
+    stage: int
+    y: float
+
+
+@dataclass(frozen=True)
+class LadderDrawing:
+    """A ladder that is drawn as SVG.
+
+    Attributes:
+        data: what `splitkit.view.data.ladder.LadderView.still` returns.
+        saved: (start, end) -> bytes that the rows ``start`` to ``end - 1`` save for backward.
+    """
+
+    data: Mapping[str, Any]
+    saved: Callable[[int, int], int]
+
+    @cached_property
+    def borders(self) -> list[int]:
+        """Return the first row of each stage, and the number of rows."""
+        parts = [row["part"] for row in self.data["rows"]]
+        return [0, *(row for row in range(1, len(parts)) if parts[row] != parts[row - 1]), len(parts)]
+
+    @cached_property
+    def items(self) -> list[_Item]:
+        """The boxes: one per run of equal rows of a stage; where these are still too many, neighbours are merged."""
+        runs = [
+            (stage, start + offset, start + offset + count)
+            for stage, (start, end) in enumerate(pairwise(self.borders))
+            for offset, count in _runs([row["kind"] for row in self.data["rows"][start:end]])
+        ]
+        several = -(-len(runs) // _MOST)  # how many neighbours become one box
+        found: list[_Item] = []
+        for stage, group in groupby(runs, key=lambda run: run[0]):
+            own = list(group)
+            for at in range(0, len(own), several):
+                some = own[at : at + several]
+                found.append(_Item(some[0][1], some[-1][2], stage, TOP + len(found) * (ROW + GAP)))
+        return found
+
+    @cached_property
+    def _item_of(self) -> list[int]:
+        return [number for number, item in enumerate(self.items) for _ in range(item.start, item.end)]
+
+    @property
+    def _trains(self) -> bool:
+        return bool(self.data["trains"])
+
+    @property
+    def _right(self) -> float:
+        """The right edge of the boxes."""
+        return LEFT + BOX + (RIBBONS + BOX if self._trains else 0)
+
+    def to_svg(self) -> str:
+        """Return the picture."""
+        draw = Drawing(self._right + 20 + max([width(text, 10, True) for text in self._border_texts], default=0) + 14)
+        bottom = self.items[-1].y + ROW + GAP
+        title = f"{self.data['title']}{' · ' if self.data['title'] else ''}{len(self.borders) - 1} stages"
+        draw.text(8, 16, title, bold=True, size=12, room=draw.width - 16)
+        self._bands(draw)
+        self._draw_borders(draw)
+        if self._trains:
+            self._ribbons(draw)
+        self._arrows(draw)
+        for item in self.items:
+            self._box(draw, item)
+        if self._trains and any(self._crosses(a, b) for a, b, _ in self._merged("saved")):
+            draw.legend(8, bottom + 12, [(BAD, "saved in one stage, read by another")], draw.width - 16)
+            bottom += 20
+        return draw.to_svg(bottom + 4, f"{title}: forward, backward, saved values and borders")
+
+    def _time(self, seconds: float) -> str:
+        return duration(seconds, self.data["unit"])
+
+    def _bands(self, draw: Drawing) -> None:
+        for stage, (start, end) in enumerate(pairwise(self.borders)):
+            top, last = self.items[self._item_of[start]].y - GAP / 2, self.items[self._item_of[end - 1]]
+            high, fill = last.y + ROW + GAP / 2 - top, colour(stage)
+            draw.rect(0, top, self._right + 14, high, mixed(fill, 0.12))
+            draw.rect(0, top, 5, high, fill)
+            lines = self._about(stage)
+            for number, (text, ink) in enumerate(lines[: max(1, int((high - 6) / 14))]):
+                tooltip = "\n".join(line for line, _ in lines)
+                draw.text(
+                    12,
+                    top + 15 + 14 * number,
+                    text,
+                    ink,
+                    bold=not number,
+                    room=LEFT - 34,
+                    title=tooltip,
+                    size=10 if number else 12,
+                )
+        middle = LEFT + BOX / 2
+        draw.text(middle, TOP - 12, "forward ↓ (time)", MUTED, "middle", bold=True, size=10)
+        if self._trains:
+            draw.text(
+                LEFT + BOX + RIBBONS / 2, TOP - 12, "saved for backward (bytes)", MUTED, "middle", bold=True, size=10
+            )
+            draw.text(self._right - BOX / 2, TOP - 12, "backward ↑ (time)", MUTED, "middle", bold=True, size=10)
+
+    def _about(self, stage: int) -> list[tuple[str, str]]:
+        """Return the lines beside a stage and their colours, the most important first: a low stage has room for few."""
+        of = {name: column[stage] for name, column in self.data["stages"].items()}
+        device, limit = self.data["devices"][stage], self.data["memory"]
+        peak = of["fixed"] + of["saved"] + of["temporary"]
+        return [
+            (f"stage {self.data['parts'][stage]}{f' {device}' if device else ''}", INK),
+            (self._time(of["forward"] + of["backward"]), MUTED),
+            (f"peak {size(peak)}", BAD if limit and peak > limit else MUTED),
+        ]
+
+    def _name(self, item: _Item) -> str:
+        rows = self.data["rows"][item.start : item.end]
+        if len(rows) == 1:
+            return str(rows[0]["name"])
+        last = str(rows[-1]["name"])
+        same = len({row["kind"] for row in rows}) == 1
+        return f"{rows[0]['name']} … {last.rpartition('.')[2] if same else last} ×{len(rows)}"
+
+    def _box(self, draw: Drawing, item: _Item) -> None:
+        name, fill = self._name(item), colour(item.stage)
+        saved = f", saved {size(self.saved(item.start, item.end))}" if self._trains else ""
+        ops = sum(row["ops"] for row in self.data["rows"][item.start : item.end])
+        times = [("forward", "", LEFT)] + ([("backward", "∇ ", self._right - BOX)] if self._trains else [])
+        for column, sign, x in times:
+            time = self._time(sum(self.data["times"][column][item.start : item.end]))
+            draw.rect(x, item.y, BOX, ROW, fill, f"{name}\n{ops} ops, {column} {time}{saved}", round_=4)
+            draw.text(x + BOX - 8, item.y + 16, time, ink_on(fill), "end")
+            shown = shortened(name, BOX - 24 - width(time) - width(sign), end=True)
+            draw.text(x + 8, item.y + 16, sign + shown, ink_on(fill), title="" if shown == name else name)
+
+    def _merged(self, what: str) -> list[tuple[int, int, int]]:
+        """Sum edges or saved values of rows by box: (box, box, bytes), the largest first."""
+        found: dict[tuple[int, int], int] = {}
+        for a, b, nbytes in self.data[what]:
+            key = self._item_of[a], self._item_of[b]
+            found[key] = found.get(key, 0) + nbytes
+        return sorted(((a, b, nbytes) for (a, b), nbytes in found.items()), key=lambda one: (-one[2], one))[:_LINES]
+
+    def _crosses(self, a: int, b: int) -> bool:
+        return self.items[a].stage != self.items[b].stage
+
+    def _ribbons(self, draw: Drawing) -> None:
+        merged = self._merged("saved")
+        most, left, right = max((nbytes for *_, nbytes in merged), default=0) or 1, LEFT + BOX, self._right - BOX
+        for a, b, nbytes in reversed(merged):  # the small ones first, so that large ribbons lie above
+            y, end = self.items[a].y + ROW / 2, self.items[b].y + ROW / 2
+            red = self._crosses(a, b)
+            d = f"M{left},{y} C{left + 66},{y} {right - 66},{end} {right},{end}"
+            tooltip = f"{self._name(self.items[a])} → ∇ {self._name(self.items[b])}: {size(nbytes)}"
+            draw.path(d, BAD if red else RIBBON, max(1, 14 * nbytes / most), tooltip, opacity=0.75 if red else 0.55)
+        for a, b, nbytes in merged:
+            if nbytes >= most / (50 if self._crosses(a, b) else 16):
+                y = (self.items[a].y + self.items[b].y) / 2 + ROW / 2 + 4
+                draw.text((left + right) / 2, y, size(nbytes), INK, "middle", bold=True, size=10, spare=True, halo=True)
+
+    def _arrows(self, draw: Drawing) -> None:
+        merged = [one for one in self._merged("edges") if one[0] != one[1]]
+        most = max((nbytes for *_, nbytes in merged), default=0) or 1
+        columns = [(LEFT, LEFT + BOX / 2, -1)] + ([(self._right, self._right - BOX / 2, 1)] if self._trains else [])
+        farthest = max((b - a for a, b, _ in merged), default=1)
+        for a, b, nbytes in merged:
+            wide, far = 1 + 2 * (nbytes / most) ** 0.5, b - a
+            tooltip = f"{self._name(self.items[a])} → {self._name(self.items[b])}: {size(nbytes)}"
+            top, bottom = self.items[a].y + ROW / 2, self.items[b].y + ROW / 2
+            for edge, middle, side in columns:
+                if far == 1:
+                    draw.path(f"M{middle},{top + ROW / 2} L{middle},{bottom - ROW / 2}", RIBBON, wide, tooltip)
+                else:
+                    out = edge + side * (4 + 18 * far / farthest)
+                    draw.path(
+                        f"M{edge},{top} C{out},{top} {out},{bottom} {edge},{bottom}", RIBBON, wide, tooltip, opacity=0.6
+                    )
+
+    @property
+    def _border_texts(self) -> list[str]:
+        up = self.data["up"]
+        return [
+            f"▼ {size(self.data['down'][row])}" + (f"  ▲ {size(up[row])}" if self._trains else "")
+            for row in self.borders[1:-1]
+        ]
+
+    def _draw_borders(self, draw: Drawing) -> None:
+        for row, text in zip(self.borders[1:-1], self._border_texts, strict=True):
+            y = self.items[self._item_of[row]].y - GAP / 2
+            draw.line((0, y), (self._right + 14, y), INK, 1.3, dashes="6 4")
+            draw.text(self._right + 20, y + 4, text, INK, size=10, bold=True)
+
+
+def _runs(kinds: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield (start, length) of each run of equal kinds."""
+    at = 0
+    for _, group in groupby(kinds):
+        count = len(list(group))
+        yield at, count
+        at += count
+
+
+def ladder_svg(ladder: LadderView) -> str:
+    """Return the still picture of a ladder."""
+    return LadderDrawing(ladder.still(), ladder.saved_bytes).to_svg()

@@ -1,0 +1,157 @@
+"""``splitkit train --nproc`` leaves no process behind, however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from splitkit.cli import launcher
+
+RANK = """#!/bin/sh
+echo $$ >> "{folder}/pids"
+{body}
+"""
+
+
+@pytest.fixture
+def ranks(tmp_path, monkeypatch):
+    """Ranks that are a shell script; a function that starts two, and one that says which of them are there."""
+
+    def started(body, wait=30.0):
+        script = tmp_path / "rank.sh"
+        script.write_text(RANK.format(folder=tmp_path, body=body))
+        script.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(script))
+        return launcher.ranks(["train"], 2, wait)
+
+    def pids():
+        path = tmp_path / "pids"
+        return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+    return started, pids
+
+
+@pytest.fixture
+def own_handler():
+    """Handle a signal as if nothing had told this process otherwise; gives what handles it then."""
+    before = {}
+
+    def use(number, handler=None):
+        if handler is None:
+            handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        before[number] = signal.signal(number, handler)
+        return handler
+
+    yield use
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("number", "raises"),
+    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit), (signal.SIGHUP, SystemExit)],
+)
+def test_a_signal_ends_all_ranks(ranks, own_handler, number, raises):
+    """SIGTERM and SIGHUP left them running."""
+    started, pids = ranks
+    before = own_handler(number)
+
+    def send():
+        while len(pids()) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send, daemon=True).start()
+    with pytest.raises(raises):
+        started("sleep 100")
+    assert len(pids()) == 2 and not any(map(alive, pids())) and signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_rank_that_is_just_being_started(ranks, own_handler, monkeypatch, number):
+    """The signal comes when the process is there already, and not yet known."""
+    started, pids = ranks
+    own_handler(number)
+
+    def late(*given, **options):
+        process = Popen(*given, **options)
+        while not pids():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+        return process
+
+    Popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", late)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        started("sleep 100")
+    assert pids() and not any(map(alive, pids()))
+
+
+def test_a_signal_that_nohup_has_ignored_stays_ignored(ranks, own_handler):
+    started, _ = ranks
+    own_handler(signal.SIGHUP, signal.SIG_IGN)
+    assert started("kill -HUP $PPID; exit 3") == (3, "")
+
+
+def test_ranks_that_wait_for_one_that_failed_are_ended(ranks, monkeypatch):
+    started, pids = ranks
+    monkeypatch.setattr(launcher, "GRACE", 0.1)
+    code, out = started("if [ $RANK = 1 ]; then exit 3; fi; echo said; sleep 100", wait=0.1)
+    assert code == 3 and out == "said\n" and not any(map(alive, pids()))
+
+
+def test_what_rank_0_writes_is_handed_on(ranks):
+    started, _ = ranks
+    assert started('echo "rank $RANK of $WORLD_SIZE"') == (0, "rank 0 of 2\n")
+
+
+def said(code, reason):
+    return json.dumps({"error": {"code": code, "reason": reason, "remedy": "", "nodes": []}})
+
+
+LOST = said(None, "RuntimeError: Connection closed by peer [127.0.0.1]:5")
+TOLD = said("SK804", "rank 1 captured a different graph")
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "shown"),
+    [
+        (LOST, TOLD, TOLD),
+        (said("SK805", "another rank is gone"), TOLD, TOLD),
+        (LOST, said("SK805", "rank 1 failed"), said("SK805", "rank 1 failed")),
+        (LOST, said(None, "ValueError: no such thing"), said(None, "ValueError: no such thing")),
+        ("", TOLD, TOLD),
+        (TOLD, LOST, TOLD),
+        ('{"command": "train"}', "", '{"command": "train"}'),
+    ],
+)
+def test_the_error_that_tells_most_is_shown(ranks, first, other, shown):
+    """A rank that fails takes the others with it: rank 0's lost connection was all that was shown."""
+    started, _ = ranks
+    code, out = started(f"test $RANK = 0 && echo '{first}' || echo '{other}'\nexit 1")
+    assert code == 1 and out.strip() == shown
+
+
+def test_ranks_have_one_hash_seed(ranks, monkeypatch):
+    """A loop over a set of strings runs in the order that the seed gives it."""
+    started, _ = ranks
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    seeds = "echo $PYTHONHASHSEED"
+    assert started(seeds)[1].strip() == "0"
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert started(seeds)[1].strip() == "7"

@@ -1,0 +1,46 @@
+"""Which memory the values of nodes lie in, and which parameters nodes read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from handgraphs import graph_of
+from torch import fx, nn
+
+from splitkit.errors import GraphError
+from splitkit.graph.storages import owned_tensors, storage_key, storages_shown
+
+
+def test_values_that_share_memory_show_one_storage():
+    graph = fx.Graph()
+    base, view, other, both, unknown = (graph.placeholder(name) for name in "abcde")
+    memory, apart = torch.ones(4), torch.ones(4)
+    base.meta["val"], view.meta["val"], other.meta["val"], both.meta["val"] = memory, memory[1:], apart, [memory, apart]
+    assert storages_shown([base, view]) == {storage_key(memory)} and storages_shown([unknown]) == set()
+    assert storages_shown([both]) == storages_shown([base, other]) == {storage_key(memory), storage_key(apart)}
+
+
+def reads(root, *names):
+    def write(g):
+        g.output(tuple(g.call_function(torch.sin, (g.get_attr(name),)) for name in names))
+
+    gm = graph_of(write, root)
+    return owned_tensors(gm, [node for node in gm.graph.nodes if node.op == "call_function"])
+
+
+def test_of_tensors_that_begin_at_one_place_the_parameter_is_owned_then_the_largest():
+    root = nn.Module()
+    root.register_buffer("whole", torch.ones(4))
+    root.register_buffer("head", root.whole[:2])
+    root.register_buffer("tail", root.whole[2:])
+    assert [id(t) for t in reads(root, "head", "whole")] == [id(root.whole)]
+    assert {id(t) for t in reads(root, "head", "tail")} == {id(root.head), id(root.tail)}
+    root.weight = nn.Parameter(root.whole[:2])
+    assert [id(t) for t in reads(root, "whole", "weight", "head")] == [id(root.weight)]
+
+
+def test_a_lazy_parameter_is_refused_by_the_node_that_reads_it():
+    root = nn.Module()
+    root.weight = nn.UninitializedParameter()
+    with pytest.raises(GraphError, match="SK112: a tensor of sin has no size yet"):
+        reads(root, "weight")

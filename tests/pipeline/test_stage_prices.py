@@ -1,0 +1,245 @@
+"""The costs of parts are what their modules take when they run: saved bytes exactly, peaks from above."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from campaigns import these_first
+from keptmodels import LANGUAGE, MODELS, Convolutions, Mixed
+from savedbytes import kept_by_autograd, storages, tensors_of
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import splitkit as sk
+from splitkit.memory.autograd.saved_storages import activations
+from splitkit.pipeline.stage_costs import StageCosts
+from splitkit.pipeline.stage_prices import StagePrices, peaks_of_visits, stage_costs
+from splitkit.policies import RoundRobin, Stages
+from splitkit.testing.models import build
+from splitkit.testing.small_nets import loss_or_sum
+
+
+class Parts(torch.fx.Interpreter):
+    """Runs a split module, and measures each part on its own while it is at it."""
+
+    def __init__(self, gm):
+        super().__init__(gm)
+        self.rows = []
+
+    def call_module(self, target, args, kwargs):
+        part = self.fetch_attr(target)
+        self.rows.append(measured(part, args))
+        return pytree.tree_map_only(torch.Tensor, alone, part(*args, **kwargs))
+
+
+def alone(tensor):
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def forward_and_backward(part, args, gradients):
+    outputs = [t for t in tensors_of(part(*args)) if t.requires_grad]
+    torch.autograd.backward(outputs, [g.clone() for g in gradients])
+
+
+def forward(part, args):
+    with torch.no_grad():
+        return part(*args)
+
+
+def measured(part, args):
+    """What a part takes: bytes saved, peak of training from the second microbatch on, peak of inference."""
+    args = pytree.tree_map_only(torch.Tensor, alone, args)  # without the gradients that another part left
+    saved = kept_by_autograd(part, lambda: part(*args), tensors_of(args), outputs=True)
+    trained = [p for p in dict.fromkeys(part.parameters()) if p.requires_grad]
+    inference = sk.measure_memory(forward, part, [t.detach() if isinstance(t, torch.Tensor) else t for t in args])
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    gradients = [torch.ones_like(t) for t in tensors_of(part(*args)) if t.requires_grad]
+    training = sk.measure_memory(forward_and_backward, part, args, gradients)
+    for parameter in trained:
+        parameter.grad = None
+    return {
+        "saved": saved,
+        "parameters": sum(storages([*part.parameters(), *part.buffers()]).values()),
+        "gradients": sum(p.numel() * p.element_size() for p in trained),
+        "inference": inference.peak,
+        "training": training.peak - sum(g.nbytes for g in gradients),  # those above; the copies are backward's
+    }
+
+
+def check(gm, plan, inputs):
+    flow, costs = sk.analyze(gm), sk.costs.flops(gm)
+    found = stage_costs(flow, plan, costs, optimizer="momentum")
+    inference = stage_costs(flow, plan, costs, optimizer=None)
+    split = sk.split(gm, plan)
+    parts = Parts(split.module)
+    parts.run(*inputs)
+    assert len(found) == len(inference) == len(parts.rows)
+    for training, without, true in zip(found, inference, parts.rows, strict=True):
+        assert training.saved_bytes == true["saved"]
+        assert training.parameter_bytes == without.parameter_bytes == true["parameters"]
+        assert training.gradient_bytes == training.optimizer_bytes == true["gradients"]
+        peak = true["parameters"] + true["gradients"] + training.saved_bytes + training.temporary_bytes
+        assert true["training"] <= peak <= 1.3 * true["training"]
+        assert true["inference"] <= without.parameter_bytes + without.temporary_bytes <= 1.02 * true["inference"]
+        assert without.saved_bytes == without.gradient_bytes == without.optimizer_bytes == without.backward == 0
+    return found
+
+
+def inputs_of(gm, args, kwargs):
+    return tensors_of(list(inspect.signature(gm.forward).bind(*args, **kwargs).arguments.values()))
+
+
+@pytest.mark.parametrize("name", these_first(["gpt2"], sorted({*MODELS} - {"gpt2"})))
+def test_parts_of_models(name):
+    example = build(name, **MODELS[name])
+    gm = sk.capture(example.model, *example.args, **example.kwargs)
+    inputs = inputs_of(gm, example.args, example.kwargs)
+    found = check(gm, sk.plan(gm, Stages(3, seconds=1), sk.costs.flops(gm)), inputs)
+    costs = sk.costs.training(sk.costs.flops(gm))
+    assert sum(s.forward + s.backward for s in found) == pytest.approx(sum(costs.seconds(n) for n in gm.graph.nodes))
+    assert all(s.backward_weight > 0 for s in found)
+    assert found[-1].activation_bytes == 0
+    assert found[0].input_gradient_bytes == 0
+    assert all(s.input_gradient_bytes > 0 for s in found[1:])
+
+
+@pytest.mark.parametrize("count", these_first([2], [1, 3]))
+def test_parts_of_a_convolutional_net_and_of_one_with_regions(count):
+    for model, inputs in (
+        (Convolutions(), (torch.randn(2, 3, 8, 8), torch.tensor([1, 2]))),
+        (Mixed(), (torch.randn(4, 16),)),
+    ):
+        gm = sk.capture(model.train(), *inputs)
+        check(gm, sk.plan(gm, Stages(count, seconds=1), sk.costs.flops(gm)), inputs)
+
+
+def chain():
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2, bias=False)), torch.randn(3, 4)
+    gm = sk.capture(model, x)
+    flow = sk.analyze(gm)
+    return gm, flow, sk.costs.flops(gm), list(flow.nodes)
+
+
+def test_each_number_of_a_chain_by_hand():
+    _, flow, costs, (first, relu, last) = chain()
+    one, two = stage_costs(flow, [{first, relu}, {last}], costs, optimizer="adam")
+    x, y, z = 3 * 4 * 4, 3 * 6 * 4, 3 * 2 * 4
+    assert (one.saved_bytes, two.saved_bytes) == (x + y, y + z)
+    assert (one.parameter_bytes, two.parameter_bytes) == (4 * (24 + 6), 4 * 12)
+    assert (one.gradient_bytes, one.optimizer_bytes) == (4 * 30, 8 * 30)
+    assert (one.activation_bytes, two.activation_bytes) == (y, 0)
+    assert (one.input_gradient_bytes, two.input_gradient_bytes) == (0, y)
+    # backward of linear: the gradient that came, that of relu's input, and those of the parameters; of the last
+    # product: the gradient that came, of its input, of its weight
+    assert one.temporary_bytes == y + y + 4 * 30
+    assert two.temporary_bytes == z + y + 4 * 12
+    assert one.forward == pytest.approx(costs.seconds(first) + costs.seconds(relu))
+    own, _ = stage_costs(flow, [{first, relu}, {last}], costs, weight_part="own")
+    assert own.backward_weight == pytest.approx(costs.seconds(first))  # x needs no gradient
+    assert (one.backward_input, one.backward_weight) == (0, own.backward)  # torch's first stage has no input part
+    assert own.backward_input == pytest.approx(costs.seconds(relu))
+    assert two.backward_input == two.backward_weight == pytest.approx(costs.seconds(last))
+
+
+def test_gradients_of_parameters_stay_no_longer_than_their_backward():
+    _, flow, costs, nodes = chain()
+    (whole,) = stage_costs(flow, [nodes], costs)
+    x, y, z = 3 * 4 * 4, 3 * 6 * 4, 3 * 2 * 4
+    assert whole.saved_bytes == x + y + z
+    # relu: the gradient of the output, held to the end, and both of its own; not that of the last weight
+    assert whole.temporary_bytes == z + y + y
+
+
+def test_inference_by_hand():
+    _, flow, costs, nodes = chain()
+    (whole,) = stage_costs(flow, [nodes], costs, optimizer=None)
+    x, y = 3 * 4 * 4, 3 * 6 * 4
+    assert whole.temporary_bytes == x + y + y
+    assert whole.parameter_bytes == 4 * 42
+    assert whole.input_gradient_bytes == 0
+
+
+def test_sets_and_plans_agree_whatever_the_parts_are_called():
+    gm, flow, costs, (first, relu, last) = chain()
+    plan = sk.Plan.of({first: "z", relu: "a", last: "m"})
+    assert stage_costs(flow, plan, costs) == stage_costs(flow, [[first], [relu], [last]], costs)
+    assert StagePrices(flow, costs, activations=activations(gm)).of(plan) == stage_costs(flow, plan, costs)
+
+
+def test_a_part_reads_its_own_copy():
+    _, flow, costs, (first, relu, last) = chain()
+    x, y = 3 * 4 * 4, 3 * 6 * 4
+    plan = sk.Plan.of({first: 0, relu: [0, 1], last: 1})
+    sent, copied = stage_costs(flow, [[first, relu], [last]], costs), stage_costs(flow, plan, costs)
+    assert copied[0].activation_bytes == sent[0].activation_bytes == y  # what relu reads is as large
+    assert copied[1].saved_bytes == sent[1].saved_bytes + y  # the input of its relu
+    assert copied[0].saved_bytes == x + 2 * y  # what it gives, and what its own relu saves
+
+
+def test_what_is_read_twice_is_paid_once_and_skips_go_through_neighbours():
+    class Skip(nn.Module):
+        def forward(self, x, w):
+            y = torch.tanh(x * w)
+            return (torch.sin(y) + torch.cos(y)) * y
+
+    gm = sk.capture(Skip(), torch.randn(8), torch.randn(8))
+    flow = sk.analyze(gm)
+    found = stage_costs(flow, [[node] for node in flow.nodes], sk.costs.flops(gm), optimizer=None)
+    # mul | tanh | sin | cos | add | mul: y goes on to the last one, sin and cos to the sum
+    assert [s.activation_bytes // 32 for s in found] == [1, 1, 2, 3, 2, 0]
+
+
+def test_a_view_of_a_parameter_that_crosses_is_the_readers_own():
+    class Sliced(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 8))
+
+        def forward(self, x):
+            return x * self.weight[1]
+
+    gm = sk.capture(Sliced(), torch.randn(8))
+    flow = sk.analyze(gm)
+    one, two = stage_costs(flow, [[node] for node in flow.nodes], sk.costs.flops(gm))
+    assert (one.parameter_bytes, two.parameter_bytes) == (4 * 32, 0)
+    assert one.activation_bytes == two.input_gradient_bytes == 32
+    assert two.saved_bytes == 3 * 32  # x, the row, and the result
+
+
+def test_shared_parameters_are_in_each_part_and_once_in_one():
+    example = build("gpt2", **LANGUAGE)
+    gm = sk.capture(example.model, *example.args, **example.kwargs)
+    flow = sk.analyze(gm)
+    prices = StagePrices(flow, sk.costs.flops(gm))
+    (whole,) = prices.of([flow.nodes])
+    assert whole.gradient_bytes == sum(p.numel() * 4 for p in example.model.parameters())
+    tied = example.model.lm_head.weight.numel() * 4
+    parts = prices.of(sk.plan(gm, Stages(2), sk.costs.flops(gm)))
+    assert sum(p.gradient_bytes for p in parts) == whole.gradient_bytes + tied
+
+
+def test_bad_input():
+    gm, flow, costs, (first, relu, last) = chain()
+    with pytest.raises(sk.SplitError, match="SK302.*'lion'"):
+        stage_costs(flow, [[first, relu, last]], costs, optimizer="lion")
+    with pytest.raises(sk.SplitError, match="SK208.*linear_1"):
+        stage_costs(flow, [[first, relu]], costs)
+    with pytest.raises(sk.SplitError, match="SK208.*relu"):
+        stage_costs(flow, sk.Plan.of({first: 0, last: 1}), costs)
+    with pytest.raises(sk.SplitError, match="SK203"):
+        stage_costs(flow, sk.Plan.of({first: 0, relu: 1, last: 0}), costs)
+    joint = sk.capture_joint(nn.Linear(2, 2), torch.randn(1, 2), loss=loss_or_sum).graph_module
+    with pytest.raises(sk.SplitError, match="SK323"):
+        stage_costs(sk.analyze(joint), [sk.analyze(joint).nodes], sk.costs.flops(joint))
+    assert stage_costs(sk.analyze(gm), sk.plan(gm, RoundRobin(1)), costs)
+
+
+def test_a_device_that_is_visited_twice_holds_both_stages_and_the_larger_of_what_runs():
+    first, second = (
+        StageCosts(1, 1, saved_bytes=s, temporary_bytes=t, parameter_bytes=100) for s, t in ((1, 20), (2, 7))
+    )
+    assert peaks_of_visits([first, second, second], ["a", "b", "a"]) == {"a": 100 + 1 + 100 + 2 + 20, "b": 109}
+    assert peaks_of_visits([second, first], ["a", "a"])["a"] == 223

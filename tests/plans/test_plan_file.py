@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+import json
+import stat
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
+
+import splitkit as sk
+from splitkit.errors import FileError, PlanError
+from splitkit.plans import plan_file
+from splitkit.plans.parts import Part
+from splitkit.plans.record import Plan
+from splitkit.policies import Stages
+
+KEYS = st.recursive(
+    st.integers() | st.text() | st.booleans() | st.just(torch.device("cuda:1")),
+    lambda inner: st.tuples(inner, inner),
+    max_leaves=4,
+)
+
+
+class Chain(nn.Module):
+    def forward(self, x):
+        return (x + 1) * 2 - 3
+
+
+GRAPH = fx.symbolic_trace(Chain())
+
+
+def some_plan():
+    add, mul, sub = (n for n in GRAPH.graph.nodes if n.op == "call_function")
+    parts = {("cuda:0", 1): Part(("cuda:0", 1), torch.device("cuda:0"), "checkpoint")}
+    return Plan({add: (0,), mul: (("cuda:0", 1), 0), sub: (None, "b")}, parts, "a note")
+
+
+def test_a_plan_survives_a_file(tmp_path):
+    path = tmp_path / "plan.json"
+    some_plan().save(path)
+    assert Plan.load(path, GRAPH.graph) == some_plan()
+    assert Plan.from_dict(GRAPH.graph, some_plan().to_dict()) == some_plan()
+    assert list(tmp_path.iterdir()) == [path]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(KEYS, min_size=3, max_size=3))
+def test_every_kind_of_key_survives(keys):
+    plan = Plan.of(dict(zip([n for n in GRAPH.graph.nodes if n.op == "call_function"], keys, strict=True)))
+    again = Plan.from_dict(GRAPH.graph, json.loads(json.dumps(plan.to_dict())))
+    assert again == plan
+
+
+def test_routing_and_dropped_nodes_survive(tmp_path):
+    add, mul, sub = some_plan()
+    plan = Plan({add: (0,), mul: (), sub: (1,)}, routing="relay")
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json", GRAPH.graph)
+    assert again == plan and again.routing == "relay" and again[mul] == ()
+
+
+def test_files_from_before_there_was_routing_are_direct():
+    data = some_plan().to_dict()
+    del data["routing"]
+    assert Plan.from_dict(GRAPH.graph, data) == some_plan()
+
+
+def test_files_from_before_nodes_were_described_load():
+    data = some_plan().to_dict()
+    del data["nodes"]
+    assert Plan.from_dict(GRAPH.graph, data) == some_plan()
+
+
+def test_the_empty_plan_survives():
+    assert Plan.from_dict(GRAPH.graph, Plan({}).to_dict()) == Plan({})
+
+
+def test_another_graph_is_refused_by_name(tmp_path):
+    some_plan().save(tmp_path / "p.json")
+    other = fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(FileError, match=r"SK502.*'x' of the plan and 'input_1' of this graph"):
+        Plan.load(tmp_path / "p.json", other.graph)
+    before = {k: v for k, v in some_plan().to_dict().items() if k != "nodes"}
+    with pytest.raises(FileError, match=r"SK502.*'add' and 2 more"):
+        Plan.from_dict(other.graph, before)
+
+
+def test_the_fingerprint_sees_structure_and_not_sizes():
+    class Sized(nn.Module):
+        def __init__(self, size, op):
+            super().__init__()
+            self.size, self.op = size, op
+
+        def forward(self, x):
+            return self.op(x.view(self.size))
+
+    def print_of(size, op):
+        return plan_file.fingerprint(fx.symbolic_trace(Sized(size, op)).graph)
+
+    assert print_of(4, torch.sin) == print_of(8, torch.sin) != print_of(4, torch.cos)
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"schema": 99}, "SK503"),
+        ({"kind": "something"}, "SK501"),
+        ({"parts": [{"key": 0}]}, "SK501"),
+        ({"places": {"add": [7]}}, "SK501"),
+        ({"routing": "by pigeon"}, "SK501"),
+        ({"places": {"add": [0, 0]}}, "SK205"),
+        ({"schema": True}, "SK503"),
+        ({"graph": None, "places": {"nowhere": [0]}}, "SK502"),
+        ({"nodes": "add"}, "SK501"),
+        ({"nodes": ["add"]}, "SK501"),
+        ({"nodes": ["add 12", "add 13"]}, "SK501"),
+    ],
+)
+def test_damage_is_refused(change, code):
+    data = {**some_plan().to_dict(), **change}
+    with pytest.raises((FileError, PlanError), match=code):
+        Plan.from_dict(GRAPH.graph, data)
+
+
+def test_a_missing_field_is_named():
+    data = some_plan().to_dict()
+    del data["places"]
+    with pytest.raises(FileError, match="SK501.*'places'"):
+        Plan.from_dict(GRAPH.graph, data)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "\x00"])
+def test_files_that_are_no_json_objects(tmp_path, text):
+    (tmp_path / "p.json").write_text(text)
+    with pytest.raises(FileError, match="SK501"):
+        Plan.load(tmp_path / "p.json", GRAPH.graph)
+
+
+def test_files_that_cannot_be_read_or_written(tmp_path):
+    with pytest.raises(FileError, match="SK504: cannot read"):
+        Plan.load(tmp_path / "none.json", GRAPH.graph)
+    with pytest.raises(FileError, match="SK504: cannot write"):
+        some_plan().save(tmp_path / "no" / "folder.json")
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "p.json"
+    some_plan().save(path)
+    before = path.read_text()
+    with pytest.raises(TypeError):
+        plan_file.write_json(path, {"not json": object()})
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_part_without_a_name_for_files():
+    node = next(iter(some_plan()))
+    with pytest.raises(PlanError, match="SK206.*frozenset"):
+        Plan.of({node: frozenset([1])}).to_dict()
+
+
+def part(**fields):
+    return {"parts": [{"key": 0, "device": None, "call": "plain", **fields}]}
+
+
+NESTED = "x"
+for _ in range(100_000):
+    NESTED = [NESTED]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"places": []}, r"places is \[\], not an object"),
+        ({"places": {"add": 0}}, r"places\['add'\] is 0, not a list"),
+        ({"places": {"add": [-1]}}, r"places\['add'\] is \[-1\]"),
+        ({"places": {"add": [True]}}, r"places\['add'\] is \[True\]"),
+        ({"places": {"add": [0.0]}}, r"places\['add'\] is \[0.0\]"),
+        ({"parts": {}}, r"parts is \{\}, not a list"),
+        ({"parts": [0]}, r"parts\[0\] is 0, not an object"),
+        ({"parts": 2 * part()["parts"]}, r"parts\[1\].key is 0, not a name that differs"),
+        ({"parts": part()["parts"] + part(key=False)["parts"]}, r"parts\[1\].key is False, not a name that differs"),
+        ({"parts": part(key=[1])["parts"] + part(key=[1.0])["parts"]}, r"parts\[1\].key is \[1.0\]"),
+        (part(key=None), r"parts\[0\].key is None"),
+        (part(key=["a", None]), r"parts\[0\].key is \['a', None\]"),
+        (part(key={"device": 0}), r"parts\[0\].key is \{'device': 0\}"),
+        (part(key={"device": "abacus"}), r"parts\[0\].key is \{'device': 'abacus'\}"),
+        (part(key={"name": "a"}), r"parts\[0\].key is \{'name': 'a'\}"),
+        (part(key=NESTED), r"parts\[0\].key is "),
+        (part(call="chekpoint"), r"parts\[0\].call is 'chekpoint'"),
+        ({"routing": None}, r"routing is None, not 'direct' or 'relay'"),
+        ({"routing": ["relay"]}, r"routing is \['relay'\]"),
+        (part(call=[1]), r"parts\[0\].call is \[1\]"),
+        (part(device=0), r"parts\[0\].device is 0"),
+        (part(device=""), r"parts\[0\].device is ''"),
+        (part(device="cuda:99999999999999999999"), r"parts\[0\].device is "),
+    ],
+    ids=lambda item: item if isinstance(item, str) else "",
+)
+def test_damage_is_refused_by_the_name_of_the_field(change, reason):
+    with pytest.raises(FileError, match=f"SK501: the plan is damaged: {reason}"):
+        Plan.from_dict(GRAPH.graph, {**some_plan().to_dict(), **change})
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, '{"a":' * 200_000, '{"a": 1, "a": 2}', '{"a": 1' + "0" * 5000 + "}", "\udcff"]
+)
+def test_files_that_json_cannot_read_are_refused(tmp_path, text):
+    (tmp_path / "p.json").write_text(text, errors="surrogateescape")
+    with pytest.raises(FileError, match="SK501.* is not JSON"):
+        plan_file.read_json(tmp_path / "p.json")
+
+
+def test_names_and_numbers_that_no_file_takes_are_refused(tmp_path):
+    with pytest.raises(FileError, match="SK504: cannot write"):
+        some_plan().save(str(tmp_path / "a\0b"))
+    with pytest.raises(FileError, match="SK504: cannot read"):
+        Plan.load(str(tmp_path / "a\0b"), GRAPH.graph)
+    with pytest.raises(FileError, match="SK504: cannot write"):
+        Plan.of({next(iter(some_plan())): 10**5000}).save(tmp_path / "p.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_parts_of_one_name_in_the_file_are_refused():
+    class Name(str):
+        __hash__ = object.__hash__
+
+        def __eq__(self, other):
+            return self is other
+
+    add, mul, _ = some_plan()
+    with pytest.raises(PlanError, match="SK206: two of the parts .* have the same name"):
+        Plan.of({add: Name("a"), mul: "a"}).to_dict()
+
+
+def test_replicas_are_written_only_where_there_are_some():
+    plan = Plan.of({node: i % 2 for i, node in enumerate(n for n in GRAPH.graph.nodes if n.op == "call_function")})
+    assert all("replicas" not in part for part in plan.to_dict()["parts"])
+    several = replace(plan, parts={key: replace(part, replicas=1 + key) for key, part in plan.parts.items()})
+    data = json.loads(json.dumps(several.to_dict()))
+    assert [part.get("replicas") for part in data["parts"]] == [None, 2]
+    assert Plan.from_dict(GRAPH.graph, data) == several
+    assert "2 replicas" in str(several) and "replicas" not in str(plan)
+    for wrong in (0, 1.5, True, "2", None):
+        data["parts"][1]["replicas"] = wrong
+        with pytest.raises(FileError, match="replicas"):
+            Plan.from_dict(GRAPH.graph, data)
+
+
+def test_a_failed_write_leaves_no_temporary_file(tmp_path):
+    with pytest.raises(TypeError):
+        plan_file.write_json(tmp_path / "plan.json", {"not json": object()})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("value", [10**400, float("nan"), -1.0, "1", True, None])
+def test_a_claim_of_a_plan_file_that_makes_no_sense_is_refused(value):
+    data = json.loads(json.dumps(sk.plan(GRAPH, Stages(2), sk.costs.unit(GRAPH)).to_dict()))
+    data["claim"]["value"] = value
+    with pytest.raises(FileError, match="SK501.*claim"):
+        Plan.from_dict(GRAPH.graph, data)
+
+
+def test_a_fingerprint_is_of_ops_names_targets_and_edges():
+    def printed(op="call_method", name="a", target="sin", reads=0):
+        graph = fx.Graph()
+        inputs = [graph.placeholder("x"), graph.placeholder("y")]
+        graph.output(graph.create_node(op, target, (inputs[reads],), name=name))
+        return plan_file.fingerprint(graph)
+
+    same = {printed(), printed()}
+    others = {printed(op="call_module"), printed(name="b"), printed(target="cos"), printed(reads=1)}
+    assert len(same) == 1 and len(others) == 4 and not same & others

@@ -1,0 +1,86 @@
+"""The picture of forward and backward: what it says is what the pair, the frontier and the simulation say."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+from campaigns import these_first
+from jointmodels import wide
+from torch import nn
+
+import splitkit as sk
+from splitkit.graph.joint_marks import backward_nodes, forward_outputs
+from splitkit.policies import RecomputeAll, SaveAll
+from splitkit.testing.small_nets import UNet, loss_or_sum
+from splitkit.view.data.joint_ladder import HalvesView
+
+
+@pytest.fixture(scope="module", params=these_first(["gpt2"], ["t5"]))
+def view(request):
+    joint, _ = wide(request.param)
+    costs = sk.costs.roofline(joint.graph_module, "a100")
+    return HalvesView(
+        joint.flow, [joint.split(policy, costs) for policy in (RecomputeAll(), SaveAll())], costs, chosen=1
+    )
+
+
+@pytest.fixture(scope="module")
+def data(view):
+    return view.to_dict()
+
+
+def test_each_choice_is_its_pair(view, data):
+    for pair, choice in zip(view.pairs, data["choices"], strict=True):
+        profile = sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
+        assert (choice["peak"], choice["bytes"]) == (profile.peak, profile.saved)
+        assert sum(nbytes for _, _, nbytes in choice["saved"]) == sum(value.nbytes for value in pair.saved_values)
+        again = {n.name for n in pair.forward.graph.nodes if n.op != "placeholder"}
+        again &= {n.name for n in pair.backward.graph.nodes if n.op != "placeholder"}
+        assert [data["ops"]["name"][op] for op in choice["again"]] == [n for n in data["ops"]["name"] if n in again]
+    assert data["choices"][0]["bytes"] < data["choices"][1]["bytes"]
+    assert data["choices"][0]["seconds"] > data["choices"][1]["seconds"] == 0
+
+
+def test_memory_unfolds_to_the_profile(view, data):
+    for pair, choice in zip(view.pairs, data["choices"], strict=True):
+        profile = sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
+        changes = [
+            c for told in choice["memory"]["bytes"] for c in ([0] * int(told) if isinstance(told, str) else [told])
+        ]
+        assert tuple(accumulate(changes)) == profile.timeline
+        told = choice["memory"]["steps"]
+        ops = [op + k if op >= 0 else -1 for op, count in zip(told[::2], told[1::2], strict=True) for k in range(count)]
+        names = [data["ops"]["name"][op] if op >= 0 else None for op in ops]
+        assert len(names) == len(profile.steps)
+        assert all(name in (None, step.name) for name, step in zip(names, profile.steps, strict=True))
+        assert {step.name for step in profile.steps}.intersection(data["ops"]["name"]) == {*names} - {None}
+
+
+def test_forward_goes_down_and_backward_stands_behind_it(view, data):
+    ops, late = data["ops"], data["late"]
+    assert len(ops["name"]) == len(view.flow.nodes) and 0 < late < len(ops["name"])
+    for op, steps in enumerate(ops["reads"]):
+        for read in (op - step for step in steps):
+            assert read < op and (op >= late or (read < late and ops["row"][read] <= ops["row"][op]))
+    assert sum(row["ops"] for row in data["rows"]) == len(ops["name"])
+
+
+def test_ops_of_backward_stand_behind_those_of_forward():
+    torch.manual_seed(0)
+    nets = UNet(width=4, levels=2), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    for net, x in zip(nets, (torch.randn(1, 3, 16, 16), torch.randn(2, 4)), strict=True):
+        joint = sk.capture_joint(net, x, loss=loss_or_sum)
+        data = HalvesView(joint.flow, [joint.split(SaveAll())], sk.costs.flops(joint.graph_module)).to_dict()
+        assert forward_outputs(joint.graph_module.graph) == joint.signature.forward_outputs
+        late = {node.name for node in backward_nodes(joint.graph_module.graph)}
+        names = data["ops"]["name"]
+        assert 0 < data["late"] < len(names) and late.isdisjoint(names[: data["late"]])
+        assert late.issuperset(names[data["late"] :])
+
+
+def test_time_is_that_of_the_prices(view, data):
+    whole = sum(view.costs.seconds(node) for node in view.flow.nodes)
+    choice = data["choices"][1]
+    assert sum(choice["forward"]) + sum(choice["backward"]) == pytest.approx(whole, rel=1e-5)
