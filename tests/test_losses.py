@@ -13,7 +13,7 @@ from torch import nn
 import splitkit as sk
 from splitkit.errors import CaptureError, PipelineError
 from splitkit.losses import loss_of, no_loss
-from splitkit.runtime.ranks.last_stage import ends_of, own_loss, require_loss
+from splitkit.runtime.ranks.last_stage import last_stage_of, own_loss, require_loss
 from splitkit.runtime.ranks.stage_chain import chain_of
 from splitkit.testing.models import Example
 from splitkit.testing.timing import best_step
@@ -151,7 +151,7 @@ def chain(gives):
 def test_a_pipeline_waits_for_the_named_loss_alone():
     """Of several numbers it took none, whatever they were called."""
     found = chain(FOUND["a key"])
-    ends = ends_of(found, None, True, False)
+    ends = last_stage_of(found, None, True, False)
     assert ends.own is not None and ends.wanted == (ends.own,)
     output = found.split.module.graph.output_node()
     assert ends.own is dict(zip(["logits", "aux", "loss"], output.all_input_nodes, strict=True))["loss"]
@@ -160,7 +160,7 @@ def test_a_pipeline_waits_for_the_named_loss_alone():
 def test_a_pipeline_without_a_loss_is_refused_before_it_runs():
     found = chain(REFUSED["no number"][0])
     with pytest.raises(PipelineError, match=r"SK802: .*none of its outputs(?s:.*)output\['logits'\]: float32\[2, 4\]"):
-        require_loss(found, ends_of(found, None, True, False))
+        require_loss(found, last_stage_of(found, None, True, False))
 
 
 @pytest.mark.parametrize(("gives", "numbers"), [(FOUND["a key"], {1}), (REFUSED["two numbers"][0], {3})])

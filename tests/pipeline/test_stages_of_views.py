@@ -19,7 +19,7 @@ from splitkit import _torch
 from splitkit.memory.autograd.saved_storages import activations
 from splitkit.pipeline.stage_prices import stage_costs
 from splitkit.runtime.parent import values_of
-from splitkit.runtime.ranks.last_stage import ends_of
+from splitkit.runtime.ranks.last_stage import last_stage_of
 from splitkit.runtime.ranks.stage import Batch, ChainStage
 from splitkit.runtime.ranks.stage_chain import chain_of
 from splitkit.testing.models import build
@@ -38,7 +38,7 @@ class Counted:
 
     def __init__(self, gm, plan, inputs):
         chain = chain_of(sk.split(gm, plan))
-        ends = ends_of(chain, None, True, False)
+        ends = last_stage_of(chain, None, True, False)
         named = {str(n.target): t for n, t in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)}
         batch = Batch(inputs=[named], seeds=[0], targets=[None])
         known = activations(gm)
