@@ -276,3 +276,29 @@ def test_forward_and_backward_are_steered(browser, tmp_path):
         and browser.value(f"splitkit.open.has(splitkit.ops.row[{op}])")
     )
     assert_quiet(browser)
+
+
+def test_a_kernel_that_does_not_answer_is_reported(browser, ladder, tmp_path):
+    widget(browser, tmp_path, ladder, ladder)
+    text = "document.body.innerText"
+    browser.value("const later = setTimeout; window.setTimeout = (what, wait) => later(what, wait / 100)")
+    browser.value(SLIDE % 5)
+    browser.value("new Promise(done => later(done, 150))")
+    assert "Python does not answer" in browser.value(text) and "planning" not in browser.value(text)
+    assert browser.value("document.querySelector('input[type=range]').value") == "3"
+    browser.value(SLIDE % 5)
+    browser.value("told({planning: 5})")  # a kernel that plans for long has said so
+    browser.value("new Promise(done => later(done, 150))")
+    assert "planning" in browser.value(text) and "does not answer" not in browser.value(text)
+    assert browser.value("sent") == [{"stages": 5}, {"stages": 5}] and browser.faults() == []
+
+
+def test_a_selected_stage_that_is_gone_is_no_longer_selected(opened):
+    opened.value("splitkit.side.querySelectorAll('tbody tr')[2].click()")
+    opened.value(SLIDE % 2)
+    opened.settle()
+    assert opened.value("splitkit.selected") is None and "Double-click" in side(opened)
+    opened.value("splitkit.side.querySelectorAll('tbody tr')[1].click()")
+    opened.value(SLIDE % 3)
+    assert opened.value("splitkit.selected") == {"stage": 1}
+    assert_quiet(opened)

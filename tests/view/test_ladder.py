@@ -46,6 +46,32 @@ def test_the_shipped_stages_and_every_stretch_are_those_of_stage_costs(ladder):
             assert data["down"][b] == moved[k].activation_bytes and data["up"][a] == moved[k].input_gradient_bytes
 
 
+def test_segments_whose_modules_alternate_have_the_peak_of_the_graphs_own_order():
+    import transformers
+
+    config = transformers.WhisperConfig(
+        vocab_size=200, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128, max_source_positions=32,
+        max_target_positions=64, num_mel_bins=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        decoder_start_token_id=1, use_cache=False,
+    )  # fmt: skip
+    model = transformers.WhisperForConditionalGeneration(config)
+    ids = torch.ones(2, 12, dtype=torch.long)
+    gm = sk.capture(model, input_features=torch.ones(2, 16, 64), decoder_input_ids=ids)
+    flow, costs = sk.analyze(gm), sk.costs.training(sk.costs.roofline(gm, "h100"))
+    view = LadderView(flow, sk.plan(gm, sk.policies.Stages(3), costs), costs)
+    data, count, alternating = view.to_dict(), len(view.rows), 0
+    for middle in range(1, count):
+        part = {node: int(row >= middle) for node, row in view.rows.of.items()}
+        plan = sk.plan(gm, lambda node, part=part: part.get(node, 0))
+        for stage, (a, b) in zip(sk.stage_costs(flow, plan, costs), ((0, middle), (middle, count)), strict=True):
+            at = a * count - a * (a - 1) // 2 + (b - a - 1)
+            assert data["stretches"]["temporary"][at] == stage.temporary_bytes
+            index = [flow.index[node] for row in view._nodes[a:b] for node in row]
+            alternating += index != sorted(index)
+    assert alternating  # or the model no longer has such modules
+
+
 def test_ribbons_and_edges_go_down(ladder):
     data = ladder.to_dict()
     assert data["trains"] and all(a <= b for a, b, _ in data["saved"]) and all(a < b for a, b, _ in data["edges"])

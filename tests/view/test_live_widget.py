@@ -72,7 +72,7 @@ def data_borders(data):
 def test_the_slider_plans_anew_in_python(widget):
     heard, before = said(widget), widget.data
     ask(widget, stages=2)
-    assert heard == [{"planned": 2}] and len(widget.plan.parts) == 2 and widget.data is not before
+    assert heard == [{"planning": 2}, {"planned": 2}] and len(widget.plan.parts) == 2 and widget.data is not before
     assert widget.borders == data_borders(widget.data) and "bottleneck" in widget.plan.note
     widget.planner = lambda count: sk.plan(widget.ladder.flow.root, sk.policies.Stages(count + 1))
     ask(widget, stages=3)
@@ -102,10 +102,17 @@ def test_what_no_plan_can_do_is_said_in_the_page(widget):
 
     widget.planner = refused
     ask(widget, stages=5)
-    assert heard == [{"refused": "no 5 stages <here>. Take two."}] and widget.plan is plan
+    assert heard == [{"planning": 5}, {"refused": "no 5 stages <here>. Take two."}] and widget.plan is plan
     ask(widget, stages="many")
     ask(widget)
-    assert len(heard) == 1
+    assert len(heard) == 2
+
+
+def test_the_page_hears_of_a_planner_that_fails(widget):
+    heard = said(widget)
+    widget.planner = lambda count: {}[count]
+    ask(widget, stages=2)
+    assert heard == [{"planning": 2}, {"refused": "The planner failed: KeyError: 2"}]
 
 
 @pytest.mark.parametrize("borders", [[], [0], [1, 7], [0, 3, 3, 7], [0, 5, 2, 7], [0, 999]])

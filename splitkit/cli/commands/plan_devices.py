@@ -158,5 +158,5 @@ def _summary(wanted: Placement, claim: Claim | None, ranks: Sequence[RankRow], d
 
 def _proof(claim: Claim) -> str:
     if claim.optimal:
-        return "proven optimal"
+        return "proven optimal" if claim.gap < 5e-5 else f"within {claim.gap:.2%} of optimal, which is proven"
     return f"gap {claim.gap:.2%}: no plan is better by more" if claim.gap >= 5e-5 else "gap below 0.01%"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch.fx import Node
@@ -120,7 +120,22 @@ class LadderView:
     def _stage_of_rows(self, start: int, end: int) -> StageCosts:
         """Return the costs of the rows ``start`` to ``end - 1`` as one stage."""
         nodes = [node for row in self._nodes[start:end] for node in row]
-        return self._prices.stage(self._memory, self._ends[start], self._ends[end], nodes)
+        order = self._memory
+        if self._alternating[end - 1] > self._alternating[start]:
+            nodes.sort(key=self.flow.index.__getitem__)
+            order = self._prices.memory.order([*self._nodes[:start], nodes, *self._nodes[end:]])
+        return self._prices.stage(order, self._ends[start], self._ends[end], nodes)
+
+    @cached_property
+    def _alternating(self) -> list[int]:
+        """For each row, how many rows up to it begin before the row above ends.
+
+        A stage runs its nodes in graph order, where modules may alternate: the decoder's embedding runs before the
+        encoder ends. Such a stage has another peak than its rows one after the other.
+        """
+        index = [[self.flow.index[node] for node in nodes] for nodes in self._nodes]
+        begins = [own[0] < above[-1] for above, own in pairwise(index)]
+        return list(accumulate(begins, initial=0))
 
     def saved_bytes(self, start: int, end: int) -> int:
         """Return the bytes that the rows ``start`` to ``end - 1``, as one stage, would save for backward."""

@@ -113,12 +113,16 @@ class LadderWidget(anywidget.AnyWidget):  # type: ignore[misc]  # untyped where 
         count = content.get("stages") if isinstance(content, dict) else None
         if not isinstance(count, int):
             return
+        self.send({"planning": count})  # tells the page that the kernel lives, however long planning takes
         try:
             ladder = self._planned(self.planner(count))
             data, borders = ladder.to_dict(), _borders(ladder)
         except SplitError as error:
             self.send({"refused": f"{error.reason}. {error.remedy}"})
             return
+        except Exception as error:  # of a planner of the user's own
+            self.send({"refused": f"The planner failed: {type(error).__name__}: {error}"})
+            raise
         self.ladder = ladder
         with self.hold_sync():  # one message: the page must never see the borders of one plan with the rows of another
             self.data, self.borders = data, borders

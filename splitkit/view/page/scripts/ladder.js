@@ -52,6 +52,7 @@ export class Ladder extends Picture {
   setBorders(borders, how = ", moved by hand") {
     this.borders = [...borders];
     this.how = how;
+    this.forgetBeyond(borders.length - 1);
     this.layout();
     this.showSide();
     if (this.options.onplan) this.options.onplan(this.borders);

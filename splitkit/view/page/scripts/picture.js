@@ -57,7 +57,8 @@ export class Picture {
     /** @type {number[][]} */
     this.lateOf = data.rows.map(() => []);
     this.ops.row.forEach((row, op) => (op < late ? this.opsOf : this.lateOf)[row].push(op));
-    this.root = el("div", undefined, {class: `sk${options.dark ? " dark" : ""}`});
+    // JupyterLab (Lumino) takes arrow keys and Enter away from elements without this attribute
+    this.root = el("div", undefined, {class: `sk${options.dark ? " dark" : ""}`, "data-lm-suppress-shortcuts": "true"});
     if (options.height) this.root.style.setProperty("--h", `${options.height}px`);
     this.count = el("b");
     this.slider = this.makeSlider();
@@ -230,6 +231,15 @@ export class Picture {
     this.showSide();
     this.draw();
     if (this.options.onselect) this.options.onselect(target);
+  }
+  /**
+   * Select and point at nothing that is no longer there.
+   * @param {number} stages
+   */
+  forgetBeyond(stages) {
+    const isGone = (/** @type {Target | null} */ at) => at && Math.max(at.stage ?? 0, at.border ?? 0) >= stages;
+    if (isGone(this.selected)) this.selected = null;
+    if (isGone(this.hovered)) this.hovered = null;
   }
   /** @param {Target | null} target */
   hover(target) {

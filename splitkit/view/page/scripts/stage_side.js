@@ -53,7 +53,7 @@ function showTable(p, stages, more, rows, titles) {
  */
 function rowOf(p, stage, k, stages, name, attributes) {
   const row = el("tr", undefined, attributes), first = el("td"), dot = el("i"), {memory, unit} = p.data;
-  const bad = (/** @type {boolean} */ is) => ({class: is ? "bad" : ""}), slowest = stages.length > 1 && stages.every(other => other.seconds <= stage.seconds);
+  const bad = (/** @type {boolean} */ is) => ({class: is ? "bad" : ""}), slowest = stages.length > 1 && stages.every(other => other.seconds <= stage.seconds * (1 + 1e-9));
   dot.style.background = colourOf(k);
   first.append(dot, name);
   row.append(first, el("td", duration(stage.seconds, unit), bad(slowest)));

@@ -2,6 +2,9 @@
 // The picture as a widget of anywidget: border moves go to Python, plans come from there.
 import {Ladder} from "./ladder.js";
 
+/** Milliseconds after which a kernel that has not even begun to plan is reported: an idle one answers within 50. */
+const PATIENCE = 5000;
+
 export default {
   /** @param {{model: WidgetModel, el: HTMLElement}} given */
   render({model, el}) {
@@ -12,15 +15,25 @@ export default {
     let ladder = null;
     /** @type {number | null} */
     let next = null;
-    let asked = false;
+    let asked = false, timer = 0;
     // one request at a time; of those made meanwhile only the last one matters
     const ask = (/** @type {number} */ count) => {
       if (asked) { next = count; return; }
       asked = true;
       note.textContent = "planning…";
+      timer = setTimeout(silent, PATIENCE);
       model.send({stages: count});
     };
-    const answered = (/** @type {{refused?: string}} */ message) => {
+    // a restarted kernel has lost this widget and never answers; a busy one answers later
+    const silent = () => {
+      asked = false;
+      next = null;
+      note.textContent = "Python does not answer: the kernel is busy, or it was restarted. If it was restarted, run the cell again.";
+      if (ladder) ladder.showSide();
+    };
+    const answered = (/** @type {{planning?: number, refused?: string}} */ message) => {
+      clearTimeout(timer);
+      if (message.planning) { note.textContent = "planning…"; return; }
       asked = false;
       note.textContent = message.refused || "";
       // put the slider back to the plan's number of stages
@@ -58,6 +71,7 @@ export default {
     for (const [name, listener] of events) model.on(name, listener);
     mount();
     return () => {
+      clearTimeout(timer);
       for (const [name, listener] of events) model.off(name, listener);
       if (ladder) ladder.destroy();
     };
