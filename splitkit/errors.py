@@ -81,6 +81,7 @@ CODES: dict[str, str] = {
     "SK808": "shared memory would lie on several devices",
     "SK901": "this cannot be drawn",
     "SK902": "the package for live views is missing",
+    "SK903": "a schedule needs prices in seconds",
 }
 
 

@@ -9,14 +9,21 @@ from torch.fx import Node
 
 from splitkit.checks import is_number, is_whole, shown
 from splitkit.errors import CostError, SplitError
+from splitkit.units import measure
 
 Optimizer = Literal["adam", "adamw", "momentum", "sgd"] | None
 """The name of the optimizer whose state counts in training; ``None`` for inference."""
 
 
 def unit_of(costs: object) -> str:
-    """Return the unit of ``seconds`` of these costs: ``"s"`` for time, measured or nominal, else the word to print."""
+    """Return the unit of ``seconds`` of these costs: ``"s"`` for time, ``"TFLOP"``, or another word to print."""
     return str(getattr(costs, "unit", "s"))
+
+
+def price_name(costs: object) -> str:
+    """Return what people call these costs: their ``note``, or what they count, or their class."""
+    given, unit = as_given(costs), unit_of(costs)
+    return str(getattr(given, "note", "") or (type(given).__name__ if unit == "s" else measure(unit)))
 
 
 def includes_backward(costs: object) -> bool:

@@ -6,6 +6,9 @@ import re
 from collections.abc import Sized
 from fractions import Fraction
 
+TFLOP = "TFLOP"
+"""The unit of prices by FLOPs: 10^12 of them. As numbers they are near those of seconds on a device."""
+_FLOPS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")
 _BYTES = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGTP", 1):
     _BYTES |= {f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
@@ -42,8 +45,15 @@ def read_percent(text: str) -> float | None:
     return share if share is not None and share <= 1 else None
 
 
+def measure(unit: str) -> str:
+    """Return what a unit measures, for titles: ``"time"`` for ``"s"``, ``"FLOPs"``, or the unit itself."""
+    return {"s": "time", TFLOP: "FLOPs"}.get(unit, unit)
+
+
 def duration(seconds: float, unit: str = "s") -> str:
-    """Return ``12.3 ms`` for ``0.0123``, and ``3 nodes`` for a price whose unit is not ``"s"``."""
+    """Return ``12.3 ms`` for ``0.0123``, ``12.30 GFLOP`` for 0.0123 TFLOP, and ``3 nodes`` for a unit of your own."""
+    if unit == TFLOP:
+        return _scaled(round(seconds * 1e12, 2), 1000.0, _FLOPS)  # digits beyond are rounding errors of sums
     if unit != "s":
         return f"{quantity(seconds)} {unit}"
     for scale, name in _SECONDS:

@@ -11,7 +11,7 @@ from torch import nn
 import splitkit as sk
 from splitkit.costs import unit
 from splitkit.policies import Budget, MinCut, Stages
-from splitkit.units import duration, read_percent, read_size, size
+from splitkit.units import duration, measure, read_percent, read_size, size
 from splitkit.view.renderers import svg
 
 
@@ -97,3 +97,10 @@ def test_prices_that_count_nodes_are_not_printed_as_seconds():
     for text in (*texts, str(refused.value), stages.note, str(step), str(rows)):
         assert " nodes" in text
         assert not re.search(r"\d (s|ms|us)\b", text)
+
+
+def test_flops_are_never_printed_as_time():
+    assert [duration(x, "TFLOP") for x in (0.0, 5.12e-10, 3.7e-11, 1.234e-6, 0.0035, 2.5, 1e4)] == [
+        "0 FLOP", "512 FLOP", "37 FLOP", "1.23 MFLOP", "3.50 GFLOP", "2.50 TFLOP", "10.00 PFLOP",
+    ]  # fmt: skip
+    assert [measure(unit) for unit in ("s", "TFLOP", "nodes", "joules")] == ["time", "FLOPs", "nodes", "joules"]

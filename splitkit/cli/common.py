@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -224,8 +224,10 @@ def planner(args: Namespace, spec: str) -> tuple[CapturedModel, Callable[[], tup
     return work, planned
 
 
-def plan_file(args: Namespace) -> dict[str, Any] | None:
+def plan_file(args: Namespace, takes: Collection[str] = ()) -> dict[str, Any] | None:
     """Return the data of the plan file that the command line names, or ``None`` if it names a model.
+
+    ``takes`` names the options that replace what the plan file has decided.
 
     Raises:
         UsageError: SK601 for options that the plan file has already decided.
@@ -233,7 +235,8 @@ def plan_file(args: Namespace) -> dict[str, Any] | None:
     """
     if not args.target.endswith(".json"):
         return None
-    unfit = [name for name in ("stages", "policy", "costs", "training", "on_cycle") if getattr(args, name) is not None]
+    decided = (name for name in ("stages", "policy", "costs", "training", "on_cycle") if name not in takes)
+    unfit = [name for name in decided if getattr(args, name) is not None]
     if unfit:
         option = f"--{unfit[0].replace('_', '-')}"
         raise UsageError(
@@ -259,9 +262,17 @@ def _from_file(args: Namespace, data: dict[str, Any]) -> tuple[CapturedModel, Pl
             f"`splitkit run {args.target}` runs it. In Python: "
             "joint.split(splitkit.Plan.load(path, joint.graph_module.graph)).",
         )
+    from splitkit.costs.recorded import costs_of
+    from splitkit.costs.training import with_backward
+
+    check_costs(args.costs)
     work = prepare(source.from_plan(args.target, data, args))
     with work.clock.step("plan", "reading the plan"):
-        return work, decoded(work.gm.graph, args.target, data), prices(work, None, None)
+        plan = decoded(work.gm.graph, args.target, data)
+        if args.costs is not None:
+            return work, plan, prices(work, args.costs, args.training)
+        costs = costs_of(plan.prices, work.gm)
+        return work, plan, with_backward(costs, sk.analyze(work.gm)) if args.training else costs
 
 
 def _require_plan(path: str, data: dict[str, Any]) -> None:

@@ -13,11 +13,12 @@ from torch.fx import Node
 from splitkit.costs import Costs
 from splitkit.display import Shown
 from splitkit.engine.complete import check_plan
+from splitkit.engine.split import with_prices
 from splitkit.errors import CycleError, PlanError
 from splitkit.graph.storages import storages_shown
 from splitkit.graph.symbols import value_of
 from splitkit.plans.parts import PartKey
-from splitkit.plans.policy import PolicyLike, as_plan
+from splitkit.plans.policy import Policy, PolicyLike, as_plan
 from splitkit.plans.record import Plan
 from splitkit.short_repr import brief
 from splitkit.training.checkpoints import apply_checkpoints
@@ -85,7 +86,7 @@ class Pair(Shown):
 
         Args:
             height: height of the frame in pixels.
-            costs: prices of the nodes; FLOPs by default.
+            costs: prices of the nodes; by default those that the plan was made with.
             memory: the memory of the device in bytes (or ``"80GiB"``), drawn as a line.
             title: the text above the picture.
 
@@ -180,6 +181,8 @@ def divide(flow: JointFlow, policy: PolicyLike, costs: Costs) -> Pair:
         CycleError: SK203 if forward would need a value, or an effect, of backward.
     """
     decided = as_plan(policy, flow, costs)
+    if isinstance(policy, Policy):
+        decided = with_prices(decided, policy, flow, costs)
     plan = _complete(flow, apply_checkpoints(flow, _with_homes(flow, decided)))
     check_plan(flow, plan)
     _check_effects(flow, plan)

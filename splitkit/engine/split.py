@@ -13,7 +13,10 @@ from torch import fx, nn
 from torch.fx import Node
 
 from splitkit._gc import collector_for_new_objects
+from splitkit.checks import is_word
 from splitkit.costs import Costs, default, unit
+from splitkit.costs.named import priced
+from splitkit.costs.recorded import record_of
 from splitkit.engine.codegen.emit import Emitted, emit
 from splitkit.engine.complete import check_plan, complete_plan
 from splitkit.engine.module_names import Style
@@ -229,9 +232,11 @@ def split(
 def decide(flow: Dataflow, policy: PolicyLike, costs: Costs | None, on_cycle: OnCycle) -> Plan:
     """Return the plan that a policy, or an object in its place, makes; handle cycles as ``on_cycle`` says."""
     _check_choice("on_cycle", on_cycle, ("error", *_WAYS_OUT))
-    if costs is None:
-        costs = default(flow) if isinstance(policy, Policy) else unit(flow)  # only policies look at prices
-    decided = as_plan(policy, flow, costs)
+    if costs is None and not isinstance(policy, Policy):
+        decided = as_plan(policy, flow, unit(flow))  # only policies look at prices
+    else:
+        costs = default(flow) if costs is None else costs
+        decided = with_prices(as_plan(policy, flow, costs), policy, flow, costs)
     if on_cycle == "error":
         return decided
     try:
@@ -241,6 +246,15 @@ def decide(flow: Dataflow, policy: PolicyLike, costs: Costs | None, on_cycle: On
         what = "visits" if on_cycle == "refine" else "parts"
         return replace(way_out, note=f"{decided.note}, {on_cycle}d to {len(way_out.parts)} {what}".lstrip(", "))
     return decided
+
+
+def with_prices(plan: Plan, policy: object, flow: Dataflow, costs: Costs) -> Plan:
+    """Return the plan with a record of the prices that the policy used; a plan that has one keeps it."""
+    if plan.prices is not None:
+        return plan
+    price = getattr(policy, "price", None)
+    used = priced(flow, costs, price if is_word(price, "fused") else None)
+    return replace(plan, prices=record_of(used, flow, getattr(policy, "links", None)))
 
 
 def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:

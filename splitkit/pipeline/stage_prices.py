@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from splitkit.checks import is_word, items_of, shown
 from splitkit.costs import Costs, unit_of
+from splitkit.costs.recorded import costs_of
 from splitkit.costs.training import FromJoint, forward_and_backward, with_backward
 from splitkit.errors import CostError, PlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow, facts_of, waits_for
@@ -44,7 +45,7 @@ _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.Co
 def stage_costs(
     flow: Dataflow,
     plan: Plan | Sequence[Collection[Node]],
-    costs: Costs,
+    costs: Costs | None = None,
     *,
     optimizer: Optimizer = "adam",
     activations: Activations | None = None,
@@ -80,7 +81,8 @@ def stage_costs(
         flow: facts about a forward graph, or the graph.
         plan: the plan, which must place every node; or sets of placeable nodes in the order in which they run. A
             node in several sets is computed in each of them; other sets read what the first of them yields.
-        costs: prices of its nodes, with or without their backward (`splitkit.costs.training`).
+        costs: prices of its nodes, with or without their backward (`splitkit.costs.training`); by default those that
+            the plan was made with. If it does not know them, FLOPs.
         optimizer: ``"adam"``, ``"momentum"`` or ``"sgd"``: 2, 1 or 0 times the bytes of the gradients; ``None`` for
             inference.
         activations: the result of `splitkit.memory.autograd.saved_storages.activations` for the graph, if it is
@@ -95,8 +97,10 @@ def stage_costs(
         GraphError: SK102 when nodes have no ``meta["val"]``.
     """
     in_order = isinstance(plan, Sequence) and not isinstance(plan, str)
-    prices = StagePrices(facts_of(flow), require_costs(costs), optimizer, activations, weight_part)
-    return prices.of(plan if in_order else plan_of(plan))
+    parts, facts = plan if in_order else plan_of(plan), facts_of(flow)
+    known = parts.prices if isinstance(parts, Plan) else None
+    used = costs_of(known, facts) if costs is None else require_costs(costs)
+    return StagePrices(facts, used, optimizer, activations, weight_part).of(parts)
 
 
 @dataclass

@@ -39,16 +39,17 @@ class ShownPlan(Shown):
             height: height of the frame in pixels.
             live: return a widget that plans again in Python when the number of stages changes, and whose ``plan``
                 follows the stages as they are dragged. This needs ``pip install anywidget``.
-            costs: prices of the nodes; FLOPs by default.
+            costs: prices of the nodes; by default those that the plan was made with, or FLOPs if it does not know them.
             optimizer: as for `splitkit.stage_costs`; ``None`` for inference. A plan of a joint graph ignores it.
             memory: the memory of each device in bytes (or ``"80GiB"``); stages that exceed it are red.
-            run: a step of these stages, as `splitkit.simulate_schedule` returns it; its timeline is drawn below.
+            run: a step of these stages, as `splitkit.simulate_schedule` returns it; its timeline is drawn below, which
+                needs prices in seconds.
             beside: another plan of the graph to compare with; nodes that it puts into another stage are marked.
             title: the text above the picture; by default the note of the plan.
 
         Raises:
             ViewError: SK901 if the plan cannot be drawn, or not with these options; SK902 if ``live`` is given and
-                anywidget is not installed.
+                anywidget is not installed; SK903 for a step by prices that are not times.
         """
         return self._framed(
             height, live, costs=costs, optimizer=optimizer, memory=memory, run=run, beside=beside, title=title

@@ -8,7 +8,7 @@ import os
 import reprlib
 import warnings
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +21,8 @@ from splitkit._torch import target_name
 from splitkit.errors import FileError, PlanError, PlanWarning
 from splitkit.plans import node_matching
 from splitkit.plans.parts import CALLS, Claim, Part, PartKey, flaw_of_replicas
+from splitkit.price_record import KINDS, MOST_LETTERS, PriceRecord
+from splitkit.prices import MOST_SECONDS
 
 SCHEMA = 1
 _MOST = 1e300  # no number of a claim is larger: this rejects infinity, and ints that no float can hold
@@ -43,6 +45,7 @@ class PlanFields(NamedTuple):
     note: str
     routing: Literal["direct", "relay"]
     claim: Claim | None
+    prices: PriceRecord | None
 
 
 def encode_plan(plan: PlanFields) -> dict[str, Any]:
@@ -56,7 +59,7 @@ def encode_plan(plan: PlanFields) -> dict[str, Any]:
         )
     number: dict[PartKey, int | None] = {None: None, **{k: i for i, k in enumerate(keys)}}
     nodes = [n for n in graph.nodes if n in plan.places] if graph else []
-    return {
+    data = {
         "schema": SCHEMA,
         "kind": "splitkit plan",
         "graph": fingerprint(graph) if graph else None,
@@ -67,6 +70,7 @@ def encode_plan(plan: PlanFields) -> dict[str, Any]:
         "parts": [_part_to_json(plan.parts[k], name) for k, name in zip(keys, written, strict=True)],
         "places": {n.name: [number[k] for k in plan.places[n]] for n in nodes},
     }
+    return data if plan.prices is None else data | {"prices": _prices_to_json(plan.prices)}
 
 
 def decode_plan(graph: fx.Graph, data: Mapping[str, Any]) -> PlanFields:
@@ -92,9 +96,11 @@ def decode_plan(graph: fx.Graph, data: Mapping[str, Any]) -> PlanFields:
         for name, where in data["places"].items()
     }
     note, routing, claim = str(data.get("note", "")), _routing(data.get("routing", "direct")), _claim(data.get("claim"))
+    prices = _renamed(_prices(data.get("prices")), by_name)
     if other:
         note, claim = f"{note} (for other sizes: {other})".lstrip(), None
-    return PlanFields(places, {p.key: p for p in parts}, note, routing, claim)
+        prices = None if prices is not None and prices.kind == "table" else prices  # a table is of the old sizes
+    return PlanFields(places, {p.key: p for p in parts}, note, routing, claim, prices)
 
 
 def parts_in_data(data: object) -> Mapping[PartKey, Part]:
@@ -137,6 +143,80 @@ def _claim(data: object) -> Claim | None:
     if not all(isinstance(text, str) for text in texts) or not sane or made.bound > made.value:
         raise _damaged("claim", data, wanted)
     return made
+
+
+def _prices_to_json(prices: PriceRecord) -> dict[str, Any]:
+    """Return the JSON form of a record of prices, without the fields that have their default."""
+    found: dict[str, Any] = {"name": prices.name, "kind": prices.kind, "unit": prices.unit}
+    given = {name: getattr(prices, name) for name in _OPTIONAL_OF_PRICES}
+    tables = {name: dict(value) if isinstance(value, Mapping) else value for name, value in given.items()}
+    return found | {name: value for name, value in tables.items() if value not in (None, False)}
+
+
+_OPTIONAL_OF_PRICES = ("device", "tf32", "training", "table", "backward", "links")
+_DEVICE_NUMBERS = ("bandwidth", "memory", "launch")
+
+
+def _prices(data: object) -> PriceRecord | None:
+    """Return what a plan was priced with; files that predate it do not say."""
+    if data is None:
+        return None
+    needed = {"name", "kind", "unit"}
+    if not isinstance(data, Mapping) or not needed <= data.keys() <= needed | {*_OPTIONAL_OF_PRICES}:
+        raise _damaged("prices", data, "an object with a name, a kind and a unit")
+    for name in ("name", "unit", "links"):
+        value = data.get(name, "")
+        if not isinstance(value, str) or not value.isprintable() or len(value) > MOST_LETTERS:
+            raise _damaged(f"prices.{name}", value, "a short text")
+    for name in ("tf32", "training"):
+        if not isinstance(data.get(name, False), bool):
+            raise _damaged(f"prices.{name}", data[name], "true or false")
+    kind = data["kind"]
+    if kind not in KINDS:
+        raise _damaged("prices.kind", kind, f"one of {', '.join(KINDS)}")
+    if (kind in ("roofline", "fused")) != ("device" in data) or (kind == "table") != ("table" in data):
+        raise _damaged("prices", data, "a roofline with its device, a table, or another kind without them")
+    if "backward" in data and (kind != "table" or data.get("training")):
+        raise _damaged("prices.backward", data["backward"], "absent: the prices are no table that includes it")
+    if "device" in data:
+        _check_device(data["device"])
+    for name in ("table", "backward"):
+        if name in data:
+            _check_numbers(f"prices.{name}", data[name])
+    return PriceRecord(**data)
+
+
+def _check_device(data: object) -> None:
+    """Refuse what is no description of a device; `splitkit.costs.Device` checks what its figures mean."""
+    known = {"name", "peak", "source", *_DEVICE_NUMBERS}
+    if not isinstance(data, Mapping) or data.keys() != known:
+        raise _damaged("prices.device", data, f"an object with {', '.join(sorted(known))}")
+    for name in ("name", "source"):
+        if not isinstance(data[name], str) or not data[name].isprintable():
+            raise _damaged(f"prices.device.{name}", data[name], "a text")
+    _check_numbers("prices.device.peak", data["peak"])
+    _check_numbers("prices.device", {name: data[name] for name in _DEVICE_NUMBERS})
+
+
+def _check_numbers(field: str, data: object) -> None:
+    if not isinstance(data, Mapping):
+        raise _damaged(field, data, "an object of numbers")
+    for name, value in data.items():
+        if type(value) not in (int, float) or not 0 <= value <= MOST_SECONDS:
+            raise _damaged(f"{field}[{name!r:.100}]", value, f"a number from 0 to {MOST_SECONDS:.0e}")
+
+
+def _renamed(prices: PriceRecord | None, nodes: Mapping[str, Node]) -> PriceRecord | None:
+    """Return the record with the names that the nodes of its tables have in this graph."""
+    if prices is None or prices.table is None:
+        return prices
+
+    def renamed(field: str, table: Mapping[str, float] | None) -> dict[str, float] | None:
+        if strange := next((name for name in table or () if name not in nodes), None):
+            raise _damaged(f"prices.{field}", strange, "the name of a node of the plan's graph")
+        return None if table is None else {nodes[name].name: float(value) for name, value in table.items()}
+
+    return replace(prices, table=renamed("table", prices.table), backward=renamed("backward", prices.backward))
 
 
 def _routing(data: object) -> Literal["direct", "relay"]:

@@ -15,6 +15,7 @@ from splitkit.errors import PlanError, PolicyError
 from splitkit.plans import plan_file
 from splitkit.plans.parts import NAMING, PARENT, Claim, Part, PartKey, flaw_of_key
 from splitkit.plans.plan_display import ShownPlan
+from splitkit.price_record import PriceRecord
 from splitkit.short_repr import brief, few
 
 ROUTINGS = ("direct", "relay")
@@ -91,6 +92,8 @@ class Plan(ShownPlan, Mapping[Node, tuple[PartKey, ...]]):
         note: what made the plan, and its claim as text.
         routing: ``"direct"``: a value goes from its home to each reader; ``"relay"``: through the parts in between.
         claim: the proven quality of the plan, if the policy optimises; any method that moves nodes drops it.
+        prices: what the plan was priced with, if a policy made it. Pictures, reports and `splitkit.stage_costs` use
+            these prices unless they are given others. Plans that differ in it only are equal.
     """
 
     places: Mapping[Node, tuple[PartKey, ...]]
@@ -98,6 +101,7 @@ class Plan(ShownPlan, Mapping[Node, tuple[PartKey, ...]]):
     note: str = ""
     routing: Literal["direct", "relay"] = "direct"
     claim: Claim | None = None
+    prices: PriceRecord | None = field(default=None, compare=False)
 
     __repr__ = brief
 
@@ -180,7 +184,8 @@ class Plan(ShownPlan, Mapping[Node, tuple[PartKey, ...]]):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON-ready data, by node name; see `splitkit.plans.plan_file`."""
-        return plan_file.encode_plan(plan_file.PlanFields(self.places, self.parts, self.note, self.routing, self.claim))
+        known = plan_file.PlanFields(self.places, self.parts, self.note, self.routing, self.claim, self.prices)
+        return plan_file.encode_plan(known)
 
     @staticmethod
     def from_dict(graph: fx.Graph, data: Mapping[str, Any]) -> Plan:

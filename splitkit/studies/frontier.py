@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from splitkit import checks
 from splitkit.costs import Costs, default, unit_of
 from splitkit.costs.named import Price, priced, require_price
+from splitkit.costs.recorded import record_of
 from splitkit.display import Shown
 from splitkit.engine.pair import Pair, divide
 from splitkit.errors import NoPlanError, PolicyError
@@ -66,7 +67,8 @@ class Point:
         """The plan, for `Joint.split` and the like."""
         peak = "" if self._peak is None else f"peak {size(self._peak)}, "
         again = duration(self.seconds, self.choice.savings.time_unit)
-        return self.choice.plan(f"frontier: {peak}{size(self.saved)} saved, {again} computed again")
+        found = self.choice.plan(f"frontier: {peak}{size(self.saved)} saved, {again} computed again")
+        return replace(found, prices=record_of(self.costs, self.choice.savings.flow))
 
     @cached_property
     def pair(self) -> Pair:
@@ -108,7 +110,7 @@ class Frontier(Shown):
 
     Attributes:
         joint: a joint graph, or the facts about one.
-        costs: the prices of nodes; by default FLOPs at 1e12 per second, of which only ratios are meaningful.
+        costs: the prices of nodes; by default FLOPs.
         price: ``"fused"`` for seconds under Inductor, on the device of the costs (`splitkit.costs.named`).
         of: ``"saved"`` or ``"peak"``, the memory that is bounded.
         budgets: the number of budgets for which peaks are searched.
@@ -209,7 +211,7 @@ class Frontier(Shown):
 
     @property
     def unit(self) -> str:
-        """The unit of the costs: ``"s"``, or ``"nodes"`` for `splitkit.costs.unit`."""
+        """The unit of the costs: ``"s"``, ``"TFLOP"``, or ``"nodes"`` for `splitkit.costs.unit`."""
         return unit_of(self._costs)
 
     @cached_property

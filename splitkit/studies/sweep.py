@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from typing import Literal
@@ -13,6 +13,7 @@ from torch import fx
 from splitkit.checks import count, items_of, nbytes, shown
 from splitkit.costs import Costs, Links
 from splitkit.costs.links import as_links
+from splitkit.costs.recorded import record_of
 from splitkit.errors import NoPlanError, PolicyError, ScheduleError
 from splitkit.graph.dataflow import Dataflow, analyze, require_graph
 from splitkit.pipeline.run import ScheduleRun
@@ -188,7 +189,8 @@ class Sweeper:
 
     def _plan(self, stages: int, schedule: str, microbatches: int, memory: int | None) -> Plan:
         policy = Stages(stages, schedule, microbatches, memory, self.links, self.optimizer)
-        return policy.assign(self._flow, self.costs)
+        found = policy.assign(self._flow, self.costs)
+        return replace(found, prices=record_of(self.costs, self._flow, self.links))
 
     def _run(self, costs: Sequence[StageCosts], schedule: str, microbatches: int) -> ScheduleRun:
         return simulate_schedule(costs, schedule, microbatches, links=as_links(self.links))

@@ -11,7 +11,7 @@ from splitkit.display import Shown
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.plans.record import Plan
 from splitkit.short_repr import brief
-from splitkit.units import duration, size
+from splitkit.units import duration, measure, size
 from splitkit.view.console.tables import table
 from splitkit.view.renderers import Picture, pictured
 from splitkit.view.svg.scatter import ScatterDrawing, ScatterPoint
@@ -161,7 +161,7 @@ def _sweep(sweep: Sweep) -> Picture:
     def svg() -> str:
         found = "the best are named: schedule, stages×microbatches" if best else "none fits the memory"
         title = f"{len(ran)} pipelines; {found}"
-        axes = "peak of the fullest rank (bytes)", "time of a microbatch"
+        axes = "peak of the fullest rank (bytes)", f"{measure(unit)} of a microbatch"
         return ScatterDrawing(title, axes, [], [*map(spot, ran)], unit, schedules, sweep.memory).to_svg()
 
     return Picture("sweep", svg, lambda: [sweep.table()], notes=sweep.refused)

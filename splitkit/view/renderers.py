@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from splitkit.checks import nbytes
-from splitkit.costs import Costs, default
+from splitkit.costs import Costs
+from splitkit.costs.recorded import costs_of
 from splitkit.engine.pair import Pair, divide
 from splitkit.engine.split import Split
 from splitkit.errors import SplitError, ViewError
@@ -23,10 +24,10 @@ from splitkit.graph.joint_marks import forward_outputs, is_joint
 from splitkit.memory.profile import MemoryProfile
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.plans.record import Plan, plan_of
-from splitkit.prices import Optimizer
+from splitkit.prices import Optimizer, unit_of
 from splitkit.training.flow import BACKWARD, FORWARD
 from splitkit.training.saved_values import SavedValue
-from splitkit.units import size
+from splitkit.units import measure, size
 from splitkit.view.console.tables import table
 from splitkit.view.data.joint_ladder import HalvesView
 from splitkit.view.data.ladder import LadderView
@@ -112,7 +113,7 @@ def _halves(
     title: str = "",
 ) -> Picture:
     """Draw a plan of forward and backward as the pair of graphs that it gives."""
-    prices = default(gm) if costs is None else costs
+    prices = costs_of(plan.prices, gm) if costs is None else costs
 
     @cache
     def pair_picture() -> Picture:
@@ -173,7 +174,9 @@ def _ladder(
     if run is not None and len(run.stages) != len(plan.parts):
         reason = f"the run has {len(run.stages)} stages, but the plan has {len(plan.parts)} parts"
         raise ViewError("SK901", reason, "Simulate the stages of this plan: splitkit.stage_costs(flow, plan, costs).")
-    prices = default(flow) if costs is None else costs
+    prices = costs_of(plan.prices, flow) if costs is None else costs
+    if run is not None:
+        require_times(run, prices)
     limit = limit_of(memory)
     other = None if beside is None else plan_of(beside)
     if other is not None and any(node not in flow.index for node in other):
@@ -192,6 +195,24 @@ def _ladder(
 
     name = title or plan.note or "plan"
     return Picture(name, svg, tables, lambda: ladder, len(flow.nodes), len(plan.parts), fallback)
+
+
+def require_times(*priced: object) -> None:
+    """Refuse to draw a schedule by prices that are no times: its timeline would show times that nobody predicted.
+
+    Args:
+        priced: costs, and a simulated step.
+
+    Raises:
+        ViewError: SK903.
+    """
+    if unit := next((unit for unit in map(unit_of, priced) if unit != "s"), ""):
+        raise ViewError(
+            "SK903",
+            f"a schedule is drawn over time, but the prices are {measure(unit)}",
+            "Give prices in seconds: --costs roofline:h100 on the command line, or "
+            "costs=splitkit.costs.roofline(gm, 'h100'), to the plan or to the picture and `stage_costs`.",
+        )
 
 
 def limit_of(memory: float | str | None) -> int | None:
@@ -218,7 +239,7 @@ def _bars(found: Report) -> str:
         return [Bar(name(number), value, text(value), number) for number, value in enumerate(values)]
 
     groups = [
-        ("share of the time", bars([part.share for part in found.parts], "{:.1%}".format)),
+        (f"share of the {measure(found.unit)}", bars([part.share for part in found.parts], "{:.1%}".format)),
         ("bytes of parameters and buffers", bars([part.parameter_bytes for part in found.parts], size)),
     ]
     if found.sizes_known:
@@ -280,7 +301,8 @@ def _pair(pair: Pair, *, costs: Costs | None = None, memory: float | str | None 
 
     def ladder() -> HalvesView:
         flow = analyze(_module_of(plan))
-        return HalvesView(flow, [pair], default(flow) if costs is None else costs, title, memory=limit)
+        prices = costs_of(plan.prices, flow) if costs is None else costs
+        return HalvesView(flow, [pair], prices, title, memory=limit)
 
     return Picture(title, svg, tables, ladder)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from splitkit.cli import main
+from splitkit.units import duration
 
 
 def test_a_plan_is_written_as_a_page(tmp_path, capsys):
@@ -95,3 +96,61 @@ def test_a_plan_of_forward_and_backward_is_drawn(tmp_path, capsys):
         assert '"schema":"splitkit.halves/1"' in Path(name).read_text("utf-8")
     assert main(["view", plan, "-o", again, "--beside", plan]) == 2
     assert "--beside is for plans in stages" in capsys.readouterr().err
+
+
+def page_data(path):
+    return json.loads(path.read_text("utf-8").partition('id="splitkit-data">')[2].partition("</script>")[0])
+
+
+TIMED = ["--size", "layers=3,width=64,heads=2", "--size", "vocab=64,seq=32"]
+STEP = ["--schedule", "1f1b", "--microbatches", "8"]
+
+
+def test_the_page_of_a_plan_file_shows_the_step_of_its_note(tmp_path, call):
+    plan, page = tmp_path / "plan.json", tmp_path / "page.html"
+    assert call("plan", "gpt2", *TIMED, "--devices", "4xh100", *STEP, "-o", plan)[0] == 0
+    assert call("view", plan, "-o", page, *STEP, "--memory", "80GiB")[0] == 0
+    data = page_data(page)
+    run = data["run"]
+    assert f"step {duration(run['seconds'])}, bubble {run['bubble']:.1%}" in data["note"]
+    assert (data["unit"], run["unit"]) == ("s", "s") and json.loads(plan.read_text())["prices"]["links"] == "nvlink4"
+    assert call("view", plan, "-o", page, *STEP, "--links", "none")[0] == 0
+    assert page_data(page)["run"]["seconds"] < run["seconds"]
+
+
+def test_a_schedule_of_a_plan_without_times_is_refused_until_prices_are_given(tmp_path, call):
+    plan, page = tmp_path / "plan.json", tmp_path / "page.html"
+    assert call("plan", "gpt2", *SMALL, "--stages", "2", "-o", plan)[0] == 0
+    for older in (False, True):
+        if older:
+            data = json.loads(plan.read_text())
+            del data["prices"]
+            plan.write_text(json.dumps(data))
+        code, _, error = call("view", plan, "-o", page, *STEP)
+        assert code == 1 and "SK903" in error and "--costs roofline:h100" in error and not page.exists()
+    assert call("view", plan, "-o", page)[0] == 0 and page_data(page)["unit"] == "TFLOP"
+    assert call("view", plan, "-o", page, *STEP, "--costs", "roofline:h100", "--training")[0] == 0
+    assert page_data(page)["run"]["unit"] == "s" == page_data(page)["unit"]
+    code, _, error = call("view", plan, "-o", page, "--costs", "roofline:h1000")
+    assert code == 1 and "SK321" in error
+    code, _, error = call("run", plan, "--costs", "roofline:h100")
+    assert code == 2 and "SK601" in error
+
+
+def test_a_measured_plan_is_drawn_with_what_was_measured(tmp_path, call):
+    plan, page = tmp_path / "plan.json", tmp_path / "page.html"
+    assert call("plan", "gpt2", *SMALL, "--stages", "2", "--costs", "measured", "--training", "-o", plan)[0] == 0
+    prices = json.loads(plan.read_text())["prices"]
+    assert prices["kind"] == "table" and prices["name"].startswith("measured on cpu")
+    assert call("view", plan, "-o", page, *STEP)[0] == 0
+    row = next(sort for sort in page_data(page)["ops"]["sorts"] if "linear" in sort[0] or "mm" in sort[0])
+    assert any(abs(row[3] - seconds) <= 1e-6 * seconds for seconds in prices["table"].values() if seconds)
+
+
+def test_a_joint_plan_keeps_its_prices_in_a_file(tmp_path, call):
+    plan, page = tmp_path / "plan.json", tmp_path / "page.html"
+    words = ["--what", "fwd-bwd", "--policy", "SaveAll()", "--costs", "roofline:h100", "-o", plan]
+    assert call("plan", "gpt2", *SMALL, *words)[0] == 0
+    assert call("view", plan, "-o", page)[0] == 0 and page_data(page)["unit"] == "s"
+    code, _, error = call("view", plan, "-o", page, "--costs", "unit")
+    assert code == 2 and "SK601" in error

@@ -275,3 +275,109 @@ def test_a_fingerprint_is_of_ops_names_targets_and_edges():
     same = {printed(), printed()}
     others = {printed(op="call_module"), printed(name="b"), printed(target="cos"), printed(reads=1)}
     assert len(same) == 1 and len(others) == 4 and not same & others
+
+
+PRICED = {
+    "flops": {"name": "FLOPs", "kind": "flops", "unit": "TFLOP"},
+    "roofline": {
+        "name": "roofline of mine",
+        "kind": "roofline",
+        "unit": "s",
+        "device": {
+            "name": "mine",
+            "peak": {"float32": 1e12},
+            "bandwidth": 1e9,
+            "memory": 8,
+            "launch": 0.0,
+            "source": "",
+        },
+        "tf32": True,
+        "training": True,
+        "links": "nvlink4",
+    },
+    "table": {
+        "name": "own",
+        "kind": "table",
+        "unit": "s",
+        "table": {"add": 1e-6, "mul": 0.25, "sub": 0},
+        "backward": {"add": 2.0},
+    },
+}
+
+
+@pytest.mark.parametrize("name", PRICED)
+def test_prices_in_a_file_are_read_and_written_as_they_are(name):
+    data = {**some_plan().to_dict(), "prices": PRICED[name]}
+    found = Plan.from_dict(GRAPH.graph, data)
+    assert found == some_plan() and found.prices.name == PRICED[name]["name"]
+    assert json.loads(json.dumps(found.to_dict())) == data
+
+
+def test_files_from_before_prices_were_recorded_have_none():
+    assert "prices" not in some_plan().to_dict()
+    assert Plan.from_dict(GRAPH.graph, some_plan().to_dict()).prices is None
+    assert Plan.from_dict(GRAPH.graph, {**some_plan().to_dict(), "prices": None}).prices is None
+
+
+def damaged(kind, path, value=...):
+    """The prices of a kind with one field replaced, or removed."""
+    made = json.loads(json.dumps(PRICED[kind]))
+    *outer, last = path.split(".")
+    inner = made
+    for name in outer:
+        inner = inner[name]
+    if value is ...:
+        del inner[last]
+    else:
+        inner[last] = value
+    return made
+
+
+@pytest.mark.parametrize(
+    ("prices", "field"),
+    [
+        ([], "prices"),
+        ("roofline", "prices"),
+        (damaged("flops", "name"), "prices"),
+        (damaged("flops", "unit"), "prices"),
+        (damaged("flops", "more", 1), "prices"),
+        (damaged("flops", "live", 1), "prices"),
+        (damaged("flops", "name", 3), "prices.name"),
+        (damaged("flops", "name", "x" * 201), "prices.name"),
+        (damaged("flops", "name", "\x1b[2J"), "prices.name"),
+        (damaged("flops", "unit", ["s"]), "prices.unit"),
+        (damaged("flops", "kind", "guess"), "prices.kind"),
+        (damaged("flops", "kind", ["flops"]), "prices.kind"),
+        (damaged("flops", "kind", "table"), "prices"),
+        (damaged("flops", "kind", "fused"), "prices"),
+        (damaged("flops", "backward", {}), "prices.backward"),
+        (damaged("flops", "table", {}), "prices"),
+        (damaged("flops", "tf32", 1), "prices.tf32"),
+        (damaged("flops", "training", "yes"), "prices.training"),
+        (damaged("flops", "links", 4), "prices.links"),
+        (damaged("roofline", "device", "h100"), "prices.device"),
+        (damaged("roofline", "device.bandwidth"), "prices.device"),
+        (damaged("roofline", "device.more", 1), "prices.device"),
+        (damaged("roofline", "device.name", None), "prices.device.name"),
+        (damaged("roofline", "device.source", "\0"), "prices.device.source"),
+        (damaged("roofline", "device.memory", 10**400), "prices.device"),
+        (damaged("roofline", "device.launch", -1.0), "prices.device"),
+        (damaged("roofline", "device.bandwidth", True), "prices.device"),
+        (damaged("roofline", "device.peak", 1e12), "prices.device.peak"),
+        (damaged("roofline", "device.peak.float32", "fast"), "prices.device.peak"),
+        (damaged("table", "table", [1.0]), "prices.table"),
+        (damaged("table", "table.add", float("nan")), "prices.table"),
+        (damaged("table", "table.add", float("inf")), "prices.table"),
+        (damaged("table", "table.add", 1e101), "prices.table"),
+        (damaged("table", "table.add", -1e-9), "prices.table"),
+        (damaged("table", "table.add", None), "prices.table"),
+        (damaged("table", "table.nowhere", 1.0), "prices.table"),
+        (damaged("table", "backward.nowhere", 1.0), "prices.backward"),
+        (damaged("table", "backward.add", "2"), "prices.backward"),
+        (damaged("table", "training", True), "prices.backward"),
+    ],
+)
+def test_damaged_prices_are_refused_by_field(prices, field):
+    with pytest.raises(FileError, match="SK501") as caught:
+        Plan.from_dict(GRAPH.graph, {**some_plan().to_dict(), "prices": prices})
+    assert f"damaged: {field}" in caught.value.reason and len(caught.value.reason) < 400

@@ -80,7 +80,7 @@ def test_the_slider_plans_anew_in_python(widget):
 
 
 def test_the_step_follows_the_slider(gm):
-    flow, plan, costs = sk.analyze(gm), sk.plan(gm, sk.policies.Stages(3)), sk.costs.flops(gm)
+    flow, plan, costs = sk.analyze(gm), sk.plan(gm, sk.policies.Stages(3)), sk.costs.roofline(gm, "h100")
     run = sk.simulate_schedule(sk.stage_costs(flow, plan, costs), "1f1b", 3, links=sk.costs.Links.uniform(1e3))
     widget = plan.view(live=True, costs=costs, run=run)
     ask(widget, stages=2)

@@ -233,7 +233,7 @@ def test_a_plan_that_leaves_nodes_to_the_parent_is_shown_as_bars():
     with pytest.raises(SplitError, match="SK208"):
         part.view()
     html = part._repr_mimebundle_()["text/html"]
-    assert "share of the time" in html and "No picture" in html
+    assert "share of the FLOPs" in html and "No picture" in html
 
 
 def test_a_plan_of_forward_and_backward_is_drawn_like_its_pair(pair, tmp_path):
@@ -325,3 +325,88 @@ def test_options_are_keywords_that_an_editor_completes(shown):
 
 def test_the_optimizers_of_a_picture_are_those_that_are_priced():
     assert {*typing.get_args(typing.get_args(prices.Optimizer)[0])} == {*STATE_OF}
+
+
+def drawn(plan, **options):
+    return pictured(plan, **options).ladder().to_dict()
+
+
+@pytest.fixture(scope="module")
+def by_roofline(gpt2):
+    gm, costs, _ = gpt2
+    return sk.split(gm, sk.policies.Stages(3), costs=costs)
+
+
+def stage_texts(split, costs):
+    flow = split.flow
+    return [duration(stage.forward + stage.backward, stage.unit) for stage in sk.stage_costs(flow, split.plan, costs)]
+
+
+def test_a_split_is_drawn_by_the_prices_of_its_plan(gpt2, by_roofline):
+    gm, costs, _ = gpt2
+    wanted = drawn(by_roofline, costs=costs)
+    for shown in (by_roofline, by_roofline.plan, sk.Plan.from_dict(gm.graph, by_roofline.plan.to_dict())):
+        assert drawn(shown) == wanted and wanted["unit"] == "s"
+    html = by_roofline._repr_mimebundle_()["text/html"]
+    assert all(text in html for text in stage_texts(by_roofline, costs)) and "FLOP" not in html.replace("FLOPs", "")
+    assert sk.report(by_roofline) == sk.report(gm, by_roofline.plan) == sk.report(gm, by_roofline.plan, costs)
+    assert "roofline of h100" in sk.report(by_roofline).note and sk.report(by_roofline).unit == "s"
+
+
+def test_other_prices_are_used_if_they_are_given(gpt2, by_roofline):
+    gm, _, _ = gpt2
+    assert drawn(by_roofline, costs=sk.costs.unit(gm))["unit"] == "nodes"
+    assert sk.report(by_roofline, costs=sk.costs.flops(gm)).unit == "TFLOP"
+    assert sk.stage_costs(by_roofline.flow, by_roofline.plan, sk.costs.unit(gm))[0].unit == "nodes"
+
+
+def test_flops_are_called_flops_everywhere(gpt2):
+    gm, _, _ = gpt2
+    split = sk.split(gm, sk.policies.Stages(2))
+    for shown in (split, sk.Plan.of({node: split.plan.home(node) for node in split.flow.nodes})):
+        html = shown._repr_mimebundle_()["text/html"]
+        texts = stage_texts(split, sk.costs.flops(gm))
+        assert all(text.endswith("FLOP") and text in html for text in texts)
+        assert "forward ↓ (FLOPs)" in html and "(time)" not in html
+        assert drawn(shown)["unit"] == "TFLOP"
+    assert "FLOP" in split.plan.note and " us" not in split.plan.note and " ms" not in split.plan.note
+    assert "share of the FLOPs" in sk.report(split)._repr_mimebundle_()["text/html"]
+    run = sk.simulate_schedule(sk.stage_costs(split.flow, split.plan), "1f1b", 4)
+    assert run.unit == "TFLOP" == run.to_dict()["unit"] and "FLOP, bubble" in run.figures
+    assert "FLOPs of the step" in svg(run)
+
+
+def test_a_schedule_is_drawn_with_times_only(gpt2, by_roofline, tmp_path):
+    gm, costs, _ = gpt2
+    timed = sk.simulate_schedule(sk.stage_costs(by_roofline.flow, by_roofline.plan), "1f1b", 4)
+    for untimed in (sk.costs.flops(gm), sk.costs.unit(gm), sk.costs.training(sk.costs.flops(gm))):
+        split = sk.split(gm, sk.policies.Stages(3), costs=untimed)
+        run = sk.simulate_schedule(sk.stage_costs(split.flow, split.plan), "1f1b", 4)
+        for bad in ({"run": run}, {"run": run, "costs": costs}, {"run": timed}):
+            for show in (split.view, split.plan.view, lambda **o: split.to_html(tmp_path / "page.html", **o)):
+                with pytest.raises(ViewError, match=r"SK903.*(FLOPs|nodes)") as caught:
+                    show(**bad)
+                assert "--costs roofline:h100" in caught.value.remedy and "costs=" in caught.value.remedy
+    assert not (tmp_path / "page.html").exists()
+    assert drawn(by_roofline, run=timed)["run"]["unit"] == "s"
+
+
+def test_hostile_prices_are_escaped(gpt2, tmp_path):
+    gm, _, plan = gpt2
+    data = plan.to_dict()
+    table = {node.name: 1e-6 for node in gm.graph.nodes}
+    data["prices"] = {"name": EVIL, "kind": "table", "unit": EVIL, "table": table}
+    data["note"] = EVIL
+    hostile = sk.Plan.from_dict(gm.graph, data)
+    hostile.to_html(tmp_path / "page.html")
+    shown = [hostile._repr_mimebundle_()["text/html"], (tmp_path / "page.html").read_text("utf-8"), svg(hostile)]
+    shown.append(sk.report(gm, hostile)._repr_mimebundle_()["text/html"])
+    assert not any("<script>alert" in text for text in shown) and drawn(hostile)["unit"] == EVIL
+
+
+def test_a_pair_is_drawn_by_the_prices_of_its_plan():
+    joint = sk.capture_joint(nn.Sequential(nn.Linear(16, 16), nn.GELU()), X, loss=loss_or_sum)
+    costs = sk.costs.roofline(joint.graph_module, "h100")
+    pair = joint.split(sk.policies.MinCut(), costs)
+    assert drawn(pair) == drawn(pair, costs=costs) and drawn(pair)["unit"] == "s"
+    assert drawn(pair.plan)["unit"] == "s" and drawn(joint.split(sk.policies.MinCut()))["unit"] == "TFLOP"

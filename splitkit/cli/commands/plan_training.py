@@ -17,6 +17,7 @@ from splitkit.cli.placement import MOST_BYTES
 from splitkit.cli.source import Source, next_command
 from splitkit.cli.syntax import policy_spec
 from splitkit.errors import UsageError
+from splitkit.prices import price_name
 from splitkit.units import bounded, duration, read_percent, read_size, size
 from splitkit.view.console.tables import facts, table
 
@@ -151,7 +152,7 @@ def _data(work: CapturedStep, costs: Costs, pair: Pair, profile: MemoryProfile) 
         "what": TRAINING,
         "model": work.source.to_dict(),
         "note": pair.plan.note,
-        "prices": getattr(costs, "note", ""),
+        "prices": price_name(costs),
         "unit": sk.costs.unit_of(costs),
         "forward": {"ops": len(forward), "seconds": _sum(costs, forward), "peak": profile.peak_of("forward")},
         "backward": {"ops": len(flow.nodes) - len(forward) + len(twice), "peak": profile.peak_of("backward")},
@@ -186,7 +187,7 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
     halves = f"forward {size(forward['peak'])}, backward {size(data['backward']['peak'])}"
     rows = {
         "plan": data["note"],
-        "prices": data["prices"] or ("FLOPs" if data["unit"] == "s" else data["unit"]),
+        "prices": data["prices"],
         "peak": f"{bounded(data['peak'], data['bounds'], data['unseen'])} ({halves})",
         "saved for backward": f"{size(data['saved']['nbytes'])} in {len(data['saved']['values'])} storages",
         "recomputed": f"{again['ops']} of {forward['ops']} ops, {time} ({share:.1%})",

@@ -16,6 +16,7 @@ from splitkit.cli.source import Source
 from splitkit.cli.syntax import device_list
 from splitkit.errors import UsageError
 from splitkit.plans.plan_file import parts_in_data
+from splitkit.prices import price_name
 from splitkit.studies.frontier import Point
 from splitkit.units import duration, size
 from splitkit.view.console.tables import facts, table
@@ -78,7 +79,7 @@ def _frontier(args: Namespace, wanted: Source) -> Outcome:
     data: dict[str, Any] = {
         "command": "sweep",
         "model": work.source.to_dict(),
-        "prices": getattr(costs, "note", ""),
+        "prices": price_name(costs),
         "step": frontier.step_seconds,
         "of": frontier.of,
         "corners": len(frontier.points),
@@ -88,7 +89,7 @@ def _frontier(args: Namespace, wanted: Source) -> Outcome:
     took = work.clock.seconds
     text = facts(
         {
-            "prices": data["prices"] or ("FLOPs" if frontier.unit == "s" else frontier.unit),
+            "prices": data["prices"],
             "a step without recompute": duration(frontier.step_seconds, frontier.unit),
             "took": f"capture {seconds_text(took['capture'])}, frontier {seconds_text(took['frontier'])}",
         }

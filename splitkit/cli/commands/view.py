@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit view``."""
-    from splitkit.view.renderers import html
+    from splitkit.view.renderers import html, require_times
 
     optimizer: Optimizer = None if args.optimizer == "none" else args.optimizer or "adam"
     memory = nbytes("view", "memory", args.memory) if args.memory else None
-    file = plan_file(args)
+    file = plan_file(args, takes=("costs", "training"))
     if file is not None and file.get("what") == TRAINING:
         return _halves(args, file, memory)
     if args.training is None and optimizer and not args.target.endswith(".json"):
@@ -36,8 +36,10 @@ def run(args: Namespace) -> Outcome:
     with work.clock.step("view", "pricing the rows"):
         step = None
         if args.schedule is not None:
+            require_times(costs)
             stages = sk.stage_costs(sk.analyze(work.gm), plan, costs, optimizer=optimizer)
-            links = None if args.links in (None, "none") else args.links
+            usual = plan.prices.links if plan.prices else None  # then the step is the one that the plan was made for
+            links = {None: usual, "none": None}.get(args.links, args.links)
             step = sk.simulate_schedule(stages, args.schedule, args.microbatches or 2 * len(stages), links=links)
         title = work.source.spec
         text = html(plan, costs=costs, optimizer=optimizer, memory=memory, run=step, beside=beside, title=title)
@@ -48,7 +50,8 @@ def _halves(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcom
     """Write the page of a plan of forward and backward."""
     from splitkit.view.renderers import html
 
-    unfit = [name for name in ("schedule", "microbatches", "beside", "optimizer") if getattr(args, name) is not None]
+    of_stages = ("schedule", "microbatches", "beside", "optimizer", "costs", "training")
+    unfit = [name for name in of_stages if getattr(args, name) is not None]
     if unfit:
         reason = f"--{unfit[0]} is for plans in stages, and {args.target} divides a step into forward and backward"
         raise UsageError(

@@ -54,6 +54,11 @@ class _Spelled:
     text: str
     policy: Any
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "policy":  # not set yet while the object is copied
+            raise AttributeError(name)
+        return getattr(self.policy, name)
+
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
         from splitkit.plans.policy import as_plan
 

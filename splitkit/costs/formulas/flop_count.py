@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
@@ -28,8 +28,9 @@ from splitkit.graph.fake_calls import CallMemo, body_calls, changes_state, hints
 from splitkit.graph.storages import storage_key, tensors
 from splitkit.graph.symbols import value_of
 from splitkit.short_repr import brief
+from splitkit.units import TFLOP
 
-NOMINAL = 1e12  # FLOP/s of the nominal device: any value works, as only ratios of prices matter to a policy
+NOMINAL = 1e12  # FLOPs in the unit of prices: any value works, as only ratios of prices matter to a policy
 
 Shape = tuple[int, ...]
 
@@ -80,9 +81,10 @@ class Count:
 
 @dataclass(frozen=True)
 class Flops(GraphCosts):
-    """The costs of `flops`."""
+    """The costs of `flops`, whose prices are TFLOPs rather than seconds."""
 
     gm: fx.GraphModule
+    unit: ClassVar[str] = TFLOP
     _calls: CallMemo[Count] = field(default_factory=CallMemo, repr=False, compare=False)
     _of: dict[Node, Count] = field(default_factory=dict, repr=False, compare=False)
 
@@ -94,7 +96,7 @@ class Flops(GraphCosts):
         return self
 
     def seconds(self, node: Node) -> float:
-        """Seconds on a nominal device of 1e12 FLOP/s."""
+        """TFLOPs, which are seconds on a nominal device of 1e12 FLOP/s."""
         return self.flops(node) / NOMINAL
 
     def flops(self, node: Node) -> float:

@@ -221,9 +221,10 @@ def _facts(split: Split, stage_of: Mapping[Node, int]) -> ChainFacts:
     )
     values = {n.name: border_value(originals[n], needed, written) for n in stage_of if n in originals}
     given = zip(split.module.graph.find_nodes(op="placeholder"), flow.graph.find_nodes(op="placeholder"), strict=True)
+    plan = {name: value for name, value in split.plan.to_dict().items() if name != "prices"}  # each rank may measure
     identity = {
         "graph": fingerprint(flow.graph),
-        "plan": _digest(json.dumps(split.plan.to_dict(), sort_keys=True)),
+        "plan": _digest(json.dumps(plan, sort_keys=True)),
         "code of the parts": _digest("".join(part.code for part in split.parts.values())),
     }
     return ChainFacts(

@@ -10,7 +10,8 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from splitkit.costs import Costs, default
+from splitkit.costs import Costs
+from splitkit.costs.recorded import costs_of
 from splitkit.display import Shown
 from splitkit.engine.complete import complete_plan
 from splitkit.engine.split import Split
@@ -20,7 +21,7 @@ from splitkit.graph.byte_sizes import tensor_bytes
 from splitkit.graph.dataflow import Dataflow, facts_of, module_path
 from splitkit.plans.parts import PARENT, Claim, PartKey
 from splitkit.plans.record import Plan, plan_of
-from splitkit.prices import checked, require_costs
+from splitkit.prices import checked, require_costs, unit_of
 from splitkit.short_repr import brief
 from splitkit.units import quantity, size
 from splitkit.view.console.tables import table
@@ -43,7 +44,7 @@ class PartReport:
         parameter_bytes: the bytes of these parameters and of the buffers that it reads.
         bytes_in: the bytes of its inputs, without parameters.
         bytes_out: the bytes of its outputs.
-        share: its share of the total time under the given costs.
+        share: its share of the total time, or of what else the prices count.
         device: the device that it runs on, if the plan says so.
         replicas: the number of devices that run it.
     """
@@ -71,6 +72,7 @@ class Report(Shown):
         note: the notes of the plan and of the prices, and how many nodes export has hidden.
         sizes_known: whether the graph carries the ``meta["val"]`` that bytes and FLOPs come from.
         claim: objective, value, proven bound, solver and limiting part, if an optimizing policy made the plan.
+        unit: the unit of the prices: ``"s"``, ``"TFLOP"``, ``"nodes"``.
     """
 
     parts: tuple[PartReport, ...]
@@ -78,6 +80,7 @@ class Report(Shown):
     note: str
     sizes_known: bool
     claim: Claim | None = None
+    unit: str = "s"
 
     __repr__ = brief
 
@@ -108,14 +111,15 @@ def report(gm: fx.GraphModule | Split, plan: Plan | None = None, costs: Costs | 
     Args:
         gm: the graph that the plan is for, or a split.
         plan: the plan; by default the one of the split.
-        costs: the prices; by default FLOPs, or 1 per node if the graph has no ``meta["val"]``.
+        costs: the prices; by default those that the plan was made with. If it does not know them, FLOPs, or 1 per node
+            where the graph has no ``meta["val"]``.
 
     Raises:
         PlanError: if the plan's parts cannot be ordered.
     """
     flow = facts_of(gm)
-    costs = checked(default(flow) if costs is None else require_costs(costs))
     plan = plan_of(gm if plan is None else plan)
+    costs = checked(costs_of(plan.prices, flow) if costs is None else require_costs(costs))
     whole = complete_plan(flow, plan)
     subgraphs = [step for step in extract_subgraphs(flow, whole) if isinstance(step, Subgraph)]
     parent = tuple(n for n, keys in whole.items() if PARENT in keys)
@@ -150,7 +154,8 @@ def report(gm: fx.GraphModule | Split, plan: Plan | None = None, costs: Costs | 
     inputs = [n for n in flow.index if n.op == "placeholder"]
     outputs = [a for n in flow.index if n.op == "output" for a in n.all_input_nodes]
     note = "; ".join(filter(None, (plan.note, getattr(costs, "note", ""), note_hidden_nodes(flow.root))))
-    return Report(tuple(rows), row("all", flow.index, inputs, outputs, PARENT), note, _sizes_known(flow), plan.claim)
+    total = row("all", flow.index, inputs, outputs, PARENT)
+    return Report(tuple(rows), total, note, _sizes_known(flow), plan.claim, unit_of(costs))
 
 
 def _title(key: PartKey) -> str:

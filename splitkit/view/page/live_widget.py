@@ -16,6 +16,7 @@ import anywidget
 import traitlets
 
 from splitkit.costs import training
+from splitkit.costs.recorded import record_of
 from splitkit.engine.split import plan as checked_plan
 from splitkit.errors import SplitError, ViewError
 from splitkit.pipeline.stage_prices import run_order
@@ -84,7 +85,8 @@ class LadderWidget(anywidget.AnyWidget):  # type: ignore[misc]  # untyped where 
         of = {node: bisect_right(borders, row) - 1 for node, row in ladder.rows.of.items()}
         places = {node: (keys[stage] if same else stage,) for node, stage in of.items()}
         parts = {key: ladder.plan.parts[key] for key in keys} if same else {}
-        made = Plan(places, parts, note=f"{len(borders) - 1} stages, moved by hand")
+        note, prices = f"{len(borders) - 1} stages, moved by hand", record_of(ladder.costs, ladder.flow)
+        made = Plan(places, parts, note=note, prices=prices)
         return checked_plan(ladder.flow.root, made)
 
     @traitlets.validate("borders")  # type: ignore[untyped-decorator]

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import groupby, pairwise
 from typing import Any
 
-from splitkit.units import duration, size
+from splitkit.units import duration, measure, size
 from splitkit.view.colours import BAD, INK, MUTED, RIBBON, colour, ink_on, mixed
 from splitkit.view.data.ladder import LadderView
 from splitkit.view.svg.drawing import Drawing
@@ -124,12 +124,20 @@ class LadderDrawing:
                     size=10 if number else 12,
                 )
         middle = LEFT + BOX / 2
-        draw.text(middle, TOP - 12, "forward ↓ (time)", MUTED, "middle", bold=True, size=10)
+        draw.text(middle, TOP - 12, f"forward ↓ ({measure(self.data['unit'])})", MUTED, "middle", bold=True, size=10)
         if self._trains:
             draw.text(
                 LEFT + BOX + RIBBONS / 2, TOP - 12, "saved for backward (bytes)", MUTED, "middle", bold=True, size=10
             )
-            draw.text(self._right - BOX / 2, TOP - 12, "backward ↑ (time)", MUTED, "middle", bold=True, size=10)
+            draw.text(
+                self._right - BOX / 2,
+                TOP - 12,
+                f"backward ↑ ({measure(self.data['unit'])})",
+                MUTED,
+                "middle",
+                bold=True,
+                size=10,
+            )
 
     def _about(self, stage: int) -> list[tuple[str, str]]:
         """Return the lines beside a stage and their colours, the most important first: a low stage has room for few."""

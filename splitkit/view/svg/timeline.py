@@ -11,7 +11,7 @@ from splitkit.pipeline.action import KINDS
 from splitkit.pipeline.memory import memory_over_time
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.trace import Event
-from splitkit.units import duration, size
+from splitkit.units import duration, measure, size
 from splitkit.view.colours import BAD, INK, MUTED, RIBBON, colour, ink_on, mixed
 from splitkit.view.svg.axes import PlotArea, horizontal_axis, thinned, tick_values, visible_limit
 from splitkit.view.svg.drawing import Drawing
@@ -74,7 +74,11 @@ class TimelineDrawing:
             self._held(draw, rank, bytes_held[rank] if bytes_held else ())
         times = tick_values(run.seconds)
         horizontal_axis(
-            draw, self._frame, times, lambda value: duration(value, run.unit) if value else "0", "time of the step"
+            draw,
+            self._frame,
+            times,
+            lambda value: duration(value, run.unit) if value else "0",
+            f"{measure(run.unit)} of the step",
         )
         return draw.to_svg(self._frame.bottom + 36, title)
 

@@ -2,7 +2,7 @@
 // Shows in the side panel the facts about the selected op or row.
 import {el} from "./elements.js";
 import {sum} from "./totals.js";
-import {duration, size} from "./units.js";
+import {duration, measure, size} from "./units.js";
 
 /** @typedef {[string, string]} Fact a name and a value */
 /** @typedef {import("./picture.js").Picture<CommonData>} AnyPicture */
@@ -13,7 +13,7 @@ import {duration, size} from "./units.js";
  * @returns {Fact[]}
  */
 export function factsOfOp({ops, data}, op) {
-  return [["op", ops.op(op)], ["node", ops.name[op]], ["module", ops.module(op) || "(top level)"], ["value", ops.value(op)], ["bytes", size(ops.bytes(op))], ["time", duration(ops.seconds(op), data.unit)]];
+  return [["op", ops.op(op)], ["node", ops.name[op]], ["module", ops.module(op) || "(top level)"], ["value", ops.value(op)], ["bytes", size(ops.bytes(op))], [measure(data.unit), duration(ops.seconds(op), data.unit)]];
 }
 /**
  * @param {AnyPicture} p

@@ -4,7 +4,7 @@ import {colourOf} from "./drawing.js";
 import {el, pressed, remark, tableOf} from "./elements.js";
 import {factsOfOp, factsOfRow, showFacts} from "./facts.js";
 import {sum} from "./totals.js";
-import {duration, size} from "./units.js";
+import {duration, measure, size} from "./units.js";
 
 /** @typedef {import("./ladder.js").Ladder} Ladder */
 
@@ -40,7 +40,7 @@ export function showStages(p) {
 function showTable(p, stages, more, rows, titles) {
   const most = Math.max(...stages.map(s => s.seconds)), total = sum(stages.map(s => s.seconds));
   p.side.append(el("h3", `${stages.length} ${stages.length === 1 ? "stage" : "stages"}, balance ${(100 * total / (most * stages.length || 1)).toFixed(0)} %${more}`),
-    tableOf(["stage", "time", ...(p.trains ? ["saved"] : []), "peak", ...titles], rows));
+    tableOf(["stage", measure(p.data.unit), ...(p.trains ? ["saved"] : []), "peak", ...titles], rows));
 }
 /**
  * The table row of a stage: its colour and name, time and bytes.

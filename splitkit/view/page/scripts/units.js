@@ -26,10 +26,16 @@ export function size(bytes) { return bytes >= 0 ? scaled(bytes, 1024, ["B", "KiB
 /** @type {[number, string][]} */
 const TIMES = [[1, "s"], [1e-3, "ms"], [1e-6, "us"], [1e-9, "ns"], [1e-12, "ps"]];
 /**
+ * What a unit measures.
+ * @param {string} unit
+ */
+export function measure(unit) { return unit === "s" ? "time" : unit === "TFLOP" ? "FLOPs" : unit; }
+/**
  * @param {number} s
  * @param {string} unit
  */
 export function duration(s, unit) {
+  if (unit === "TFLOP") return scaled(Math.round(s * 1e14) / 100, 1000, ["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"]);
   if (unit !== "s") return `${scaled(s, 1000, ["", "k", "M", "G", "T", "P"])} ${unit}`;
   for (const [scale, name] of TIMES)
     if (Math.abs(s) >= scale * 0.9995) {
