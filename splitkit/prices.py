@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, cast
 from torch.fx import Node
 
 from splitkit.checks import is_number, is_whole, shown
-from splitkit.errors import CostError, SplitError
+from splitkit.errors import CostError, SplitError, ViewError
 from splitkit.units import measure
 
 Optimizer = Literal["adam", "adamw", "momentum", "sgd"] | None
@@ -24,6 +24,29 @@ def price_name(costs: object) -> str:
     """Return what people call these costs: their ``note``, or what they count, or their class."""
     given, unit = as_given(costs), unit_of(costs)
     return str(getattr(given, "note", "") or (type(given).__name__ if unit == "s" else measure(unit)))
+
+
+def require_times(*priced: object) -> None:
+    """Refuse to draw a schedule by prices that are no times: it would show times that nobody predicted.
+
+    Args:
+        priced: costs, or a simulated step.
+
+    Raises:
+        ViewError: SK903.
+    """
+    if unit := next((unit for unit in map(unit_of, priced) if unit != "s"), ""):
+        raise untimed_error(measure(unit))
+
+
+def untimed_error(what: str) -> ViewError:
+    """Return the error for a schedule that is to be drawn by prices of ``what``."""
+    return ViewError(
+        "SK903",
+        f"a schedule is drawn over time, but the prices are {what}",
+        "Give prices in seconds: --costs roofline:h100 on the command line, or "
+        "costs=splitkit.costs.roofline(gm, 'h100'), to the plan or to the picture and `stage_costs`.",
+    )
 
 
 def includes_backward(costs: object) -> bool:

@@ -161,6 +161,19 @@ def check_costs(kind: str | None) -> None:
         _device(device or "cpu")
 
 
+def check_drawn_schedule(args: Namespace, devices: str | None = None) -> None:
+    """Refuse a page with a schedule by prices that are no times, before the model is made.
+
+    Raises:
+        ViewError: SK903.
+    """
+    untimed = args.costs in ("flops", "unit") or (args.costs is None and devices is None)
+    if args.schedule is not None and untimed:
+        from splitkit.prices import untimed_error
+
+        raise untimed_error("nodes" if args.costs == "unit" else "FLOPs")
+
+
 def _device(text: str) -> Any:
     """Return a device by its name, or the device ``NAME`` of ``path.toml:NAME``."""
     from splitkit import costs

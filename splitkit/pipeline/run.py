@@ -16,6 +16,7 @@ from splitkit.pipeline.memory import RankMemory, rank_memory
 from splitkit.pipeline.order import BACKWARD_INPUT, FORWARD
 from splitkit.pipeline.rank_rows import RankRow
 from splitkit.pipeline.trace import StepTrace
+from splitkit.prices import require_times
 from splitkit.short_repr import brief
 from splitkit.units import duration, size
 
@@ -148,7 +149,11 @@ class ScheduleRun(ShownOverTime, StepTrace):
         """Return the timeline in the Trace Event Format, for ``json.dump``; opens in Perfetto and ``chrome://tracing``.
 
         A process for each rank, with a row for its work and one for each rank that it sends to. Times in microseconds.
+
+        Raises:
+            ViewError: SK903 if the step was simulated by prices that are no times.
         """
+        require_times(self)
         events: list[dict[str, Any]] = []
         for rank in range(self.ranks):
             events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})

@@ -24,7 +24,7 @@ from splitkit.graph.joint_marks import forward_outputs, is_joint
 from splitkit.memory.profile import MemoryProfile
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.plans.record import Plan, plan_of
-from splitkit.prices import Optimizer, unit_of
+from splitkit.prices import Optimizer, require_times
 from splitkit.training.flow import BACKWARD, FORWARD
 from splitkit.training.saved_values import SavedValue
 from splitkit.units import measure, size
@@ -195,24 +195,6 @@ def _ladder(
 
     name = title or plan.note or "plan"
     return Picture(name, svg, tables, lambda: ladder, len(flow.nodes), len(plan.parts), fallback)
-
-
-def require_times(*priced: object) -> None:
-    """Refuse to draw a schedule by prices that are no times: its timeline would show times that nobody predicted.
-
-    Args:
-        priced: costs, and a simulated step.
-
-    Raises:
-        ViewError: SK903.
-    """
-    if unit := next((unit for unit in map(unit_of, priced) if unit != "s"), ""):
-        raise ViewError(
-            "SK903",
-            f"a schedule is drawn over time, but the prices are {measure(unit)}",
-            "Give prices in seconds: --costs roofline:h100 on the command line, or "
-            "costs=splitkit.costs.roofline(gm, 'h100'), to the plan or to the picture and `stage_costs`.",
-        )
 
 
 def limit_of(memory: float | str | None) -> int | None:

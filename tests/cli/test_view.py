@@ -137,6 +137,16 @@ def test_a_schedule_of_a_plan_without_times_is_refused_until_prices_are_given(tm
     assert code == 2 and "SK601" in error
 
 
+@pytest.mark.parametrize("costs", [[], ["--costs", "flops"], ["--costs", "unit"]])
+def test_a_schedule_without_times_is_refused_before_the_model_is_made(tmp_path, call, costs, monkeypatch):
+    page = tmp_path / "page.html"
+    monkeypatch.setattr("splitkit.cli.common.example_of", None)
+    words = ["gpt2", "--stages", "2", *STEP, *costs]
+    for command in (["view", *words, "-o", page], ["plan", *words, "--view", page], ["plan", *words, "--trace", page]):
+        code, _, error = call(*command)
+        assert code == 1 and "SK903" in error and ("nodes" if "unit" in costs else "FLOPs") in error
+
+
 def test_a_measured_plan_is_drawn_with_what_was_measured(tmp_path, call):
     plan, page = tmp_path / "plan.json", tmp_path / "page.html"
     assert call("plan", "gpt2", *SMALL, "--stages", "2", "--costs", "measured", "--training", "-o", plan)[0] == 0

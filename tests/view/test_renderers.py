@@ -374,6 +374,8 @@ def test_flops_are_called_flops_everywhere(gpt2):
     run = sk.simulate_schedule(sk.stage_costs(split.flow, split.plan), "1f1b", 4)
     assert run.unit == "TFLOP" == run.to_dict()["unit"] and "FLOP, bubble" in run.figures
     assert "FLOPs of the step" in svg(run)
+    with pytest.raises(ViewError, match="SK903"):
+        run.to_chrome_trace()
 
 
 def test_a_schedule_is_drawn_with_times_only(gpt2, by_roofline, tmp_path):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit.cli import source
-from splitkit.cli.common import CapturedModel, check_costs, prepare, prices, versions
+from splitkit.cli.common import CapturedModel, check_costs, check_drawn_schedule, prepare, prices, versions
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.pages import plan_page, wrote
 from splitkit.cli.placement import Placement
@@ -34,6 +34,8 @@ def plan_for_devices(args: Namespace) -> Outcome:
     wanted_model, wanted = source.from_args(args.model, args), Placement.of(args)
     policy = wanted.policy()
     check_costs(args.costs)
+    if args.view or args.trace:
+        check_drawn_schedule(args, args.devices)
     work = prepare(wanted_model)
     with work.clock.step("plan", f"planning {wanted.devices or f'{wanted.stages} stages'}", policy):
         costs = _prices(work, args, wanted)

@@ -17,7 +17,6 @@ from splitkit.cli.placement import MOST_BYTES
 from splitkit.cli.source import Source, next_command
 from splitkit.cli.syntax import policy_spec
 from splitkit.errors import UsageError
-from splitkit.prices import price_name
 from splitkit.units import bounded, duration, read_percent, read_size, size
 from splitkit.view.console.tables import facts, table
 
@@ -142,6 +141,8 @@ def _require_size(memory: str, remedy: str) -> None:
 
 
 def _data(work: CapturedStep, costs: Costs, pair: Pair, profile: MemoryProfile) -> dict[str, Any]:
+    from splitkit.prices import price_name
+
     assert pair.plan is not None
     flow = work.joint.flow
     twice = [n for n in flow.nodes if len(pair.plan.get(n, ())) > 1]

@@ -9,7 +9,7 @@ import splitkit as sk
 from splitkit.checks import nbytes
 from splitkit.cli import source
 from splitkit.cli.commands import plan_training
-from splitkit.cli.common import TRAINING, CapturedModel, decoded, plan_file, planned_by, read_plan
+from splitkit.cli.common import TRAINING, CapturedModel, check_drawn_schedule, decoded, plan_file, planned_by, read_plan
 from splitkit.cli.outcome import Outcome
 from splitkit.cli.pages import wrote
 from splitkit.errors import UsageError
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit view``."""
-    from splitkit.view.renderers import html, require_times
+    from splitkit.prices import require_times
+    from splitkit.view.renderers import html
 
     optimizer: Optimizer = None if args.optimizer == "none" else args.optimizer or "adam"
     memory = nbytes("view", "memory", args.memory) if args.memory else None
@@ -30,6 +31,8 @@ def run(args: Namespace) -> Outcome:
         return _halves(args, file, memory)
     if args.training is None and optimizer and not args.target.endswith(".json"):
         args.training = True  # plan by forward and backward, as the page draws both
+    if file is None:
+        check_drawn_schedule(args)
     other = None if args.beside is None else read_plan(args.beside)  # a bad file is refused before the model is made
     work, plan, costs = planned_by(args, file)
     beside = None if other is None else decoded(work.gm.graph, args.beside, other)
