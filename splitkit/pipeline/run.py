@@ -16,7 +16,6 @@ from splitkit.pipeline.memory import RankMemory, rank_memory
 from splitkit.pipeline.order import BACKWARD_INPUT, FORWARD
 from splitkit.pipeline.rank_rows import RankRow
 from splitkit.pipeline.trace import StepTrace
-from splitkit.prices import require_times
 from splitkit.short_repr import brief
 from splitkit.units import duration, size
 
@@ -153,6 +152,8 @@ class ScheduleRun(ShownOverTime, StepTrace):
         Raises:
             ViewError: SK903 if the step was simulated by prices that are no times.
         """
+        from splitkit.prices import require_times  # needs torch, which simulating an order of one's own does not
+
         require_times(self)
         events: list[dict[str, Any]] = []
         for rank in range(self.ranks):

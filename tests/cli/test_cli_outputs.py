@@ -25,7 +25,7 @@ def test_an_output_is_written_into_a_device_or_a_pipe(mine):
     ]
     for reader in readers:
         reader.start()
-    assert main([*PLAN, "-o", "pipe"]) == main([*PLAN, "--schedule", "gpipe", "--trace", name]) == 0
+    assert main([*PLAN, "-o", "pipe"]) == main([*PLAN, "--schedule", "gpipe", "--costs", "roofline:h200", "--trace", name]) == 0
     for reader in readers:
         reader.join(60)
     os.close(device), os.close(terminal)
@@ -90,7 +90,7 @@ def test_an_output_may_be_standard_output(mine, name, capfd):
     [
         ["capture", "my.py:net", "-o"],
         [*PLAN, "-o"],
-        [*PLAN, "--schedule", "gpipe", "--trace"],
+        [*PLAN, "--schedule", "gpipe", "--costs", "roofline:h200", "--trace"],
         ["plan", "my.py:net", "--what", "fwd-bwd", "--memory", "1GiB", "-o"],
     ],
     ids=["capture", "plan", "trace", "step"],
