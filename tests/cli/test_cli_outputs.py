@@ -25,7 +25,8 @@ def test_an_output_is_written_into_a_device_or_a_pipe(mine):
     ]
     for reader in readers:
         reader.start()
-    assert main([*PLAN, "-o", "pipe"]) == main([*PLAN, "--schedule", "gpipe", "--costs", "roofline:h200", "--trace", name]) == 0
+    schedule = ["--schedule", "gpipe", "--costs", "roofline:h200"]
+    assert main([*PLAN, "-o", "pipe"]) == main([*PLAN, *schedule, "--trace", name]) == 0
     for reader in readers:
         reader.join(60)
     os.close(device), os.close(terminal)

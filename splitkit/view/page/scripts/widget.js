@@ -62,8 +62,11 @@ export default {
       if (ladder.borders.join() !== borders.join()) ladder.setBorders(borders);
     };
     const mount = () => {
+      // a new picture has a new slider: without the focus, the next arrow key would go to the notebook
+      const had = ladder !== null && ladder.slider.matches(":focus");
       if (ladder) ladder.destroy();
       ladder = new Ladder(model.get("data"), {height: model.get("height"), onplan: moved, oncount: count}).mount(place);
+      if (had) ladder.slider.focus();
       follow();
     };
     /** @type {[string, (message: any) => void][]} */
