@@ -52,6 +52,9 @@ def test_the_first_node_that_differs_is_named():
 
 def test_ranks_that_capture_in_other_orders_train_one_plan():
     told = launch("runtime/orders.py", 2, "once")
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):  # the tables cross the border without a gradient
+        assert [line["said"][:5] for line in told] == ["SK806"] * 2
+        return
     assert len(told) == 2 and len({line["graph"] for line in told}) == 1
     (last,) = [line for line in told if line["loss"] is not None]
     assert last["loss"] == pytest.approx(last["whole"], rel=1e-6)

@@ -15,7 +15,7 @@ from splitkit._torch import OpOverload
 # fmt: off
 _OPS = frozenset((
     "_cdist_forward", "_chunk_cat", "_ctc_loss_backward", "_embedding_bag", "_embedding_bag_backward",
-    "_embedding_bag_per_sample_weights_backward", "_fft_c2r", "_fft_r2c", "_histogramdd_from_bin_cts",
+    "_embedding_bag_per_sample_weights_backward", "_fft_c2c", "_fft_c2r", "_fft_r2c", "_histogramdd_from_bin_cts",
     "_histogramdd_from_bin_tensors", "_linalg_det", "_linalg_eigh", "_linalg_slogdet", "_linalg_solve_ex",
     "_linalg_svd", "_safe_softmax", "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_mm", "_scaled_mm_v2", "_trilinear",
