@@ -109,9 +109,9 @@ class Campaign:
     def pytest_runtestloop(self, session: Any) -> bool:
         import splitkit
 
-        self.package = Path(splitkit.__file__).parent
-        assert self.package.parent == HERE, "this is not the splitkit of the copy"
-        for module in pkgutil.walk_packages([str(self.package / self.package)], f"splitkit.{self.package}."):
+        self.root = Path(splitkit.__file__).parent
+        assert self.root.parent == HERE, "this is not the splitkit of the copy"
+        for module in pkgutil.walk_packages([str(self.root / self.package)], f"splitkit.{self.package}."):
             if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
         gc.unfreeze()  # `gc.get_objects` lists no frozen ones
@@ -133,7 +133,7 @@ class Campaign:
         ranks are left out, which would start them anew for every bug.
         """
         items = [item for item in items if "launch" not in vars(item.module)]
-        mirrors = {f"test_{file.stem}" for file in self.package.glob("*.py")}  # of the files at the top
+        mirrors = {f"test_{file.stem}" for file in self.root.glob("*.py")}  # of the files at the top
         own = [item for item in items if f"tests/{self.package}/" in str(item.path) or item.path.stem in mirrors]
         ordered = [*own, *(item for item in items if item not in own)]
         read, write = os.pipe()
@@ -144,7 +144,7 @@ class Campaign:
             for i, item in enumerate(ordered):
                 if _cpu_seconds() > end:
                     break
-                with _calls(str(self.package)) as clean:
+                with _calls(str(self.root)) as clean:
                     passes = self._passes(item)
                 if passes:
                     found.append((i, clean))
@@ -168,9 +168,9 @@ class Campaign:
 
         dice = random.Random(f"{self.seed}/{self.package}")
         files = (
-            sorted((self.package / self.package).rglob("*.py"))
+            sorted((self.root / self.package).rglob("*.py"))
             if self.package != "top"
-            else sorted(self.package.glob("*.py"))
+            else sorted(self.root.glob("*.py"))
         )
         sources = {file: file.read_text() for file in files if file.stem not in {"__init__", "__main__", *EXAMPLES}}
         every = [
@@ -193,7 +193,7 @@ class Campaign:
             every = [one for one in every if one[2]]
 
     def _verdict(self, file: Path, mutant: Any, clean: dict[Any, Clean]) -> Verdict:
-        name = str(file.relative_to(self.package))
+        name = str(file.relative_to(self.root))
         chosen = self._chosen(name, mutant.change.function, clean)
         expected = sum(clean[item].seconds for item in chosen)
         original = file.read_text()

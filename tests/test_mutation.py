@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from mutants import changes, planted
@@ -89,12 +92,25 @@ def test_the_same_seed_draws_the_same_bugs(tmp_path):
 
     def drawn(seed):
         campaign = Campaign("package", 12, seed, 1.0, 1.0)
-        campaign.package = tmp_path
+        campaign.root = tmp_path
         return [mutant.change for _, mutant in campaign.drawn()]
 
     first, again, other = ([(c.function, c.kind, c.node.lineno, c.new) for c in drawn(seed)] for seed in (0, 0, 1))
     assert first == again != other and len(first) == len(set(first)) == 12
     assert {function for function, *_ in first[:3]} == {"Shop.prices", "Shop.pay", "visits"}  # each before any again
+
+
+def test_a_campaign_plants_bugs_in_a_copy_and_says_which_the_tests_catch():
+    here = Path(__file__).parents[1]
+    words = ["tests/mutation.py", "--package", "solvers", "--count", "2", "--only", "balanced_blocks", "--tests"]
+    kept = (here / "splitkit/solvers/line/balanced_blocks.py").read_text()
+    done = subprocess.run(
+        [sys.executable, *words, "tests/solvers/test_balanced_blocks.py"],
+        cwd=here, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "solvers: 2 planted, " in done.stdout and "caught   solvers/line/balanced_blocks.py:" in done.stdout
+    assert (here / "splitkit/solvers/line/balanced_blocks.py").read_text() == kept
 
 
 def test_the_table_counts():
