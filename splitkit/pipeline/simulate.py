@@ -1,4 +1,9 @@
-"""Simulates one step of a pipeline schedule: its time, its bubbles, and the memory of each rank."""
+"""Simulates one step of a pipeline schedule: its time, its bubbles, and the memory of each rank.
+
+An order of actions with a rank each is a DAG: an action waits for the one before it on its rank and for its message.
+`PipelineOrder.links` sorts it topologically once; the longest path is then one pass over that sequence, and so are the
+memories, since what is alive changes only where an action starts or ends.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""A graph as a placement problem: prices of nodes, traffic and memory as arrays; and the solution as a plan again."""
+"""A graph as a placement problem: prices of nodes, traffic and memory as arrays; and the solution as a plan again.
+
+Solvers see neither nodes nor tensors, only *units* with work, *nets* with a price, and edges::
+
+    node, or nodes that must stay together      unit      seconds on each kind of device, bytes
+    value with its maker and its readers        net       seconds that each device pays that has some of them, not all
+    data, effects                               edge      the order of units
+
+A net is paid once for each device, however many readers are there: that is what sets it apart from a cut edge.
+"""
 
 from __future__ import annotations
 

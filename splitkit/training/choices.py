@@ -1,4 +1,8 @@
-"""Which values of a joint graph may be saved or recomputed, as arrays: the problem of every recompute policy."""
+"""Which values of a joint graph may be saved or recomputed, as arrays: the problem of every recompute policy.
+
+It is stated over values, as in torch's min-cut partitioner (torch/_functorch/partitioners.py), but a storage counts
+once however many views of it are saved, a tuple is one op, and ops that eager autograd runs in backward cost nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Order the nodes of forward and of backward so that little memory is alive at once."""
+"""Order the nodes of forward and of backward so that little memory is alive at once.
+
+The problem is that of registers for an expression DAG, NP-hard in general (Sethi 1975). What makes it tractable here is
+that autograd's own order of gradients is good and is kept; only what a plan recomputes has to be put somewhere. It goes
+right before its first reader, and earlier where it frees at least what it takes (`EmissionOrder` has an example).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""What each node of a forward graph touches and takes, and from that the memory of any order of its nodes."""
+"""What each node of a forward graph touches and takes, and from that the memory of any order of its nodes.
+
+A search asks for the memory of thousands of segments. To run a simulation for each would take hours, so each node is
+looked at once, here: the storages it makes, reads and saves, and the bytes it takes for itself. `order_tables` turns
+these into arrays along an order, and `segment` reads the peak of any segment from them.
+"""
 
 from __future__ import annotations
 

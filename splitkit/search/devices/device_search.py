@@ -1,4 +1,10 @@
-"""The search for parts of given devices, which `splitkit.policies.Devices` runs."""
+"""The search for parts of given devices, which `splitkit.policies.Devices` runs.
+
+It makes a placement problem of the graph and hands it to the solver of the objective: `contiguous` (one convex piece on
+each device, least bottleneck), `noncontiguous` (any set), `latency` (least time of one sample), and `on_unequal_links`
+after the first two where links differ, because these know one price per value. A plan with all nodes on one device is a
+candidate too: on slow links it is often the best one. The true peaks of the devices decide what fits (`memory_fit`).
+"""
 
 from __future__ import annotations
 

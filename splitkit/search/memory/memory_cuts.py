@@ -40,7 +40,7 @@ class MemoryCuts:
         self.state = state
         self._peaks: dict[tuple[int, int], tuple[int, int]] = {}
         self._least: dict[tuple[int, int], tuple[int, int]] = {}
-        self._falls: dict[int, PeakBounds] = {}
+        self._bounds: dict[int, PeakBounds] = {}
         messages = line.messages + line.gradient_messages if line.training else line.messages
         self.traffic: list[int] = messages.tolist()
 
@@ -98,7 +98,7 @@ class MemoryCuts:
             costs,
             window,
             memory,
-            self._falls_of(flights),
+            self._bounds_of(flights),
             lambda start, end: self.peak(start, end, flights),
             lambda start, end: self.least(start, end, flights),
         )
@@ -108,10 +108,10 @@ class MemoryCuts:
                 begins[end] = start
         return after, begins
 
-    def _falls_of(self, flights: int) -> PeakBounds:
-        if flights not in self._falls:
-            self._falls[flights] = PeakBounds.of(self.line, flights)
-        return self._falls[flights]
+    def _bounds_of(self, flights: int) -> PeakBounds:
+        if flights not in self._bounds:
+            self._bounds[flights] = PeakBounds.of(self.line, flights)
+        return self._bounds[flights]
 
     def stuck(self, limits: Limits) -> bool:
         """Return whether adding parts in front cannot help, as long as those hold no less for the same number after

@@ -1,4 +1,14 @@
-"""The search of `splitkit.policies.MemoryBudget`: divide several orders of a graph, for each number of parts."""
+"""The search of `splitkit.policies.MemoryBudget`: divide several orders of a graph, for each number of parts.
+
+Along one order a part is a segment. For a number of parts and the memory of each, a dynamic program over the possible
+ends of parts decides exactly whether the order can be divided, and how with the least traffic (`memory_cuts`). The
+number of parts rises from a lower bound until some order can be divided. Other orders than the graph's allow other
+parts; in graphs of up to `_SMALL` nodes all cuts of all orders are tried (`memory_ideals`), and then the answer is
+exact.
+
+Microbatches in flight, and so the memory left for a part, depend on how many parts follow it: the program is run once
+for each number of parts instead of for all at once.
+"""
 
 from __future__ import annotations
 

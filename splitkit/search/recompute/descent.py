@@ -1,4 +1,9 @@
-"""Local search on simulated peaks: ops change sides, in groups of ops that play the same part in each layer."""
+"""Local search on simulated peaks: ops change sides, in groups of ops that play the same part in each layer.
+
+The program that finds the least recompute sees limits at a few moments; only a simulation sees the peak. A model
+repeats its layers, so a change that helps in one helps in all: an op is grouped with those whose neighbourhoods
+(targets, bytes, what is read and by whom, `_RADIUS` steps around) are equal, and whole groups move before single ops.
+"""
 
 from __future__ import annotations
 

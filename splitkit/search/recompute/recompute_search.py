@@ -1,4 +1,16 @@
-"""The search for the least recompute within a budget: programs, each with the limits that earlier plans broke."""
+"""The search for the least recompute within a budget: programs, each with the limits that earlier plans broke.
+
+The peak of a plan depends on the order of its run, which no linear program can state. So the limits come from runs, as
+in cutting planes (Kelley 1960)::
+
+    1  solve: least recompute under the limits so far
+    2  simulate the plan: which moments exceed the budget?           none: a candidate
+    3  state what is alive there as limits on saved and recomputed   back to 1
+
+Limits taken from one run are estimates for the next: they steer towards plans that fit, and prove nothing. The bound
+comes from those that hold for every plan within the budget (`memory_limits.MemoryFloors`, `snapshots`, `peak_floor`).
+`descent` improves the plans found; what it tries is simulated and needs no proof.
+"""
 
 from __future__ import annotations
 

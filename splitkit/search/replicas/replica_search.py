@@ -1,4 +1,12 @@
-"""The search for stages that may be replicated: borders and replicas together, by dynamic programming over orders."""
+"""The search for stages that may be replicated: borders and replicas together, by dynamic programming over orders.
+
+The state of the program is (border, devices used so far), and a step adds a stage with r replicas, whose load is its
+work over r, its messages, and the all-reduce of its gradients: the partition of PipeDream (Narayanan et al., SOSP
+2019), with memory and on any set of borders. The least bottleneck is not the shortest step: a step of m microbatches
+takes at least ``max_j(m * load_j + the loads before j)``, so slower stages with fewer devices before them may win.
+Several bottlenecks are therefore allowed in turn (`_SLOWER`), the best few plans of each are simulated, and the
+shortest step that fits is taken.
+"""
 
 from __future__ import annotations
 

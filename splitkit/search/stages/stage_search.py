@@ -1,4 +1,17 @@
-"""The search for pipeline stages under links, memory and a schedule, and the claim of the best plan."""
+"""The search for pipeline stages under links, memory and a schedule, and the claim of the best plan.
+
+No solver knows everything that a plan is judged by, so plans come from several sources, and all are judged alike: by
+the true peak of each rank and, under a schedule, by the simulated step::
+
+    solver                 additive memory, one price per value      finds the stages, proves the bound
+    memory_fit             the same solver, with memory reserved     where true peaks exceed the sums
+    rank_borders           cuts between blocks, simulated            where ranks have several stages
+    peak_search            true peaks over given borders             where memory decides
+    balancing              the same bottleneck, other cuts           equal loads, fewer bytes
+
+The bound is of a relaxation (additive memory never exceeds the true peak, messages cost at least their price over the
+cheapest link), so it holds whichever source the plan came from.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,19 @@
-"""The search for the best stages of a core: along orders, over ideals, by annealing, and by an integer program."""
+"""The search for the best stages of a core: along orders, over ideals, by annealing, and by an integer program.
+
+The first k stages are an *ideal* of the graph: a set of units with all their predecessors. A dynamic program over all
+ideals is exact (Tarnawski et al., NeurIPS 2020), but there may be exponentially many. So the search closes the gap from
+both sides, the cheapest way first::
+
+    along_orders     the same program over the prefixes of one topological order: a plan, seldom the best
+    over_ideals      exact below a limit; ideals whose loads cannot stay below it are never made
+    by_reordering    orders that keep the best stages together
+    by_annealing     moves of single units
+    raise_bound      what must stay together, what must cross a border, Lagrangian shares of nets
+    by_program       an integer program over what is left open
+
+Each solver is given the best value as a limit and returns only what is below it, so the later ones have less to do.
+Steps are counted, and seconds are converted to steps, so that every machine finds the same plan.
+"""
 
 from __future__ import annotations
 

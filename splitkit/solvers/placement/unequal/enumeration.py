@@ -1,4 +1,9 @@
-"""Exhaustive search for the best placement: group by group, pruned by the best value so far."""
+"""Exhaustive search for the best placement: group by group, pruned by the best value so far.
+
+The groups are placed in topological order. Loads never shrink when another group is placed, so a partial placement
+whose greatest load reaches the best value cannot be completed to a better one. Empty devices that can be exchanged
+without changing anything are interchangeable: only the first is tried.
+"""
 
 from __future__ import annotations
 
