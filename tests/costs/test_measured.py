@@ -430,3 +430,29 @@ def test_values_are_freed_after_their_last_use(monkeypatch):
 def test_measuring_without_inputs_or_a_device_is_refused_with_the_reason(call, said):
     with pytest.raises(CostError, match=said):
         call(captured(lambda self, x: x.sin(), torch.ones(3)))
+
+
+def test_a_graph_inside_a_node_makes_its_tensors_on_the_measuring_device(tmp_path):
+    class Inside(nn.Module):
+        def forward(self, x):
+            return torch.cond(x.sum() > 0, lambda x: x + torch.arange(4), lambda x: x - 1, (x,))
+
+    gm = capture(Inside(), torch.ones(4))
+    bodies = [m for m in gm.modules() if m is not gm and isinstance(m, fx.GraphModule)]
+    made = [n for body in bodies for n in body.graph.nodes if n.target is torch.ops.aten.arange.default]
+    assert made
+    for node in made:  # as if the model had been captured where there is a GPU
+        node.kwargs = {**node.kwargs, "device": torch.device("cuda", 0)}
+    for body in bodies:
+        body.recompile()
+    prices = measured(gm, torch.ones(4), cache=tmp_path / "costs.json", **QUICK)
+    assert sum(prices.seconds(node) for node in gm.graph.nodes) > 0
+
+
+def test_a_terminal_is_shown_how_far_measuring_is(monkeypatch, capsys):
+    gm = capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4))
+    measured(gm, torch.ones(2, 4), cache=False, **QUICK)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    measured(gm, torch.ones(2, 4), cache=False, **QUICK)
+    assert "measuring" in capsys.readouterr().err

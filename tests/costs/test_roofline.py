@@ -318,3 +318,35 @@ def test_ops_that_write_a_list_and_yield_nothing_cost_what_they_write():
     assert price.flops(add) == 30
     assert price.moved(add) == 2 * 30 * 4
     assert price.seconds(add) == 2 * 30 * 4 / price.device.bandwidth + price.device.launch
+
+
+def test_a_layer_that_is_called_as_a_module_reads_its_weights():
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8).eval())
+    gm = capture(net, torch.randn(2, 4), how="symbolic_trace")
+    prices = costs.roofline(gm, SLOW_MEMORY)
+    called = {n.target: prices.moved(n) for n in gm.graph.nodes if n.op == "call_module"}
+    count = net[1].num_batches_tracked.nbytes
+    assert called == {"0": 4 * (2 * 4 + 8 * 4 + 8 + 2 * 8), "1": 4 * (2 * 8 + 4 * 8 + 2 * 8) + count}
+
+
+def test_a_region_may_be_entered_with_keywords():
+    def enter(graph, *args, **kwargs):
+        return graph.call_function(torch.amp.autocast_mode._enter_autocast, args, kwargs)
+
+    rates = []
+    for args, kwargs in (
+        (("cpu", torch.bfloat16, True, None), {}),
+        (("cpu",), {"dtype": torch.bfloat16, "enabled": True, "cache_enabled": None}),
+        (("cpu",), {"dtype": torch.bfloat16, "enabled": False, "cache_enabled": None}),
+    ):
+        graph = torch.fx.Graph()
+        x = graph.placeholder("x")
+        x.meta["val"] = torch.randn(4, 4)
+        region = enter(graph, *args, **kwargs)
+        product = graph.call_function(aten.mm.default, (x, x))
+        product.meta["val"] = torch.randn(4, 4)
+        graph.call_function(torch.amp.autocast_mode._exit_autocast, (region,))
+        graph.output(product)
+        gm = torch.fx.GraphModule(nn.Module(), graph)
+        rates.append(128 / costs.roofline(gm, SLOW_UNITS).seconds(product))
+    assert rates == [100, 100, 1]

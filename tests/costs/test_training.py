@@ -329,3 +329,13 @@ def test_a_graph_that_only_runs_backward_has_no_forward_nodes_to_pay():
     assert forward_owners(graph) == {}
     gm = fx.GraphModule(nn.Module(), graph)
     assert training(Priced(), gm).seconds(list(graph.nodes)[2]) == 0.25
+
+
+def test_a_layer_that_is_called_as_a_module_has_one_product_for_its_weight_if_that_is_trained():
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(3, 3), nn.Linear(3, 2))
+    net[1].weight.requires_grad_(False)
+    net[2].requires_grad_(False)
+    gm = capture(net, torch.randn(2, 4), how="symbolic_trace")
+    prices = training(costs.flops(gm))
+    called = {n.target: prices.backward(n) for n in gm.graph.nodes if n.op == "call_module"}
+    assert called == {"0": 1, "1": 1, "2": 1, "3": 2}  # the weight alone; the input alone, twice; both
