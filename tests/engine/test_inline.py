@@ -390,3 +390,19 @@ def test_randomly_edited_splits_run_like_their_inlining(seeds):
 def test_an_empty_graph_can_be_inlined():
     gm = graph_of(lambda g: None)
     assert not list(inline(split(gm, lambda node: 0)).graph.nodes)
+
+
+def test_a_part_that_is_called_with_keywords_is_refused():
+    gm = fx.symbolic_trace(Model())
+    made = split(gm, RoundRobin(2), on_cycle="refine")
+    call = next(n for n in made.module.graph.nodes if n.op == "call_module" and n.args)
+    child = made.module.get_submodule(str(call.target))
+    names = [n.name for n in child.graph.nodes if n.op == "placeholder"]
+    call.args, call.kwargs = call.args[:-1], {names[-1]: call.args[-1]}
+    with pytest.raises(
+        GraphError, match=rf"'{call.target}' takes {len(names)} inputs, and is called with {len(names)}"
+    ):
+        sk.inline(made)
+    call.args, call.kwargs = (*call.args, *call.kwargs.values()), {"more": call.args[0] if call.args else 1}
+    with pytest.raises(GraphError, match=rf"takes {len(names)} inputs, and is called with {len(names) + 1}"):
+        sk.inline(made)

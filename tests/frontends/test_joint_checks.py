@@ -127,3 +127,16 @@ def test_gpt2_in_training_behind_a_wrapper_is_captured():
             return self.model(ids, labels=ids, use_cache=False).loss
 
     assert_step_like_eager(Wrapper().train(), Budget(1.0), torch.randint(0, 32, (2, 8)))
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "said"),
+    [
+        ((2,), {}, r"forward\(\) takes 2 positional arguments but 3 were given, called with float32\[2, 8\]"),
+        ((), {"mask": 1}, r"got an unexpected keyword argument 'mask', called with float32\[2, 8\], mask=1"),
+    ],
+)
+def test_inputs_that_the_model_does_not_take_are_named_and_no_other_way_is_advised(args, kwargs, said):
+    with pytest.raises(sk.CaptureError, match=f"SK401: Linear does not run on the example inputs: .*{said}") as caught:
+        sk.capture_joint(nn.Linear(8, 8), torch.ones(2, 8), *args, loss=torch.sum, **kwargs)
+    assert "apply" not in str(caught.value) and isinstance(caught.value.__cause__, TypeError)

@@ -25,8 +25,9 @@ from splitkit.frontends.capture.capture import (
 )
 from splitkit.frontends.capture.capture import capture_conditions as capture_conditions
 from splitkit.frontends.capture.capture_errors import came_from_torch, capture_error, require_module
-from splitkit.frontends.capture.first_call import in_eval_mode, retry_after_call
+from splitkit.frontends.capture.first_call import are_real, in_eval_mode, retry_after_call
 from splitkit.frontends.compile.region_budgets import refuse_region_budgets
+from splitkit.frontends.example_run import failed_run_error
 from splitkit.frontends.joint.joint_checks import check_graph, check_inputs, check_model, no_loss_error, no_scalar_error
 from splitkit.frontends.joint.joint_signature import JointSignature, like_example, read_signature
 from splitkit.frontends.joint.train_step import NO_LOSS, NO_TENSOR, Loss, TrainingStep, name_modules
@@ -237,6 +238,8 @@ def _traced_of_export(
         cause = error.__cause__
         if model.training and succeeds(lambda: _traced(TrainingStep(model, loss), args, kwargs), in_eval_mode(model)):
             error = CaptureError(error.code, error.reason, IN_EVAL_MODE, error.nodes)
+        if are_real(model, (args, kwargs)) and (refusal := failed_run_error(model, args, kwargs)) is not None:
+            raise refusal from refusal.__cause__
         raise error from cause
 
 
