@@ -404,5 +404,5 @@ def test_a_part_that_is_called_with_keywords_is_refused():
     ):
         sk.inline(made)
     call.args, call.kwargs = (*call.args, *call.kwargs.values()), {"more": call.args[0] if call.args else 1}
-    with pytest.raises(GraphError, match=rf"takes {len(names)} inputs, and is called with {len(names) + 1}"):
+    with pytest.raises(GraphError, match=rf"{takes}, and is called with {len(names) + 1}"):
         sk.inline(made)
