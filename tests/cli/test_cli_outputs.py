@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -149,3 +150,19 @@ def test_what_libraries_print_past_python_stays_out_of_the_json(monkeypatch, cap
     sys.stdout.flush()
     out, err = capfd.readouterr()
     assert json.loads(out)["command"] == "policies" and "noise" in err
+
+
+def test_a_folder_that_becomes_full_while_parts_are_written_is_told_and_leaves_nothing(mine, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("splitkit.plans.plan_file.write_json", full)
+    assert main(["split", "my.py:net", "--stages", "2", "-o", "parts"]) == 1
+    assert "error: SK504: cannot write parts: No space left on device" in capsys.readouterr().err
+    assert sorted(path.name for path in mine.iterdir() if "parts" in path.name) == []
+
+
+def test_the_command_captures_as_it_is_told(mine, capsys):
+    for how, nodes in (("export", "call_function 3"), ("symbolic_trace", "call_module 3")):
+        assert main(["capture", "my.py:net", "--how", how]) == 0
+        assert nodes in capsys.readouterr().out

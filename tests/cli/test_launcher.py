@@ -13,6 +13,7 @@ import time
 import pytest
 
 from splitkit.cli import launcher
+from splitkit.errors import PipelineError
 
 RANK = """#!/bin/sh
 echo $$ >> "{folder}/pids"
@@ -155,3 +156,18 @@ def test_ranks_have_one_hash_seed(ranks, monkeypatch):
     assert started(seeds)[1].strip() == "0"
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     assert started(seeds)[1].strip() == "7"
+
+
+def test_what_the_ranks_answer_is_data_or_the_error_of_a_rank(ranks, monkeypatch):
+    for code, out, data in (
+        (0, '{"loss": 1.5}', {"loss": 1.5}),
+        (0, "", None),
+        (4, '{"same": false}', {"same": False}),
+    ):
+        monkeypatch.setattr(launcher, "ranks", lambda words, *_, told=(code, out): told)
+        assert launcher.answer(["train"], 2, 1.0) == (code, data)
+    for told, expected in ((TOLD, "SK804"), (LOST, "SK805")):
+        monkeypatch.setattr(launcher, "ranks", lambda words, *_, told=told: (1, told))
+        with pytest.raises(PipelineError) as caught:
+            launcher.answer(["train"], 2, 1.0)
+        assert caught.value.code == expected

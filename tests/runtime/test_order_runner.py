@@ -7,7 +7,7 @@ import pytest
 from splitkit.errors import ScheduleError
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.schedules import pipeline_order, schedule_named, schedule_of
-from splitkit.runtime.ranks.order_runner import order_of, placed_order
+from splitkit.runtime.ranks.order_runner import _forward, order_of, placed_order
 
 MINE = PipelineOrder.parse(["0F0 2F0 2B0 0B0", "1F0 1B0"], "1F1B")
 
@@ -51,3 +51,8 @@ def test_a_refusal_counts_the_ranks_of_each_pipeline():
     with pytest.raises(ScheduleError, match="on 2 ranks, in each of 2 pipelines") as caught:
         placed_order("1f1b", (2, 2, 2, 2), 8, 4)
     assert caught.value.code == "SK330" and "use 4 ranks, or split into 2 stages" in caught.value.remedy
+
+
+def test_a_forward_pass_alone_keeps_the_stages_of_a_rank_in_order_and_gives_torch_backward_actions_to_drop():
+    order = PipelineOrder.parse(["0F0 2F0 2B0 0B0 0F1 2F1 2B1 0B1", "1F0 1B0 1F1 1B1"])
+    assert " ".join(map(str, _forward(order.ranks[0]))) == "0F0 2F0 0F1 2F1 2B0 0B0 2B1 0B1"

@@ -17,6 +17,8 @@ from splitkit.engine.split import split
 from splitkit.policies import RoundRobin
 from splitkit.testing import assert_same
 from splitkit.testing.compare import compare
+from splitkit.testing.fuzzing import _alike
+from splitkit.testing.trial import bitwise
 
 
 class Gives(nn.Module):
@@ -290,3 +292,26 @@ def test_a_candidate_that_alone_has_no_backward_is_different():
     worse.load_state_dict(model.state_dict())
     found = compare(model, worse, *inputs)
     assert not found.same and [d.name for d in found.failures] == ["whether backward runs"]
+
+
+def test_equal_objects_of_other_classes_differ():
+    for one, other in ((1, True), (1, 1.0), ((1,), [1]), (0, None), (np.float32(1), np.float64(1))):
+        assert not same(lambda m, x, v=one: (x * 1, v), lambda m, x, v=other: (x * 1, v)), (one, other)
+        assert same(lambda m, x, v=one: (x * 1, v), lambda m, x, v=one: (x * 1, v))
+
+
+def test_a_dtype_of_autocast_that_a_model_leaves_is_told_and_put_back():
+    def leaves(m, x):
+        torch.set_autocast_dtype("cpu", torch.float16)
+        return x * 1
+
+    before = torch.get_autocast_dtype("cpu")
+    assert before == torch.bfloat16
+    found = compare(Gives(lambda m, x: x * 1), Gives(leaves), torch.ones(2))
+    assert not found.same and any("autocast on cpu" in d.name for d in found.failures)
+    assert torch.get_autocast_dtype("cpu") == before
+
+
+def test_bits_are_those_of_a_dtype():
+    assert bitwise(torch.ones(2), torch.ones(2)) and not bitwise(torch.ones(2), torch.ones(2, dtype=torch.float64))
+    assert _alike(torch.ones(2), torch.ones(2)) and not _alike(torch.ones(2), torch.ones(2, dtype=torch.float64))

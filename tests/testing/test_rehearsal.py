@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from splitkit.testing.memory_runs import measure_forward
 from splitkit.testing.models import Example
 from splitkit.testing.rehearsal import copied_inputs, state_restored
 
@@ -34,7 +35,23 @@ def test_state_gradients_and_random_numbers_are_put_back():
             output = model(torch.ones(4, 3))
             output.sum().backward()
             drawn.append(output.detach())
-    assert torch.equal(*drawn)
+    with state_restored(model, 8):
+        other = model(torch.ones(4, 3)).detach()
+    torch.manual_seed(0)
+    with state_restored(model, 7):
+        again = model(torch.ones(4, 3)).detach()
+    torch.set_rng_state(random)
+    assert torch.equal(*drawn) and torch.equal(again, drawn[0]) and not torch.equal(other, drawn[0])
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
     assert torch.equal(model[0].weight.grad, torch.ones(3, 3)) and model[0].bias.grad is None
+
+
+def test_an_input_named_like_an_option_of_the_measurement_reaches_the_model():
+    class Named(nn.Module):
+        def forward(self, x, allocator):
+            return x + allocator * 2
+
+    x = torch.ones(1000)
+    found = measure_forward(Named(), Example(Named(), (x,), {"allocator": x}), 0)
+    assert 4000 <= found.peak - found.baseline <= 8000 + 512
