@@ -166,7 +166,7 @@ class LadderView:
             "down": [int(self._memory.messages[end]) for end in self._ends],
             "up": [int(self._memory.gradient_messages[end]) if self.trains else 0 for end in self._ends],
             "edges": _as_triples(self._edges()),
-            "saved": _as_triples(self._saved()),
+            "saved": _as_triples({key: sum(found.values()) for key, found in self._saved().items()}),
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -181,6 +181,7 @@ class LadderView:
             "stretches": {c: [_figure(s, c) for s in stretches] for c in _BYTES},
             "alone": {c: [_figure(row, c) for row in self._alone] for c in _BYTES},
             "ops": ops_data(self.flow, nodes, self.rows.of.__getitem__, self.costs),
+            "kept": self._kept(nodes),
             "run": None if self.run is None else self._run(self.run, found, at),
             "beside": None if self.beside is None else self._beside(self.beside),
         }
@@ -202,6 +203,10 @@ class LadderView:
             "unit": run.unit,
             "bubble": run.bubble,
             "peaks": list(run.peaks),
+            "replicas": list(run.replicas),
+            "held": [
+                [m.parameters + m.gradients + m.optimizer, m.saved, m.messages, m.temporaries] for m in run.memory
+            ],
             "events": [(e.rank, e.kind, e.stage, e.microbatch, e.start, e.end) for e in run.timeline],
             "memory": [list(map(list, held)) for held in memory_over_time(run)],
             "again": simulation(run, self.stages, down, up),
@@ -225,22 +230,39 @@ class LadderView:
                 found[own, row] = found.get((own, row), 0) + self.costs.nbytes(node)
         return found
 
-    def _saved(self) -> dict[tuple[int, int], int]:
-        """Return (row that makes a storage, row whose backward reads it) -> bytes; each storage counts once."""
+    def _kept(self, nodes: Sequence[Node]) -> list[list[tuple[int, int]]]:
+        """Return for each of the triples "saved" the makers of its storages, by their place among the nodes, and bytes.
+
+        What an op saves of its own, or of an input of the graph, has the place of the op that saves it.
+        """
+        place = {node: i for i, node in enumerate(nodes)}
+        makers = [of for _, of in sorted(self._saved().items())]
+        found = [[(place[node], nbytes) for node, nbytes in of.items() if node in place] for of in makers]
+        return [sorted(kept, key=lambda each: -each[1]) for kept in found]
+
+    def _saved(self) -> dict[tuple[int, int], dict[Node, int]]:
+        """Return (row that makes storages, row whose backward reads them) -> their makers and bytes.
+
+        Each storage counts once.
+        """
         if not self.trains:
             return {}
         known = self.flow.fact(activations)
-        maker: dict[int, int] = {}
+        maker: dict[int, Node] = {}
         for node, storages in known.values.items():
-            row = self.rows.of.get(node, -1)
             for storage in storages:
-                maker.setdefault(storage, row)
-        found: dict[tuple[int, int], int] = {}
-        wanted = {(s, self.rows.of[n]) for n, kept in known.saved.items() if n in self.rows.of for s in kept}
-        for storage, row in sorted(wanted):
-            made = maker.get(storage, -1)
-            key = made if made >= 0 else row, row  # inputs of the graph have no row that makes them
-            found[key] = found.get(key, 0) + known.nbytes[storage]
+                maker.setdefault(storage, node)
+        found: dict[tuple[int, int], dict[Node, int]] = {}
+        wanted: dict[tuple[int, int], Node] = {}
+        for node, kept in known.saved.items():
+            if node in self.rows.of:
+                for storage in kept:
+                    wanted.setdefault((storage, self.rows.of[node]), node)
+        for (storage, row), reader in sorted(wanted.items(), key=lambda item: item[0]):
+            made = maker.get(storage)
+            own = made if made in self.rows.of else reader  # inputs of the graph have no row that makes them
+            of = found.setdefault((self.rows.of[own], row), {})
+            of[own] = of.get(own, 0) + known.nbytes[storage]
         return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,12 +15,16 @@ from splitkit.graph.storages import tensors
 from splitkit.graph.symbols import value_of
 from splitkit.prices import Costs
 
+# A frame of a formatted traceback, as fx, Dynamo and torch.export write it (2.11, 2.13, 2.15).
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in .*\n(.*)')
+
 
 def ops_data(flow: Dataflow, nodes: Sequence[Node], row: Callable[[Node], int], costs: Costs) -> dict[str, Any]:
     """Return columns of equal length, with one entry per node.
 
-    ``module`` and ``sort`` are indices into ``modules`` and ``sorts``; a sort is ``[op, value, bytes, seconds]``, which
-    equal layers share. ``reads`` has, for each value that a node reads, how many entries further up the value is.
+    ``module``, ``sort`` and ``source`` are indices into ``modules``, ``sorts`` and ``sources``; a sort is ``[op, value,
+    bytes, seconds]``, which equal layers share; a source is the line of Python that made the op. ``reads`` has, for
+    each value that a node reads, how many entries further up the value is.
 
     Args:
         flow: facts about the graph.
@@ -32,6 +37,7 @@ def ops_data(flow: Dataflow, nodes: Sequence[Node], row: Callable[[Node], int], 
     sorts, sort = _numbered(
         (_torch.target_name(node), type_text(node), costs.nbytes(node), rounded(costs.seconds(node))) for node in nodes
     )
+    sources, source = _numbered(source_line(node) for node in nodes)
     return {
         "name": [node.name for node in nodes],
         "row": [row(node) for node in nodes],
@@ -39,8 +45,24 @@ def ops_data(flow: Dataflow, nodes: Sequence[Node], row: Callable[[Node], int], 
         "module": module,
         "sorts": sorts,
         "sort": sort,
+        "sources": sources,
+        "source": source,
         "reads": [[place[node] - place[n] for n in flow.inputs(node) if n in place] for node in nodes],
     }
+
+
+def source_line(node: Node) -> str:
+    """Return the innermost line of the model's code that made a node: ``net/model.py:12: x = self.act(x)``, or ``""``.
+
+    Lines of torch itself, which every call of a layer passes, say nothing about the model. Of a path only the folder
+    and the file are shown.
+    """
+    found = _FRAME.findall(node.meta.get("stack_trace") or "")
+    own = [frame for frame in found if "/site-packages/torch/" not in frame[0].replace("\\", "/")] or found
+    if not own:
+        return ""
+    file, number, code = own[-1]
+    return f"{'/'.join(file.replace(chr(92), '/').split('/')[-2:])}:{number}: {code.strip()}"
 
 
 def row_kind(nodes: Iterable[Node]) -> int:

@@ -97,7 +97,7 @@ class LadderDrawing:
         for item in self.items:
             self._box(draw, item)
         if self._trains and any(self._crosses(a, b) for a, b, _ in self._merged("saved")):
-            draw.legend(8, bottom + 12, [(BAD, "saved in one stage, read by another")], draw.width - 16)
+            draw.legend(8, bottom + 12, [(INK, "made in one stage, saved in another")], draw.width - 16)
             bottom += 20
         return draw.to_svg(bottom + 4, f"{title}: forward, backward, saved values and borders")
 
@@ -144,10 +144,11 @@ class LadderDrawing:
         of = {name: column[stage] for name, column in self.data["stages"].items()}
         device, limit = self.data["devices"][stage], self.data["memory"]
         peak = of["fixed"] + of["saved"] + of["temporary"]
+        held = f"{size(peak)} with 1 microbatch" if self._trains else f"peak {size(peak)}"
         return [
             (f"stage {self.data['parts'][stage]}{f' {device}' if device else ''}", INK),
             (self._time(of["forward"] + of["backward"]), MUTED),
-            (f"peak {size(peak)}", BAD if limit and peak > limit else MUTED),
+            (held, BAD if limit and peak > limit else MUTED),
         ]
 
     def _name(self, item: _Item) -> str:
@@ -186,10 +187,11 @@ class LadderDrawing:
         most, left, right = max((nbytes for *_, nbytes in merged), default=0) or 1, LEFT + BOX, self._right - BOX
         for a, b, nbytes in reversed(merged):  # the small ones first, so that large ribbons lie above
             y, end = self.items[a].y + ROW / 2, self.items[b].y + ROW / 2
-            red = self._crosses(a, b)
+            crosses = self._crosses(a, b)
             d = f"M{left},{y} C{left + 66},{y} {right - 66},{end} {right},{end}"
             tooltip = f"{self._name(self.items[a])} → ∇ {self._name(self.items[b])}: {size(nbytes)}"
-            draw.path(d, BAD if red else RIBBON, max(1, 14 * nbytes / most), tooltip, opacity=0.75 if red else 0.55)
+            ink, opacity = (INK, 0.75) if crosses else (RIBBON, 0.55)
+            draw.path(d, ink, max(1, 14 * nbytes / most), tooltip, opacity=opacity)
         for a, b, nbytes in merged:
             if nbytes >= most / (50 if self._crosses(a, b) else 16):
                 y = (self.items[a].y + self.items[b].y) / 2 + ROW / 2 + 4

@@ -32,7 +32,7 @@ export function paintOtherPlan(p, c) {
     c.fillStyle = colour;
     c.fillRect(-28, item.y - GAP / 2 + (first ? 2 : -1), 22, item.h + GAP + (first ? -2 : 1));
     if (first) put(c, String(other), -17, item.y + 14, "600 12px system-ui", legible(colour), "center");
-    if (other !== p.stageOf(item.start)) put(c, "moved", LEFT - 8, item.y + ROW / 2 + 4, "600 10px system-ui", p.ink.bad, "right");
+    if (other !== p.stageOf(item.start)) put(c, "moved", LEFT - 8, item.y + ROW / 2 + 4, "600 10px system-ui", p.ink.fg, "right");
   });
 }
 /**
@@ -171,15 +171,16 @@ function arc(c, x, y, x2, y2, side, far) {
  * @param {Canvas} c
  */
 export function paintRibbons(p, c) {
-  const merged = merge(p.saved, p.itemOf), most = Math.max(1, ...merged.map(e => e[2])), left = LEFT + p.wide, right = p.right - p.wide2;
+  const merged = p.ribbons = merge(p.saved, p.itemOf), most = Math.max(1, ...merged.map(e => e[2])), left = LEFT + p.wide, right = p.right - p.wide2;
   /** @type {number[]} */
   const taken = [];
   for (const [from, to, nbytes] of [...merged].sort((a, b) => a[2] - b[2])) {
     const a = p.items[from], b = p.items[to], y = a.y + ROW / 2, y2 = b.y + ROW / 2;
     const crosses = p.stageOf(a.start) !== p.stageOf(b.start);
-    c.strokeStyle = crosses ? p.ink.bad : p.ink.rib;
-    c.globalAlpha = crosses ? 0.8 : 0.55;
-    c.lineWidth = Math.max(1, 16 * nbytes / most);
+    const on = p.hovered && p.hovered.ribbon && p.hovered.ribbon.join() === [from, to].join();
+    c.strokeStyle = crosses ? p.ink.fg : p.ink.rib;
+    c.globalAlpha = on ? 1 : crosses ? 0.8 : 0.55;
+    c.lineWidth = ribbonWidth(nbytes, most);
     c.beginPath();
     c.moveTo(left - (p.wide - a.w) / 2, y);
     c.lineTo(left, y);
@@ -193,6 +194,35 @@ export function paintRibbons(p, c) {
     taken.push(y);
     put(c, size(nbytes), (left + right) / 2, y, "600 10px system-ui", p.ink.fg, "center", p.ink.bg);
   }
+}
+/**
+ * @param {number} nbytes
+ * @param {number} most the bytes of the widest
+ */
+const ribbonWidth = (nbytes, most) => Math.max(1, 16 * nbytes / most);
+/**
+ * The ribbon below a place, as the numbers of its two items: the topmost, which is the widest.
+ * @param {AnyPicture} p
+ * @param {number} x
+ * @param {number} y
+ * @returns {[number, number] | null}
+ */
+export function ribbonAt(p, x, y) {
+  const left = LEFT + p.wide, right = p.right - p.wide2, most = Math.max(1, ...p.ribbons.map(e => e[2]));
+  if (x <= left + 2 || x >= right - 2) return null;
+  // the curve goes on to the right: halve the interval of its parameter
+  let low = 0, high = 1;
+  for (let i = 0; i < 20; i++) {
+    const t = (low + high) / 2, s = 1 - t, at = s ** 3 * left + 3 * s * s * t * (left + 70) + 3 * s * t * t * (right - 70) + t ** 3 * right;
+    if (at < x) low = t; else high = t;
+  }
+  const share = 3 * (1 - low) * low * low + low ** 3;
+  const hits = p.ribbons.filter(([from, to, nbytes]) => {
+    const a = p.items[from].y + ROW / 2, b = p.items[to].y + ROW / 2;
+    return Math.abs(a + (b - a) * share - y) <= Math.max(3 / p.zoom, ribbonWidth(nbytes, most) / 2);
+  });
+  const top = hits.sort((a, b) => b[2] - a[2])[0];
+  return top ? [top[0], top[1]] : null;
 }
 /**
  * Draw a dashed line.

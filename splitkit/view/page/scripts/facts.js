@@ -13,7 +13,7 @@ import {duration, measure, size} from "./units.js";
  * @returns {Fact[]}
  */
 export function factsOfOp({ops, data}, op) {
-  return [["op", ops.op(op)], ["node", ops.name[op]], ["module", ops.module(op) || "(top level)"], ["value", ops.value(op)], ["bytes", size(ops.bytes(op))], [measure(data.unit), duration(ops.seconds(op), data.unit)]];
+  return [["op", ops.op(op)], ["node", ops.name[op]], ["module", ops.module(op) || "(top level)"], ["value", ops.value(op)], ["bytes", size(ops.bytes(op))], [measure(data.unit), duration(ops.seconds(op), data.unit)], ["source", ops.source(op) || "unknown"]];
 }
 /**
  * @param {AnyPicture} p

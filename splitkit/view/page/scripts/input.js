@@ -2,6 +2,7 @@
 // Handles mouse and keys of a picture.
 import {GAP, LEFT} from "./geometry.js";
 import {OP, OPW} from "./ops.js";
+import {ribbonAt} from "./drawing.js";
 import {showTip} from "./tooltip.js";
 
 /** @typedef {import("./picture.js").Picture<CommonData>} AnyPicture */
@@ -16,6 +17,8 @@ export function pick(p, event) {
   const x = (event.offsetX - p.x) / p.zoom, y = (event.offsetY - p.y) / p.zoom, {borders} = p;
   const borderAt = !p.movable ? -1 : borders.findIndex((row, k) => k > 0 && k < borders.length - 1 && Math.abs(p.itemOf[row].y - GAP / 2 - y) * p.zoom < 6);
   if (borderAt > 0 && x > 0 && x < p.right + 20) return {border: borderAt};
+  const ribbon = p.trains ? ribbonAt(p, x, y) : null;
+  if (ribbon) return {ribbon};
   const item = p.items.find(i => y >= i.y && y <= i.y + i.h);
   if (!item || x < 0 || x > p.right + 20) return null;
   for (const [left, top, inner] of p.innerOf(item)) for (const [op, box] of inner.boxes)
@@ -55,12 +58,12 @@ export function listen(p) {
       return;
     }
     const at = pick(p, e);
-    canvas.style.cursor = at && at.border ? "ns-resize" : at && at.stage === undefined ? "pointer" : "grab";
+    canvas.style.cursor = at && at.border ? "ns-resize" : at && (at.op ?? at.row) !== undefined ? "pointer" : "grab";
     p.hover(at);
-    showTip(p, at, e);
+    showTip(p.tip, p.main, at ? p.describe(at) : "", e);
   });
   canvas.addEventListener("pointerup", e => {
-    if (drag && !drag.border && !drag.moved) { const at = pick(p, e); p.select(at && at.border ? null : at); }
+    if (drag && !drag.border && !drag.moved) { const at = pick(p, e); p.select(at && (at.border || at.ribbon) ? null : at); }
     drag = null;
   });
   canvas.addEventListener("pointerleave", () => { p.tip.style.display = "none"; p.hover(null); });

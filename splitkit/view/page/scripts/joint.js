@@ -5,6 +5,7 @@ import {dashed, heading} from "./drawing.js";
 import {el, pressed, remark, tableOf} from "./elements.js";
 import {factsOfOp, factsOfRow, showFacts} from "./facts.js";
 import {LEFT, RIBBONS, ROW} from "./geometry.js";
+import {legend} from "./legend.js";
 import {OP, layered} from "./ops.js";
 import {Picture} from "./picture.js";
 import {StepChart} from "./step_chart.js";
@@ -135,7 +136,8 @@ export class Halves extends Picture {
     if (memory) side.append(remark(`limit ${size(memory)}`));
     if (this.selected) showFacts(this, this.factsOf(this.selected));
     if (choice.note) side.append(el("h3", "plan"), remark(choice.note));
-    side.append(el("h3", "help"), remark("Hatched: recomputed in backward. Double-click a module to open it; click on the memory chart to see the op that runs there. The wheel zooms, dragging moves the picture. Arrow keys select, Enter opens."));
+    side.append(legend([["", COLOURS[0], "forward"], ["", COLOURS[1], "backward"], ["hatched", COLOURS[1], "recomputed in backward"], ["ribbon", "var(--rib)", "saved for backward, as wide as its bytes"], ["line", "var(--rib)", "read by the next box; an arc skips boxes"], ["dashed", "var(--fg)", "the border of forward and backward"], ...(memory ? [/** @type {import("./legend.js").Entry} */ (["line", "var(--bad)", "the memory limit; red figures are above it"])] : [])], this.legendIsOpen, open => { this.legendIsOpen = open; }));
+    side.append(el("h3", "help"), remark("Double-click a module to open it; click on the memory chart to see the op that runs there. The wheel zooms, dragging moves the picture. Arrow keys select, Enter opens."));
   }
   /**
    * @param {Target} at

@@ -5,8 +5,10 @@ import {Picture} from "./picture.js";
 import {Prices, bordersOf} from "./prices.js";
 import {simulated} from "./simulation.js";
 import {colourOf} from "./drawing.js";
+import {readersOf} from "./crossing.js";
 import {paintBands, paintBorders} from "./stage_drawing.js";
 import {showStages} from "./stage_side.js";
+import {borderText, keptText, stageText} from "./stage_texts.js";
 import {Timeline} from "./timeline.js";
 
 /** @extends {Picture<LadderData>} */
@@ -29,6 +31,7 @@ export class Ladder extends Picture {
     this.ranFor = null;
     /** @type {Run | null} */
     this.ran = null;
+    this.readers = readersOf(this.ops);
     this.timeline = data.run ? new Timeline(this, data.run) : null;
   }
   get chart() { return this.timeline; }
@@ -81,6 +84,10 @@ export class Ladder extends Picture {
   stageOf(row) { let k = 0; while (this.borders[k + 1] <= row) k++; return k; }
   /** @param {number} row */
   stageTarget(row) { return {stage: this.stageOf(row)}; }
+  /** @param {Target} at */
+  describe(at) { return at.border ? borderText(this, at.border) : at.stage !== undefined ? stageText(this, at.stage) : super.describe(at); }
+  /** @param {[number, number]} ribbon */
+  describeRibbon(ribbon) { return [super.describeRibbon(ribbon), keptText(this, ribbon)].filter(text => text).join("\n"); }
   /** @param {number} row */
   otherOf(row) { return this.data.beside ? this.data.beside.rows[row] : -1; }
   /** @param {number} row */

@@ -24,6 +24,8 @@ export class Ops {
   seconds(i) { return this.told.sorts[this.told.sort[i]][3]; }
   /** @param {number} i */
   module(i) { return this.told.modules[this.told.module[i]]; }
+  /** @param {number} i */
+  source(i) { return this.told.sources[this.told.source[i]]; }
   /**
    * Find the ops that have the text in their op, name, module or row.
    * @param {string} text

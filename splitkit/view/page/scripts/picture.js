@@ -7,6 +7,7 @@ import {BOX, GAP, LEFT, RIBBONS, ROW} from "./geometry.js";
 import {listen} from "./input.js";
 import {OPW, Ops, layered} from "./ops.js";
 import {known} from "./totals.js";
+import {duration, size} from "./units.js";
 
 /** @template {CommonData} D */
 export class Picture {
@@ -44,6 +45,9 @@ export class Picture {
     this.saved = [];
     /** @type {Triple[]} */
     this.edges = [];
+    /** @type {Triple[]} the ribbons as they are drawn: from item, to item, bytes */
+    this.ribbons = [];
+    this.legendIsOpen = true;
     /** @type {Item[]} */
     this.items = [];
     /** @type {Item[]} */
@@ -139,6 +143,30 @@ export class Picture {
    * @param {boolean} late
    */
   paintOf(row, late) { return COLOURS[late ? 1 : 0]; }
+  /**
+   * What the tooltip says of what is below the mouse.
+   * @param {Target} at
+   */
+  describe({op, row, ribbon}) {
+    const {ops, data: {unit}} = this, time = (/** @type {number} */ seconds) => duration(seconds, unit);
+    if (op !== undefined) {
+      const source = ops.source(op);
+      return `${ops.name[op]}  (${ops.op(op)})\n${ops.module(op) || "top level"}\n${ops.value(op)}, ${size(ops.bytes(op))}, ${time(ops.seconds(op))}${source ? `\n${source}` : ""}`;
+    }
+    if (row !== undefined) {
+      const item = this.itemOf[row], price = this.priceOf(item.start, item.end), lines = new Set(this.opsOf[row].map(i => ops.source(i)).filter(line => line));
+      const more = lines.size ? `\n${[...lines].slice(0, 3).join("\n")}${lines.size > 3 ? `\nand ${lines.size - 3} more lines` : ""}` : "";
+      return `${this.name(item)}\nforward ${time(price.forward)}${this.trains ? `, backward ${time(price.backward)}, saved ${size(price.saved)}` : ""}${more}`;
+    }
+    return ribbon ? this.describeRibbon(ribbon) : "";
+  }
+  /**
+   * @param {[number, number]} ribbon the numbers of two items
+   */
+  describeRibbon([from, to]) {
+    const found = this.ribbons.find(r => r[0] === from && r[1] === to), [a, b] = [this.items[from], this.items[to]];
+    return found && a && b ? `saved for backward: ${size(found[2])}\nmade in ${this.name(a)}${a === b ? "" : `, kept for the backward of ${this.name(b)}`}` : "";
+  }
   /**
    * Draw what lies below the boxes.
    * @param {CanvasRenderingContext2D} c

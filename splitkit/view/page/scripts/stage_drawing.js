@@ -3,6 +3,7 @@
 import {SMALL, put} from "./canvas.js";
 import {colourOf, dashed, heading} from "./drawing.js";
 import {BOX, GAP, LEFT, RIBBONS} from "./geometry.js";
+import {rankText} from "./stage_texts.js";
 import {duration, size} from "./units.js";
 
 /**
@@ -18,7 +19,8 @@ export function paintBands(p, c) {
     c.fillRect(0, top, p.right + 20, bottom - top);
     c.globalAlpha = 1;
     c.fillRect(0, top, 5, bottom - top);
-    const lines = [[`stage ${p.partName(k)}`, "600 13px system-ui", fg], [duration(stage.seconds, unit), SMALL, mut], [`peak ${size(stage.peak)}`, SMALL, memory && stage.peak > memory ? bad : mut]];
+    const rank = rankText(p, k), slowest = isSlowest(p, stage);
+    const lines = [[`stage ${p.partName(k)}`, "600 13px system-ui", fg], ...(rank ? [[rank, SMALL, mut]] : []), [`${duration(stage.seconds, unit)}${slowest ? " ◆" : ""}`, SMALL, mut], [`${size(stage.peak)} with 1`, SMALL, memory && stage.peak > memory ? bad : mut], ["microbatch", SMALL, mut]];
     lines.slice(0, Math.max(1, Math.floor((bottom - top) / 15))).forEach(([text, font, ink], i) => put(c, text, 12, top + 14 + 15 * i, font, ink));
   });
   heading(p, c, "forward ↓", LEFT + p.wide / 2);
@@ -26,6 +28,12 @@ export function paintBands(p, c) {
   heading(p, c, "saved for backward", LEFT + p.wide + RIBBONS / 2);
   heading(p, c, "backward ↑", p.right - p.wide2 + BOX / 2);
 }
+/**
+ * Whether a stage takes longest, or as long as the one that does, but for rounding.
+ * @param {import("./ladder.js").Ladder} p
+ * @param {Price} stage
+ */
+export const isSlowest = (p, stage) => p.stages.length > 1 && p.stages.every(other => other.seconds <= stage.seconds * (1 + 1e-9));
 /**
  * @param {import("./ladder.js").Ladder} p
  * @param {CanvasRenderingContext2D} c

@@ -3,6 +3,9 @@
 import {colourOf} from "./drawing.js";
 import {el, pressed, remark, tableOf} from "./elements.js";
 import {factsOfOp, factsOfRow, showFacts} from "./facts.js";
+import {legend} from "./legend.js";
+import {legendOf, rankText} from "./stage_texts.js";
+import {idleOf, peakTime} from "./step_facts.js";
 import {sum} from "./totals.js";
 import {duration, measure, size} from "./units.js";
 
@@ -24,10 +27,12 @@ export function showStages(p) {
   });
   showTable(p, stages, p.isShipped ? "" : p.how, rows, p.trains ? ["▼", "▲"] : ["▼"]);
   if (beside) showBeside(p, beside);
-  if (memory) side.append(remark(`limit ${size(memory)} per device; the peak is that of one microbatch`));
+  if (memory) side.append(remark(`limit ${size(memory)} per device`));
+  if (p.run) showStep(p, p.run);
   if (p.selected) showFacts(p, factsOf(p, p.selected));
   if (note && p.isShipped) side.append(el("h3", "plan"), remark(note));
   const drag = stages.length === 1 ? "" : !p.movable ? "There are too many stages to move borders." : marks.length <= data.rows.length ? `Drag a dashed border to move it; it snaps to ${marks.length - 2} places.` : "Drag a dashed border to move it.";
+  side.append(legend(legendOf(p), p.legendIsOpen, open => { p.legendIsOpen = open; }));
   side.append(el("h3", "help"), remark(`Double-click a module to open it. ${drag} The wheel zooms, dragging moves the picture. Arrow keys select, Enter opens, Alt + arrows move a border.`));
 }
 /**
@@ -40,7 +45,25 @@ export function showStages(p) {
 function showTable(p, stages, more, rows, titles) {
   const most = Math.max(...stages.map(s => s.seconds)), total = sum(stages.map(s => s.seconds));
   p.side.append(el("h3", `${stages.length} ${stages.length === 1 ? "stage" : "stages"}, balance ${(100 * total / (most * stages.length || 1)).toFixed(0)} %${more}`),
-    tableOf(["stage", measure(p.data.unit), ...(p.trains ? ["saved"] : []), "peak", ...titles], rows));
+    tableOf(["stage", measure(p.data.unit), ...(p.trains ? ["saved"] : []), "1 microbatch", ...titles], rows));
+}
+/**
+ * The step: where each rank idles, and its peak.
+ * @param {Ladder} p
+ * @param {Run} run
+ */
+function showStep(p, run) {
+  const share = (/** @type {number} */ seconds) => `${(100 * seconds / (run.seconds || 1)).toFixed(1)} %`, {memory} = p.data;
+  const rows = idleOf(run).map(({warmup, waiting, tail}, rank) => {
+    const row = el("tr"), over = memory && run.peaks[rank] > memory;
+    row.append(el("td", `${rank}${run.replicas[rank] > 1 ? ` ×${run.replicas[rank]}` : ""}`), el("td", size(run.peaks[rank]), over ? {class: "bad"} : {}), el("td", duration(peakTime(run, rank), run.unit)),
+      el("td", share(warmup)), el("td", share(waiting)), el("td", share(tail)));
+    return row;
+  });
+  p.side.append(el("h3", "step: peak of each rank, and where it idles"), tableOf(["rank", "peak", "at", "warm-up", "waiting", "tail"], rows));
+  if (!run.held.length) return;
+  const worst = run.peaks.indexOf(Math.max(...run.peaks)), [fixed, saved, messages, temporary] = run.held[worst];
+  p.side.append(remark(`highest on rank ${worst}: ${size(fixed)} of weights and state, ${size(saved)} saved, ${size(messages)} of messages, ${size(temporary)} temporary`));
 }
 /**
  * The table row of a stage: its colour and name, time and bytes.
@@ -53,10 +76,10 @@ function showTable(p, stages, more, rows, titles) {
  */
 function rowOf(p, stage, k, stages, name, attributes) {
   const row = el("tr", undefined, attributes), first = el("td"), dot = el("i"), {memory, unit} = p.data;
-  const bad = (/** @type {boolean} */ is) => ({class: is ? "bad" : ""}), slowest = stages.length > 1 && stages.every(other => other.seconds <= stage.seconds * (1 + 1e-9));
+  const bad = (/** @type {boolean} */ is) => ({class: is ? "bad" : ""}), slowest = stages.length > 1 && stages.every(other => other.seconds <= stage.seconds * (1 + 1e-9)) ? " ◆" : "";
   dot.style.background = colourOf(k);
   first.append(dot, name);
-  row.append(first, el("td", duration(stage.seconds, unit), bad(slowest)));
+  row.append(first, el("td", `${duration(stage.seconds, unit)}${slowest}`));
   if (p.trains) row.append(el("td", size(stage.saved)));
   row.append(el("td", size(stage.peak), bad(!!memory && stage.peak > memory)));
   return row;
@@ -84,6 +107,7 @@ function factsOf(p, at) {
     return [...factsOfRow(p, row), ["weights, state", size(p.prices.of(item.start, item.end).fixed)], ["stage", name(p.stageOf(row))]];
   }
   const k = at.stage ?? 0, stage = p.stages[k];
-  return [["stage", name(k)], ["forward", duration(stage.forward, unit)], ["backward", duration(stage.backward, unit)],
+  const rank = rankText(p, k);
+  return [["stage", name(k)], ...(rank ? [/** @type {import("./facts.js").Fact} */ (["runs on", rank])] : []), ["forward", duration(stage.forward, unit)], ["backward", duration(stage.backward, unit)],
     ["weights, state", size(stage.fixed)], ["saved", size(stage.saved)], ["temporary", size(stage.temporary)]];
 }

@@ -63,7 +63,7 @@ export class StepChart {
     const marks = selected && selected.op !== undefined ? [...this.ops.keys()].filter(step => this.ops[step] === selected.op) : [];
     for (const step of hover === null ? marks : [...marks, hover]) { c.fillStyle = ink.fg; c.fillRect(this.x(step), 20, Math.max(1, this.x(step + 1) - this.x(step)), base - 20); }
     const at = this.x(memory.at + 0.5), left = at > w / 2;
-    c.fillStyle = ink.bad;
+    c.fillStyle = ink.fg;
     c.fillRect(at - 2, y(choice.peak) - 2, 4, 4);
     put(c, this.caption(), at + (left ? -6 : 6), 15, "600 11px system-ui", ink.fg, left ? "right" : "left");
   }

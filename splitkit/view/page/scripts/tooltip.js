@@ -1,20 +1,17 @@
 // @ts-check
 // Shows the tooltip beside the mouse.
-import {duration, size} from "./units.js";
 
 /**
- * @param {import("./picture.js").Picture<CommonData>} p
- * @param {Target | null} at
+ * @param {HTMLElement} tip
+ * @param {HTMLElement} within what it must not leave
+ * @param {string} text "" hides it
  * @param {MouseEvent} e
  */
-export function showTip(p, at, e) {
-  const {ops} = p, time = (/** @type {number} */ seconds) => duration(seconds, p.data.unit);
-  let text = "";
-  if (at && at.op !== undefined) text = `${ops.name[at.op]}  (${ops.op(at.op)})\n${ops.value(at.op)}  ${time(ops.seconds(at.op))}`;
-  else if (at && at.row !== undefined) {
-    const item = p.itemOf[at.row], price = p.priceOf(item.start, item.end);
-    text = `${p.name(item)}\nforward ${time(price.forward)}${p.trains ? `, backward ${time(price.backward)}, saved ${size(price.saved)}` : ""}`;
-  }
-  p.tip.textContent = text;
-  Object.assign(p.tip.style, {display: text ? "block" : "none", left: `${Math.min(e.offsetX + 14, p.main.clientWidth - 280)}px`, top: `${e.offsetY + 16}px`});
+export function showTip(tip, within, text, e) {
+  tip.textContent = text;
+  tip.style.display = text ? "block" : "none";
+  if (!text) return;
+  const right = within.clientWidth - tip.offsetWidth - 6, below = e.offsetY + 16, fits = below + tip.offsetHeight < within.clientHeight;
+  tip.style.left = `${Math.max(4, Math.min(e.offsetX + 14, right))}px`;
+  tip.style.top = `${fits ? below : Math.max(4, e.offsetY - tip.offsetHeight - 10)}px`;
 }

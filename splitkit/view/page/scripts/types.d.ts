@@ -24,6 +24,9 @@ interface OpColumns {
   /** op, value, bytes, seconds */
   sorts: [string, string, number, number][];
   sort: number[];
+  /** lines of Python */
+  sources: string[];
+  source: number[];
   /** how many entries further up each value is that an op reads */
   reads: number[][];
 }
@@ -54,6 +57,10 @@ interface Run {
   unit: string;
   bubble: number;
   peaks: number[];
+  /** devices of each rank */
+  replicas: number[];
+  /** bytes of each rank at its peak: weights and state, saved values, messages, temporary; empty after a border has moved */
+  held: [number, number, number, number][];
   events: TimedAction[];
   memory: Point[][];
   again: Again | null;
@@ -83,6 +90,8 @@ interface LadderData extends CommonData {
   up: number[];
   edges: Triple[];
   saved: Triple[];
+  /** for each of `saved` the ops that make what is saved, and bytes */
+  kept: [number, number][][];
   marks: number[];
   stretches: ByteColumns;
   alone: ByteColumns;
@@ -134,7 +143,7 @@ interface Item {
 }
 
 /** What the mouse points at, or what is selected. */
-interface Target { op?: number; row?: number; stage?: number; border?: number }
+interface Target { op?: number; row?: number; stage?: number; border?: number; ribbon?: [number, number] }
 
 interface Options {
   dark?: boolean;

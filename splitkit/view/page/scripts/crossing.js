@@ -1,0 +1,42 @@
+// @ts-check
+// Finds the values that cross a border, and who reads them.
+
+/** @typedef {import("./ops.js").Ops} Ops */
+
+/**
+ * The readers of each op.
+ * @param {Ops} ops
+ * @returns {number[][]}
+ */
+export function readersOf(ops) {
+  /** @type {number[][]} */
+  const found = ops.name.map(() => []);
+  ops.reads.forEach((reads, op) => { for (const read of new Set(reads)) found[read].push(op); });
+  return found;
+}
+/**
+ * The ops above a row whose values are read in it or below, the largest first.
+ * @param {Ops} ops
+ * @param {number[][]} readers
+ * @param {number} row
+ */
+export function crossing(ops, readers, row) {
+  const found = [...ops.name.keys()].filter(op => ops.row[op] < row && ops.bytes(op) > 0 && readers[op].some(reader => ops.row[reader] >= row));
+  return found.sort((a, b) => ops.bytes(b) - ops.bytes(a));
+}
+/**
+ * Lines about values: name, type, bytes, the module that makes each and those that read it.
+ * @param {Ops} ops
+ * @param {[number, number][]} values ops and bytes
+ * @param {(op: number) => number[]} readers
+ * @param {(nbytes: number) => string} size
+ */
+export function linesOf(ops, values, readers, size, most = 6) {
+  const inside = (/** @type {number} */ op) => ops.module(op) || "top level";
+  const lines = values.slice(0, most).map(([op, nbytes]) => {
+    const by = [...new Set(readers(op).map(inside))], told = `${by.slice(0, 2).join(", ")}${by.length > 2 ? ` and ${by.length - 2} more` : ""}`;
+    // of an op with several results only some may be meant
+    return `${ops.value(op).includes("], ") ? "up to " : ""}${size(nbytes)}  ${ops.name[op]}  ${ops.value(op)}\n      from ${inside(op)}${told ? ` to ${told}` : ""}`;
+  });
+  return values.length > most ? [...lines, `and ${values.length - most} more`] : lines;
+}

@@ -1,0 +1,70 @@
+// @ts-check
+// Says what a stage, a border and a ribbon of a plan in stages are: the texts of tooltips and of the legend.
+import {crossing, linesOf} from "./crossing.js";
+import {ranksOf} from "./step_facts.js";
+import {duration, size} from "./units.js";
+
+/** @typedef {import("./ladder.js").Ladder} Ladder */
+
+/**
+ * ``rank 0``, with replicas where there are some; "" if no schedule says which rank has the stage.
+ * @param {Ladder} p
+ * @param {number} k
+ */
+export function rankText(p, k) {
+  const {run} = p, rank = run ? ranksOf(run)[k] : undefined;
+  if (!run || rank === undefined) return "";
+  return `rank ${rank}${run.replicas[rank] > 1 ? `, ${run.replicas[rank]} replicas` : ""}`;
+}
+/**
+ * @param {Ladder} p
+ * @param {number} k
+ */
+export function stageText(p, k) {
+  const stage = p.stages[k], {unit} = p.data, rank = rankText(p, k);
+  const memory = p.trains ? `weights and state ${size(stage.fixed)}\nsaved ${size(stage.saved)}\ntemporary ${size(stage.temporary)}` : `weights ${size(stage.fixed)}\ntemporary ${size(stage.temporary)}`;
+  return `stage ${p.partName(k)}${rank ? `, ${rank}` : ""}\nforward ${duration(stage.forward, unit)}${p.trains ? `, backward ${duration(stage.backward, unit)}` : ""}\nwith one microbatch ${size(stage.peak)}:\n${memory}`;
+}
+/**
+ * @param {Ladder} p
+ * @param {number} k the border above stage k
+ */
+export function borderText(p, k) {
+  const row = p.borders[k], {down, up} = p.data, {ops} = p, found = crossing(ops, p.readers, row);
+  const below = (/** @type {number} */ op) => p.readers[op].filter(reader => ops.row[reader] >= row);
+  const lines = linesOf(ops, found.map(op => [op, ops.bytes(op)]), below, size);
+  const head = `${p.partName(k - 1)} to ${p.partName(k)}: ${size(down[row])} forward${p.trains ? `, ${size(up[row])} of gradients back` : ""}`;
+  return [`${head}, for each microbatch`, ...lines].join("\n");
+}
+/**
+ * What is saved, the largest first.
+ * @param {Ladder} p
+ * @param {[number, number]} ribbon the numbers of two items
+ */
+export function keptText(p, [from, to]) {
+  const {saved, kept} = p.data, [a, b] = [p.items[from], p.items[to]];
+  /** @type {[number, number][]} */
+  const found = saved.flatMap(([made, read], i) => p.itemOf[made] === a && p.itemOf[read] === b ? kept[i] : []);
+  return linesOf(p.ops, found.sort((x, y) => y[1] - x[1]), () => [], size).join("\n");
+}
+/**
+ * @param {Ladder} p
+ * @returns {import("./legend.js").Entry[]}
+ */
+export function legendOf(p) {
+  const {data} = p, colour = COLOURS[0];
+  /** @type {import("./legend.js").Entry[]} */
+  const found = [["", colour, "each stage has a colour: its band, boxes and actions"], ["line", "var(--rib)", "read by the next box; an arc skips boxes"]];
+  if (p.trains) found.push(["ribbon", "var(--rib)", "saved for backward, as wide as its bytes"], ["ribbon", "var(--fg)", "made in one stage, saved in another"]);
+  found.push(["dashed", "var(--fg)", `a border: ▼ bytes sent forward${p.trains ? ", ▲ gradients sent back" : ""}`], ["sign", "var(--fg)", "◆ the slowest stage"]);
+  if (data.memory) found.push(["line", "var(--bad)", "the memory limit; red figures are above it"]);
+  if (p.run) {
+    found.push(["pale", colour, "forward of a microbatch"]);
+    const divided = p.run.events.some(event => event[1] === "W");
+    if (p.trains) found.push(["", colour, divided ? "backward, or its part for the gradients of inputs" : "backward"]);
+    if (divided) found.push(["middle", colour, "backward: the part for the gradients of weights"]);
+    found.push(["ribbon", "var(--rib)", "in the step: memory of the rank"], ["sign", "var(--fg)", "▾ its peak"]);
+  }
+  if (data.beside) found.push(["sign", "var(--fg)", "moved: in another stage of the plan beside"]);
+  return found;
+}
