@@ -89,7 +89,7 @@ def test_an_effect_waits_for_every_copy(nodes):
     assert [key for key, node in part_order(flow, plan) if node is None] == [0, 2, 1]
 
 
-def test_a_cycle_through_nodes_that_the_host_and_a_part_share_is_found():
+def test_a_cycle_through_nodes_that_the_parent_and_a_part_share_is_found():
     """Nodes in (PARENT, 1) are no unit: in the parent each runs by itself, and waits for the others."""
 
     def write(g):

@@ -56,7 +56,7 @@ def test_a_callback_is_called_once_a_node_in_graph_order(chain):
     assert [plan.home(n) for n in flow.nodes] == [0, 1, 1]
 
 
-def test_mappings_by_name_or_node_leave_the_rest_in_the_host(chain, nodes):
+def test_mappings_by_name_or_node_leave_the_rest_in_the_parent(chain, nodes):
     flow = analyze(chain)
     by_name = as_plan({"mul": "a"}, flow, unit(chain))
     by_node = as_plan({nodes(chain)["mul"]: "a"}, flow, unit(chain))

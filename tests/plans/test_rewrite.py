@@ -42,7 +42,7 @@ def test_the_drawing_of_rematerialize():
     assert places(rematerialize(flow, plan, into=1)) == {"a": (0, 1), "b": (0, 1), "c": (0, 1), "d": (1,)}
 
 
-def test_rematerialize_stops_at_the_host_and_at_what_runs_once():
+def test_rematerialize_stops_at_the_parent_and_at_what_runs_once():
     class Model(nn.Module):
         def forward(self, x):
             return torch.dropout(x.sin(), 0.5, True).cos().tan()
@@ -71,7 +71,7 @@ def test_rematerialize_copies_through_members_of_tuples():
     assert places(kept)["chunk"] == (0,)
 
 
-def test_prune_keeps_effects_and_what_the_host_reads():
+def test_prune_keeps_effects_and_what_the_parent_reads():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -93,7 +93,7 @@ def test_the_drawing_of_refine():
     assert places(plan) == {"a0": (("a", 0),), "b0": (("b", 1),), "b1": (("b", 1),), "a1": (("a", 2),)}
 
 
-def test_refine_keeps_what_it_knows_of_a_part_and_the_host():
+def test_refine_keeps_what_it_knows_of_a_part_and_the_parent():
     flow, n = drawn(a="x", h="a", c="h")
     part = Part("p", torch.device("cpu"))
     plan = refine(flow, Plan({n["a"]: ("p",), n["c"]: ("p",)}, {"p": part}, "note"))
@@ -175,7 +175,7 @@ def test_relay_of_copies_sends_what_is_read_only():
     assert_same(flow.root, made, torch.ones(2))
 
 
-def test_relay_refuses_a_host_in_between():
+def test_relay_refuses_the_parent_in_between():
     flow, n = drawn(a="x", b="a", h="b", c="h")
     plan = Plan.of({n["a"]: 0, n["c"]: 1})
     with pytest.raises(PlanError, match=r"(?s)SK209: the parent computes b and 1 more, between.*Stages") as caught:
@@ -214,7 +214,7 @@ def test_condense_joins_cycles_and_nothing_else():
     assert condense(flow, joined) == joined
 
 
-def test_condense_takes_nodes_of_the_host_on_the_way_too():
+def test_condense_takes_nodes_of_the_parent_on_the_way_too():
     flow, n = drawn(a="x", h="a", c="h", k="c")
     part = Part("p", torch.device("cpu"))
     joined = condense(flow, Plan({n["a"]: ("p",), n["c"]: ("p",)}, {"p": part}, "note"))

@@ -207,7 +207,7 @@ def test_more_seconds_are_more_ways_through_coarser_cores(large, placed, monkeyp
     assert seeds == [1]
 
 
-def test_memory_flights_kinds_hosts_and_links_are_kept_to(monkeypatch):
+def test_memory_flights_kinds_cpus_and_links_are_kept_to(monkeypatch):
     monkeypatch.setattr(multilevel, "MOST_EXACT", 0)
     count = 400
     random = np.random.default_rng(3)

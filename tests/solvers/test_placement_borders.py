@@ -118,7 +118,7 @@ def test_two_stages_of_equal_layers_are_proven_to_be_the_best():
     assert border_bound(core, simple_bound(core), int(value * core.scale)) / core.scale == pytest.approx(44.0, rel=1e-3)
 
 
-def test_a_host_is_free_to_hold_everything():
+def test_a_cpu_is_free_to_hold_everything():
     problem = Problem.of(np.ones((1, 3)), [(5.0, (0, 1, 2))], [(0, 1), (1, 2)], [Slot(), Slot(cpu=True)])
     core = core_of(problem, acyclic_groups(problem))
     assert border_bound(core, 1, 100) == 1

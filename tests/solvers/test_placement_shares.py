@@ -162,7 +162,7 @@ def test_a_limit_that_shares_tell_nothing_of_is_followed_by_lower_ones(monkeypat
     assert 800 < shares.bound(500, 1500, 1_000, Clock(60)) <= 900
 
 
-def test_shares_end_by_counts_and_leave_hosts_out():
+def test_shares_end_by_counts_and_leave_cpus_out():
     problem = towers(3, 3, 0.4, 3)
     core = core_of(problem, acyclic_groups(problem))
     rank = np.array([0] + [tower for tower in range(3) for _ in range(3)])

@@ -14,6 +14,7 @@ import torch
 from jointmodels import step_of
 from svgtexts import SVG, outside, overlaps, texts_of
 from torch import fx, nn
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import splitkit as sk
 from splitkit import prices
@@ -412,3 +413,14 @@ def test_a_pair_is_drawn_by_the_prices_of_its_plan():
     pair = joint.split(sk.policies.MinCut(), costs)
     assert drawn(pair) == drawn(pair, costs=costs) and drawn(pair)["unit"] == "s"
     assert drawn(pair.plan)["unit"] == "s" and drawn(joint.split(sk.policies.MinCut()))["unit"] == "TFLOP"
+    assert drawn(pair.plan, costs=sk.costs.flops(joint.graph_module))["unit"] == "TFLOP"
+
+
+def test_the_bars_of_torchs_pair_are_modules_with_what_is_saved_in_them():
+    net = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 8), nn.Sigmoid())
+    joint = sk.capture_joint(net, X, loss=loss_or_sum)
+    pair = joint.partition(min_cut_rematerialization_partition)
+    picture = svg(pair)
+    for label in {value.label for value in pair.saved_values if value.nbytes}:
+        assert label in picture
+    assert f"{size(sum(value.nbytes for value in pair.saved_values))} in " in picture
