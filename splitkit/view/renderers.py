@@ -6,7 +6,7 @@ their own classes with ``pictured.register``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, singledispatch
 from typing import TYPE_CHECKING, Any
@@ -348,15 +348,22 @@ def svg(shown: object, **options: Any) -> str:
     return pictured(shown, **options).svg()
 
 
-def html(shown: object, **options: Any) -> str:
-    """Return an object's page: interactive for a plan, else a still picture with tables."""
-    return picture_html(pictured(shown, **options))
+def html(shown: object, *, fields: Mapping[str, Any] | None = None, **options: Any) -> str:
+    """Return an object's page: interactive for a plan, else a still picture with tables.
+
+    Args:
+        shown: the object.
+        fields: what a plan that is saved from the page has besides, such as the model of the command line.
+        options: those of the object's `view`.
+    """
+    return picture_html(pictured(shown, **options), fields)
 
 
-def picture_html(picture: Picture) -> str:
-    """Return the page of a picture."""
+def picture_html(picture: Picture, fields: Mapping[str, Any] | None = None) -> str:
+    """Return the page of a picture; ``fields`` as in `html`."""
     if picture.ladder is not None:
-        return page(picture.ladder().to_dict())
+        data = picture.ladder().to_dict()
+        return page(data | {"plan": data["plan"] | fields} if fields and "plan" in data else data)
     return still_page(picture.title, fragment(picture.svg(), picture.tables(), picture.notes))
 
 

@@ -166,3 +166,24 @@ def test_a_legend_stands_on_each_kind_of_page_and_stays_closed(browser, tmp_path
 def test_red_is_above_the_limit_and_nothing_else(browser, tmp_path, ladder):
     page = shown(browser, tmp_path, ladder)
     assert page.value("document.querySelectorAll('.bad').length") == 0 and " ◆" in side(page)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "around", "dark"),
+    [
+        ("light", "", False),
+        ("dark", "", True),
+        ("dark", "document.body.dataset.jpThemeLight = 'true'", False),
+        ("light", "document.body.dataset.jpThemeLight = 'false'", True),
+        ("light", "document.body.classList.add('vscode-dark')", True),
+        ("light", "document.documentElement.classList.add('dark')", True),
+    ],
+)
+def test_a_page_is_as_dark_as_what_is_around_it(browser, tmp_path, ladder, scheme, around, dark):
+    browser("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    try:
+        page = shown(browser, tmp_path, ladder)
+        page.value(f"{around}; splitkit.destroy(); window.splitkit = show(document.body, splitkit.data); 1")
+        assert page.value("splitkit.root.classList.contains('dark')") is dark
+    finally:
+        browser("Emulation.setEmulatedMedia", features=[])

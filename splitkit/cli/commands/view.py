@@ -9,7 +9,16 @@ import splitkit as sk
 from splitkit.checks import nbytes
 from splitkit.cli import source
 from splitkit.cli.commands import plan_training
-from splitkit.cli.common import TRAINING, CapturedModel, check_drawn_schedule, decoded, plan_file, planned_by, read_plan
+from splitkit.cli.common import (
+    TRAINING,
+    CapturedModel,
+    check_drawn_schedule,
+    decoded,
+    plan_file,
+    planned_by,
+    read_plan,
+    versions,
+)
 from splitkit.cli.outcome import Outcome
 from splitkit.cli.pages import wrote
 from splitkit.errors import UsageError
@@ -45,7 +54,9 @@ def run(args: Namespace) -> Outcome:
             links = {None: usual, "none": None}.get(args.links, args.links)
             step = sk.simulate_schedule(stages, args.schedule, args.microbatches or 2 * len(stages), links=links)
         title = work.source.spec
-        text = html(plan, costs=costs, optimizer=optimizer, memory=memory, run=step, beside=beside, title=title)
+        fields = {"model": source.source_record(work.source, args.output), **versions()}
+        options = {"costs": costs, "optimizer": optimizer, "memory": memory, "run": step, "beside": beside}
+        text = html(plan, fields=fields, title=title, **options)
     return _outcome(args, work, text)
 
 

@@ -28,6 +28,7 @@ from splitkit.plans.record import Plan
 from splitkit.prices import Costs, Optimizer
 from splitkit.view.data.op_columns import ops_data, row_kind
 from splitkit.view.data.page_data import border_marks, simulation
+from splitkit.view.data.plan_template import plan_template
 from splitkit.view.data.rows import LadderRows, ladder_rows
 
 SCHEMA = "splitkit.ladder/2"
@@ -182,6 +183,7 @@ class LadderView:
             "alone": {c: [_figure(row, c) for row in self._alone] for c in _BYTES},
             "ops": ops_data(self.flow, nodes, self.rows.of.__getitem__, self.costs),
             "kept": self._kept(nodes),
+            "plan": plan_template(self.plan, self._keys),
             "run": None if self.run is None else self._run(self.run, found, at),
             "beside": None if self.beside is None else self._beside(self.beside),
         }

@@ -15,6 +15,15 @@ export function el(tag, text, attributes = {}) {
   return made;
 }
 /**
+ * Whether what is around the picture is dark: JupyterLab, marimo and VS Code say so, else the system.
+ */
+export function surroundedByDark() {
+  const {body, documentElement: root} = document, light = body.dataset.jpThemeLight;
+  if (light !== undefined) return light === "false";
+  if ([body, root].some(element => element.classList.contains("dark") || element.classList.contains("vscode-dark"))) return true;
+  return matchMedia("(prefers-color-scheme: dark)").matches;
+}
+/**
  * A secondary text in the side panel.
  * @param {string} text
  */

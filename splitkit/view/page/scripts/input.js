@@ -48,9 +48,11 @@ export function listen(p) {
     canvas.setPointerCapture(e.pointerId);
     p.untouched = false;
     const at = pick(p, e);
+    if (at && at.border) p.beginDrag();
     drag = {border: at && at.border || 0, x: e.clientX - p.x, y: e.clientY - p.y, moved: false};
   });
   canvas.addEventListener("pointermove", e => {
+    if (drag) p.tip.style.display = "none";
     if (drag && drag.border) return p.moveBorder(drag.border, p.rowNear((e.offsetY - p.y) / p.zoom));
     if (drag) {
       const x = e.clientX - drag.x, y = e.clientY - drag.y;
@@ -65,6 +67,7 @@ export function listen(p) {
   canvas.addEventListener("pointerup", e => {
     if (drag && !drag.border && !drag.moved) { const at = pick(p, e); p.select(at && (at.border || at.ribbon) ? null : at); }
     drag = null;
+    p.endDrag();
   });
   canvas.addEventListener("pointerleave", () => { p.tip.style.display = "none"; p.hover(null); });
   canvas.addEventListener("dblclick", e => { const at = pick(p, e); if (at && at.row !== undefined) p.toggle(at.row); });
@@ -76,7 +79,9 @@ export function listen(p) {
  */
 function pressKey(p, e) {
   const row = p.selected && p.rowOf(p.selected), step = e.key === "ArrowDown" ? 1 : e.key === "ArrowUp" ? -1 : 0;
-  if (step && e.altKey && row !== null) p.moveBorder(...p.neighbour(row, step));
+  const turn = e.ctrlKey || e.metaKey ? e.key.toLowerCase() : "";
+  if (turn === "z" || turn === "y") turn === "y" || e.shiftKey ? p.redo() : p.undo();
+  else if (step && e.altKey && row !== null) p.moveBorder(...p.neighbour(row, step));
   else if (step) {
     const item = row === null ? -1 : p.items.indexOf(p.itemOf[row]);
     const next = p.items[Math.max(0, Math.min(p.items.length - 1, item + step))];

@@ -71,6 +71,13 @@ export class Halves extends Picture {
     this.showSide();
     if (this.options.onchoice) this.options.onchoice(number);
   }
+  get state() { return this.number === this.data.chosen ? super.state : {...super.state, plan: String(this.number)}; }
+  /** @param {URLSearchParams} told */
+  restore(told) {
+    super.restore(told);
+    const number = Number(told.get("plan") ?? this.number);
+    if (this.data.choices[number]) this.setChoice(number);
+  }
   asPlanned() { this.setChoice(this.data.chosen); }
   makeSlider() {
     const last = this.data.choices.length - 1, slider = el("input", undefined, {type: "range", min: 0, max: last, "aria-label": "memory", oninput: () => this.setChoice(Number(slider.value))});

@@ -8,6 +8,7 @@ import {colourOf} from "./drawing.js";
 import {readersOf} from "./crossing.js";
 import {paintBands, paintBorders} from "./stage_drawing.js";
 import {showStages} from "./stage_side.js";
+import {download, planFile} from "./take_home.js";
 import {borderText, keptText, stageText} from "./stage_texts.js";
 import {Timeline} from "./timeline.js";
 
@@ -32,9 +33,48 @@ export class Ladder extends Picture {
     /** @type {Run | null} */
     this.ran = null;
     this.readers = readersOf(this.ops);
+    /** @type {[number[], string][]} borders that were there before, the last at the end, and how they were made */
+    this.past = [];
+    /** @type {[number[], string][]} borders that undo has taken back */
+    this.future = [];
+    /** @type {string | null} the borders before the drag */
+    this.dragged = null;
+    this.showHistory();
     this.timeline = data.run ? new Timeline(this, data.run) : null;
   }
   get chart() { return this.timeline; }
+  buttons() {
+    const text = () => `${JSON.stringify(planFile(this), null, 1)}\n`;
+    this.back = el("button", "undo", {title: "Ctrl+Z", onclick: () => this.undo()});
+    this.forth = el("button", "redo", {title: "Ctrl+Shift+Z", onclick: () => this.redo()});
+    return [this.back, this.forth, el("button", "plan.json", {title: "save the plan with the borders as they are now", onclick: () => download("plan.json", new Blob([text()], {type: "application/json"}))})];
+  }
+  undo() { this.travel(this.past, this.future); }
+  redo() { this.travel(this.future, this.past); }
+  /**
+   * @param {[number[], string][]} from
+   * @param {[number[], string][]} to
+   */
+  travel(from, to) {
+    const last = from.pop();
+    if (!last) return;
+    to.push([this.borders, this.how]);
+    this.put(...last);
+  }
+  beginDrag() { this.dragged = this.borders.join(); }
+  endDrag() { this.dragged = null; }
+  showHistory() {
+    if (this.back) this.back.disabled = !this.past.length;
+    if (this.forth) this.forth.disabled = !this.future.length;
+  }
+  get state() { return this.isShipped ? super.state : {...super.state, borders: this.borders.join()}; }
+  /** @param {URLSearchParams} told */
+  restore(told) {
+    super.restore(told);
+    const borders = (told.get("borders") || "").split(",").map(Number), rows = this.data.rows.length;
+    const fits = borders.length > 1 && borders[0] === 0 && borders.at(-1) === rows && borders.every((row, i) => Number.isInteger(row) && (!i || row > borders[i - 1]) && this.prices.has(row));
+    if (fits) this.setBorders(borders);
+  }
   makeSlider() {
     const {marks, rows} = this.data, most = Math.min(marks.length - 1, Math.max(16, bordersOf(rows).length - 1));
     const slider = el("input", undefined, {type: "range", min: 1, max: most, "aria-label": "stages", oninput: () => this.setCount(Number(slider.value))});
@@ -53,11 +93,22 @@ export class Ladder extends Picture {
    * @param {string} [how]
    */
   setBorders(borders, how = ", moved by hand") {
+    const last = this.past.at(-1), goesOn = this.dragged !== null && last && last[0].join() === this.dragged;
+    if (borders.join() !== this.borders.join() && !goesOn) this.past.push([this.borders, this.how]);
+    this.future = [];
+    this.put(borders, how);
+  }
+  /**
+   * @param {number[]} borders
+   * @param {string} how
+   */
+  put(borders, how) {
     this.borders = [...borders];
     this.how = how;
     this.forgetBeyond(borders.length - 1);
     this.layout();
     this.showSide();
+    this.showHistory();
     if (this.options.onplan) this.options.onplan(this.borders);
   }
   /** The step with the borders as they are now; null where it cannot be simulated. */

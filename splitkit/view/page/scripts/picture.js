@@ -2,10 +2,11 @@
 // What the pictures of stages and of forward and backward share: rows that open into ops, selection, search, zoom.
 import {context} from "./canvas.js";
 import {paintOtherPlan, paintBox, paintRibbons, paintSkips} from "./drawing.js";
-import {el} from "./elements.js";
+import {el, surroundedByDark} from "./elements.js";
 import {BOX, GAP, LEFT, RIBBONS, ROW} from "./geometry.js";
 import {listen} from "./input.js";
 import {OPW, Ops, layered} from "./ops.js";
+import {download, flattened} from "./take_home.js";
 import {known} from "./totals.js";
 import {duration, size} from "./units.js";
 
@@ -62,13 +63,14 @@ export class Picture {
     this.lateOf = data.rows.map(() => []);
     this.ops.row.forEach((row, op) => (op < late ? this.opsOf : this.lateOf)[row].push(op));
     // JupyterLab (Lumino) takes arrow keys and Enter away from elements without this attribute
-    this.root = el("div", undefined, {class: `sk${options.dark ? " dark" : ""}`, "data-lm-suppress-shortcuts": "true"});
+    this.root = el("div", undefined, {class: `sk${options.dark ?? surroundedByDark() ? " dark" : ""}`, "data-lm-suppress-shortcuts": "true"});
     if (options.height) this.root.style.setProperty("--h", `${options.height}px`);
     this.count = el("b");
     this.slider = this.makeSlider();
     this.reset = el("button", "as planned", {onclick: () => this.asPlanned()});
     this.fold = el("button", "", {onclick: () => { this.folded = !this.folded; this.layout(); this.fit(); }});
     const wanted = "search op or module";
+    this.save = el("button", "PNG", {title: "save the picture", onclick: () => flattened(this.root, this.ink.bg).toBlob(blob => { if (blob) download("splitkit.png", blob); })});
     this.search = el("input", undefined, {type: "search", placeholder: wanted, "aria-label": wanted, oninput: () => this.find(this.search.value), onkeydown: e => { if (e.key === "Enter") this.nextHit(); }});
     this.hits = el("span", "", {class: "mut", "aria-live": "polite"});
     this.canvas = el("canvas", undefined, {tabindex: 0, role: "img", "aria-label": "forward, backward and the borders of the plan; arrow keys select, Enter opens"});
@@ -83,7 +85,7 @@ export class Picture {
     const {title} = this.data, head = el("header"), label = el("label", `${this.slider.getAttribute("aria-label")} `);
     label.append(this.slider, " ", this.count);
     head.append(el("b", "splitkit"), el("span", `${title}${title ? " · " : ""}${this.ops.count} ops`, {class: "mut"}), label, this.reset, this.fold,
-      el("button", "fit", {onclick: () => this.fit(0)}), this.search, this.hits,
+      ...this.buttons(), el("button", "fit", {onclick: () => this.fit(0)}), this.save, this.search, this.hits,
       el("button", "◐", {title: "dark or light", "aria-label": "dark or light", onclick: () => { this.root.classList.toggle("dark"); this.draw(); }}));
     return head;
   }
@@ -103,6 +105,29 @@ export class Picture {
   destroy() { this.observer.disconnect(); cancelAnimationFrame(this.pending); this.root.remove(); }
 
   // ---- what the two pictures override
+  /**
+   * More buttons of the head.
+   * @returns {HTMLElement[]}
+   */
+  buttons() { return []; }
+  undo() {}
+  redo() {}
+  // undo takes a whole drag back
+  beginDrag() {}
+  endDrag() {}
+  /**
+   * What the address of the page tells.
+   * @returns {Record<string, string>}
+   */
+  get state() { return {open: [...this.open].join()}; }
+  /**
+   * Show what an address tells, as far as it fits this picture.
+   * @param {URLSearchParams} told
+   */
+  restore(told) {
+    for (const row of (told.get("open") || "").split(",").map(Number)) if (told.get("open") && this.opsOf[row]) this.open.add(row);
+    this.layout();
+  }
   /** @returns {HTMLInputElement} */
   makeSlider() { return el("input"); }
   asPlanned() {}
@@ -217,6 +242,7 @@ export class Picture {
     this.wide2 = Math.max(BOX, ...this.items.map(item => item.w2));
     this.right = LEFT + this.wide + (this.trains ? RIBBONS + this.wide2 : 0);
     this.fold.textContent = this.folded ? "unfold" : "fold equal layers";
+    if (this.options.onstate) this.options.onstate();
     this.draw();
   }
   /**

@@ -8,4 +8,20 @@ import {Ladder} from "./ladder.js";
  * @param {LadderData | JointData} data
  * @param {Options} [options]
  */
-export function show(parent, data, options = {}) { return ("choices" in data ? new Halves(data, options) : new Ladder(data, options)).mount(parent); }
+export function show(parent, data, options = {}) {
+  // a page of its own keeps its state in its address, so that a link or a reload shows it again; a frame has no address
+  const hasAddress = !/^(about|blob|data):$/.test(location.protocol), told = new URLSearchParams(location.hash.slice(1));
+  /** @type {Halves | Ladder | null} */
+  let picture = null;
+  const onstate = () => {
+    if (!picture) return;
+    const text = new URLSearchParams(Object.entries(picture.state).filter(([, value]) => value)).toString();
+    if (text !== location.hash.slice(1)) history.replaceState(null, "", text ? `#${text}` : location.pathname + location.search);
+  };
+  const own = hasAddress ? {...options, onstate} : options;
+  const made = ("choices" in data ? new Halves(data, own) : new Ladder(data, own)).mount(parent);
+  if (hasAddress) made.restore(told);
+  picture = made;
+  onstate();
+  return made;
+}

@@ -97,6 +97,8 @@ interface LadderData extends CommonData {
   alone: ByteColumns;
   run: Run | null;
   beside: Beside | null;
+  /** the fields of the plan's file that stay when borders are moved */
+  plan: {parts: object[]};
 }
 
 interface StepMemory {
@@ -154,6 +156,8 @@ interface Options {
   oncount?: (count: number, own: boolean) => boolean;
   onselect?: (target: Target | null) => void;
   onchoice?: (number: number) => void;
+  /** called when something has changed that the address of the page tells */
+  onstate?: () => void;
 }
 
 interface Ink { fg: string; mut: string; bg: string; bad: string; rib: string }
