@@ -30,6 +30,7 @@ from splitkit.view.data.op_columns import ops_data, row_kind
 from splitkit.view.data.page_data import border_marks, simulation
 from splitkit.view.data.plan_template import plan_template
 from splitkit.view.data.rows import LadderRows, ladder_rows
+from splitkit.view.data.what_if import what_if
 
 SCHEMA = "splitkit.ladder/2"
 COLUMNS = ("forward", "backward", "saved", "temporary", "fixed")
@@ -212,6 +213,7 @@ class LadderView:
             "events": [(e.rank, e.kind, e.stage, e.microbatch, e.start, e.end) for e in run.timeline],
             "memory": [list(map(list, held)) for held in memory_over_time(run)],
             "again": simulation(run, self.stages, down, up),
+            "whatIf": what_if(run),
         }
 
     def _beside(self, plan: Plan) -> dict[str, Any]:

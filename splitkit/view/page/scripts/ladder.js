@@ -40,6 +40,9 @@ export class Ladder extends Picture {
     /** @type {string | null} the borders before the drag */
     this.dragged = null;
     this.showHistory();
+    const other = data.run && data.run.whatIf;
+    /** the links and the row that are chosen among other steps */
+    this.whatIfChosen = [other ? other.rows[other.own][2] : 0, -1];
     this.timeline = data.run ? new Timeline(this, data.run) : null;
   }
   get chart() { return this.timeline; }

@@ -8,6 +8,7 @@ import {legendOf, rankText} from "./stage_texts.js";
 import {idleOf, peakTime} from "./step_facts.js";
 import {sum} from "./totals.js";
 import {duration, measure, size} from "./units.js";
+import {whatIf} from "./what_if.js";
 
 /** @typedef {import("./ladder.js").Ladder} Ladder */
 
@@ -29,6 +30,7 @@ export function showStages(p) {
   if (beside) showBeside(p, beside);
   if (memory) side.append(remark(`limit ${size(memory)} per device`));
   if (p.run) showStep(p, p.run);
+  if (p.run && p.run.whatIf) side.append(whatIf(p.run.whatIf, {unit: p.run.unit, memory, chosen: p.whatIfChosen, choose: chosen => { p.whatIfChosen = chosen; p.showSide(); }}));
   if (p.selected) showFacts(p, factsOf(p, p.selected));
   if (note && p.isShipped) side.append(el("h3", "plan"), remark(note));
   const drag = stages.length === 1 ? "" : !p.movable ? "There are too many stages to move borders." : marks.length <= data.rows.length ? `Drag a dashed border to move it; it snaps to ${marks.length - 2} places.` : "Drag a dashed border to move it.";

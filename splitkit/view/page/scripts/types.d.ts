@@ -48,6 +48,11 @@ interface Again {
   up: number[];
 }
 
+/** schedule, microbatches and links as indices; ranks, seconds, bubble, bytes of the highest peak */
+type WhatIfRow = [number, number, number, number, number, number, number];
+/** `splitkit.view.data.what_if`: other steps of the same stages. */
+interface WhatIf { schedules: string[]; microbatches: number[]; links: string[]; rows: WhatIfRow[]; own: number }
+
 interface Run {
   name: string;
   microbatches: number;
@@ -64,6 +69,8 @@ interface Run {
   events: TimedAction[];
   memory: Point[][];
   again: Again | null;
+  /** null after a border has moved, and where there are none */
+  whatIf: WhatIf | null;
 }
 
 interface Beside { note: string; parts: string[]; rows: number[]; stages: StageColumns }

@@ -1,0 +1,69 @@
+"""The steps that the same stages would take under other schedules, numbers of microbatches and links.
+
+The page picks among them at once: they are computed here, by the simulator, so that no number is the page's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from splitkit.errors import SplitError
+from splitkit.pipeline.run import ScheduleRun
+from splitkit.pipeline.schedules import known_schedules
+from splitkit.pipeline.simulate import simulate_schedule
+
+LINKS = ("pcie4", "pcie5", "nvlink3", "nvlink4", "nvlink5", "ethernet100", "ethernet400")
+"""The presets that can be chosen, besides the links of the step itself and none."""
+_FACTORS = (0.5, 1, 2, 4)
+_MOST_ACTIONS = 4_000
+"""A step of more actions is left out: a hundred of 4,000 take about a second, and a page must not take longer."""
+
+
+def what_if(run: ScheduleRun) -> dict[str, Any] | None:
+    """Return the other steps as columns: ``schedules``, ``microbatches`` and ``links`` to choose from, and ``rows``.
+
+    A row is ``[schedule, microbatches, links, ranks, seconds, bubble, highest peak]``; the first three are indices. A
+    combination that a schedule refuses has no row. ``own`` is the row of the step itself. Replicated stages, and orders
+    of one's own, have no other steps: ``None``.
+    """
+    words = [schedule.word for schedule in known_schedules()]
+    name = next((s.word for s in known_schedules() if s.name == run.order.name), None)
+    if name is None or max(run.replicas) > 1:
+        return None
+    counts = sorted({max(1, int(run.order.microbatches * factor)) for factor in _FACTORS})
+    links = {"as given": run.transport.links, "none": None, **{preset: preset for preset in LINKS}}
+    if run.transport.links is None:
+        del links["as given"]
+    rows, own = [], 0
+    for s, word in enumerate(words):
+        for m, count in enumerate(counts):
+            if count * len(run.stages) * 2 > _MOST_ACTIONS:
+                continue
+            for k, (label, given) in enumerate(links.items()):
+                step = _simulated(run, word, count, given)
+                if step is None:
+                    break
+                if (word, count) == (name, run.order.microbatches) and label == next(iter(links)):
+                    own = len(rows)
+                rows.append([s, m, k, step.ranks, step.seconds, step.bubble, max(step.peaks)])
+    return {"schedules": words, "microbatches": counts, "links": list(links), "rows": rows, "own": own}
+
+
+def _simulated(run: ScheduleRun, schedule: str, microbatches: int, links: Any) -> ScheduleRun | None:
+    ranks = run.ranks if schedule == _word_of(run) else None
+    try:
+        return simulate_schedule(
+            run.stages,
+            schedule,
+            microbatches,
+            ranks=ranks,
+            links=links,
+            overlap=run.transport.overlap,
+            static_buffers=run.static_buffers,
+        )
+    except SplitError:  # the schedule does not go with these numbers, or the links do not know these ranks
+        return None
+
+
+def _word_of(run: ScheduleRun) -> str:
+    return next(s.word for s in known_schedules() if s.name == run.order.name)

@@ -1,0 +1,90 @@
+"""Other steps of the same stages: each number is the simulator's, and the page shows the quickest that fit."""
+
+from __future__ import annotations
+
+import pytest
+from browser import BINARY
+from steeredpages import assert_quiet, shown, side
+
+import splitkit as sk
+from splitkit.pipeline.order import PipelineOrder
+from splitkit.policies import Stages
+from splitkit.testing import models
+from splitkit.units import duration, size
+from splitkit.view.data.ladder import LadderView
+from splitkit.view.data.what_if import what_if
+
+
+@pytest.fixture(scope="module")
+def priced():
+    example = models.build("gpt2", layers=4, width=64, heads=2, vocab=100)
+    gm = sk.capture(example.model, *example.args, **example.kwargs)
+    flow, costs = sk.analyze(gm), sk.costs.training(sk.costs.roofline(gm, "a100"))
+    plan = sk.plan(gm, Stages(4), costs)
+    return flow, plan, costs, sk.stage_costs(flow, plan, costs)
+
+
+@pytest.mark.parametrize(("schedule", "links", "more"), [
+    ("1f1b", "nvlink4", {}),
+    ("gpipe", None, {"overlap": False}),
+    ("interleaved-1f1b", "pcie4", {"ranks": 2, "static_buffers": True}),
+])  # fmt: skip
+def test_every_row_is_what_the_simulator_says(priced, schedule, links, more):
+    stages = priced[-1]
+    run = sk.simulate_schedule(stages, schedule, 8, links=links, **more)
+    told = what_if(run)
+    assert told["microbatches"] == [4, 8, 16, 32] and len(told["rows"]) > 100
+    for s, m, k, ranks, seconds, bubble, peak in told["rows"][::7]:
+        word, link = told["schedules"][s], told["links"][k]
+        given = {"as given": links, "none": None}.get(link, link)
+        options = {**more, "ranks": more.get("ranks") if word == schedule else None}
+        same = sk.simulate_schedule(stages, word, told["microbatches"][m], links=given, **options)
+        assert (ranks, seconds, bubble, peak) == (same.ranks, same.seconds, same.bubble, max(same.peaks))
+    own = told["rows"][told["own"]]
+    assert own[4:] == [run.seconds, run.bubble, max(run.peaks)] and told["schedules"][own[0]] == schedule
+
+
+def test_orders_of_ones_own_and_long_steps_have_none(priced):
+    stages = priced[-1]
+    mine = sk.simulate_schedule(stages[:2], PipelineOrder.parse(["0F0 0B0", "1F0 1B0"]))
+    assert what_if(mine) is None
+    long = what_if(sk.simulate_schedule(stages, "gpipe", 400))
+    assert {long["microbatches"][row[1]] for row in long["rows"]} == {200, 400}
+
+
+@pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
+def test_the_page_lists_the_quickest_that_fit_and_follows_the_links(browser, tmp_path, priced):
+    flow, plan, costs, stages = priced
+    run = sk.simulate_schedule(stages, "gpipe", 8, links="pcie4")
+    limit = max(run.peaks) - 1
+    page, told = shown(browser, tmp_path, LadderView(flow, plan, costs, run=run, memory=limit)), what_if(run)
+
+    def listed():
+        rows = "[...document.querySelectorAll('aside section tbody tr')].map(r => [...r.cells].map(c => c.innerText))"
+        return page.value(rows)
+
+    def expected(link):
+        rows = [row for row in told["rows"] if told["links"][row[2]] == link]
+        best = sorted(rows, key=lambda row: (row[6] > limit, row[4] / told["microbatches"][row[1]]))
+        ranks = ["" if row[3] == run.ranks else f", {row[3]} ranks" for row in best]
+        names = [f"{told['schedules'][row[0]]} ×{told['microbatches'][row[1]]}" for row in best]
+        return [f"{name}{more}" for name, more in zip(names, ranks, strict=True)]
+
+    rows = listed()
+    assert [row[0] for row in rows[:6]] == expected("as given")[:6]
+    assert rows[-1][0] == "gpipe ×8 (this)" and rows[-1][2] == "0.0 %" and rows[-1][4] == size(max(run.peaks))
+    assert page.value("document.querySelectorAll('aside section .bad').length") >= 1
+    page.value(
+        """(() => { const s = document.querySelector('aside select');
+        s.value = [...s.options].findIndex(o => o.text === 'none'); s.dispatchEvent(new Event('change')); })()"""
+    )
+    assert [row[0] for row in listed()[:6]] == expected("none")[:6]
+    page.value("document.querySelector('aside section tbody tr').click()")
+    first = min(
+        (row for row in told["rows"] if told["links"][row[2]] == "none" and row[6] <= limit),
+        key=lambda row: row[4] / told["microbatches"][row[1]],
+    )
+    assert f"step {duration(first[4])}; splitkit plan … --schedule {told['schedules'][first[0]]}" in side(page)
+    page.value("splitkit.setBorders([0, 2, splitkit.data.rows.length])")
+    assert "what if" not in side(page)
+    assert_quiet(page)
