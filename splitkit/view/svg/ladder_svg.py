@@ -144,11 +144,11 @@ class LadderDrawing:
         of = {name: column[stage] for name, column in self.data["stages"].items()}
         device, limit = self.data["devices"][stage], self.data["memory"]
         peak = of["fixed"] + of["saved"] + of["temporary"]
-        held = f"{size(peak)} with 1 microbatch" if self._trains else f"peak {size(peak)}"
+        held = [f"{size(peak)} with 1", "microbatch"] if self._trains else [f"peak {size(peak)}"]
         return [
             (f"stage {self.data['parts'][stage]}{f' {device}' if device else ''}", INK),
             (self._time(of["forward"] + of["backward"]), MUTED),
-            (held, BAD if limit and peak > limit else MUTED),
+            *((line, BAD if limit and peak > limit else MUTED) for line in held),
         ]
 
     def _name(self, item: _Item) -> str:
