@@ -61,8 +61,9 @@ def test_other_objects_than_the_wanted_ones_are_refused_with_a_code(wrong):
             *(() if wrong == "none" else (lambda: sk.report(gm, given),)),
             *(() if wrong == "none" else (lambda: sk.stage_costs(flow, given, costs),)),
         ],
-        "SK323": [lambda: sk.stage_costs(flow, plan, given)]
-        + ([] if wrong == "none" else [lambda: sk.split(gm, stages, costs=given)]),
+        "SK323": []
+        if wrong == "none"  # then the prices of the plan count
+        else [lambda: sk.stage_costs(flow, plan, given), lambda: sk.split(gm, stages, costs=given)],
         "SK330": [lambda: sk.simulate_schedule(given, "1f1b", 2)],
         "SK401": [] if wrong == "module" else [lambda: sk.apply(given, sk.policies.SaveAll(), x)],
     }
