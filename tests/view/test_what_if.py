@@ -46,10 +46,12 @@ def test_every_row_is_what_the_simulator_says(priced, schedule, links, more):
 
 def test_orders_of_ones_own_and_long_steps_have_none(priced):
     stages = priced[-1]
-    mine = sk.simulate_schedule(stages[:2], PipelineOrder.parse(["0F0 0B0", "1F0 1B0"]))
-    assert what_if(mine) is None
-    long = what_if(sk.simulate_schedule(stages, "gpipe", 400))
-    assert {long["microbatches"][row[1]] for row in long["rows"]} == {200, 400}
+    mine = PipelineOrder.parse(["0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"])
+    for name in ("mine", "1F1B"):  # also one that takes the name of a schedule
+        assert what_if(sk.simulate_schedule(stages[:2], PipelineOrder(name, mine.ranks))) is None
+    assert what_if(sk.simulate_schedule(stages, "gpipe", 1000)) is None
+    long = what_if(sk.simulate_schedule(stages, "gpipe", 200))
+    assert {long["microbatches"][row[1]] for row in long["rows"]} == {100, 200}
 
 
 @pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")

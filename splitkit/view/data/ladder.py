@@ -264,7 +264,9 @@ class LadderView:
                     wanted.setdefault((storage, self.rows.of[node]), node)
         for (storage, row), reader in sorted(wanted.items(), key=lambda item: item[0]):
             made = maker.get(storage)
-            own = made if made in self.rows.of else reader  # inputs of the graph have no row that makes them
+            own = (
+                reader if made is None or made not in self.rows.of else made
+            )  # inputs of the graph have no row that makes them
             of = found.setdefault((self.rows.of[own], row), {})
             of[own] = of.get(own, 0) + known.nbytes[storage]
         return found
