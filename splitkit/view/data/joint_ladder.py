@@ -24,11 +24,14 @@ from splitkit.costs import unit_of
 from splitkit.engine.pair import Pair
 from splitkit.graph.dataflow import Dataflow
 from splitkit.memory.profile import MemoryProfile, simulate_memory
+from splitkit.memory.simulation import SimulatedStorage
 from splitkit.prices import Costs
 from splitkit.view.data.op_columns import ops_data, rounded, row_kind
 from splitkit.view.data.rows import LadderRows, ladder_rows
 
 SCHEMA = "splitkit.halves/1"
+TINY = 1000
+"""A storage below this part of the peak is not listed: together they are the remark "and smaller ones"."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,4 +154,27 @@ class HalvesView:
             "steps": [number for run in runs for number in run],
             "bytes": changes,
             "calls": [(name, steps.start, steps.stop) for name, steps in profile.calls.items()],
+            "alive": self._alive(profile),
         }
+
+    def _alive(self, profile: MemoryProfile) -> list[tuple[int | str, str, int, int, int]]:
+        """Return ``(maker, kind, first step, last step, bytes)`` of each storage that is not tiny, the largest first.
+
+        The maker is the place of its op, or a name for what no op makes: parameters, inputs, constants.
+        """
+        last = len(profile.steps) - 1
+        names = _given_names(profile.buffers)
+        large = [b for b in profile.buffers if b.nbytes >= max(1, profile.peak // TINY)]
+        return [
+            (self._place.get(b.name, names.get(b.name, b.name)), b.kind, b.born, min(b.dies, last), b.nbytes)
+            for b in sorted(large, key=lambda b: -b.nbytes)
+        ]
+
+
+def _given_names(buffers: Iterable[SimulatedStorage]) -> dict[str, str]:
+    """Return placeholder -> the name of its parameter or buffer in the model, which AOTAutograd's descriptors keep."""
+    known = {b.name: getattr(b.node.meta.get("desc"), "target", None) for b in buffers if b.node is not None}
+    found = {name: str(target) for name, target in known.items() if target}
+    # `capture_joint` wraps the model in a module that calls it `model`
+    wrapped = all(target.startswith("model.") for target in found.values())
+    return {name: target.removeprefix("model.") if wrapped else target for name, target in found.items()}

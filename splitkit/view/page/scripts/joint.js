@@ -1,5 +1,6 @@
 // @ts-check
 // The picture of forward and backward of a joint graph: what is saved, and what is recomputed.
+import {aliveTable} from "./alive.js";
 import {stripes} from "./canvas.js";
 import {dashed, heading} from "./drawing.js";
 import {el, pressed, remark, tableOf} from "./elements.js";
@@ -141,10 +142,12 @@ export class Halves extends Picture {
     });
     side.replaceChildren(el("h3", `${plans === 1 ? "1 plan" : `${plans} plans`} of forward and backward`), tableOf(["plan", "saved", "peak", "recomputed"], rows));
     if (memory) side.append(remark(`limit ${size(memory)}`));
+    this.timeline.unfold();
+    side.append(aliveTable(this, this.timeline.pinned ?? choice.memory.at));
     if (this.selected) showFacts(this, this.factsOf(this.selected));
     if (choice.note) side.append(el("h3", "plan"), remark(choice.note));
     side.append(legend([["", COLOURS[0], "forward"], ["", COLOURS[1], "backward"], ["hatched", COLOURS[1], "recomputed in backward"], ["ribbon", "var(--rib)", "saved for backward, as wide as its bytes"], ["line", "var(--rib)", "read by the next box; an arc skips boxes"], ["dashed", "var(--fg)", "the border of forward and backward"], ...(memory ? [/** @type {import("./legend.js").Entry} */ (["line", "var(--bad)", "the memory limit; red figures are above it"])] : [])], this.legendIsOpen, open => { this.legendIsOpen = open; }));
-    side.append(el("h3", "help"), remark("Double-click a module to open it; click on the memory chart to see the op that runs there. The wheel zooms, dragging moves the picture. Arrow keys select, Enter opens."));
+    side.append(el("h3", "help"), remark("Double-click a module to open it; click on the memory chart to see the op that runs there and what is alive. The wheel zooms, dragging moves the picture. Arrow keys select, Enter opens."));
   }
   /**
    * @param {Target} at

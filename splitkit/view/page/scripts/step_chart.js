@@ -12,6 +12,8 @@ export class StepChart {
     this.w = this.h = 0;
     /** @type {number | null} the step below the mouse */
     this.hover = null;
+    /** @type {number | null} the step that was clicked; null stands for the peak */
+    this.pinned = null;
     /** @type {StepMemory | null} the data that `ops` (the op of each step, or -1) and `bytes` were decompressed from */
     this.of = null;
     /** @type {number[]} */
@@ -25,13 +27,14 @@ export class StepChart {
     picture.root.append(foot);
     this.canvas.addEventListener("pointermove", e => { this.hover = this.pick(e); picture.draw(); });
     this.canvas.addEventListener("pointerleave", () => { this.hover = null; picture.draw(); });
-    this.canvas.addEventListener("click", e => { const step = this.pick(e), op = step === null ? -1 : this.ops[step]; if (op >= 0) picture.select({op}, true); });
+    this.canvas.addEventListener("click", e => { const step = this.pick(e), op = step === null ? -1 : this.ops[step]; if (step !== null) this.pinned = step; if (op >= 0) picture.select({op}, true); else picture.showSide(); });
   }
   /** Decompress the steps and bytes of the choice; joint_ladder.py describes the form. */
   unfold() {
     const {memory} = this.picture.choice;
     if (this.of === memory) return;
     this.of = memory;
+    this.pinned = null;
     this.ops = [];
     for (let i = 0; i < memory.steps.length; i += 2) for (let k = 0; k < memory.steps[i + 1]; k++) this.ops.push(memory.steps[i] < 0 ? -1 : memory.steps[i] + k);
     let live = 0;

@@ -114,6 +114,8 @@ interface StepMemory {
   /** the change at each step; a string is the number of steps without one */
   bytes: (number | string)[];
   calls: [string, number, number][];
+  /** what is not tiny, the largest first: op or name, kind, first step, last step, bytes */
+  alive: [number | string, string, number, number, number][];
 }
 
 interface Choice extends TimeColumns {
