@@ -62,6 +62,18 @@ def test_called_modules_and_tied_weights():
     check(gm, x)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_buffers_of_called_modules_are_not_saved_values(training):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.BatchNorm2d(4)).train(training)
+    x = torch.randn(2, 3, 8, 8)
+    gm = torch.fx.symbolic_trace(model)
+    sk.extend.propagate(gm, x)
+    before = {name: t.clone() for name, t in gm.named_buffers()}
+    found = activations(gm)
+    assert all(torch.equal(t, before[name]) for name, t in gm.named_buffers())  # running statistics are left alone
+    assert found.saved_bytes == kept_by_autograd(gm, lambda: gm(x)) and not found.estimated
+
+
 def test_sizes_that_are_symbols_count_as_seen_at_capture():
     model, x = Products(), torch.randn(6, 16)
     gm = sk.capture(model, x, dynamic=True)
