@@ -25,14 +25,13 @@ from placement import own_stdout
 from rich.console import Console
 from rich.table import Table
 from solver_cases import Outcome, cases, without_clock
+from solver_components import compared
 
 import splitkit.search
 import splitkit.solvers
 
 FACTORS = (0.5, 2.0)
 LEAST, MOST = 1e-5, 2.0**40
-NEAR = 1e-9
-"""Relative: what differs by less is equal."""
 SEARCHES = {
     "splitkit.search.devices": ("t5: 3 devices, unequal links",),
     "splitkit.search.memory": ("t5: memory budget 0.4", "unet: memory budget 0.4"),
@@ -124,16 +123,6 @@ def searches(module: str) -> Sequence[str]:
     return SEARCHES[max((package for package in SEARCHES if module.startswith(package)), key=len)]
 
 
-def changes(whole: Outcome, other: Outcome | None) -> tuple[float, float]:
-    """How much worse plan and bound are, relative; below 0 where they are better."""
-    if other is None:
-        return float("inf"), 0.0
-    pairs = zip(whole.values, other.values, strict=True)
-    plan = next((b / a - 1 for a, b in pairs if abs(b - a) > NEAR * abs(a)), 0.0)
-    bound = 1 - other.bound / whole.bound if whole.bound else 0.0
-    return plan, bound if abs(bound) > NEAR else 0.0
-
-
 def rows(only: str, seconds: float) -> Iterator[dict[str, Any]]:
     """One for each constant, factor and search."""
     known, whole = cases(), dict[str, tuple[Outcome, float]]()
@@ -156,8 +145,8 @@ def rows(only: str, seconds: float) -> Iterator[dict[str, Any]]:
                     except Exception as error:  # a number out of range may fail in any way
                         print(f"{constant} times {factor}: {error!r}", file=sys.stderr)
                         after, other = None, took
-                plan, bound = changes(before, after)
-                yield {"constant": str(constant), "factor": factor, "search": search, "plan": plan, "bound": bound,
+                worse = compared(before, after)
+                yield {"constant": str(constant), "factor": factor, "search": search, **worse,
                        "time": other / took}  # fmt: skip
 
 

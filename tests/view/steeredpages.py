@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import splitkit as sk
+from splitkit.policies import Stages
+from splitkit.testing import models
 from splitkit.view.page import page
+
+
+def planned(name, count, **sizes):
+    """A graph's facts, a plan of it in stages, and the prices of its training on an A100."""
+    example = models.build(name, **sizes)
+    gm = sk.capture(example.model, *example.args, **example.kwargs)
+    flow, costs = sk.analyze(gm), sk.costs.training(sk.costs.roofline(gm, "a100"))
+    return flow, sk.plan(gm, Stages(count), costs), costs
 
 
 def shown(browser, folder, view):

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pytest
 from browser import BINARY
-from steeredpages import assert_quiet, border, borders, middle, shown, side
+from steeredpages import assert_quiet, border, borders, middle, planned, shown, side
 from torch import nn
 
 import splitkit as sk
 from splitkit.policies import RecomputeAll, SaveAll, Stages
-from splitkit.testing import models
 from splitkit.testing.small_nets import loss_or_sum
 from splitkit.view.data.joint_ladder import HalvesView
 from splitkit.view.data.ladder import LadderView
@@ -25,10 +24,7 @@ HARMFUL = "<img src=x onerror=window.harmed=1></script><script>window.harmed=1</
 
 @pytest.fixture(scope="module")
 def ladder():
-    example = models.build("gpt2", **SIZES)
-    gm = sk.capture(example.model, *example.args, **example.kwargs)
-    flow, costs = sk.analyze(gm), sk.costs.training(sk.costs.roofline(gm, "a100"))
-    plan = sk.plan(gm, Stages(3), costs)
+    flow, plan, costs = planned("gpt2", 3, **SIZES)
     run = sk.simulate_schedule(sk.stage_costs(flow, plan, costs), "1f1b", 4)
     return LadderView(flow, plan, costs, HARMFUL, run=run)
 

@@ -6,12 +6,11 @@ import json
 
 import pytest
 from browser import BINARY
-from steeredpages import shown
+from steeredpages import planned, shown
 
 import splitkit as sk
 from splitkit.pipeline.memory import memory_over_time
 from splitkit.policies import Stages
-from splitkit.testing import models
 from splitkit.units import duration, size
 from splitkit.view.data.ladder import LadderView
 
@@ -20,10 +19,7 @@ pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: ap
 
 @pytest.fixture(scope="module")
 def ladder():
-    example = models.build("gpt2", layers=4, width=64, heads=4, seq=16, vocab=100)
-    gm = sk.capture(example.model, *example.args, **example.kwargs)
-    costs = sk.costs.training(sk.costs.roofline(gm, "a100"))
-    return LadderView(sk.analyze(gm), sk.plan(gm, Stages(4), costs), costs)
+    return LadderView(*planned("gpt2", 4, layers=4, width=64, heads=4, seq=16, vocab=100))
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from browser import BINARY
-from steeredpages import assert_quiet, shown, side
+from steeredpages import assert_quiet, planned, shown, side
 
 import splitkit as sk
 from splitkit.policies import MinCut, RecomputeAll, SaveAll, Stages
@@ -19,31 +19,24 @@ ACTS = 150
 KEYS = ("ArrowDown", "ArrowUp", "ArrowLeft", "ArrowRight", "Enter", "Escape", "Home", "End", "Tab", "+", "-")
 
 
-def stages(name, count, **options):
-    example = models.build(name, **options)
-    gm = sk.capture(example.model, *example.args, **example.kwargs)
-    flow, costs = sk.analyze(gm), sk.costs.training(sk.costs.roofline(gm, "a100"))
-    return flow, costs, sk.plan(gm, Stages(count), costs)
-
-
 def of_stages():
-    flow, costs, plan = stages("gpt2", 4, layers=4, width=64, heads=2, vocab=100)
+    flow, plan, costs = planned("gpt2", 4, layers=4, width=64, heads=2, vocab=100)
     return LadderView(flow, plan, costs)
 
 
 def of_a_step():
-    flow, costs, plan = stages("t5", 3, layers=2, width=64, heads=2, vocab=100)
+    flow, plan, costs = planned("t5", 3, layers=2, width=64, heads=2, vocab=100)
     run = sk.simulate_schedule(sk.stage_costs(flow, plan, costs), "1f1b", 6, links="nvlink4")
     return LadderView(flow, plan, costs, run=run, memory=2**20)
 
 
 def of_two_plans():
-    flow, costs, plan = stages("llama", 3, layers=4, width=64, heads=2, vocab=100)
+    flow, plan, costs = planned("llama", 3, layers=4, width=64, heads=2, vocab=100)
     return LadderView(flow, plan, costs, beside=sk.plan(flow.root, Stages(2), costs))
 
 
 def of_inference():
-    flow, costs, plan = stages("bert", 2, layers=2, width=64, heads=2, vocab=100)
+    flow, plan, costs = planned("bert", 2, layers=2, width=64, heads=2, vocab=100)
     return LadderView(flow, plan, costs, optimizer=None)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from browser import BINARY
-from steeredpages import assert_quiet, border, borders, shown, side
+from steeredpages import assert_quiet, border, borders, planned, shown, side
 
 import splitkit as sk
 from splitkit.cli import main
@@ -26,10 +26,7 @@ PLAN_FILE = "JSON.stringify(planFile(splitkit))"
 
 @pytest.fixture(scope="module")
 def ladder():
-    example = models.build("gpt2", **SMALL)
-    gm = sk.capture(example.model, *example.args, **example.kwargs)
-    flow, costs = sk.analyze(gm), sk.costs.training(sk.costs.roofline(gm, "a100"))
-    return LadderView(flow, sk.plan(gm, Stages(3), costs), costs)
+    return LadderView(*planned("gpt2", 3, **SMALL))
 
 
 @pytest.fixture

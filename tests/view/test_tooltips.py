@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from browser import BINARY
-from steeredpages import assert_quiet, border, shown, side
+from steeredpages import assert_quiet, border, planned, shown, side
 
 import splitkit as sk
-from splitkit.policies import SaveAll, Stages
+from splitkit.policies import SaveAll
 from splitkit.testing import models
 from splitkit.units import duration, size
 from splitkit.view.data.joint_ladder import HalvesView
@@ -19,10 +19,7 @@ SMALL = {"layers": 3, "width": 64, "heads": 2, "vocab": 100}
 
 
 def ladder_of(name, schedule="1f1b", count=3, **options):
-    example = models.build(name, **SMALL)
-    gm = sk.capture(example.model, *example.args, **example.kwargs)
-    flow, costs = sk.analyze(gm), sk.costs.training(sk.costs.roofline(gm, "a100"))
-    plan = sk.plan(gm, Stages(count), costs)
+    flow, plan, costs = planned(name, count, **SMALL)
     run = sk.simulate_schedule(sk.stage_costs(flow, plan, costs), schedule, 6, links="nvlink4", **options)
     return LadderView(flow, plan, costs, run=run, memory=2**40)
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 from browser import BINARY
-from steeredpages import assert_quiet, shown, side
+from steeredpages import assert_quiet, planned, shown, side
 
 import splitkit as sk
 from splitkit.pipeline.order import PipelineOrder
-from splitkit.policies import Stages
-from splitkit.testing import models
 from splitkit.units import duration, size
 from splitkit.view.data.ladder import LadderView
 from splitkit.view.data.what_if import what_if
@@ -17,10 +15,7 @@ from splitkit.view.data.what_if import what_if
 
 @pytest.fixture(scope="module")
 def priced():
-    example = models.build("gpt2", layers=4, width=64, heads=2, vocab=100)
-    gm = sk.capture(example.model, *example.args, **example.kwargs)
-    flow, costs = sk.analyze(gm), sk.costs.training(sk.costs.roofline(gm, "a100"))
-    plan = sk.plan(gm, Stages(4), costs)
+    flow, plan, costs = planned("gpt2", 4, layers=4, width=64, heads=2, vocab=100)
     return flow, plan, costs, sk.stage_costs(flow, plan, costs)
 
 

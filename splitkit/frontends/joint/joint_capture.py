@@ -235,11 +235,11 @@ def _traced_of_export(
     except Exception as failed:
         if exported is not None and isinstance(failed, CaptureError) and not came_from_torch(failed):
             raise failed from None
+        if are_real(model, (args, kwargs)) and (refusal := failed_run_error(model, args, kwargs)) is not None:
+            raise refusal from refusal.__cause__
         cause = error.__cause__
         if model.training and succeeds(lambda: _traced(TrainingStep(model, loss), args, kwargs), in_eval_mode(model)):
             error = CaptureError(error.code, error.reason, IN_EVAL_MODE, error.nodes)
-        if are_real(model, (args, kwargs)) and (refusal := failed_run_error(model, args, kwargs)) is not None:
-            raise refusal from refusal.__cause__
         raise error from cause
 
 

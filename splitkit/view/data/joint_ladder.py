@@ -173,8 +173,10 @@ class HalvesView:
 
 def _given_names(buffers: Iterable[SimulatedStorage]) -> dict[str, str]:
     """Return placeholder -> the name of its parameter or buffer in the model, which AOTAutograd's descriptors keep."""
-    known = {b.name: getattr(b.node.meta.get("desc"), "target", None) for b in buffers if b.node is not None}
-    found = {name: str(target) for name, target in known.items() if target}
+    from splitkit.frontends.aot import buffer_name, parameter_name
+
+    inputs = [b.node for b in buffers if b.node is not None and "desc" in b.node.meta]
+    found = {node.name: name for node in inputs if (name := parameter_name(node) or buffer_name(node))}
     # `capture_joint` wraps the model in a module that calls it `model`
-    wrapped = all(target.startswith("model.") for target in found.values())
-    return {name: target.removeprefix("model.") if wrapped else target for name, target in found.items()}
+    wrapped = all(name.startswith("model.") for name in found.values())
+    return {node: name.removeprefix("model.") if wrapped else name for node, name in found.items()}

@@ -168,7 +168,7 @@ class LadderView:
             "down": [int(self._memory.messages[end]) for end in self._ends],
             "up": [int(self._memory.gradient_messages[end]) if self.trains else 0 for end in self._ends],
             "edges": _as_triples(self._edges()),
-            "saved": _as_triples({key: sum(found.values()) for key, found in self._saved().items()}),
+            "saved": _as_triples({key: sum(makers.values()) for key, makers in self._saved.items()}),
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -207,9 +207,7 @@ class LadderView:
             "bubble": run.bubble,
             "peaks": list(run.peaks),
             "replicas": list(run.replicas),
-            "held": [
-                [m.parameters + m.gradients + m.optimizer, m.saved, m.messages, m.temporaries] for m in run.memory
-            ],
+            "held": [row.nbytes for row in run.rows()],
             "events": [(e.rank, e.kind, e.stage, e.microbatch, e.start, e.end) for e in run.timeline],
             "memory": [list(map(list, held)) for held in memory_over_time(run)],
             "again": simulation(run, self.stages, down, up),
@@ -240,10 +238,11 @@ class LadderView:
         What an op saves of its own, or of an input of the graph, has the place of the op that saves it.
         """
         place = {node: i for i, node in enumerate(nodes)}
-        makers = [of for _, of in sorted(self._saved().items())]
+        makers = [of for _, of in sorted(self._saved.items())]
         found = [[(place[node], nbytes) for node, nbytes in of.items() if node in place] for of in makers]
         return [sorted(kept, key=lambda each: -each[1]) for kept in found]
 
+    @cached_property
     def _saved(self) -> dict[tuple[int, int], dict[Node, int]]:
         """Return (row that makes storages, row whose backward reads them) -> their makers and bytes.
 
@@ -264,9 +263,8 @@ class LadderView:
                     wanted.setdefault((storage, self.rows.of[node]), node)
         for (storage, row), reader in sorted(wanted.items(), key=lambda item: item[0]):
             made = maker.get(storage)
-            own = (
-                reader if made is None or made not in self.rows.of else made
-            )  # inputs of the graph have no row that makes them
+            # inputs of the graph have no row that makes them
+            own = reader if made is None or made not in self.rows.of else made
             of = found.setdefault((self.rows.of[own], row), {})
             of[own] = of.get(own, 0) + known.nbytes[storage]
         return found

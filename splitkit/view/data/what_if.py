@@ -9,7 +9,7 @@ from typing import Any
 
 from splitkit.errors import SplitError
 from splitkit.pipeline.run import ScheduleRun
-from splitkit.pipeline.schedules import known_schedules
+from splitkit.pipeline.schedules import known_schedules, schedule_of
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.transport import Transport
 
@@ -28,8 +28,8 @@ def what_if(run: ScheduleRun) -> dict[str, Any] | None:
     steps, and orders of one's own have no other steps: ``None``.
     """
     words = [schedule.word for schedule in known_schedules()]
-    name = _word_of(run)
-    if name is None or run.transport is None or max(run.replicas) > 1:
+    schedule = schedule_of(run.order)
+    if schedule is None or run.transport is None or max(run.replicas) > 1:
         return None
     counts = sorted({max(1, int(run.order.microbatches * factor)) for factor in _FACTORS})
     links: dict[str, Any] = {"as given": run.transport.links, "none": None, **{preset: preset for preset in LINKS}}
@@ -42,33 +42,30 @@ def what_if(run: ScheduleRun) -> dict[str, Any] | None:
             if count * len(run.stages) * 2 > _MOST_ACTIONS:
                 continue
             for k, given in enumerate(links.values()):
-                step = _simulated(run, run.transport, word, count, given)
+                ranks = run.ranks if word == schedule.word else None
+                step = _simulated(run, run.transport, word, count, ranks, given)
                 if step is None:
                     break
-                if (word, count, k) == (name, run.order.microbatches, 0) and step.order.ranks == run.order.ranks:
+                if (word, count, k) == (schedule.word, run.order.microbatches, 0):
                     own = len(rows)
                 rows.append([s, m, k, step.ranks, step.seconds, step.bubble, max(step.peaks)])
-    if own is None:  # too long, or an order of one's own under a known name
+    if own is None:  # too long
         return None
     return {"schedules": words, "microbatches": counts, "links": list(links), "rows": rows, "own": own}
 
 
 def _simulated(
-    run: ScheduleRun, transport: Transport, schedule: str, microbatches: int, links: Any
+    run: ScheduleRun, transport: Transport, schedule: str, microbatches: int, ranks: int | None, links: Any
 ) -> ScheduleRun | None:
     try:
         return simulate_schedule(
             run.stages,
             schedule,
             microbatches,
-            ranks=run.ranks if schedule == _word_of(run) else None,
+            ranks=ranks,
             links=links,
             overlap=transport.overlap,
             static_buffers=run.static_buffers,
         )
     except SplitError:  # the schedule does not go with these numbers, or the links do not know these ranks
         return None
-
-
-def _word_of(run: ScheduleRun) -> str | None:
-    return next((s.word for s in known_schedules() if s.name == run.order.name), None)

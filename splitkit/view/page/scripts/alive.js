@@ -20,7 +20,7 @@ export function aliveTable(p, step) {
   const {ops, choice, data, timeline} = p, found = aliveAt(choice.memory, step), shown = found.slice(0, LISTED), whole = timeline.bytes[step], op = timeline.ops[step];
   const rows = shown.map(([maker, kind, , , nbytes]) => {
     const isOp = typeof maker === "number", row = el("tr", undefined, isOp ? pressed(() => p.select({op: maker}, true)) : {});
-    row.append(el("td", isOp ? ops.name[maker] : maker), el("td", isOp ? ops.module(maker) || "top level" : ""), el("td", kind), el("td", size(nbytes)), el("td", isOp ? duration(ops.seconds(maker), data.unit) : ""));
+    row.append(el("td", isOp ? ops.name[maker] : maker), el("td", isOp ? ops.within(maker) : ""), el("td", kind), el("td", size(nbytes)), el("td", isOp ? duration(ops.seconds(maker), data.unit) : ""));
     if (isOp) row.title = ops.source(maker);
     return row;
   });

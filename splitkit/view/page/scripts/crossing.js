@@ -1,5 +1,6 @@
 // @ts-check
 // Finds the values that cross a border, and who reads them.
+import {size} from "./units.js";
 
 /** @typedef {import("./ops.js").Ops} Ops */
 
@@ -29,14 +30,12 @@ export function crossing(ops, readers, row) {
  * @param {Ops} ops
  * @param {[number, number][]} values ops and bytes
  * @param {(op: number) => number[]} readers
- * @param {(nbytes: number) => string} size
  */
-export function linesOf(ops, values, readers, size, most = 6) {
-  const inside = (/** @type {number} */ op) => ops.module(op) || "top level";
+export function linesOf(ops, values, readers, most = 6) {
   const lines = values.slice(0, most).map(([op, nbytes]) => {
-    const by = [...new Set(readers(op).map(inside))], told = `${by.slice(0, 2).join(", ")}${by.length > 2 ? ` and ${by.length - 2} more` : ""}`;
+    const by = [...new Set(readers(op).map(reader => ops.within(reader)))], told = `${by.slice(0, 2).join(", ")}${by.length > 2 ? ` and ${by.length - 2} more` : ""}`;
     // of an op with several results only some may be meant
-    return `${ops.value(op).includes("], ") ? "up to " : ""}${size(nbytes)}  ${ops.name[op]}  ${ops.value(op)}\n      from ${inside(op)}${told ? ` to ${told}` : ""}`;
+    return `${ops.value(op).includes("], ") ? "up to " : ""}${size(nbytes)}  ${ops.name[op]}  ${ops.value(op)}\n      from ${ops.within(op)}${told ? ` to ${told}` : ""}`;
   });
   return values.length > most ? [...lines, `and ${values.length - most} more`] : lines;
 }

@@ -9,6 +9,9 @@ import {duration, size} from "./units.js";
 /** @typedef {import("./picture.js").Picture<CommonData>} AnyPicture */
 /** @typedef {CanvasRenderingContext2D} Canvas */
 
+/** How far a ribbon goes straight on at both ends, as the control points of its curve. */
+const BOW = 70;
+
 /** @param {number} stage */
 export const colourOf = stage => COLOURS[stage % COLOURS.length];
 
@@ -184,7 +187,7 @@ export function paintRibbons(p, c) {
     c.beginPath();
     c.moveTo(left - (p.wide - a.w) / 2, y);
     c.lineTo(left, y);
-    c.bezierCurveTo(left + 70, y, right - 70, y2, right, y2);
+    c.bezierCurveTo(left + BOW, y, right - BOW, y2, right, y2);
     c.stroke();
     c.globalAlpha = 1;
   }
@@ -213,7 +216,7 @@ export function ribbonAt(p, x, y) {
   // the curve goes on to the right: halve the interval of its parameter
   let low = 0, high = 1;
   for (let i = 0; i < 20; i++) {
-    const t = (low + high) / 2, s = 1 - t, at = s ** 3 * left + 3 * s * s * t * (left + 70) + 3 * s * t * t * (right - 70) + t ** 3 * right;
+    const t = (low + high) / 2, s = 1 - t, at = s ** 3 * left + 3 * s * s * t * (left + BOW) + 3 * s * t * t * (right - BOW) + t ** 3 * right;
     if (at < x) low = t; else high = t;
   }
   const share = 3 * (1 - low) * low * low + low ** 3;

@@ -6,7 +6,7 @@ import {dashed, heading} from "./drawing.js";
 import {el, pressed, remark, tableOf} from "./elements.js";
 import {factsOfOp, factsOfRow, showFacts} from "./facts.js";
 import {LEFT, RIBBONS, ROW} from "./geometry.js";
-import {legend} from "./legend.js";
+import {ARROW, LIMIT, RIBBON, legend} from "./legend.js";
 import {OP, layered} from "./ops.js";
 import {Picture} from "./picture.js";
 import {StepChart} from "./step_chart.js";
@@ -146,7 +146,7 @@ export class Halves extends Picture {
     side.append(aliveTable(this, this.timeline.pinned ?? choice.memory.at));
     if (this.selected) showFacts(this, this.factsOf(this.selected));
     if (choice.note) side.append(el("h3", "plan"), remark(choice.note));
-    side.append(legend([["", COLOURS[0], "forward"], ["", COLOURS[1], "backward"], ["hatched", COLOURS[1], "recomputed in backward"], ["ribbon", "var(--rib)", "saved for backward, as wide as its bytes"], ["line", "var(--rib)", "read by the next box; an arc skips boxes"], ["dashed", "var(--fg)", "the border of forward and backward"], ...(memory ? [/** @type {import("./legend.js").Entry} */ (["line", "var(--bad)", "the memory limit; red figures are above it"])] : [])], this.legendIsOpen, open => { this.legendIsOpen = open; }));
+    side.append(legend(this, [["", COLOURS[0], "forward"], ["", COLOURS[1], "backward"], ["hatched", COLOURS[1], "recomputed in backward"], RIBBON, ARROW, ["dashed", "var(--fg)", "the border of forward and backward"], ...(memory ? [LIMIT] : [])]));
     side.append(el("h3", "help"), remark("Double-click a module to open it; click on the memory chart to see the op that runs there and what is alive. The wheel zooms, dragging moves the picture. Arrow keys select, Enter opens."));
   }
   /**

@@ -24,6 +24,11 @@ export class Ops {
   seconds(i) { return this.told.sorts[this.told.sort[i]][3]; }
   /** @param {number} i */
   module(i) { return this.told.modules[this.told.module[i]]; }
+  /**
+   * The module of an op, in words.
+   * @param {number} i
+   */
+  within(i) { return this.module(i) || "top level"; }
   /** @param {number} i */
   source(i) { return this.told.sources[this.told.source[i]]; }
   /**

@@ -176,7 +176,7 @@ export class Picture {
     const {ops, data: {unit}} = this, time = (/** @type {number} */ seconds) => duration(seconds, unit);
     if (op !== undefined) {
       const source = ops.source(op);
-      return `${ops.name[op]}  (${ops.op(op)})\n${ops.module(op) || "top level"}\n${ops.value(op)}, ${size(ops.bytes(op))}, ${time(ops.seconds(op))}${source ? `\n${source}` : ""}`;
+      return `${ops.name[op]}  (${ops.op(op)})\n${ops.within(op)}\n${ops.value(op)}, ${size(ops.bytes(op))}, ${time(ops.seconds(op))}${source ? `\n${source}` : ""}`;
     }
     if (row !== undefined) {
       const item = this.itemOf[row], price = this.priceOf(item.start, item.end), lines = new Set(this.opsOf[row].map(i => ops.source(i)).filter(line => line));

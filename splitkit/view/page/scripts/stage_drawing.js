@@ -19,7 +19,7 @@ export function paintBands(p, c) {
     c.fillRect(0, top, p.right + 20, bottom - top);
     c.globalAlpha = 1;
     c.fillRect(0, top, 5, bottom - top);
-    const rank = rankText(p, k), slowest = isSlowest(p, stage);
+    const rank = rankText(p, k), slowest = isSlowest(p.stages, stage);
     const lines = [[`stage ${p.partName(k)}`, "600 13px system-ui", fg], ...(rank ? [[rank, SMALL, mut]] : []), [`${duration(stage.seconds, unit)}${slowest ? " ◆" : ""}`, SMALL, mut], [`${size(stage.peak)} with 1`, SMALL, memory && stage.peak > memory ? bad : mut], ["microbatch", SMALL, mut]];
     lines.slice(0, Math.max(1, Math.floor((bottom - top) / 15))).forEach(([text, font, ink], i) => put(c, text, 12, top + 14 + 15 * i, font, ink));
   });
@@ -30,10 +30,10 @@ export function paintBands(p, c) {
 }
 /**
  * Whether a stage takes longest, or as long as the one that does, but for rounding.
- * @param {import("./ladder.js").Ladder} p
+ * @param {Price[]} stages
  * @param {Price} stage
  */
-export const isSlowest = (p, stage) => p.stages.length > 1 && p.stages.every(other => other.seconds <= stage.seconds * (1 + 1e-9));
+export const isSlowest = (stages, stage) => stages.length > 1 && stages.every(other => other.seconds <= stage.seconds * (1 + 1e-9));
 /**
  * @param {import("./ladder.js").Ladder} p
  * @param {CanvasRenderingContext2D} c

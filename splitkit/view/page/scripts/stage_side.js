@@ -4,6 +4,7 @@ import {colourOf} from "./drawing.js";
 import {el, pressed, remark, tableOf} from "./elements.js";
 import {factsOfOp, factsOfRow, showFacts} from "./facts.js";
 import {legend} from "./legend.js";
+import {isSlowest} from "./stage_drawing.js";
 import {legendOf, rankText} from "./stage_texts.js";
 import {idleOf, peakTime} from "./step_facts.js";
 import {sum} from "./totals.js";
@@ -34,7 +35,7 @@ export function showStages(p) {
   if (p.selected) showFacts(p, factsOf(p, p.selected));
   if (note && p.isShipped) side.append(el("h3", "plan"), remark(note));
   const drag = stages.length === 1 ? "" : !p.movable ? "There are too many stages to move borders." : marks.length <= data.rows.length ? `Drag a dashed border to move it; it snaps to ${marks.length - 2} places.` : "Drag a dashed border to move it.";
-  side.append(legend(legendOf(p), p.legendIsOpen, open => { p.legendIsOpen = open; }));
+  side.append(legend(p, legendOf(p)));
   side.append(el("h3", "help"), remark(`Double-click a module to open it. ${drag} The wheel zooms, dragging moves the picture. Arrow keys select, Enter opens, Alt + arrows move a border, Ctrl + Z takes a move back.`));
 }
 /**
@@ -78,10 +79,10 @@ function showStep(p, run) {
  */
 function rowOf(p, stage, k, stages, name, attributes) {
   const row = el("tr", undefined, attributes), first = el("td"), dot = el("i"), {memory, unit} = p.data;
-  const bad = (/** @type {boolean} */ is) => ({class: is ? "bad" : ""}), slowest = stages.length > 1 && stages.every(other => other.seconds <= stage.seconds * (1 + 1e-9)) ? " ◆" : "";
+  const bad = (/** @type {boolean} */ is) => ({class: is ? "bad" : ""});
   dot.style.background = colourOf(k);
   first.append(dot, name);
-  row.append(first, el("td", `${duration(stage.seconds, unit)}${slowest}`));
+  row.append(first, el("td", `${duration(stage.seconds, unit)}${isSlowest(stages, stage) ? " ◆" : ""}`));
   if (p.trains) row.append(el("td", size(stage.saved)));
   row.append(el("td", size(stage.peak), bad(!!memory && stage.peak > memory)));
   return row;

@@ -1,6 +1,7 @@
 // @ts-check
 // Says what a stage, a border and a ribbon of a plan in stages are: the texts of tooltips and of the legend.
 import {crossing, linesOf} from "./crossing.js";
+import {ARROW, LIMIT, RIBBON} from "./legend.js";
 import {ranksOf} from "./step_facts.js";
 import {duration, size} from "./units.js";
 
@@ -32,7 +33,7 @@ export function stageText(p, k) {
 export function borderText(p, k) {
   const row = p.borders[k], {down, up} = p.data, {ops} = p, found = crossing(ops, p.readers, row);
   const below = (/** @type {number} */ op) => p.readers[op].filter(reader => ops.row[reader] >= row);
-  const lines = linesOf(ops, found.map(op => [op, ops.bytes(op)]), below, size);
+  const lines = linesOf(ops, found.map(op => [op, ops.bytes(op)]), below);
   const head = `${p.partName(k - 1)} to ${p.partName(k)}: ${size(down[row])} forward${p.trains ? `, ${size(up[row])} of gradients back` : ""}`;
   return [`${head}, for each microbatch`, ...lines].join("\n");
 }
@@ -45,7 +46,7 @@ export function keptText(p, [from, to]) {
   const {saved, kept} = p.data, [a, b] = [p.items[from], p.items[to]];
   /** @type {[number, number][]} */
   const found = saved.flatMap(([made, read], i) => p.itemOf[made] === a && p.itemOf[read] === b ? kept[i] : []);
-  return linesOf(p.ops, found.sort((x, y) => y[1] - x[1]), () => [], size).join("\n");
+  return linesOf(p.ops, found.sort((x, y) => y[1] - x[1]), () => []).join("\n");
 }
 /**
  * @param {Ladder} p
@@ -54,10 +55,10 @@ export function keptText(p, [from, to]) {
 export function legendOf(p) {
   const {data} = p, colour = COLOURS[0];
   /** @type {import("./legend.js").Entry[]} */
-  const found = [["", colour, "each stage has a colour: its band, boxes and actions"], ["line", "var(--rib)", "read by the next box; an arc skips boxes"]];
-  if (p.trains) found.push(["ribbon", "var(--rib)", "saved for backward, as wide as its bytes"], ["ribbon", "var(--fg)", "made in one stage, saved in another"]);
+  const found = [["", colour, "each stage has a colour: its band, boxes and actions"], ARROW];
+  if (p.trains) found.push(RIBBON, ["ribbon", "var(--fg)", "made in one stage, saved in another"]);
   found.push(["dashed", "var(--fg)", `a border: ▼ bytes sent forward${p.trains ? ", ▲ gradients sent back" : ""}`], ["sign", "var(--fg)", "◆ the slowest stage"]);
-  if (data.memory) found.push(["line", "var(--bad)", "the memory limit; red figures are above it"]);
+  if (data.memory) found.push(LIMIT);
   if (p.run) {
     found.push(["pale", colour, "forward of a microbatch"]);
     const divided = p.run.events.some(event => event[1] === "W");

@@ -35,7 +35,7 @@ export class Timeline {
    * @param {TimedAction | null} hit
    */
   describe(e, hit) {
-    const {run} = this, rank = hit ? hit[0] : Math.floor((e.offsetY - 24) / this.high), at = run ? (e.offsetX - 70) / (this.w - 160) * run.seconds : 0;
+    const {run} = this, rank = hit ? hit[0] : Math.floor((e.offsetY - 24) / this.high), at = this.secondsAt(e.offsetX);
     if (!run || rank < 0 || rank >= run.ranks || at < 0 || at > run.seconds) return "";
     const time = (/** @type {number} */ seconds) => duration(seconds, run.unit), held = `rank ${rank} holds ${size(heldAt(run, rank, hit ? hit[4] : at))} ${hit ? "when it starts" : `at ${time(at)}`}; its peak is ${size(run.peaks[rank])}, at ${time(peakTime(run, rank))}`;
     if (!hit) return held;
@@ -44,6 +44,8 @@ export class Timeline {
   }
   /** @param {number} seconds */
   x(seconds) { return 70 + (this.w - 160) * seconds / (this.run || this.planned).seconds; }
+  /** @param {number} x */
+  secondsAt(x) { return (x - 70) / (this.w - 160) * (this.run || this.planned).seconds; }
   /** @param {number} rank */
   y(rank) { return 24 + rank * this.high; }
   paint() {
