@@ -53,13 +53,13 @@ def test_a_click_selects_and_a_double_click_opens(opened):
     assert_quiet(opened)
 
 
-def test_dragging_moves_and_the_wheel_zooms(opened):
+def test_dragging_moves_and_the_wheel_with_ctrl_zooms(opened):
     place = opened.value("[splitkit.x, splitkit.y]")
     x, y = middle(opened, "transformer.h.0")
     opened.drag(x, y, x + 100, y + 50)
     assert opened.value("[splitkit.x, splitkit.y]") == pytest.approx([place[0] + 100, place[1] + 50])
     zoom = opened.value("splitkit.zoom")
-    opened.mouse("wheel", x, y, deltaX=0, deltaY=-200)
+    opened.mouse("wheel", x, y, deltaX=0, deltaY=-200, modifiers=2)
     opened.settle()
     assert opened.value("splitkit.zoom") > zoom
     assert_quiet(opened)

@@ -68,3 +68,76 @@ def test_backward_of_a_joint_graph_stands_beside_its_forward():
     found = ladder_rows(flow, {})
     assert found.backward and found.backward < set(flow.nodes) and set(found.of) == set(flow.nodes)
     assert {found.of[n] for n in found.backward} == set(range(len(found)))
+
+
+def flat(ops):
+    """A graph without modules: chains of ``ops`` ops in all, each of 9 whose values are read inside the chain."""
+
+    def forward(x):
+        for _ in range(ops // 9):
+            y = x + 1
+            z = (y * 2, y * 3, y * 4)
+            x = torch.relu((z[0] * z[1] + z[2]) - y)
+        return x
+
+    class Flat(nn.Module):
+        def forward(self, x):
+            return forward(x)
+
+    return sk.capture(Flat(), torch.randn(3, 4))
+
+
+def test_a_model_without_modules_is_divided_where_few_values_are_alive():
+    gm = flat(900)
+    flow, _, found = rows(gm, sk.plan(gm, lambda n: 0))
+    assert all(found.of[read] <= found.of[n] for n in flow.nodes for read in waits_for(flow, n))
+    sizes = [sum(1 for n in flow.nodes if found.of[n] == row) for row in range(len(found))]
+    assert sum(sizes) == len(flow.nodes) and 15 < len(found) < 50 and max(sizes) <= 60
+    assert found.names[0].startswith(f"(top level) · {flow.nodes[0].name} … ")
+    crossing = [
+        {read for n in flow.nodes if found.of[n] >= row for read in waits_for(flow, n) if found.of[read] < row}
+        for row in range(1, len(found))
+    ]
+    assert all(len(values) == 1 for values in crossing)  # one is the least; inside a chain up to four are alive
+
+
+def test_a_module_of_many_ops_is_divided_into_the_modules_inside_it():
+    class Block(nn.Module):
+        def __init__(self, names):
+            super().__init__()
+            for name in names:
+                setattr(self, name, nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(40))))
+
+        def forward(self, x):
+            for child in self.children():
+                x = child(x)
+            return x
+
+    class Wrapper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = nn.Module()
+            self.model.inner = Block(["encoder", "decoder"])
+
+        def forward(self, x):
+            return self.model.inner(x)
+
+    gm = sk.capture(Wrapper(), torch.randn(3, 4))
+    _, _, found = rows(gm, sk.plan(gm, lambda n: 0))
+    assert found.names[:2] == ("model.inner.encoder.0", "model.inner.encoder.1") and len(found) == 80
+
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = Block([])
+            for half in ("left", "right"):
+                setattr(self.body, half, Block([]))
+                for i in range(60):
+                    setattr(getattr(self.body, half), f"part{i}", nn.Linear(4, 4))
+
+        def forward(self, x):
+            return self.body(x)
+
+    gm = sk.capture(Named(), torch.randn(3, 4))
+    _, _, found = rows(gm, sk.plan(gm, lambda n: 0))
+    assert found.names == ("body.left", "body.right")

@@ -3,7 +3,7 @@
 import {SMALL, legible, put, shorten, stripes} from "./canvas.js";
 import {BOX, GAP, LEFT, ROW} from "./geometry.js";
 import {OP, OPW} from "./ops.js";
-import {merge} from "./totals.js";
+import {merge, sum} from "./totals.js";
 import {duration, size} from "./units.js";
 
 /** @typedef {import("./picture.js").Picture<CommonData>} AnyPicture */
@@ -58,7 +58,7 @@ export function paintBox(p, c, item) {
     if (!item.mirror) p.hatch(c, item, left);
     label(p, c, "∇ ", p.name(item), duration(price.backward, unit), left, item.y, item.w2, item.mirror ? p.ink.fg : legible(late));
   }
-  for (const [left, top, inner] of p.innerOf(item)) paintInner(p, c, inner, left, top, item.start);
+  for (const [left, top, inner] of p.innerOf(item)) paintInner(p, c, inner, left, top, item.shows);
   c.globalAlpha = 1;
 }
 /**
@@ -72,21 +72,43 @@ export function paintBox(p, c, item) {
  */
 function paintInner(p, c, inner, left, top, row) {
   const {ops} = p, hits = p.query && new Set(p.query);
+  for (const frame of inner.frames) if (frame.open) paintFrame(p, c, frame, left, top, row);
   c.strokeStyle = p.ink.rib;
   c.lineWidth = 1;
   c.beginPath();
-  for (const [op, box] of inner.boxes) for (const read of ops.reads[op]) {
-    const from = inner.boxes.get(read), down = inner.up ? 0 : OP;
-    if (from) { c.moveTo(left + from.x + OPW / 2, top + from.y + down); c.lineTo(left + box.x + OPW / 2, top + box.y + OP - down); }
+  for (const [op, to] of inner.place) for (const read of ops.reads[op]) {
+    const from = inner.place.get(read);
+    // ops of one closed module have one place
+    if (!from || (from.x === to.x && from.y === to.y)) continue;
+    c.moveTo(left + from.x + from.w / 2, top + from.y + (inner.up ? 0 : from.h));
+    c.lineTo(left + to.x + to.w / 2, top + to.y + (inner.up ? to.h : 0));
   }
   c.stroke();
+  for (const frame of inner.frames) if (!frame.open) paintFrame(p, c, frame, left, top, row);
   for (const [op, box] of inner.boxes) {
     const on = p.selected && p.selected.op === op, colour = p.paintOf(row, !!inner.up && op >= p.late);
     c.globalAlpha = hits && !hits.has(op) ? 0.25 : 1;
     rect(p, c, left + box.x, top + box.y, OPW, OP, colour, on ? p.ink.fg : colour);
     if (inner.up && op < p.late) stripes(c, left + box.x, top + box.y, OPW, OP);
-    label(p, c, "", ops.op(op).replace(/^aten\.(\w+)\.\w+$/, "$1"), ops.value(op).replace(/^\w+\[(.*)\]$/, (_, dims) => dims.replace(/, /g, "×")), left + box.x, top + box.y, OPW, legible(colour), OP);
+    label(p, c, "", `${box.alone && `${box.alone}: `}${ops.op(op).replace(/^aten\.(\w+)\.\w+$/, "$1")}`, ops.value(op).replace(/^\w+\[(.*)\]$/, (_, dims) => dims.replace(/, /g, "×")), left + box.x, top + box.y, OPW, legible(colour), OP);
   }
+}
+/**
+ * Draw a module inside a row: a frame with its name, or, if it is closed, a box.
+ * @param {AnyPicture} p
+ * @param {Canvas} c
+ * @param {Frame} frame
+ * @param {number} left
+ * @param {number} top
+ * @param {number} row
+ */
+function paintFrame(p, c, {key, module, ops, x, y, w, h, open}, left, top, row) {
+  const colour = p.paintOf(row, ops[0] >= p.late), on = p.selected && p.selected.frame === key, name = module.split(".").pop() || "", time = duration(sum(ops.map(op => p.ops.seconds(op))), p.data.unit);
+  const faint = p.query && !p.query.some(hit => ops.includes(hit)), line = on ? p.ink.fg : colour;
+  c.globalAlpha = faint ? 0.25 : 1;
+  rect(p, c, left + x, top + y, w, h, open ? p.ink.bg : colour, line);
+  label(p, c, open ? "▾ " : "▸ ", `${name}, ${ops.length} ops`, time, left + x, top + y, w, open ? p.ink.fg : legible(colour), open ? 17 : OP);
+  c.globalAlpha = 1;
 }
 /**
  * @param {AnyPicture} p

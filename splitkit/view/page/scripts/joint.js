@@ -7,7 +7,7 @@ import {el, pressed, remark, tableOf} from "./elements.js";
 import {factsOfOp, factsOfRow, showFacts} from "./facts.js";
 import {LEFT, RIBBONS, ROW} from "./geometry.js";
 import {ARROW, LIMIT, RIBBON, legend} from "./legend.js";
-import {OP, layered} from "./ops.js";
+import {nested, upwards} from "./nested.js";
 import {Picture} from "./picture.js";
 import {StepChart} from "./step_chart.js";
 import {sum} from "./totals.js";
@@ -108,9 +108,7 @@ export class Halves extends Picture {
    * @returns {Inner}
    */
   mirrored(row) {
-    const inner = layered([...this.opsOf[row].filter(op => this.again.has(op)), ...this.lateOf[row]], this.ops.reads);
-    for (const box of inner.boxes.values()) box.y = inner.height - OP - box.y;
-    return {...inner, up: true};
+    return upwards(nested([...this.opsOf[row].filter(op => this.again.has(op)), ...this.lateOf[row]], this.ops, this.toggled));
   }
   /** @param {CanvasRenderingContext2D} c */
   bands(c) {
@@ -147,7 +145,7 @@ export class Halves extends Picture {
     if (this.selected) showFacts(this, this.factsOf(this.selected));
     if (choice.note) side.append(el("h3", "plan"), remark(choice.note));
     side.append(legend(this, [["", COLOURS[0], "forward"], ["", COLOURS[1], "backward"], ["hatched", COLOURS[1], "recomputed in backward"], RIBBON, ARROW, ["dashed", "var(--fg)", "the border of forward and backward"], ...(memory ? [LIMIT] : [])]));
-    side.append(el("h3", "help"), remark("Double-click a module to open it; click on the memory chart to see the op that runs there and what is alive. The wheel zooms, dragging moves the picture. Arrow keys select, Enter opens."));
+    side.append(el("h3", "help"), remark("Double-click a module to open it; click on the memory chart to see the op that runs there and what is alive. The wheel scrolls, with Ctrl it zooms; dragging moves the picture. Arrow keys select, Enter opens."));
   }
   /**
    * @param {Target} at

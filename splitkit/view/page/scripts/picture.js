@@ -5,10 +5,17 @@ import {paintOtherPlan, paintBox, paintRibbons, paintSkips} from "./drawing.js";
 import {el, surroundedByDark} from "./elements.js";
 import {BOX, GAP, LEFT, RIBBONS, ROW} from "./geometry.js";
 import {listen} from "./input.js";
-import {OPW, Ops, layered} from "./ops.js";
+import {OPW, Ops} from "./ops.js";
+import {Minimap} from "./minimap.js";
+import {nested} from "./nested.js";
 import {download, flattened} from "./take_home.js";
-import {known} from "./totals.js";
+import {known, sum} from "./totals.js";
 import {duration, size} from "./units.js";
+
+/** The least zoom at which texts are read without effort: a taller picture scrolls. */
+const READABLE = 0.85;
+/** The least zoom that makes a picture fit into a narrow window: a wider picture scrolls. */
+const NARROW = 0.7;
 
 /** @template {CommonData} D */
 export class Picture {
@@ -22,8 +29,11 @@ export class Picture {
     this.options = options;
     this.late = late;
     this.ops = new Ops(data.ops);
-    /** @type {Set<number>} */
+    /** @type {Set<number>} the open rows, the last opened at the end */
     this.open = new Set();
+    /** @type {Set<string>} the modules inside rows that are not open or closed as they were at first */
+    this.toggled = new Set();
+    this.minimap = new Minimap(this);
     this.folded = data.rows.length > 40;
     this.zoom = 1;
     this.x = this.y = this.pending = 0;
@@ -119,13 +129,14 @@ export class Picture {
    * What the address of the page tells.
    * @returns {Record<string, string>}
    */
-  get state() { return {open: [...this.open].join()}; }
+  get state() { return {open: [...this.open].join(), inside: [...this.toggled].join()}; }
   /**
    * Show what an address tells, as far as it fits this picture.
    * @param {URLSearchParams} told
    */
   restore(told) {
     for (const row of (told.get("open") || "").split(",").map(Number)) if (told.get("open") && this.opsOf[row]) this.open.add(row);
+    this.toggled = new Set((told.get("inside") || "").split(",").filter(key => key));
     this.layout();
   }
   /** @returns {HTMLInputElement} */
@@ -172,11 +183,15 @@ export class Picture {
    * What the tooltip says of what is below the mouse.
    * @param {Target} at
    */
-  describe({op, row, ribbon}) {
+  describe({op, row, frame, ribbon}) {
     const {ops, data: {unit}} = this, time = (/** @type {number} */ seconds) => duration(seconds, unit);
     if (op !== undefined) {
       const source = ops.source(op);
       return `${ops.name[op]}  (${ops.op(op)})\n${ops.within(op)}\n${ops.value(op)}, ${size(ops.bytes(op))}, ${time(ops.seconds(op))}${source ? `\n${source}` : ""}`;
+    }
+    if (row !== undefined && frame) {
+      const found = this.frameOf(row, frame);
+      return found ? `${found.module}\n${found.ops.length} ops, ${time(sum(found.ops.map(i => ops.seconds(i))))}\ndouble-click ${found.open ? "closes" : "opens"} it` : "";
     }
     if (row !== undefined) {
       const item = this.itemOf[row], price = this.priceOf(item.start, item.end), lines = new Set(this.opsOf[row].map(i => ops.source(i)).filter(line => line));
@@ -185,6 +200,12 @@ export class Picture {
     }
     return ribbon ? this.describeRibbon(ribbon) : "";
   }
+  /**
+   * A module inside an open row, in forward or backward.
+   * @param {number} row
+   * @param {string} key
+   */
+  frameOf(row, key) { return this.innerOf(this.itemOf[row]).flatMap(([, , inner]) => inner.frames).find(frame => frame.key === key); }
   /**
    * @param {[number, number]} ribbon the numbers of two items
    */
@@ -226,12 +247,12 @@ export class Picture {
 
   // ---- layout: an item is a row, or a run of equal rows of one stage that are folded
   layout() {
-    const {rows} = this.data, same = (/** @type {number} */ a, /** @type {number} */ b) => rows[a].kind === rows[b].kind && this.stageOf(a) === this.stageOf(b) && this.otherOf(a) === this.otherOf(b) && !this.open.has(b);
+    const {rows} = this.data, same = (/** @type {number} */ a, /** @type {number} */ b) => rows[a].kind === rows[b].kind && this.stageOf(a) === this.stageOf(b) && this.otherOf(a) === this.otherOf(b);
     this.items = [];
     this.itemOf = [];
     let y = 0;
     for (let row = 0, end = 0; row < rows.length; row = end) {
-      for (end = row + 1; this.folded && !this.open.has(row) && end < rows.length && same(row, end);) end++;
+      for (end = row + 1; this.folded && end < rows.length && same(row, end);) end++;
       const item = this.itemAt(row, end, y);
       for (let i = row; i < end; i++) this.itemOf[i] = item;
       this.items.push(item);
@@ -252,8 +273,10 @@ export class Picture {
    * @returns {Item}
    */
   itemAt(start, end, y) {
-    const open = this.open.has(start), inner = open ? layered(this.opsOf[start], this.ops.reads) : null, mirror = open ? this.mirrored(start) : null;
-    return {start, end, y, inner, mirror, h: inner ? Math.max(inner.height, mirror ? mirror.height : 0) + ROW + 8 : ROW,
+    // equal layers stay folded when they open, and show the one that was opened last
+    const shows = [...this.open].filter(row => row >= start && row < end).at(-1) ?? -1, open = shows >= 0;
+    const inner = open ? nested(this.opsOf[shows], this.ops, this.toggled) : null, mirror = open ? this.mirrored(shows) : null;
+    return {start, end, shows, y, inner, mirror, h: inner ? Math.max(inner.height, mirror ? mirror.height : 0) + ROW + 8 : ROW,
       w: inner ? Math.max(BOX, inner.width + 16) : BOX, w2: mirror ? Math.max(BOX, mirror.width + 16) : BOX};
   }
   /** @param {Item} item */
@@ -280,7 +303,7 @@ export class Picture {
    */
   select(target, reveal = false) {
     this.selected = target;
-    if (target && target.op !== undefined && !this.open.has(this.ops.row[target.op])) { this.open.add(this.ops.row[target.op]); this.layout(); }
+    if (target && target.op !== undefined) this.uncover(target.op);
     if (reveal && target) this.centre(target);
     this.showSide();
     this.draw();
@@ -301,10 +324,38 @@ export class Picture {
     this.hovered = target;
     this.draw();
   }
-  /** @param {number} row */
-  toggle(row) {
-    const {start, y} = this.itemOf[row];
-    if (!this.open.delete(start)) this.open.add(start);
+  /**
+   * Open the row of an op and the modules around it.
+   * @param {number} op
+   */
+  uncover(op) {
+    const row = this.ops.row[op], visible = () => this.innerOf(this.itemOf[row]).some(([, , inner]) => inner.boxes.has(op));
+    if (visible()) return;
+    this.open.delete(row);
+    this.open.add(row);
+    this.layout();
+    for (let inside = 0; !visible() && inside < 99; inside++) {
+      const hiding = this.innerOf(this.itemOf[row]).flatMap(([, , inner]) => inner.frames).find(frame => !frame.open && frame.ops.includes(op));
+      if (!hiding) break;
+      this.turn(hiding.key);
+      this.layout();
+    }
+  }
+  /**
+   * Open or close a module inside a row.
+   * @param {string} frame its key
+   */
+  turn(frame) { if (!this.toggled.delete(frame)) this.toggled.add(frame); }
+  /**
+   * Open or close a row, or a module inside it.
+   * @param {number} row
+   * @param {string} [frame]
+   */
+  toggle(row, frame) {
+    const {start, end, shows, y} = this.itemOf[row];
+    if (frame) this.turn(frame);
+    else if (shows < 0) this.open.add(row);
+    else for (let i = start; i < end; i++) this.open.delete(i);
     this.layout();
     this.y += (y - this.itemOf[row].y) * this.zoom;
     this.draw();
@@ -331,7 +382,7 @@ export class Picture {
   /** @param {Target} target */
   centre(target) {
     const item = this.itemOf[this.rowOf(target)], {op} = target;
-    const here = op === undefined ? undefined : this.innerOf(item).find(([, , inner]) => inner.boxes.has(op)), box = here && op !== undefined ? known(here[2].boxes, op) : {x: 0, y: 0};
+    const here = op === undefined ? undefined : this.innerOf(item).find(([, , inner]) => inner.boxes.has(op)), box = here && op !== undefined ? known(here[2].boxes, op) : {x: 0, y: 0, alone: ""};
     this.zoom = Math.max(this.zoom, 0.8);
     this.x = this.main.clientWidth / 2 - ((here ? here[0] : LEFT) + box.x + OPW / 2) * this.zoom;
     this.y = this.main.clientHeight / 2 - (item.y + box.y + ROW) * this.zoom;
@@ -340,14 +391,30 @@ export class Picture {
    * Zoom to the whole picture, but not below a legible size: a tall ladder then shows its top.
    * @param {number} [least]
    */
-  fit(least = 0.45) {
+  fit(least = READABLE) {
     const w = this.main.clientWidth, h = this.main.clientHeight;
     if (!w) return;
     const left = this.otherOf(0) >= 0 ? 50 : 12;
-    this.zoom = Math.max(0.05, Math.min((w - left) / (this.right + 200), Math.max(h / (this.height + 70), least), 1.5));
+    const wide = Math.max((w - left) / (this.right + 200), least && NARROW);
+    this.zoom = Math.max(0.05, Math.min(wide, Math.max(h / (this.height + 70), least), 1.5));
     this.x = Math.max(left, (w - (this.right + 200) * this.zoom) / 2);
     this.y = 40 * this.zoom + Math.max(0, (h - (this.height + 60) * this.zoom) / 2);
     this.draw();
+  }
+
+  /**
+   * Scroll by so many pixels, but not past the picture; return whether it moved.
+   * @param {number} right
+   * @param {number} down
+   */
+  scroll(right, down) {
+    const {x, y, zoom} = this, w = this.main.clientWidth, h = this.main.clientHeight;
+    const within = (/** @type {number} */ at, /** @type {number} */ low, /** @type {number} */ high) => Math.max(Math.min(low, high), Math.min(Math.max(low, high), at));
+    if (down) this.y = within(y - down, 40 * zoom, h - (this.height + 30) * zoom);
+    if (right) this.x = within(x - right, 12, w - (this.right + 200) * zoom);
+    this.untouched = false;
+    this.draw();
+    return x !== this.x || y !== this.y;
   }
 
   // ---- drawing, at most once a frame
@@ -370,5 +437,6 @@ export class Picture {
     for (const item of this.items) if (item.y + item.h > this.seen.top && item.y < this.seen.bottom) paintBox(this, c, item);
     this.paintStageBorders(c);
     c.restore();
+    this.minimap.paint(c, w, h);
   }
 }

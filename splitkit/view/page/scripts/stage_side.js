@@ -36,7 +36,7 @@ export function showStages(p) {
   if (note && p.isShipped) side.append(el("h3", "plan"), remark(note));
   const drag = stages.length === 1 ? "" : !p.movable ? "There are too many stages to move borders." : marks.length <= data.rows.length ? `Drag a dashed border to move it; it snaps to ${marks.length - 2} places.` : "Drag a dashed border to move it.";
   side.append(legend(p, legendOf(p)));
-  side.append(el("h3", "help"), remark(`Double-click a module to open it. ${drag} The wheel zooms, dragging moves the picture. Arrow keys select, Enter opens, Alt + arrows move a border, Ctrl + Z takes a move back.`));
+  side.append(el("h3", "help"), remark(`Double-click a module to open it. ${drag} The wheel scrolls, with Ctrl it zooms; dragging moves the picture. Arrow keys select, Enter opens, Alt + arrows move a border, Ctrl + Z takes a move back.`));
 }
 /**
  * @param {Ladder} p

@@ -137,13 +137,28 @@ interface Price extends RowPrice { temporary: number; fixed: number; seconds: nu
 interface Stage extends Price { start: number; end: number; down: number; up: number }
 
 interface Box { x: number; y: number }
+interface Rect extends Box { w: number; h: number }
+/** A module inside an open row; a closed one looks like an op. */
+interface Frame extends Rect { key: string; module: string; ops: number[]; open: boolean }
 /** The ops of an open row, in layers. */
-interface Inner { boxes: Map<number, Box>; width: number; height: number; up?: boolean }
+interface Inner {
+  /** the ops that are visible themselves, with the module that they are alone in */
+  boxes: Map<number, Box & {alone: string}>;
+  /** from outside to inside */
+  frames: Frame[];
+  /** where each op is, or the closed frame that hides it */
+  place: Map<number, Rect>;
+  width: number;
+  height: number;
+  up?: boolean;
+}
 
 /** A row, or a run of equal rows that are folded. */
 interface Item {
   start: number;
   end: number;
+  /** the row whose ops an open item shows */
+  shows: number;
   y: number;
   h: number;
   w: number;
@@ -153,8 +168,8 @@ interface Item {
   mirror: Inner | null;
 }
 
-/** What the mouse points at, or what is selected. */
-interface Target { op?: number; row?: number; stage?: number; border?: number; ribbon?: [number, number] }
+/** What the mouse points at, or what is selected; a frame is the module `frame` inside a row. */
+interface Target { op?: number; row?: number; frame?: string; stage?: number; border?: number; ribbon?: [number, number] }
 
 interface Options {
   dark?: boolean;
