@@ -283,8 +283,20 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 def allocations(run: Callable[[], Any]) -> list[int]:
     """Return the bytes that the CPU allocator allocated (positive) and freed (negative) during ``run()``, in order.
 
-    The result of ``run`` is still alive at the end. The public profiler only has sums by op, which do not give a peak,
-    and in 2.13 and 2.15 it writes two lines to standard error each time; the legacy one (2.11, 2.13, 2.15) does not.
+    The result of ``run`` is still alive at the end.
+    """
+    return [nbytes for group in allocations_between(run, "") for nbytes in group]
+
+
+def allocations_between(run: Callable[[], Any], prefix: str) -> list[list[int]]:
+    """Return `allocations` in groups; a group ends where a ``record_function`` whose name starts so ends.
+
+    The public profiler only has sums by op, which do not give a peak, and in 2.13 and 2.15 it writes two lines to
+    standard error each time; the legacy one (2.11, 2.13, 2.15) does not.
+
+    Args:
+        run: what to run.
+        prefix: the start of the names; empty for one group of all.
     """
     profiler: Any = torch.autograd
     config = profiler.ProfilerConfig(
@@ -306,7 +318,22 @@ def allocations(run: Callable[[], Any]) -> list[int]:
         finally:
             threads = profiler._disable_profiler_legacy()
         del result
-    return [event.cpu_memory_usage() for events in threads for event in events if event.kind() == "memory_alloc"]
+    groups: list[list[int]] = [[]]
+    depth, inside = 0, -1  # -1: outside all such ranges
+    for event in (event for events in threads for event in events):
+        kind = event.kind()
+        if kind == "memory_alloc":
+            groups[-1].append(event.cpu_memory_usage())
+        elif kind == "push":
+            depth += 1
+            if prefix and inside < 0 and event.name().startswith(prefix):
+                inside = depth
+        elif kind == "pop":
+            if depth == inside:
+                groups.append([])
+                inside = -1
+            depth -= 1
+    return groups
 
 
 def action_schedule(stages: list[Any], count: int, loss: Any, ranks: Iterable[Iterable[object]]) -> Any:

@@ -65,6 +65,7 @@ CODES: dict[str, str] = {
     "SK507": "the weights do not fit the stages",
     "SK508": "a stage needs an op or a class that this process does not have",
     "SK509": "a plan was made for other sizes",
+    "SK510": "a file is not a trace of a step",
     "SK601": "the command was used wrongly",
     "SK602": "a model is given without the function that makes it",
     "SK603": "an output would overwrite a file that is needed",

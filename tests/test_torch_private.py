@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import record_function
 
 from splitkit import _torch
 
@@ -169,6 +170,24 @@ def test_allocations_of_a_call_in_order():
     size = x.nbytes
     assert _torch.allocations(run) == [size, -size, size]
     assert _torch.allocations(lambda: x.t()) == []
+
+
+def test_allocations_between_the_ends_of_named_ranges():
+    x = torch.ones(1000)
+
+    def run():
+        with record_function("mine 1"):
+            x.clone()
+            with record_function("mine inside"):
+                x.relu()
+        kept = x.exp()
+        with record_function("other"):
+            x.clone()
+        with record_function("mine 2"):
+            return kept
+
+    size = x.nbytes
+    assert _torch.allocations_between(run, "mine") == [[size, -size] * 2, [size, size, -size], []]
 
 
 def test_garbage_at_the_end_of_a_call_is_not_taken_back():

@@ -61,7 +61,7 @@ def _require_other(option: str, path: str, args: Namespace) -> None:
 
 def _inputs(args: Namespace) -> Iterator[str]:
     """Yield the texts in the arguments that may name an input file: the model, a plan, devices."""
-    for name in ("model", "target", "devices", "costs"):
+    for name in ("model", "target", "devices", "costs", "beside", "measured"):
         text = getattr(args, name, None)
         if text:
             yield text

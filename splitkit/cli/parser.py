@@ -246,6 +246,11 @@ def _train(commands: Commands[Parser]) -> None:
     group.add_argument(
         "--resume", action="store_true", help="continue from the last checkpoint in the folder, if there is one"
     )
+    group.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="write what each rank did when in the step of median time, for splitkit view --measured and Perfetto",
+    )
 
 
 def _sweep(commands: Commands[Parser]) -> None:
@@ -330,12 +335,19 @@ def _profile(commands: Commands[Parser]) -> None:
         "--microbatches", type=positive, default=8, metavar="N", help="microbatches in a step, 2 or more (default 8)"
     )
     group.add_argument("--repeat", type=positive, default=3, metavar="N", help="number of timed steps (default 3)")
+    group.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="write what each rank did when, and its memory, for splitkit view --measured and Perfetto; of several "
+        "schedules a file each",
+    )
 
 
 def _view(commands: Commands[Parser]) -> None:
     example = (
         "splitkit view plan.json -o page.html --schedule 1f1b --microbatches 8 --memory 80GiB\n"
-        "splitkit view gpt2 --stages 4 --costs roofline:h100 -o page.html"
+        "splitkit view gpt2 --stages 4 --costs roofline:h100 -o page.html\n"
+        "splitkit view plan.json --costs measured --measured trace.json -o page.html"
     )
     parser = command(
         commands, "view", "draw forward, backward, saved bytes and borders as an interactive page", example
@@ -353,6 +365,12 @@ def _view(commands: Commands[Parser]) -> None:
     )
     group.add_argument(
         "--microbatches", type=positive, metavar="N", help="microbatches in the step (default: 2 per stage)"
+    )
+    group.add_argument(
+        "--measured",
+        metavar="TRACE.json",
+        help="draw what the ranks did beside what was predicted; splitkit train --trace and splitkit profile --ranks "
+        "--trace write such files",
     )
     add_links(group)
     group.add_argument(

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from splitkit.display import ShownOverTime
-from splitkit.pipeline.action import KINDS
-from splitkit.pipeline.memory import RankMemory, rank_memory
+from splitkit.pipeline.chrome_trace import chrome_trace
+from splitkit.pipeline.memory import RankMemory, memory_over_time, rank_memory
 from splitkit.pipeline.order import BACKWARD_INPUT, FORWARD
 from splitkit.pipeline.rank_rows import RankRow
 from splitkit.pipeline.trace import StepTrace
@@ -162,7 +162,8 @@ class ScheduleRun(ShownOverTime, StepTrace):
     def to_chrome_trace(self) -> dict[str, Any]:
         """Return the timeline in the Trace Event Format, for ``json.dump``; opens in Perfetto and ``chrome://tracing``.
 
-        A process for each rank, with a row for its work and one for each rank that it sends to. Times in microseconds.
+        A process for each rank, with a row for its work, one for each rank that it sends to, and a counter of its
+        memory; arrows go from actions that send to those that receive. Times are in microseconds.
 
         Raises:
             ViewError: SK903 if the step was simulated by prices that are no times.
@@ -170,22 +171,8 @@ class ScheduleRun(ShownOverTime, StepTrace):
         from splitkit.prices import require_times  # needs torch, which simulating an order of one's own does not
 
         require_times(self)
-        events: list[dict[str, Any]] = []
-        for rank in range(self.ranks):
-            events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
-            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": 0, "args": {"name": "compute"}})
-        for event in self.timeline:
-            args = {"stage": event.stage, "microbatch": event.microbatch}
-            events.append(_complete(event.action, KINDS[event.kind], event.rank, 0, event.start, event.end, args))
-        rows = sorted({(transfer.source, transfer.target) for transfer in self.transfers})
-        for source, target in rows:
-            name = {"name": f"to rank {target}"}
-            events.append({"ph": "M", "name": "thread_name", "pid": source, "tid": target + 1, "args": name})
-        events += [
-            _complete(t.action, "transfer", t.source, t.target + 1, t.start, t.end, {"bytes": t.nbytes})
-            for t in self.transfers
-        ]
-        return {"traceEvents": events, "displayTimeUnit": "ms"}
+        about = {"schedule": self.order.name, "measured": False}
+        return chrome_trace(self.timeline, memory_over_time(self), self.transfers, about)
 
     @property
     def figures(self) -> str:
@@ -204,10 +191,3 @@ class ScheduleRun(ShownOverTime, StepTrace):
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         return "\n".join([head, *lines])
-
-
-def _complete(
-    name: str, category: str, process: int, thread: int, start: float, end: float, args: dict[str, Any]
-) -> dict[str, Any]:
-    times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
-    return {"ph": "X", "name": name, "cat": category, "pid": process, "tid": thread, **times, "args": args}

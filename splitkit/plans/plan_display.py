@@ -30,6 +30,7 @@ class ShownPlan(Shown):
         optimizer: Optimizer = "adam",
         memory: float | str | None = None,
         run: ShownOverTime | None = None,
+        measured: object = None,
         beside: OtherPlan | None = None,
         title: str = "",
     ) -> Any:
@@ -44,6 +45,9 @@ class ShownPlan(Shown):
             memory: the memory of each device in bytes (or ``"80GiB"``); stages that exceed it are red.
             run: a step of these stages, as `splitkit.simulate_schedule` returns it; its timeline is drawn below, which
                 needs prices in seconds.
+            measured: what the ranks did when the step ran (`splitkit.runtime.StepRecorder.measured`, or
+                `splitkit.pipeline.MeasuredStep.load` of a trace file), drawn beside the actions of ``run``, which must
+                be the same: ``run=sk.simulate_schedule(stages, measured.order)``.
             beside: another plan of the graph to compare with; nodes that it puts into another stage are marked.
             title: the text above the picture; by default the note of the plan.
 
@@ -52,7 +56,15 @@ class ShownPlan(Shown):
                 anywidget is not installed; SK903 for a step by prices that are not times.
         """
         return self._framed(
-            height, live, costs=costs, optimizer=optimizer, memory=memory, run=run, beside=beside, title=title
+            height,
+            live,
+            costs=costs,
+            optimizer=optimizer,
+            memory=memory,
+            run=run,
+            measured=measured,
+            beside=beside,
+            title=title,
         )
 
     def to_html(
@@ -63,6 +75,7 @@ class ShownPlan(Shown):
         optimizer: Optimizer = "adam",
         memory: float | str | None = None,
         run: ShownOverTime | None = None,
+        measured: object = None,
         beside: OtherPlan | None = None,
         title: str = "",
     ) -> None:
@@ -72,7 +85,8 @@ class ShownPlan(Shown):
             ViewError: SK901 if the plan cannot be drawn, or not with these options.
             FileError: SK504 if the file cannot be written; an existing file is then left as it was.
         """
-        self._write_html(path, costs=costs, optimizer=optimizer, memory=memory, run=run, beside=beside, title=title)
+        options = {"costs": costs, "optimizer": optimizer, "memory": memory, "run": run, "measured": measured}
+        self._write_html(path, **options, beside=beside, title=title)
 
     def to_svg(
         self,
@@ -82,8 +96,10 @@ class ShownPlan(Shown):
         optimizer: Optimizer = "adam",
         memory: float | str | None = None,
         run: ShownOverTime | None = None,
+        measured: object = None,
         beside: OtherPlan | None = None,
         title: str = "",
     ) -> None:
         """Write a static picture; the options are those of `view`, the errors those of `to_html`."""
-        self._write_svg(path, costs=costs, optimizer=optimizer, memory=memory, run=run, beside=beside, title=title)
+        options = {"costs": costs, "optimizer": optimizer, "memory": memory, "run": run, "measured": measured}
+        self._write_svg(path, **options, beside=beside, title=title)

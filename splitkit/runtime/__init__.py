@@ -5,12 +5,14 @@ from splitkit.runtime.folder.load import StageFolder, open_stages
 from splitkit.runtime.folder.save import save_stages
 from splitkit.runtime.ranks.pipeline import Pipeline, PipelineStep, pipeline
 from splitkit.runtime.ranks.rank_agreement import planned_once
+from splitkit.runtime.ranks.step_recorder import StepRecorder
 from splitkit.runtime.ranks.torch_stages import form_output, reduced_ties, stage
 
 __all__ = [
     "Pipeline",
     "PipelineStep",
     "StageFolder",
+    "StepRecorder",
     "form_output",
     "open_stages",
     "pipeline",

@@ -22,6 +22,7 @@ from splitkit.errors import SplitError, ViewError
 from splitkit.graph.dataflow import Dataflow, analyze, module_path
 from splitkit.graph.joint_marks import forward_outputs, is_joint
 from splitkit.memory.profile import MemoryProfile
+from splitkit.pipeline.measured_step import MeasuredStep
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.plans.record import Plan, plan_of
 from splitkit.prices import Optimizer, require_times
@@ -98,7 +99,7 @@ def _plan(
     gm = _module_of(plan)
     if not plan.parts.keys() <= {FORWARD, BACKWARD} or not is_joint(gm.graph):
         return _ladder(analyze(gm), plan, costs=costs, memory=memory, title=title, **more)
-    if unused := [name for name in ("run", "beside") if more.get(name) is not None]:
+    if unused := [name for name in ("run", "measured", "beside") if more.get(name) is not None]:
         reason = f"a plan of forward and backward has no stages, but {unused[0]} was given"
         raise ViewError("SK901", reason, "Draw it with costs, memory and title.")
     return _halves(gm, plan, costs=costs, memory=memory, title=title)
@@ -165,6 +166,7 @@ def _ladder(
     optimizer: Optimizer = "adam",
     memory: float | str | None = None,
     run: object = None,
+    measured: object = None,
     beside: object = None,
     title: str = "",
 ) -> Picture:
@@ -177,11 +179,12 @@ def _ladder(
     prices = costs_of(plan.prices, flow) if costs is None else costs
     if run is not None:
         require_times(run, prices)
+    ran = None if measured is None else _measured(measured, run)
     limit = limit_of(memory)
     other = None if beside is None else plan_of(beside)
     if other is not None and any(node not in flow.index for node in other):
         raise ViewError("SK901", "the plan given as beside is for another graph", "Compare plans of one graph module.")
-    ladder = LadderView(flow, plan, prices, title, optimizer, limit, run, other)
+    ladder = LadderView(flow, plan, prices, title, optimizer, limit, run, ran, other)
 
     def svg() -> str:
         return ladder_svg(ladder)
@@ -195,6 +198,26 @@ def _ladder(
 
     name = title or plan.note or "plan"
     return Picture(name, svg, tables, lambda: ladder, len(flow.nodes), len(plan.parts), fallback)
+
+
+def _measured(measured: object, run: ScheduleRun | None) -> MeasuredStep:
+    """Return a measured step that has the actions of the simulated one.
+
+    Raises:
+        ViewError: SK901 if it has not.
+    """
+    if not isinstance(measured, MeasuredStep):
+        remedy = "Give what StepRecorder.measured or MeasuredStep.load returns."
+        raise ViewError("SK901", f"measured is a {type(measured).__name__}, not a step that ran", remedy)
+    remedy = "Simulate the actions that ran: run=splitkit.simulate_schedule(stages, measured.order)."
+    if run is None:
+        raise ViewError("SK901", "a measured step is drawn beside a simulated one, and run is not given", remedy)
+    ran, planned = ({(e.rank, e.action) for e in step.timeline} for step in (measured, run))
+    if other := min(ran ^ planned, default=None):
+        where = "only measured" if other in ran else "only simulated"
+        reason = f"the measured step is not the simulated one: {other[1]} on rank {other[0]} was {where}"
+        raise ViewError("SK901", reason, remedy)
+    return measured
 
 
 def limit_of(memory: float | str | None) -> int | None:

@@ -10,6 +10,7 @@ import torch
 from launch import command
 
 from splitkit.cli.commands.profile_ranks import _pairs, _text
+from splitkit.pipeline.measured_step import MeasuredStep
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.pipeline.stage_costs import StageCosts
@@ -21,15 +22,16 @@ SCHEDULES = ["GPipe", "1F1B", *["InterleavedZeroBubble"] * RECENT]
 TINY = ["--size", "layers=4,width=32,heads=2", "--size", "vocab=64,seq=32", "--seed", "3"]
 
 
-def profile(*schedules):
+def profile(*schedules, more=()):
     words = ["profile", SPEC, *TINY, "--stages", "2", "--ranks", "2", "--microbatches", "4", "--repeat", "1"]
-    run = command(*words, *["--eval"] * (not RECENT), "--schedules", ",".join(schedules), "--json")
+    run = command(*words, *["--eval"] * (not RECENT), "--schedules", ",".join(schedules), *more, "--json")
     return run.returncode, json.loads(run.stdout)
 
 
 @pytest.fixture(scope="module")
-def found():
-    code, data = profile(*map(str.lower, SCHEDULES))
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("traces")
+    code, data = profile(*map(str.lower, SCHEDULES), more=["--trace", str(folder / "ran.json")])
     assert code == 0
     return data
 
@@ -66,8 +68,22 @@ def test_peaks_are_those_of_the_allocator(found):
     assert peaks["1F1B"][1]["predicted"] < peaks["GPipe"][1]["predicted"]
 
 
+def test_the_traces_tell_what_each_rank_did_and_held(found):
+    for run in found["schedules"]:
+        step = MeasuredStep.load(run["trace"])
+        assert Path(run["trace"]).name == f"ran-{run['schedule']}.json" and step.schedule == run["schedule"]
+        assert step.order.ranks == pipeline_order(step.schedule, 2, 4, 2).ranks
+        assert 0 < step.seconds <= run["step"]["measured"] * 1.5  # one step was timed; this is without the barrier
+        for rank, row in enumerate(run["ranks"]):
+            assert step.busy[rank] == pytest.approx(row["busy"]["measured"])
+            # bytes of the step before the first action and after the last are no action's
+            assert 0.5 * row["peak"]["measured"] < max(p[1] for p in step.memory[rank]) <= row["peak"]["measured"]
+            assert len(step.memory[rank]) == 2 * len(step.order.ranks[rank])
+
+
 def test_what_the_command_writes_is_for_people_too(found):
-    facts, _, table, _, note = _text(found | {"oversubscribed": True})
+    facts, _, table, _, note, *written = _text(found | {"oversubscribed": True})
+    assert len(written) == len(SCHEDULES) and "splitkit view" in written[0]
     assert table.row_count == 2 * len(SCHEDULES) and "allocator" in note and facts is not None
 
 

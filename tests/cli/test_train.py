@@ -18,6 +18,8 @@ from launch import launch
 from splitkit import cli
 from splitkit.cli.commands.train import planned_together
 from splitkit.cli.parser import make_parser
+from splitkit.pipeline.measured_step import MeasuredStep
+from splitkit.pipeline.order_file import load_order
 
 TINY = ["--size", "layers=1,width=16,heads=2", "--size", "vocab=32,seq=4", "--seed", "3"]
 
@@ -42,7 +44,8 @@ def test_a_plan_trains_as_the_unsplit_model_and_goes_on_from_a_checkpoint(tmp_pa
     Path(order).write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     words = ["train", plan, *name, "--schedule", order, "--microbatches", "2", "--check"]
     keep = ["--checkpoint", kept, "--every", "2", "--steps"]
-    runs = [*words, "--steps", "3", "--", *words, *keep, "2", "--", *words, *keep, "3", "--resume"]
+    trace = ["--trace", str(tmp_path / "trace.json")]
+    runs = [*words, "--steps", "3", *trace, "--", *words, *keep, "2", "--", *words, *keep, "3", "--resume"]
     runs += ["--", "train", stages, "--steps", "3", "--microbatches", "2"]  # no rank makes the model or captures it
     runs += ["--", "train", plan, *name, "--microbatches", "2", "--optimizer", "sgd", "--lr", "1e38"]
     lines = launch("cli/commanded.py", 2, *runs, seconds=200)
@@ -51,6 +54,10 @@ def test_a_plan_trains_as_the_unsplit_model_and_goes_on_from_a_checkpoint(tmp_pa
         assert found["check"]["same"] and found["check"]["loss"] < 1e-6 > found["check"]["gradient"]
         assert [r["stages"] for r in found["ranks"]] == [[0], [1]] and found["schedule"] == "mine.csv"
     assert len(set(whole["losses"])) == 3 and first["losses"] == whole["losses"][:2]
+    assert whole["trace"] == trace[1] and first["trace"] is None and "measured" not in whole
+    ran = MeasuredStep.load(trace[1])
+    assert ran.order.ranks == load_order(order).ranks and ran.schedule == "mine.csv"
+    assert 0 < ran.busy[0] < ran.seconds and ran.busy[1] < ran.seconds
     assert again["first_step"] == 2 and again["losses"] == whole["losses"][2:]
     assert sorted(p.name for p in Path(kept).iterdir()) == ["step-2", "step-3"]
     assert apart["losses"] == whole["losses"] and [r["stages"] for r in apart["ranks"]] == [[0], [1]]

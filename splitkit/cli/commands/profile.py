@@ -31,6 +31,8 @@ def run(args: Namespace) -> Outcome:
             remedy = "splitkit view PLAN.json --schedule 1f1b -o page.html draws a step as simulated."
             raise UsageError("SK601", "--view does not go with --ranks", remedy)
         return profile_ranks.run(args)
+    if args.trace:
+        raise UsageError("SK601", "--trace shows what ranks do, and there are none", "Add --ranks N.")
     work, split = _split(args)
     with work.clock.step("simulate", "simulating the memory"):
         profile = sk.simulate_memory(split or work.gm)

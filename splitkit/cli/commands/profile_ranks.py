@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from itertools import combinations
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
@@ -53,7 +54,9 @@ def _rank(args: Namespace) -> Outcome:
     finally:
         if sys.exc_info()[0] is None:  # after an error it would wait for the other ranks
             dist.destroy_process_group()
-    return Outcome(data, _text(data), quiet=data["rank"] != 0)
+    steps, is_first = data.pop("measured"), data["rank"] == 0
+    written = {run["trace"]: step.to_chrome_trace() for run, step in zip(data["schedules"], steps, strict=True)}
+    return Outcome(data, _text(data), files=written if args.trace and is_first else {}, quiet=not is_first)
 
 
 def _profile(args: Namespace) -> dict[str, Any]:
@@ -76,7 +79,7 @@ def _profile(args: Namespace) -> dict[str, Any]:
     held = measurements.with_passed_on(chain_of(split), stages)
     batch = train.batch_of(work, args.microbatches, 0)
     widest = next(filter(measurements.is_divided, orders), orders[0])
-    runs, static = [], measurements.STATIC_BUFFERS
+    runs, steps, static = [], [], measurements.STATIC_BUFFERS
     with progress(1 + len(orders)) if dist.get_rank() == 0 else nullcontext(lambda: None) as advance:
         in_turn = measurements.one_by_one(widest, args.microbatches)
         alone = measurements.run_steps(pipeline(split, in_turn), batch, args.repeat)
@@ -87,7 +90,9 @@ def _profile(args: Namespace) -> dict[str, Any]:
             found = _gathered(measurements.run_steps(pipeline(split, order), batch, args.repeat))
             priced = measurements.timed_stages(held, times, measurements.is_divided(order))
             simulated = sk.simulate_schedule(priced, order, links=links, static_buffers=static)
-            runs.append(_compared(simulated, found, links))
+            trace = _named(args.trace, order.name, len(orders)) if args.trace else None
+            runs.append(_compared(simulated, found, links) | {"trace": trace})
+            steps.append(measurements.measured_step(order.name, found))
             advance()
     cores = len(os.sched_getaffinity(0))
     return {
@@ -102,7 +107,14 @@ def _profile(args: Namespace) -> dict[str, Any]:
         "schedules": runs,
         "left_out": left_out,
         "pairs": _pairs(runs),
+        "measured": steps,
     }
+
+
+def _named(path: str, schedule: str, count: int) -> str:
+    """Return the file of a schedule's trace: ``--trace`` itself, or one name for each of several schedules."""
+    file = Path(path)
+    return path if count == 1 else str(file.with_name(f"{file.stem}-{schedule}{file.suffix}"))
 
 
 def _orders(args: Namespace, stages: int, ranks: int) -> tuple[list[PipelineOrder], dict[str, str]]:
@@ -196,7 +208,8 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
         " error",
     )
     note = "peak: bytes above the start of a step, by torch's allocator; busy: seconds in the actions of a rank"
-    return [facts(rows), "", table(titles, cells, titles[1:]), "", note]
+    written = [train.wrote_trace(found["trace"]) for found in data["schedules"] if found.get("trace")]
+    return [facts(rows), "", table(titles, cells, titles[1:]), "", note, *written]
 
 
 def _cells(both: dict[str, float], shown: Any) -> tuple[str, str, str]:

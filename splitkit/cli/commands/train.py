@@ -41,6 +41,8 @@ def run(args: Namespace) -> Outcome:
     """Run ``splitkit train``: start the ranks, or be one of them."""
     if args.resume and args.checkpoint is None:
         raise UsageError("SK601", "--resume needs a folder", "Add --checkpoint FOLDER.")
+    if args.trace and args.steps < 2:
+        raise UsageError("SK601", "--trace needs a step after the first one, which warms up", "Give --steps 2 or more.")
     require_compiler(args)
     if "RANK" in os.environ:
         return _rank(args)
@@ -98,7 +100,9 @@ def _rank(args: Namespace) -> Outcome:
         if sys.exc_info()[0] is None:  # after an error it would wait for the other ranks
             dist.destroy_process_group()
     different = args.check and not data["check"]["same"]
-    return Outcome(data, _text(data), DIFFERENT if different else 0, quiet=data["rank"] != 0)
+    trace, is_first = data.pop("measured"), data["rank"] == 0
+    written = {args.trace: trace.to_chrome_trace()} if trace and is_first else {}
+    return Outcome(data, _text(data), DIFFERENT if different else 0, written, quiet=not is_first)
 
 
 def _train(args: Namespace) -> dict[str, Any]:
@@ -119,6 +123,9 @@ def _train(args: Namespace) -> dict[str, Any]:
 
         whole = beside.whole if beside is not None else None
         first = training_checkpoint.load_last_checkpoint(Path(args.checkpoint), pipe, optimizer, whole)
+    if args.trace and args.steps - first < 2:
+        reason = f"--trace needs a step after the first one, but {first} of {args.steps} steps are done"
+        raise UsageError("SK601", reason, f"Give --steps {first + 2} or more.")
     found = _steps(args, work, pipe, optimizer, first, beside)
     own = {
         "rank": pipe.rank,
@@ -187,13 +194,17 @@ def _optimizer(args: Namespace, parameters: Iterable[Any]) -> Any:
 def _steps(
     args: Namespace, work: CapturedModel, pipe: Pipeline, optimizer: Any, first: int, beside: ReferenceModel | None
 ) -> dict[str, Any]:
-    losses, times = list[float](), list[float]()
+    from splitkit.runtime.ranks.step_recorder import StepRecorder
+
+    losses, times, recorder = list[float](), list[float](), None
     with _bar(pipe.rank, args.steps - first) as advance:
         for step in range(first, args.steps):
             batch = batch_of(work, pipe.microbatches, step)
             start = time.perf_counter()
             found = pipe.step(*batch[0], **batch[1])
             times.append(time.perf_counter() - start)
+            if args.trace and recorder is None:
+                recorder = StepRecorder(pipe)
             each = _losses(pipe, found.losses, step)
             losses.append(float(each.mean()))
             if beside is None:
@@ -208,6 +219,8 @@ def _steps(
         "losses": losses,
         "step_seconds": median(times) if times else None,
         "check": _check(beside.found(), args.tolerance) if beside is not None else None,
+        "trace": args.trace if recorder is not None else None,
+        "measured": recorder.measured() if recorder is not None else None,
     }
 
 
@@ -325,4 +338,11 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
     each = [
         (r["rank"], ", ".join(map(str, r["stages"])), size(r["parameters"]), size(r["peak"])) for r in data["ranks"]
     ]
-    return [facts(rows), "", table(("rank", "stages", "parameters", "peak of the process"), each, ("rank",))]
+    written = [wrote_trace(data["trace"])] if data.get("trace") else []
+    titles = ("rank", "stages", "parameters", "peak of the process")
+    return [facts(rows), "", table(titles, each, ("rank",)), *written]
+
+
+def wrote_trace(path: str) -> str:
+    """Say that a trace of what the ranks did was written, and what can be done with it."""
+    return f"wrote {path}: splitkit view PLAN.json --measured {path} -o page.html compares it with the plan"

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit view``."""
+    from splitkit.pipeline.measured_step import MeasuredStep
     from splitkit.prices import require_times
     from splitkit.view.renderers import html
 
@@ -42,21 +43,25 @@ def run(args: Namespace) -> Outcome:
         args.training = True  # plan by forward and backward, as the page draws both
     if file is None:
         check_drawn_schedule(args)
-    other = None if args.beside is None else read_plan(args.beside)  # a bad file is refused before the model is made
+    # bad files are refused before the model is made
+    other = None if args.beside is None else read_plan(args.beside)
+    measured = None if args.measured is None else MeasuredStep.load(args.measured)
+    schedule = measured.order if measured and args.schedule is None else args.schedule
     work, plan, costs = planned_by(args, file)
     beside = None if other is None else decoded(work.gm.graph, args.beside, other)
     with work.clock.step("view", "pricing the rows"):
         step = None
-        if args.schedule is not None:
+        if schedule is not None:
             require_times(costs)
             stages = sk.stage_costs(sk.analyze(work.gm), plan, costs, optimizer=optimizer)
+            count = args.microbatches if measured and not args.schedule else args.microbatches or 2 * len(stages)
             usual = plan.prices.links if plan.prices else None  # then the step is the one that the plan was made for
             links = {None: usual, "none": None}.get(args.links, args.links)
-            step = sk.simulate_schedule(stages, args.schedule, args.microbatches or 2 * len(stages), links=links)
+            step = sk.simulate_schedule(stages, schedule, count, links=links)
         title = work.source.spec
         fields = {"model": source.source_record(work.source, args.output), **versions()}
-        options = {"costs": costs, "optimizer": optimizer, "memory": memory, "run": step, "beside": beside}
-        text = html(plan, fields=fields, title=title, **options)
+        options = {"costs": costs, "optimizer": optimizer, "memory": memory, "run": step, "measured": measured}
+        text = html(plan, fields=fields, title=title, beside=beside, **options)
     return _outcome(args, work, text)
 
 
@@ -64,7 +69,7 @@ def _halves(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcom
     """Write the page of a plan of forward and backward."""
     from splitkit.view.renderers import html
 
-    of_stages = ("schedule", "microbatches", "beside", "optimizer", "costs", "training")
+    of_stages = ("schedule", "microbatches", "measured", "beside", "optimizer", "costs", "training")
     unfit = [name for name in of_stages if getattr(args, name) is not None]
     if unfit:
         reason = f"--{unfit[0]} is for plans in stages, and {args.target} divides a step into forward and backward"

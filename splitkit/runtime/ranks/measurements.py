@@ -9,7 +9,7 @@ most that torch's allocator holds above what it held when the step began.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from statistics import median
@@ -21,19 +21,20 @@ import torch.distributed as dist
 from splitkit import _torch
 from splitkit.costs.links import Link, Links
 from splitkit.pipeline.action import Action
+from splitkit.pipeline.measured_step import MeasuredStep
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.stage_costs import StageCosts
+from splitkit.pipeline.trace import Event
 from splitkit.runtime.ranks.last_stage import last_stage_of
 from splitkit.runtime.ranks.pipeline import Pipeline
 from splitkit.runtime.ranks.stage_chain import Chain
+from splitkit.runtime.ranks.step_recorder import PREFIX, StepRecorder, median_step
 
 SMALL = 1 << 10
 """Bytes of the smaller of the two messages, whose time is nearly all latency."""
 
 STATIC_BUFFERS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
 """Whether torch holds receive buffers for all microbatches throughout: it did in 2.11 and 2.13, not in 2.15."""
-
-_CALLS = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,17 @@ class RankStep:
         busy: seconds in its actions, the median over the steps.
         actions: (stage, letter) -> the seconds of each such action in all steps.
         nbytes: peak bytes of a step, above what was allocated before it.
+        steps: the actions of each timed step, by the clock of rank 0.
+        held: for each action of a step the most bytes since the action before it ended, and those at its end, above
+            what was allocated before the step.
     """
 
     seconds: float
     busy: float
     actions: Mapping[tuple[int, str], list[float]]
     nbytes: int
+    steps: Sequence[Sequence[Event]]
+    held: Sequence[tuple[int, int]]
 
 
 def one_by_one(order: PipelineOrder, microbatches: int) -> PipelineOrder:
@@ -75,47 +81,45 @@ def one_by_one(order: PipelineOrder, microbatches: int) -> PipelineOrder:
 def run_steps(pipe: Pipeline, batch: tuple[Sequence[Any], Mapping[str, Any]], repeat: int) -> RankStep:
     """Run training steps without an optimizer: one to warm up, ``repeat`` timed ones, one that measures memory."""
     pipe.step(*batch[0], **batch[1])
-    watch = _ActionTimer(pipe)
-    seconds, busy = [], []
+    recorder = StepRecorder(pipe)
+    seconds = []
     for _ in range(repeat):
         dist.barrier(group=pipe.group)
-        begin, before = time.perf_counter(), watch.busy
+        begin = recorder.now()
         pipe.step(*batch[0], **batch[1])
-        seconds.append(watch.end - begin)
-        busy.append(watch.busy - before)
+        seconds.append(recorder.steps[pipe.steps][-1].end - begin)
     dist.barrier(group=pipe.group)
-    actions = {kind: list(found) for kind, found in watch.actions.items()}
-    changes = _torch.allocations(lambda: pipe.step(*batch[0], **batch[1]))
-    return RankStep(median(seconds), median(busy), actions, max(accumulate(changes, initial=0)))
+    timed = list(recorder.steps.values())
+    groups = _torch.allocations_between(lambda: pipe.step(*batch[0], **batch[1]), PREFIX)
+    held = list(accumulate((nbytes for group in groups for nbytes in group), initial=0))
+    ends = list(accumulate(map(len, groups)))
+    actions: dict[tuple[int, str], list[float]] = {}
+    for event in (event for events in timed for event in events):
+        actions.setdefault((event.stage, event.kind), []).append(event.end - event.start)
+    return RankStep(
+        median(seconds),
+        median(sum(event.end - event.start for event in events) for events in timed),
+        actions,
+        max(held),
+        timed,
+        [(max(held[start : end + 1]), held[end]) for start, end in pairwise([0, *ends[:-1]])],
+    )
 
 
-class _ActionTimer:
-    """Times the actions of a rank's stages.
+def measured_step(schedule: str, found: Sequence[RankStep]) -> MeasuredStep:
+    """Return the step of median time of the timed ones, with the memory of the step in which that was measured.
 
-    Attributes:
-        actions: as `RankStep.actions`.
-        busy: seconds in all actions.
-        end: when the last action ended, by ``time.perf_counter``.
+    Args:
+        schedule: the name of the schedule.
+        found: what each rank did.
     """
-
-    def __init__(self, pipe: Pipeline) -> None:
-        self.actions: dict[tuple[int, str], list[float]] = {}
-        self.busy = self.end = 0.0
-        for number, stage in zip(pipe.stages, pipe.torch_stages, strict=True):
-            for name, kind in _CALLS.items():
-                setattr(stage, name, self._timed(getattr(stage, name), kind, number))
-
-    def _timed(self, call: Callable[..., Any], kind: str, stage: int) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            begin = time.perf_counter()
-            found = call(*args, **kwargs)
-            self.end = time.perf_counter()
-            letter = kind if kwargs.get("full_backward", True) else "I"
-            self.actions.setdefault((stage, letter), []).append(self.end - begin)
-            self.busy += self.end - begin
-            return found
-
-        return timed
+    step = median_step([[event for rank in found for event in rank.steps[i]] for i in range(len(found[0].steps))])
+    memory: list[list[tuple[float, int]]] = []
+    for rank, of in enumerate(found):
+        own = [event for event in step if event.rank == rank]
+        pairs = zip(own, of.held, strict=True)
+        memory.append([point for e, (peak, after) in pairs for point in ((e.start, peak), (e.end, after))])
+    return MeasuredStep.of(schedule, step, memory)
 
 
 def timed_stages(

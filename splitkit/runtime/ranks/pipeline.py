@@ -222,6 +222,10 @@ class Pipeline:
         """Return the seed of a microbatch of a step. It does not depend on the number of stages."""
         return (self._seed * 1_000_003 + step * self.microbatches + microbatch) % 2**63
 
+    def microbatch_of(self, chunk: int) -> int:
+        """Return the number in the step of this replica's ``chunk``-th microbatch."""
+        return self._share[chunk]
+
     def loss_of(self, output: Any, target: Any) -> torch.Tensor:
         """Return the loss of one microbatch."""
         return (self._loss or own_loss)(output, target)

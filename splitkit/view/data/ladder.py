@@ -19,6 +19,7 @@ from splitkit.costs import unit_of
 from splitkit.graph.dataflow import Dataflow, readers_of
 from splitkit.memory.autograd.saved_storages import activations
 from splitkit.memory.segments.segment import OrderMemory
+from splitkit.pipeline.measured_step import MeasuredStep
 from splitkit.pipeline.memory import memory_over_time
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stage_costs import StageCosts
@@ -50,6 +51,7 @@ class LadderView:
         optimizer: as in `splitkit.stage_costs`; ``None`` for inference.
         memory: the memory limit of each device in bytes, if there is one.
         run: a simulated step of these stages, drawn below the ladder.
+        measured: what the ranks did when that step ran, with the same actions.
         beside: another plan of the graph to compare with.
     """
 
@@ -60,6 +62,7 @@ class LadderView:
     optimizer: Optimizer | None = "adam"
     memory: int | None = None
     run: ScheduleRun | None = None
+    measured: MeasuredStep | None = None
     beside: Plan | None = None
 
     @cached_property
@@ -212,6 +215,7 @@ class LadderView:
             "memory": [list(map(list, held)) for held in memory_over_time(run)],
             "again": simulation(run, self.stages, down, up),
             "whatIf": what_if(run),
+            "measured": None if self.measured is None else _measured(self.measured, run),
         }
 
     def _beside(self, plan: Plan) -> dict[str, Any]:
@@ -268,6 +272,16 @@ class LadderView:
             of = found.setdefault((self.rows.of[own], row), {})
             of[own] = of.get(own, 0) + known.nbytes[storage]
         return found
+
+
+def _measured(step: MeasuredStep, run: ScheduleRun) -> dict[str, Any]:
+    """Return a measured step: the start and end of each action of ``run.timeline``, and the memory of each rank."""
+    times = {(e.kind, e.stage, e.microbatch): (e.start, e.end) for e in step.timeline}
+    return {
+        "seconds": step.seconds,
+        "times": [times[e.kind, e.stage, e.microbatch] for e in run.timeline],
+        "memory": [list(map(list, held)) for held in step.memory],
+    }
 
 
 def _numbers(flow: Dataflow, plan: Plan) -> dict[Node, int]:

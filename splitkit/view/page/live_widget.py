@@ -106,7 +106,7 @@ class LadderWidget(anywidget.AnyWidget):  # type: ignore[misc]  # untyped where 
 
     def _planned(self, plan: Plan) -> LadderView:
         """Return the picture of another plan, with the step resimulated if there is one and its schedule allows."""
-        ladder = replace(self.ladder, plan=plan, run=None)
+        ladder = replace(self.ladder, plan=plan, run=None, measured=None)
         step = self._step
         return ladder if step is None else replace(ladder, run=resimulated(step, ladder.stages))
 

@@ -82,7 +82,7 @@ export function simulated(run, stages, place) {
     lists.forEach((list, rank) => { while (at[rank] < list.length && ready(list[at[rank]])) at[rank]++; });
   }
   const all = lists.flat(), seconds = Math.max(...all.map(a => a.end)), busy = sum(all.map(a => a.end - a.start));
-  return {...run, ranks, seconds, bubble: seconds ? 1 - busy / (seconds * ranks) : 0, replicas: Array(ranks).fill(1), held: [], whatIf: null, events: all.map(a => [a.rank, a.kind, a.stage, a.m, a.start, a.end]),
+  return {...run, ranks, seconds, bubble: seconds ? 1 - busy / (seconds * ranks) : 0, replicas: Array(ranks).fill(1), held: [], whatIf: null, measured: null, events: all.map(a => [a.rank, a.kind, a.stage, a.m, a.start, a.end]),
     ...heldBy(lists, stages, run.microbatches, again, remote)};
 }
 /**

@@ -4,6 +4,7 @@ import {colourOf} from "./drawing.js";
 import {el, pressed, remark, tableOf} from "./elements.js";
 import {factsOfOp, factsOfRow, showFacts} from "./facts.js";
 import {legend} from "./legend.js";
+import {measuredTable} from "./measured.js";
 import {isSlowest} from "./stage_drawing.js";
 import {legendOf, rankText} from "./stage_texts.js";
 import {idleOf, peakTime} from "./step_facts.js";
@@ -31,6 +32,7 @@ export function showStages(p) {
   if (beside) showBeside(p, beside);
   if (memory) side.append(remark(`limit ${size(memory)} per device`));
   if (p.run) showStep(p, p.run);
+  if (p.run && p.run.measured) side.append(...measuredTable(p.run, p.run.measured));
   if (p.run && p.run.whatIf) side.append(whatIf(p.run.whatIf, {unit: p.run.unit, memory, chosen: p.whatIfChosen, choose: chosen => { p.whatIfChosen = chosen; p.showSide(); }}));
   if (p.selected) showFacts(p, factsOf(p, p.selected));
   if (note && p.isShipped) side.append(el("h3", "plan"), remark(note));

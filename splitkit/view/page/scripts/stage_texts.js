@@ -2,6 +2,7 @@
 // Says what a stage, a border and a ribbon of a plan in stages are: the texts of tooltips and of the legend.
 import {crossing, linesOf} from "./crossing.js";
 import {ARROW, LIMIT, RIBBON} from "./legend.js";
+import {AS_SAID, FASTER, SLOWER} from "./measured.js";
 import {ranksOf} from "./step_facts.js";
 import {duration, size} from "./units.js";
 
@@ -66,6 +67,8 @@ export function legendOf(p) {
     if (divided) found.push(["middle", colour, "backward: the part for the gradients of weights"]);
     found.push(["ribbon", "var(--rib)", "in the step: memory of the rank"], ["sign", "var(--fg)", "▾ its peak"]);
   }
+  if (p.run && p.run.measured) found.push(["", SLOWER, "measured: took longer than simulated; the strongest colour is twice as long"], ["", FASTER, "measured: took less"], ["", AS_SAID, "measured: as simulated"]);
+  if (p.run && p.run.measured && p.run.measured.memory.length) found.push(["line", "var(--fg)", "in the step: memory as measured"]);
   if (data.beside) found.push(["sign", "var(--fg)", "moved: in another stage of the plan beside"]);
   return found;
 }

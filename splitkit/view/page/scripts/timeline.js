@@ -3,6 +3,7 @@
 import {SMALL, context, legible, level, put, shade} from "./canvas.js";
 import {colourOf} from "./drawing.js";
 import {el} from "./elements.js";
+import {colourOfChange, highest, measuredText, measuredTitle, ownScale, spanOf} from "./measured.js";
 import {heldAt, idleOf, peakTime} from "./step_facts.js";
 import {showTip} from "./tooltip.js";
 import {near, sum} from "./totals.js";
@@ -39,29 +40,35 @@ export class Timeline {
     if (!run || rank < 0 || rank >= run.ranks || at < 0 || at > run.seconds) return "";
     const time = (/** @type {number} */ seconds) => duration(seconds, run.unit), held = `rank ${rank} holds ${size(heldAt(run, rank, hit ? hit[4] : at))} ${hit ? "when it starts" : `at ${time(at)}`}; its peak is ${size(run.peaks[rank])}, at ${time(peakTime(run, rank))}`;
     if (!hit) return held;
+    if (run.measured && e.offsetY > this.y(rank) + this.high * this.share && e.offsetY <= this.y(rank) + 2 * this.high * this.share) return measuredText(run, run.measured, run.events.indexOf(hit), this.ladder.partName(hit[2]));
     const [, kind, stage, microbatch, start, end] = hit, name = {F: "forward", B: "backward", I: "backward: gradients of inputs", W: "backward: gradients of weights"}[kind];
     return `${name} of microbatch ${microbatch}, stage ${this.ladder.partName(stage)}\nstarts at ${time(start)}, takes ${time(end - start)}\n${held}`;
   }
+  /** The seconds from the left edge to the right. */
+  get span() { return spanOf(this.run || this.planned); }
+  /** The share of a rank's height that the simulated actions take; measured ones take as much below them. */
+  get share() { return this.run && this.run.measured ? 0.32 : 0.5; }
   /** @param {number} seconds */
-  x(seconds) { return 70 + (this.w - 160) * seconds / (this.run || this.planned).seconds; }
+  x(seconds) { return 70 + (this.w - 160) * seconds / this.span; }
   /** @param {number} x */
-  secondsAt(x) { return (x - 70) / (this.w - 160) * (this.run || this.planned).seconds; }
+  secondsAt(x) { return (x - 70) / (this.w - 160) * this.span; }
   /** @param {number} rank */
   y(rank) { return 24 + rank * this.high; }
   paint() {
     const {ladder, run} = this;
     // the height depends on the number of ranks
-    if (run) ladder.root.style.setProperty("--t", `${Math.min(260, 46 + 40 * run.ranks)}px`);
+    if (run) ladder.root.style.setProperty("--t", `${run.measured ? Math.min(400, 60 + 62 * run.ranks) : Math.min(260, 46 + 40 * run.ranks)}px`);
     const [c, w, h] = context(this.canvas), {ink} = ladder;
     c.clearRect(0, 0, w, h);
     if (!run) return put(c, `${this.planned.name} cannot be simulated here for these stages; “as planned” shows the step of the plan itself`, 70, h / 2, "12px system-ui", ink.mut);
-    Object.assign(this, {w, h, high: (h - 44) / run.ranks});
+    Object.assign(this, {w, h, high: (h - 24 - (run.measured ? 34 : 20)) / run.ranks});
     const idle = idleOf(run), share = (/** @type {"warmup" | "waiting" | "tail"} */ kind) => (100 * sum(idle.map(of => of[kind])) / (run.ranks * run.seconds || 1)).toFixed(1);
     put(c, `${run.name} of ${run.microbatches} microbatches: step ${duration(run.seconds, run.unit)}, bubble ${(100 * run.bubble).toFixed(1)} % = warm-up ${share("warmup")} + waiting ${share("waiting")} + tail ${share("tail")}${ladder.isShipped ? "" : ladder.how}`, 70, 15, "600 11px system-ui", ink.fg);
     for (const event of run.events) this.box(c, event);
+    if (run.measured) this.paintMeasured(c, run, run.measured);
     for (let rank = 0; rank < run.ranks; rank++) this.held(c, run, rank, w);
     put(c, "0", this.x(0), h - 6, "10px system-ui", ink.mut);
-    put(c, duration(run.seconds, run.unit), this.x(run.seconds), h - 6, "10px system-ui", ink.mut, "right");
+    put(c, duration(this.span, run.unit), this.x(this.span), h - 6, "10px system-ui", ink.mut, "right");
   }
   /**
    * Draw an action.
@@ -72,9 +79,28 @@ export class Timeline {
     const x = this.x(start), wide = Math.max(0.5, this.x(end) - x), y = this.y(rank), colour = colourOf(stage);
     c.globalAlpha = (this.microbatch !== null && this.microbatch !== microbatch ? 0.15 : 1) * (kind === "F" ? 0.55 : kind === "W" ? 0.75 : 1);
     c.fillStyle = colour;
-    c.fillRect(x, y, wide, this.high * 0.5);
+    c.fillRect(x, y, wide, this.high * this.share);
     c.globalAlpha = 1;
-    if (wide > 12) put(c, String(microbatch), x + wide / 2, y + this.high * 0.25 + 4, "10px system-ui", kind !== "F" ? legible(colour) : this.ladder.root.classList.contains("dark") ? "#fff" : "#10151c", "center");
+    if (wide > 12) put(c, String(microbatch), x + wide / 2, y + this.high * this.share / 2 + 4, "10px system-ui", kind !== "F" ? legible(colour) : this.ladder.root.classList.contains("dark") ? "#fff" : "#10151c", "center");
+  }
+  /**
+   * Draw what the ranks did, below what was simulated: coloured by how much longer or shorter it took.
+   * @param {CanvasRenderingContext2D} c
+   * @param {Run} run
+   * @param {MeasuredRun} measured
+   */
+  paintMeasured(c, run, measured) {
+    const scale = ownScale(run, measured), high = this.high * this.share, {ink} = this.ladder;
+    put(c, measuredTitle(run, measured), 70, this.h - 19, "600 11px system-ui", ink.fg);
+    measured.times.forEach(([start, end], i) => {
+      const [rank, , , microbatch] = run.events[i], x = this.x(start / scale), wide = Math.max(0.5, this.x(end / scale) - x), y = this.y(rank) + high, colour = colourOfChange(run, measured, i);
+      c.globalAlpha = this.microbatch !== null && this.microbatch !== microbatch ? 0.15 : 1;
+      c.fillStyle = colour;
+      c.fillRect(x, y + 1, wide, high - 1);
+      c.globalAlpha = 1;
+      if (wide > 12) put(c, String(microbatch), x + wide / 2, y + high / 2 + 4, "10px system-ui", legible(colour), "center");
+    });
+    for (let rank = 0; rank < run.ranks; rank++) put(c, "measured", 64, this.y(rank) + high * 1.5 + 4, "10px system-ui", ink.mut, "right");
   }
   /**
    * Draw the memory of a rank.
@@ -84,9 +110,9 @@ export class Timeline {
    * @param {number} w
    */
   held(c, run, rank, w) {
-    const {memory} = this.ladder.data, {ink} = this.ladder, limit = near(memory, Math.max(...run.peaks)), most = Math.max(limit, ...run.peaks) || 1;
-    const base = this.y(rank) + this.high * 0.95, top = this.y(rank) + this.high * 0.55, y = (/** @type {number} */ nbytes) => base - (base - top) * nbytes / most;
-    put(c, `rank ${rank}`, 64, this.y(rank) + this.high * 0.25 + 4, SMALL, ink.mut, "right");
+    const {memory} = this.ladder.data, {ink} = this.ladder, limit = near(memory, Math.max(...run.peaks)), most = Math.max(limit, ...run.peaks, highest(run)) || 1;
+    const base = this.y(rank) + this.high * 0.95, top = this.y(rank) + this.high * (run.measured ? 0.68 : 0.55), y = (/** @type {number} */ nbytes) => base - (base - top) * nbytes / most;
+    put(c, `rank ${rank}`, 64, this.y(rank) + this.high * this.share / 2 + 4, SMALL, ink.mut, "right");
     c.beginPath();
     c.moveTo(this.x(0), base);
     let now = run.memory[rank][0][1];
@@ -99,11 +125,29 @@ export class Timeline {
     c.lineTo(this.x(run.seconds), base);
     shade(c, ink.rib);
     put(c, "▾", this.x(peakTime(run, rank)), y(run.peaks[rank]) + 1, "11px system-ui", ink.fg, "center");
+    if (run.measured && run.measured.memory.length) {
+      const scale = ownScale(run, run.measured), points = run.measured.memory[rank], fixed = run.memory[rank][0][1];
+      c.beginPath();
+      c.moveTo(this.x(0), y(fixed));
+      let real = fixed;
+      for (const [seconds, nbytes] of points) {
+        c.lineTo(this.x(seconds / scale), y(real));
+        real = fixed + nbytes;
+        c.lineTo(this.x(seconds / scale), y(real));
+      }
+      c.strokeStyle = ink.fg;
+      c.lineWidth = 1;
+      c.stroke();
+    }
     if (limit) level(c, this.x(0), this.x(run.seconds), y(limit), ink.bad);
     put(c, `peak ${size(run.peaks[rank])}`, w - 2, base, SMALL, memory && run.peaks[rank] > memory ? ink.bad : ink.mut, "right");
   }
   /** @param {MouseEvent} e */
   pick(e) {
-    return this.run && this.run.events.find(([rank, , , , start, end]) => e.offsetX >= this.x(start) && e.offsetX <= this.x(end) && e.offsetY >= this.y(rank) && e.offsetY <= this.y(rank) + this.high) || null;
+    const {run} = this;
+    if (!run) return null;
+    const rank = Math.floor((e.offsetY - 24) / this.high), isBelow = run.measured && e.offsetY > this.y(rank) + this.high * this.share && e.offsetY <= this.y(rank) + 2 * this.high * this.share;
+    const times = (/** @type {number} */ i) => isBelow && run.measured ? run.measured.times[i].map(t => t / ownScale(run, /** @type {MeasuredRun} */ (run.measured))) : run.events[i].slice(4).map(Number);
+    return run.events.find((event, i) => event[0] === rank && e.offsetX >= this.x(times(i)[0]) && e.offsetX <= this.x(times(i)[1])) || null;
   }
 }

@@ -53,6 +53,9 @@ type WhatIfRow = [number, number, number, number, number, number, number];
 /** `splitkit.view.data.what_if`: other steps of the same stages. */
 interface WhatIf { schedules: string[]; microbatches: number[]; links: string[]; rows: WhatIfRow[]; own: number }
 
+/** A step that ran: the start and end of each of the run's events, and the memory of each rank above what it held before. */
+interface MeasuredRun { seconds: number; times: [number, number][]; memory: Point[][] }
+
 interface Run {
   name: string;
   microbatches: number;
@@ -71,6 +74,8 @@ interface Run {
   again: Again | null;
   /** null after a border has moved, and where there are none */
   whatIf: WhatIf | null;
+  /** null after a border has moved, and where there is none */
+  measured: MeasuredRun | null;
 }
 
 interface Beside { note: string; parts: string[]; rows: number[]; stages: StageColumns }
