@@ -65,10 +65,8 @@ def test_arrows_go_from_each_action_that_sends_to_the_one_that_receives(run):
                 if pid == each["pid"] and e["ts"] < each["ts"] < e["ts"] + e["dur"]
             ]
             assert len(around) == 1 and each["tid"] == 0
-            found.add((number, each["ph"], each["pid"], around[0]))
-    pairs = {
-        (sent[3], read[3]) for sent in found for read in found if sent[:2] + read[:2] == (sent[0], "s", sent[0], "f")
-    }
+            found[number, each["ph"]] = around[0]
+    pairs = {(found[number, "s"], found[number, "f"]) for number in ends["s"]}
     assert pairs == {*((f"0F{m}", f"1F{m}") for m in range(3)), *((f"1B{m}", f"0B{m}") for m in range(3))}
 
 

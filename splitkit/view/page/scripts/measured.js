@@ -4,7 +4,9 @@ import {remark, el, tableOf} from "./elements.js";
 import {sum} from "./totals.js";
 import {duration, size} from "./units.js";
 
-export const SLOWER = "#d95f02", AS_SAID = "#a9b0ba", FASTER = "#2b7bba";
+export const SLOWER = "#d95f02";
+export const AS_SAID = "#a9b0ba";
+export const FASTER = "#2b7bba";
 /** Steps whose times differ by more than this factor are drawn on two scales: else one of them would be a sliver. */
 const FAR = 3;
 
