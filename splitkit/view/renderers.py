@@ -325,9 +325,10 @@ def _again(pair: Pair) -> str:
 
 
 def bundle(shown: object) -> dict[str, str]:
-    """Return an object's MIME bundle: its text, and a still picture with tables as HTML.
+    """Return an object's MIME bundle: its text, a still picture with tables as HTML, and the picture alone as SVG.
 
-    An object that cannot be drawn is shown as text with a note that says why: showing a value never fails.
+    Notebooks show the HTML; GitHub and e-mail, which drop the SVG inside it, have the picture to show. An object that
+    cannot be drawn is shown as text with a note that says why: showing a value never fails.
     """
     text = str(shown)
     try:
@@ -341,7 +342,8 @@ def bundle(shown: object) -> dict[str, str]:
     except SplitError as error:
         tables = []
         notes.append(_why(error))
-    return {"text/plain": text, "text/html": fragment(svg if svg or tables else _lines(text), tables, notes)}
+    told = {"text/plain": text, "text/html": fragment(svg if svg or tables else _lines(text), tables, notes)}
+    return told | {"image/svg+xml": svg} if svg else told
 
 
 def _still(picture: Picture, notes: list[str]) -> str:
@@ -405,7 +407,7 @@ def view(shown: object, *, height: int | None = None, live: bool = False, **opti
     """
     picture = pictured(shown, **options)
     if not live:
-        return FramedPage(picture_html(picture), height or (720 if picture.ladder else 560))
+        return FramedPage(picture_html(picture), height or (720 if picture.ladder else 560), _still(picture, []))
     ladder = picture.ladder and picture.ladder()
     if not isinstance(ladder, LadderView):
         raise ViewError(

@@ -8,6 +8,7 @@ import sys
 import typing
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -98,9 +99,13 @@ def test_texts_of_still_pictures_are_escaped_and_do_not_overlap(shown, name):
 def test_every_object_is_text_html_page_and_file(shown, name, tmp_path):
     one, options = shown[name]
     made = one._repr_mimebundle_()
-    assert set(made) == {"text/plain", "text/html"} and made["text/plain"] == str(one)
+    assert set(made) == {"text/plain", "text/html", "image/svg+xml"} and made["text/plain"] == str(one)
+    assert (
+        ElementTree.fromstring(made["image/svg+xml"]).tag.endswith("svg") and made["image/svg+xml"] in made["text/html"]
+    )
     assert "<svg" in made["text/html"] and "<table" in made["text/html"] and "<script" not in made["text/html"]
-    assert "<iframe srcdoc=" in one.view(**options)._repr_html_()
+    framed = one.view(**options)._repr_mimebundle_()
+    assert "<iframe srcdoc=" in framed["text/html"] and framed["image/svg+xml"].startswith("<svg")
     one.to_html(tmp_path / "page.html", **options)
     page = (tmp_path / "page.html").read_text()
     assert page.startswith("<!doctype html>") and "<script>alert" not in page
@@ -299,8 +304,8 @@ def test_a_joint_plan_refuses_what_only_stages_have(pair, run, tmp_path):
 
 
 OPTIONS = {
-    sk.Plan: {"costs", "optimizer", "memory", "run", "beside", "title"},
-    sk.Split: {"costs", "optimizer", "memory", "run", "beside", "title"},
+    sk.Plan: {"costs", "optimizer", "memory", "run", "measured", "beside", "title"},
+    sk.Split: {"costs", "optimizer", "memory", "run", "measured", "beside", "title"},
     sk.Pair: {"costs", "memory", "title"},
     sk.Frontier: {"marks", "memory", "title"},
     sk.MemoryProfile: {"memory"},

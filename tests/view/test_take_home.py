@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -137,16 +138,82 @@ def test_the_buttons_give_a_picture_and_a_file(page, tmp_path):
     page("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path / "down"))
     pressed(page, "plan.json")
     pressed(page, "PNG")
-    for name in ("plan.json", "splitkit.png"):
+    pressed(page, "SVG")
+    for name in ("plan.json", "splitkit.png", "splitkit.svg"):
         for _ in range(100):
             if (tmp_path / "down" / name).exists():
                 break
             page.value("new Promise(done => setTimeout(done, 50))")
     assert json.loads((tmp_path / "down" / "plan.json").read_text())["kind"] == "splitkit plan"
     assert (tmp_path / "down" / "splitkit.png").read_bytes().startswith(b"\x89PNG")
+    assert ElementTree.parse(tmp_path / "down" / "splitkit.svg").getroot().tag == "{http://www.w3.org/2000/svg}svg"
     picture = page.value("flattened(splitkit.root, splitkit.ink.bg).toDataURL().split(',')[1]")
     assert len(base64.b64decode(picture)) > 10_000
     assert page.faults() == []
+
+
+ON_A_CANVAS = """(() => {
+  const p = splitkit, {x, y, zoom} = p, below = p.chart ? p.chart.canvas.clientHeight : 0;
+  const made = document.createElement("canvas"), c = made.getContext("2d");
+  Object.assign(made, {width: p.right + 230, height: p.height + 80 + below});
+  Object.assign(p, {x: 20, y: 50, zoom: 1});
+  p.paintOn(c, made.width, p.height + 80);
+  if (p.chart) { c.translate(0, p.height + 80); p.chart.paintOn(c, made.width, below); }
+  Object.assign(p, {x, y, zoom});
+  return made.toDataURL(); })()"""
+
+DIFFERENCE = """(async () => {
+  const pixels = async image => { await image.decode(); const made = document.createElement("canvas");
+    Object.assign(made, {width: image.naturalWidth, height: image.naturalHeight}); const c = made.getContext("2d");
+    c.fillStyle = "#fff"; c.fillRect(0, 0, made.width, made.height);  // pictures clear their canvas
+    c.drawImage(image, 0, 0); return c.getImageData(0, 0, made.width, made.height).data; };
+  const [one, other] = await Promise.all([...document.images].map(pixels));
+  let far = 0, ink = 0;
+  for (let i = 0; i < one.length; i += 4) {
+    const at = [i, i + 1, i + 2];
+    far += at.reduce((sum, k) => sum + Math.abs(one[k] - other[k]), 0) > 150;
+    ink += at.reduce((sum, k) => sum + other[k], 0) < 700;
+  }
+  return [one.length === other.length, far / ink, ink]; })()"""
+
+
+def assert_like_the_canvas(page, folder):
+    """The SVG and the canvas, drawn by a page that may show images, have the same pixels but for smoothed edges."""
+    text, png = page.value("svgOf(splitkit)"), page.value(ON_A_CANVAS)
+    assert_quiet(page)
+    svg = f"data:image/svg+xml;base64,{base64.b64encode(text.encode()).decode()}"
+    (folder / "both.html").write_text(f'<img src="{svg}"><img src="{png}">')
+    page.open(folder / "both.html")
+    same_size, differing, ink = page.value(DIFFERENCE)
+    assert same_size and differing < 0.02 and ink > 10_000, differing
+
+
+def test_the_svg_is_the_whole_picture_as_the_canvas_draws_it(browser, tmp_path):
+    flow, plan, costs = planned("gpt2", 4, layers=8, width=64, heads=2, vocab=100)
+    run = sk.simulate_schedule(sk.stage_costs(flow, plan, costs), "1f1b", 6, links="nvlink4")
+    view = LadderView(flow, plan, costs, '<b>"&</b>', run=run, memory=2**19)
+    page = shown(browser, tmp_path, view)
+    page.value("splitkit.toggle(3); splitkit.y -= 300; splitkit.draw()")
+    page.settle()
+    place = page.value("[splitkit.x, splitkit.y, splitkit.zoom]")
+    root = ElementTree.fromstring(page.value("svgOf(splitkit)"))
+    texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    for name in view.rows.names:
+        assert any(name in text or text.endswith(name[-12:]) for text in texts), name  # also those that are not seen
+    assert any("1F1B of 6 microbatches" in text for text in texts) and root[0].text.startswith('<b>"&</b>')
+    assert not list(root.iter("{http://www.w3.org/2000/svg}script"))
+    assert page.value("[splitkit.x, splitkit.y, splitkit.zoom]") == place
+    assert_like_the_canvas(page, tmp_path)
+
+
+def test_the_svg_of_forward_and_backward_is_as_the_canvas_draws_it(browser, tmp_path):
+    example = models.build("gpt2", **SMALL)
+    joint = sk.capture_joint(example.model, *example.args, **example.kwargs)
+    costs = sk.costs.roofline(joint.graph_module, "a100")
+    page = shown(browser, tmp_path, HalvesView(joint.flow, [joint.split(MinCut(), costs)], costs))
+    page.value("splitkit.toggle(2)")
+    page.settle()
+    assert_like_the_canvas(page, tmp_path)
 
 
 def test_parts_keep_their_devices_where_the_number_of_stages_is_the_same(browser, tmp_path, ladder):

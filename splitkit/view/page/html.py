@@ -68,10 +68,16 @@ class FramedPage:
     Attributes:
         html: the page.
         height: the height of the frame in pixels.
+        svg: the still picture for viewers without frames or scripts, such as GitHub; empty if there is none.
     """
 
     html: str
     height: int = 680
+    svg: str = ""
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        told = {"text/plain": repr(self), "text/html": self._repr_html_()}
+        return told | {"image/svg+xml": self.svg} if self.svg else told
 
     def _repr_html_(self) -> str:
         style = f"width:100%;height:{self.height}px;border:0"

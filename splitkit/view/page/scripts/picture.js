@@ -8,6 +8,7 @@ import {listen} from "./input.js";
 import {OPW, Ops} from "./ops.js";
 import {Minimap} from "./minimap.js";
 import {nested} from "./nested.js";
+import {svgOf} from "./svg_context.js";
 import {download, flattened} from "./take_home.js";
 import {known, sum} from "./totals.js";
 import {duration, size} from "./units.js";
@@ -80,7 +81,7 @@ export class Picture {
     this.reset = el("button", "as planned", {onclick: () => this.asPlanned()});
     this.fold = el("button", "", {onclick: () => { this.folded = !this.folded; this.layout(); this.fit(); }});
     const wanted = "search op or module";
-    this.save = el("button", "PNG", {title: "save the picture", onclick: () => flattened(this.root, this.ink.bg).toBlob(blob => { if (blob) download("splitkit.png", blob); })});
+    this.save = el("button", "PNG", {title: "save what is seen as PNG", onclick: () => flattened(this.root, this.ink.bg).toBlob(blob => { if (blob) download("splitkit.png", blob); })});
     this.search = el("input", undefined, {type: "search", placeholder: wanted, "aria-label": wanted, oninput: () => this.find(this.search.value), onkeydown: e => { if (e.key === "Enter") this.nextHit(); }});
     this.hits = el("span", "", {class: "mut", "aria-live": "polite"});
     this.canvas = el("canvas", undefined, {tabindex: 0, role: "img", "aria-label": "forward, backward and the borders of the plan; arrow keys select, Enter opens"});
@@ -95,7 +96,7 @@ export class Picture {
     const {title} = this.data, head = el("header"), label = el("label", `${this.slider.getAttribute("aria-label")} `);
     label.append(this.slider, " ", this.count);
     head.append(el("b", "splitkit"), el("span", `${title}${title ? " · " : ""}${this.ops.count} ops`, {class: "mut"}), label, this.reset, this.fold,
-      ...this.buttons(), el("button", "fit", {onclick: () => this.fit(0)}), this.save, this.search, this.hits,
+      ...this.buttons(), el("button", "fit", {onclick: () => this.fit(0)}), this.save, el("button", "SVG", {title: "save the whole picture as SVG", onclick: () => download("splitkit.svg", new Blob([svgOf(this)], {type: "image/svg+xml"}))}), this.search, this.hits,
       el("button", "◐", {title: "dark or light", "aria-label": "dark or light", onclick: () => { this.root.classList.toggle("dark"); this.draw(); }}));
     return head;
   }
@@ -423,7 +424,17 @@ export class Picture {
     this.pending = requestAnimationFrame(() => { this.pending = 0; this.paint(); if (this.chart) this.chart.paint(); });
   }
   paint() {
-    const [c, w, h] = context(this.canvas), style = getComputedStyle(this.root), ink = (/** @type {string} */ name) => style.getPropertyValue(name).trim();
+    const [c, w, h] = context(this.canvas);
+    this.paintOn(c, w, h);
+    this.minimap.paint(c, w, h);
+  }
+  /**
+   * @param {CanvasRenderingContext2D} c
+   * @param {number} w
+   * @param {number} h
+   */
+  paintOn(c, w, h) {
+    const style = getComputedStyle(this.root), ink = (/** @type {string} */ name) => style.getPropertyValue(name).trim();
     this.ink = {fg: ink("--fg"), mut: ink("--mut"), bg: ink("--bg"), bad: ink("--bad"), rib: ink("--rib")};
     c.clearRect(0, 0, w, h);
     c.save();
@@ -437,6 +448,5 @@ export class Picture {
     for (const item of this.items) if (item.y + item.h > this.seen.top && item.y < this.seen.bottom) paintBox(this, c, item);
     this.paintStageBorders(c);
     c.restore();
-    this.minimap.paint(c, w, h);
   }
 }

@@ -42,8 +42,14 @@ export class StepChart {
   }
   /** @param {number} step */
   x(step) { return 84 + (this.w - 100) * step / Math.max(1, this.bytes.length); }
-  paint() {
-    const [c, w, h] = context(this.canvas), {picture, hover} = this, {choice, ink, selected} = picture, {memory} = choice;
+  paint() { this.paintOn(...context(this.canvas)); }
+  /**
+   * @param {CanvasRenderingContext2D} c
+   * @param {number} w
+   * @param {number} h
+   */
+  paintOn(c, w, h) {
+    const {picture, hover} = this, {choice, ink, selected} = picture, {memory} = choice;
     this.unfold();
     Object.assign(this, {w, h});
     c.clearRect(0, 0, w, h);

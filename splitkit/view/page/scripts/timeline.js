@@ -58,7 +58,15 @@ export class Timeline {
     const {ladder, run} = this;
     // the height depends on the number of ranks
     if (run) ladder.root.style.setProperty("--t", `${run.measured ? Math.min(400, 60 + 62 * run.ranks) : Math.min(260, 46 + 40 * run.ranks)}px`);
-    const [c, w, h] = context(this.canvas), {ink} = ladder;
+    this.paintOn(...context(this.canvas));
+  }
+  /**
+   * @param {CanvasRenderingContext2D} c
+   * @param {number} w
+   * @param {number} h
+   */
+  paintOn(c, w, h) {
+    const {ladder, run} = this, {ink} = ladder;
     c.clearRect(0, 0, w, h);
     if (!run) return put(c, `${this.planned.name} cannot be simulated here for these stages; “as planned” shows the step of the plan itself`, 70, h / 2, "12px system-ui", ink.mut);
     Object.assign(this, {w, h, high: (h - 24 - (run.measured ? 34 : 20)) / run.ranks});

@@ -192,7 +192,7 @@ interface Options {
 interface Ink { fg: string; mut: string; bg: string; bad: string; rib: string }
 
 /** A chart below the ladder. */
-interface Chart { paint(): void; canvas: HTMLCanvasElement }
+interface Chart { paint(): void; paintOn(c: CanvasRenderingContext2D, w: number, h: number): void; canvas: HTMLCanvasElement }
 
 /** anywidget's model: the state that the widget shares with Python. */
 interface WidgetModel {
