@@ -55,7 +55,7 @@ def test_an_action_that_took_longer_is_coloured_and_told(browser, tmp_path, made
     step = ran(run, "1B2")
     page = shown(browser, tmp_path, LadderView(flow, plan, costs, run=run, measured=step))
     assert page.value("ownScale(splitkit.run, splitkit.run.measured)") == 1
-    assert colour(page, number) == "#d95f02" and colour(page, 0) == "#a9b0ba"
+    assert colour(page, number) == "#c51b7d" and colour(page, 0) == "#a9b0ba"
     x, y = place(page, number)
     page.mouse("moved", x, y)
     page.settle()

@@ -25,7 +25,8 @@ export function aliveTable(p, step) {
     return row;
   });
   const rest = whole - sum(shown.map(each => each[4])), box = el("section", undefined, {class: "alive"});
-  box.append(el("h3", `alive at step ${step}${op >= 0 ? `, ${ops.name[op]}` : ""}: ${size(whole)}`), tableOf(["value", "module", "kind", "bytes", "its op takes"], rows));
+  const name = `alive at step ${step}${op >= 0 ? `, ${ops.name[op]}` : ""}: ${size(whole)}`;
+  box.append(el("h3", name), tableOf(name, ["value", "module", "kind", "bytes", "its op takes"], rows));
   if (rest > 0) box.append(remark(`and ${found.length > LISTED ? `${found.length - LISTED} more, ` : ""}what ops take while they run and smaller ones: ${size(rest)}`));
   return box;
 }

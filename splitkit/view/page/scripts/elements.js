@@ -34,13 +34,22 @@ export const remark = text => el("p", text, {class: "mut"});
  */
 export const pressed = press => ({tabindex: 0, onclick: press, onkeydown: (/** @type {KeyboardEvent} */ e) => { if (e.key === "Enter") press(); }});
 /**
+ * Mark the row of a table that is selected.
+ * @param {HTMLTableRowElement} row
+ */
+export function mark(row) {
+  row.classList.add("on");
+  row.setAttribute("aria-current", "true");
+}
+/**
  * A table in the side panel.
+ * @param {string} name what a screen reader says of the table: the heading above it
  * @param {string[]} titles
  * @param {HTMLTableRowElement[]} rows
  */
-export function tableOf(titles, rows) {
-  const table = el("table"), head = el("thead"), body = el("tbody"), line = el("tr");
-  line.append(...titles.map(title => el("th", title)));
+export function tableOf(name, titles, rows) {
+  const table = el("table", undefined, {"aria-label": name}), head = el("thead"), body = el("tbody"), line = el("tr");
+  line.append(...titles.map(title => el("th", title, {scope: "col"})));
   head.append(line);
   body.append(...rows);
   table.append(head, body);

@@ -3,7 +3,7 @@
 import {aliveTable} from "./alive.js";
 import {stripes} from "./canvas.js";
 import {dashed, heading} from "./drawing.js";
-import {el, pressed, remark, tableOf} from "./elements.js";
+import {el, mark, pressed, remark, tableOf} from "./elements.js";
 import {factsOfOp, factsOfRow, showFacts} from "./facts.js";
 import {LEFT, RIBBONS, ROW} from "./geometry.js";
 import {ARROW, LIMIT, RIBBON, legend} from "./legend.js";
@@ -135,10 +135,11 @@ export class Halves extends Picture {
     const rows = data.choices.map((each, i) => {
       const row = el("tr", undefined, pressed(() => this.setChoice(i)));
       row.append(el("td", String(i)), el("td", size(each.bytes)), el("td", size(each.peak), memory && each.peak > memory ? {class: "bad"} : {}), el("td", each.again.length ? `${each.again.length} ops, ${duration(each.seconds, unit)}` : "–"));
-      if (i === this.number) row.classList.add("on");
+      if (i === this.number) mark(row);
       return row;
     });
-    side.replaceChildren(el("h3", `${plans === 1 ? "1 plan" : `${plans} plans`} of forward and backward`), tableOf(["plan", "saved", "peak", "recomputed"], rows));
+    const name = `${plans === 1 ? "1 plan" : `${plans} plans`} of forward and backward`;
+    side.replaceChildren(el("h3", name), tableOf(name, ["plan", "saved", "peak", "recomputed"], rows));
     if (memory) side.append(remark(`limit ${size(memory)}`));
     this.timeline.unfold();
     side.append(aliveTable(this, this.timeline.pinned ?? choice.memory.at));

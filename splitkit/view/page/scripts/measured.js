@@ -4,9 +4,10 @@ import {remark, el, tableOf} from "./elements.js";
 import {sum} from "./totals.js";
 import {duration, size} from "./units.js";
 
-export const SLOWER = "#d95f02";
+// ColorBrewer's PiYG: colour-blind readers can tell it apart, and no stage has these colours
+export const SLOWER = "#c51b7d";
 export const AS_SAID = "#a9b0ba";
-export const FASTER = "#2b7bba";
+export const FASTER = "#4d9221";
 /** Steps whose times differ by more than this factor are drawn on two scales: else one of them would be a sliver. */
 const FAR = 3;
 
@@ -83,5 +84,6 @@ export function measuredTable(run, measured) {
     row.append(el("td", String(rank)), el("td", duration(said, run.unit)), el("td", duration(was, "s")), el("td", percent(was / (said || 1))), el("td", points && points.length ? size(run.memory[rank][0][1] + Math.max(...points.map(p => p[1]))) : "–"));
     return row;
   });
-  return [el("h3", "step as it ran: seconds that each rank computed"), tableOf(["rank", "simulated", "measured", "change", "peak"], rows), remark(measuredTitle(run, measured))];
+  const name = "step as it ran: seconds that each rank computed";
+  return [el("h3", name), tableOf(name, ["rank", "simulated", "measured", "change", "peak"], rows), remark(measuredTitle(run, measured))];
 }

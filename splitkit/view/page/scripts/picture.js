@@ -89,7 +89,12 @@ export class Picture {
     this.main = el("main");
     this.main.append(this.canvas, this.tip);
     this.side = el("aside");
-    this.root.append(this.head(), this.main, this.side);
+    /** what a screen reader says of the selection */
+    this.said = el("p", "", {class: "said", "aria-live": "polite"});
+    /** what is printed in place of the canvases: a canvas would be scaled from the size of the screen */
+    this.paper = el("div", undefined, {class: "paper"});
+    this.onprint = () => this.paper.replaceChildren(new DOMParser().parseFromString(svgOf(this), "image/svg+xml").documentElement);
+    this.root.append(this.head(), this.main, this.paper, this.side, this.said);
     this.observer = new ResizeObserver(() => this.untouched ? this.fit() : this.draw());
   }
   head() {
@@ -108,12 +113,13 @@ export class Picture {
     parent.append(this.root);
     listen(this);
     this.observer.observe(this.main);
+    addEventListener("beforeprint", this.onprint);
     this.layout();
     this.fit();
     this.showSide();
     return this;
   }
-  destroy() { this.observer.disconnect(); cancelAnimationFrame(this.pending); this.root.remove(); }
+  destroy() { this.observer.disconnect(); removeEventListener("beforeprint", this.onprint); cancelAnimationFrame(this.pending); this.root.remove(); }
 
   // ---- what the two pictures override
   /**
@@ -306,6 +312,7 @@ export class Picture {
     this.selected = target;
     if (target && target.op !== undefined) this.uncover(target.op);
     if (reveal && target) this.centre(target);
+    this.said.textContent = target ? this.describe(target) : "nothing is selected";
     this.showSide();
     this.draw();
     if (this.options.onselect) this.options.onselect(target);

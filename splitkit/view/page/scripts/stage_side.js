@@ -1,7 +1,7 @@
 // @ts-check
 // Fills the side panel of a plan in stages: tables of its stages and of those of the plan beside, and the selection.
 import {colourOf} from "./drawing.js";
-import {el, pressed, remark, tableOf} from "./elements.js";
+import {el, mark, pressed, remark, tableOf} from "./elements.js";
 import {factsOfOp, factsOfRow, showFacts} from "./facts.js";
 import {legend} from "./legend.js";
 import {measuredTable} from "./measured.js";
@@ -25,7 +25,7 @@ export function showStages(p) {
       {...pressed(() => p.select({stage: k})), onmouseenter: () => p.hover({stage: k}), onmouseleave: () => p.hover(null)});
     row.append(el("td", stage.down ? size(stage.down) : "–"));
     if (p.trains) row.append(el("td", stage.up ? size(stage.up) : "–"));
-    if (p.selected && p.selected.stage === k) row.classList.add("on");
+    if (p.selected && p.selected.stage === k) mark(row);
     return row;
   });
   showTable(p, stages, p.isShipped ? "" : p.how, rows, p.trains ? ["▼", "▲"] : ["▼"]);
@@ -49,8 +49,8 @@ export function showStages(p) {
  */
 function showTable(p, stages, more, rows, titles) {
   const most = Math.max(...stages.map(s => s.seconds)), total = sum(stages.map(s => s.seconds));
-  p.side.append(el("h3", `${stages.length} ${stages.length === 1 ? "stage" : "stages"}, balance ${(100 * total / (most * stages.length || 1)).toFixed(0)} %${more}`),
-    tableOf(["stage", measure(p.data.unit), ...(p.trains ? ["saved"] : []), "1 microbatch", ...titles], rows));
+  const name = `${stages.length} ${stages.length === 1 ? "stage" : "stages"}, balance ${(100 * total / (most * stages.length || 1)).toFixed(0)} %${more}`;
+  p.side.append(el("h3", name), tableOf(name, ["stage", measure(p.data.unit), ...(p.trains ? ["saved"] : []), "1 microbatch", ...titles], rows));
 }
 /**
  * The step: where each rank idles, and its peak.
@@ -65,7 +65,8 @@ function showStep(p, run) {
       el("td", share(warmup)), el("td", share(waiting)), el("td", share(tail)));
     return row;
   });
-  p.side.append(el("h3", "step: peak of each rank, and where it idles"), tableOf(["rank", "peak", "at", "warm-up", "waiting", "tail"], rows));
+  const name = "step: peak of each rank, and where it idles";
+  p.side.append(el("h3", name), tableOf(name, ["rank", "peak", "at", "warm-up", "waiting", "tail"], rows));
   if (!run.held.length) return;
   const worst = run.peaks.indexOf(Math.max(...run.peaks)), [fixed, saved, messages, temporary] = run.held[worst];
   p.side.append(remark(`highest on rank ${worst}: ${size(fixed)} of weights and state, ${size(saved)} saved, ${size(messages)} of messages, ${size(temporary)} temporary`));

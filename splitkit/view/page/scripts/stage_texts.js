@@ -65,6 +65,7 @@ export function legendOf(p) {
     const divided = p.run.events.some(event => event[1] === "W");
     if (p.trains) found.push(["", colour, divided ? "backward, or its part for the gradients of inputs" : "backward"]);
     if (divided) found.push(["middle", colour, "backward: the part for the gradients of weights"]);
+    found.push(["sign", "var(--fg)", p.run.stages > p.run.ranks ? "3·0: microbatch 0 in stage 3" : "the number on an action: its microbatch"]);
     found.push(["ribbon", "var(--rib)", "in the step: memory of the rank"], ["sign", "var(--fg)", "▾ its peak"]);
   }
   if (p.run && p.run.measured) found.push(["", SLOWER, "measured: took longer than simulated; the strongest colour is twice as long"], ["", FASTER, "measured: took less"], ["", AS_SAID, "measured: as simulated"]);

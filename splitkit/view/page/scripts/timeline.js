@@ -79,6 +79,12 @@ export class Timeline {
     put(c, duration(this.span, run.unit), this.x(this.span), h - 6, "10px system-ui", ink.mut, "right");
   }
   /**
+   * What is written on an action: its microbatch, and before it its stage where ranks have several.
+   * @param {number} stage
+   * @param {number} microbatch
+   */
+  nameOf(stage, microbatch) { return this.planned.stages > this.planned.ranks ? `${stage}·${microbatch}` : String(microbatch); }
+  /**
    * Draw an action.
    * @param {CanvasRenderingContext2D} c
    * @param {TimedAction} event
@@ -89,7 +95,8 @@ export class Timeline {
     c.fillStyle = colour;
     c.fillRect(x, y, wide, this.high * this.share);
     c.globalAlpha = 1;
-    if (wide > 12) put(c, String(microbatch), x + wide / 2, y + this.high * this.share / 2 + 4, "10px system-ui", kind !== "F" ? legible(colour) : this.ladder.root.classList.contains("dark") ? "#fff" : "#10151c", "center");
+    const name = this.nameOf(stage, microbatch);
+    if (wide > 6 * name.length + 5) put(c, name, x + wide / 2, y + this.high * this.share / 2 + 4, "10px system-ui", kind !== "F" ? legible(colour) : this.ladder.root.classList.contains("dark") ? "#fff" : "#10151c", "center");
   }
   /**
    * Draw what the ranks did, below what was simulated: coloured by how much longer or shorter it took.
@@ -101,12 +108,12 @@ export class Timeline {
     const scale = ownScale(run, measured), high = this.high * this.share, {ink} = this.ladder;
     put(c, measuredTitle(run, measured), 70, this.h - 19, "600 11px system-ui", ink.fg);
     measured.times.forEach(([start, end], i) => {
-      const [rank, , , microbatch] = run.events[i], x = this.x(start / scale), wide = Math.max(0.5, this.x(end / scale) - x), y = this.y(rank) + high, colour = colourOfChange(run, measured, i);
+      const [rank, , stage, microbatch] = run.events[i], name = this.nameOf(stage, microbatch), x = this.x(start / scale), wide = Math.max(0.5, this.x(end / scale) - x), y = this.y(rank) + high, colour = colourOfChange(run, measured, i);
       c.globalAlpha = this.microbatch !== null && this.microbatch !== microbatch ? 0.15 : 1;
       c.fillStyle = colour;
       c.fillRect(x, y + 1, wide, high - 1);
       c.globalAlpha = 1;
-      if (wide > 12) put(c, String(microbatch), x + wide / 2, y + high / 2 + 4, "10px system-ui", legible(colour), "center");
+      if (wide > 6 * name.length + 5) put(c, name, x + wide / 2, y + high / 2 + 4, "10px system-ui", legible(colour), "center");
     });
     for (let rank = 0; rank < run.ranks; rank++) put(c, "measured", 64, this.y(rank) + high * 1.5 + 4, "10px system-ui", ink.mut, "right");
   }

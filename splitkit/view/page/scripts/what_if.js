@@ -1,6 +1,6 @@
 // @ts-check
 // Compares the step with those of other schedules, numbers of microbatches and links, which Python has simulated.
-import {el, pressed, remark, tableOf} from "./elements.js";
+import {el, mark, pressed, remark, tableOf} from "./elements.js";
 import {duration, size} from "./units.js";
 
 /** The rows of the table: the quickest for each microbatch. */
@@ -26,10 +26,10 @@ export function whatIf(told, {unit, memory, chosen, choose}) {
     const row = told.rows[i], line = el("tr", undefined, pressed(() => choose([link, i]))), change = each(row) / each(own) - 1;
     line.append(el("td", `${told.schedules[row[0]]} ×${told.microbatches[row[1]]}${row[3] === own[3] ? "" : `, ${row[3]} ranks`}${i === told.own ? " (this)" : ""}`), el("td", duration(each(row), unit)),
       el("td", `${change > 0 ? "+" : ""}${(100 * change).toFixed(1)} %`), el("td", `${(100 * row[5]).toFixed(1)} %`), el("td", size(row[6]), fits(row) ? {} : {class: "bad"}));
-    if (i === picked) line.classList.add("on");
+    if (i === picked) mark(line);
     return line;
   });
-  box.append(el("h3", "what if: the same stages otherwise"), label, tableOf(["schedule", "1 microbatch", "change", "bubble", "peak"], rows));
+  box.append(el("h3", "what if: the same stages otherwise"), label, tableOf("the same stages otherwise", ["schedule", "1 microbatch", "change", "bubble", "peak"], rows));
   const row = told.rows[picked];
   if (row) box.append(remark(`${told.schedules[row[0]]} of ${told.microbatches[row[1]]} microbatches over ${told.links[row[2]]}: step ${duration(row[4], unit)}; splitkit plan … --schedule ${told.schedules[row[0]]} --microbatches ${told.microbatches[row[1]]} plans stages for it`));
   return box;
