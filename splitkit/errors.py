@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from typing import Any
 
 CODES: dict[str, str] = {
     "SK101": "not a graph",
@@ -147,7 +148,16 @@ class ScheduleError(SplitError):
 
 
 class CaptureError(SplitError):
-    """A model could not be turned into a graph (SK4xx)."""
+    """A model could not be turned into a graph (SK4xx).
+
+    Attributes:
+        reached: the graph up to where the capture stopped, if it had begun: a graph module, to be looked at only. It is
+            not pickled.
+        stopped_at: the line of Python where it stopped: ``model.py:12: if x.sum() > 0:``; empty if not known.
+    """
+
+    reached: Any = None
+    stopped_at: str = ""
 
 
 class FileError(SplitError):

@@ -20,8 +20,9 @@ from splitkit.cli.common import (
     versions,
 )
 from splitkit.cli.outcome import Outcome
+from splitkit.cli.outputs import write_outputs
 from splitkit.cli.pages import wrote
-from splitkit.errors import UsageError
+from splitkit.errors import CaptureError, UsageError
 
 if TYPE_CHECKING:
     from splitkit.cli.commands.plan_training import CapturedStep
@@ -47,7 +48,10 @@ def run(args: Namespace) -> Outcome:
     other = None if args.beside is None else read_plan(args.beside)
     measured = None if args.measured is None else MeasuredStep.load(args.measured)
     schedule = measured.order if measured and args.schedule is None else args.schedule
-    work, plan, costs = planned_by(args, file)
+    try:
+        work, plan, costs = planned_by(args, file)
+    except CaptureError as error:
+        raise _draw_reached(args, error) from error
     beside = None if other is None else decoded(work.gm.graph, args.beside, other)
     with work.clock.step("view", "pricing the rows"):
         step = None
@@ -82,6 +86,16 @@ def _halves(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcom
         pair = work.joint.split(decoded(graph, args.target, file))
         text = html(pair, memory=memory, title=work.source.spec)
     return _outcome(args, work, text)
+
+
+def _draw_reached(args: Namespace, error: CaptureError) -> CaptureError:
+    """Write the page of what a capture reached before it failed; return the error with the page in its remedy."""
+    if error.reached is None:
+        return error
+    from splitkit.view.capture_failure import capture_failure_html
+
+    write_outputs({args.output: capture_failure_html(error, args.target)})
+    return CaptureError(error.code, error.reason, f"{args.output} shows what was reached. {error.remedy}", error.nodes)
 
 
 def _outcome(args: Namespace, work: CapturedModel | CapturedStep, text: str) -> Outcome:

@@ -31,6 +31,7 @@ from splitkit.frontends.capture.first_call import (
 )
 from splitkit.frontends.capture.grad_flags import GradFlags
 from splitkit.frontends.capture.input_checks import InputCheck
+from splitkit.frontends.capture.reached import note_reached
 from splitkit.frontends.capture.seeding import refuse_seeding
 from splitkit.frontends.capture.symbolic_trace import trace
 from splitkit.frontends.capture.unfold_regions import inline_regions, inlined, restore_by_value
@@ -80,7 +81,8 @@ def capture(
         kwargs: example keyword inputs.
 
     Raises:
-        CaptureError: SK401, with the line of the model that could not be captured and what to try; SK404 for a Function
+        CaptureError: SK401, with the line of the model that could not be captured and what to try, and in ``reached``
+            the graph up to there; SK404 for a Function
             that no node can call, SK405 for hooks on gradients, which a graph cannot have.
     """
     if isinstance(model, ExportedProgram):
@@ -103,11 +105,14 @@ def capture(
             gm = retry_after_call(model, args, kwargs, ways[how])
             _note_repeated(gm, how, model, *given)
             return gm
-        except CaptureError:
+        except CaptureError as refusal:
+            note_reached(refusal, refusal)
             raise
         except Exception as error:
             helps = _find_remedy(model, args, kwargs, dynamic, how)
-            raise capture_error(model, how, error, helps, runs=not helps.startswith(RAISES)) from error
+            why = capture_error(model, how, error, helps, runs=not helps.startswith(RAISES))
+            note_reached(why, error)
+            raise why from error
 
 
 def _find_remedy(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, how: str) -> str:

@@ -200,6 +200,15 @@ def raised_at(error: BaseException) -> str:
     return _at_lines(_lines(error))
 
 
+def source_of(error: BaseException) -> str:
+    """Return the line of the user's code that an error comes from: ``folder/file.py:12: source``; empty if unknown."""
+    found = _lines(error)
+    if not found:
+        return ""
+    file, _, rest = str(found[0]).partition(f":{found[0].number}:")
+    return f"{'/'.join(Path(file).parts[-2:])}:{found[0].number}:{rest}"
+
+
 def _at_lines(lines: list[_Line]) -> str:
     return "\n  at " + "\n  called at ".join(map(str, lines)) if lines else ""
 

@@ -39,7 +39,14 @@ export const isSlowest = (stages, stage) => stages.length > 1 && stages.every(ot
  * @param {CanvasRenderingContext2D} c
  */
 export function paintBorders(p, c) {
-  const {down, up} = p.data;
+  const {down, up, stopped} = p.data;
+  if (stopped) {
+    const item = p.itemOf[stopped.row], y = item.y + item.h + GAP;
+    c.strokeStyle = p.ink.fg;
+    c.lineWidth = 2.5;
+    dashed(c, 0, y, p.right + 20, y);
+    put(c, `✕ capture stopped after ${stopped.node}${stopped.at && `: ${stopped.at}`}`, LEFT, y + 18, "600 12px system-ui", p.ink.fg);
+  }
   p.borders.slice(1, -1).forEach((row, k) => {
     const y = p.itemOf[row].y - GAP / 2;
     c.strokeStyle = p.ink.fg;

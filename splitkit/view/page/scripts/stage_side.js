@@ -16,10 +16,11 @@ import {whatIf} from "./what_if.js";
 
 /** @param {Ladder} p */
 export function showStages(p) {
-  const {data, side, stages} = p, {devices, marks, memory, note, beside} = data;
+  const {data, side, stages} = p, {devices, marks, memory, note, beside, stopped} = data;
   p.slider.value = p.count.textContent = String(stages.length);
   p.reset.disabled = p.isShipped;
   side.replaceChildren();
+  if (stopped) side.append(el("h3", "✕ the capture failed; this is what was reached"), el("pre", stopped.why, {class: "why"}));
   const rows = stages.map((stage, k) => {
     const row = rowOf(p, stage, k, stages, `${p.partName(k)}${p.isShipped && devices[k] ? ` ${devices[k]}` : ""}`,
       {...pressed(() => p.select({stage: k})), onmouseenter: () => p.hover({stage: k}), onmouseleave: () => p.hover(null)});

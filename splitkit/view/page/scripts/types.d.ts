@@ -111,6 +111,8 @@ interface LadderData extends CommonData {
   beside: Beside | null;
   /** the fields of the plan's file that stay when borders are moved */
   plan: {parts: object[]};
+  /** where the capture of the graph failed, if it did: the last row and node that were reached, the line of Python, and the reason */
+  stopped?: {row: number; node: string; at: string; why: string};
 }
 
 interface StepMemory {
