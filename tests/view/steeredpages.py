@@ -50,3 +50,21 @@ def borders(browser):
 
 def side(browser):
     return browser.value("splitkit.side.textContent")
+
+
+OVERLAPS = """(() => { const s = splitkit, wrong = [];
+  for (const item of s.items) for (const [, , inner] of s.innerOf(item)) {
+    const within = (a, b) => a.x >= b.x && a.y >= b.y && a.x + a.w <= b.x + b.w && a.y + a.h <= b.y + b.h;
+    const apart = (a, b) => a.x + a.w <= b.x || b.x + b.w <= a.x || a.y + a.h <= b.y || b.y + b.h <= a.y;
+    const boxes = [...inner.boxes].map(([op, box]) => ({ops: [op], x: box.x, y: box.y, w: 178, h: 19}));
+    for (const f of inner.frames) for (const other of [...boxes, ...inner.frames]) if (other !== f) {
+      const mine = other.ops.every(op => f.ops.includes(op)), around = f.ops.every(op => other.ops.includes(op));
+      const isRight = mine && around ? within(f, other) || within(other, f)
+        : mine ? within(other, f) : around || apart(f, other);
+      if (!isRight) wrong.push([f.key, String(other.ops)]);
+    }
+    for (const a of boxes) for (const b of boxes)
+      if (a !== b && !apart(a, b)) wrong.push([String(a.ops), String(b.ops)]);
+  }
+  return wrong; })()"""
+"""The ops and frames of open rows that overlap, or lie outside of their modules."""

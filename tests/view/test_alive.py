@@ -7,9 +7,10 @@ from browser import BINARY
 from steeredpages import assert_quiet, shown, side
 
 import splitkit as sk
+from splitkit.costs import unit_of
 from splitkit.policies import RecomputeAll, SaveAll
 from splitkit.testing import models
-from splitkit.units import size
+from splitkit.units import duration, size
 from splitkit.view.data.joint_ladder import TINY, HalvesView
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
@@ -18,7 +19,7 @@ LISTED = "[...document.querySelectorAll('.alive tbody tr')].map(r => [...r.cells
 
 @pytest.fixture(scope="module")
 def view():
-    example = models.build("llama", layers=2, width=64, heads=2, vocab=100)
+    example = models.build("llama", layers=3, width=64, heads=2, vocab=100)
     joint = sk.capture_joint(example.model, *example.args, **example.kwargs)
     costs = sk.costs.roofline(joint.graph_module, "a100")
     return example.model, HalvesView(joint.flow, [joint.split(p, costs) for p in (SaveAll(), RecomputeAll())], costs)
@@ -67,3 +68,67 @@ def test_a_value_of_the_list_is_selected_with_its_line_of_python(page):
     assert page.value("splitkit.ops.name[splitkit.selected.op]") == name
     assert "source" in side(page) and "modeling_llama.py:" in side(page)
     assert_quiet(page)
+
+
+BANDS = "splitkit.timeline.bands.map(band => [band.name, band.row, [...band.bytes]])"
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_bands_are_the_bytes_of_each_step_by_module(page, view, number):
+    page.value(f"splitkit.folded && splitkit.fold.click(); splitkit.setChoice({number})")
+    page.settle()
+    profile, rows = profile_of(view[1].pairs[number]), view[1].rows
+    bands = page.value(BANDS)
+    assert [sum(column) for column in zip(*(band[2] for band in bands), strict=True)] == list(profile.timeline)
+    tiny = profile.peak // TINY
+    row_of = {node.name: rows.of[node] for node in view[1].flow.nodes}
+    weights = {name: p.nbytes for name, p in view[0].named_parameters() if p.nbytes >= tiny}
+    for name, row, held in bands:
+        if row < 0:
+            continue
+        assert rows.names[row] == name
+        own = sum(nbytes for weight, nbytes in weights.items() if row_of_weight(rows.names, weight) == name)
+        for step in range(0, len(profile.steps), 61):
+            alive = [b for b in profile.live_at(step) if b.nbytes >= tiny and row_of.get(b.name) == row]
+            assert own + sum(b.nbytes for b in alive) == held[step], (name, step)
+
+
+def row_of_weight(names, weight):
+    """The row of the innermost module that has the weight."""
+    return max((name for name in names if weight.startswith(f"{name}.")), key=len, default=None)
+
+
+def test_folded_layers_are_one_band_and_the_mouse_tells_it(page):
+    page.value("splitkit.folded || splitkit.fold.click()")
+    page.settle()
+    names = [band[0] for band in page.value(BANDS)]
+    assert "model.layers.1 … 2  ×2" in names
+    x, y = page.value(
+        """(() => { const t = splitkit.timeline, box = t.canvas.getBoundingClientRect(), step = t.of.at;
+        const base = t.h - 20, bytes = t.bands[0].bytes[step] / 2;
+        return [box.left + t.x(step + 0.5), box.top + base - (base - 26) * bytes / t.most]; })()"""
+    )
+    page.mouse("moved", x, y)
+    page.settle()
+    assert f"of which {names[0]}: " in page.value("splitkit.timeline.caption()")
+    page.value("document.querySelectorAll('.bands tbody tr')[0].click()")
+    assert page.value("splitkit.selected.row") == page.value("splitkit.timeline.bands[0].row")
+    assert page.value("document.querySelector('.bands [aria-current]').cells[0].textContent") == names[0]
+    assert_quiet(page)
+
+
+def test_not_keeping_a_value_costs_what_the_nearest_plan_without_it_says(page, view):
+    """SaveAll beside RecomputeAll: the other plan recomputes nearly all that this one saves."""
+    page.value("splitkit.setChoice(0)")
+    pairs, costs = view[1].pairs, view[1].costs
+    twice = {node.name for node in pairs[1].plan.places if len(pairs[1].plan.places[node]) > 1}
+    more = sum(costs.seconds(node) for node in pairs[1].plan.places if len(pairs[1].plan.places[node]) > 1)
+    saved = [cells for cells in page.value(LISTED) if cells[2] == "saved" and cells[0] in twice]
+    assert saved and {cells[4] for cells in saved} == {f"+{duration(more, unit_of(costs))}"}
+    title = page.value(
+        "[...document.querySelectorAll('.alive tbody tr')].find(r => r.cells[2].textContent === 'saved').title"
+    )
+    assert "modeling_llama.py:" in title and "peak" in title and "instead of" in title
+    page.value("splitkit.setChoice(1)")
+    again = [cells[4] for cells in page.value(LISTED) if cells[2] == "saved"]
+    assert all(text.startswith(("recomputed", "≥ ")) for text in again)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from browser import BINARY
-from steeredpages import assert_quiet, middle, shown, side
+from steeredpages import OVERLAPS, assert_quiet, middle, shown, side
 
 import splitkit as sk
 from splitkit.policies import SaveAll
@@ -87,3 +87,22 @@ def test_the_background_selects_nothing_that_is_not_there(opened):
     opened.click(x, y)
     assert opened.value("splitkit.selected") is None
     assert_quiet(opened)
+
+
+def test_every_row_opens_also_one_without_backward(browser, tmp_path):
+    """The position ids of a Llama are a row whose backward has no ops."""
+    example = models.build("llama", layers=2, width=64, heads=2, vocab=100)
+    joint = sk.capture_joint(example.model, *example.args, **example.kwargs)
+    costs = sk.costs.roofline(joint.graph_module, "a100")
+    page = shown(browser, tmp_path, HalvesView(joint.flow, [joint.split(SaveAll(), costs)], costs))
+    page.value("splitkit.folded && splitkit.fold.click()")
+    assert 0 in page.value("splitkit.lateOf.map(ops => ops.length)")
+    for row in range(page.value("splitkit.data.rows.length")):
+        page.value(f"splitkit.toggle({row})")
+    page.settle()
+    found = page.value("splitkit.items.map(i => [i.inner.place.size, i.mirror.place.size])")
+    assert found == page.value(
+        "splitkit.data.rows.map((_, i) => [splitkit.opsOf[i].length, splitkit.lateOf[i].length])"
+    )
+    assert page.value(OVERLAPS) == []
+    assert_quiet(page)

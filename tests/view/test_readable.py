@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from browser import BINARY
-from steeredpages import assert_quiet, middle, planned, shown, side
+from steeredpages import OVERLAPS, assert_quiet, middle, planned, shown, side
 
 from splitkit.view.data.ladder import LadderView
 
@@ -96,21 +96,6 @@ def test_no_frames_or_ops_overlap_and_each_op_lies_in_its_modules(opened):
     unfold(opened)
     opened.click(*middle(opened, "model.layers.1"), times=2)
     assert opened.value(OVERLAPS) == []
-
-
-OVERLAPS = """(() => { const s = splitkit, wrong = [];
-  for (const item of s.items) for (const [, , inner] of s.innerOf(item)) {
-    const within = (a, b) => a.x >= b.x && a.y >= b.y && a.x + a.w <= b.x + b.w && a.y + a.h <= b.y + b.h;
-    const apart = (a, b) => a.x + a.w <= b.x || b.x + b.w <= a.x || a.y + a.h <= b.y || b.y + b.h <= a.y;
-    const boxes = [...inner.boxes].map(([op, box]) => ({ops: [op], x: box.x, y: box.y, w: 178, h: 19}));
-    for (const f of inner.frames) for (const other of [...boxes, ...inner.frames]) if (other !== f) {
-      const mine = other.ops.every(op => f.ops.includes(op)), around = f.ops.every(op => other.ops.includes(op));
-      if (mine ? !within(other, f) : !around && !apart(f, other)) wrong.push([f.key, String(other.ops)]);
-    }
-    for (const a of boxes) for (const b of boxes)
-      if (a !== b && !apart(a, b)) wrong.push([String(a.ops), String(b.ops)]);
-  }
-  return wrong; })()"""
 
 
 def test_equal_layers_stay_folded_when_one_of_them_is_opened(opened):

@@ -1,6 +1,7 @@
 // @ts-check
 // The picture of forward and backward of a joint graph: what is saved, and what is recomputed.
 import {aliveTable} from "./alive.js";
+import {bandTable} from "./bands.js";
 import {stripes} from "./canvas.js";
 import {dashed, heading} from "./drawing.js";
 import {el, mark, pressed, remark, tableOf} from "./elements.js";
@@ -142,7 +143,7 @@ export class Halves extends Picture {
     side.replaceChildren(el("h3", name), tableOf(name, ["plan", "saved", "peak", "recomputed"], rows));
     if (memory) side.append(remark(`limit ${size(memory)}`));
     this.timeline.unfold();
-    side.append(aliveTable(this, this.timeline.pinned ?? choice.memory.at));
+    side.append(bandTable(this, this.timeline.pinned ?? choice.memory.at), aliveTable(this, this.timeline.pinned ?? choice.memory.at));
     if (this.selected) showFacts(this, this.factsOf(this.selected));
     if (choice.note) side.append(el("h3", "plan"), remark(choice.note));
     side.append(legend(this, [["", COLOURS[0], "forward"], ["", COLOURS[1], "backward"], ["hatched", COLOURS[1], "recomputed in backward"], RIBBON, ARROW, ["dashed", "var(--fg)", "the border of forward and backward"], ...(memory ? [LIMIT] : [])]));

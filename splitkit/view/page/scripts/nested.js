@@ -22,12 +22,12 @@ const MOST = 0.8;
 export function nested(list, ops, toggled) {
   const paths = new Map(list.map(op => [op, ops.module(op) ? ops.module(op).split(".") : []]));
   let depth = 0;
-  for (let goes = true; goes; depth++) {
+  for (let goes = list.length > 0; goes; depth++) {
     const atoms = new Map();
     for (const path of paths.values()) if (path.length > depth) atoms.set(path[depth], (atoms.get(path[depth]) || 0) + 1);
     goes = Math.max(0, ...atoms.values()) >= MOST * list.length;
   }
-  return contents(list, depth - 1, {ops, paths, toggled, isOpen: list.length <= ALL_AT_ONCE});
+  return contents(list, Math.max(0, depth - 1), {ops, paths, toggled, isOpen: list.length <= ALL_AT_ONCE});
 }
 /**
  * @param {number[]} list

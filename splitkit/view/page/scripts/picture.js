@@ -79,7 +79,7 @@ export class Picture {
     this.count = el("b");
     this.slider = this.makeSlider();
     this.reset = el("button", "as planned", {onclick: () => this.asPlanned()});
-    this.fold = el("button", "", {onclick: () => { this.folded = !this.folded; this.layout(); this.fit(); }});
+    this.fold = el("button", "", {onclick: () => { this.folded = !this.folded; this.layout(); this.fit(); this.showSide(); }});
     const wanted = "search op or module";
     this.save = el("button", "PNG", {title: "save what is seen as PNG", onclick: () => flattened(this.root, this.ink.bg).toBlob(blob => { if (blob) download("splitkit.png", blob); })});
     this.search = el("input", undefined, {type: "search", placeholder: wanted, "aria-label": wanted, oninput: () => this.find(this.search.value), onkeydown: e => { if (e.key === "Enter") this.nextHit(); }});

@@ -1,6 +1,7 @@
 // @ts-check
 // Draws the bytes that are alive at each step of forward and backward.
-import {SMALL, context, level, put, shade} from "./canvas.js";
+import {bandAt, bandsOf, paintBandsOf} from "./bands.js";
+import {SMALL, context, level, put} from "./canvas.js";
 import {el} from "./elements.js";
 import {near} from "./totals.js";
 import {size} from "./units.js";
@@ -20,19 +21,31 @@ export class StepChart {
     this.ops = [];
     /** @type {number[]} */
     this.bytes = [];
+    /** @type {import("./bands.js").Band[]} the bytes by module */
+    this.bands = [];
+    /** @type {Item[]} the layout that `bands` were made for: folded layers are one band */
+    this.items = [];
+    /** the band below the mouse, in words */
+    this.within = "";
     this.canvas = el("canvas", undefined, {role: "img", "aria-label": "memory at each step of forward and backward"});
     const foot = el("footer");
     picture.root.style.setProperty("--t", "150px");
     foot.append(this.canvas);
     picture.root.append(foot);
-    this.canvas.addEventListener("pointermove", e => { this.hover = this.pick(e); picture.draw(); });
+    this.canvas.addEventListener("pointermove", e => { this.hover = this.pick(e); this.within = this.bandText(e); picture.draw(); });
     this.canvas.addEventListener("pointerleave", () => { this.hover = null; picture.draw(); });
     this.canvas.addEventListener("click", e => { const step = this.pick(e), op = step === null ? -1 : this.ops[step]; if (step !== null) this.pinned = step; if (op >= 0) picture.select({op}, true); else picture.showSide(); });
   }
   /** Decompress the steps and bytes of the choice; joint_ladder.py describes the form. */
   unfold() {
-    const {memory} = this.picture.choice;
-    if (this.of === memory) return;
+    const {memory} = this.picture.choice, {items} = this.picture;
+    if (this.of === memory && this.items === items) return;
+    if (this.of !== memory) this.decompress(memory);
+    this.items = items;
+    this.bands = bandsOf(this.picture, memory, this.bytes);
+  }
+  /** @param {StepMemory} memory */
+  decompress(memory) {
     this.of = memory;
     this.pinned = null;
     this.ops = [];
@@ -53,7 +66,7 @@ export class StepChart {
     this.unfold();
     Object.assign(this, {w, h});
     c.clearRect(0, 0, w, h);
-    const peaks = picture.data.choices.map(each => each.peak), limit = near(picture.data.memory, Math.max(...peaks)), most = Math.max(limit, ...peaks) || 1, base = h - 20, y = (/** @type {number} */ nbytes) => base - (base - 26) * nbytes / most;
+    const {limit, most} = this, base = h - 20, y = (/** @type {number} */ nbytes) => base - (base - 26) * nbytes / most;
     for (const [name, start, stop] of memory.calls) {
       c.globalAlpha = 0.12;
       c.fillStyle = picture.paintOf(0, name === "backward");
@@ -61,11 +74,7 @@ export class StepChart {
       c.globalAlpha = 1;
       put(c, name, (this.x(start) + this.x(stop)) / 2, h - 6, SMALL, ink.mut, "center");
     }
-    c.beginPath();
-    c.moveTo(this.x(0), base);
-    this.bytes.forEach((nbytes, step) => { c.lineTo(this.x(step), y(nbytes)); c.lineTo(this.x(step + 1), y(nbytes)); });
-    c.lineTo(this.x(this.bytes.length), base);
-    shade(c, ink.rib);
+    if (this.bytes.length) paintBandsOf(c, this.bands, step => this.x(step), y);
     put(c, "0", 78, base, "10px system-ui", ink.mut, "right");
     put(c, size(most), 78, 30, "10px system-ui", ink.mut, "right");
     if (limit) level(c, this.x(0), this.x(this.bytes.length), y(limit), ink.bad);
@@ -76,10 +85,20 @@ export class StepChart {
     c.fillRect(at - 2, y(choice.peak) - 2, 4, 4);
     put(c, this.caption(), at + (left ? -6 : 6), 15, "600 11px system-ui", ink.fg, left ? "right" : "left");
   }
+  /** The memory limit, or 0 where it would flatten the chart. */
+  get limit() { return near(this.picture.data.memory, Math.max(...this.peaks)); }
+  get peaks() { return this.picture.data.choices.map(each => each.peak); }
+  /** The bytes at the top of the chart, the same for all choices. */
+  get most() { return Math.max(this.limit, ...this.peaks) || 1; }
+  /** @param {MouseEvent} e */
+  bandText(e) {
+    const step = this.pick(e), base = this.h - 20, band = step === null ? undefined : bandAt(this.bands, step, (base - e.offsetY) / (base - 26) * this.most);
+    return band && step !== null ? `, of which ${band.name}: ${size(band.bytes[step])}` : "";
+  }
   /** The text above the chart: bytes and op below the mouse, or of the peak. */
   caption() {
     const {picture, hover} = this, {peak, memory} = picture.choice, op = this.ops[hover ?? memory.at], name = op >= 0 ? picture.ops.name[op] : "";
-    return hover === null ? `peak ${size(peak)}${name ? ` at ${name}` : ""}` : `${size(this.bytes[hover])} at ${name || `step ${hover}`}`;
+    return hover === null ? `peak ${size(peak)}${name ? ` at ${name}` : ""}` : `${size(this.bytes[hover])} at ${name || `step ${hover}`}${this.within}`;
   }
   /** @param {MouseEvent} e */
   pick(e) {
