@@ -38,6 +38,7 @@ from splitkit.view.page import page
 from splitkit.view.page.html import FramedPage, fragment, still_page
 from splitkit.view.svg.bars import Bar, BarsDrawing
 from splitkit.view.svg.drawing import escaped
+from splitkit.view.svg.halves_svg import halves_svg
 from splitkit.view.svg.ladder_svg import ladder_svg
 from splitkit.view.svg.memory_chart import memory_svg
 from splitkit.view.svg.timeline import timeline_svg
@@ -121,7 +122,7 @@ def _halves(
         from splitkit.frontends.aot import joint_flow
 
         pair = divide(joint_flow(gm, forward_outputs(gm.graph)), plan, prices)
-        return _pair(pair, costs=costs, memory=memory, title=title or plan.note)
+        return _pair(pair, costs=costs, memory=memory, title=title)
 
     def ladder() -> LadderView | HalvesView:
         found = pair_picture().ladder
@@ -282,7 +283,7 @@ def _pair(pair: Pair, *, costs: Costs | None = None, memory: float | str | None 
     values = [value for value in pair.saved_values if value.nbytes]
     total = sum(value.nbytes for value in values)
 
-    def svg() -> str:
+    def bars() -> str:
         halves = [Bar("forward", forward, f"{forward} nodes", 0), Bar("backward", backward, f"{backward} nodes", 1)]
         groups: dict[str, list[SavedValue]] = {}
         for value in values:
@@ -302,14 +303,15 @@ def _pair(pair: Pair, *, costs: Costs | None = None, memory: float | str | None 
 
     title, plan, limit = title or "forward and backward", pair.plan, limit_of(memory)
     if plan is None:  # one of torch's partitioners made the pair, and does not tell from which joint graph
-        return Picture(title, svg, tables)
+        return Picture(title, bars, tables)
 
+    @cache
     def ladder() -> HalvesView:
         flow = analyze(_module_of(plan))
         prices = costs_of(plan.prices, flow) if costs is None else costs
         return HalvesView(flow, [pair], prices, title, memory=limit)
 
-    return Picture(title, svg, tables, ladder)
+    return Picture(title, lambda: halves_svg(ladder()), tables, ladder, fallback=bars)
 
 
 def _bar(label: str, values: Sequence[SavedValue]) -> Bar:

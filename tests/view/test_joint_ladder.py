@@ -13,8 +13,11 @@ from torch import nn
 import splitkit as sk
 from splitkit.graph.joint_marks import backward_nodes, forward_outputs
 from splitkit.policies import RecomputeAll, SaveAll
+from splitkit.testing import models
 from splitkit.testing.small_nets import UNet, loss_or_sum
+from splitkit.units import size
 from splitkit.view.data.joint_ladder import HalvesView
+from splitkit.view.svg.halves_svg import halves_svg
 
 
 @pytest.fixture(scope="module", params=these_first(["gpt2"], ["t5"]))
@@ -84,3 +87,41 @@ def test_time_is_that_of_the_prices(view, data):
     whole = sum(view.costs.seconds(node) for node in view.flow.nodes)
     choice = data["choices"][1]
     assert sum(choice["forward"]) + sum(choice["backward"]) == pytest.approx(whole, rel=1e-5)
+
+
+def test_the_still_picture_is_the_ladder_of_the_page():
+    """What is saved, what is computed again and what each row takes are those of the page's chosen plan."""
+    example = models.build("gpt2", layers=3, width=64, heads=2, vocab=100)
+    joint = sk.capture_joint(example.model, *example.args, **example.kwargs)
+    costs = sk.costs.roofline(joint.graph_module, "a100")
+    for policy in (sk.policies.SaveAll(), sk.policies.RecomputeAll(), sk.policies.Budget(0.5)):
+        pair = joint.split(policy, costs)
+        view = HalvesView(joint.flow, [pair], costs)
+        still, data = view.still(), view.to_dict()
+        choice = data["choices"][0]
+        assert still["saved"] == choice["saved"] and still["bytes"] == choice["bytes"]
+        assert (still["times"]["forward"], still["times"]["backward"]) == (choice["forward"], choice["backward"])
+        assert still["again"] == [data["ops"]["name"][op] for op in choice["again"]]
+        assert sum(still["times"]["again"]) == pytest.approx(choice["seconds"])
+        assert (still["rows"], still["edges"]) == (data["rows"], data["edges"])
+        picture = halves_svg(view)
+        assert f"{size(choice['bytes'])} saved for backward" in picture
+        assert ("hatched" in picture) == bool(choice["again"])
+        assert all(name in picture for name in ("transformer.h.1 … 2 ×2", "∇ lm_head", "backward ↑ (time)"))
+
+
+def test_edges_are_the_values_that_forward_ops_read():
+    example = models.build("gpt2", layers=2, width=64, heads=2, vocab=100)
+    joint = sk.capture_joint(example.model, *example.args, **example.kwargs)
+    costs = sk.costs.roofline(joint.graph_module, "a100")
+    view = HalvesView(joint.flow, [joint.split(sk.policies.SaveAll(), costs)], costs)
+    data, found = view.to_dict(), {}
+    ops, late = data["ops"], data["late"]
+    for op in range(late):
+        for steps in ops["reads"][op]:
+            made = op - steps
+            key = ops["row"][made], ops["row"][op]
+            if key[0] != key[1]:
+                found.setdefault(key, set()).add(made)
+    told = {(a, b): nbytes for a, b, nbytes in data["edges"]}
+    assert told == {key: sum(ops["sorts"][ops["sort"][op]][2] for op in made) for key, made in found.items()}

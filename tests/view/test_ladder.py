@@ -16,6 +16,8 @@ from splitkit.testing import models
 from splitkit.view.data.ladder import COLUMNS, LadderView, _figure
 from splitkit.view.page import page
 
+NAMESPACE = r"http:\/\/www.w3.org/2000/svg"  # a name that every SVG has, which nothing fetches
+
 
 def thirds(gm):
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
@@ -67,7 +69,7 @@ def test_segments_whose_modules_alternate_have_the_peak_of_the_graphs_own_order(
         for stage, (a, b) in zip(sk.stage_costs(flow, plan, costs), ((0, middle), (middle, count)), strict=True):
             at = a * count - a * (a - 1) // 2 + (b - a - 1)
             assert data["stretches"]["temporary"][at] == stage.temporary_bytes
-            index = [flow.index[node] for row in view._nodes[a:b] for node in row]
+            index = [flow.index[node] for row in view.nodes_of_rows[a:b] for node in row]
             alternating += index != sorted(index)
     assert alternating  # or the model no longer has such modules
 
@@ -113,10 +115,10 @@ def test_the_page_stands_alone_and_text_stays_text(ladder):
     run = sk.simulate_schedule(sk.stage_costs(ladder.flow, ladder.plan, ladder.costs), "1f1b", 6)
     data = LadderView(ladder.flow, ladder.plan, ladder.costs, ladder.title, memory=2**30, run=run).to_dict()
     html = page(data)
-    assert "<script>alert" not in html and "http" not in html.replace("http-equiv", "")
+    assert "<script>alert" not in html and "http" not in html.replace("http-equiv", "").replace(NAMESPACE, "")
     inside = html.partition('id="splitkit-data">')[2].partition("</script>")[0]
     assert json.loads(inside) == json.loads(json.dumps(data))
-    assert len(html.encode()) - len(inside.encode()) < 80_000  # what is ours
+    assert len(html.encode()) - len(inside.encode()) < 110_000  # what is ours
 
 
 def test_a_ribbon_goes_from_the_row_that_makes_a_value_to_the_row_whose_backward_wants_it():

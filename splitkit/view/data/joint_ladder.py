@@ -20,13 +20,13 @@ from typing import Any
 from torch import fx
 from torch.fx import Node
 
-from splitkit.costs import unit_of
 from splitkit.engine.pair import Pair
 from splitkit.graph.dataflow import Dataflow
 from splitkit.memory.profile import MemoryProfile, simulate_memory
 from splitkit.memory.simulation import SimulatedStorage
 from splitkit.prices import Costs
-from splitkit.view.data.op_columns import ops_data, rounded, row_kind
+from splitkit.view.data.ladder_model import LadderModel, as_triples
+from splitkit.view.data.op_columns import ops_data, rounded
 from splitkit.view.data.rows import LadderRows, ladder_rows
 
 SCHEMA = "splitkit.halves/1"
@@ -35,7 +35,7 @@ TINY = 1000
 
 
 @dataclass(frozen=True, eq=False)
-class HalvesView:
+class HalvesView(LadderModel):
     """One or several divisions of a joint graph into forward and backward, drawn as a ladder.
 
     Attributes:
@@ -67,26 +67,43 @@ class HalvesView:
         return [*forward, *(n for n in self.flow.nodes if n in late)]
 
     @cached_property
+    def nodes_of_rows(self) -> list[list[Node]]:
+        """The nodes of each row, forward and backward."""
+        found: list[list[Node]] = [[] for _ in self.rows.names]
+        for node in self._nodes:
+            found[self.rows.of[node]].append(node)
+        return found
+
+    @cached_property
     def _place(self) -> dict[str, int]:
         return {node.name: i for i, node in enumerate(self._nodes)}
 
+    def still(self) -> dict[str, Any]:
+        """Return what a still picture of the chosen pair shows, as plain data; takes time linear in the graph."""
+        pair = self.pairs[self.chosen]
+        first, second = (self._computed(half) for half in (pair.forward, pair.backward))
+        again = sorted({*first}.intersection(second), key=self._place.__getitem__)
+        rows = [self.rows.of[self._nodes[self._place[name]]] for name in again]
+        return self.common() | {
+            "schema": SCHEMA,
+            "trains": True,
+            "bytes": sum(value.nbytes for value in pair.saved_values),
+            "again": again,
+            "recomputed": [row in rows for row in range(len(self.rows))],
+            "times": {
+                "forward": self._seconds(first),
+                "backward": self._seconds(second),
+                "again": self._seconds(again),
+            },
+            "saved": as_triples(self._saved(pair)),
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """Return all that the page shows, as plain data."""
-        forward = sum(node not in self.rows.backward for node in self._nodes)
-        inside: list[list[Node]] = [[] for _ in self.rows.names]
-        for node in self._nodes:
-            inside[self.rows.of[node]].append(node)
-        return {
+        return self.common() | {
             "schema": SCHEMA,
-            "title": self.title,
-            "unit": unit_of(self.costs),
-            "memory": self.memory,
-            "rows": [
-                {"name": name, "ops": len(nodes), "kind": row_kind(nodes)}
-                for name, nodes in zip(self.rows.names, inside, strict=True)
-            ],
             "ops": ops_data(self.flow, self._nodes, self.rows.of.__getitem__, self.costs),
-            "late": forward,
+            "late": sum(node not in self.rows.backward for node in self._nodes),
             "choices": [self._choice(pair) for pair in self.pairs],
             "chosen": self.chosen,
         }
@@ -103,7 +120,7 @@ class HalvesView:
             "again": again,
             "forward": self._seconds(first),
             "backward": self._seconds(second),
-            "saved": [(a, b, nbytes) for (a, b), nbytes in sorted(self._saved(pair).items())],
+            "saved": as_triples(self._saved(pair)),
             "memory": self._memory(profile),
         }
 

@@ -15,8 +15,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from splitkit.costs import unit_of
-from splitkit.graph.dataflow import Dataflow, readers_of
+from splitkit.graph.dataflow import Dataflow
 from splitkit.memory.autograd.saved_storages import activations
 from splitkit.memory.segments.segment import OrderMemory
 from splitkit.pipeline.measured_step import MeasuredStep
@@ -27,7 +26,8 @@ from splitkit.pipeline.stage_prices import StagePrices, run_order
 from splitkit.plans.parts import PARENT
 from splitkit.plans.record import Plan
 from splitkit.prices import Costs, Optimizer
-from splitkit.view.data.op_columns import ops_data, row_kind
+from splitkit.view.data.ladder_model import LadderModel, as_triples
+from splitkit.view.data.op_columns import ops_data
 from splitkit.view.data.page_data import border_marks, simulation
 from splitkit.view.data.plan_template import plan_template
 from splitkit.view.data.rows import LadderRows, ladder_rows
@@ -40,7 +40,7 @@ _BYTES = COLUMNS[2:]
 
 
 @dataclass(frozen=True, eq=False)
-class LadderView:
+class LadderView(LadderModel):
     """A plan of a graph, drawn as a ladder.
 
     Attributes:
@@ -92,14 +92,6 @@ class LadderView:
         return ladder_rows(self.flow, {node: number[pair] for node, pair in self._parts.items()})
 
     @cached_property
-    def _nodes(self) -> list[list[Node]]:
-        found: list[list[Node]] = [[] for _ in range(len(self.rows))]
-        for node in self.flow.nodes:
-            if node not in self.rows.backward:
-                found[self.rows.of[node]].append(node)
-        return found
-
-    @cached_property
     def _prices(self) -> StagePrices:
         return StagePrices(self.flow, self.costs, self.optimizer, divided=False)
 
@@ -110,12 +102,12 @@ class LadderView:
 
     @cached_property
     def _memory(self) -> OrderMemory:
-        return self._prices.memory.order(self._nodes)
+        return self._prices.memory.order(self.nodes_of_rows)
 
     @cached_property
     def _ends(self) -> list[int]:
         """The number of nodes above each row, and the number of all nodes."""
-        return list(accumulate(map(len, self._nodes), initial=0))
+        return list(accumulate(map(len, self.nodes_of_rows), initial=0))
 
     @cached_property
     def _alone(self) -> list[StageCosts]:
@@ -124,11 +116,11 @@ class LadderView:
 
     def _stage_of_rows(self, start: int, end: int) -> StageCosts:
         """Return the costs of the rows ``start`` to ``end - 1`` as one stage."""
-        nodes = [node for row in self._nodes[start:end] for node in row]
+        nodes = [node for row in self.nodes_of_rows[start:end] for node in row]
         order = self._memory
         if self._alternating[end - 1] > self._alternating[start]:
             nodes.sort(key=self.flow.index.__getitem__)
-            order = self._prices.memory.order([*self._nodes[:start], nodes, *self._nodes[end:]])
+            order = self._prices.memory.order([*self.nodes_of_rows[:start], nodes, *self.nodes_of_rows[end:]])
         return self._prices.stage(order, self._ends[start], self._ends[end], nodes)
 
     @cached_property
@@ -138,7 +130,7 @@ class LadderView:
         A stage runs its nodes in graph order, where modules may alternate: the decoder's embedding runs before the
         encoder ends. Such a stage has another peak than its rows one after the other.
         """
-        index = [[self.flow.index[node] for node in nodes] for nodes in self._nodes]
+        index = [[self.flow.index[node] for node in nodes] for nodes in self.nodes_of_rows]
         begins = [own[0] < above[-1] for above, own in pairwise(index)]
         return list(accumulate(begins, initial=0))
 
@@ -153,25 +145,17 @@ class LadderView:
 
     def still(self) -> dict[str, Any]:
         """Return what a still picture shows, as plain data; takes time linear in the graph."""
-        return {
+        return self.common() | {
             "schema": SCHEMA,
-            "title": self.title,
             "note": self.plan.note,
-            "unit": unit_of(self.costs),
             "trains": self.trains,
-            "memory": self.memory,
             "parts": _part_names(self._keys),
             "devices": [str(p.device) if (p := self.plan.parts.get(k)) and p.device else "" for k in self._keys],
-            "rows": [
-                {"name": name, "part": self._ranks[rank][0], "ops": len(nodes), "kind": row_kind(nodes)}
-                for name, rank, nodes in zip(self.rows.names, self.rows.parts, self._nodes, strict=True)
-            ],
             "times": {c: [_figure(row, c) for row in self._alone] for c in ("forward", "backward")},
             "stages": {c: [_figure(s, c) for s in self.stages] for c in COLUMNS},
             "down": [int(self._memory.messages[end]) for end in self._ends],
             "up": [int(self._memory.gradient_messages[end]) if self.trains else 0 for end in self._ends],
-            "edges": _as_triples(self._edges()),
-            "saved": _as_triples({key: sum(makers.values()) for key, makers in self._saved.items()}),
+            "saved": as_triples({key: sum(makers.values()) for key, makers in self._saved.items()}),
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -180,7 +164,7 @@ class LadderView:
         at = border_marks(self._borders(), [row.forward + row.backward for row in self._alone])
         # `stretches` has one entry for each pair of marks, in the order in which page/scripts/prices.js looks them up
         stretches = [self._stage_of_rows(a, b) for i, a in enumerate(at) for b in at[i + 1 :]]
-        nodes = [node for row in self._nodes for node in row]
+        nodes = [node for row in self.nodes_of_rows for node in row]
         return found | {
             "marks": at,
             "stretches": {c: [_figure(s, c) for s in stretches] for c in _BYTES},
@@ -192,9 +176,13 @@ class LadderView:
             "beside": None if self.beside is None else self._beside(self.beside),
         }
 
+    def part_of_row(self, row: int) -> int:
+        """Return the number of the part in the plan that a row lies in."""
+        return self._ranks[self.rows.parts[row]][0]
+
     def _borders(self) -> list[int]:
         """Return the first row of each part, and the number of rows."""
-        parts = [self._ranks[rank][0] for rank in self.rows.parts]
+        parts = [self.part_of_row(row) for row in range(len(self.rows))]
         return [0, *(row for row in range(1, len(parts)) if parts[row] != parts[row - 1]), len(parts)]
 
     def _run(self, run: ScheduleRun, found: Mapping[str, Any], at: Sequence[int]) -> dict[str, Any]:
@@ -226,15 +214,6 @@ class LadderView:
             "rows": [self._ranks[rank][1] for rank in self.rows.parts],
             "stages": {c: [_figure(s, c) for s in self._prices.of(plan)] for c in COLUMNS},
         }
-
-    def _edges(self) -> dict[tuple[int, int], int]:
-        """Return (row, lower row that reads from it) -> bytes of the values read; each value counts once."""
-        found: dict[tuple[int, int], int] = {}
-        for node, readers in readers_of(self.flow).items():
-            own = self.rows.of[node]
-            for row in sorted({self.rows.of[reader] for reader in readers} - {own}):
-                found[own, row] = found.get((own, row), 0) + self.costs.nbytes(node)
-        return found
 
     def _kept(self, nodes: Sequence[Node]) -> list[list[tuple[int, int]]]:
         """Return for each of the triples "saved" the makers of its storages, by their place among the nodes, and bytes.
@@ -304,7 +283,3 @@ def _figure(stage: StageCosts, column: str) -> float:
         else getattr(stage, "forward" if column == "forward" else f"{column}_bytes")
     )
     return whole
-
-
-def _as_triples(found: Mapping[tuple[int, int], int]) -> list[tuple[int, int, int]]:
-    return [(a, b, nbytes) for (a, b), nbytes in sorted(found.items())]

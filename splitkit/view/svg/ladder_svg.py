@@ -26,7 +26,7 @@ _LINES = 240
 
 
 @dataclass(frozen=True)
-class _Item:
+class Item:
     """A box: the rows ``start`` to ``end - 1``, all of one stage."""
 
     start: int
@@ -54,7 +54,7 @@ class LadderDrawing:
         return [0, *(row for row in range(1, len(parts)) if parts[row] != parts[row - 1]), len(parts)]
 
     @cached_property
-    def items(self) -> list[_Item]:
+    def items(self) -> list[Item]:
         """The boxes: one per run of equal rows of a stage; where these are still too many, neighbours are merged."""
         runs = [
             (stage, start + offset, start + offset + count)
@@ -62,12 +62,12 @@ class LadderDrawing:
             for offset, count in _runs([row["kind"] for row in self.data["rows"][start:end]])
         ]
         several = -(-len(runs) // _MOST)  # how many neighbours become one box
-        found: list[_Item] = []
+        found: list[Item] = []
         for stage, group in groupby(runs, key=lambda run: run[0]):
             own = list(group)
             for at in range(0, len(own), several):
                 some = own[at : at + several]
-                found.append(_Item(some[0][1], some[-1][2], stage, TOP + len(found) * (ROW + GAP)))
+                found.append(Item(some[0][1], some[-1][2], stage, TOP + len(found) * (ROW + GAP)))
         return found
 
     @cached_property
@@ -87,7 +87,7 @@ class LadderDrawing:
         """Return the picture."""
         draw = Drawing(self._right + 20 + max([width(text, 10, True) for text in self._border_texts], default=0) + 14)
         bottom = self.items[-1].y + ROW + GAP
-        title = f"{self.data['title']}{' · ' if self.data['title'] else ''}{len(self.borders) - 1} stages"
+        title = f"{self.data['title']}{' · ' if self.data['title'] else ''}{self._heading}"
         draw.text(8, 16, title, bold=True, size=12, room=draw.width - 16)
         self._bands(draw)
         self._draw_borders(draw)
@@ -96,10 +96,30 @@ class LadderDrawing:
         self._arrows(draw)
         for item in self.items:
             self._box(draw, item)
-        if self._trains and any(self._crosses(a, b) for a, b, _ in self._merged("saved")):
-            draw.legend(8, bottom + 12, [(INK, "made in one stage, saved in another")], draw.width - 16)
+        if entries := self._legend():
+            draw.legend(8, bottom + 12, entries, draw.width - 16)
             bottom += 20
         return draw.to_svg(bottom + 4, f"{title}: forward, backward, saved values and borders")
+
+    @property
+    def _heading(self) -> str:
+        """What the title says of the picture."""
+        stages = len(self.borders) - 1
+        return f"{stages} stage{'s' if stages > 1 else ''}"
+
+    def _legend(self) -> list[tuple[str, str]]:
+        """The colours and what they mean, where the picture does not say so itself."""
+        found = [(RIBBON, "line: read by the box, ribbon: saved for backward, as wide as its bytes")]
+        if any(self._crosses(a, b) for a, b, _ in self._merged("saved")):
+            found.append((INK, "made in one stage, saved in another"))
+        return found if self._trains else []
+
+    def _fill(self, item: Item, late: bool) -> str:
+        """The colour of a box, in backward if ``late``."""
+        return colour(item.stage)
+
+    def _marks(self, draw: Drawing, item: Item) -> None:
+        """Draw on the backward box of an item."""
 
     def _time(self, seconds: float) -> str:
         return duration(seconds, self.data["unit"])
@@ -151,7 +171,7 @@ class LadderDrawing:
             *((line, BAD if limit and peak > limit else MUTED) for line in held),
         ]
 
-    def _name(self, item: _Item) -> str:
+    def _name(self, item: Item) -> str:
         rows = self.data["rows"][item.start : item.end]
         if len(rows) == 1:
             return str(rows[0]["name"])
@@ -159,14 +179,17 @@ class LadderDrawing:
         same = len({row["kind"] for row in rows}) == 1
         return f"{rows[0]['name']} … {last.rpartition('.')[2] if same else last} ×{len(rows)}"
 
-    def _box(self, draw: Drawing, item: _Item) -> None:
-        name, fill = self._name(item), colour(item.stage)
+    def _box(self, draw: Drawing, item: Item) -> None:
+        name = self._name(item)
         saved = f", saved {size(self.saved(item.start, item.end))}" if self._trains else ""
         ops = sum(row["ops"] for row in self.data["rows"][item.start : item.end])
         times = [("forward", "", LEFT)] + ([("backward", "∇ ", self._right - BOX)] if self._trains else [])
         for column, sign, x in times:
+            fill = self._fill(item, column == "backward")
             time = self._time(sum(self.data["times"][column][item.start : item.end]))
             draw.rect(x, item.y, BOX, ROW, fill, f"{name}\n{ops} ops, {column} {time}{saved}", round_=4)
+            if column == "backward":
+                self._marks(draw, item)
             draw.text(x + BOX - 8, item.y + 16, time, ink_on(fill), "end")
             shown = shortened(name, BOX - 24 - width(time) - width(sign), end=True)
             draw.text(x + 8, item.y + 16, sign + shown, ink_on(fill), title="" if shown == name else name)

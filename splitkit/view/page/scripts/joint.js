@@ -22,7 +22,7 @@ export class Halves extends Picture {
    */
   constructor(data, options) {
     super(data, options, data.late);
-    this.edges = this.edgesOf();
+    this.edges = data.edges;
     this.number = data.chosen;
     this.choice = data.choices[this.number];
     /** the ops that backward recomputes */
@@ -33,20 +33,6 @@ export class Halves extends Picture {
     this.timeline = new StepChart(this);
   }
   get chart() { return this.timeline; }
-  /**
-   * The values between rows of forward, summed by pair of rows; each value counts once.
-   * @returns {Triple[]}
-   */
-  edgesOf() {
-    const {ops, late} = this, {rows} = this.data;
-    /** @type {Map<number, Set<number>>} */
-    const edges = new Map();
-    for (let op = 0; op < late; op++) for (const read of ops.reads[op]) {
-      const [a, b] = [ops.row[read], ops.row[op]], key = a * rows.length + b;
-      if (a !== b) edges.set(key, (edges.get(key) || new Set()).add(read));
-    }
-    return [...edges].map(([key, values]) => [Math.floor(key / rows.length), key % rows.length, sum([...values].map(op => ops.bytes(op)))]);
-  }
   /**
    * Show one of the plans.
    * @param {number} number

@@ -87,6 +87,7 @@ interface CommonData {
   unit: string;
   memory: number | null;
   rows: RowData[];
+  edges: Triple[];
   ops: OpColumns;
 }
 
@@ -100,7 +101,6 @@ interface LadderData extends CommonData {
   stages: StageColumns;
   down: number[];
   up: number[];
-  edges: Triple[];
   saved: Triple[];
   /** for each of `saved` the ops that make what is saved, and bytes */
   kept: [number, number][][];
