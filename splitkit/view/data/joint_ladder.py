@@ -87,7 +87,7 @@ class HalvesView(LadderModel):
         return self.common() | {
             "schema": SCHEMA,
             "trains": True,
-            "bytes": sum(value.nbytes for value in pair.saved_values),
+            "bytes": simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).saved,
             "again": again,
             "recomputed": [row in rows for row in range(len(self.rows))],
             "times": {
