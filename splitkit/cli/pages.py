@@ -33,14 +33,10 @@ def still_pages(title: str, shown: Mapping[str, object]) -> str:
         title: the title of the page.
         shown: heading -> the object to draw below it.
     """
-    from splitkit.view.page.html import fragment, still_page
+    from splitkit.view.page.html import still_page
     from splitkit.view.renderers import pictured
 
-    parts = []
-    for heading, one in shown.items():
-        picture = pictured(one)
-        parts.append(fragment(picture.svg(), picture.tables(), picture.notes, heading=heading))
-    return still_page(title, "".join(parts))
+    return still_page(title, "".join(pictured(one).inside(heading) for heading, one in shown.items()))
 
 
 def wrote(path: str, text: str) -> str:

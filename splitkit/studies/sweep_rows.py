@@ -19,6 +19,9 @@ from splitkit.view.svg.scatter import ScatterDrawing, ScatterPoint
 if TYPE_CHECKING:
     from rich.table import Table
 
+_MOST_PLANS = 24
+"""The most plans that a page of a sweep draws, the best first: each takes 10 to 50 KB."""
+
 _TITLES = ("stages", "ranks", "schedule", "microbatches", "each", "bubble", "peak", "fits", "best")
 
 
@@ -151,17 +154,44 @@ def _sweep(sweep: Sweep) -> Picture:
     unit = next((row.run.unit for row in ran if row.run), "s")
     schedules = list(dict.fromkeys(row.schedule for row in ran))
 
-    def spot(row: SweepRow) -> ScatterPoint:
+    linked = _linked_plans([*best, *ran])
+
+    def spot(row: SweepRow, links: bool = False) -> ScatterPoint:
         each, peak, ranks = row.numbers
         name = f"{row.schedule} {row.stages}×{row.microbatches}"
-        told = f"{row.schedule} of {row.stages} stages, {row.microbatches} microbatches on {ranks} ranks"
-        told += f": {duration(each, unit)} a microbatch, peak {size(peak)}"
-        return ScatterPoint(peak, each, name if row in best else "", told, row in best, schedules.index(row.schedule))
+        told = f"{row.schedule} of {row.stages} stages, {row.microbatches} microbatches on {ranks} "
+        told += f"rank{'s' if ranks > 1 else ''}: {duration(each, unit)} a microbatch, peak {size(peak)}"
+        number = next((i for i, plan in enumerate(linked) if links and plan is row.plan), None)
+        link, is_best = "" if number is None else _anchor(number), row in best
+        return ScatterPoint(peak, each, name * is_best, told, is_best, schedules.index(row.schedule), link)
 
-    def svg() -> str:
+    def svg(links: bool = False) -> str:
         found = "the best are named: schedule, stages×microbatches" if best else "none fits the memory"
         title = f"{len(ran)} pipelines; {found}"
         axes = "peak of the fullest rank (bytes)", f"{measure(unit)} of a microbatch"
-        return ScatterDrawing(title, axes, [], [*map(spot, ran)], unit, schedules, sweep.memory).to_svg()
+        spots = [spot(row, links) for row in ran]
+        return ScatterDrawing(title, axes, [], spots, unit, schedules, sweep.memory).to_svg()
 
-    return Picture("sweep", svg, lambda: [sweep.table()], notes=sweep.refused)
+    def page() -> tuple[str, str]:
+        return svg(True), "".join(_section(plan, number, ran) for number, plan in enumerate(linked))
+
+    return Picture("sweep", svg, lambda: [sweep.table()], notes=sweep.refused, page=page)
+
+
+def _linked_plans(rows: Sequence[SweepRow]) -> list[Plan]:
+    """Return the plans that a page draws below the picture, the best first; several rows may have one plan."""
+    found: list[Plan] = []
+    for row in rows:
+        if row.plan is not None and not any(row.plan is plan for plan in found):
+            found.append(row.plan)
+    return found[:_MOST_PLANS]
+
+
+def _anchor(number: int) -> str:
+    return f"plan-{number}"
+
+
+def _section(plan: Plan, number: int, rows: Sequence[SweepRow]) -> str:
+    """Return the picture of a plan, which the dots of its rows link to."""
+    told = ", ".join(f"{row.schedule} {row.stages}×{row.microbatches}" for row in rows if row.plan is plan)
+    return f'<section id="{_anchor(number)}">{pictured(plan).inside(told)}</section>'

@@ -69,6 +69,7 @@ class Picture:
         parts: the number of parts that the picture of a plan draws.
         fallback: makes another still picture where `svg` refuses the object.
         notes: sentences below the picture.
+        page: makes the picture and what follows the notes, as HTML, where a still page has more than `svg`.
     """
 
     title: str
@@ -79,6 +80,12 @@ class Picture:
     parts: int = 0
     fallback: Callable[[], str] | None = None
     notes: tuple[str, ...] = ()
+    page: Callable[[], tuple[str, str]] | None = None
+
+    def inside(self, heading: str = "") -> str:
+        """Return the picture, tables and notes of a still page as HTML."""
+        svg, more = (self.svg(), "") if self.page is None else self.page()
+        return fragment(svg, self.tables(), self.notes, heading) + more
 
 
 @singledispatch
@@ -391,7 +398,7 @@ def picture_html(picture: Picture, fields: Mapping[str, Any] | None = None) -> s
     if picture.ladder is not None:
         data = picture.ladder().to_dict()
         return page(data | {"plan": data["plan"] | fields} if fields and "plan" in data else data)
-    return still_page(picture.title, fragment(picture.svg(), picture.tables(), picture.notes))
+    return still_page(picture.title, picture.inside())
 
 
 def fallback_html(picture: Picture, error: SplitError) -> str:

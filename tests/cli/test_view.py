@@ -138,9 +138,8 @@ def test_a_schedule_of_a_plan_without_times_is_refused_until_prices_are_given(tm
 
 
 @pytest.mark.parametrize("costs", [[], ["--costs", "flops"], ["--costs", "unit"]])
-def test_a_schedule_without_times_is_refused_before_the_model_is_made(tmp_path, call, costs, monkeypatch):
+def test_a_schedule_without_times_is_refused_before_the_model_is_made(tmp_path, call, costs, no_work):
     page = tmp_path / "page.html"
-    monkeypatch.setattr("splitkit.cli.common.example_of", None)
     words = ["gpt2", "--stages", "2", *STEP, *costs]
     for command in (["view", *words, "-o", page], ["plan", *words, "--view", page], ["plan", *words, "--trace", page]):
         code, _, error = call(*command)

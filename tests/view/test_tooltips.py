@@ -85,6 +85,30 @@ def test_the_mouse_on_a_ribbon_tells_what_is_saved(page, ladder):
         assert sum(own for _, own in kept) == whole
 
 
+def test_the_mouse_on_a_ribbon_of_forward_and_backward_lists_values(browser, tmp_path):
+    example = models.build("gpt2", layers=2, width=64, heads=2, vocab=100)
+    joint = sk.capture_joint(example.model, *example.args, **example.kwargs)
+    costs = sk.costs.roofline(joint.graph_module, "a100")
+    pair = joint.split(SaveAll(), costs)
+    page = shown(browser, tmp_path, view := HalvesView(joint.flow, [pair], costs))
+    x, y, nbytes = page.value(
+        """(() => { const s = splitkit, own = s.ribbons.filter(([a, b]) => a === b);
+        const [a, , nbytes] = own.sort((p, q) => q[2] - p[2])[0];
+        const box = s.canvas.getBoundingClientRect(), left = s.right - s.wide2 - 20;
+        return [box.left + s.x + left * s.zoom, box.top + s.y + (s.items[a].y + 13) * s.zoom, nbytes]; })()"""
+    )
+    page.mouse("moved", x, y)
+    page.settle()
+    head, _, *lines = tip(page).split("\n")
+    assert head == f"saved for backward: {size(nbytes)}" and len(lines) >= 4
+    values = sorted(pair.saved_values, key=lambda value: -value.nbytes)
+    assert f"{size(values[0].nbytes)}  " in "\n".join(lines) and "from transformer.h." in "\n".join(lines)
+    choice = view.to_dict()["choices"][0]
+    for (_, _, whole), kept in zip(choice["saved"], choice["kept"], strict=True):
+        assert sum(own for _, own in kept) == whole
+    assert_quiet(page)
+
+
 def test_the_mouse_on_boxes_and_bands_tells_lines_of_python_ranks_and_memory(page, ladder):
     stage = ladder.stages[1]
     peak = stage.fixed_bytes + stage.saved_bytes + stage.temporary_bytes

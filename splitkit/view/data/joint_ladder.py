@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -95,7 +94,7 @@ class HalvesView(LadderModel):
                 "backward": self._seconds(second),
                 "again": self._seconds(again),
             },
-            "saved": as_triples(self._saved(pair)),
+            "saved": self._sums(self._saved(pair)),
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -111,7 +110,7 @@ class HalvesView(LadderModel):
     def _choice(self, pair: Pair) -> dict[str, Any]:
         first, second = (self._computed(half) for half in (pair.forward, pair.backward))
         again = sorted(self._place[name] for name in {*first}.intersection(second))
-        profile = simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
+        profile, saved = simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs), self._saved(pair)
         return {
             "note": pair.plan.note if pair.plan else "",
             "peak": profile.peak,
@@ -120,7 +119,8 @@ class HalvesView(LadderModel):
             "again": again,
             "forward": self._seconds(first),
             "backward": self._seconds(second),
-            "saved": as_triples(self._saved(pair)),
+            "saved": self._sums(saved),
+            "kept": [sorted(of.items(), key=lambda each: -each[1]) for _, of in sorted(saved.items())],
             "memory": self._memory(profile),
         }
 
@@ -135,18 +135,27 @@ class HalvesView(LadderModel):
             found[self.rows.of[node]] += self.costs.seconds(node)
         return [rounded(seconds) for seconds in found]
 
-    def _saved(self, pair: Pair) -> Mapping[tuple[int, int], int]:
-        """Return (row that makes a saved value, row whose backward reads it first) -> bytes."""
+    def _saved(self, pair: Pair) -> dict[tuple[int, int], dict[int, int]]:
+        """Return (row that makes saved values, row whose backward reads them first) -> op by its place -> bytes.
+
+        A value that no op makes, such as an input, has the place -1.
+        """
         readers = {node.name: list(node.users) for node in pair.backward.graph.find_nodes(op="placeholder")}
         known = {node.name: node for node in self.flow.index}
-        found: Counter[tuple[int, int]] = Counter()
+        found: dict[tuple[int, int], dict[int, int]] = {}
         for value in pair.saved_values:
-            row = self.rows.of.get(self.flow.producer(known[value.name]))
+            maker = self.flow.producer(known[value.name])
+            row = self.rows.of.get(maker)
             read = next((r.name for r in readers.get(value.name, ()) if r.name in self._place), None)
             last = row if read is None else self.rows.of[self._nodes[self._place[read]]]
             if value.nbytes and row is not None and last is not None:
-                found[row, last] += value.nbytes
+                of, place = found.setdefault((row, last), {}), self._place.get(maker.name, -1)
+                of[place] = of.get(place, 0) + value.nbytes
         return found
+
+    @staticmethod
+    def _sums(saved: Mapping[tuple[int, int], Mapping[int, int]]) -> list[tuple[int, int, int]]:
+        return as_triples({rows: sum(makers.values()) for rows, makers in saved.items()})
 
     def _memory(self, profile: MemoryProfile) -> dict[str, Any]:
         """Return the bytes alive at each step, compressed.

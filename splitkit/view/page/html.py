@@ -81,7 +81,9 @@ class FramedPage:
 
     def _repr_html_(self) -> str:
         style = f"width:100%;height:{self.height}px;border:0"
-        return f'<iframe srcdoc="{escape(self.html)}" sandbox="allow-scripts" style="{style}"></iframe>'
+        # without this, a link inside the page would lead to the page around the frame
+        page = self.html.replace("<head>", '<head><base href="about:srcdoc">', 1)
+        return f'<iframe srcdoc="{escape(page)}" sandbox="allow-scripts" style="{style}"></iframe>'
 
     def __repr__(self) -> str:
         return f"<a page of {size(len(self.html.encode()))}: the last line of a notebook's cell shows it>"

@@ -114,6 +114,8 @@ class Drawing:
         more = (f' stroke-dasharray="{dashes}"' if dashes else "") + (
             f' opacity="{_n(opacity)}"' if opacity < 1 else ""
         )
+        if not title:
+            more += ' pointer-events="none"'  # what lies below can be clicked
         self._close("path", f'd="{d}" fill="none" stroke="{stroke}" stroke-width="{_n(wide)}"{more}', title)
 
     def line(self, start: Point2, end: Point2, stroke: str = LINE, wide: float = 1, *, dashes: str = "") -> None:
@@ -128,10 +130,16 @@ class Drawing:
         """Draw a line through points."""
         self._close("polyline", f'points="{_points(points)}" fill="none" stroke="{stroke}" stroke-width="{_n(wide)}"')
 
-    def dot(self, x: float, y: float, radius: float, fill: str, title: str = "", *, line: str = "") -> None:
-        """Draw a point."""
+    def dot(
+        self, x: float, y: float, radius: float, fill: str, title: str = "", *, line: str = "", link: str = ""
+    ) -> None:
+        """Draw a point; ``link`` is the id of the element of the page that a click goes to."""
         more = f' stroke="{line}"' if line else ""
+        if link:
+            self._pieces.append(f'<a href="#{escaped(link)}">')
         self._close("circle", f'cx="{_n(x)}" cy="{_n(y)}" r="{_n(radius)}" fill="{fill}"{more}', title)
+        if link:
+            self._pieces.append("</a>")
 
     def legend(self, x: float, y: float, entries: Sequence[tuple[str, str]], room: float) -> None:
         """Draw a legend in one line; entries that do not fit are only counted."""

@@ -26,6 +26,7 @@ class ScatterPoint:
         tooltip: the text on hover; by default the name.
         strong: whether it is drawn large.
         number: the number of its colour.
+        link: the id of the element of the page that a click on it goes to.
     """
 
     nbytes: float
@@ -34,6 +35,7 @@ class ScatterPoint:
     tooltip: str = ""
     strong: bool = False
     number: int = 0
+    link: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ class ScatterDrawing:
             fill = colour(spot.number)
             x, y = frame.x(spot.nbytes), frame.y(spot.seconds)
             draw.keep(x, y, 5 if spot.strong else 2)
-            draw.dot(x, y, 5 if spot.strong else 3, fill, spot.tooltip or spot.name, line=INK if spot.strong else "")
+            outline = INK if spot.strong else ""
+            draw.dot(x, y, 5 if spot.strong else 3, fill, spot.tooltip or spot.name, line=outline, link=spot.link)
         for spot in named:
             self._name(draw, spot)
         return draw.to_svg(HEIGHT, self.title)

@@ -3,6 +3,7 @@
 import {aliveTable} from "./alive.js";
 import {bandTable} from "./bands.js";
 import {stripes} from "./canvas.js";
+import {keptText} from "./crossing.js";
 import {dashed, heading} from "./drawing.js";
 import {el, mark, pressed, remark, tableOf} from "./elements.js";
 import {factsOfOp, factsOfRow, showFacts} from "./facts.js";
@@ -66,6 +67,8 @@ export class Halves extends Picture {
     const number = Number(told.get("plan") ?? this.number);
     if (this.data.choices[number]) this.setChoice(number);
   }
+  /** @param {[number, number]} ribbon */
+  describeRibbon(ribbon) { return [super.describeRibbon(ribbon), keptText(this, this.choice.saved, this.choice.kept, ribbon)].filter(text => text).join("\n"); }
   asPlanned() { this.setChoice(this.data.chosen); }
   makeSlider() {
     const last = this.data.choices.length - 1, slider = el("input", undefined, {type: "range", min: 0, max: last, "aria-label": "memory", oninput: () => this.setChoice(Number(slider.value))});

@@ -5,11 +5,11 @@ import {Picture} from "./picture.js";
 import {Prices, bordersOf} from "./prices.js";
 import {simulated} from "./simulation.js";
 import {colourOf} from "./drawing.js";
-import {readersOf} from "./crossing.js";
+import {keptText, readersOf} from "./crossing.js";
 import {paintBands, paintBorders} from "./stage_drawing.js";
 import {showStages} from "./stage_side.js";
 import {download, planFile} from "./take_home.js";
-import {borderText, keptText, stageText} from "./stage_texts.js";
+import {borderText, stageText} from "./stage_texts.js";
 import {Timeline} from "./timeline.js";
 
 /** @extends {Picture<LadderData>} */
@@ -141,7 +141,7 @@ export class Ladder extends Picture {
   /** @param {Target} at */
   describe(at) { return at.border ? borderText(this, at.border) : at.stage !== undefined ? stageText(this, at.stage) : super.describe(at); }
   /** @param {[number, number]} ribbon */
-  describeRibbon(ribbon) { return [super.describeRibbon(ribbon), keptText(this, ribbon)].filter(text => text).join("\n"); }
+  describeRibbon(ribbon) { return [super.describeRibbon(ribbon), keptText(this, this.data.saved, this.data.kept, ribbon)].filter(text => text).join("\n"); }
   /** @param {number} row */
   otherOf(row) { return this.data.beside ? this.data.beside.rows[row] : -1; }
   /** @param {number} row */

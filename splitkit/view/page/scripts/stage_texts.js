@@ -39,17 +39,6 @@ export function borderText(p, k) {
   return [`${head}, for each microbatch`, ...lines].join("\n");
 }
 /**
- * What is saved, the largest first.
- * @param {Ladder} p
- * @param {[number, number]} ribbon the numbers of two items
- */
-export function keptText(p, [from, to]) {
-  const {saved, kept} = p.data, [a, b] = [p.items[from], p.items[to]];
-  /** @type {[number, number][]} */
-  const found = saved.flatMap(([made, read], i) => p.itemOf[made] === a && p.itemOf[read] === b ? kept[i] : []);
-  return linesOf(p.ops, found.sort((x, y) => y[1] - x[1]), () => []).join("\n");
-}
-/**
  * @param {Ladder} p
  * @returns {import("./legend.js").Entry[]}
  */

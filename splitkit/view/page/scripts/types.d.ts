@@ -132,6 +132,8 @@ interface Choice extends TimeColumns {
   seconds: number;
   again: number[];
   saved: Triple[];
+  /** for each of `saved` the ops that make what is saved, or -1 for an input, and bytes */
+  kept: [number, number][][];
   memory: StepMemory;
 }
 
