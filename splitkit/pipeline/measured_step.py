@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from splitkit import files
-from splitkit.errors import FileError
+from splitkit.errors import FileError, ViewError
 from splitkit.pipeline.action import KINDS, Action
 from splitkit.pipeline.chrome_trace import chrome_trace
 from splitkit.pipeline.order import PipelineOrder
@@ -66,7 +66,14 @@ class MeasuredStep:
 
         Raises:
             ScheduleError: SK331 if they are no whole step of one pipeline.
+            ViewError: SK901 if stages have replicas.
         """
+        home: dict[int, int] = {}
+        for event in self.timeline:
+            if (other := home.setdefault(event.stage, event.rank)) != event.rank:
+                reason = f"stage {event.stage} has replicas on the ranks {other} and {event.rank}"
+                remedy = "Record one pipeline, without --dp; https://ui.perfetto.dev shows this trace as it is."
+                raise ViewError("SK901", reason, remedy)
         rows: list[list[Action]] = [[] for _ in range(self.ranks)]
         for event in self.timeline:
             rows[event.rank].append(Action(event.stage, event.kind, event.microbatch))

@@ -34,6 +34,10 @@ from splitkit.cli import main
         (["capture", "plan.json"], "Name a model"),
         (["run", "saved", "--check"], "Did you mean saved.json?"),
         (["split", ".", "--stages", "2"], "Write my.py:net."),
+        (["train", "gpt2", "--stages", "2", "--nproc", "2", "--trace", "-"], "Name a file: --trace trace.json."),
+        (["train", "gpt2", "--stages", "2", "--nproc", "2", "--steps", "1", "--trace", "t.json"], "--steps 2 or more"),
+        (["profile", "gpt2", "--ranks", "2", "--stages", "2", "--trace", "-"], "Name a file: --trace trace.json."),
+        (["profile", "gpt2", "--trace", "t.json"], "Add --ranks N."),
     ],
 )
 def test_a_mistyped_word_is_refused_before_the_work_with_what_to_write(mine, no_work, capsys, words, says):

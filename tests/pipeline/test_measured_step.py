@@ -7,7 +7,7 @@ import json
 import pytest
 
 import splitkit as sk
-from splitkit.errors import FileError, ScheduleError
+from splitkit.errors import FileError, ScheduleError, ViewError
 from splitkit.pipeline.measured_step import MeasuredStep
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.trace import Event
@@ -121,3 +121,9 @@ def test_half_a_step_has_no_order(step):
         _ = half.order
     one = MeasuredStep("x", (Event(0, "F", 0, 0, 0.0, 1.0), Event(0, "B", 0, 0, 1.0, 2.0)))
     assert one.order.microbatches == 1
+
+
+def test_a_trace_of_replicas_is_no_step_of_one_pipeline(step):
+    twice = [*step.timeline, *(e._replace(rank=e.rank + 2, microbatch=e.microbatch + 3) for e in step.timeline)]
+    with pytest.raises(ViewError, match="SK901: stage 0 has replicas on the ranks 0 and 2"):
+        _ = MeasuredStep.of("1F1B", twice, []).order

@@ -37,6 +37,7 @@ def run(args: Namespace) -> Outcome:
         raise UsageError("SK601", "--microbatches 1 makes no pipeline", "Give 2 or more.")
     if "RANK" in os.environ:
         return _rank(args)
+    train.require_trace_file(args)
     code, data = launcher.answer(sys.argv[1:], args.ranks, _PATIENCE)
     if data is None:
         return Outcome({}, [], code or 1, quiet=True)

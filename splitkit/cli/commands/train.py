@@ -19,6 +19,7 @@ from splitkit.cli import launcher, stage_folders
 from splitkit.cli.check_report import DIFFERENT
 from splitkit.cli.common import CapturedModel, decoded, plan_file, planner, prepare, require_policy_option
 from splitkit.cli.outcome import Outcome, seconds_text
+from splitkit.cli.outputs import STDOUT
 from splitkit.cli.part_flags import compile_parts, require_compiler, with_part_flags
 from splitkit.errors import PipelineError, UsageError
 from splitkit.units import size
@@ -46,6 +47,7 @@ def run(args: Namespace) -> Outcome:
     require_compiler(args)
     if "RANK" in os.environ:
         return _rank(args)
+    require_trace_file(args)
     if args.nproc is None:
         raise UsageError(
             "SK601",
@@ -57,6 +59,12 @@ def run(args: Namespace) -> Outcome:
     if data is None:
         return Outcome({}, [], code or 1, quiet=True)
     return Outcome(data, _text(data), code)
+
+
+def require_trace_file(args: Namespace) -> None:
+    """Refuse a trace on standard output, to which the ranks write their answer."""
+    if args.trace == STDOUT:
+        raise UsageError("SK603", "--trace - would mix with what the ranks answer", "Name a file: --trace trace.json.")
 
 
 def _require_target(args: Namespace) -> None:
@@ -338,11 +346,13 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
     each = [
         (r["rank"], ", ".join(map(str, r["stages"])), size(r["parameters"]), size(r["peak"])) for r in data["ranks"]
     ]
-    written = [wrote_trace(data["trace"])] if data.get("trace") else []
+    written = [wrote_trace(data["trace"], max(data["replicas"]) == 1)] if data.get("trace") else []
     titles = ("rank", "stages", "parameters", "peak of the process")
     return [facts(rows), "", table(titles, each, ("rank",)), *written]
 
 
-def wrote_trace(path: str) -> str:
+def wrote_trace(path: str, comparable: bool = True) -> str:
     """Say that a trace of what the ranks did was written, and what can be done with it."""
+    if not comparable:
+        return f"wrote {path} (for https://ui.perfetto.dev or chrome://tracing)"
     return f"wrote {path}: splitkit view PLAN.json --measured {path} -o page.html compares it with the plan"
