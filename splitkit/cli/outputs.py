@@ -62,8 +62,8 @@ def _require_other(option: str, path: str, args: Namespace) -> None:
 def _inputs(args: Namespace) -> Iterator[str]:
     """Yield the texts in the arguments that may name an input file: the model, a plan, devices."""
     for name in ("model", "target", "devices", "costs", "beside", "measured"):
-        text = getattr(args, name, None)
-        if text:
+        given = getattr(args, name, None)
+        for text in given if isinstance(given, list) else [given] if given else []:
             yield text
             yield text.rpartition(":")[0]  # my.py:make, devices.toml:mine
             yield text.partition(":")[2].rpartition(":")[0]  # roofline:devices.toml:mine

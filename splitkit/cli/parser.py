@@ -357,7 +357,10 @@ def _view(commands: Commands[Parser]) -> None:
         "-o", "--output", metavar="FILE", required=True, help="the page; it needs nothing but a browser"
     )
     parser.add_argument(
-        "--beside", metavar="PLAN.json", help="another plan of the model, to see which rows change stages"
+        "--beside",
+        metavar="PLAN.json",
+        action="append",
+        help="another plan of the model, to see which rows change stages; may be given several times",
     )
     group = parser.add_argument_group("below the picture")
     group.add_argument(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
@@ -31,7 +31,7 @@ class ShownPlan(Shown):
         memory: float | str | None = None,
         run: ShownOverTime | None = None,
         measured: object = None,
-        beside: OtherPlan | None = None,
+        beside: OtherPlan | Sequence[OtherPlan] | None = None,
         title: str = "",
     ) -> Any:
         """Return an interactive page in a frame, which a notebook shows if this is the last line of a cell.
@@ -48,7 +48,8 @@ class ShownPlan(Shown):
             measured: what the ranks did when the step ran (`splitkit.runtime.StepRecorder.measured`, or
                 `splitkit.pipeline.MeasuredStep.load` of a trace file), drawn beside the actions of ``run``, which must
                 be the same: ``run=sk.simulate_schedule(stages, measured.order)``.
-            beside: another plan of the graph to compare with; nodes that it puts into another stage are marked.
+            beside: another plan of the graph to compare with, or several; rows that one of them puts into another stage
+                are marked.
             title: the text above the picture; by default the note of the plan.
 
         Raises:
@@ -76,7 +77,7 @@ class ShownPlan(Shown):
         memory: float | str | None = None,
         run: ShownOverTime | None = None,
         measured: object = None,
-        beside: OtherPlan | None = None,
+        beside: OtherPlan | Sequence[OtherPlan] | None = None,
         title: str = "",
     ) -> None:
         """Write the page as one file that any browser shows; the options are those of `view`.
@@ -97,7 +98,7 @@ class ShownPlan(Shown):
         memory: float | str | None = None,
         run: ShownOverTime | None = None,
         measured: object = None,
-        beside: OtherPlan | None = None,
+        beside: OtherPlan | Sequence[OtherPlan] | None = None,
         title: str = "",
     ) -> None:
         """Write a static picture; the options are those of `view`, the errors those of `to_html`."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from splitkit.checks import nbytes
+from splitkit.checks import items_of, nbytes
 from splitkit.costs import Costs
 from splitkit.costs.recorded import costs_of
 from splitkit.engine.pair import Pair, divide
@@ -189,10 +189,11 @@ def _ladder(
         require_times(run, prices)
     ran = None if measured is None else _measured(measured, run)
     limit = limit_of(memory)
-    other = None if beside is None else plan_of(beside)
-    if other is not None and any(node not in flow.index for node in other):
+    several = None if isinstance(beside, Mapping) else items_of(beside)
+    others = () if beside is None else tuple(map(plan_of, [beside] if several is None else several))
+    if any(node not in flow.index for other in others for node in other):
         raise ViewError("SK901", "the plan given as beside is for another graph", "Compare plans of one graph module.")
-    ladder = LadderView(flow, plan, prices, title, optimizer, limit, run, ran, other)
+    ladder = LadderView(flow, plan, prices, title, optimizer, limit, run, ran, others)
 
     def svg() -> str:
         return ladder_svg(ladder)

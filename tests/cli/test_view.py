@@ -81,8 +81,12 @@ def test_two_plans_of_a_model_are_drawn_beside_each_other(tmp_path, capsys):
     assert main(["view", one, "--beside", two, "-o", page]) == 0
     text = (tmp_path / "page.html").read_text("utf-8")
     data = json.loads(text.partition('id="splitkit-data">')[2].partition("</script>")[0])
-    assert len(data["parts"]) == 2 and len(data["beside"]["parts"]) == 3
+    assert len(data["parts"]) == 2 and len(data["beside"][0]["parts"]) == 3
+    assert main(["view", one, "--beside", two, "--beside", one, "-o", page]) == 0
+    assert '"parts":["0","1"]' in (tmp_path / "page.html").read_text("utf-8").partition('"beside":[')[2]
+    assert main(["view", one, "--beside", two, "--beside", one, "-o", two]) == 2  # it would overwrite an input
     (tmp_path / "page.html").unlink()
+    capsys.readouterr()
     assert main(["view", one, "--beside", str(tmp_path / "none.json"), "-o", page]) == 1
     assert "SK504" in capsys.readouterr().err and not (tmp_path / "page.html").exists()
 

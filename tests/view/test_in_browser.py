@@ -13,6 +13,7 @@ from torch import nn
 import splitkit as sk
 from splitkit.policies import RecomputeAll, SaveAll, Stages
 from splitkit.testing.small_nets import loss_or_sum
+from splitkit.units import duration, size
 from splitkit.view.data.joint_ladder import HalvesView
 from splitkit.view.data.ladder import LadderView
 from splitkit.view.page.bundle import script
@@ -165,9 +166,34 @@ def test_dark_is_dark(opened):
 
 def test_two_plans_beside_each_other(browser, ladder, tmp_path):
     other = sk.plan(ladder.flow.root, Stages(2), ladder.costs)
-    shown(browser, tmp_path, LadderView(ladder.flow, ladder.plan, ladder.costs, beside=other))
+    shown(browser, tmp_path, LadderView(ladder.flow, ladder.plan, ladder.costs, beside=(other,)))
     assert "2 stages" in side(browser) and "3 stages" in side(browser) and "in another stage there" in side(browser)
     assert_quiet(browser)
+
+
+def test_several_plans_beside_each_other_with_their_steps_and_one_selection(browser, ladder, tmp_path):
+    others = tuple(sk.plan(ladder.flow.root, Stages(count), ladder.costs) for count in (2, 4))
+    view = LadderView(ladder.flow, ladder.plan, ladder.costs, run=ladder.run, beside=others)
+    page = shown(browser, tmp_path, view)
+    for letter, other in zip("AB", others, strict=True):
+        stages = sk.stage_costs(ladder.flow, other, ladder.costs)
+        step = sk.simulate_schedule(stages, "1f1b", 4)
+        assert f"{len(stages)} stages, balance" in side(page) and f", beside {letter}" in side(page)
+        assert f"its step: {duration(step.seconds)}" in side(page)
+        assert f"bubble {100 * step.bubble:.1f} %, highest peak {size(max(step.peaks))}" in side(page)
+    for node, row in view.rows.of.items():
+        assert [other["rows"][row] for other in view.to_dict()["beside"]] == [other.home(node) for other in others]
+        break
+    page.value("[...splitkit.side.querySelectorAll('table')][2].tBodies[0].rows[3].click()")  # B's last stage
+    row = page.value("splitkit.selected.row")
+    assert row == page.value("splitkit.data.rows.findIndex((_, row) => splitkit.othersOf(row)[1] === 3)")
+    marked = page.value(
+        "[...splitkit.side.querySelectorAll('table')].slice(1, 3)"
+        ".map(t => [...t.tBodies[0].rows].findIndex(r => r.getAttribute('aria-current')))"
+    )
+    assert marked == page.value(f"splitkit.othersOf({row})")
+    assert all(word in page.value("svgOf(splitkit)") for word in (">A<", ">B<", ">moved<"))
+    assert_quiet(page)
 
 
 MODEL = """<script id=state type=application/json>%s</script><script type=module>%s

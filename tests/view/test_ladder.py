@@ -83,14 +83,14 @@ def test_ribbons_and_edges_go_down(ladder):
 
 def test_two_plans_share_their_rows(ladder):
     other = sk.plan(ladder.flow.root, sk.policies.Stages(2), ladder.costs)
-    both = LadderView(ladder.flow, ladder.plan, ladder.costs, beside=other)
+    both = LadderView(ladder.flow, ladder.plan, ladder.costs, beside=(other,))
     data, flow = both.to_dict(), ladder.flow
     assert data["stages"] == ladder.to_dict()["stages"] and len(both.rows) >= len(ladder.rows)
     stages = sk.stage_costs(flow, other, ladder.costs)
-    assert data["beside"]["stages"] == {c: [_figure(s, c) for s in stages] for c in COLUMNS}
+    assert data["beside"][0]["stages"] == {c: [_figure(s, c) for s in stages] for c in COLUMNS}
     for node, row in both.rows.of.items():
         if node in ladder.plan.places:
-            assert data["rows"][row]["part"] == ladder.plan.home(node) and data["beside"]["rows"][row] == other.home(
+            assert data["rows"][row]["part"] == ladder.plan.home(node) and data["beside"][0]["rows"][row] == other.home(
                 node
             )
     assert all(a < b for a, b, _ in data["edges"])

@@ -30,9 +30,10 @@ def of_a_step():
     return LadderView(flow, plan, costs, run=run, memory=2**20)
 
 
-def of_two_plans():
+def of_three_plans():
     flow, plan, costs = planned("llama", 3, layers=4, width=64, heads=2, vocab=100)
-    return LadderView(flow, plan, costs, beside=sk.plan(flow.root, Stages(2), costs))
+    others = tuple(sk.plan(flow.root, Stages(count), costs) for count in (2, 4))
+    return LadderView(flow, plan, costs, beside=others)
 
 
 def of_inference():
@@ -89,7 +90,7 @@ PRESS = """(share => { const all = [...document.querySelectorAll('.sk button, .s
 all[Math.floor(share * all.length)].click(); })(%f)"""
 
 
-@pytest.mark.parametrize("make", [of_stages, of_a_step, of_two_plans, of_inference, of_forward_and_backward])
+@pytest.mark.parametrize("make", [of_stages, of_a_step, of_three_plans, of_inference, of_forward_and_backward])
 def test_no_act_breaks_a_page(browser, tmp_path, make):
     page, rng, done = shown(browser, tmp_path, make()), random.Random(make.__name__), []
     for _ in range(ACTS):

@@ -45,14 +45,14 @@ def run(args: Namespace) -> Outcome:
     if file is None:
         check_drawn_schedule(args)
     # bad files are refused before the model is made
-    other = None if args.beside is None else read_plan(args.beside)
+    others = {path: read_plan(path) for path in args.beside or ()}
     measured = None if args.measured is None else MeasuredStep.load(args.measured)
     schedule = measured.order if measured and args.schedule is None else args.schedule
     try:
         work, plan, costs = planned_by(args, file)
     except CaptureError as error:
         raise _draw_reached(args, error) from error
-    beside = None if other is None else decoded(work.gm.graph, args.beside, other)
+    beside = [decoded(work.gm.graph, path, other) for path, other in others.items()]
     with work.clock.step("view", "pricing the rows"):
         step = None
         if schedule is not None:
@@ -65,7 +65,7 @@ def run(args: Namespace) -> Outcome:
         title = work.source.spec
         fields = {"model": source.source_record(work.source, args.output), **versions()}
         options = {"costs": costs, "optimizer": optimizer, "memory": memory, "run": step, "measured": measured}
-        text = html(plan, fields=fields, title=title, beside=beside, **options)
+        text = html(plan, fields=fields, title=title, beside=beside or None, **options)
     return _outcome(args, work, text)
 
 

@@ -28,7 +28,7 @@ from splitkit.plans.record import Plan
 from splitkit.prices import Costs, Optimizer
 from splitkit.view.data.ladder_model import LadderModel, as_triples
 from splitkit.view.data.op_columns import ops_data
-from splitkit.view.data.page_data import border_marks, simulation
+from splitkit.view.data.page_data import border_marks, resimulated, simulation
 from splitkit.view.data.plan_template import plan_template
 from splitkit.view.data.rows import LadderRows, ladder_rows
 from splitkit.view.data.what_if import what_if
@@ -52,7 +52,7 @@ class LadderView(LadderModel):
         memory: the memory limit of each device in bytes, if there is one.
         run: a simulated step of these stages, drawn below the ladder.
         measured: what the ranks did when that step ran, with the same actions.
-        beside: another plan of the graph to compare with.
+        beside: other plans of the graph to compare with.
     """
 
     flow: Dataflow
@@ -63,33 +63,33 @@ class LadderView(LadderModel):
     memory: int | None = None
     run: ScheduleRun | None = None
     measured: MeasuredStep | None = None
-    beside: Plan | None = None
+    beside: tuple[Plan, ...] = ()
 
     @cached_property
     def _keys(self) -> list[Any]:
         return run_order(self.flow, self.plan)
 
     @cached_property
-    def _ranks(self) -> list[tuple[int, int]]:
-        """The pairs (part in the plan, part in the plan beside) that have nodes, in an order in which they may run.
+    def _ranks(self) -> list[tuple[int, ...]]:
+        """The tuples (part in the plan, parts in the plans beside) that have nodes, in an order in which they may run.
 
-        A part of either plan reads only from itself and from earlier parts, so a pair reads only from pairs that are
-        no greater in either component, and the lexicographic order has all of those first.
+        A part of each plan reads only from itself and from earlier parts, so a tuple reads only from tuples that are
+        no greater in any component, and the lexicographic order has all of those first.
         """
         return sorted(set(self._parts.values()))
 
     @cached_property
-    def _parts(self) -> dict[Node, tuple[int, int]]:
-        """Node -> the numbers of its parts in the plan and in the plan beside it."""
+    def _parts(self) -> dict[Node, tuple[int, ...]]:
+        """Node -> the numbers of its parts in the plan and in the plans beside it."""
+        others = [_numbers(self.flow, plan) for plan in self.beside]
         own = _numbers(self.flow, self.plan)
-        other = own if self.beside is None else _numbers(self.flow, self.beside)
-        return {node: (part, other.get(node, 0)) for node, part in own.items()}
+        return {node: (part, *(other.get(node, 0) for other in others)) for node, part in own.items()}
 
     @cached_property
     def rows(self) -> LadderRows:
-        """The rows from top to bottom; where two plans are compared, a row lies in one part of each."""
-        number = {pair: i for i, pair in enumerate(self._ranks)}
-        return ladder_rows(self.flow, {node: number[pair] for node, pair in self._parts.items()})
+        """The rows from top to bottom; where plans are compared, a row lies in one part of each."""
+        number = {parts: i for i, parts in enumerate(self._ranks)}
+        return ladder_rows(self.flow, {node: number[parts] for node, parts in self._parts.items()})
 
     @cached_property
     def _prices(self) -> StagePrices:
@@ -173,7 +173,7 @@ class LadderView(LadderModel):
             "kept": self._kept(nodes),
             "plan": plan_template(self.plan, self._keys),
             "run": None if self.run is None else self._run(self.run, found, at),
-            "beside": None if self.beside is None else self._beside(self.beside),
+            "beside": [self._beside(number, plan) for number, plan in enumerate(self.beside, 1)],
         }
 
     def part_of_row(self, row: int) -> int:
@@ -206,13 +206,18 @@ class LadderView(LadderModel):
             "measured": None if self.measured is None else _measured(self.measured, run),
         }
 
-    def _beside(self, plan: Plan) -> dict[str, Any]:
-        """Return the plan beside as data: the part of each row, and the stages."""
+    def _beside(self, number: int, plan: Plan) -> dict[str, Any]:
+        """Return a plan beside as data: the part of each row, the stages, and the step if it can be simulated."""
+        stages = self._prices.of(plan)
+        step = None if self.run is None else resimulated(self.run, stages)
         return {
             "note": plan.note,
             "parts": _part_names(run_order(self.flow, plan)),
-            "rows": [self._ranks[rank][1] for rank in self.rows.parts],
-            "stages": {c: [_figure(s, c) for s in self._prices.of(plan)] for c in COLUMNS},
+            "rows": [self._ranks[rank][number] for rank in self.rows.parts],
+            "stages": {c: [_figure(s, c) for s in stages] for c in COLUMNS},
+            "step": None
+            if step is None
+            else {"seconds": step.seconds, "bubble": step.bubble, "peak": max(step.peaks), "unit": step.unit},
         }
 
     def _kept(self, nodes: Sequence[Node]) -> list[list[tuple[int, int]]]:

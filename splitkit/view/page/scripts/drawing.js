@@ -23,20 +23,26 @@ export const colourOf = stage => COLOURS[stage % COLOURS.length];
  * @param {number} x the middle of the text
  */
 export function heading(p, c, text, x) { put(c, text, x, -14, "600 12px system-ui", p.ink.mut, "center"); }
+/** @param {number} number of a plan beside: A, B, C */
+export const letterOf = number => String.fromCharCode(65 + number);
 /**
- * On the left, draw the stages of the plan beside, and mark the rows that are in another stage there.
+ * On the left, draw the stages of the plans beside, and mark the rows that are in another stage in one of them.
  * @param {AnyPicture} p
  * @param {Canvas} c
  */
-export function paintOtherPlan(p, c) {
-  heading(p, c, "beside", -17);
-  p.items.forEach((item, i) => {
-    const other = p.otherOf(item.start), colour = colourOf(other), first = !i || p.otherOf(p.items[i - 1].start) !== other;
-    c.fillStyle = colour;
-    c.fillRect(-28, item.y - GAP / 2 + (first ? 2 : -1), 22, item.h + GAP + (first ? -2 : 1));
-    if (first) put(c, String(other), -17, item.y + 14, "600 12px system-ui", legible(colour), "center");
-    if (other !== p.stageOf(item.start)) put(c, "moved", LEFT - 8, item.y + ROW / 2 + 4, "600 10px system-ui", p.ink.fg, "right");
-  });
+export function paintOtherPlans(p, c) {
+  const count = p.othersOf(0).length;
+  for (let number = 0; number < count; number++) {
+    const left = -28 - 34 * number;
+    heading(p, c, count > 1 ? letterOf(number) : "beside", left + 11);
+    p.items.forEach((item, i) => {
+      const other = p.othersOf(item.start)[number], colour = colourOf(other), first = !i || p.othersOf(p.items[i - 1].start)[number] !== other;
+      c.fillStyle = colour;
+      c.fillRect(left, item.y - GAP / 2 + (first ? 2 : -1), 22, item.h + GAP + (first ? -2 : 1));
+      if (first) put(c, String(other), left + 11, item.y + 14, "600 12px system-ui", legible(colour), "center");
+    });
+  }
+  for (const item of p.items) if (p.othersOf(item.start).some(other => other !== p.stageOf(item.start))) put(c, "moved", LEFT - 8, item.y + ROW / 2 + 4, "600 10px system-ui", p.ink.fg, "right");
 }
 /**
  * Draw a row: forward on the left, backward on the right, and its ops if it is open.

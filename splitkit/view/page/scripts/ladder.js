@@ -143,7 +143,7 @@ export class Ladder extends Picture {
   /** @param {[number, number]} ribbon */
   describeRibbon(ribbon) { return [super.describeRibbon(ribbon), keptText(this, this.data.saved, this.data.kept, ribbon)].filter(text => text).join("\n"); }
   /** @param {number} row */
-  otherOf(row) { return this.data.beside ? this.data.beside.rows[row] : -1; }
+  othersOf(row) { return this.data.beside.map(other => other.rows[row]); }
   /** @param {number} row */
   paintOf(row) { return colourOf(this.stageOf(row)); }
   /** @param {CanvasRenderingContext2D} c */

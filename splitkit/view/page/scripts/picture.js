@@ -1,7 +1,7 @@
 // @ts-check
 // What the pictures of stages and of forward and backward share: rows that open into ops, selection, search, zoom.
 import {context} from "./canvas.js";
-import {paintOtherPlan, paintBox, paintRibbons, paintSkips} from "./drawing.js";
+import {paintOtherPlans, paintBox, paintRibbons, paintSkips} from "./drawing.js";
 import {el, surroundedByDark} from "./elements.js";
 import {BOX, GAP, LEFT, RIBBONS, ROW} from "./geometry.js";
 import {listen} from "./input.js";
@@ -170,10 +170,13 @@ export class Picture {
    */
   stageTarget(row) { return null; }
   /**
-   * The stage of a row in the plan beside; -1 if there is none.
+   * The stage of a row in each plan beside.
    * @param {number} row
+   * @returns {number[]}
    */
-  otherOf(row) { return -1; }
+  othersOf(row) { return []; }
+  /** The room at the left for the plans beside. */
+  get leftRoom() { return 12 + 38 * this.othersOf(0).length; }
   /**
    * The backward ops of a row, drawn upwards; null for a plan in stages, which does not know them.
    * @param {number} row
@@ -254,7 +257,7 @@ export class Picture {
 
   // ---- layout: an item is a row, or a run of equal rows of one stage that are folded
   layout() {
-    const {rows} = this.data, same = (/** @type {number} */ a, /** @type {number} */ b) => rows[a].kind === rows[b].kind && this.stageOf(a) === this.stageOf(b) && this.otherOf(a) === this.otherOf(b);
+    const {rows} = this.data, same = (/** @type {number} */ a, /** @type {number} */ b) => rows[a].kind === rows[b].kind && this.stageOf(a) === this.stageOf(b) && this.othersOf(a).join() === this.othersOf(b).join();
     this.items = [];
     this.itemOf = [];
     let y = 0;
@@ -402,7 +405,7 @@ export class Picture {
   fit(least = READABLE) {
     const w = this.main.clientWidth, h = this.main.clientHeight;
     if (!w) return;
-    const left = this.otherOf(0) >= 0 ? 50 : 12;
+    const left = this.leftRoom;
     const wide = Math.max((w - left) / (this.right + 200), least && NARROW);
     this.zoom = Math.max(0.05, Math.min(wide, Math.max(h / (this.height + 70), least), 1.5));
     this.x = Math.max(left, (w - (this.right + 200) * this.zoom) / 2);
@@ -451,7 +454,7 @@ export class Picture {
     this.bands(c);
     if (this.trains) paintRibbons(this, c);
     paintSkips(this, c);
-    if (this.otherOf(0) >= 0) paintOtherPlan(this, c);
+    if (this.othersOf(0).length) paintOtherPlans(this, c);
     for (const item of this.items) if (item.y + item.h > this.seen.top && item.y < this.seen.bottom) paintBox(this, c, item);
     this.paintStageBorders(c);
     c.restore();

@@ -45,7 +45,8 @@ export function paintBorders(p, c) {
     c.strokeStyle = p.ink.fg;
     c.lineWidth = 2.5;
     dashed(c, 0, y, p.right + 20, y);
-    put(c, `✕ capture stopped after ${stopped.node}${stopped.at && `: ${stopped.at}`}`, LEFT, y + 18, "600 12px system-ui", p.ink.fg);
+    put(c, `✕ capture stopped after ${stopped.node}`, 0, y + 18, "600 12px system-ui", p.ink.fg);
+    put(c, stopped.at, 0, y + 34, SMALL, p.ink.fg);
   }
   p.borders.slice(1, -1).forEach((row, k) => {
     const y = p.itemOf[row].y - GAP / 2;

@@ -1,6 +1,6 @@
 // @ts-check
 // Fills the side panel of a plan in stages: tables of its stages and of those of the plan beside, and the selection.
-import {colourOf} from "./drawing.js";
+import {colourOf, letterOf} from "./drawing.js";
 import {el, mark, pressed, remark, tableOf} from "./elements.js";
 import {factsOfOp, factsOfRow, showFacts} from "./facts.js";
 import {legend} from "./legend.js";
@@ -30,7 +30,7 @@ export function showStages(p) {
     return row;
   });
   showTable(p, stages, p.isShipped ? "" : p.how, rows, p.trains ? ["▼", "▲"] : ["▼"]);
-  if (beside) showBeside(p, beside);
+  beside.forEach((other, number) => showBeside(p, other, beside.length > 1 ? `, beside ${letterOf(number)}` : ", beside"));
   if (memory) side.append(remark(`limit ${size(memory)} per device`));
   if (p.run) showStep(p, p.run);
   if (p.run && p.run.measured) side.append(...measuredTable(p.run, p.run.measured));
@@ -92,12 +92,24 @@ function rowOf(p, stage, k, stages, name, attributes) {
   return row;
 }
 /**
+ * The table of a plan beside; its stage of what is selected is marked, and a click selects the first row of a stage.
  * @param {Ladder} p
  * @param {Beside} beside
+ * @param {string} name
  */
-function showBeside(p, beside) {
+function showBeside(p, beside, name) {
   const stages = beside.parts.map((part, k) => p.prices.at(beside.stages, k)), moved = p.data.rows.filter((row, i) => beside.rows[i] !== p.stageOf(i)).map(row => row.name);
-  showTable(p, stages, ", beside", stages.map((stage, k) => rowOf(p, stage, k, stages, beside.parts[k])), []);
+  const here = p.selected && p.selected.stage === undefined ? beside.rows[p.rowOf(p.selected)] : -1;
+  const rows = stages.map((stage, k) => {
+    const row = rowOf(p, stage, k, stages, beside.parts[k], pressed(() => p.select({row: beside.rows.indexOf(k)}, true)));
+    if (k === here) mark(row);
+    return row;
+  });
+  showTable(p, stages, name, rows, []);
+  if (beside.step && p.run) {
+    const {seconds, bubble, peak, unit} = beside.step, change = 100 * (seconds / (p.run.seconds || 1) - 1);
+    p.side.append(remark(`its step: ${duration(seconds, unit)} (${change >= 0 ? "+" : ""}${change.toFixed(1)} %), bubble ${(100 * bubble).toFixed(1)} %, highest peak ${size(peak)}`));
+  }
   p.side.append(remark(moved.length ? `in another stage there: ${moved.join(", ")}` : "every row is in the same stage there"));
   if (beside.note) p.side.append(remark(beside.note));
 }

@@ -59,6 +59,6 @@ export function legendOf(p) {
   }
   if (p.run && p.run.measured) found.push(["", SLOWER, "measured: took longer than simulated; the strongest colour is twice as long"], ["", FASTER, "measured: took less"], ["", AS_SAID, "measured: as simulated"]);
   if (p.run && p.run.measured && p.run.measured.memory.length) found.push(["line", "var(--fg)", "in the step: memory as measured"]);
-  if (data.beside) found.push(["sign", "var(--fg)", "moved: in another stage of the plan beside"]);
+  if (data.beside.length) found.push(["sign", "var(--fg)", "moved: in another stage of a plan beside"]);
   return found;
 }

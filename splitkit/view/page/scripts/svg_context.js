@@ -131,7 +131,7 @@ export class SvgContext {
  * @param {import("./picture.js").Picture<CommonData>} p
  */
 export function svgOf(p) {
-  const {x, y, zoom, chart} = p, left = p.otherOf(0) >= 0 ? 60 : 20, w = left + p.right + 210, high = p.height + 80, made = new SvgContext(), below = chart ? chart.canvas.clientHeight : 0;
+  const {x, y, zoom, chart} = p, left = p.leftRoom + 8, w = left + p.right + 210, high = p.height + 80, made = new SvgContext(), below = chart ? chart.canvas.clientHeight : 0;
   const c = /** @type {CanvasRenderingContext2D} */ (/** @type {unknown} */ (made));
   Object.assign(p, {x: left, y: 50, zoom: 1});
   p.paintOn(c, w, high);

@@ -78,7 +78,8 @@ interface Run {
   measured: MeasuredRun | null;
 }
 
-interface Beside { note: string; parts: string[]; rows: number[]; stages: StageColumns }
+/** Another plan: its step is null where the schedule does not take its stages, or there is none. */
+interface Beside { note: string; parts: string[]; rows: number[]; stages: StageColumns; step: {seconds: number; bubble: number; peak: number; unit: string} | null }
 
 /** The data that both pages have. */
 interface CommonData {
@@ -108,7 +109,7 @@ interface LadderData extends CommonData {
   stretches: ByteColumns;
   alone: ByteColumns;
   run: Run | null;
-  beside: Beside | null;
+  beside: Beside[];
   /** the fields of the plan's file that stay when borders are moved */
   plan: {parts: object[]};
   /** where the capture of the graph failed, if it did: the last row and node that were reached, the line of Python, and the reason */
