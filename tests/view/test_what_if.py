@@ -85,3 +85,41 @@ def test_the_page_lists_the_quickest_that_fit_and_follows_the_links(browser, tmp
     page.value("splitkit.setBorders([0, 2, splitkit.data.rows.length])")
     assert "what if" not in side(page)
     assert_quiet(page)
+
+
+def entered(page, text):
+    page.value(
+        f"""(() => {{ const field = document.querySelector('aside .limit input');
+        field.value = {text!r}; field.dispatchEvent(new Event('change')); }})()"""
+    )
+    page.settle()
+
+
+@pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
+def test_another_memory_limit_is_compared_with_at_once_and_kept_in_the_address(browser, tmp_path, priced):
+    flow, plan, costs, stages = priced
+    run = sk.simulate_schedule(stages, "gpipe", 8, links="pcie4")
+    page = shown(browser, tmp_path, LadderView(flow, plan, costs, run=run))
+    red = "[...document.querySelectorAll('aside td.bad')].map(cell => cell.textContent)"
+    assert page.value(red) == []
+    limit = sorted(run.peaks)[1]
+    entered(page, f"{limit} B")
+    above = [size(peak) for peak in run.peaks if peak > limit]
+    assert len(above) == 2 and all(text in page.value(red) for text in above)
+    assert "the memory limit; red figures are above it" in side(page)
+    address = page.value("location.href")
+    assert f"limit={limit}" in address
+    for text, found in (("1.5 GiB", 1.5 * 2**30), ("2kb", 2000), ("80GiB", 80 * 2**30), ("7", 7)):
+        entered(page, text)
+        assert page.value("splitkit.data.memory") == found
+    entered(page, "much")
+    assert page.value("splitkit.data.memory") == 7  # what is no size changes nothing, and is marked
+    assert page.value("document.querySelector('aside .limit input').getAttribute('aria-invalid')") == "true"
+    entered(page, "")
+    assert page.value("splitkit.data.memory") is None and page.value(red) == []
+    assert "limit=" not in page.value("location.href")
+    browser("Page.navigate", url="about:blank")
+    browser("Page.navigate", url=address)
+    browser.value("new Promise(done => setTimeout(done, 300))")
+    assert page.value("splitkit.data.memory") == limit and all(text in page.value(red) for text in above)
+    assert_quiet(page)

@@ -2,7 +2,7 @@
 // Shows in the side panel the facts about the selected op or row.
 import {el} from "./elements.js";
 import {sum} from "./totals.js";
-import {duration, measure, size} from "./units.js";
+import {bytesOf, duration, measure, size} from "./units.js";
 
 /** @typedef {[string, string]} Fact a name and a value */
 /** @typedef {import("./picture.js").Picture<CommonData>} AnyPicture */
@@ -34,4 +34,19 @@ export function showFacts(p, facts) {
   const list = el("dl");
   facts.forEach(([name, value]) => list.append(el("dt", name), el("dd", value)));
   p.side.append(el("h3", "selected"), list);
+}
+/**
+ * A field for the memory limit of each device.
+ * @param {AnyPicture} p
+ */
+export function limitField(p) {
+  const {memory} = p.data, name = "memory limit of each device", label = el("label", `${name} `, {class: "limit"});
+  const field = el("input", undefined, {type: "text", size: 10, placeholder: "80GiB", "aria-label": name, onchange: () => {
+    const found = bytesOf(field.value), isSize = found === null || found > 0;
+    field.setAttribute("aria-invalid", String(!isSize));
+    if (isSize) p.setLimit(found);
+  }});
+  field.value = memory ? size(memory) : "";
+  label.append(field);
+  return label;
 }

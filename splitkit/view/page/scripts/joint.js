@@ -6,7 +6,7 @@ import {stripes} from "./canvas.js";
 import {keptText} from "./crossing.js";
 import {dashed, heading} from "./drawing.js";
 import {el, mark, pressed, remark, tableOf} from "./elements.js";
-import {factsOfOp, factsOfRow, showFacts} from "./facts.js";
+import {factsOfOp, factsOfRow, limitField, showFacts} from "./facts.js";
 import {LEFT, RIBBONS, ROW} from "./geometry.js";
 import {ARROW, LIMIT, RIBBON, legend} from "./legend.js";
 import {nested, upwards} from "./nested.js";
@@ -130,7 +130,7 @@ export class Halves extends Picture {
     });
     const name = `${plans === 1 ? "1 plan" : `${plans} plans`} of forward and backward`;
     side.replaceChildren(el("h3", name), tableOf(name, ["plan", "saved", "peak", "recomputed"], rows));
-    if (memory) side.append(remark(`limit ${size(memory)}`));
+    side.append(limitField(this));
     this.timeline.unfold();
     side.append(bandTable(this, this.timeline.pinned ?? choice.memory.at), aliveTable(this, this.timeline.pinned ?? choice.memory.at));
     if (this.selected) showFacts(this, this.factsOf(this.selected));

@@ -28,6 +28,8 @@ export class Picture {
   constructor(data, options, late) {
     this.data = data;
     this.options = options;
+    /** the memory limit that Python sent */
+    this.shippedLimit = data.memory;
     this.late = late;
     this.ops = new Ops(data.ops);
     /** @type {Set<number>} the open rows, the last opened at the end */
@@ -136,13 +138,15 @@ export class Picture {
    * What the address of the page tells.
    * @returns {Record<string, string>}
    */
-  get state() { return {open: [...this.open].join(), inside: [...this.toggled].join()}; }
+  get state() { return {limit: this.data.memory === this.shippedLimit ? "" : String(this.data.memory ?? "none"), open: [...this.open].join(), inside: [...this.toggled].join()}; }
   /**
    * Show what an address tells, as far as it fits this picture.
    * @param {URLSearchParams} told
    */
   restore(told) {
     for (const row of (told.get("open") || "").split(",").map(Number)) if (told.get("open") && this.opsOf[row]) this.open.add(row);
+    const limit = told.get("limit");
+    if (limit === "none" || Number(limit) > 0) this.setLimit(limit === "none" ? null : Number(limit));
     this.toggled = new Set((told.get("inside") || "").split(",").filter(key => key));
     this.layout();
   }
@@ -304,6 +308,17 @@ export class Picture {
     /** @type {[number, number, Inner][]} */
     const found = inner ? [[LEFT + (this.wide - inner.width) / 2, top, inner]] : [];
     return mirror ? [...found, [this.right - this.wide2 + (item.w2 - mirror.width) / 2, top, mirror]] : found;
+  }
+
+  /**
+   * Compare with another memory limit; null for none.
+   * @param {number | null} nbytes
+   */
+  setLimit(nbytes) {
+    this.data = {...this.data, memory: nbytes};
+    this.showSide();
+    this.draw();
+    if (this.options.onstate) this.options.onstate();
   }
 
   // ---- selection, opening, search

@@ -2,7 +2,7 @@
 // Fills the side panel of a plan in stages: tables of its stages and of those of the plan beside, and the selection.
 import {colourOf, letterOf} from "./drawing.js";
 import {el, mark, pressed, remark, tableOf} from "./elements.js";
-import {factsOfOp, factsOfRow, showFacts} from "./facts.js";
+import {factsOfOp, factsOfRow, limitField, showFacts} from "./facts.js";
 import {legend} from "./legend.js";
 import {measuredTable} from "./measured.js";
 import {isSlowest} from "./stage_drawing.js";
@@ -31,7 +31,7 @@ export function showStages(p) {
   });
   showTable(p, stages, p.isShipped ? "" : p.how, rows, p.trains ? ["▼", "▲"] : ["▼"]);
   beside.forEach((other, number) => showBeside(p, other, beside.length > 1 ? `, beside ${letterOf(number)}` : ", beside"));
-  if (memory) side.append(remark(`limit ${size(memory)} per device`));
+  side.append(limitField(p));
   if (p.run) showStep(p, p.run);
   if (p.run && p.run.measured) side.append(...measuredTable(p.run, p.run.measured));
   if (p.run && p.run.whatIf) side.append(whatIf(p.run.whatIf, {unit: p.run.unit, memory, chosen: p.whatIfChosen, choose: chosen => { p.whatIfChosen = chosen; p.showSide(); }}));

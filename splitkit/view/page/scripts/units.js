@@ -23,6 +23,16 @@ function fixed(value, digits) {
 }
 /** @param {number} bytes */
 export function size(bytes) { return bytes >= 0 ? scaled(bytes, 1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]) : "–"; }
+/**
+ * Bytes from a text such as "80GiB" or "1.5 GB", as splitkit.checks reads it; null for an empty text, NaN for no size.
+ * @param {string} text
+ */
+export function bytesOf(text) {
+  const told = text.trim();
+  if (!told) return null;
+  const found = /^(\d+(?:\.\d+)?)\s*(?:([kmgtp])(i?)b|b)?$/i.exec(told);
+  return found ? Math.floor(Number(found[1]) * (found[2] ? (found[3] ? 1024 : 1000) ** ("kmgtp".indexOf(found[2].toLowerCase()) + 1) : 1)) : NaN;
+}
 /** @type {[number, string][]} */
 const TIMES = [[1, "s"], [1e-3, "ms"], [1e-6, "us"], [1e-9, "ns"], [1e-12, "ps"]];
 /**
