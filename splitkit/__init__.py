@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from splitkit.memory.profile import CUDA_BLOCK as CUDA_BLOCK
     from splitkit.memory.profile import MemoryProfile as MemoryProfile
     from splitkit.memory.profile import simulate_memory as simulate_memory
+    from splitkit.pipeline.measured_step import MeasuredStep as MeasuredStep
     from splitkit.pipeline.run import ScheduleRun as ScheduleRun
     from splitkit.pipeline.simulate import simulate_schedule as simulate_schedule
     from splitkit.pipeline.stage_prices import stage_costs as stage_costs
@@ -78,6 +79,7 @@ _HOME = {
     "Pair": "engine.pair",
     "Part": "plans.parts",
     "Plan": "plans.record",
+    "MeasuredStep": "pipeline.measured_step",
     "ScheduleRun": "pipeline.run",
     "Split": "engine.split",
     "analyze": "graph.dataflow",

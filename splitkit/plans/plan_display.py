@@ -46,7 +46,7 @@ class ShownPlan(Shown):
             run: a step of these stages, as `splitkit.simulate_schedule` returns it; its timeline is drawn below, which
                 needs prices in seconds.
             measured: what the ranks did when the step ran (`splitkit.runtime.StepRecorder.measured`, or
-                `splitkit.pipeline.MeasuredStep.load` of a trace file), drawn beside the actions of ``run``, which must
+                `splitkit.MeasuredStep.load` of a trace file), drawn beside the actions of ``run``, which must
                 be the same: ``run=sk.simulate_schedule(stages, measured.order)``.
             beside: another plan of the graph to compare with, or several; rows that one of them puts into another stage
                 are marked.

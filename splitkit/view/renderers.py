@@ -216,7 +216,7 @@ def _measured(measured: object, run: ScheduleRun | None) -> MeasuredStep:
         ViewError: SK901 if it has not.
     """
     if not isinstance(measured, MeasuredStep):
-        remedy = "Give what StepRecorder.measured or MeasuredStep.load returns."
+        remedy = "Give what StepRecorder.measured or splitkit.MeasuredStep.load returns."
         raise ViewError("SK901", f"measured is a {type(measured).__name__}, not a step that ran", remedy)
     remedy = "Simulate the actions that ran: run=splitkit.simulate_schedule(stages, measured.order)."
     if run is None:

@@ -54,7 +54,7 @@ def side(browser):
 
 OVERLAPS = """(() => { const s = splitkit, wrong = [];
   for (const item of s.items) for (const [, , inner] of s.innerOf(item)) {
-    const within = (a, b) => a.x >= b.x && a.y >= b.y && a.x + a.w <= b.x + b.w && a.y + a.h <= b.y + b.h;
+    const within = (a, b) => a.x >= b.x && a.y >= b.y + 17 && a.x + a.w <= b.x + b.w && a.y + a.h <= b.y + b.h;
     const apart = (a, b) => a.x + a.w <= b.x || b.x + b.w <= a.x || a.y + a.h <= b.y || b.y + b.h <= a.y;
     const boxes = [...inner.boxes].map(([op, box]) => ({ops: [op], x: box.x, y: box.y, w: 178, h: 19}));
     for (const f of inner.frames) for (const other of [...boxes, ...inner.frames]) if (other !== f) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import accumulate
 
 import pytest
@@ -18,6 +19,7 @@ from splitkit.testing.small_nets import UNet, loss_or_sum
 from splitkit.units import size
 from splitkit.view.data.joint_ladder import HalvesView
 from splitkit.view.svg.halves_svg import halves_svg
+from splitkit.view.svg.ladder_svg import BOX, LEFT, RIBBONS
 
 
 @pytest.fixture(scope="module", params=these_first(["gpt2"], ["t5"]))
@@ -107,6 +109,16 @@ def test_the_still_picture_is_the_ladder_of_the_page():
         picture = halves_svg(view)
         assert f"{size(choice['bytes'])} saved for backward" in picture
         assert ("hatched" in picture) == bool(choice["again"])
+        # equal layers are one box, whose hatched share is the time of what is computed again
+        wide = [
+            float(d.split("L")[-1].split(",")[0])
+            for d in re.findall(r'd="([^"]*)" fill="none" stroke="#ffffff"', picture)
+        ]
+        rows = [row for row in range(len(still["rows"])) if still["recomputed"][row]]
+        last = max(rows, default=None)
+        if last is not None and still["times"]["again"][last]:
+            share = still["times"]["again"][last] / still["times"]["backward"][last]
+            assert wide[-1] - (LEFT + BOX + RIBBONS) == pytest.approx(max(4, BOX * share), abs=0.01)
         assert all(name in picture for name in ("transformer.h.1 … 2 ×2", "∇ lm_head", "backward ↑ (time)"))
 
 

@@ -91,8 +91,6 @@ def run_steps(pipe: Pipeline, batch: tuple[Sequence[Any], Mapping[str, Any]], re
     dist.barrier(group=pipe.group)
     timed = list(recorder.steps.values())
     groups = _torch.allocations_between(lambda: pipe.step(*batch[0], **batch[1]), PREFIX)
-    held = list(accumulate((nbytes for group in groups for nbytes in group), initial=0))
-    ends = list(accumulate(map(len, groups)))
     actions: dict[tuple[int, str], list[float]] = {}
     for event in (event for events in timed for event in events):
         actions.setdefault((event.stage, event.kind), []).append(event.end - event.start)
@@ -100,10 +98,24 @@ def run_steps(pipe: Pipeline, batch: tuple[Sequence[Any], Mapping[str, Any]], re
         median(seconds),
         median(sum(event.end - event.start for event in events) for events in timed),
         actions,
-        max(held),
+        max(accumulate((nbytes for group in groups for nbytes in group), initial=0)),
         timed,
-        [(max(held[start : end + 1]), held[end]) for start, end in pairwise([0, *ends[:-1]])],
+        held_in(groups[:-1]),
     )
+
+
+def held_in(groups: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Return the most bytes held during each group of allocations, and those held at its end.
+
+    Args:
+        groups: bytes allocated (positive) and freed (negative), in order.
+    """
+    found, now = list[tuple[int, int]](), 0
+    for group in groups:
+        held = list(accumulate(group, initial=now))
+        now = held[-1]
+        found.append((max(held), now))
+    return found
 
 
 def measured_step(schedule: str, found: Sequence[RankStep]) -> MeasuredStep:

@@ -9,7 +9,7 @@ import {el, mark, pressed, remark, tableOf} from "./elements.js";
 import {factsOfOp, factsOfRow, limitField, showFacts} from "./facts.js";
 import {LEFT, RIBBONS, ROW} from "./geometry.js";
 import {ARROW, LIMIT, RIBBON, legend} from "./legend.js";
-import {nested, upwards} from "./nested.js";
+import {nested} from "./nested.js";
 import {Picture} from "./picture.js";
 import {StepChart} from "./step_chart.js";
 import {sum} from "./totals.js";
@@ -98,7 +98,7 @@ export class Halves extends Picture {
    * @returns {Inner}
    */
   mirrored(row) {
-    return upwards(nested([...this.opsOf[row].filter(op => this.again.has(op)), ...this.lateOf[row]], this.ops, this.toggled));
+    return nested([...this.opsOf[row].filter(op => this.again.has(op)), ...this.lateOf[row]], this.ops, this.toggled, true);
   }
   /** @param {CanvasRenderingContext2D} c */
   bands(c) {

@@ -17,9 +17,10 @@ const MOST = 0.8;
  * @param {number[]} list in topological order
  * @param {import("./ops.js").Ops} ops
  * @param {Set<string>} toggled the keys of the frames that the user has opened or closed
+ * @param {boolean} [up] whether it runs upwards, as backward does
  * @returns {Inner}
  */
-export function nested(list, ops, toggled) {
+export function nested(list, ops, toggled, up = false) {
   const paths = new Map(list.map(op => [op, ops.module(op) ? ops.module(op).split(".") : []]));
   let depth = 0;
   for (let goes = list.length > 0; goes; depth++) {
@@ -27,12 +28,13 @@ export function nested(list, ops, toggled) {
     for (const path of paths.values()) if (path.length > depth) atoms.set(path[depth], (atoms.get(path[depth]) || 0) + 1);
     goes = Math.max(0, ...atoms.values()) >= MOST * list.length;
   }
-  return contents(list, Math.max(0, depth - 1), {ops, paths, toggled, isOpen: list.length <= ALL_AT_ONCE});
+  const found = contents(list, Math.max(0, depth - 1), {ops, paths, toggled, up, isOpen: list.length <= ALL_AT_ONCE});
+  return up ? upwards(found) : found;
 }
 /**
  * @param {number[]} list
  * @param {number} depth how many atoms of the modules' paths the frames around have
- * @param {{ops: import("./ops.js").Ops, paths: Map<number, string[]>, toggled: Set<string>, isOpen: boolean}} of
+ * @param {{ops: import("./ops.js").Ops, paths: Map<number, string[]>, toggled: Set<string>, up: boolean, isOpen: boolean}} of
  * @returns {Inner}
  */
 function contents(list, depth, of) {
@@ -44,7 +46,7 @@ function contents(list, depth, of) {
     for (end = start + 1; atom !== undefined && end < list.length && known(of.paths, list[end])[depth] === atom;) end++;
     units.push(unitOf(list.slice(start, end), atom === undefined ? "" : path.slice(0, depth + 1).join("."), depth, of));
   }
-  return layered(units, of.ops.reads);
+  return layered(units, of.ops.reads, of.up);
 }
 /**
  * @param {number[]} own
@@ -64,9 +66,10 @@ function unitOf(own, module, depth, of) {
  * moved down to just above its first reader, so that edges are short.
  * @param {Unit[]} units
  * @param {number[][]} reads
+ * @param {boolean} up
  * @returns {Inner}
  */
-function layered(units, reads) {
+function layered(units, reads, up) {
   const unitOfOp = new Map(units.flatMap((unit, i) => unit.ops.map(op => [op, i]))), depth = units.map(() => 0), first = units.map(() => Infinity);
   const above = units.map((unit, i) => [...new Set(unit.ops.flatMap(op => reads[op].map(read => unitOfOp.get(read))))].filter(j => j !== undefined && j !== i).map(Number));
   units.forEach((_, i) => { depth[i] = 1 + Math.max(-1, ...above[i].map(j => depth[j])); });
@@ -82,7 +85,7 @@ function layered(units, reads) {
   const found = {boxes: new Map(), frames: [], place: new Map(), width, height: 0};
   for (const layer of layers) {
     let x = (width - wide(layer)) / 2;
-    for (const i of layer) { settle(found, units[i], x, found.height); x += units[i].w + 10; }
+    for (const i of layer) { settle(found, units[i], x, found.height, up); x += units[i].w + 10; }
     found.height += Math.max(0, ...layer.map(i => units[i].h)) + APART;
   }
   return found;
@@ -93,23 +96,24 @@ function layered(units, reads) {
  * @param {Unit} unit
  * @param {number} x
  * @param {number} y
+ * @param {boolean} up
  */
-function settle(found, {ops, alone, frame, inner, w, h}, x, y) {
+function settle(found, {ops, alone, frame, inner, w, h}, x, y, up) {
   if (frame) found.frames.push({...frame, x, y});
   else found.boxes.set(ops[0], {x, y, alone});
   if (!inner) for (const op of ops) found.place.set(op, {x, y, w, h});
   else {
-    const left = x + (w - inner.width) / 2, top = y + TITLE;
+    const left = x + (w - inner.width) / 2, top = y + (up ? EDGE : TITLE); // turned upside down, the title is above again
     for (const [op, box] of inner.boxes) found.boxes.set(op, {...box, x: left + box.x, y: top + box.y});
     for (const [op, box] of inner.place) found.place.set(op, {...box, x: left + box.x, y: top + box.y});
     for (const each of inner.frames) found.frames.push({...each, x: left + each.x, y: top + each.y});
   }
 }
 /**
- * The same layout upside down: backward runs up.
+ * The same layout upside down.
  * @param {Inner} inner
  */
-export function upwards(inner) {
+function upwards(inner) {
   for (const box of inner.boxes.values()) box.y = inner.height - OP - box.y;
   for (const box of inner.place.values()) box.y = inner.height - box.h - box.y;
   for (const frame of inner.frames) frame.y = inner.height - frame.h - frame.y;
