@@ -6,7 +6,7 @@ from launch import launch
 
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.pipeline.trace import Event
-from splitkit.runtime.ranks.measurements import held_in
+from splitkit.runtime.ranks.measurements import held_by_group
 from splitkit.runtime.ranks.step_recorder import median_step
 
 
@@ -30,4 +30,4 @@ def test_the_median_step_is_the_shorter_of_two_in_the_middle():
 
 
 def test_bytes_of_each_action_go_on_from_those_before_it():
-    assert held_in([[10, -5], [20, -1], [], [-24, 3]]) == [(10, 5), (25, 24), (24, 24), (24, 3)]
+    assert held_by_group([[10, -5], [20, -1], [], [-24, 3]]) == [(10, 5), (25, 24), (24, 24), (24, 3)]

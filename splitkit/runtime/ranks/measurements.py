@@ -100,11 +100,11 @@ def run_steps(pipe: Pipeline, batch: tuple[Sequence[Any], Mapping[str, Any]], re
         actions,
         max(accumulate((nbytes for group in groups for nbytes in group), initial=0)),
         timed,
-        held_in(groups[:-1]),
+        held_by_group(groups[:-1]),
     )
 
 
-def held_in(groups: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+def held_by_group(groups: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     """Return the most bytes held during each group of allocations, and those held at its end.
 
     Args:
