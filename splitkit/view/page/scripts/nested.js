@@ -103,7 +103,8 @@ function settle(found, {ops, alone, frame, inner, w, h}, x, y, up) {
   else found.boxes.set(ops[0], {x, y, alone});
   if (!inner) for (const op of ops) found.place.set(op, {x, y, w, h});
   else {
-    const left = x + (w - inner.width) / 2, top = y + (up ? EDGE : TITLE); // turned upside down, the title is above again
+    // turned upside down, the title is above again
+    const left = x + (w - inner.width) / 2, top = y + (up ? EDGE : TITLE);
     for (const [op, box] of inner.boxes) found.boxes.set(op, {...box, x: left + box.x, y: top + box.y});
     for (const [op, box] of inner.place) found.place.set(op, {...box, x: left + box.x, y: top + box.y});
     for (const each of inner.frames) found.frames.push({...each, x: left + each.x, y: top + each.y});
