@@ -64,10 +64,7 @@ class Shown:
     def _write(path: PathLike, text: str) -> None:
         from splitkit import files  # here, so that ``import splitkit`` stays fast
 
-        try:
-            files.write_file(path, text)
-        except (OSError, ValueError) as error:
-            raise files.refusal(path, error) from error
+        files.save_text(path, text)
 
 
 class ShownOverTime(Shown):

@@ -115,6 +115,18 @@ def _error(number: int, path: PathLike) -> OSError:
     return OSError(number, os.strerror(number), os.fspath(path))
 
 
+def save_text(path: PathLike, text: str) -> None:
+    """Write a text file with `write_file`.
+
+    Raises:
+        FileError: SK504 if it cannot be written.
+    """
+    try:
+        write_file(path, text)
+    except (OSError, ValueError) as error:
+        raise refusal(path, error) from error
+
+
 def refusal(path: PathLike, error: Exception) -> FileError:
     """Return the error SK504 for an error of `write_file` or `require_writable`, with a path that would work."""
     if (

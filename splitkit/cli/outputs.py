@@ -105,14 +105,7 @@ def write_outputs(wanted: Mapping[str, Mapping[str, Any] | str]) -> bool:
 
     for path, data in wanted.items():
         if isinstance(data, str):
-            _write_text(path, data)
+            files.save_text(path, data)
         else:
             plan_file.write_json(path, data)
     return any(files.descriptor(path) == 1 for path in wanted)
-
-
-def _write_text(path: str, text: str) -> None:
-    try:
-        files.write_file(path, text)
-    except (OSError, ValueError) as error:
-        raise files.refusal(path, error) from error

@@ -89,10 +89,7 @@ class MeasuredStep:
         Raises:
             FileError: SK504 if the file cannot be written.
         """
-        try:
-            files.write_file(path, json.dumps(self.to_chrome_trace()))
-        except (OSError, ValueError) as error:
-            raise files.refusal(path, error) from error
+        files.save_text(path, json.dumps(self.to_chrome_trace()))
 
     @classmethod
     def load(cls, path: files.PathLike) -> MeasuredStep:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from splitkit.errors import FileError, ScheduleError
-from splitkit.files import PathLike, refusal, write_file
+from splitkit.files import PathLike, save_text
 from splitkit.pipeline.action import Action
 from splitkit.pipeline.order import ACTION, OTHER_CELL, PipelineOrder, action_of
 
@@ -56,10 +56,7 @@ def save_order(order: PipelineOrder, path: PathLike) -> None:
     Raises:
         FileError: SK504 if the file cannot be written.
     """
-    try:
-        write_file(path, order_to_csv(order))
-    except (OSError, ValueError) as error:
-        raise refusal(path, error) from error
+    save_text(path, order_to_csv(order))
 
 
 def load_order(path: PathLike) -> PipelineOrder:
