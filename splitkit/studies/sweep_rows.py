@@ -154,16 +154,15 @@ def _sweep(sweep: Sweep) -> Picture:
     unit = next((row.run.unit for row in ran if row.run), "s")
     schedules = list(dict.fromkeys(row.schedule for row in ran))
 
-    linked = _linked_plans([*best, *ran])
+    plans = _drawn_plans([*best, *ran])
+    anchors = {id(plan): f"plan-{number}" for number, plan in enumerate(plans)}
 
     def spot(row: SweepRow, links: bool = False) -> ScatterPoint:
         each, peak, ranks = row.numbers
-        name = f"{row.schedule} {row.stages}×{row.microbatches}"
         told = f"{row.schedule} of {row.stages} stages, {row.microbatches} microbatches on {ranks} "
         told += f"rank{'s' if ranks > 1 else ''}: {duration(each, unit)} a microbatch, peak {size(peak)}"
-        number = next((i for i, plan in enumerate(linked) if links and plan is row.plan), None)
-        link, is_best = "" if number is None else _anchor(number), row in best
-        return ScatterPoint(peak, each, name * is_best, told, is_best, schedules.index(row.schedule), link)
+        link, name = anchors.get(id(row.plan), "") if links else "", _short_name(row) if row in best else ""
+        return ScatterPoint(peak, each, name, told, row in best, schedules.index(row.schedule), link)
 
     def svg(links: bool = False) -> str:
         found = "the best are named: schedule, stages×microbatches" if best else "none fits the memory"
@@ -173,25 +172,21 @@ def _sweep(sweep: Sweep) -> Picture:
         return ScatterDrawing(title, axes, [], spots, unit, schedules, sweep.memory).to_svg()
 
     def page() -> tuple[str, str]:
-        return svg(True), "".join(_section(plan, number, ran) for number, plan in enumerate(linked))
+        return svg(True), "".join(_section(plan, anchors[id(plan)], ran) for plan in plans)
 
     return Picture("sweep", svg, lambda: [sweep.table()], notes=sweep.refused, page=page)
 
 
-def _linked_plans(rows: Sequence[SweepRow]) -> list[Plan]:
+def _drawn_plans(rows: Sequence[SweepRow]) -> list[Plan]:
     """Return the plans that a page draws below the picture, the best first; several rows may have one plan."""
-    found: list[Plan] = []
-    for row in rows:
-        if row.plan is not None and not any(row.plan is plan for plan in found):
-            found.append(row.plan)
-    return found[:_MOST_PLANS]
+    return list({id(row.plan): row.plan for row in rows if row.plan is not None}.values())[:_MOST_PLANS]
 
 
-def _anchor(number: int) -> str:
-    return f"plan-{number}"
+def _short_name(row: SweepRow) -> str:
+    return f"{row.schedule} {row.stages}×{row.microbatches}"
 
 
-def _section(plan: Plan, number: int, rows: Sequence[SweepRow]) -> str:
+def _section(plan: Plan, anchor: str, rows: Sequence[SweepRow]) -> str:
     """Return the picture of a plan, which the dots of its rows link to."""
-    told = ", ".join(f"{row.schedule} {row.stages}×{row.microbatches}" for row in rows if row.plan is plan)
-    return f'<section id="{_anchor(number)}">{pictured(plan).inside(told)}</section>'
+    told = ", ".join(_short_name(row) for row in rows if row.plan is plan)
+    return f'<section id="{anchor}">{pictured(plan).inside(told)}</section>'

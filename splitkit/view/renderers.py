@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, singledispatch
+from functools import cache, partial, singledispatch
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
@@ -417,7 +417,8 @@ def view(shown: object, *, height: int | None = None, live: bool = False, **opti
     """
     picture = pictured(shown, **options)
     if not live:
-        return FramedPage(picture_html(picture), height or (720 if picture.ladder else 560), _still(picture, []))
+        still = partial(_still, picture, [])
+        return FramedPage(picture_html(picture), height or (720 if picture.ladder else 560), still)
     ladder = picture.ladder and picture.ladder()
     if not isinstance(ladder, LadderView):
         raise ViewError(

@@ -58,7 +58,7 @@ def run(args: Namespace) -> Outcome:
         if schedule is not None:
             require_times(costs)
             stages = sk.stage_costs(sk.analyze(work.gm), plan, costs, optimizer=optimizer)
-            count = args.microbatches if measured and not args.schedule else args.microbatches or 2 * len(stages)
+            count = args.microbatches or (2 * len(stages) if args.schedule else None)  # a trace says itself
             usual = plan.prices.links if plan.prices else None  # then the step is the one that the plan was made for
             links = {None: usual, "none": None}.get(args.links, args.links)
             step = sk.simulate_schedule(stages, schedule, count, links=links)

@@ -82,8 +82,8 @@ def capture(
 
     Raises:
         CaptureError: SK401, with the line of the model that could not be captured and what to try, and in ``reached``
-            the graph up to there; SK404 for a Function
-            that no node can call, SK405 for hooks on gradients, which a graph cannot have.
+            the graph up to there; SK404 for a Function that no node can call, SK405 for hooks on gradients, which a
+            graph cannot have.
     """
     if isinstance(model, ExportedProgram):
         refuse_lost_functions(model)

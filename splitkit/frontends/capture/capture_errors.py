@@ -164,8 +164,13 @@ class _Line(NamedTuple):
         """Whether the line belongs to an installed package, and not to the user's own code."""
         return not {"site-packages", "dist-packages"}.isdisjoint(Path(self.file).parts)
 
+    @property
+    def source(self) -> str:
+        """The code on the line."""
+        return linecache.getline(self.file, self.number).strip()
+
     def __str__(self) -> str:
-        return f"{self.file}:{self.number}: {linecache.getline(self.file, self.number).strip()}"
+        return f"{self.file}:{self.number}: {self.source}"
 
 
 def _lines(error: BaseException) -> list[_Line]:
@@ -202,11 +207,8 @@ def raised_at(error: BaseException) -> str:
 
 def source_of(error: BaseException) -> str:
     """Return the line of the user's code that an error comes from: ``folder/file.py:12: source``; empty if unknown."""
-    found = _lines(error)
-    if not found:
-        return ""
-    file, _, rest = str(found[0]).partition(f":{found[0].number}:")
-    return f"{'/'.join(Path(file).parts[-2:])}:{found[0].number}:{rest}"
+    line = next(iter(_lines(error)), None)
+    return "" if line is None else f"{'/'.join(Path(line.file).parts[-2:])}:{line.number}: {line.source}"
 
 
 def _at_lines(lines: list[_Line]) -> str:

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -24,7 +24,7 @@ from splitkit.graph.dataflow import Dataflow
 from splitkit.memory.profile import MemoryProfile, simulate_memory
 from splitkit.memory.simulation import SimulatedStorage
 from splitkit.prices import Costs
-from splitkit.view.data.ladder_model import LadderModel, as_triples
+from splitkit.view.data.ladder_model import LadderModel, sums_of_makers
 from splitkit.view.data.op_columns import ops_data, rounded
 from splitkit.view.data.rows import LadderRows, ladder_rows
 
@@ -59,30 +59,22 @@ class HalvesView(LadderModel):
         return ladder_rows(self.flow, {})
 
     @cached_property
-    def _nodes(self) -> list[Node]:
+    def nodes(self) -> list[Node]:
         """The nodes of forward by row, which is a topological order as values only go down; then those of backward."""
         late = self.rows.backward
         forward = sorted((n for n in self.flow.nodes if n not in late), key=self.rows.of.__getitem__)
         return [*forward, *(n for n in self.flow.nodes if n in late)]
 
     @cached_property
-    def nodes_of_rows(self) -> list[list[Node]]:
-        """The nodes of each row, forward and backward."""
-        found: list[list[Node]] = [[] for _ in self.rows.names]
-        for node in self._nodes:
-            found[self.rows.of[node]].append(node)
-        return found
-
-    @cached_property
     def _place(self) -> dict[str, int]:
-        return {node.name: i for i, node in enumerate(self._nodes)}
+        return {node.name: i for i, node in enumerate(self.nodes)}
 
     def still(self) -> dict[str, Any]:
         """Return what a still picture of the chosen pair shows, as plain data; takes time linear in the graph."""
         pair = self.pairs[self.chosen]
         first, second = (self._computed(half) for half in (pair.forward, pair.backward))
         again = sorted({*first}.intersection(second), key=self._place.__getitem__)
-        rows = [self.rows.of[self._nodes[self._place[name]]] for name in again]
+        rows = [self.rows.of[self.nodes[self._place[name]]] for name in again]
         return self.common() | {
             "schema": SCHEMA,
             "trains": True,
@@ -94,15 +86,15 @@ class HalvesView(LadderModel):
                 "backward": self._seconds(second),
                 "again": self._seconds(again),
             },
-            "saved": self._sums(self._saved(pair)),
+            "saved": sums_of_makers(self._saved(pair)),
         }
 
     def to_dict(self) -> dict[str, Any]:
         """Return all that the page shows, as plain data."""
         return self.common() | {
             "schema": SCHEMA,
-            "ops": ops_data(self.flow, self._nodes, self.rows.of.__getitem__, self.costs),
-            "late": sum(node not in self.rows.backward for node in self._nodes),
+            "ops": ops_data(self.flow, self.nodes, self.rows.of.__getitem__, self.costs),
+            "late": sum(node not in self.rows.backward for node in self.nodes),
             "choices": [self._choice(pair) for pair in self.pairs],
             "chosen": self.chosen,
         }
@@ -115,11 +107,11 @@ class HalvesView(LadderModel):
             "note": pair.plan.note if pair.plan else "",
             "peak": profile.peak,
             "bytes": profile.saved,
-            "seconds": rounded(sum(self.costs.seconds(self._nodes[op]) for op in again)),
+            "seconds": rounded(sum(self.costs.seconds(self.nodes[op]) for op in again)),
             "again": again,
             "forward": self._seconds(first),
             "backward": self._seconds(second),
-            "saved": self._sums(saved),
+            "saved": sums_of_makers(saved),
             "kept": [sorted(of.items(), key=lambda each: -each[1]) for _, of in sorted(saved.items())],
             "memory": self._memory(profile),
         }
@@ -131,7 +123,7 @@ class HalvesView(LadderModel):
         """Return the seconds of the named nodes in each row."""
         found = [0.0] * len(self.rows)
         for name in names:
-            node = self._nodes[self._place[name]]
+            node = self.nodes[self._place[name]]
             found[self.rows.of[node]] += self.costs.seconds(node)
         return [rounded(seconds) for seconds in found]
 
@@ -147,15 +139,11 @@ class HalvesView(LadderModel):
             maker = self.flow.producer(known[value.name])
             row = self.rows.of.get(maker)
             read = next((r.name for r in readers.get(value.name, ()) if r.name in self._place), None)
-            last = row if read is None else self.rows.of[self._nodes[self._place[read]]]
+            last = row if read is None else self.rows.of[self.nodes[self._place[read]]]
             if value.nbytes and row is not None and last is not None:
                 of, place = found.setdefault((row, last), {}), self._place.get(maker.name, -1)
                 of[place] = of.get(place, 0) + value.nbytes
         return found
-
-    @staticmethod
-    def _sums(saved: Mapping[tuple[int, int], Mapping[int, int]]) -> list[tuple[int, int, int]]:
-        return as_triples({rows: sum(makers.values()) for rows, makers in saved.items()})
 
     def _memory(self, profile: MemoryProfile) -> dict[str, Any]:
         """Return the bytes alive at each step, compressed.

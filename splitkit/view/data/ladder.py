@@ -26,7 +26,7 @@ from splitkit.pipeline.stage_prices import StagePrices, run_order
 from splitkit.plans.parts import PARENT
 from splitkit.plans.record import Plan
 from splitkit.prices import Costs, Optimizer
-from splitkit.view.data.ladder_model import LadderModel, as_triples
+from splitkit.view.data.ladder_model import LadderModel, sums_of_makers
 from splitkit.view.data.op_columns import ops_data
 from splitkit.view.data.page_data import border_marks, resimulated, simulation
 from splitkit.view.data.plan_template import plan_template
@@ -155,7 +155,7 @@ class LadderView(LadderModel):
             "stages": {c: [_figure(s, c) for s in self.stages] for c in COLUMNS},
             "down": [int(self._memory.messages[end]) for end in self._ends],
             "up": [int(self._memory.gradient_messages[end]) if self.trains else 0 for end in self._ends],
-            "saved": as_triples({key: sum(makers.values()) for key, makers in self._saved.items()}),
+            "saved": sums_of_makers(self._saved),
         }
 
     def to_dict(self) -> dict[str, Any]:

@@ -27,18 +27,21 @@ class LadderModel:
         title: str
         memory: int | None
 
-    @property
-    def rows(self) -> LadderRows:
-        """The rows from top to bottom."""
-        raise NotImplementedError
+        @cached_property
+        def rows(self) -> LadderRows:
+            """The rows from top to bottom."""
+
+    @cached_property
+    def nodes(self) -> list[Node]:
+        """The nodes that the picture counts: the forward nodes, in graph order."""
+        return [node for node in self.flow.nodes if node not in self.rows.backward]
 
     @cached_property
     def nodes_of_rows(self) -> list[list[Node]]:
-        """The nodes of each row that the picture counts: those of forward."""
+        """The counted nodes of each row."""
         found: list[list[Node]] = [[] for _ in range(len(self.rows))]
-        for node in self.flow.nodes:
-            if node not in self.rows.backward:
-                found[self.rows.of[node]].append(node)
+        for node in self.nodes:
+            found[self.rows.of[node]].append(node)
         return found
 
     def common(self) -> dict[str, Any]:
@@ -68,6 +71,11 @@ class LadderModel:
             for row in sorted({of[reader] for reader in readers if reader not in late} - {of[node]}):
                 found[of[node], row] = found.get((of[node], row), 0) + self.costs.nbytes(node)
         return found
+
+
+def sums_of_makers(saved: Mapping[tuple[int, int], Mapping[Any, int]]) -> list[tuple[int, int, int]]:
+    """Return (row, row) -> maker -> bytes as `as_triples`, with the bytes of all makers together."""
+    return as_triples({rows: sum(makers.values()) for rows, makers in saved.items()})
 
 
 def as_triples(found: Mapping[tuple[int, int], int]) -> list[tuple[int, int, int]]:

@@ -113,10 +113,15 @@ def _row_paths(paths: Counter[str]) -> dict[str, str]:
         for path, count in paths.items():
             ops[found[path]] += count
         inside = {row for path, row in found.items() if path != row and row not in through}
-        large = {row for row in inside if ops[row] > MOST_OPS and not row.rpartition(".")[2].isdigit()}
+        large = {row for row in inside if _is_divided(row, ops[row])}
         if not large:
             return found
         through |= large
+
+
+def _is_divided(path: str, ops: int) -> bool:
+    """Whether a row is divided: it has too many ops, and is no numbered layer."""
+    return ops > MOST_OPS and not path.rpartition(".")[2].isdigit()
 
 
 def _rows_below(paths: Mapping[str, int], through: set[str]) -> dict[str, str]:
@@ -139,7 +144,7 @@ def _runs(flow: Dataflow, forward: Sequence[Node], row_paths: Mapping[str, str])
     rows: dict[str, list[Node]] = {}
     for node in forward:
         rows.setdefault(row_paths[module_path(node)], []).append(node)
-    large = [nodes for path, nodes in rows.items() if len(nodes) > MOST_OPS and not path.rpartition(".")[2].isdigit()]
+    large = [nodes for path, nodes in rows.items() if _is_divided(path, len(nodes))]
     if not large:
         return {}
     last = {node: max((flow.index[r] for r in readers), default=-1) for node, readers in readers_of(flow).items()}

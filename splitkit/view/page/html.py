@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
@@ -68,16 +68,17 @@ class FramedPage:
     Attributes:
         html: the page.
         height: the height of the frame in pixels.
-        svg: the still picture for viewers without frames or scripts, such as GitHub; empty if there is none.
+        svg: makes the still picture for viewers without frames or scripts, such as GitHub; empty if there is none.
     """
 
     html: str
     height: int = 680
-    svg: str = ""
+    svg: Callable[[], str] = str
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         told = {"text/plain": repr(self), "text/html": self._repr_html_()}
-        return told | {"image/svg+xml": self.svg} if self.svg else told
+        svg = self.svg()
+        return told | {"image/svg+xml": svg} if svg else told
 
     def _repr_html_(self) -> str:
         style = f"width:100%;height:{self.height}px;border:0"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from splitkit.units import measure, size
-from splitkit.view.colours import INK, MUTED, colour, mixed
+from splitkit.units import size
+from splitkit.view.colours import INK, colour, mixed
 from splitkit.view.data.joint_ladder import HalvesView
 from splitkit.view.svg.drawing import Drawing
 from splitkit.view.svg.ladder_svg import BOX, GAP, LEFT, RIBBONS, ROW, TOP, Item, LadderDrawing
@@ -25,23 +25,16 @@ class HalvesDrawing(LadderDrawing):
 
     @property
     def _border_texts(self) -> list[str]:
-        return []  # the one border is that of the halves
+        return []  # its only border lies between the halves, in the middle
 
     def _fill(self, item: Item, late: bool) -> str:
         return colour(_BACKWARD if late else _FORWARD)
 
     def _bands(self, draw: Drawing) -> None:
         high = self.items[-1].y + ROW + GAP - TOP + GAP
-        sides = [
-            (LEFT, "forward ↓", _FORWARD),
-            (self._right - BOX, "backward ↑", _BACKWARD),
-        ]
-        for x, name, number in sides:
+        for x, number in ((LEFT, _FORWARD), (self._right - BOX, _BACKWARD)):
             draw.rect(x - _EDGE, TOP - GAP, BOX + 2 * _EDGE, high, mixed(colour(number), 0.12))
-            text = f"{name} ({measure(self.data['unit'])})"
-            draw.text(x + BOX / 2, TOP - 12, text, MUTED, "middle", bold=True, size=10)
         middle = LEFT + BOX + RIBBONS / 2
-        draw.text(middle, TOP - 12, "saved for backward (bytes)", MUTED, "middle", bold=True, size=10)
         draw.line((middle, TOP - GAP), (middle, TOP - GAP + high), INK, 1.3, dashes="6 4")
 
     def _marks(self, draw: Drawing, item: Item) -> None:

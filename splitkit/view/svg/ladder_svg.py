@@ -90,6 +90,7 @@ class LadderDrawing:
         title = f"{self.data['title']}{' · ' if self.data['title'] else ''}{self._heading}"
         draw.text(8, 16, title, bold=True, size=12, room=draw.width - 16)
         self._bands(draw)
+        self._headings(draw)
         self._draw_borders(draw)
         if self._trains:
             self._ribbons(draw)
@@ -143,21 +144,15 @@ class LadderDrawing:
                     title=tooltip,
                     size=10 if number else 12,
                 )
-        middle = LEFT + BOX / 2
-        draw.text(middle, TOP - 12, f"forward ↓ ({measure(self.data['unit'])})", MUTED, "middle", bold=True, size=10)
+
+    def _headings(self, draw: Drawing) -> None:
+        what = measure(self.data["unit"])
+        columns = [(LEFT + BOX / 2, f"forward ↓ ({what})")]
         if self._trains:
-            draw.text(
-                LEFT + BOX + RIBBONS / 2, TOP - 12, "saved for backward (bytes)", MUTED, "middle", bold=True, size=10
-            )
-            draw.text(
-                self._right - BOX / 2,
-                TOP - 12,
-                f"backward ↑ ({measure(self.data['unit'])})",
-                MUTED,
-                "middle",
-                bold=True,
-                size=10,
-            )
+            columns.append((LEFT + BOX + RIBBONS / 2, "saved for backward (bytes)"))
+            columns.append((self._right - BOX / 2, f"backward ↑ ({what})"))
+        for middle, text in columns:
+            draw.text(middle, TOP - 12, text, MUTED, "middle", bold=True, size=10)
 
     def _about(self, stage: int) -> list[tuple[str, str]]:
         """Return the lines beside a stage and their colours, the most important first: a low stage has room for few."""
