@@ -13,6 +13,7 @@ from splitkit import files
 from splitkit.errors import FileError, UsageError
 
 STDOUT = "/dev/stdout"
+FOR_PERFETTO = "(for https://ui.perfetto.dev or chrome://tracing)"
 
 
 def check_outputs(args: Namespace) -> None:

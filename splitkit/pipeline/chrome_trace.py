@@ -21,7 +21,7 @@ def chrome_trace(
     transfers: Sequence[Transfer],
     about: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the actions of a step, with arrows from those that send to those that receive.
+    """Return the actions of a step, with an arrow from each sending action to the receiving one.
 
     A process for each rank, with a row for its work, one for each rank that it sends to, and a counter of its memory.
 
@@ -40,7 +40,6 @@ def chrome_trace(
         events.append(_complete(t.action, "transfer", t.source, t.target + 1, t.start, t.end, args))
     events += _arrows(timeline)
     for rank, points in enumerate(memory):
-        # at one time the last value holds; Perfetto draws a peak of no duration only if it has a time of its own
         events += [
             {"ph": "C", "name": "memory", "pid": rank, "ts": seconds * 1e6, "args": {"bytes": nbytes}}
             for seconds, nbytes in points

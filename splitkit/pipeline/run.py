@@ -163,7 +163,7 @@ class ScheduleRun(ShownOverTime, StepTrace):
         """Return the timeline in the Trace Event Format, for ``json.dump``; opens in Perfetto and ``chrome://tracing``.
 
         A process for each rank, with a row for its work, one for each rank that it sends to, and a counter of its
-        memory; arrows go from actions that send to those that receive. Times are in microseconds.
+        memory; an arrow goes from each sending action to the receiving one. Times are in microseconds.
 
         Raises:
             ViewError: SK903 if the step was simulated by prices that are no times.

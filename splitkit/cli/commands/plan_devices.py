@@ -10,6 +10,7 @@ import splitkit as sk
 from splitkit.cli import source
 from splitkit.cli.common import CapturedModel, check_costs, check_drawn_schedule, prepare, prices, versions
 from splitkit.cli.outcome import Outcome, seconds_text
+from splitkit.cli.outputs import FOR_PERFETTO
 from splitkit.cli.pages import plan_page, wrote
 from splitkit.cli.placement import Placement
 from splitkit.cli.source import next_command
@@ -81,7 +82,7 @@ def _next(args: Namespace, work: CapturedModel, ranks: Sequence[RankRow]) -> str
 
 
 def _wrote(path: str, trace: str | None) -> str:
-    return f"wrote {path}{' (for https://ui.perfetto.dev or chrome://tracing)' if path == trace else ''}"
+    return f"wrote {path}{f' {FOR_PERFETTO}' if path == trace else ''}"
 
 
 def _prices(work: CapturedModel, args: Namespace, wanted: Placement) -> Costs:

@@ -55,9 +55,8 @@ def _rank(args: Namespace) -> Outcome:
     finally:
         if sys.exc_info()[0] is None:  # after an error it would wait for the other ranks
             dist.destroy_process_group()
-    steps, is_first = data.pop("measured"), data["rank"] == 0
-    written = {run["trace"]: step.to_chrome_trace() for run, step in zip(data["schedules"], steps, strict=True)}
-    return Outcome(data, _text(data), files=written if args.trace and is_first else {}, quiet=not is_first)
+    traces, is_first = data.pop("traces"), data["rank"] == 0
+    return Outcome(data, _text(data), files=traces if is_first else {}, quiet=not is_first)
 
 
 def _profile(args: Namespace) -> dict[str, Any]:
@@ -80,11 +79,11 @@ def _profile(args: Namespace) -> dict[str, Any]:
     held = measurements.with_passed_on(chain_of(split), stages)
     batch = train.batch_of(work, args.microbatches, 0)
     widest = next(filter(measurements.is_divided, orders), orders[0])
-    runs, steps, static = [], [], measurements.STATIC_BUFFERS
+    runs, traces, static = [], {}, measurements.STATIC_BUFFERS
     with progress(1 + len(orders)) if dist.get_rank() == 0 else nullcontext(lambda: None) as advance:
         in_turn = measurements.one_by_one(widest, args.microbatches)
         alone = measurements.run_steps(pipeline(split, in_turn), batch, args.repeat)
-        times = {key: found for actions in _gathered(dict(alone.actions)) for key, found in actions.items()}
+        times = {key: found for actions in _gathered(alone.actions) for key, found in actions.items()}
         advance()
         for order in orders:
             links = measurements.measure_links(order, max(stage.activation_bytes for stage in stages))
@@ -93,7 +92,8 @@ def _profile(args: Namespace) -> dict[str, Any]:
             simulated = sk.simulate_schedule(priced, order, links=links, static_buffers=static)
             trace = _named(args.trace, order.name, len(orders)) if args.trace else None
             runs.append(_compared(simulated, found, links) | {"trace": trace})
-            steps.append(measurements.measured_step(order.name, found))
+            if trace:
+                traces[trace] = measurements.measured_step(order.name, found).to_chrome_trace()
             advance()
     cores = len(os.sched_getaffinity(0))
     return {
@@ -108,7 +108,7 @@ def _profile(args: Namespace) -> dict[str, Any]:
         "schedules": runs,
         "left_out": left_out,
         "pairs": _pairs(runs),
-        "measured": steps,
+        "traces": traces,
     }
 
 

@@ -19,7 +19,7 @@ from splitkit.cli import launcher, stage_folders
 from splitkit.cli.check_report import DIFFERENT
 from splitkit.cli.common import CapturedModel, decoded, plan_file, planner, prepare, require_policy_option
 from splitkit.cli.outcome import Outcome, seconds_text
-from splitkit.cli.outputs import STDOUT
+from splitkit.cli.outputs import FOR_PERFETTO, STDOUT
 from splitkit.cli.part_flags import compile_parts, require_compiler, with_part_flags
 from splitkit.errors import PipelineError, UsageError
 from splitkit.units import size
@@ -354,5 +354,5 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
 def wrote_trace(path: str, comparable: bool = True) -> str:
     """Say that a trace of what the ranks did was written, and what can be done with it."""
     if not comparable:
-        return f"wrote {path} (for https://ui.perfetto.dev or chrome://tracing)"
+        return f"wrote {path} {FOR_PERFETTO}"
     return f"wrote {path}: splitkit view PLAN.json --measured {path} -o page.html compares it with the plan"

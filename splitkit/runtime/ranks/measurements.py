@@ -43,8 +43,6 @@ class RankStep:
 
     Attributes:
         seconds: from the barrier to the end of the rank's last action, the median over the steps.
-        busy: seconds in its actions, the median over the steps.
-        actions: (stage, letter) -> the seconds of each such action in all steps.
         nbytes: peak bytes of a step, above what was allocated before it.
         steps: the actions of each timed step, by the clock of rank 0.
         held: for each action of a step the most bytes since the action before it ended, and those at its end, above
@@ -52,11 +50,22 @@ class RankStep:
     """
 
     seconds: float
-    busy: float
-    actions: Mapping[tuple[int, str], list[float]]
     nbytes: int
     steps: Sequence[Sequence[Event]]
     held: Sequence[tuple[int, int]]
+
+    @property
+    def busy(self) -> float:
+        """Seconds in the rank's actions, the median over the steps."""
+        return median(sum(event.end - event.start for event in events) for events in self.steps)
+
+    @property
+    def actions(self) -> dict[tuple[int, str], list[float]]:
+        """(stage, letter) -> the seconds of each such action in all steps."""
+        found: dict[tuple[int, str], list[float]] = {}
+        for event in (event for events in self.steps for event in events):
+            found.setdefault((event.stage, event.kind), []).append(event.end - event.start)
+        return found
 
 
 def one_by_one(order: PipelineOrder, microbatches: int) -> PipelineOrder:
@@ -90,18 +99,9 @@ def run_steps(pipe: Pipeline, batch: tuple[Sequence[Any], Mapping[str, Any]], re
         seconds.append(recorder.steps[pipe.steps][-1].end - begin)
     dist.barrier(group=pipe.group)
     timed = list(recorder.steps.values())
-    groups = _torch.allocations_between(lambda: pipe.step(*batch[0], **batch[1]), PREFIX)
-    actions: dict[tuple[int, str], list[float]] = {}
-    for event in (event for events in timed for event in events):
-        actions.setdefault((event.stage, event.kind), []).append(event.end - event.start)
-    return RankStep(
-        median(seconds),
-        median(sum(event.end - event.start for event in events) for events in timed),
-        actions,
-        max(accumulate((nbytes for group in groups for nbytes in group), initial=0)),
-        timed,
-        held_by_group(groups[:-1]),
-    )
+    held = held_by_group(_torch.allocations_between(lambda: pipe.step(*batch[0], **batch[1]), PREFIX))
+    # the last group is what the step does after its last action
+    return RankStep(median(seconds), max(most for most, _ in held), timed, held[:-1])
 
 
 def held_by_group(groups: Sequence[Sequence[int]]) -> list[tuple[int, int]]:

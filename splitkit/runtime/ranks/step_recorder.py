@@ -87,7 +87,7 @@ def median_step(steps: Sequence[list[Event]]) -> list[Event]:
 
 
 def _seconds_behind_rank_0(pipe: Pipeline) -> float:
-    """Return how many seconds this rank's clock is behind that of rank 0. All ranks call it."""
+    """Return how many seconds this rank's clock is behind rank 0's. All ranks call it."""
     told = torch.zeros(1, dtype=torch.float64, device=pipe.device)
     found, best = 0.0, float("inf")
     for rank in range(1, dist.get_world_size(pipe.group)):
