@@ -4,7 +4,7 @@ import {el, mark, pressed, tableOf} from "./elements.js";
 import {known, sum} from "./totals.js";
 import {size} from "./units.js";
 
-/** Bands with a colour of their own: the first two colours are those of forward and backward. */
+/** Bands with a colour of their own: the first two colours belong to forward and backward. */
 const COLOURED = COLOURS.length - 2;
 const OTHERS = "#8a94a3", REST = "#c3c9d1";
 
@@ -38,7 +38,7 @@ export function bandsOf(p, memory, totals) {
   return [...shown, {name: "small values, and what ops take while they run", row: -1, colour: REST, bytes: rest}];
 }
 /**
- * The row of a parameter by its name: that of the module it belongs to, or -1.
+ * The row of the module that a parameter belongs to, by the parameter's name; or -1.
  * @param {import("./joint.js").Halves} p
  * @returns {(name: string) => number}
  */

@@ -42,12 +42,10 @@ export function linesOf(ops, values, readers, most = 6) {
 /**
  * What a ribbon saves, the largest first.
  * @param {import("./picture.js").Picture<CommonData>} p
- * @param {Triple[]} saved
- * @param {[number, number][][]} kept for each of `saved` ops and bytes
  * @param {[number, number]} ribbon the numbers of two items
  */
-export function keptText(p, saved, kept, [from, to]) {
-  const [a, b] = [p.items[from], p.items[to]];
+export function keptText(p, [from, to]) {
+  const {saved, kept} = p, [a, b] = [p.items[from], p.items[to]];
   /** @type {[number, number][]} */
   const found = saved.flatMap(([made, read], i) => p.itemOf[made] === a && p.itemOf[read] === b ? kept[i].filter(([op]) => op >= 0) : []);
   return linesOf(p.ops, found.sort((x, y) => y[1] - x[1]), () => []).join("\n");

@@ -3,7 +3,6 @@
 import {aliveTable} from "./alive.js";
 import {bandTable} from "./bands.js";
 import {stripes} from "./canvas.js";
-import {keptText} from "./crossing.js";
 import {dashed, heading} from "./drawing.js";
 import {el, mark, pressed, remark, tableOf} from "./elements.js";
 import {factsOfOp, factsOfRow, limitField, showFacts} from "./facts.js";
@@ -41,6 +40,7 @@ export class Halves extends Picture {
   take(number) {
     const choice = this.choice = this.data.choices[this.number = number];
     this.saved = choice.saved;
+    this.kept = choice.kept;
     this.again = new Set(choice.again);
     this.savedOf = this.data.rows.map(() => 0);
     for (const [from, , nbytes] of choice.saved) this.savedOf[from] += nbytes;
@@ -67,8 +67,6 @@ export class Halves extends Picture {
     const number = Number(told.get("plan") ?? this.number);
     if (this.data.choices[number]) this.setChoice(number);
   }
-  /** @param {[number, number]} ribbon */
-  describeRibbon(ribbon) { return [super.describeRibbon(ribbon), keptText(this, this.choice.saved, this.choice.kept, ribbon)].filter(text => text).join("\n"); }
   asPlanned() { this.setChoice(this.data.chosen); }
   makeSlider() {
     const last = this.data.choices.length - 1, slider = el("input", undefined, {type: "range", min: 0, max: last, "aria-label": "memory", oninput: () => this.setChoice(Number(slider.value))});
@@ -132,7 +130,8 @@ export class Halves extends Picture {
     side.replaceChildren(el("h3", name), tableOf(name, ["plan", "saved", "peak", "recomputed"], rows));
     side.append(limitField(this));
     this.timeline.unfold();
-    side.append(bandTable(this, this.timeline.pinned ?? choice.memory.at), aliveTable(this, this.timeline.pinned ?? choice.memory.at));
+    const step = this.timeline.pinned ?? choice.memory.at;
+    side.append(bandTable(this, step), aliveTable(this, step));
     if (this.selected) showFacts(this, this.factsOf(this.selected));
     if (choice.note) side.append(el("h3", "plan"), remark(choice.note));
     side.append(legend(this, [["", COLOURS[0], "forward"], ["", COLOURS[1], "backward"], ["hatched", COLOURS[1], "recomputed in backward"], RIBBON, ARROW, ["dashed", "var(--fg)", "the border of forward and backward"], ...(memory ? [LIMIT] : [])]));

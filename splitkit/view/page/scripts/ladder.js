@@ -5,7 +5,7 @@ import {Picture} from "./picture.js";
 import {Prices, bordersOf} from "./prices.js";
 import {simulated} from "./simulation.js";
 import {colourOf} from "./drawing.js";
-import {keptText, readersOf} from "./crossing.js";
+import {readersOf} from "./crossing.js";
 import {paintBands, paintBorders} from "./stage_drawing.js";
 import {showStages} from "./stage_side.js";
 import {download, planFile} from "./take_home.js";
@@ -25,6 +25,7 @@ export class Ladder extends Picture {
     this.borders = [...this.shipped];
     this.trains = data.trains;
     this.saved = data.saved;
+    this.kept = data.kept;
     this.edges = data.edges;
     /** how the borders were made, if they are not those of the plan */
     this.how = "";
@@ -140,8 +141,6 @@ export class Ladder extends Picture {
   stageTarget(row) { return {stage: this.stageOf(row)}; }
   /** @param {Target} at */
   describe(at) { return at.border ? borderText(this, at.border) : at.stage !== undefined ? stageText(this, at.stage) : super.describe(at); }
-  /** @param {[number, number]} ribbon */
-  describeRibbon(ribbon) { return [super.describeRibbon(ribbon), keptText(this, this.data.saved, this.data.kept, ribbon)].filter(text => text).join("\n"); }
   /** @param {number} row */
   othersOf(row) { return this.data.beside.map(other => other.rows[row]); }
   /** @param {number} row */

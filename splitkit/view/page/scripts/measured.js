@@ -1,8 +1,9 @@
 // @ts-check
 // Compares a step that ran with the simulated one: how much longer or shorter each action took, and each rank computed.
 import {remark, el, tableOf} from "./elements.js";
+import {COMPUTATIONS} from "./step_facts.js";
 import {sum} from "./totals.js";
-import {duration, size} from "./units.js";
+import {duration, percent, size} from "./units.js";
 
 // ColorBrewer's PiYG: colour-blind readers can tell it apart, and no stage has these colours
 export const SLOWER = "#c51b7d";
@@ -29,7 +30,18 @@ export const spanOf = run => run.measured ? Math.max(run.seconds, run.measured.s
  * The most bytes that a rank held when the step ran; 0 where that was not measured.
  * @param {Run} run
  */
-export const highest = run => !run.measured ? 0 : Math.max(0, ...run.measured.memory.map((points, rank) => run.memory[rank][0][1] + Math.max(0, ...points.map(point => point[1]))));
+export const highest = run => !run.measured ? 0 : Math.max(0, ...run.measured.memory.map((_, rank) => Math.max(...heldWhenRun(run, /** @type {MeasuredRun} */ (run.measured), rank).map(point => point[1]))));
+/**
+ * The memory of a rank when the step ran: what it held before the step is taken to be what the simulated rank holds then.
+ * @param {Run} run
+ * @param {MeasuredRun} measured with memory
+ * @param {number} rank
+ * @returns {Point[]} on the scale of the chart
+ */
+export function heldWhenRun(run, measured, rank) {
+  const fixed = run.memory[rank][0][1], scale = ownScale(run, measured);
+  return [[0, fixed], ...measured.memory[rank].map(([seconds, nbytes]) => /** @type {Point} */ ([seconds / scale, fixed + nbytes]))];
+}
 /**
  * Measured by simulated time of an action.
  * @param {Run} run
@@ -53,14 +65,14 @@ export function colourOfChange(run, measured, i) {
   return `#${[1, 3, 5].map(at => mixed(at).toString(16).padStart(2, "0")).join("")}`;
 }
 /** @param {number} ratio */
-const percent = ratio => ratio > 10 ? `×${ratio.toFixed(0)}` : `${ratio >= 1 ? "+" : ""}${(100 * (ratio - 1)).toFixed(1)} %`;
+const compared = ratio => ratio > 10 ? `×${ratio.toFixed(0)}` : percent(ratio - 1);
 /**
  * @param {Run} run
  * @param {MeasuredRun} measured
  */
 export function measuredTitle(run, measured) {
   const scale = ownScale(run, measured), ratio = measured.seconds / (run.seconds || 1);
-  return `measured: step ${duration(measured.seconds, "s")} (${percent(ratio)} against the simulated one${scale === 1 ? "" : "; drawn on a scale of its own"})`;
+  return `measured: step ${duration(measured.seconds, "s")} (${compared(ratio)} against the simulated one${scale === 1 ? "" : "; drawn on a scale of its own"})`;
 }
 /**
  * @param {Run} run
@@ -70,7 +82,7 @@ export function measuredTitle(run, measured) {
  */
 export function measuredText(run, measured, i, stage) {
   const [rank, kind, , microbatch, start, end] = run.events[i], [begin, stop] = measured.times[i];
-  return `measured: ${kind === "F" ? "forward" : kind === "B" ? "backward" : kind === "I" ? "backward: gradients of inputs" : "backward: gradients of weights"} of microbatch ${microbatch}, stage ${stage}, rank ${rank}\nstarted at ${duration(begin, "s")}, took ${duration(stop - begin, "s")}; simulated ${duration(end - start, run.unit)} (${percent(ratioOf(run, measured, i))})`;
+  return `measured: ${COMPUTATIONS[kind]} of microbatch ${microbatch}, stage ${stage}, rank ${rank}\nstarted at ${duration(begin, "s")}, took ${duration(stop - begin, "s")}; simulated ${duration(end - start, run.unit)} (${compared(ratioOf(run, measured, i))})`;
 }
 /**
  * What each rank computed and held, simulated and measured.
@@ -81,7 +93,7 @@ export function measuredTable(run, measured) {
   const busy = (/** @type {number} */ rank) => [sum(run.events.map(e => e[0] === rank ? e[5] - e[4] : 0)), sum(measured.times.map(([start, end], i) => run.events[i][0] === rank ? end - start : 0))];
   const rows = [...Array(run.ranks).keys()].map(rank => {
     const row = el("tr"), [said, was] = busy(rank), points = measured.memory[rank];
-    row.append(el("td", String(rank)), el("td", duration(said, run.unit)), el("td", duration(was, "s")), el("td", percent(was / (said || 1))), el("td", points && points.length ? size(run.memory[rank][0][1] + Math.max(...points.map(p => p[1]))) : "–"));
+    row.append(el("td", String(rank)), el("td", duration(said, run.unit)), el("td", duration(was, "s")), el("td", compared(was / (said || 1))), el("td", points && points.length ? size(Math.max(...points.map(p => run.memory[rank][0][1] + p[1]))) : "–"));
     return row;
   });
   const name = "step as it ran: seconds that each rank computed";

@@ -1,6 +1,7 @@
 // @ts-check
 // What the pictures of stages and of forward and backward share: rows that open into ops, selection, search, zoom.
 import {context} from "./canvas.js";
+import {keptText} from "./crossing.js";
 import {paintOtherPlans, paintBox, paintRibbons, paintSkips} from "./drawing.js";
 import {el, surroundedByDark} from "./elements.js";
 import {BOX, GAP, LEFT, RIBBONS, ROW} from "./geometry.js";
@@ -57,6 +58,8 @@ export class Picture {
     this.borders = [0, data.rows.length];
     /** @type {Triple[]} */
     this.saved = [];
+    /** @type {[number, number][][]} for each of `saved` the ops that make what is saved, or -1 for an input, and bytes */
+    this.kept = [];
     /** @type {Triple[]} */
     this.edges = [];
     /** @type {Triple[]} the ribbons as they are drawn: from item, to item, bytes */
@@ -225,7 +228,9 @@ export class Picture {
    */
   describeRibbon([from, to]) {
     const found = this.ribbons.find(r => r[0] === from && r[1] === to), [a, b] = [this.items[from], this.items[to]];
-    return found && a && b ? `saved for backward: ${size(found[2])}\nmade in ${this.name(a)}${a === b ? "" : `, kept for the backward of ${this.name(b)}`}` : "";
+    if (!found || !a || !b) return "";
+    const head = `saved for backward: ${size(found[2])}\nmade in ${this.name(a)}${a === b ? "" : `, kept for the backward of ${this.name(b)}`}`;
+    return [head, keptText(this, [from, to])].filter(text => text).join("\n");
   }
   /**
    * Draw what lies below the boxes.
@@ -287,7 +292,7 @@ export class Picture {
    * @returns {Item}
    */
   itemAt(start, end, y) {
-    // equal layers stay folded when they open, and show the one that was opened last
+    // equal layers stay folded when they open, and show the layer opened last
     const shows = [...this.open].filter(row => row >= start && row < end).at(-1) ?? -1, open = shows >= 0;
     const inner = open ? nested(this.opsOf[shows], this.ops, this.toggled) : null, mirror = open ? this.mirrored(shows) : null;
     return {start, end, shows, y, inner, mirror, h: inner ? Math.max(inner.height, mirror ? mirror.height : 0) + ROW + 8 : ROW,

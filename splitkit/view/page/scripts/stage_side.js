@@ -9,7 +9,7 @@ import {isSlowest} from "./stage_drawing.js";
 import {legendOf, rankText} from "./stage_texts.js";
 import {idleOf, peakTime} from "./step_facts.js";
 import {sum} from "./totals.js";
-import {duration, measure, size} from "./units.js";
+import {duration, measure, percent, size} from "./units.js";
 import {whatIf} from "./what_if.js";
 
 /** @typedef {import("./ladder.js").Ladder} Ladder */
@@ -107,8 +107,8 @@ function showBeside(p, beside, name) {
   });
   showTable(p, stages, name, rows, []);
   if (beside.step && p.run) {
-    const {seconds, bubble, peak, unit} = beside.step, change = 100 * (seconds / (p.run.seconds || 1) - 1);
-    p.side.append(remark(`its step: ${duration(seconds, unit)} (${change >= 0 ? "+" : ""}${change.toFixed(1)} %), bubble ${(100 * bubble).toFixed(1)} %, highest peak ${size(peak)}`));
+    const {seconds, bubble, peak, unit} = beside.step, change = seconds / (p.run.seconds || 1) - 1;
+    p.side.append(remark(`its step: ${duration(seconds, unit)} (${percent(change)}), bubble ${(100 * bubble).toFixed(1)} %, highest peak ${size(peak)}`));
   }
   p.side.append(remark(moved.length ? `in another stage there: ${moved.join(", ")}` : "every row is in the same stage there"));
   if (beside.note) p.side.append(remark(beside.note));

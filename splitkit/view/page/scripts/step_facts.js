@@ -15,6 +15,8 @@ function perRun(compute) {
     return /** @type {T} */ (found.get(run));
   };
 }
+/** @type {Record<Kind, string>} */
+export const COMPUTATIONS = {F: "forward", B: "backward", I: "backward: gradients of inputs", W: "backward: gradients of weights"};
 /** @typedef {{warmup: number, waiting: number, tail: number}} Idle seconds before the first action, between actions, after the last */
 
 /** Where each rank idles. */

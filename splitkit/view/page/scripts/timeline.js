@@ -3,8 +3,8 @@
 import {SMALL, context, legible, level, put, shade} from "./canvas.js";
 import {colourOf} from "./drawing.js";
 import {el} from "./elements.js";
-import {colourOfChange, highest, measuredText, measuredTitle, ownScale, spanOf} from "./measured.js";
-import {heldAt, idleOf, peakTime} from "./step_facts.js";
+import {colourOfChange, heldWhenRun, highest, measuredText, measuredTitle, ownScale, spanOf} from "./measured.js";
+import {COMPUTATIONS, heldAt, idleOf, peakTime} from "./step_facts.js";
 import {showTip} from "./tooltip.js";
 import {near, sum} from "./totals.js";
 import {duration, size} from "./units.js";
@@ -38,11 +38,20 @@ export class Timeline {
   describe(e, hit) {
     const {run} = this, rank = hit ? hit[0] : Math.floor((e.offsetY - 24) / this.high), at = this.secondsAt(e.offsetX);
     if (!run || rank < 0 || rank >= run.ranks || at < 0 || at > run.seconds) return "";
+    if (hit && run.measured && this.isMeasured(e, rank)) return measuredText(run, run.measured, run.events.indexOf(hit), this.ladder.partName(hit[2]));
     const time = (/** @type {number} */ seconds) => duration(seconds, run.unit), held = `rank ${rank} holds ${size(heldAt(run, rank, hit ? hit[4] : at))} ${hit ? "when it starts" : `at ${time(at)}`}; its peak is ${size(run.peaks[rank])}, at ${time(peakTime(run, rank))}`;
     if (!hit) return held;
-    if (run.measured && e.offsetY > this.y(rank) + this.high * this.share && e.offsetY <= this.y(rank) + 2 * this.high * this.share) return measuredText(run, run.measured, run.events.indexOf(hit), this.ladder.partName(hit[2]));
-    const [, kind, stage, microbatch, start, end] = hit, name = {F: "forward", B: "backward", I: "backward: gradients of inputs", W: "backward: gradients of weights"}[kind];
-    return `${name} of microbatch ${microbatch}, stage ${this.ladder.partName(stage)}\nstarts at ${time(start)}, takes ${time(end - start)}\n${held}`;
+    const [, kind, stage, microbatch, start, end] = hit;
+    return `${COMPUTATIONS[kind]} of microbatch ${microbatch}, stage ${this.ladder.partName(stage)}\nstarts at ${time(start)}, takes ${time(end - start)}\n${held}`;
+  }
+  /**
+   * Whether the mouse is where measured actions of a rank are, or would be.
+   * @param {MouseEvent} e
+   * @param {number} rank
+   */
+  isMeasured(e, rank) {
+    const below = e.offsetY - this.y(rank) - this.high * this.share;
+    return below > 0 && below <= this.high * this.share;
   }
   /** The seconds from the left edge to the right. */
   get span() { return spanOf(this.run || this.planned); }
@@ -90,13 +99,29 @@ export class Timeline {
    * @param {TimedAction} event
    */
   box(c, [rank, kind, stage, microbatch, start, end]) {
-    const x = this.x(start), wide = Math.max(0.5, this.x(end) - x), y = this.y(rank), colour = colourOf(stage);
-    c.globalAlpha = (this.microbatch !== null && this.microbatch !== microbatch ? 0.15 : 1) * (kind === "F" ? 0.55 : kind === "W" ? 0.75 : 1);
+    const colour = colourOf(stage), ink = kind !== "F" ? legible(colour) : this.ladder.root.classList.contains("dark") ? "#fff" : "#10151c";
+    c.globalAlpha = kind === "F" ? 0.55 : kind === "W" ? 0.75 : 1;
+    this.block(c, this.nameOf(stage, microbatch), microbatch, start, end, this.y(rank), this.high * this.share, colour, ink);
+  }
+  /**
+   * Draw a block with its name, paler where the mouse is on another microbatch; at the opacity of the canvas, which is 1 then.
+   * @param {CanvasRenderingContext2D} c
+   * @param {string} name
+   * @param {number} microbatch
+   * @param {number} start in seconds of the chart
+   * @param {number} end
+   * @param {number} top
+   * @param {number} high
+   * @param {string} colour
+   * @param {string} ink
+   */
+  block(c, name, microbatch, start, end, top, high, colour, ink) {
+    const x = this.x(start), wide = Math.max(0.5, this.x(end) - x);
+    if (this.microbatch !== null && this.microbatch !== microbatch) c.globalAlpha *= 0.15;
     c.fillStyle = colour;
-    c.fillRect(x, y, wide, this.high * this.share);
+    c.fillRect(x, top, wide, high);
     c.globalAlpha = 1;
-    const name = this.nameOf(stage, microbatch);
-    if (wide > 6 * name.length + 5) put(c, name, x + wide / 2, y + this.high * this.share / 2 + 4, "10px system-ui", kind !== "F" ? legible(colour) : this.ladder.root.classList.contains("dark") ? "#fff" : "#10151c", "center");
+    if (wide > 6 * name.length + 5) put(c, name, x + wide / 2, top + high / 2 + 4, "10px system-ui", ink, "center");
   }
   /**
    * Draw what the ranks did, below what was simulated: coloured by how much longer or shorter it took.
@@ -108,12 +133,8 @@ export class Timeline {
     const scale = ownScale(run, measured), high = this.high * this.share, {ink} = this.ladder;
     put(c, measuredTitle(run, measured), 70, this.h - 19, "600 11px system-ui", ink.fg);
     measured.times.forEach(([start, end], i) => {
-      const [rank, , stage, microbatch] = run.events[i], name = this.nameOf(stage, microbatch), x = this.x(start / scale), wide = Math.max(0.5, this.x(end / scale) - x), y = this.y(rank) + high, colour = colourOfChange(run, measured, i);
-      c.globalAlpha = this.microbatch !== null && this.microbatch !== microbatch ? 0.15 : 1;
-      c.fillStyle = colour;
-      c.fillRect(x, y + 1, wide, high - 1);
-      c.globalAlpha = 1;
-      if (wide > 6 * name.length + 5) put(c, name, x + wide / 2, y + high / 2 + 4, "10px system-ui", legible(colour), "center");
+      const [rank, , stage, microbatch] = run.events[i], colour = colourOfChange(run, measured, i);
+      this.block(c, this.nameOf(stage, microbatch), microbatch, start / scale, end / scale, this.y(rank) + high + 1, high - 1, colour, legible(colour));
     });
     for (let rank = 0; rank < run.ranks; rank++) put(c, "measured", 64, this.y(rank) + high * 1.5 + 4, "10px system-ui", ink.mut, "right");
   }
@@ -128,28 +149,25 @@ export class Timeline {
     const {memory} = this.ladder.data, {ink} = this.ladder, limit = near(memory, Math.max(...run.peaks)), most = Math.max(limit, ...run.peaks, highest(run)) || 1;
     const base = this.y(rank) + this.high * 0.95, top = this.y(rank) + this.high * (run.measured ? 0.68 : 0.55), y = (/** @type {number} */ nbytes) => base - (base - top) * nbytes / most;
     put(c, `rank ${rank}`, 64, this.y(rank) + this.high * this.share / 2 + 4, SMALL, ink.mut, "right");
+    const curve = (/** @type {Point[]} */ points) => {
+      let now = points[0][1];
+      for (const [seconds, nbytes] of points) {
+        c.lineTo(this.x(seconds), y(now));
+        c.lineTo(this.x(seconds), y(nbytes));
+        now = nbytes;
+      }
+      return now;
+    };
     c.beginPath();
     c.moveTo(this.x(0), base);
-    let now = run.memory[rank][0][1];
-    for (const [seconds, nbytes] of run.memory[rank]) {
-      c.lineTo(this.x(seconds), y(now));
-      c.lineTo(this.x(seconds), y(nbytes));
-      now = nbytes;
-    }
-    c.lineTo(this.x(run.seconds), y(now));
+    const last = curve(run.memory[rank]);
+    c.lineTo(this.x(run.seconds), y(last));
     c.lineTo(this.x(run.seconds), base);
     shade(c, ink.rib);
     put(c, "▾", this.x(peakTime(run, rank)), y(run.peaks[rank]) + 1, "11px system-ui", ink.fg, "center");
     if (run.measured && run.measured.memory.length) {
-      const scale = ownScale(run, run.measured), points = run.measured.memory[rank], fixed = run.memory[rank][0][1];
       c.beginPath();
-      c.moveTo(this.x(0), y(fixed));
-      let real = fixed;
-      for (const [seconds, nbytes] of points) {
-        c.lineTo(this.x(seconds / scale), y(real));
-        real = fixed + nbytes;
-        c.lineTo(this.x(seconds / scale), y(real));
-      }
+      curve(heldWhenRun(run, run.measured, rank));
       c.strokeStyle = ink.fg;
       c.lineWidth = 1;
       c.stroke();
@@ -161,8 +179,10 @@ export class Timeline {
   pick(e) {
     const {run} = this;
     if (!run) return null;
-    const rank = Math.floor((e.offsetY - 24) / this.high), isBelow = run.measured && e.offsetY > this.y(rank) + this.high * this.share && e.offsetY <= this.y(rank) + 2 * this.high * this.share;
-    const times = (/** @type {number} */ i) => isBelow && run.measured ? run.measured.times[i].map(t => t / ownScale(run, /** @type {MeasuredRun} */ (run.measured))) : run.events[i].slice(4).map(Number);
-    return run.events.find((event, i) => event[0] === rank && e.offsetX >= this.x(times(i)[0]) && e.offsetX <= this.x(times(i)[1])) || null;
+    const rank = Math.floor((e.offsetY - 24) / this.high), {measured} = run, ran = measured && this.isMeasured(e, rank) ? measured : null, scale = ran ? ownScale(run, ran) : 1;
+    return run.events.find(([own, , , , begin, stop], i) => {
+      const [start, end] = ran ? ran.times[i] : [begin, stop];
+      return own === rank && e.offsetX >= this.x(start / scale) && e.offsetX <= this.x(end / scale);
+    }) || null;
   }
 }

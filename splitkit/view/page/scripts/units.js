@@ -33,6 +33,11 @@ export function bytesOf(text) {
   const found = /^(\d+(?:\.\d+)?)\s*(?:([kmgtp])(i?)b|b)?$/i.exec(told);
   return found ? Math.floor(Number(found[1]) * (found[2] ? (found[3] ? 1024 : 1000) ** ("kmgtp".indexOf(found[2].toLowerCase()) + 1) : 1)) : NaN;
 }
+/**
+ * A change with its sign, in percent.
+ * @param {number} change 0.1 for 10 % more
+ */
+export const percent = change => `${change >= 0 ? "+" : ""}${(100 * change).toFixed(1)} %`;
 /** @type {[number, string][]} */
 const TIMES = [[1, "s"], [1e-3, "ms"], [1e-6, "us"], [1e-9, "ns"], [1e-12, "ps"]];
 /**
