@@ -193,6 +193,13 @@ def test_several_plans_beside_each_other_with_their_steps_and_one_selection(brow
     )
     assert marked == page.value(f"splitkit.othersOf({row})")
     assert all(word in page.value("svgOf(splitkit)") for word in (">A<", ">B<", ">moved<"))
+    page("Emulation.setDeviceMetricsOverride", width=700, height=900, deviceScaleFactor=1, mobile=False)
+    try:
+        page.settle()
+        page.value("splitkit.scroll(5000, 0); splitkit.scroll(-9000, 0)")  # to the right end and back
+        assert page.value("splitkit.x + (-28 - 34) * splitkit.zoom") > 0  # the second column is seen again
+    finally:
+        page("Emulation.setDeviceMetricsOverride", width=1400, height=900, deviceScaleFactor=1, mobile=False)
     assert_quiet(page)
 
 

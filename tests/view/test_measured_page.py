@@ -78,6 +78,21 @@ def test_an_action_that_took_longer_is_coloured_and_told(browser, tmp_path, made
 
 
 @pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
+def test_an_action_that_ran_after_the_simulated_step_had_ended_is_told_too(browser, tmp_path, made):
+    flow, plan, costs, run = made
+    step = ran(run, "", 1.5)
+    page = shown(browser, tmp_path, LadderView(flow, plan, costs, run=run, measured=step))
+    number = max(range(len(run.timeline)), key=lambda i: run.timeline[i].end)
+    last = run.timeline[number]
+    assert 1.5 * last.start > run.seconds
+    page.mouse("moved", *place(page, number))
+    page.settle()
+    told = page.value("splitkit.timeline.tip.textContent")
+    assert f"of microbatch {last.microbatch}, stage {last.stage}" in told and "+50.0 %" in told
+    assert_quiet(page)
+
+
+@pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
 def test_a_step_that_is_far_slower_is_drawn_on_its_own_scale(browser, tmp_path, made):
     flow, plan, costs, run = made
     number = next(i for i, e in enumerate(run.timeline) if e.action == "1B2")

@@ -442,7 +442,7 @@ export class Picture {
     const {x, y, zoom} = this, w = this.main.clientWidth, h = this.main.clientHeight;
     const within = (/** @type {number} */ at, /** @type {number} */ low, /** @type {number} */ high) => Math.max(Math.min(low, high), Math.min(Math.max(low, high), at));
     if (down) this.y = within(y - down, 40 * zoom, h - (this.height + 30) * zoom);
-    if (right) this.x = within(x - right, 12, w - (this.right + 200) * zoom);
+    if (right) this.x = within(x - right, this.leftRoom, w - (this.right + 200) * zoom);
     this.untouched = false;
     this.draw();
     return x !== this.x || y !== this.y;

@@ -37,7 +37,7 @@ export class Timeline {
    */
   describe(e, hit) {
     const {run} = this, rank = hit ? hit[0] : Math.floor((e.offsetY - 24) / this.high), at = this.secondsAt(e.offsetX);
-    if (!run || rank < 0 || rank >= run.ranks || at < 0 || at > run.seconds) return "";
+    if (!run || rank < 0 || rank >= run.ranks || at < 0 || (!hit && at > run.seconds)) return "";
     if (hit && run.measured && this.isMeasured(e, rank)) return measuredText(run, run.measured, run.events.indexOf(hit), this.ladder.partName(hit[2]));
     const time = (/** @type {number} */ seconds) => duration(seconds, run.unit), held = `rank ${rank} holds ${size(heldAt(run, rank, hit ? hit[4] : at))} ${hit ? "when it starts" : `at ${time(at)}`}; its peak is ${size(run.peaks[rank])}, at ${time(peakTime(run, rank))}`;
     if (!hit) return held;
