@@ -9,7 +9,7 @@ Dynamo traces these functions where `splitkit.capture_joint` captures a model wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -38,6 +38,25 @@ def named_loss(output: Any, kind: Any = Tensor) -> Any:
         return output["loss"]
     own = getattr(output, "loss", None)
     return own if isinstance(own, kind) else None
+
+
+def loss_node(graph: torch.fx.Graph, graded: Collection[torch.fx.Node]) -> torch.fx.Node | None:
+    """Return the output of a graph that `loss_of` finds when the graph runs, ``None`` if there is none.
+
+    Args:
+        graph: a graph whose nodes have ``meta["val"]``.
+        graded: the nodes whose values require grad.
+    """
+    named = named_loss(outputs_of(graph, lambda node: node), torch.fx.Node)
+    if named is not None:
+        return named if named in graded else None
+    numbers = [node for node in graph.output_node().all_input_nodes if node in graded and _is_number(node)]
+    return numbers[0] if len(numbers) == 1 else None
+
+
+def _is_number(node: torch.fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and all(isinstance(size, int) and size == 1 for size in value.shape)
 
 
 def tensors_in(output: Any, path: str = "", depth: int = 0) -> list[tuple[str, Tensor]]:

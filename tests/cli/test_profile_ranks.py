@@ -68,6 +68,16 @@ def test_peaks_are_those_of_the_allocator(found):
     assert peaks["1F1B"][1]["predicted"] < peaks["GPipe"][1]["predicted"]
 
 
+def test_a_tied_table_and_logits_are_predicted_to_a_few_bytes():
+    """Each is larger than all other activations: ranks sum the table's gradient apart, and logits are not kept."""
+    tied = ["--size", "layers=2,width=16,heads=2", "--size", "vocab=30000,seq=32"]
+    words = ["profile", SPEC, *tied, "--eval", "--stages", "2", "--ranks", "2", "--microbatches", "4", "--repeat", "1"]
+    run = command(*words, "--schedules", "gpipe,1f1b", "--json")
+    assert run.returncode == 0, run.stderr
+    peaks = [row["peak"] for schedule in json.loads(run.stdout)["schedules"] for row in schedule["ranks"]]
+    assert [both["predicted"] for both in peaks] == pytest.approx([both["measured"] for both in peaks], rel=0.01)
+
+
 def test_the_traces_tell_what_each_rank_did_and_held(found):
     for run in found["schedules"]:
         step = MeasuredStep.load(run["trace"])

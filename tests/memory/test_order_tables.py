@@ -94,7 +94,9 @@ def check(memory: GraphMemory, order: OrderMemory, slow: Slow) -> None:
     last = list(slow.made.values())
     for at, value in reads:
         last[value] = max(last[value], at)
-    for node in memory.flow.graph.output_node().all_input_nodes:
+    outputs = memory.flow.graph.output_node().all_input_nodes
+    loss = [node for node in outputs if node in slow.known.requires and node.meta["val"].numel() == 1]
+    for node in loss if memory.training and len(loss) == 1 else outputs:
         if node in slow.known.values and node.op != "get_attr":
             last[slow.number[slow.source(node, -1)]] = order.length
     assert order.last.tolist() == last

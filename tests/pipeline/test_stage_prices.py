@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 from campaigns import these_first
-from keptmodels import LANGUAGE, MODELS, Convolutions, Mixed
+from keptmodels import LANGUAGE, MODELS, Convolutions, LossOnly, Mixed
 from savedbytes import kept_by_autograd, storages, tensors_of
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -95,7 +95,7 @@ def inputs_of(gm, args, kwargs):
 @pytest.mark.parametrize("name", these_first(["gpt2"], sorted({*MODELS} - {"gpt2"})))
 def test_parts_of_models(name):
     example = build(name, **MODELS[name])
-    gm = sk.capture(example.model, *example.args, **example.kwargs)
+    gm = sk.capture(LossOnly(example.model), *example.args, **example.kwargs)
     inputs = inputs_of(gm, example.args, example.kwargs)
     found = check(gm, sk.plan(gm, Stages(3, seconds=1), sk.costs.flops(gm)), inputs)
     costs = sk.costs.training(sk.costs.flops(gm))
@@ -104,6 +104,14 @@ def test_parts_of_models(name):
     assert found[-1].activation_bytes == 0
     assert found[0].input_gradient_bytes == 0
     assert all(s.input_gradient_bytes > 0 for s in found[1:])
+
+
+def test_logits_beside_the_loss_are_not_held():
+    """They are as large as all activations of this model, and the pipeline drops them before backward."""
+    example = build("gpt2", layers=2, width=32, heads=2, vocab=4000)
+    whole, bare = (sk.capture(m, **example.kwargs) for m in (example.model, LossOnly(example.model)))
+    costs = [stage_costs(sk.analyze(gm), sk.plan(gm, Stages(2, seconds=1), sk.costs.flops(gm))) for gm in (whole, bare)]
+    assert costs[0] == costs[1]
 
 
 @pytest.mark.parametrize("count", these_first([2], [1, 3]))

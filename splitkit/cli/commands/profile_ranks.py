@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from splitkit.pipeline.order import PipelineOrder
     from splitkit.pipeline.run import ScheduleRun
     from splitkit.runtime.ranks.measurements import RankStep
+    from splitkit.runtime.ranks.stage_chain import Chain
 
 _PATIENCE = 300
 """Seconds that ranks wait for each other."""
@@ -76,7 +77,8 @@ def _profile(args: Namespace) -> dict[str, Any]:
     orders, left_out = _orders(args, len(split.parts), dist.get_world_size())
     costs = sk.costs.flops(split.flow.root)  # only the bytes of these stages are used: times are measured
     stages = sk.stage_costs(split.flow, split.plan, costs, optimizer="sgd")
-    held = measurements.with_passed_on(chain_of(split), stages)
+    chain = chain_of(split)
+    held = measurements.with_passed_on(chain, stages)
     batch = train.batch_of(work, args.microbatches, 0)
     widest = next(filter(measurements.is_divided, orders), orders[0])
     runs, traces, static = [], {}, measurements.STATIC_BUFFERS
@@ -91,7 +93,7 @@ def _profile(args: Namespace) -> dict[str, Any]:
             priced = measurements.timed_stages(held, times, measurements.is_divided(order))
             simulated = sk.simulate_schedule(priced, order, links=links, static_buffers=static)
             trace = _named(args.trace, order.name, len(orders)) if args.trace else None
-            runs.append(_compared(simulated, found, links) | {"trace": trace})
+            runs.append(_compared(simulated, found, links, chain) | {"trace": trace})
             if trace:
                 traces[trace] = measurements.measured_step(order.name, found).to_chrome_trace()
             advance()
@@ -145,13 +147,12 @@ def _gathered(own: Any) -> list[Any]:
     return every
 
 
-def _compared(run: ScheduleRun, found: Sequence[RankStep], links: Any) -> dict[str, Any]:
+def _compared(run: ScheduleRun, found: Sequence[RankStep], links: Any, chain: Chain) -> dict[str, Any]:
     """Return a step as simulated and as it ran; peaks are the bytes above those that a rank holds throughout."""
-    from splitkit.pipeline.memory import static_bytes
+    from splitkit.runtime.ranks.measurements import moving_peaks, tied_gradients
 
-    static, ranks = static_bytes(run), []
-    for rank, (real, held) in enumerate(zip(found, run.memory, strict=True)):
-        moving = held.saved + held.messages - static[rank] + held.temporaries
+    peaks, ranks = moving_peaks(run, tied_gradients(chain, run.order.rank_of)), []
+    for rank, (real, moving) in enumerate(zip(found, peaks, strict=True)):
         ranks.append(
             {
                 "rank": rank,

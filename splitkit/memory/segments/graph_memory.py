@@ -21,6 +21,7 @@ from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.fake_calls import hints
 from splitkit.graph.storages import start_of, storage_key, tensors
 from splitkit.graph.symbols import value_of
+from splitkit.losses import loss_node
 from splitkit.memory.autograd.backward_temporaries import NOTHING
 from splitkit.memory.autograd.saved_storages import Activations, activations
 from splitkit.memory.kernels.temporaries import Temporaries
@@ -176,6 +177,15 @@ class GraphMemory:
         """
         return self._tables.order(parts, homes or {})
 
+    def _kept_outputs(self) -> Sequence[Node]:
+        """Return the outputs that are held to the end.
+
+        A training step keeps the loss only: a pipeline drops the logits beside it as soon as the loss is computed.
+        """
+        every = self.flow.graph.output_node().all_input_nodes
+        loss = loss_node(self.flow.graph, self.activations.requires) if self.training else None
+        return every if loss is None else [loss]
+
     @cached_property
     def _tables(self) -> OrderTables:
         graph, known = self.flow.graph, self.activations
@@ -183,7 +193,7 @@ class GraphMemory:
             MemoryFacts(
                 nodes=self.nodes,
                 inputs=graph.find_nodes(op="placeholder"),
-                outputs=[n for n in graph.output_node().all_input_nodes if n in known.values and n.op != "get_attr"],
+                outputs=[n for n in self._kept_outputs() if n in known.values and n.op != "get_attr"],
                 training=self.training,
                 storages=known.values,
                 storage_sizes=self._sizes,

@@ -22,7 +22,9 @@ from splitkit import _torch
 from splitkit.costs.links import Link, Links
 from splitkit.pipeline.action import Action
 from splitkit.pipeline.measured_step import MeasuredStep
-from splitkit.pipeline.order import PipelineOrder
+from splitkit.pipeline.memory import memory_over_time, static_bytes
+from splitkit.pipeline.order import BACKWARD, BACKWARD_WEIGHT, PipelineOrder
+from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.trace import Event
 from splitkit.runtime.ranks.last_stage import last_stage_of
@@ -172,6 +174,47 @@ def with_passed_on(chain: Chain, stages: Sequence[StageCosts]) -> list[StageCost
         passed = (chain.value(node).like for node in chain.passed_on(stage, wanted))
         found[stage] = replace(found[stage], saved_bytes=found[stage].saved_bytes + sum(v.nbytes for v in passed))
     return found
+
+
+def tied_gradients(chain: Chain, rank_of: Sequence[int]) -> dict[int, int]:
+    """Return stage -> bytes of the gradients of its parameters that stages on other ranks have, too.
+
+    A step makes these gradients apart from existing ones, so that the ranks can sum what the step adds to them.
+    """
+    split, found = chain.split, dict[int, int]()
+    stage_of = {split.names[key]: stage for stage, key in enumerate(chain.keys)}
+    for names in split.shared:
+        owners = {stage_of[child]: name for name in names if (child := name.split(".")[0]) in stage_of}
+        if len({rank_of[stage] for stage in owners}) < 2:
+            continue
+        # backward reaches the last of a rank's stages first, and makes the gradient there
+        for stage in {rank_of[stage]: stage for stage in sorted(owners)}.values():
+            parameter = split.module.get_parameter(owners[stage])
+            found[stage] = found.get(stage, 0) + parameter.nbytes * parameter.requires_grad
+    return found
+
+
+def moving_peaks(run: ScheduleRun, tied: Mapping[int, int]) -> tuple[int, ...]:
+    """Return each rank's peak above what it holds from one step to the next, if all gradients exist before the step.
+
+    Args:
+        run: a simulated step.
+        tied: stage -> bytes of its tied gradients, which exist from its first backward to the end of the step.
+    """
+    static, peaks = static_bytes(run), list[int]()
+    for rank, points in enumerate(memory_over_time(run)):
+        known = run.memory[rank]
+        lasting = known.parameters + known.gradients + known.optimizer + static[rank]
+        made = [(_first_backward(run, stage), n) for stage, n in tied.items() if run.order.rank_of[stage] == rank]
+        peaks.append(max(held + sum(n for since, n in made if time > since) for time, held in points) - lasting)
+    return tuple(peaks)
+
+
+def _first_backward(run: ScheduleRun, stage: int) -> float:
+    """Return when the first gradients of a stage's parameters are complete."""
+    kind, of = run.order.columns.kind, run.order.columns.stage
+    ends = run.ends[(of == stage) & ((kind == BACKWARD) | (kind == BACKWARD_WEIGHT))]
+    return float(ends.min(initial=run.seconds))
 
 
 def median_or_none(found: Sequence[float] | None) -> float | None:
