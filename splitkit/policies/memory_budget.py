@@ -130,6 +130,10 @@ class MemoryBudget:
         if alone > best:
             where = f" in {module_path(node)}" if module_path(node) else ""
             reason, nodes = f"{node.name}{where} takes {size(alone)} at least, and a device has {size(best)}", [node]
+        elif self.parts is None and not search.tried:
+            least, nodes = search.fewest_possible(), []
+            there = len(self.sizes(len(search.flow.nodes)))
+            reason = f"the parts together need the memory of {least} such devices at least, and there are {there}"
         else:
             count = self.parts or search.tried
             reason, nodes = (

@@ -279,7 +279,7 @@ def test_a_node_that_fits_nowhere_is_named_and_what_would_do(gpt2):
 
 def test_too_few_devices_say_what_would_do(gpt2):
     gm, flow, costs = gpt2
-    memory = int(0.45 * whole_of(flow, costs))
+    memory = int(0.5 * whole_of(flow, costs))
     with pytest.raises(sk.SplitError, match="SK303: no plan of up to 2 parts was found that fits 2 devices") as raised:
         sk.plan(gm, MemoryBudget([memory, memory]), costs)
     assert "3 parts of" in str(raised.value)
@@ -287,6 +287,16 @@ def test_too_few_devices_say_what_would_do(gpt2):
     assert len(sk.plan(gm, MemoryBudget([need, need]), costs).parts) == 2
     with pytest.raises(sk.SplitError, match="SK303"):
         sk.plan(gm, MemoryBudget([int(0.98 * need)] * 2), costs)
+
+
+def test_devices_that_cannot_hold_the_parts_in_any_order_are_counted(gpt2):
+    gm, flow, costs = gpt2
+    memory = int(0.4 * whole_of(flow, costs))
+    reason = "SK303: the parts together need the memory of 3 such devices at least, and there are 2"
+    with pytest.raises(sk.SplitError, match=reason) as raised:
+        sk.plan(gm, MemoryBudget([memory, memory]), costs)
+    count = int(str(raised.value).split(" parts of")[0].split()[-1])
+    assert count >= 3 and len(sk.plan(gm, MemoryBudget([memory] * count), costs).parts) == count
 
 
 def test_more_parts_do_not_help_where_each_holds_more(gpt2):
