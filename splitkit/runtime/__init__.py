@@ -4,12 +4,14 @@ from splitkit.runtime.devices.on_devices import to_devices
 from splitkit.runtime.folder.load import StageFolder, open_stages
 from splitkit.runtime.folder.save import save_stages
 from splitkit.runtime.ranks.pipeline import Pipeline, PipelineStep, pipeline
+from splitkit.runtime.ranks.pipeline_module import PipelineModule
 from splitkit.runtime.ranks.rank_agreement import planned_once
 from splitkit.runtime.ranks.step_recorder import StepRecorder
 from splitkit.runtime.ranks.torch_stages import form_output, reduced_ties, stage
 
 __all__ = [
     "Pipeline",
+    "PipelineModule",
     "PipelineStep",
     "StageFolder",
     "StepRecorder",

@@ -1,0 +1,114 @@
+"""A pipeline as a module, for training loops that call a model and then ``loss.backward()``.
+
+Such loops (transformers' ``Trainer``, accelerate, Lightning) run forward and backward apart, but a pipeline runs both
+in one step. The module's forward therefore runs the whole step, keeps the gradients that it made, and returns a loss;
+``loss.backward()`` then adds these gradients, times the gradient of the loss, to those of the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from splitkit.errors import PipelineError
+from splitkit.runtime.ranks.last_stage import own_loss
+from splitkit.runtime.ranks.pipeline import Pipeline
+
+
+class PipelineModule(nn.Module):
+    """Run the steps of a pipeline as calls of a module.
+
+    All ranks call it with the same batch and get the same loss. Its parameters are those of the rank's stages, under
+    the names of the unsplit model with dots replaced by ``/``.
+
+    Args:
+        pipe: the pipeline, which is trained.
+        evaluation: a pipeline of the same model captured in eval mode, for calls in eval mode or without gradients.
+    """
+
+    accepts_loss_kwargs = False
+    """For ``Trainer``: it divides the loss by the accumulation steps, since the model does not count tokens."""
+
+    def __init__(self, pipe: Pipeline, evaluation: Pipeline | None = None) -> None:
+        super().__init__()
+        self.pipe, self.evaluation = pipe, evaluation
+        for name, tensor in pipe.named_tensors().items():
+            plain = name.replace(".", "/")
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(plain, tensor)
+            else:
+                self.register_buffer(plain, tensor)
+        self._anchor = torch.zeros((), device=pipe.device, requires_grad=True)
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        """Run a training step, or forward only in eval mode or without gradients.
+
+        Returns:
+            ``{"loss": loss}``, the mean of the microbatches' losses, on every rank.
+
+        Raises:
+            PipelineError: SK802 in eval mode if there is no pipeline for it; otherwise as `Pipeline.step`.
+        """
+        if not self.training or not torch.is_grad_enabled():
+            return {"loss": self._evaluated(args, kwargs)}
+        held = self.pipe.parameters()
+        before = [parameter.grad for parameter in held]
+        for parameter in held:
+            parameter.grad = None
+        try:
+            loss = self.pipe.step(*args, **kwargs).loss
+            made = [parameter.grad for parameter in held]
+        finally:
+            for parameter, grad in zip(held, before, strict=True):
+                parameter.grad = grad
+        found: torch.Tensor = _AddGradients.apply(self._anchor, on_every_rank(self.pipe, loss), held, made)  # type: ignore[no-untyped-call]
+        return {"loss": found}
+
+    def _evaluated(self, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+        if self.evaluation is None:
+            raise PipelineError(
+                "SK802",
+                "the model is called in eval mode or without gradients, but the pipeline was captured for training",
+                "Give PipelineModule(pipe, evaluation) a pipeline of the model captured in eval mode.",
+            )
+        outputs = self.evaluation.infer(*args, **kwargs)
+        own = None if outputs is None else torch.stack([own_loss(output, None).detach() for output in outputs]).mean()
+        return on_every_rank(self.evaluation, own)
+
+
+class _AddGradients(torch.autograd.Function):
+    """The loss of a step that has run its backward already; backward hands over the gradients that it made."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor,
+        loss: torch.Tensor,
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[torch.Tensor | None],
+    ) -> torch.Tensor:
+        ctx.parameters, ctx.gradients = parameters, gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, scale: torch.Tensor) -> tuple[None, None, None, None]:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise PipelineError("SK802", "the loss was propagated backward twice", "Call the model again.")
+        with torch.no_grad():
+            for parameter, made in zip(ctx.parameters, gradients, strict=True):
+                if made is not None:
+                    made.mul_(scale)
+                    parameter.grad = made if parameter.grad is None else parameter.grad.add_(made)
+        return None, None, None, None
+
+
+def on_every_rank(pipe: Pipeline, loss: torch.Tensor | None) -> torch.Tensor:
+    """Return the loss that the rank of the last stage has, on every rank. All ranks must call it."""
+    found = torch.zeros((), device=pipe.device) if loss is None else loss.detach().float()
+    dist.broadcast(found, group=pipe.group, group_src=pipe.replicas.ranks[pipe.order.rank_of[-1]][0])
+    return found

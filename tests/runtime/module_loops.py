@@ -1,0 +1,122 @@
+"""One rank: training loops of others around a pipeline as a module; without ranks: the same around the model."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainingArguments
+
+import splitkit as sk
+from splitkit.errors import PipelineError
+from splitkit.runtime import PipelineModule, pipeline
+
+ROWS, MICROBATCHES = 8, 4
+
+
+def model() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": 4}
+    drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    made = GPT2LMHeadModel(GPT2Config(**sizes, **drop, bos_token_id=0, eos_token_id=0, use_cache=False))
+    made.accepts_loss_kwargs = False  # else Trainer has it count labels, of which the first of a row is none
+    return made
+
+
+def data(rows: int = 32) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 61, (rows, 8), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def piped() -> PipelineModule:
+    whole, example = model(), {k: torch.stack([v] * (ROWS // MICROBATCHES)) for k, v in data()[0].items()}
+    pipes = []
+    for mode in (True, False):
+        gm = sk.capture(whole.train(mode), **example)
+        pipes.append(pipeline(sk.split(gm, sk.policies.Stages(dist.get_world_size())), "1f1b", MICROBATCHES))
+    return PipelineModule(*pipes)
+
+
+def trainer(net: nn.Module) -> list[float]:
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder, per_device_train_batch_size=ROWS, per_device_eval_batch_size=ROWS,
+            gradient_accumulation_steps=2, num_train_epochs=2, learning_rate=1e-2, logging_steps=1, report_to=[],
+            use_cpu=True, max_grad_norm=0, disable_tqdm=True, save_strategy="no", eval_strategy="epoch",
+            prediction_loss_only=True, remove_unused_columns=False, label_names=["labels"],
+        )  # fmt: skip
+        run = Trainer(model=net, args=arguments, train_dataset=data(), eval_dataset=data(16))
+        run.remove_callback(PrinterCallback)
+        run.train()
+    return [row[key] for row in run.state.log_history for key in ("loss", "eval_loss") if key in row]
+
+
+def accelerated(net: nn.Module) -> list[float]:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    loader = DataLoader(data(), batch_size=ROWS)
+    net, optimizer, loader, schedule = accelerator.prepare(net.train(), optimizer, loader, schedule)
+    losses = []
+    for batch in [*loader, *loader]:
+        with accelerator.accumulate(net):
+            loss = net(**batch)["loss"]
+            accelerator.backward(loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+def plain(net: nn.Module) -> list[float]:
+    """Losses that are kept, scaled, and propagated backward later and in another order."""
+    optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.5), []
+    batches = [{k: torch.stack([row[k] for row in data()[i : i + ROWS]]) for k in data()[0]} for i in (0, 8, 16, 24)]
+    net.train()
+    for first, second, third in (batches[:3], batches[1:]):
+        found = [net(**batch)["loss"] for batch in (first, second, third)]
+        (found[1] * 0.25).backward()
+        (found[0] / 3).backward()  # the third never is
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [loss.item() for loss in found]
+    return losses
+
+
+def misused(net: PipelineModule) -> list[str]:
+    bare, said = PipelineModule(net.pipe), list[str]()
+    batch = {k: torch.stack([row[k] for row in data()[:ROWS]]) for k in data()[0]}
+    loss = net.train()(**batch)["loss"]
+    loss.backward(retain_graph=True)
+    for wrong in (lambda: bare.eval()(**batch), loss.backward):
+        try:
+            wrong()
+        except PipelineError as error:
+            said.append(error.code)
+    return said
+
+
+LOOPS: dict[str, Any] = {"trainer": trainer, "accelerated": accelerated, "plain": plain}
+
+
+def main() -> None:
+    dist.init_process_group("gloo", os.environ["SPLITKIT_STORE"], rank=int(os.environ["RANK"]), world_size=2)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    for name in sys.argv[1:]:
+        net = piped()
+        losses = LOOPS[name](net)
+        weights = {name: t.double().abs().sum().item() for name, t in net.pipe.named_parameters().items()}
+        print(json.dumps({"rank": dist.get_rank(), "loop": name, "losses": losses, "weights": weights}), flush=True)
+    print(json.dumps({"rank": dist.get_rank(), "misused": misused(piped())}), flush=True)
+    dist.destroy_process_group()
