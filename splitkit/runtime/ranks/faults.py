@@ -108,6 +108,25 @@ def naming_failures(progress: Progress) -> Iterator[None]:
         raise _others(progress, cause) from error
 
 
+@contextmanager
+def naming_lost_ranks(progress: Progress, waited: str) -> Iterator[None]:
+    """Wrap an exchange between all ranks, so that the loss of one names what this rank was doing.
+
+    Args:
+        progress: what this rank is doing.
+        waited: what it does here, in words.
+
+    Raises:
+        PipelineError: SK805; other errors than those of the network are raised unchanged.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, SplitError) or not _of_network(error):
+            raise
+        raise _others(progress, error, waited) from error
+
+
 def _own(progress: Progress, cause: BaseException) -> SplitError:
     at = progress.inside or progress.last
     where, rank = _text(at) if at is not None else "the step", progress.replicas.rank
@@ -125,14 +144,14 @@ def _own(progress: Progress, cause: BaseException) -> SplitError:
     return failed
 
 
-def _others(progress: Progress, cause: BaseException) -> PipelineError:
+def _others(progress: Progress, cause: BaseException, waited: str = "") -> PipelineError:
     said = _said()
     late = any(word in str(cause).lower() for word in ("timed out", "timeout"))
     reason = said or ("another rank does not answer" if late else "another rank is gone")
     first = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
     return PipelineError(
         "SK805",
-        f"{reason}; rank {progress.replicas.rank} {progress.waits()}",
+        f"{reason}; rank {progress.replicas.rank} {waited or progress.waits()}",
         f"Look at the messages of that rank. Here: {first[:200]}",
     )
 

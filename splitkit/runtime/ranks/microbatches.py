@@ -24,6 +24,14 @@ class BatchSplitter:
         """Return the inputs of each microbatch, by the names that they have in the graph.
 
         Raises:
+            PipelineError: SK802 as in `whole`.
+        """
+        return self.divided(self.whole(args, kwargs))
+
+    def whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the inputs of a step on this device, by the names that they have in the graph.
+
+        Raises:
             PipelineError: SK802 for arguments that the graph does not take, or of another dtype or shape than captured.
         """
         try:
@@ -31,11 +39,17 @@ class BatchSplitter:
         except Exception as error:
             reason = f"the graph does not take these arguments: {error}"
             raise PipelineError("SK802", reason, "Give the inputs of the model.") from error
-        made: list[dict[str, Any]] = [{} for _ in range(self._count)]
-        for (name, like), value in zip(self._wanted.items(), values, strict=True):
-            for inputs, part in zip(made, self._parts(name, like, value), strict=True):
-                inputs[name] = part
-        return made
+        pairs = zip(self._wanted.items(), values, strict=True)
+        return {name: self._checked(name, like, value) for (name, like), value in pairs}
+
+    def divided(self, whole: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the inputs of each microbatch.
+
+        Args:
+            whole: the result of `whole`.
+        """
+        parts = {name: self._parts(self._wanted[name], value) for name, value in whole.items()}
+        return [{name: part[i] for name, part in parts.items()} for i in range(self._count)]
 
     def has(self, name: str) -> bool:
         """Whether the graph has an input of this name."""
@@ -51,11 +65,10 @@ class BatchSplitter:
         parts = [self._even(leaf) for leaf in leaves]
         return [pytree.tree_unflatten([part[i] for part in parts], spec) for i in range(self._count)]
 
-    def _parts(self, name: str, like: torch.Tensor | None, value: Any) -> list[Any]:
+    def _checked(self, name: str, like: torch.Tensor | None, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or like is None:
-            return [value] * self._count
-        shape = list(like.shape)
-        whole = [shape[0] * self._count, *shape[1:]] if shape else shape
+            return value
+        shape, whole = list(like.shape), self._whole_shape(like)
         if value.dtype != like.dtype or list(value.shape) not in (shape, whole):
             dtype, wants = (str(t.dtype).removeprefix("torch.") for t in (value, like))
             raise PipelineError(
@@ -64,8 +77,16 @@ class BatchSplitter:
                 f"Give {wants}{whole}: {self._count} microbatches of {shape}, as captured.",
                 [name],
             )
-        value = value.to(self._device)
-        return list(value.chunk(self._count)) if list(value.shape) == whole and shape else [value] * self._count
+        return value.to(self._device)
+
+    def _whole_shape(self, like: torch.Tensor) -> list[int]:
+        return [like.shape[0] * self._count, *like.shape[1:]] if like.dim() else []
+
+    def _parts(self, like: torch.Tensor | None, value: Any) -> list[Any]:
+        if not isinstance(value, torch.Tensor) or like is None:
+            return [value] * self._count
+        is_whole = like.dim() and list(value.shape) == self._whole_shape(like)
+        return list(value.chunk(self._count)) if is_whole else [value] * self._count
 
     def _even(self, leaf: Any) -> list[Any]:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim():

@@ -15,10 +15,9 @@ from torch.distributed.pipelining import PipelineStage
 from splitkit.checks import is_whole, shown
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
-from splitkit.graph.storages import parameters_and_buffers
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.folder.load import StageFolder
-from splitkit.runtime.ranks.faults import Progress, naming_failures
+from splitkit.runtime.ranks.faults import Progress, naming_failures, naming_lost_ranks
 from splitkit.runtime.ranks.fsdp import shard, shard_like, sum_shards
 from splitkit.runtime.ranks.last_stage import Loss, last_stage_of, own_loss
 from splitkit.runtime.ranks.microbatches import BatchSplitter
@@ -29,6 +28,8 @@ from splitkit.runtime.ranks.replicas import replicas, require_replicable, row_of
 from splitkit.runtime.ranks.shared_parameters import SharedParameters
 from splitkit.runtime.ranks.stage import Batch
 from splitkit.runtime.ranks.stage_chain import chain_of
+from splitkit.runtime.ranks.step_agreement import Kind, PipelineCall, StepAgreement
+from splitkit.runtime.ranks.weight_agreement import require_same_copies, require_same_model, tensors_of_stages
 from splitkit.short_repr import brief
 
 
@@ -138,16 +139,19 @@ class Pipeline:
         if not is_whole(seed):
             raise PipelineError("SK802", f"the seed is {shown(seed)}", "Give a whole number.")
         self._seed, self._loss, self.steps = int(seed), loss, 0
+        progress = Progress(row_of_rank(self.order, self.replicas), self.order.rank_of, self.replicas, ())
+        self._agreement = StepAgreement(group, self.device, progress)
         if isinstance(split, StageFolder):
-            split.load(self.stages, self.device)
+            self._agreement.together(lambda: split.load(self.stages, self.device))
+        require_same_model(self._chain, self.stages, group)
+        self._weights_changed = True
         self._inputs = BatchSplitter(self._chain, self.microbatches, self.device)
         self._shared_parameters = SharedParameters(
             self._chain, self.order.rank_of, self.replicas, group, self.parameters()
         )
         self._rank_stages: dict[bool, RankStages] = {}
-        self._progress = Progress(
-            row_of_rank(self.order, self.replicas), self.order.rank_of, self.replicas, self.borders
-        )
+        self._progress = progress
+        progress.names = self.borders
         for stage in self.stages:
             split.parts[self._chain.keys[stage]].to(self.device)
 
@@ -276,16 +280,11 @@ class Pipeline:
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(shard_like(tensor, state[name]))
+        self._weights_changed = True
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """Return this rank's parameters and buffers by their names in the graph that was split."""
-        split, found = self.split, dict[str, torch.Tensor]()
-        for stage in self.stages:
-            child = split.names[self._chain.keys[stage]]
-            held = parameters_and_buffers(split.module.get_submodule(child))
-            own = {f"{child}.{name}": t for name, t in held.items()} | self._chain.own(stage)
-            found |= {split.qualified_names.get(name, name): t for name, t in own.items()}
-        return found
+        return tensors_of_stages(self._chain, self.stages)
 
     def _saved(self) -> dict[str, torch.Tensor]:
         """Return `named_tensors` without non-persistent buffers and constants of the graph."""
@@ -294,28 +293,19 @@ class Pipeline:
         return {name: t for name, t in self.named_tensors().items() if name in saved}
 
     def _run(self, train: bool, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, keep: bool) -> Batch:
+        (inputs, targets), agreed = self._agreement.begin(lambda: self._prepared(train, args, kwargs, target, keep))
+        if agreed.weights:
+            with naming_lost_ranks(self._progress, "waited for all ranks to compare their weights"):
+                require_same_copies(self._chain, self.stages, self.group)
+            self._weights_changed = False
         stages = self._rank_stages.get(train)
         if stages is None:
-            last_stage = last_stage_of(self._chain, self._loss, train, self._asked(keep))
-            where = self.order, self.stages, self.device, self.replicas
-            stages = self._rank_stages[train] = RankStages(
-                self._chain, last_stage, Batch(self._progress, self._share), *where
-            )
-        if keep and not stages.outputs:
-            raise PipelineError(
-                "SK802",
-                "outputs are asked for after steps that did not ask for them",
-                "Ask in the first step: step(..., outputs=True).",
-            )
+            stages = self._rank_stages[train] = self._agreement.together(lambda: self._stages(train, agreed.outputs))
         batch = stages.batch
-        batch.inputs = self.cut(*args, **kwargs)
-        batch.targets = self.cut_target(target)
+        batch.inputs, batch.targets, batch.keep = inputs, targets, keep
         batch.seeds = [self.seed_of(self.steps, i) for i in range(self.microbatches)]
-        batch.keep = keep
         batch.outputs, batch.losses, batch.found = {}, {}, None
         self.steps += train
-        if train:
-            sum_shards(self.modules, self.replicas, self._shared_parameters.tied)
         with naming_failures(self._progress), self._shared_parameters.added_up() if train else nullcontext():
             stages.step()
             if batch.losses:
@@ -323,11 +313,34 @@ class Pipeline:
                 batch.found = self.replicas.gathered(losses, self.microbatches)
         return batch
 
-    def _asked(self, outputs: bool) -> bool:
-        """Whether any rank asks for outputs: all ranks must then send them."""
-        asked = torch.tensor(int(outputs), device=self.device)
-        dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.group)
-        return bool(asked)
+    def _prepared(
+        self, train: bool, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, keep: bool
+    ) -> tuple[PipelineCall, tuple[list[dict[str, Any]], list[Any]]]:
+        """Return a call for the other ranks to compare, and the inputs and targets of its microbatches.
+
+        Raises:
+            PipelineError: SK802, SK801 for what this rank cannot run; `StepAgreement.begin` tells the others.
+        """
+        stages = self._rank_stages.get(train)
+        if keep and stages is not None and not stages.outputs:
+            raise PipelineError(
+                "SK802",
+                "outputs are asked for after steps that did not ask for them",
+                "Ask in the first step: step(..., outputs=True).",
+            )
+        whole = self._inputs.whole(args, kwargs)
+        divided = self._inputs.divided(whole), self.cut_target(target)
+        if train:
+            sum_shards(self.modules, self.replicas, self._shared_parameters.tied)
+        # only the loss reads the target, so that other ranks may leave it out
+        targets = {} if target is None and self._chain.stages - 1 not in self.stages else {"the target": target}
+        kind: Kind = "step" if train else "infer"
+        return PipelineCall(kind, self.steps, whole, targets, keep, self._weights_changed), divided
+
+    def _stages(self, train: bool, outputs: bool) -> RankStages:
+        last_stage = last_stage_of(self._chain, self._loss, train, outputs)
+        batch = Batch(self._progress, self._share)
+        return RankStages(self._chain, last_stage, batch, self.order, self.stages, self.device, self.replicas)
 
     @property
     def _share(self) -> range:

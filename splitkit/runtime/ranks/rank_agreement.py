@@ -37,7 +37,7 @@ def planned_once(gm: fx.GraphModule, make: Callable[[], Plan], group: dist.Proce
         PipelineError: SK804 on every rank if one captured a different graph than rank 0; names the first difference.
     """
     sent = _from_first(lambda: make().to_dict(), group)
-    graphs = _from_every((fingerprint(gm.graph), _sizes(gm)), group)
+    graphs = from_every((fingerprint(gm.graph), _sizes(gm)), group)
     if any(graph != graphs[0] for graph in graphs):
         _agree_on_order(gm, group)
     return Plan.from_dict(gm.graph, sent)
@@ -57,10 +57,31 @@ def _from_first(make: Callable[[], Any], group: dist.ProcessGroup | None) -> Any
     return sent[0]
 
 
-def _from_every(own: object, group: dist.ProcessGroup | None) -> list[Any]:
+def from_every(own: object, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return rank -> the object that it gives. All ranks must call it."""
     every: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(every, own, group=group)
     return every
+
+
+def differs(values: Mapping[int, object], text: str) -> str:
+    """Say how values of ranks differ; empty if they do not.
+
+    Args:
+        values: rank -> its value.
+        text: a format for the first other value, the ranks that have it, the value of the first rank, and that rank.
+    """
+    first = next(iter(values))
+    other = next((value for value in values.values() if value != values[first]), None)
+    if other is None:
+        return ""
+    have = [rank for rank, value in values.items() if value == other]
+    return text.format(other, ranks_text(have), values[first], ranks_text([first]))
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ranks in words: ``"rank 1"``, ``"ranks 1, 3"``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _sizes(gm: fx.GraphModule) -> int:
@@ -70,7 +91,7 @@ def _sizes(gm: fx.GraphModule) -> int:
 def _agree_on_order(gm: fx.GraphModule, group: dist.ProcessGroup | None) -> None:
     """Put the graphs of all ranks into rank 0's order, or raise SK804 on all ranks."""
     first = _from_first(lambda: listing(gm), group)
-    _refuse_other_graphs(_from_every(difference(gm, first), group))
+    _refuse_other_graphs(from_every(difference(gm, first), group))
     if dist.get_rank(group):
         put_in_order(gm, first)
 
@@ -99,7 +120,7 @@ def require_same(chain: Chain, facts: Mapping[str, object], group: dist.ProcessG
         **chain.facts.identity,
         **{name: str(value) for name, value in facts.items()},
     }
-    every = _from_every(own, group)
+    every = from_every(own, group)
     if any(other.get("graph") != every[0].get("graph") for other in every):
         _refuse_other_order(chain, group)
     for rank, other in enumerate(every):
@@ -112,10 +133,10 @@ def _refuse_other_order(chain: Chain, group: dist.ProcessGroup | None) -> None:
     """Raise SK804 that names where the graphs differ, even if only in the order of their nodes."""
     root = chain.split.flow.root if isinstance(chain.split, Split) else None
     first = _from_first(lambda: None if root is None else listing(root), group)
-    if not all(_from_every(root is not None and first is not None, group)):
+    if not all(from_every(root is not None and first is not None, group)):
         return  # stages of a folder know only the fingerprint of their graph
     assert root is not None
-    _refuse_other_graphs(_from_every(difference(root, first), group))
+    _refuse_other_graphs(from_every(difference(root, first), group))
     raise PipelineError(
         "SK804",
         "the ranks captured the same nodes in several orders: each process loops over a set of strings in its own",

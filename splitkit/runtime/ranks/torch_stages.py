@@ -22,6 +22,7 @@ from splitkit.runtime.ranks.shared_parameters import SharedParameters
 from splitkit.runtime.ranks.stage import Batch, ChainStage, PartStage
 from splitkit.runtime.ranks.stage_chain import Chain, chain_of
 from splitkit.runtime.ranks.torch_limits import require_plain_values
+from splitkit.runtime.ranks.weight_agreement import require_same_model
 
 SEED = "microbatch_seed"
 """The keyword argument with the seed of each microbatch, if a stage draws random numbers."""
@@ -59,7 +60,7 @@ def stage(
 
     Raises:
         PipelineError: SK801 for a split that cannot run on several ranks, SK802 for ranks that do not exist, SK806
-            for values that this version of torch cannot send.
+            for values that this version of torch cannot send, SK804 if the ranks hold different weights.
     """
     chain = split.chain if isinstance(split, StageFolder) else chain_of(split)
     ranks = dist.get_world_size(group)
@@ -73,6 +74,7 @@ def stage(
     own, where = [s for s, home in enumerate(homes) if home == rank], torch.device(device)
     if isinstance(split, StageFolder):
         split.load(own, where)
+    require_same_model(chain, own, group)
     shared_parameters = SharedParameters(
         chain, homes, Replicas(tuple((r,) for r in range(ranks)), rank, 0, group), group, ()
     )

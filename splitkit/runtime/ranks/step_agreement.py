@@ -1,0 +1,198 @@
+"""Compares what the ranks are about to run, by one small collective at the start of every call.
+
+Each rank gives a row of whole numbers, and all ranks get all rows::
+
+              refuses  outputs  weights    kind  number  form  content  target
+    rank 0       0        0        1         1       3    81..    17..       0
+    rank 1       0        1        1         1       3    81..    17..    95..
+
+The first three are added up: whether any rank refuses the call, asks for outputs, or wants the weights compared. The
+others must be the same on all ranks; 0 stands for what a rank is not given, and matches everything. Only if a rank
+refuses or a number differs do the ranks exchange texts, from which all of them raise the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from splitkit.errors import PipelineError, SplitError
+from splitkit.runtime.ranks.digests import digest_of_tensors, digest_of_text, form_of, leaf_tensors
+from splitkit.runtime.ranks.faults import Progress, naming_lost_ranks
+from splitkit.runtime.ranks.rank_agreement import differs, from_every
+
+T = TypeVar("T")
+Kind = Literal["step", "infer"]
+_KINDS: tuple[Kind, ...] = ("step", "infer")
+_FLAGS = 3
+_REFUSAL = [1, *[0] * 8]
+_REMEDY = "Make the same calls on every rank, with the same batch: seed the data loaders of all ranks alike."
+
+
+@dataclass(frozen=True)
+class PipelineCall:
+    """A call of a rank, as it is compared with those of the other ranks.
+
+    Attributes:
+        kind: the method of the pipeline.
+        number: how many training steps have begun before it.
+        inputs: input of the graph -> its value for the whole batch; empty if this rank is not given the batch.
+        targets: the target of the loss, under a name for messages; empty if this rank is not given it.
+        outputs: whether this rank asks for the outputs. Ranks may differ in it.
+        weights: whether the weights may have been changed by other means than steps. Ranks may differ in it.
+    """
+
+    kind: Kind
+    number: int
+    inputs: Mapping[str, Any]
+    targets: Mapping[str, Any] = field(default_factory=dict)
+    outputs: bool = False
+    weights: bool = False
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What holds for a call on all ranks.
+
+    Attributes:
+        outputs: whether any rank asks for the outputs: all ranks must then send them.
+        weights: whether any rank wants the weights compared.
+    """
+
+    outputs: bool
+    weights: bool
+
+
+class StepAgreement:
+    """The agreement of the ranks of a group on their calls."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, progress: Progress) -> None:
+        self._group, self._progress = group, progress
+        self._device = torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else device
+
+    def begin(self, prepare: Callable[[], tuple[PipelineCall, T]]) -> tuple[T, Agreed]:
+        """Prepare a call on every rank, and compare the calls. All ranks must call it; nothing runs unless they agree.
+
+        Args:
+            prepare: returns the call, and what else it prepared, which is returned.
+
+        Raises:
+            PipelineError: SK804 on every rank if the calls differ; names the ranks, and the input that differs.
+            Exception: the error of ``prepare`` on the rank that raised it. The other ranks raise it as a
+                `PipelineError` that names the rank, SK805 if it has no code.
+        """
+        made, failed = _attempt(lambda: self._with_row(*prepare()))
+        own, call, prepared = made or (torch.tensor(_REFUSAL, device=self._device), None, None)
+        with naming_lost_ranks(self._progress, "waited for all ranks to begin the call"):
+            rows = self._rows(own)
+            refused, outputs, weights = (any(row[i] for row in rows) for i in range(_FLAGS))
+            if not refused and _are_same(rows):
+                return cast(T, prepared), Agreed(outputs, weights)
+            told = from_every((_told(failed), _described(call)), self._group)
+        _raise_first([error for error, _ in told], failed)
+        raise _difference([described for _, described in told])
+
+    def together(self, make: Callable[[], Any]) -> Any:
+        """Return what ``make`` makes on this rank, or raise its error on all ranks, as `begin` does."""
+        made, failed = _attempt(make)
+        with naming_lost_ranks(self._progress, "waited for all ranks to prepare their stages"):
+            errors = from_every(_told(failed), self._group)
+        _raise_first(errors, failed)
+        return made
+
+    def _rows(self, own: torch.Tensor) -> list[list[int]]:
+        """Return the row of each rank."""
+        every = own.new_empty(dist.get_world_size(self._group) * len(own))
+        dist.all_gather_into_tensor(every, own, group=self._group)
+        rows: list[list[int]] = every.view(-1, len(own)).tolist()
+        return rows
+
+    def _with_row(self, call: PipelineCall, prepared: T) -> tuple[torch.Tensor, PipelineCall, T]:
+        """Return the row of a call before it. Contents are digested where they are, and nothing waits for them here."""
+        batch = (call.inputs, call.targets)
+        forms = [digest_of_text(str(_forms(given))) if given else 0 for given in batch]
+        known = [0, call.outputs, call.weights, 1 + _KINDS.index(call.kind), 1 + call.number, *forms]
+        contents = [digest_of_tensors(leaf_tensors(dict(given))).to(self._device) * bool(given) for given in batch]
+        row = torch.cat([torch.tensor(known, dtype=torch.int64, device=self._device), torch.stack(contents)])
+        return row, call, prepared
+
+
+class _Described(NamedTuple):
+    """A call in texts and digests, to say what differs."""
+
+    kind: str
+    number: int
+    given: dict[str, tuple[str, int]]
+
+
+def _attempt(make: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return make(), None
+    except Exception as error:
+        return None, error
+
+
+def _forms(given: Mapping[str, Any]) -> dict[str, str]:
+    return {name: form_of(value) for name, value in given.items()}
+
+
+def _are_same(rows: Sequence[Sequence[int]]) -> bool:
+    """Whether the numbers that are compared are the same in all rows."""
+    return all(len(set(column) - {0}) < 2 for column in list(zip(*rows, strict=True))[_FLAGS:])
+
+
+def _described(call: PipelineCall | None) -> _Described | None:
+    if call is None:
+        return None
+    given = {**call.inputs, **call.targets}
+    forms = _forms(given)
+    contents = {name: int(digest_of_tensors(leaf_tensors(value))) for name, value in given.items()}
+    return _Described(call.kind, call.number, {name: (forms[name], contents[name]) for name in given})
+
+
+def _told(failed: Exception | None) -> tuple[str, str, str, tuple[str, ...]] | None:
+    """Return code, reason, remedy and nodes of an error for the other ranks."""
+    if failed is None:
+        return None
+    if isinstance(failed, SplitError):
+        return failed.code, failed.reason, failed.remedy, failed.nodes
+    return "SK805", f"{type(failed).__name__}: {failed}", "Look at the messages of that rank.", ()
+
+
+def _raise_first(errors: Sequence[tuple[str, str, str, tuple[str, ...]] | None], own: Exception | None) -> None:
+    """Raise the error of this rank, else the first one of another rank, if there is one."""
+    if own is not None:
+        raise own
+    for rank, error in enumerate(errors):
+        if error is not None:
+            code, reason, remedy, nodes = error
+            raise PipelineError(code, f"rank {rank} refused the call, and no rank ran it: {reason}", remedy, nodes)
+
+
+def _difference(calls: Sequence[_Described | None]) -> PipelineError:
+    """Return the error that says what differs first, and on which ranks."""
+    every = {rank: call for rank, call in enumerate(calls) if call is not None}
+    names = dict.fromkeys(name for call in every.values() for name in call.given)
+    given = {name: {rank: call.given[name] for rank, call in every.items() if name in call.given} for name in names}
+    found = [
+        differs({rank: call.kind for rank, call in every.items()}, "{} is called on {}, and {} on {}"),
+        differs(
+            {rank: call.number for rank, call in every.items()},
+            "the number of training steps so far is {} on {}, and {} on {}",
+        ),
+        *(
+            differs({rank: form for rank, (form, _) in of.items()}, f"{n} is {{}} on {{}}, and {{}} on {{}}")
+            for n, of in given.items()
+        ),
+        *(
+            differs(
+                {rank: digest for rank, (_, digest) in of.items()}, f"{n} has other values on {{1}} than on rank {{3}}"
+            )
+            for n, of in given.items()
+        ),
+    ]
+    return PipelineError("SK804", next(filter(None, found), "the ranks make different calls"), _REMEDY)

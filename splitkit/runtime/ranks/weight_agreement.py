@@ -1,0 +1,97 @@
+"""Compares the parameters and buffers of the ranks before they train.
+
+Nothing is overwritten: no rank can know which of two copies is the right one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from splitkit.errors import PipelineError
+from splitkit.graph.storages import parameters_and_buffers
+from splitkit.runtime.ranks.digests import content_of, form_of
+from splitkit.runtime.ranks.rank_agreement import differs, from_every, ranks_text
+from splitkit.runtime.ranks.stage_chain import Chain
+
+_BUILT = (
+    "Build the same model on every rank: call torch.manual_seed with one seed before you make it, or load the same "
+    "weights before you capture it. Weights of single stages can be loaded later: Pipeline.load_state_dict."
+)
+_LOADED = "Load the same weights on every rank: Pipeline.load_state_dict with one state dict."
+
+
+def tensors_of_stages(chain: Chain, stages: Iterable[int]) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of stages that this process has, by their names in the graph that was split."""
+    split, found = chain.split, dict[str, torch.Tensor]()
+    children = dict(split.module.named_children())
+    for stage in stages:
+        child = split.names[chain.keys[stage]]
+        held = parameters_and_buffers(children[child]) if child in children else {}
+        own = {f"{child}.{name}": t for name, t in held.items()} | chain.own(stage)
+        found |= {split.qualified_names.get(name, name): t for name, t in own.items()}
+    return found
+
+
+def require_same_model(chain: Chain, stages: Iterable[int], group: dist.ProcessGroup | None) -> None:
+    """Refuse ranks that hold different models. All ranks must call it, before the stages train.
+
+    Each rank compares the tensors of its own stages with those of rank 0, which usually holds the whole model, and with
+    those of other ranks that hold them too. Tensors on ``meta`` do not count.
+
+    Raises:
+        PipelineError: SK804 on every rank; names the first tensor that differs, and the ranks.
+    """
+    own = range(chain.stages) if dist.get_rank(group) == 0 else stages
+    _require_same(_by_one_name(chain, tensors_of_stages(chain, own)), group, _BUILT)
+
+
+def require_same_copies(chain: Chain, stages: Iterable[int], group: dist.ProcessGroup | None) -> None:
+    """Refuse different copies of a tensor that the stages of several ranks have. All ranks must call it.
+
+    Shards of FSDP2 are no copies, and do not count.
+
+    Raises:
+        PipelineError: SK804 as in `require_same_model`.
+    """
+    _require_same(_by_one_name(chain, tensors_of_stages(chain, stages)), group, _LOADED)
+
+
+def _by_one_name(chain: Chain, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors whose elements can be compared; a parameter with several names has the same name on all ranks."""
+    split = chain.split
+    groups = [[split.qualified_names.get(name, name) for name in names] for names in split.shared]
+    first = {name: names[0] for names in groups for name in names}
+    return {
+        first.get(name, name): tensor
+        for name, tensor in held.items()
+        if not tensor.is_meta and not isinstance(tensor, DTensor)
+    }
+
+
+def _require_same(held: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None, remedy: str) -> None:
+    holders = Counter(name for names in from_every(list(held), group) for name in names)
+    own = {name: (_form(t), int(content_of(t))) for name, t in held.items() if holders[name] > 1}
+    every = from_every(own, group)
+    names = dict.fromkeys(name for digests in every for name in digests)
+    found = {name: {rank: digests[name] for rank, digests in enumerate(every) if name in digests} for name in names}
+    different = [name for name, of in found.items() if len(set(of.values())) > 1]
+    if not different:
+        return
+    name = different[0]
+    reason = differs(
+        {rank: form for rank, (form, _) in found[name].items()}, f"{name} is {{}} on {{}}, and {{}} on {{}}"
+    )
+    reason = reason or differs(found[name], f"{name} has other values on {{1}} than on {{3}}")
+    if len(different) > 1:
+        where = {rank for n in different for rank, of in found[n].items() if of != next(iter(found[n].values()))}
+        reason += f"; {len(different)} of {len(names)} tensors differ, on {ranks_text(sorted(where))}"
+    raise PipelineError("SK804", reason, remedy, different)
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{form_of(tensor)}{' with gradient' if tensor.requires_grad else ''}"
