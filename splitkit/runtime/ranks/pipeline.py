@@ -20,7 +20,7 @@ from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.ranks.faults import Progress, naming_failures
 from splitkit.runtime.ranks.fsdp import shard, shard_like, sum_shards
-from splitkit.runtime.ranks.last_stage import Loss, last_stage_of, own_loss
+from splitkit.runtime.ranks.last_stage import LastStage, Loss, last_stage_of, own_loss
 from splitkit.runtime.ranks.microbatches import BatchSplitter
 from splitkit.runtime.ranks.order_runner import placed_order
 from splitkit.runtime.ranks.rank_agreement import require_same
@@ -29,6 +29,8 @@ from splitkit.runtime.ranks.replicas import replicas, require_replicable, row_of
 from splitkit.runtime.ranks.shared_parameters import SharedParameters
 from splitkit.runtime.ranks.stage import Batch
 from splitkit.runtime.ranks.stage_chain import chain_of
+from splitkit.runtime.ranks.stages_by_sizes import StagesBySizes
+from splitkit.runtime.ranks.step_sizes import MessageShapes, StepSizes
 from splitkit.short_repr import brief
 
 
@@ -144,7 +146,7 @@ class Pipeline:
         self._shared_parameters = SharedParameters(
             self._chain, self.order.rank_of, self.replicas, group, self.parameters()
         )
-        self._rank_stages: dict[bool, RankStages] = {}
+        self._rank_stages: dict[bool, StagesBySizes] = {}
         self._progress = Progress(
             row_of_rank(self.order, self.replicas), self.order.rank_of, self.replicas, self.borders
         )
@@ -154,17 +156,29 @@ class Pipeline:
     def __repr__(self) -> str:
         return f"<Pipeline {self.order.name}, rank {self.rank}: stages {self.stages} of {self._chain.stages}>"
 
-    def step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> PipelineStep:
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        outputs: bool = False,
+        microbatches: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> PipelineStep:
         """Run forward and backward of one batch. Gradients accumulate, as with ``backward()``.
 
-        The gradients are those of the mean of the microbatches' losses.
+        The gradients are those of the mean of the microbatches' losses, weighted by their rows. If the loss is a mean
+        over rows, that is the loss of the whole batch.
 
         Args:
             args: the inputs of the model, with all microbatches concatenated in dimension 0; an input with the shape of
-                one microbatch goes to each of them.
+                one microbatch goes to each of them. A graph captured with ``dynamic=True`` takes other sizes than were
+                captured, and shares the rows out as evenly as possible.
             target: the target for the loss, as ``args``; if the model has an input of that name, that input.
             outputs: whether to return the model's outputs. If no rank asks for them in the first step, values that the
                 loss does not need are never sent, and later steps cannot return them.
+            microbatches: the keyword inputs of each microbatch, in place of ``args`` and ``kwargs``, if you split the
+                batch yourself. Their sizes may differ if the graph was captured with ``dynamic=True``. ``target`` is
+                then a list as well.
             kwargs: keyword inputs, as ``args``.
 
         Raises:
@@ -172,16 +186,15 @@ class Pipeline:
                 another dtype or shape than captured; SK805 if this rank or another one failed; SK806 for what this
                 version of torch cannot run.
         """
-        if self.takes_target:
-            kwargs, target = {**kwargs, "target": target}, None
+        kwargs, target = self.with_target({**kwargs, "microbatches": microbatches}, target)
         batch = self._run(True, args, kwargs, target, outputs)
         if batch.found is not None:
             made = tuple(batch.outputs[i] for i in self._share) if outputs else None
-            return PipelineStep(batch.found.mean(), batch.found, made)
+            return PipelineStep(batch.sizes.mean(batch.found), batch.found, made)
         return PipelineStep(None, None)
 
     def infer(self, *args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
-        """Run forward only, without gradients.
+        """Run forward only, without gradients. The arguments are those of `step`.
 
         Returns:
             The model's output for each microbatch of this replica on the rank of the last stage; ``None`` elsewhere.
@@ -190,13 +203,15 @@ class Pipeline:
             batch = self._run(False, args, kwargs, None, True)
         return tuple(batch.outputs[i] for i in self._share) if batch.outputs else None
 
-    def cut(self, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
-        """Split the inputs of a step: return those of each microbatch, by the names of the graph's inputs.
+    def cut(
+        self, *args: Any, microbatches: Sequence[Mapping[str, Any]] | None = None, **kwargs: Any
+    ) -> list[dict[str, Any]]:
+        """Split the inputs of a step: return the inputs of each microbatch, by the names of the graph's inputs.
 
         Raises:
             PipelineError: SK802 as in `step`.
         """
-        return self._inputs.split(args, kwargs)
+        return self._inputs.split(args, kwargs) if microbatches is None else self._inputs.given(microbatches)
 
     def shard(self) -> None:
         """Shard the parameters of each stage over its replicas, with torch's FSDP2. Call it before making an optimizer.
@@ -209,14 +224,27 @@ class Pipeline:
         """
         shard(self.modules, self.replicas, self._shared_parameters.tied)
 
-    @property
-    def takes_target(self) -> bool:
-        """Whether ``target`` is an input of the model rather than an argument of the loss."""
-        return self._inputs.has("target")
+    def with_target(self, kwargs: Mapping[str, Any], target: Any) -> tuple[dict[str, Any], Any]:
+        """Return the keyword inputs and the target of a step; a target that the model takes is among the inputs."""
+        return self._inputs.with_target(kwargs, target)
 
-    def cut_target(self, target: Any) -> list[Any]:
-        """Split a target: return the target of each microbatch."""
-        return self._inputs.targets(target)
+    def sizes(self, inputs: Sequence[Mapping[str, Any]]) -> StepSizes:
+        """Return the sizes and the rows of the microbatches that `cut` returned.
+
+        Raises:
+            PipelineError: SK802 as in `step`.
+        """
+        return self._inputs.sizes(inputs)
+
+    def cut_target(self, target: Any, sizes: StepSizes, given: bool = False) -> list[Any]:
+        """Split a target: return the target of each microbatch.
+
+        Args:
+            target: the target of a step.
+            sizes: what `sizes` returns.
+            given: whether ``target`` is a list with the target of each microbatch.
+        """
+        return self._inputs.given_targets(target) if given else self._inputs.targets(target, sizes.rows)
 
     def seed_of(self, step: int, microbatch: int) -> int:
         """Return the seed of a microbatch of a step. It does not depend on the number of stages."""
@@ -234,14 +262,15 @@ class Pipeline:
     def borders(self) -> tuple[tuple[str, ...], ...]:
         """Border -> the names of the nodes whose values cross it in training, from each stage to the next."""
         stages = self._rank_stages.get(True)
-        wanted = last_stage_of(self._chain, self._loss, True, stages is not None and stages.outputs).wanted
+        wanted = (stages.last_stage if stages else last_stage_of(self._chain, self._loss, True, False)).wanted
         edges = (self._chain.border(stage, wanted) for stage in range(self._chain.stages - 1))
         return tuple(tuple(self._chain.value(node).name for node in edge) for edge in edges)
 
     @property
     def torch_stages(self) -> tuple[PipelineStage, ...]:
-        """Torch's stages of this rank for training; empty before the first step."""
-        return self._rank_stages[True].stages if True in self._rank_stages else ()
+        """Torch's stages of this rank for training, for the sizes of the last step; empty before the first step."""
+        stages = self._rank_stages.get(True)
+        return stages.latest.stages if stages is not None and stages.latest is not None else ()
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -294,25 +323,25 @@ class Pipeline:
         return {name: t for name, t in self.named_tensors().items() if name in saved}
 
     def _run(self, train: bool, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, keep: bool) -> Batch:
-        stages = self._rank_stages.get(train)
-        if stages is None:
+        made = self._rank_stages.get(train)
+        if made is None:
             last_stage = last_stage_of(self._chain, self._loss, train, self._asked(keep))
-            where = self.order, self.stages, self.device, self.replicas
-            stages = self._rank_stages[train] = RankStages(
-                self._chain, last_stage, Batch(self._progress, self._share), *where
-            )
-        if keep and not stages.outputs:
+            batch = Batch(self._progress, self._share)
+            made = self._rank_stages[train] = StagesBySizes(self._chain, last_stage, batch, self._make_stages)
+        if keep and made.last_stage.own is not None:
             raise PipelineError(
                 "SK802",
                 "outputs are asked for after steps that did not ask for them",
                 "Ask in the first step: step(..., outputs=True).",
             )
-        batch = stages.batch
+        batch = made.batch
         batch.inputs = self.cut(*args, **kwargs)
-        batch.targets = self.cut_target(target)
+        batch.sizes = self.sizes(batch.inputs)
+        batch.targets = self.cut_target(target, batch.sizes, kwargs.get("microbatches") is not None)
         batch.seeds = [self.seed_of(self.steps, i) for i in range(self.microbatches)]
         batch.keep = keep
         batch.outputs, batch.losses, batch.found = {}, {}, None
+        stages = made.of(batch.sizes)
         self.steps += train
         if train:
             sum_shards(self.modules, self.replicas, self._shared_parameters.tied)
@@ -322,6 +351,10 @@ class Pipeline:
                 losses = torch.cat([batch.losses[i].flatten() for i in self._share])
                 batch.found = self.replicas.gathered(losses, self.microbatches)
         return batch
+
+    def _make_stages(self, last_stage: LastStage, batch: Batch, shapes: MessageShapes) -> RankStages:
+        where = self.order, self.stages, self.device, self.replicas
+        return RankStages(self._chain, last_stage, batch, *where, shapes)
 
     def _asked(self, outputs: bool) -> bool:
         """Whether any rank asks for outputs: all ranks must then send them."""
