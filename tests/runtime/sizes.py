@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import sys
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from same_as_whole import TINY, start
-from torch import nn
+from torch import fx, nn
+from torch.distributed.pipelining import PipelineStage
 
 import splitkit as sk
 from splitkit.errors import PipelineError
 from splitkit.runtime import pipeline
-from splitkit.runtime.ranks import stages_by_sizes
 from splitkit.testing import models
 from splitkit.testing.pipeline_check import UnsplitModel, gradient_of, relative_difference
 
@@ -53,6 +55,11 @@ def model_of(name: str, drops: bool) -> nn.Module:
     return model.train(drops)
 
 
+@cache
+def captured(name: str, drops: bool) -> fx.GraphModule:
+    return sk.capture(copy.deepcopy(model_of(name, drops)), dynamic=True, **batch_of(name, 2, 8, 0))
+
+
 PREPARED: list[tuple[dict[str, Any], sk.Split]] = []
 
 
@@ -60,18 +67,20 @@ def prepare() -> None:
     """Capture and split once for all ranks, before they are processes of their own."""
     torch.set_num_threads(1)
     for case in json.loads(sys.argv[1]):
-        model = copy.deepcopy(model_of(case["model"], case["drops"]))
-        gm = sk.capture(model, dynamic=True, **batch_of(case["model"], 2, 8, 0))
-        plan = sk.plan(gm, sk.policies.Stages(case["stages"], replicas=tuple(case["replicas"])), sk.costs.flops(gm))
-        PREPARED.append((case, sk.split(gm, plan)))
+        gm = captured(case["model"], case["drops"])
+        plan = sk.plan(gm, sk.policies.Stages(case["stages"]), sk.costs.flops(gm))
+        counts = zip(plan.parts.items(), case["replicas"], strict=True)
+        parts = {key: replace(part, replicas=count) for (key, part), count in counts}
+        PREPARED.append((case, sk.split(gm, replace(plan, parts=parts))))
 
 
 def run(case: dict[str, Any], split: sk.Split) -> dict[str, Any]:
     name, count = case["model"], case["microbatches"]
     pipe = pipeline(split, case["schedule"], count, seed=7)
     beside = UnsplitModel(pipe) if case["drops"] else None
-    seen: list[float] = []
-    kept = set()
+    seen: list[float | str] = []
+    gc.collect()
+    gc.disable()  # what is left over must go without it
     for number, step in enumerate(case["batches"]):
         whole = copy.deepcopy(model_of(name, False))
         if isinstance(step[0], int):
@@ -87,19 +96,18 @@ def run(case: dict[str, Any], split: sk.Split) -> dict[str, Any]:
         except PipelineError as error:
             seen.append(str(error))
             continue
-        kept |= {id(stage) for stage in pipe.torch_stages}
         if beside is not None:
-            seen.append(max(vars(beside.require_same(found, beside.step(**batch)))["gradient"], 0.0))
+            apart = beside.deviation(found, beside.step(**batch))
+            seen.append(max(apart.loss, apart.gradient, apart.weight))
         else:
             loss.backward()
             seen.append(difference(pipe, whole, found.loss, loss))
         for tensor in pipe.parameters() if beside is None else [*pipe.parameters(), *beside.model.parameters()]:
             tensor.grad = None
     outputs = pipe.infer(**batch)
-    return {
-        "seen": seen, "made": len(kept), "rank": dist.get_rank(),
-        "outputs": None if outputs is None else [list(o["loss"].shape) for o in outputs],
-    }  # fmt: skip
+    live = [stage for stage in gc.get_objects() if isinstance(stage, PipelineStage)]
+    gc.enable()
+    return {"seen": seen, "live": len(live), "own": len(pipe.stages), "outputs": outputs and len(outputs)}
 
 
 def difference(pipe: Any, whole: nn.Module, found: torch.Tensor | None, loss: torch.Tensor) -> float:
@@ -113,8 +121,7 @@ def difference(pipe: Any, whole: nn.Module, found: torch.Tensor | None, loss: to
 
 def main() -> None:
     start()
-    assert stages_by_sizes.KEPT
     for case, split in PREPARED:
         if case["ranks"] == dist.get_world_size():
-            print(json.dumps(case | run(case, split)), flush=True)
+            print(json.dumps(case | run(case, split) | {"rank": dist.get_rank()}), flush=True)
     dist.destroy_process_group()

@@ -31,7 +31,7 @@ class BatchSplitter:
             PipelineError: SK802 for arguments that the graph does not take, or of another dtype or shape than captured.
         """
         values = self._bound(args, kwargs)
-        changed = self._sizes.inputs and not all(self._is_captured(name, value) for name, value in values.items())
+        changed = self._has_other_sizes(values)
         sizes = self._shared_out(values) if changed else []
         made: list[dict[str, Any]] = [{} for _ in range(self._count)]
         for name, value in values.items():
@@ -125,7 +125,19 @@ class BatchSplitter:
         except Exception as error:
             reason = f"the graph does not take these arguments: {error}"
             raise PipelineError("SK802", reason, "Give the inputs of the model.") from error
-        return dict(zip(self._wanted, values, strict=True))
+        found = dict(zip(self._wanted, values, strict=True))
+        for name in self._sizes.inputs:
+            if not isinstance(found[name], torch.Tensor):
+                raise PipelineError("SK802", f"{name} is a {type(found[name]).__name__}", "Give a tensor.", [name])
+        return found
+
+    def _has_other_sizes(self, values: Mapping[str, Any]) -> bool:
+        """Whether symbolic sizes differ from those at capture: in some input, or because no input is a whole batch."""
+        if not self._sizes.inputs or not all(self._is_captured(name, value) for name, value in values.items()):
+            return bool(self._sizes.inputs)
+        by_rows = [name for name, shape in self._sizes.inputs.items() if shape and shape[0] in self._sizes.rows]
+        whole = [list(values[name].shape) == self._whole(self._wanted[name]) for name in by_rows]
+        return bool(whole) and not any(whole)
 
     def _is_captured(self, name: str, value: Any) -> bool:
         """Whether a value is one microbatch as captured, or all of them."""
@@ -134,8 +146,8 @@ class BatchSplitter:
             return True
         return list(value.shape) in (list(like.shape), self._whole(like))
 
-    def _whole(self, like: torch.Tensor) -> list[int]:
-        shape = list(like.shape)
+    def _whole(self, like: torch.Tensor | None) -> list[int]:
+        shape = [] if like is None else list(like.shape)
         return [shape[0] * self._count, *shape[1:]] if shape else shape
 
     def _parts(self, name: str, value: Any) -> list[Any]:
@@ -158,11 +170,8 @@ class BatchSplitter:
             PipelineError: SK802 if inputs have different numbers of rows, or fewer than there are microbatches.
         """
         known = self._sizes
-        others = dict(known.captured)
-        for name, shape in known.inputs.items():
-            for symbol, size in list(zip(shape, values[name].shape, strict=False))[1:]:
-                if isinstance(symbol, str):
-                    others[symbol] = size
+        rest = [zip(shape[1:], values[name].shape[1:], strict=False) for name, shape in known.inputs.items()]
+        others = {**known.captured, **{size: n for sizes in rest for size, n in sizes if isinstance(size, str)}}
         by_rows = {name: shape[0] for name, shape in known.inputs.items() if shape and shape[0] in known.rows}
         counts = {name: values[name].shape[0] if values[name].dim() else 0 for name in by_rows}
         at_capture = {known.captured[str(symbol)] for symbol in by_rows.values()}

@@ -27,9 +27,9 @@ from splitkit.runtime.ranks.rank_agreement import require_same
 from splitkit.runtime.ranks.rank_stages import RankStages
 from splitkit.runtime.ranks.replicas import replicas, require_replicable, row_of_rank
 from splitkit.runtime.ranks.shared_parameters import SharedParameters
+from splitkit.runtime.ranks.sized_stages import SizedStages
 from splitkit.runtime.ranks.stage import Batch
 from splitkit.runtime.ranks.stage_chain import chain_of
-from splitkit.runtime.ranks.stages_by_sizes import StagesBySizes
 from splitkit.runtime.ranks.step_sizes import MessageShapes, StepSizes
 from splitkit.short_repr import brief
 
@@ -146,7 +146,7 @@ class Pipeline:
         self._shared_parameters = SharedParameters(
             self._chain, self.order.rank_of, self.replicas, group, self.parameters()
         )
-        self._rank_stages: dict[bool, StagesBySizes] = {}
+        self._rank_stages: dict[bool, SizedStages] = {}
         self._progress = Progress(
             row_of_rank(self.order, self.replicas), self.order.rank_of, self.replicas, self.borders
         )
@@ -327,7 +327,7 @@ class Pipeline:
         if made is None:
             last_stage = last_stage_of(self._chain, self._loss, train, self._asked(keep))
             batch = Batch(self._progress, self._share)
-            made = self._rank_stages[train] = StagesBySizes(self._chain, last_stage, batch, self._make_stages)
+            made = self._rank_stages[train] = SizedStages(self._chain, last_stage, batch, self._make_stages)
         if keep and made.last_stage.own is not None:
             raise PipelineError(
                 "SK802",

@@ -60,10 +60,6 @@ class RankStages:
         self._schedule.step(microbatch=number, target=number if self._last else None, return_outputs=False)
 
 
-    def release(self) -> None:
-        """Free what the stages hold for receiving, without waiting for the garbage collector."""
-
-
 def _handed(loss: torch.Tensor, target: object) -> torch.Tensor:
     """Return the loss, which the last stage has computed already, as torch's ``loss_fn``."""
     return loss

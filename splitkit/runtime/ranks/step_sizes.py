@@ -9,7 +9,7 @@ into tensors of one shape, so if sizes differ, each value is sent as a flat tens
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -54,17 +54,12 @@ class MessageShapes:
     """The shapes in which values cross the borders in a step.
 
     Attributes:
-        sizes: the sizes of every microbatch; unused if they differ.
+        sizes: the sizes of every microbatch; empty if they differ.
         padded: value -> the number of elements that are sent; empty if all microbatches have the same sizes.
     """
 
     sizes: Sizes = field(default_factory=dict)
     padded: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def key(self) -> Hashable:
-        """Equal for the same shapes."""
-        return tuple(sorted((self.padded or self.sizes).items())), bool(self.padded)
 
     def of(self, value: BorderValue) -> BorderValue:
         """Return how a value crosses a border."""
@@ -85,7 +80,5 @@ def message_shapes(chain: Chain, wanted: Sequence[Node], step: StepSizes) -> Mes
         return MessageShapes(different[0])
     crossing = dict.fromkeys(n for stage in range(chain.stages - 1) for n in chain.border(stage, wanted))
     values = [chain.value(node) for node in crossing]
-    return MessageShapes(
-        step.sizes[0],
-        {v.name: max(v.at(sizes).like.numel() for sizes in different) for v in values if v.scalar is None},
-    )
+    largest = {v.name: max(v.at(sizes).like.numel() for sizes in different) for v in values if v.scalar is None}
+    return MessageShapes(padded=largest)
