@@ -69,15 +69,16 @@ class UnsplitModel:
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
         """Run forward and backward of a batch, as `Pipeline.step` does; return the losses, shape (microbatches,)."""
         pipe, losses = self.pipe, []
-        if pipe.takes_target:
-            kwargs, target = {**kwargs, "target": target}, None
-        targets = pipe.cut_target(target)
-        for number, inputs in enumerate(pipe.cut(*args, **kwargs)):
+        kwargs, target = pipe.with_target(kwargs, target)
+        made = pipe.cut(*args, **kwargs)
+        sizes = pipe.sizes(made)
+        targets = pipe.cut_target(target, sizes, kwargs.get("microbatches") is not None)
+        for number, (inputs, share) in enumerate(zip(made, sizes.shares, strict=True)):
             with torch.random.fork_rng():
                 torch.manual_seed(pipe.seed_of(self.steps, number))
-                made = fx.Interpreter(self.model).run(*inputs.values(), enable_io_processing=False)
-            loss = pipe.loss_of(self.model.graph.process_outputs(made), targets[number])
-            (loss / pipe.microbatches).backward()  # type: ignore[no-untyped-call]
+                output = fx.Interpreter(self.model).run(*inputs.values(), enable_io_processing=False)
+            loss = pipe.loss_of(self.model.graph.process_outputs(output), targets[number])
+            (loss * share.numerator / share.denominator).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach().reshape(()))
         self.steps += 1
         grads = [t.grad for t in self.held.values() if t.grad is not None and t.numel()]

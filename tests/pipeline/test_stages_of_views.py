@@ -22,6 +22,7 @@ from splitkit.runtime.parent import values_of
 from splitkit.runtime.ranks.last_stage import last_stage_of
 from splitkit.runtime.ranks.stage import Batch, ChainStage
 from splitkit.runtime.ranks.stage_chain import chain_of
+from splitkit.runtime.ranks.step_sizes import MessageShapes, StepSizes
 from splitkit.testing.models import build
 
 CPU = torch.device("cpu")
@@ -40,13 +41,13 @@ class Counted:
         chain = chain_of(sk.split(gm, plan))
         ends = last_stage_of(chain, None, True, False)
         named = {str(n.target): t for n, t in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)}
-        batch = Batch(inputs=[named], seeds=[0], targets=[None])
+        batch = Batch(inputs=[named], sizes=StepSizes(({},), (1,)), seeds=[0], targets=[None])
         known = activations(gm)
         inputs_of = {str(n.target): known.values[n] for n in gm.graph.find_nodes(op="placeholder")}
         parent = values_of(chain.split.module.graph, chain.split)
         self.saved, self.waits, self.beyond, received = [], [], [], ()
         for number in range(chain.stages):
-            module = ChainStage(chain, number, ends, batch, CPU)
+            module = ChainStage(chain, number, ends, batch, CPU, MessageShapes())
             own = [named[str(n.target)] for n in chain.inputs(number)]
             read = {n for call in chain.nodes(number) for n in call.all_input_nodes}
             both = list(zip(module._received, received, strict=True))

@@ -9,7 +9,9 @@ import torch
 from splitkit.engine.serialization.argument_data import dtype_of, name_of_dtype
 from splitkit.json_fields import JsonField
 from splitkit.pipeline.inseparable_nodes import SCALARS
+from splitkit.runtime.folder.size_data import decode_shape, decode_sizes, encode_shape, encode_sizes
 from splitkit.runtime.ranks.border_values import BorderValue
+from splitkit.runtime.ranks.graph_sizes import GraphSizes, Sizes
 from splitkit.runtime.ranks.stage_chain import Chain, ChainFacts
 
 
@@ -29,6 +31,7 @@ def encode_facts(chain: Chain) -> dict[str, Any]:
         "draws": list(facts.draws),
         "writes": list(facts.writes),
         "identity": dict(facts.identity),
+        **({"sizes": encode_sizes(facts.sizes)} if facts.sizes.inputs else {}),
     }
 
 
@@ -39,12 +42,14 @@ def decode_facts(data: JsonField) -> ChainFacts:
         FileError: SK505 for damaged data.
     """
     inputs = {name: None if like.value is None else like_of(like) for name, like in data["inputs"].fields()}
+    sizes = decode_sizes(data["sizes"]) if "sizes" in data.value else GraphSizes()
     return ChainFacts(
-        {name: _decode_value(value) for name, value in data["values"].fields()},
+        {name: _decode_value(value, sizes.captured) for name, value in data["values"].fields()},
         inputs,
         tuple(item.flag() for item in data["draws"].items()),
         tuple(item.text() for item in data["writes"].items()),
         {name: value.text() for name, value in data["identity"].fields()},
+        sizes,
     )
 
 
@@ -64,11 +69,12 @@ def _encode_value(value: BorderValue) -> dict[str, Any]:
         "written": value.written,
         "scalar": scalar,
         "order": list(value.order),
+        **({"sizes": encode_shape(value.shape)} if value.shape else {}),
     }
     return {"name": value.name, **_encode_like(value.like), **rest}
 
 
-def _decode_value(data: JsonField) -> BorderValue:
+def _decode_value(data: JsonField, captured: Sizes) -> BorderValue:
     scalar = data["scalar"]
     kind = next((kind for kind in SCALARS if kind.__name__ == scalar.value), None)
     if kind is None and scalar.value is not None:
@@ -79,4 +85,8 @@ def _decode_value(data: JsonField) -> BorderValue:
     order = tuple(data["order"].sizes())
     if order and sorted(order) != list(range(like.dim())):
         raise data["order"].damaged("the dimensions of the shape, each once")
-    return BorderValue(data["name"].text(), like.requires_grad_(grad), kind, data["written"].flag(), order=order)
+    shape = decode_shape(data["sizes"], captured) if "sizes" in data.value else ()
+    if shape and len(shape) != like.dim():
+        raise data["sizes"].damaged("a size for each dimension")
+    like = like.requires_grad_(grad)
+    return BorderValue(data["name"].text(), like, kind, data["written"].flag(), order=order, shape=shape)

@@ -11,8 +11,11 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit.errors import PipelineError
-from splitkit.graph.symbols import value_of
+from splitkit.graph.size_expressions import Expression, evaluated
+from splitkit.graph.symbols import is_symbolic, value_of
 from splitkit.pipeline.inseparable_nodes import SCALARS, unsendable
+from splitkit.runtime.ranks.graph_sizes import Sizes, shape_of
+from splitkit.runtime.ranks.padding import filled_up, shaped
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class BorderValue:
         unsendable: the kind of a value that cannot be sent; empty if it can.
         order: the dimensions from the largest stride to the smallest, if that is not the usual order. It must survive
             the transfer: a ``view`` after a ``transpose`` may work with these strides only.
+        shape: the shape of ``like`` where it has symbolic sizes; empty if no size is symbolic.
+        padded: the number of elements that are sent, if the value is sent as a flat tensor that may be longer.
     """
 
     name: str
@@ -35,6 +40,20 @@ class BorderValue:
     written: bool = False
     unsendable: str = ""
     order: tuple[int, ...] = ()
+    shape: tuple[Expression, ...] = ()
+    padded: int | None = None
+
+    def at(self, sizes: Sizes) -> BorderValue:
+        """Return the value in a microbatch whose inputs have these sizes."""
+        wanted = [evaluated(size, sizes) for size in self.shape]
+        if not self.shape or wanted == list(self.like.shape):
+            return self
+        like = torch.empty(wanted, dtype=self.like.dtype, device="meta", requires_grad=self.like.requires_grad)
+        return replace(self, like=like)
+
+    def padded_to(self, count: int) -> BorderValue:
+        """Return the value sent as a flat tensor of ``count`` elements, of which it may need only the first."""
+        return replace(self, padded=count)
 
     def sent(self, train: bool) -> BorderValue:
         """Return the value as it is sent: in training with a gradient that comes back, otherwise without.
@@ -54,6 +73,9 @@ class BorderValue:
     @property
     def meta_tensor(self) -> torch.Tensor:
         """The tensor on ``meta`` that torch's stage is told to expect: ``like`` with its dimensions in memory order."""
+        if self.padded is not None:
+            grad = self.like.requires_grad
+            return torch.empty(self.padded, dtype=self.like.dtype, device="meta", requires_grad=grad)
         if not self.order:
             return self.like
         return self.like.detach().permute(self.order).contiguous().requires_grad_(self.like.requires_grad)
@@ -72,14 +94,20 @@ class BorderValue:
         self._require(value, where)
         value = value.permute(self.order) if self.order else value
         if not self.like.requires_grad:
-            return value.detach().contiguous()
-        return non_view(value.contiguous())
+            value = value.detach()
+        if self.padded is not None:
+            return filled_up(value, self.padded)
+        return non_view(value.contiguous()) if self.like.requires_grad else value.contiguous()
 
     def unpacked(self, value: torch.Tensor) -> Any:
         """Return the value as the receiving stage reads it."""
         if self.scalar is not None:
             return self.scalar(value.item())
-        value = non_view(value) if value.requires_grad else value  # makes the gradient contiguous, so it can be sent
+        if self.padded is not None:
+            value = shaped(value, [self.like.shape[i] for i in self.order or range(self.like.dim())])
+        elif value.requires_grad:
+            # This makes the gradient contiguous, so that it can be sent.
+            value = non_view(value)
         if self.order:
             value = value.permute([self.order.index(i) for i in range(len(self.order))])
         return value.clone() if self.written else value  # torch owns the received leaf
@@ -143,7 +171,8 @@ def border_value(node: Node, needed: Set[Node], written: Set[Node]) -> BorderVal
     if isinstance(value, torch.Tensor):
         like = torch.empty([_torch.size_hint(n) for n in value.shape], dtype=value.dtype, device="meta")
         like = like.requires_grad_(node in needed)
-        return BorderValue(node.name, like, written=node in written, order=_order(value))
+        shape = shape_of(value) if is_symbolic(value) else ()
+        return BorderValue(node.name, like, written=node in written, order=_order(value), shape=shape)
     value = _torch.size_hint(value) if isinstance(value, torch.SymInt) else value
     return BorderValue(node.name, torch.empty((), dtype=SCALARS[type(value)], device="meta"), type(value))
 

@@ -19,16 +19,18 @@ from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.ranks.faults import Progress, naming_failures, naming_lost_ranks
 from splitkit.runtime.ranks.fsdp import shard, shard_like, sum_shards
-from splitkit.runtime.ranks.last_stage import Loss, last_stage_of, own_loss
+from splitkit.runtime.ranks.last_stage import LastStage, Loss, last_stage_of, own_loss
 from splitkit.runtime.ranks.microbatches import BatchSplitter
 from splitkit.runtime.ranks.order_runner import placed_order
 from splitkit.runtime.ranks.rank_agreement import require_same
 from splitkit.runtime.ranks.rank_stages import RankStages
 from splitkit.runtime.ranks.replicas import replicas, require_replicable, row_of_rank
 from splitkit.runtime.ranks.shared_parameters import SharedParameters
+from splitkit.runtime.ranks.sized_stages import SizedStages
 from splitkit.runtime.ranks.stage import Batch
 from splitkit.runtime.ranks.stage_chain import chain_of
 from splitkit.runtime.ranks.step_agreement import Kind, PipelineCall, StepAgreement
+from splitkit.runtime.ranks.step_sizes import MessageShapes, StepSizes
 from splitkit.runtime.ranks.weight_agreement import require_same_copies, require_same_model, tensors_of_stages
 from splitkit.short_repr import brief
 
@@ -149,7 +151,7 @@ class Pipeline:
         self._shared_parameters = SharedParameters(
             self._chain, self.order.rank_of, self.replicas, group, self.parameters()
         )
-        self._rank_stages: dict[bool, RankStages] = {}
+        self._rank_stages: dict[bool, SizedStages] = {}
         self._progress = progress
         progress.names = self.borders
         for stage in self.stages:
@@ -158,17 +160,29 @@ class Pipeline:
     def __repr__(self) -> str:
         return f"<Pipeline {self.order.name}, rank {self.rank}: stages {self.stages} of {self._chain.stages}>"
 
-    def step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> PipelineStep:
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        outputs: bool = False,
+        microbatches: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> PipelineStep:
         """Run forward and backward of one batch. Gradients accumulate, as with ``backward()``.
 
-        The gradients are those of the mean of the microbatches' losses.
+        The gradients are those of the mean of the microbatches' losses, weighted by their rows. If the loss is a mean
+        over rows, that is the loss of the whole batch.
 
         Args:
             args: the inputs of the model, with all microbatches concatenated in dimension 0; an input with the shape of
-                one microbatch goes to each of them.
+                one microbatch goes to each of them. A graph captured with ``dynamic=True`` takes other sizes than were
+                captured, and shares the rows out as evenly as possible.
             target: the target for the loss, as ``args``; if the model has an input of that name, that input.
             outputs: whether to return the model's outputs. If no rank asks for them in the first step, values that the
                 loss does not need are never sent, and later steps cannot return them.
+            microbatches: the keyword inputs of each microbatch, in place of ``args`` and ``kwargs``, if you split the
+                batch yourself. Their sizes may differ if the graph was captured with ``dynamic=True``. ``target`` is
+                then a list as well.
             kwargs: keyword inputs, as ``args``.
 
         Raises:
@@ -176,16 +190,15 @@ class Pipeline:
                 another dtype or shape than captured; SK805 if this rank or another one failed; SK806 for what this
                 version of torch cannot run.
         """
-        if self.takes_target:
-            kwargs, target = {**kwargs, "target": target}, None
+        kwargs, target = self.with_target({**kwargs, "microbatches": microbatches}, target)
         batch = self._run(True, args, kwargs, target, outputs)
         if batch.found is not None:
             made = tuple(batch.outputs[i] for i in self._share) if outputs else None
-            return PipelineStep(batch.found.mean(), batch.found, made)
+            return PipelineStep(batch.sizes.mean(batch.found), batch.found, made)
         return PipelineStep(None, None)
 
     def infer(self, *args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
-        """Run forward only, without gradients.
+        """Run forward only, without gradients. The arguments are those of `step`.
 
         Returns:
             The model's output for each microbatch of this replica on the rank of the last stage; ``None`` elsewhere.
@@ -194,13 +207,15 @@ class Pipeline:
             batch = self._run(False, args, kwargs, None, True)
         return tuple(batch.outputs[i] for i in self._share) if batch.outputs else None
 
-    def cut(self, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
-        """Split the inputs of a step: return those of each microbatch, by the names of the graph's inputs.
+    def cut(
+        self, *args: Any, microbatches: Sequence[Mapping[str, Any]] | None = None, **kwargs: Any
+    ) -> list[dict[str, Any]]:
+        """Split the inputs of a step: return the inputs of each microbatch, by the names of the graph's inputs.
 
         Raises:
             PipelineError: SK802 as in `step`.
         """
-        return self._inputs.split(args, kwargs)
+        return self._inputs.split(args, kwargs) if microbatches is None else self._inputs.given(microbatches)
 
     def shard(self) -> None:
         """Shard the parameters of each stage over its replicas, with torch's FSDP2. Call it before making an optimizer.
@@ -213,14 +228,27 @@ class Pipeline:
         """
         shard(self.modules, self.replicas, self._shared_parameters.tied)
 
-    @property
-    def takes_target(self) -> bool:
-        """Whether ``target`` is an input of the model rather than an argument of the loss."""
-        return self._inputs.has("target")
+    def with_target(self, kwargs: Mapping[str, Any], target: Any) -> tuple[dict[str, Any], Any]:
+        """Return the keyword inputs and the target of a step; a target that the model takes is among the inputs."""
+        return self._inputs.with_target(kwargs, target)
 
-    def cut_target(self, target: Any) -> list[Any]:
-        """Split a target: return the target of each microbatch."""
-        return self._inputs.targets(target)
+    def sizes(self, inputs: Sequence[Mapping[str, Any]]) -> StepSizes:
+        """Return the sizes and the rows of the microbatches that `cut` returned.
+
+        Raises:
+            PipelineError: SK802 as in `step`.
+        """
+        return self._inputs.sizes(inputs)
+
+    def cut_target(self, target: Any, sizes: StepSizes, given: bool = False) -> list[Any]:
+        """Split a target: return the target of each microbatch.
+
+        Args:
+            target: the target of a step.
+            sizes: what `sizes` returns.
+            given: whether ``target`` is a list with the target of each microbatch.
+        """
+        return self._inputs.given_targets(target) if given else self._inputs.targets(target, sizes.rows)
 
     def seed_of(self, step: int, microbatch: int) -> int:
         """Return the seed of a microbatch of a step. It does not depend on the number of stages."""
@@ -238,14 +266,15 @@ class Pipeline:
     def borders(self) -> tuple[tuple[str, ...], ...]:
         """Border -> the names of the nodes whose values cross it in training, from each stage to the next."""
         stages = self._rank_stages.get(True)
-        wanted = last_stage_of(self._chain, self._loss, True, stages is not None and stages.outputs).wanted
+        wanted = (stages.last_stage if stages else last_stage_of(self._chain, self._loss, True, False)).wanted
         edges = (self._chain.border(stage, wanted) for stage in range(self._chain.stages - 1))
         return tuple(tuple(self._chain.value(node).name for node in edge) for edge in edges)
 
     @property
     def torch_stages(self) -> tuple[PipelineStage, ...]:
-        """Torch's stages of this rank for training; empty before the first step."""
-        return self._rank_stages[True].stages if True in self._rank_stages else ()
+        """Torch's stages of this rank for training, for the sizes of the last step; empty before the first step."""
+        stages = self._rank_stages.get(True)
+        return stages.latest.stages if stages is not None and stages.latest is not None else ()
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -293,16 +322,19 @@ class Pipeline:
         return {name: t for name, t in self.named_tensors().items() if name in saved}
 
     def _run(self, train: bool, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, keep: bool) -> Batch:
-        (inputs, targets), agreed = self._agreement.begin(lambda: self._prepared(train, args, kwargs, target, keep))
+        (inputs, sizes, targets), agreed = self._agreement.begin(
+            lambda: self._prepared(train, args, kwargs, target, keep)
+        )
         if agreed.weights:
             with naming_lost_ranks(self._progress, "waited for all ranks to compare their weights"):
                 require_same_copies(self._chain, self.stages, self.group)
             self._weights_changed = False
-        stages = self._rank_stages.get(train)
-        if stages is None:
-            stages = self._rank_stages[train] = self._agreement.together(lambda: self._stages(train, agreed.outputs))
-        batch = stages.batch
-        batch.inputs, batch.targets, batch.keep = inputs, targets, keep
+        made = self._rank_stages.get(train)
+        if made is None:
+            made = self._rank_stages[train] = self._sized_stages(train, agreed.outputs)
+        stages = self._agreement.together(lambda: made.of(sizes)) if made.is_new(sizes) else made.of(sizes)
+        batch = made.batch
+        batch.inputs, batch.sizes, batch.targets, batch.keep = inputs, sizes, targets, keep
         batch.seeds = [self.seed_of(self.steps, i) for i in range(self.microbatches)]
         batch.outputs, batch.losses, batch.found = {}, {}, None
         self.steps += train
@@ -315,32 +347,37 @@ class Pipeline:
 
     def _prepared(
         self, train: bool, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, keep: bool
-    ) -> tuple[PipelineCall, tuple[list[dict[str, Any]], list[Any]]]:
-        """Return a call for the other ranks to compare, and the inputs and targets of its microbatches.
+    ) -> tuple[PipelineCall, tuple[list[dict[str, Any]], StepSizes, list[Any]]]:
+        """Return a call for the other ranks to compare, and the inputs, sizes and targets of its microbatches.
 
         Raises:
             PipelineError: SK802, SK801 for what this rank cannot run; `StepAgreement.begin` tells the others.
         """
-        stages = self._rank_stages.get(train)
-        if keep and stages is not None and not stages.outputs:
+        made = self._rank_stages.get(train)
+        if keep and made is not None and made.last_stage.own is not None:
             raise PipelineError(
                 "SK802",
                 "outputs are asked for after steps that did not ask for them",
                 "Ask in the first step: step(..., outputs=True).",
             )
-        whole = self._inputs.whole(args, kwargs)
-        divided = self._inputs.divided(whole), self.cut_target(target)
+        inputs = self.cut(*args, **kwargs)
+        sizes = self.sizes(inputs)
+        divided = inputs, sizes, self.cut_target(target, sizes, kwargs.get("microbatches") is not None)
         if train:
             sum_shards(self.modules, self.replicas, self._shared_parameters.tied)
         # only the loss reads the target, so that other ranks may leave it out
         targets = {} if target is None and self._chain.stages - 1 not in self.stages else {"the target": target}
         kind: Kind = "step" if train else "infer"
+        whole = self._inputs.whole(args, kwargs)
         return PipelineCall(kind, self.steps, whole, targets, keep, self._weights_changed), divided
 
-    def _stages(self, train: bool, outputs: bool) -> RankStages:
+    def _sized_stages(self, train: bool, outputs: bool) -> SizedStages:
         last_stage = last_stage_of(self._chain, self._loss, train, outputs)
-        batch = Batch(self._progress, self._share)
-        return RankStages(self._chain, last_stage, batch, self.order, self.stages, self.device, self.replicas)
+        return SizedStages(self._chain, last_stage, Batch(self._progress, self._share), self._make_stages)
+
+    def _make_stages(self, last_stage: LastStage, batch: Batch, shapes: MessageShapes) -> RankStages:
+        where = self.order, self.stages, self.device, self.replicas
+        return RankStages(self._chain, last_stage, batch, *where, shapes)
 
     @property
     def _share(self) -> range:

@@ -15,6 +15,7 @@ from splitkit.runtime.ranks.order_runner import torch_schedule
 from splitkit.runtime.ranks.replicas import Replicas, replica_rows, with_messages
 from splitkit.runtime.ranks.stage import Batch, ChainStage, PartStage
 from splitkit.runtime.ranks.stage_chain import Chain
+from splitkit.runtime.ranks.step_sizes import MessageShapes
 from splitkit.runtime.ranks.torch_limits import require_support
 
 
@@ -36,11 +37,12 @@ class RankStages:
         stages: Sequence[int],
         device: torch.device,
         replicas: Replicas,
+        shapes: MessageShapes,
     ) -> None:
         require_loss(chain, last_stage)
         self.batch, self.outputs = batch, last_stage.own is None
         self.stages: tuple[PartStage, ...]
-        modules = [ChainStage(chain, s, last_stage, batch, device) for s in stages]
+        modules = [ChainStage(chain, s, last_stage, batch, device, shapes) for s in stages]
         require_support(order, tuple(modules))
         handed = _handed if last_stage.loss is not None else None
         if replicas.are_even:

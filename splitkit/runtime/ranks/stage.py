@@ -16,11 +16,13 @@ from torch.fx import Node, map_arg
 from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.errors import PipelineError
+from splitkit.graph.size_expressions import evaluated
 from splitkit.runtime.ranks.border_values import BorderValue, non_view
 from splitkit.runtime.ranks.faults import Progress
 from splitkit.runtime.ranks.last_stage import LastStage
 from splitkit.runtime.ranks.rng_state import RngHandover
 from splitkit.runtime.ranks.stage_chain import Chain
+from splitkit.runtime.ranks.step_sizes import MessageShapes, StepSizes
 from splitkit.runtime.ranks.torch_limits import DividedStage, divisible, passed_on
 
 
@@ -32,6 +34,7 @@ class Batch:
         progress: the action that the rank is running; ``None`` under a schedule that the user's program drives.
         share: the microbatches of this rank; torch's stage numbers them from 0.
         inputs: microbatch -> the inputs of the graph by name.
+        sizes: the sizes of these inputs.
         targets: microbatch -> the target, the second argument of the loss.
         seeds: microbatch -> its seed.
         outputs: microbatch -> the output of the graph, on the last rank.
@@ -43,6 +46,7 @@ class Batch:
     progress: Progress | None = None
     share: Sequence[int] = ()
     inputs: Sequence[Mapping[str, Any]] = ()
+    sizes: StepSizes = field(default_factory=lambda: StepSizes((), ()))
     targets: Sequence[Any] = ()
     seeds: Sequence[int] = ()
     outputs: dict[int, Any] = field(default_factory=dict)
@@ -61,7 +65,15 @@ class ChainStage(nn.Module):
         ran: called once, with the received and the sent tensors, after the first forward of training.
     """
 
-    def __init__(self, chain: Chain, stage: int, last_stage: LastStage, batch: Batch, device: torch.device) -> None:
+    def __init__(
+        self,
+        chain: Chain,
+        stage: int,
+        last_stage: LastStage,
+        batch: Batch,
+        device: torch.device,
+        shapes: MessageShapes,
+    ) -> None:
         super().__init__()
         key = chain.keys[stage]
         self.part = chain.split.parts[key]
@@ -72,8 +84,10 @@ class ChainStage(nn.Module):
         self._nodes, self._inputs = chain.nodes(stage), chain.inputs(stage)
         self._received = chain.border(stage - 1, last_stage.wanted) if stage else ()
         self._handed = chain.border(stage, last_stage.wanted) if not self.last else ()
-        self.received_values: tuple[BorderValue, ...] = _border_values(chain, self._received, last_stage)
-        self.sent_values: tuple[BorderValue, ...] = _border_values(chain, self._handed, last_stage)
+        self._computed = chain.computed(stage, last_stage.wanted) if stage else {}
+        self._varies = bool(shapes.padded)
+        self.received_values: tuple[BorderValue, ...] = _border_values(chain, self._received, last_stage, shapes)
+        self.sent_values: tuple[BorderValue, ...] = _border_values(chain, self._handed, last_stage, shapes)
         self.ran: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] | None = None
         self._output = chain.split.module.graph.output_node()
         self._module = chain.split.module
@@ -124,9 +138,10 @@ class ChainStage(nn.Module):
     def _forward(self, received: tuple[torch.Tensor, ...], number: int) -> Any:
         inputs = self._batch.inputs[number]
         values: dict[Node, Any] = {node: inputs[str(node.target)] for node in self._inputs}
+        values |= {node: evaluated(size, self._batch.sizes.sizes[number]) for node, size in self._computed.items()}
         rest = self.rng.begin(received, self._batch.seeds[number])
         try:
-            for node, value, how in zip(self._received, rest, self.received_values, strict=True):
+            for node, value, how in zip(self._received, rest, self._in(number, self.received_values), strict=True):
                 values[node] = how.unpacked(value)
             for node in self._nodes:
                 values[node] = self._run(node, values)
@@ -135,10 +150,13 @@ class ChainStage(nn.Module):
         if self.last:
             return self._finish(number, values, inputs)
         where = f"after stage {self._stage}, in microbatch {number}"
-        given = [
-            how.packed(values[n], self.device, where) for n, how in zip(self._handed, self.sent_values, strict=True)
-        ]
+        sent = zip(self._handed, self._in(number, self.sent_values), strict=True)
+        given = [how.packed(values[n], self.device, where) for n, how in sent]
         return (*state, *given)
+
+    def _in(self, number: int, values: tuple[BorderValue, ...]) -> tuple[BorderValue, ...]:
+        """Return the values that cross a border as they are in a microbatch."""
+        return tuple(how.at(self._batch.sizes.sizes[number]) for how in values) if self._varies else values
 
     def _run(self, node: Node, values: Mapping[Node, Any]) -> Any:
         if node.op == "get_attr":
@@ -170,7 +188,8 @@ class ChainStage(nn.Module):
         self._batch.losses[number] = loss.detach()
         if self._batch.keep:
             self._batch.outputs[number] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
-        return non_view(loss.reshape(()) / len(self._batch.inputs))
+        share = self._batch.sizes.shares[number]
+        return non_view(loss.reshape(()) * share.numerator / share.denominator)
 
     @property
     def input_tensors(self) -> tuple[torch.Tensor, ...]:
@@ -185,8 +204,10 @@ class ChainStage(nn.Module):
         return (*([self.rng.like] if self.rng.sends else []), *(value.meta_tensor for value in self.sent_values))
 
 
-def _border_values(chain: Chain, values: Sequence[Node], last_stage: LastStage) -> tuple[BorderValue, ...]:
-    return tuple(chain.value(node).sent(last_stage.loss is not None) for node in values)
+def _border_values(
+    chain: Chain, values: Sequence[Node], last_stage: LastStage, shapes: MessageShapes
+) -> tuple[BorderValue, ...]:
+    return tuple(shapes.of(chain.value(node).sent(last_stage.loss is not None)) for node in values)
 
 
 class PartStage(DividedStage):

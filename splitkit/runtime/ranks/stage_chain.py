@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ from splitkit.graph.check_nodes import check_nodes
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.gradients import Gradients
 from splitkit.graph.shared_memory import memory_classes
+from splitkit.graph.size_expressions import Expression
 from splitkit.graph.storages import attribute
 from splitkit.graph.symbols import value_of
 from splitkit.plans.parts import PARENT, PartKey
@@ -35,6 +36,7 @@ from splitkit.plans.record import Plan
 from splitkit.runtime.devices.writes_across_devices import written_memory
 from splitkit.runtime.parent import calls_of, steps_of, values_of
 from splitkit.runtime.ranks.border_values import BorderValue, border_value
+from splitkit.runtime.ranks.graph_sizes import GraphSizes, graph_sizes
 from splitkit.short_repr import brief
 
 
@@ -77,6 +79,7 @@ class ChainFacts:
         draws: stage -> whether it draws random numbers.
         writes: buffers that forward writes, by their names in the original.
         identity: name of a fact -> digest that must be the same on all ranks.
+        sizes: the sizes that may vary.
     """
 
     values: Mapping[str, BorderValue]
@@ -84,6 +87,7 @@ class ChainFacts:
     draws: tuple[bool, ...]
     writes: tuple[str, ...]
     identity: Mapping[str, str]
+    sizes: GraphSizes = field(default_factory=GraphSizes)
 
 
 @dataclass(frozen=True)
@@ -135,16 +139,30 @@ class Chain:
     def border(self, stage: int, wanted: Iterable[Node]) -> tuple[Node, ...]:
         """Return the values that go from a stage to the next one, in the order of the graph.
 
+        Numbers that follow from the sizes of the inputs are not sent: see `computed`.
+
         Args:
             stage: the stage before the border.
             wanted: the values that the last stage needs.
         """
+        return tuple(n for n in self._live(stage, wanted) if n.name not in self.facts.sizes.computed)
+
+    def computed(self, stage: int, wanted: Iterable[Node]) -> dict[Node, Expression]:
+        """Return the numbers of earlier stages that a stage computes from the sizes of the inputs, with their values.
+
+        Args:
+            stage: the stage that reads them.
+            wanted: the values that the last stage needs.
+        """
+        found, before = self.facts.sizes.computed, self._live(stage - 1, wanted)
+        return {node: found[node.name] for node in before if node.name in found}
+
+    def _live(self, stage: int, wanted: Iterable[Node]) -> Iterator[Node]:
+        """Yield the values of a stage and those before it that later stages need."""
         out = set(wanted)
-        return tuple(
-            node
-            for node, home in self.stage_of.items()
-            if home <= stage and (node in out or any(self.stage_of.get(user, 0) > stage for user in node.users))
-        )
+        for node, home in self.stage_of.items():
+            if home <= stage and (node in out or any(self.stage_of.get(user, 0) > stage for user in node.users)):
+                yield node
 
     def passed_on(self, stage: int, wanted: Iterable[Node]) -> tuple[Node, ...]:
         """Return the values that a stage only forwards: received and sent on, but not read.
@@ -233,6 +251,7 @@ def _facts(split: Split, stage_of: Mapping[Node, int]) -> ChainFacts:
         tuple(_draws(flow, sub.nodes) for sub in split.subgraphs.values()),
         tuple(sorted(str(node.target) for node in flow.written if node.op == "get_attr")),
         identity,
+        graph_sizes(flow.graph, {n.name: value_of(originals[n]) for n in stage_of if n in originals}),
     )
 
 

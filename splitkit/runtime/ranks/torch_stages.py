@@ -21,6 +21,7 @@ from splitkit.runtime.ranks.replicas import Replicas
 from splitkit.runtime.ranks.shared_parameters import SharedParameters
 from splitkit.runtime.ranks.stage import Batch, ChainStage, PartStage
 from splitkit.runtime.ranks.stage_chain import Chain, chain_of
+from splitkit.runtime.ranks.step_sizes import MessageShapes, StepSizes
 from splitkit.runtime.ranks.torch_limits import require_plain_values
 from splitkit.runtime.ranks.weight_agreement import require_same_model
 
@@ -120,7 +121,9 @@ class KeywordStage(ChainStage):
 
     def __init__(self, chain: Chain, stage: int, device: torch.device, shared_parameters: SharedParameters) -> None:
         self._every = tuple(chain.split.module.graph.output_node().all_input_nodes)
-        super().__init__(chain, stage, LastStage(self._every, _of_torch), Batch(), device)
+        self._sizes = chain.facts.sizes
+        fixed = MessageShapes(self._sizes.captured)
+        super().__init__(chain, stage, LastStage(self._every, _of_torch), Batch(), device, fixed)
         self.shared_parameters = shared_parameters
         inputs = chain.facts.inputs
         given = ((n, inputs[str(n.target)]) for n in self._every if n.op == "placeholder")
@@ -135,7 +138,7 @@ class KeywordStage(ChainStage):
             PipelineError: SK802 for a missing input or seed.
         """
         seed = inputs.pop(SEED, None)
-        wanted = [str(n.target) for n in self._inputs]
+        wanted = [*(str(n.target) for n in self._inputs), *(self._sizes.inputs if self._computed else ())]
         lacks = [name for name in wanted if name not in inputs]
         if lacks or (seed is None and self.rng.draws):
             raise PipelineError(
@@ -145,6 +148,7 @@ class KeywordStage(ChainStage):
                 lacks or [SEED],
             )
         self._batch.inputs, self._batch.seeds = [inputs], [0 if seed is None else int(seed)]
+        self._batch.sizes = StepSizes((self._sizes.bound(inputs) if self._computed else {},), (1,))
         return self._watched(received, 0)
 
     def output(self, given: Any) -> Any:
