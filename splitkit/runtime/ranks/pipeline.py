@@ -332,8 +332,7 @@ class Pipeline:
         made = self._rank_stages.get(train)
         if made is None:
             made = self._rank_stages[train] = self._sized_stages(train, agreed.outputs)
-        stages = self._agreement.together(lambda: made.of(sizes)) if made.is_new(sizes) else made.of(sizes)
-        batch = made.batch
+        stages, batch = made.of(sizes), made.batch
         batch.inputs, batch.sizes, batch.targets, batch.keep = inputs, sizes, targets, keep
         batch.seeds = [self.seed_of(self.steps, i) for i in range(self.microbatches)]
         batch.outputs, batch.losses, batch.found = {}, {}, None
@@ -377,7 +376,8 @@ class Pipeline:
 
     def _make_stages(self, last_stage: LastStage, batch: Batch, shapes: MessageShapes) -> RankStages:
         where = self.order, self.stages, self.device, self.replicas
-        return RankStages(self._chain, last_stage, batch, *where, shapes)
+        found: RankStages = self._agreement.together(lambda: RankStages(self._chain, last_stage, batch, *where, shapes))
+        return found
 
     @property
     def _share(self) -> range:

@@ -37,10 +37,6 @@ class SizedStages:
         self.latest: RankStages | None = None
         self._shapes: MessageShapes | None = None
 
-    def is_new(self, step: StepSizes) -> bool:
-        """Whether `of` will make new stages for a step."""
-        return self.latest is None or message_shapes(self._chain, self.last_stage.wanted, step) != self._shapes
-
     def of(self, step: StepSizes) -> RankStages:
         """Return the stages for a step. All ranks call it with the same sizes."""
         shapes = message_shapes(self._chain, self.last_stage.wanted, step)
