@@ -20,6 +20,7 @@ from splitkit.graph.symbols import value_of
 from splitkit.pipeline.inseparable_nodes import fills_memory, read_by_address
 from splitkit.plans.local_copies import is_small
 from splitkit.plans.parts import PARENT, PartKey
+from splitkit.runtime.devices.accelerators import with_index
 from splitkit.runtime.devices.writes_across_devices import WrittenMemory, written_memory
 from splitkit.runtime.parent import steps_of
 
@@ -29,7 +30,7 @@ Devices = Mapping[PartKey, DeviceLike] | Sequence[DeviceLike] | DeviceLike | Non
 
 
 def devices_of(split: Split, given: Devices) -> Mapping[PartKey, torch.device]:
-    """Return the device of each part in the order of execution, with an index for CUDA devices.
+    """Return the device of each part in the order of execution, each with an index.
 
     Raises:
         PipelineError: SK807 for a part that has no device, an unknown one, or replicas.
@@ -65,10 +66,9 @@ def devices_of(split: Split, given: Devices) -> Mapping[PartKey, torch.device]:
 
 def _device(given: object, key: PartKey) -> torch.device:
     try:
-        device = torch.device(given)  # type: ignore[call-overload]
+        return with_index(torch.device(given))  # type: ignore[call-overload]
     except (RuntimeError, TypeError, ValueError) as error:
         raise _bad(f"part {key!r} has the device {given!r:.100}: {error}", 'Use "cuda:0", for example.', key) from error
-    return torch.device(device.type, device.index or 0) if device.type in ("cpu", "cuda") else device
 
 
 def _bad(reason: str, remedy: str, *parts: object) -> PipelineError:
