@@ -26,7 +26,8 @@ constexpr c10::StreamId kHost = -1;
 thread_local c10::DeviceIndex current = 0;
 thread_local std::map<int, c10::StreamId> current_streams;  // device -> stream, per thread as on CUDA
 
-// ---- Vector clocks. A stream's clock holds, for each stream, the last of its kernels that it has waited for.
+// ---- Vector clocks. A stream's clock holds, for each stream, the last of its kernels that it has waited for; a thread's
+// clock holds the kernels that it has waited for, and so has all that it queues afterwards.
 
 using Clock = std::map<c10::StreamId, long>;
 
@@ -46,6 +47,7 @@ std::vector<std::string> races;
 long kernels = 0;
 c10::StreamId next_stream = 1000;
 thread_local bool watching = true;
+thread_local Clock thread_clock;
 
 c10::DeviceIndex index_of(c10::Device d) { return d.index() < 0 ? current : d.index(); }
 
@@ -67,6 +69,11 @@ bool covers(const Clock& clock, const Clock& needed) {
   for (auto& [stream, time] : needed)
     if (!covers(clock, stream, time)) return false;
   return true;
+}
+
+void begin_kernel(c10::StreamId stream) {
+  join(clocks[stream], thread_clock);
+  clocks[stream][stream] = ++kernels;
 }
 
 bool is_simulated(const at::Tensor& t) { return t.defined() && t.device().type() == kType && t.has_storage(); }
@@ -143,6 +150,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream stream(c10::DeviceIndex device, c10::StreamId id) const {
     return c10::Stream(c10::Stream::UNSAFE, c10::Device(kType, device), id);
   }
+  void wait(const Clock& clock) const {
+    std::lock_guard<std::mutex> guard(lock);
+    join(thread_clock, clock);
+  }
   c10::DeviceType type() const override { return kType; }
   c10::Device exchangeDevice(c10::Device d) const override {
     auto old = current;
@@ -180,10 +191,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     delete static_cast<char*>(event);
   }
   bool queryEvent(void*) const override { return true; }
-  void synchronizeEvent(void*) const override {}
+  void synchronizeEvent(void* event) const override { wait(events[event]); }
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeDevice(const c10::DeviceIndex) const override {}
+  void synchronizeStream(const c10::Stream& s) const override { wait(clocks[s.id()]); }
+  void synchronizeDevice(const c10::DeviceIndex) const override {
+    for (auto& [stream, clock] : clocks) wait(clock);
+  }
   void recordDataPtrOnStream(const c10::DataPtr& p, const c10::Stream& s) const override { record_stream(p.get(), s.id()); }
   double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 0.0; }
 };
@@ -260,7 +273,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
     auto on = source != kHost ? source : target;
     bool between = source != kHost && target != kHost && source != target;
     if (between) join(clocks[source], clocks[target]);  // it waits for both current streams, as on CUDA
-    clocks[on][on] = ++kernels;
+    begin_kernel(on);
     if (watching) {
       touch(self, false, "copy", on);
       touch(to, true, "copy", on);
@@ -268,6 +281,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
         races.push_back("copy reads memory of the CPU, which nothing keeps from being written before it ends");
     }
     if (between) join(clocks[target], clocks[source]);
+    if (watching && !non_blocking && (source == kHost || target == kHost)) join(thread_clock, clocks[on]);
   }
   as_cpu(to).copy_(as_cpu(self));
   return to;
@@ -312,7 +326,9 @@ at::Tensor& set_(at::Tensor& self, at::Storage source, int64_t offset, Sizes siz
 at::Scalar local_scalar(const at::Tensor& t) {
   {
     std::lock_guard<std::mutex> guard(lock);
-    touch(t, false, "item", end_of(t));  // a copy on the current stream, for which the CPU waits
+    begin_kernel(end_of(t));
+    touch(t, false, "item", end_of(t));  // a copy on the current stream, for which the thread waits
+    join(thread_clock, clocks[end_of(t)]);
   }
   return as_cpu(t).item();
 }
@@ -375,7 +391,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   c10::StreamId stream = where ? stream_of(where->index()) : kHost;
   if (where) {
     std::lock_guard<std::mutex> guard(lock);
-    clocks[stream][stream] = ++kernels;
+    begin_kernel(stream);
     if (watching) each(schema, *stack, begin, [&](const at::Tensor& t, bool w) { touch(t, w, name, stream); });
   }
   bool was = std::exchange(watching, false);
