@@ -101,15 +101,19 @@ class Counted(nn.Module):
         return self.b(self.a(x) + self.n) * self.n
 
 
-class Shared(nn.Module):
-    """One gradient for what is copied back and for a parameter, which may keep its memory."""
+class Late(nn.Module):
+    """One gradient for what is copied back and for a value that gets a second gradient later, which autograd adds."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.w = nn.Linear(4, 4), nn.Parameter(torch.zeros(2, 4))
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.a(x) + self.w
+        first = late = self.b(x)
+        both = self.a(x) + first
+        for _ in range(100):
+            late = late.tanh()
+        return late + both * 2
 
 
 def trained() -> None:
@@ -133,14 +137,12 @@ def buffered(training: bool = False) -> None:
             placed(torch.randn(2, 4))
 
 
-def gradient_kept() -> None:
-    gm = sk.capture(Shared(), torch.randn(2, 4))
-    split = sk.split(gm, lambda n: int(n.name == "add") if n.op == "call_function" else None)
-    placed = to_devices(split, ["simgpu:0", "simgpu:1"])
-    for _ in range(2):
-        placed(torch.randn(2, 4)).sum().backward()
-        for p in placed.parameters():
-            p.grad.add_(1.0)
+def gradient_added() -> None:
+    gm = sk.capture(Late(), torch.randn(2, 4))
+    place = {"linear": 1, "linear_1": 0, "add": 1}
+    split = sk.split(gm, lambda n: place.get(n.name, 2) if n.op == "call_function" else None)
+    placed = to_devices(split, {key: f"simgpu:{key}" for key in split.parts})
+    placed(torch.randn(2, 4)).square().mean().backward()
 
 
 def input_written() -> None:
@@ -188,7 +190,7 @@ RUNS: dict[str, Callable[[], None]] = {
     "a tied weight": trained,
     "a written buffer": buffered,
     "a written buffer with gradients": lambda: buffered(True),
-    "a gradient that two keep": gradient_kept,
+    "a gradient that is added to": gradient_added,
     "an input that is written after the call": input_written,
     "an output that is written after the call": output_written,
     "a value on two devices": two_devices,
@@ -206,16 +208,18 @@ def _first_only() -> None:
     device_copies.Receive.forward = lambda self, sent: real(self, sent._replace(ready=sent.ready[:1]))  # type: ignore[method-assign]
 
 
-def _elsewhere(function: Any) -> Callable[[], None]:
-    """While this function runs itself, the current stream of a device is one on which nothing else happens."""
+def _elsewhere(*functions: Any) -> Callable[[], None]:
+    """While one of these functions runs itself, the current stream of a device is one on which nothing else happens."""
     real = device_copies.stream_of
 
     def stream_of(device: torch.device) -> torch.Stream:
-        there = sys._getframe(1).f_code is function.__code__
+        there = sys._getframe(1).f_code in [function.__code__ for function in functions]
         return accelerators.new_stream(device) if there else real(device)
 
     return lambda: setattr(device_copies, "stream_of", stream_of)
 
+
+_BACK = device_copies._CopyFunction
 
 PLANTED: dict[str, tuple[str, Callable[[], None]]] = {
     "a part does not wait for the copy": (
@@ -225,7 +229,7 @@ PLANTED: dict[str, tuple[str, Callable[[], None]]] = {
         "a tied weight", _elsewhere(device_copies.copy_to_device),
     ),
     "the gradient is not waited for": (
-        "a tied weight", _elsewhere(device_copies._CopyFunction.forward),
+        "a tied weight", _elsewhere(_BACK.forward, _BACK.backward),
     ),
     "no record_stream": ("a tied weight", _skip(torch.Tensor, "record_stream")),
     "a written value is not waited for": (
@@ -240,9 +244,6 @@ PLANTED: dict[str, tuple[str, Callable[[], None]]] = {
     "outputs count as no memory of the caller": (
         "an output that is written after the call",
         lambda: setattr(device_graphs, "callers_memory", lambda flow: frozenset(flow.graph.find_nodes(op="placeholder"))),
-    ),
-    "the gradient's memory is not waited for": (
-        "a gradient that two keep", _elsewhere(device_copies._CopyFunction.backward),
     ),
     "one event for two devices": ("a value on two devices", _first_only),
     "memory of the CPU is copied while the caller goes on": (

@@ -20,7 +20,7 @@ def test_models_train_as_on_the_cpu(name, devices):
 
 
 RUNS = [
-    "a tied weight", "a written buffer", "a written buffer with gradients", "a gradient that two keep",
+    "a tied weight", "a written buffer", "a written buffer with gradients", "a gradient that is added to",
     "an input that is written after the call", "an output that is written after the call", "a value on two devices",
     "memory of the CPU",
 ]  # fmt: skip
@@ -34,7 +34,6 @@ PLANTED = {
     "the end of the call waits for nothing, and an input is written": "still reads",
     "the end of the call waits for nothing, and an output is written": "still reads",
     "outputs count as no memory of the caller": "still reads",
-    "the gradient's memory is not waited for": "still reads",
     "one event for two devices": "has not finished writing",
     "memory of the CPU is copied while the caller goes on": "memory of the CPU",
 }
