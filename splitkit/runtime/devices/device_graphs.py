@@ -66,7 +66,7 @@ class DeviceGraphs:
 
     def __init__(self, split: Split, places: DevicePlaces, held: nn.Module) -> None:
         self.split, self._places, self._held = split, places, held
-        self._captured = captured_types(split)
+        self._captured = captured_types(split.flow.graph, split.flow.root)
         self._copy_streams, self._callers = CopyStreams(), callers_memory(split.flow)
         self.moves: list[Move] = []
         self._foreign: dict[PartKey, list[Node]] = {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.fx import Node
 
 from splitkit._torch import pytree
@@ -231,14 +231,13 @@ def _require_dense(split: Split, runs: Mapping[Node, Sequence[torch.device]], he
             )
 
 
-def captured_types(split: Split) -> frozenset[str]:
-    """Return the device types on which the graph was captured: those of its parameters, otherwise of its inputs."""
-    graph = split.flow.graph
+def captured_types(graph: fx.Graph, root: nn.Module) -> frozenset[str]:
+    """Return the device types on which a graph was captured: those of its parameters, otherwise of its inputs."""
     for op in ("get_attr", "placeholder"):
         found = {t.device.type for n in graph.find_nodes(op=op) for t in tensors(value_of(n))}
         if found:
             return frozenset(found)
-    held = {t.device.type for t in (*split.flow.root.parameters(), *split.flow.root.buffers())}
+    held = {t.device.type for t in (*root.parameters(), *root.buffers())}
     return frozenset(held or {"cpu"})
 
 

@@ -29,6 +29,7 @@ def encode_facts(chain: Chain) -> dict[str, Any]:
         "draws": list(facts.draws),
         "writes": list(facts.writes),
         "identity": dict(facts.identity),
+        "captured": sorted(facts.captured),
     }
 
 
@@ -45,6 +46,8 @@ def decode_facts(data: JsonField) -> ChainFacts:
         tuple(item.flag() for item in data["draws"].items()),
         tuple(item.text() for item in data["writes"].items()),
         {name: value.text() for name, value in data["identity"].fields()},
+        # folders that older versions wrote do not say it
+        frozenset(item.text() for item in data["captured"].items()) if "captured" in data.value else frozenset({"cpu"}),
     )
 
 

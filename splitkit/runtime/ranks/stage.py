@@ -16,6 +16,7 @@ from torch.fx import Node, map_arg
 from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.errors import PipelineError
+from splitkit.runtime.devices.accelerators import current
 from splitkit.runtime.ranks.border_values import BorderValue, non_view
 from splitkit.runtime.ranks.faults import Progress
 from splitkit.runtime.ranks.last_stage import LastStage
@@ -122,6 +123,10 @@ class ChainStage(nn.Module):
         return made
 
     def _forward(self, received: tuple[torch.Tensor, ...], number: int) -> Any:
+        with current(self.device):
+            return self._on_device(received, number)
+
+    def _on_device(self, received: tuple[torch.Tensor, ...], number: int) -> Any:
         inputs = self._batch.inputs[number]
         values: dict[Node, Any] = {node: inputs[str(node.target)] for node in self._inputs}
         rest = self.rng.begin(received, self._batch.seeds[number])

@@ -32,6 +32,7 @@ from splitkit.graph.symbols import value_of
 from splitkit.plans.parts import PARENT, PartKey
 from splitkit.plans.plan_file import fingerprint
 from splitkit.plans.record import Plan
+from splitkit.runtime.devices.device_map import captured_types
 from splitkit.runtime.devices.writes_across_devices import written_memory
 from splitkit.runtime.parent import calls_of, steps_of, values_of
 from splitkit.runtime.ranks.border_values import BorderValue, border_value
@@ -77,6 +78,7 @@ class ChainFacts:
         draws: stage -> whether it draws random numbers.
         writes: buffers that forward writes, by their names in the original.
         identity: name of a fact -> digest that must be the same on all ranks.
+        captured: the device types on which the graph was captured.
     """
 
     values: Mapping[str, BorderValue]
@@ -84,6 +86,7 @@ class ChainFacts:
     draws: tuple[bool, ...]
     writes: tuple[str, ...]
     identity: Mapping[str, str]
+    captured: frozenset[str] = frozenset({"cpu"})
 
 
 @dataclass(frozen=True)
@@ -233,6 +236,7 @@ def _facts(split: Split, stage_of: Mapping[Node, int]) -> ChainFacts:
         tuple(_draws(flow, sub.nodes) for sub in split.subgraphs.values()),
         tuple(sorted(str(node.target) for node in flow.written if node.op == "get_attr")),
         identity,
+        captured_types(flow.graph, flow.root),
     )
 
 
