@@ -423,8 +423,7 @@ def timeout_of(group: Any) -> Any:
     from torch import distributed as dist
 
     found: Any = group if group is not None else dist.group.WORLD
-    kind = "cuda" if dist.get_backend(found) == "nccl" else "cpu"
-    return getattr(getattr(found._get_backend(torch.device(kind)), "options", None), "_timeout", None)
+    return getattr(getattr(found._get_backend(found._device_types[0]), "options", None), "_timeout", None)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,9 @@ from torch import fx, nn
 from splitkit.engine.split import Split
 from splitkit.errors import CheckError, PipelineError
 from splitkit.graph.storages import parameters_and_buffers
+from splitkit.runtime.devices.accelerators import current
+from splitkit.runtime.devices.device_map import captured_types
+from splitkit.runtime.devices.hardcoded_devices import follow_device
 from splitkit.runtime.ranks import fsdp
 from splitkit.runtime.ranks.pipeline import Pipeline, PipelineStep
 from splitkit.short_repr import brief
@@ -63,6 +67,7 @@ class UnsplitModel:
                 raise PipelineError("SK802", reason, "Capture the model, and pass the graph too.")
             whole = pipe.split.flow.root
         self.model: fx.GraphModule = copy.deepcopy(whole).to(pipe.device)
+        follow_device(self.model, pipe.device, captured_types(whole.graph, whole))
         self.held = parameters_and_buffers(self.model)
         self.pipe, self.steps, self._largest = pipe, 0, 0.0
 
@@ -74,7 +79,7 @@ class UnsplitModel:
         sizes = pipe.sizes(made)
         targets = pipe.cut_target(target, sizes, kwargs.get("microbatches") is not None)
         for number, (inputs, share) in enumerate(zip(made, sizes.shares, strict=True)):
-            with torch.random.fork_rng():
+            with _forked_rng(pipe.device), current(pipe.device):
                 torch.manual_seed(pipe.seed_of(self.steps, number))
                 output = fx.Interpreter(self.model).run(*inputs.values(), enable_io_processing=False)
             loss = pipe.loss_of(self.model.graph.process_outputs(output), targets[number])
@@ -115,6 +120,12 @@ class UnsplitModel:
                 "This is a bug of splitkit: please report it with the plan.",
             )
         return seen
+
+
+def _forked_rng(device: torch.device) -> AbstractContextManager[None]:
+    if device.type == "cpu":
+        return torch.random.fork_rng()
+    return torch.random.fork_rng([device.index], device_type=device.type)
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -96,12 +96,12 @@ def _rank(args: Namespace) -> Outcome:
     import torch
     import torch.distributed as dist
 
+    from splitkit.runtime.ranks.rank_device import backend_of_rank
+
     # torch's default is all cores in every process, and the ranks share them
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=args.timeout))
+    backend = backend_of_rank(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
     try:
         data = _train(args)
     finally:

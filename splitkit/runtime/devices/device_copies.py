@@ -1,16 +1,22 @@
-"""Copies values between devices, on CUDA concurrently with computation; gradients are copied back.
+"""Copies values between devices, concurrently with computation where devices have streams; gradients are copied back.
 
-On CUDA a plain ``x.to("cuda:1")`` waits for all work queued on both devices. Here each pair of devices has a stream of
-its own on either side, as in torchgpipe's ``copy.py``::
+A plain ``x.to("cuda:1")`` waits for all work queued on both devices. Here each pair of devices has a stream of its own
+on either side, as in torchgpipe's ``copy.py``::
 
     cuda:0  part 0 ──┬── part 1 ─────────            the copy waits for the kernel that makes x, not for part 1;
     side             └─ copy of x ─┐
     cuda:1  part 2 ────────────────┴── part 3        part 3 waits for the copy, part 2 does not
+
+Whatever is written again must wait for the copies that read it. A value that the graph writes waits at once. What the
+caller may write after the call (inputs, parameters, outputs) waits at the end of the call; other values are never
+written. A gradient waits at once too, since autograd may add to its memory.
+
+The CPU has no streams: a copy from or to it ends before the call that makes it returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -19,6 +25,7 @@ from torch import nn
 
 from splitkit._torch import FakeTensor, pytree
 from splitkit.errors import PipelineError
+from splitkit.runtime.devices.accelerators import devices_with_streams, has_streams, new_stream, same_device, stream_of
 
 
 class PendingCopy(NamedTuple):
@@ -26,25 +33,26 @@ class PendingCopy(NamedTuple):
 
     Attributes:
         value: the value on the target device; it may be read once the copies are done.
-        ready: an event recorded after the copies; ``None`` if they are done.
+        ready: events recorded on the target after the copies; empty if they are done.
+        read: for each device that is being copied from: the device, and an event recorded there after the copies.
     """
 
     value: Any
-    ready: torch.cuda.Event | None
+    ready: tuple[torch.Event, ...] = ()
+    read: tuple[tuple[torch.device, torch.Event], ...] = ()
 
 
 class CopyStreams:
-    """The CUDA streams of copies: for each pair of devices, one on either side."""
+    """The streams of copies: for each pair of devices, one on either side."""
 
     def __init__(self) -> None:
-        self._streams: dict[tuple[torch.device, torch.device, torch.device], torch.cuda.Stream] = {}
+        self._streams: dict[tuple[torch.device, torch.device, torch.device], torch.Stream] = {}
 
-    def at(self, device: torch.device, source: torch.device, target: torch.device) -> torch.cuda.Stream:
+    def at(self, device: torch.device, source: torch.device, target: torch.device) -> torch.Stream:
         """Return the stream on ``device`` for copies from ``source`` to ``target``."""
         key = (device, source, target)
         if key not in self._streams:
-            made: Any = torch.cuda.Stream
-            self._streams[key] = made(device)
+            self._streams[key] = new_stream(device)
         return self._streams[key]
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> CopyStreams:
@@ -62,11 +70,14 @@ class Send(nn.Module):
     Attributes:
         source: the device that computes the value; ``None`` for an input, which may be on the target already.
         target: the device to copy to.
+        written: whether the graph writes the value, so that its device must wait for the copy.
     """
 
-    def __init__(self, source: torch.device | None, target: torch.device, streams: CopyStreams) -> None:
+    def __init__(
+        self, source: torch.device | None, target: torch.device, streams: CopyStreams, written: bool = False
+    ) -> None:
         super().__init__()
-        self.source, self.target, self._copy_streams = source, target, streams
+        self.source, self.target, self.written, self._copy_streams = source, target, written, streams
 
     def forward(self, value: Any) -> PendingCopy:
         """Copy every tensor; a value that is a ``torch.device`` becomes the target."""
@@ -75,10 +86,16 @@ class Send(nn.Module):
         else:
             moved = pytree.tree_map_only(torch.Tensor, self._moved, value)
             moved = pytree.tree_map_only(torch.device, lambda _: self.target, moved)
-        side = _device_of(value)
-        if self.target.type != "cuda" or side in (None, self.target) or not torch.cuda.is_available():
-            return PendingCopy(moved, None)
-        return PendingCopy(moved, self._copy_streams.at(self.target, side, self.target).record_event())
+        kept = set(map(id, pytree.tree_leaves(moved)))
+        copied = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor) and id(t) not in kept]
+        sources = dict.fromkeys(t.device for t in copied if not isinstance(t, FakeTensor))
+        at, target = self._copy_streams.at, self.target
+        ready = tuple(at(target, d, target).record_event() for d in sources if has_streams(target))
+        read = tuple((d, at(d, d, target).record_event()) for d in devices_with_streams(copied))
+        sent = PendingCopy(moved, ready, read)
+        if self.written:
+            wait_until_read([sent])
+        return sent
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.source is None and same_device(tensor.device, self.target):
@@ -94,13 +111,28 @@ class Receive(nn.Module):
 
     def forward(self, sent: PendingCopy) -> Any:
         """Return the value, which may now be read."""
-        if sent.ready is not None:
-            for tensor in pytree.tree_leaves(sent.value):
-                if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
-                    stream = torch.cuda.current_stream(tensor.device)
-                    stream.wait_event(sent.ready)
-                    tensor.record_stream(stream)
+        tensors = [t for t in pytree.tree_leaves(sent.value) if isinstance(t, torch.Tensor)] if sent.ready else []
+        for device in devices_with_streams(tensors):
+            for event in sent.ready:
+                stream_of(device).wait_event(event)
+        for tensor in filter(_has_streams, tensors):
+            tensor.record_stream(stream_of(tensor.device))
         return sent.value
+
+
+class Release(nn.Module):
+    """Lets the caller write again, once this module has run, what was copied in the call."""
+
+    def forward(self, *sent: PendingCopy) -> None:
+        """Make what the caller queues from now on wait for the copies."""
+        wait_until_read(sent)
+
+
+def wait_until_read(sent: Iterable[PendingCopy]) -> None:
+    """Make the current stream of each device that is being copied from wait for the copies."""
+    for copied in sent:
+        for device, event in copied.read:
+            stream_of(device).wait_event(event)
 
 
 class RequireDevice(nn.Module):
@@ -119,7 +151,7 @@ class RequireDevice(nn.Module):
                 f"Give it on {self.target}.",
                 [self.name],
             )
-        return PendingCopy(value, None)
+        return PendingCopy(value)
 
 
 class _CopyFunction(torch.autograd.Function):
@@ -130,7 +162,7 @@ class _CopyFunction(torch.autograd.Function):
         """Start the copy and return it; it may not be complete yet."""
         ctx.source, ctx.streams = x.device, streams
         # Backward runs in another thread, with other current streams. The stream of forward will read the gradient.
-        ctx.stream = torch.cuda.current_stream(x.device) if _has_streams(x) else None
+        ctx.stream = stream_of(x.device) if _has_streams(x) else None
         return copy_to_device(x, target, streams)
 
     @staticmethod
@@ -141,6 +173,8 @@ class _CopyFunction(torch.autograd.Function):
             moved = _CopyFunction.apply(grad, ctx.source, ctx.streams)  # type: ignore[no-untyped-call]
         else:
             moved = copy_to_device(grad, ctx.source, ctx.streams)
+        if _has_streams(grad):
+            stream_of(grad.device).wait_stream(ctx.streams.at(grad.device, grad.device, ctx.source))
         if ctx.stream is not None:
             ctx.stream.wait_stream(ctx.streams.at(ctx.source, grad.device, ctx.source))
             moved.record_stream(ctx.stream)
@@ -153,17 +187,18 @@ def copy_to_device(x: torch.Tensor, target: torch.device, streams: CopyStreams) 
     An expanded tensor is copied once and expanded on the target. The copy keeps the order of strides, but no gaps
     between elements.
     """
-    cuda = [d for d in dict.fromkeys((x.device, target)) if d.type == "cuda"]
-    if not cuda or isinstance(x, FakeTensor) or not torch.cuda.is_available():
+    queued = [d for d in dict.fromkeys((x.device, target)) if has_streams(d)]
+    if not queued or isinstance(x, FakeTensor):
         return _copied(x, target, False)
     with ExitStack() as stack:
-        for device in cuda:
+        for device in queued:
             side = streams.at(device, x.device, target)
             if device == x.device:
-                side.wait_stream(torch.cuda.current_stream(device))
+                side.wait_stream(stream_of(device))
                 x.record_stream(side)
-            stack.enter_context(torch.cuda.stream(side))
-        return _copied(x, target, target.type == "cuda")  # the CPU waits for no event, so copies to it must block
+            stack.enter_context(side)
+        # The CPU waits for no event: a copy to it must be complete, and its own memory may be written right away.
+        return _copied(x, target, len(queued) == 2)
 
 
 def _copied(x: torch.Tensor, target: torch.device, under_way: bool) -> torch.Tensor:
@@ -177,15 +212,5 @@ def _copied(x: torch.Tensor, target: torch.device, under_way: bool) -> torch.Ten
     return made if dense is x else made.expand(x.shape)
 
 
-def same_device(a: torch.device, b: torch.device) -> bool:
-    """Whether two names mean the same device; there is only one CPU."""
-    return a.type == b.type and (a.type == "cpu" or (a.index or 0) == (b.index or 0))
-
-
 def _has_streams(x: torch.Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_available() and not isinstance(x, FakeTensor)
-
-
-def _device_of(value: Any) -> torch.device | None:
-    tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor) and not isinstance(t, FakeTensor)]
-    return tensors[0].device if tensors else None
+    return not isinstance(x, FakeTensor) and has_streams(x.device)

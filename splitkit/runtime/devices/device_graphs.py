@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,9 @@ from splitkit.errors import PipelineError
 from splitkit.graph.scope import is_state_op
 from splitkit.graph.storages import attribute
 from splitkit.plans.parts import PARENT, PartKey
-from splitkit.runtime.devices.device_copies import CopyStreams, Receive, RequireDevice, Send
+from splitkit.runtime.devices.accelerators import current
+from splitkit.runtime.devices.callers_memory import callers_memory
+from splitkit.runtime.devices.device_copies import CopyStreams, Receive, Release, RequireDevice, Send
 from splitkit.runtime.devices.device_map import DevicePlaces, captured_types, stays
 from splitkit.runtime.devices.hardcoded_devices import graph_on_device, names_devices, rewrite_devices
 from splitkit.runtime.parent import values_of
@@ -50,9 +52,7 @@ class PartOnDevice(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         """Run the part."""
-        if self.device.type != "cuda" or not torch.cuda.is_available():
-            return self.part(*args)
-        with torch.cuda.device(self.device):
+        with current(self.device):
             return self.part(*args)
 
 
@@ -66,8 +66,8 @@ class DeviceGraphs:
 
     def __init__(self, split: Split, places: DevicePlaces, held: nn.Module) -> None:
         self.split, self._places, self._held = split, places, held
-        self._captured = captured_types(split)
-        self._copy_streams = CopyStreams()
+        self._captured = captured_types(split.flow.graph, split.flow.root)
+        self._copy_streams, self._callers = CopyStreams(), callers_memory(split.flow)
         self.moves: list[Move] = []
         self._foreign: dict[PartKey, list[Node]] = {}
         self.parts = {key: self._part(key) for key in split.parts}
@@ -177,9 +177,13 @@ class DeviceGraphs:
                 for caller in [node] if call else list(node.users):
                     caller.args = (*caller.args, read[target])
 
-    def sender(self, source: torch.device | None, target: torch.device) -> Send:
-        """Return a module that copies from one device to another."""
-        return Send(source, target, self._copy_streams)
+    def sender(self, source: torch.device | None, target: torch.device, original: Node | None) -> Send:
+        """Return a module that copies a value from one device to another."""
+        return Send(source, target, self._copy_streams, self.is_late(original))
+
+    def is_callers(self, original: Node | None) -> bool:
+        """Whether the caller may write the memory of a value after a call."""
+        return original is None or original in self._callers
 
     def is_moved(self, node: Node) -> bool:
         """Whether a value of the parent must be copied for another device."""
@@ -199,7 +203,11 @@ class _MoveWriter:
     """Inserts the copies into the parent's graph.
 
     A copy starts as soon as the value is computed, under the grad mode of that place, and is awaited before the first
-    read. A value that is written is copied when it is read.
+    read. A value that is written is copied when it is read. At the end, the caller's streams wait for the copies of
+    what the caller may write.
+
+    Attributes:
+        callers: the copies of what the caller may write.
     """
 
     graphs: DeviceGraphs
@@ -207,6 +215,7 @@ class _MoveWriter:
     graph: fx.Graph
     homes: Mapping[Node, torch.device]
     originals: Mapping[Node, Node]
+    callers: list[Node] = field(default_factory=list)
 
     def write(self) -> None:
         order = {node: i for i, node in enumerate(self.graph.nodes)}
@@ -221,15 +230,21 @@ class _MoveWriter:
                 if user in self.homes and self.homes[user] != source:
                     readers.setdefault(self.homes[user], []).append(user)
             for target, those in readers.items():
-                self._move(node, source, target, those, originals.get(node))
+                sent = self._move(node, source, target, those, original := originals.get(node))
+                if self.graphs.is_callers(original):
+                    self.callers.append(sent)
+        if self.callers:
+            self.module.add_module("release", Release())
+            with self.graph.inserting_before(self.graph.output_node()):
+                self.graph.call_module("release", tuple(self.callers))
 
     def _move(
         self, node: Node, source: torch.device | None, target: torch.device, readers: list[Node], original: Node | None
-    ) -> None:
+    ) -> Node:
         if source is None and self.graphs.needs(original) == target:
             module: nn.Module = RequireDevice(node.name, target)
         else:
-            module = self.graphs.sender(source, target)
+            module = self.graphs.sender(source, target, original)
         first = readers[0]
         if self.graphs.is_late(original):
             place = self.graph.inserting_before(first)
@@ -240,19 +255,21 @@ class _MoveWriter:
                 after = after.next
             place = self.graph.inserting_after(after)
         with place:
-            sent = self.graph.call_module(self._named("to", source, target, module), (node,))
+            verb = "to_written" if self.graphs.is_late(original) else "to"
+            sent = self.graph.call_module(self._named(verb, source, target, module), (node,))
         with self.graph.inserting_before(first):
             taken = self.graph.call_module(self._named("at", None, target, Receive()), (sent,))
         taken.meta = dict(node.meta)
         for reader in readers:
             reader.replace_input_with(node, taken)
         self.graphs.moves.append(Move(original.name if original is not None else node.name, source, target))
+        return sent
 
     def _named(self, verb: str, source: torch.device | None, target: torch.device, module: nn.Module) -> str:
         if isinstance(module, RequireDevice):
             name = f"there_{module.name}"
         else:
-            ends = [source, target] if verb == "to" and source is not None else [target]
+            ends = [target] if verb == "at" or source is None else [source, target]
             name = "_".join([verb, *(str(end).replace(":", "_") for end in ends)])
         if not hasattr(self.module, name):
             self.module.add_module(name, module)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.fx import Node
 
 from splitkit._torch import pytree
@@ -20,6 +20,7 @@ from splitkit.graph.symbols import value_of
 from splitkit.pipeline.inseparable_nodes import fills_memory, read_by_address
 from splitkit.plans.local_copies import is_small
 from splitkit.plans.parts import PARENT, PartKey
+from splitkit.runtime.devices.accelerators import with_index
 from splitkit.runtime.devices.writes_across_devices import WrittenMemory, written_memory
 from splitkit.runtime.parent import steps_of
 
@@ -29,7 +30,7 @@ Devices = Mapping[PartKey, DeviceLike] | Sequence[DeviceLike] | DeviceLike | Non
 
 
 def devices_of(split: Split, given: Devices) -> Mapping[PartKey, torch.device]:
-    """Return the device of each part in the order of execution, with an index for CUDA devices.
+    """Return the device of each part in the order of execution, each with an index.
 
     Raises:
         PipelineError: SK807 for a part that has no device, an unknown one, or replicas.
@@ -65,10 +66,9 @@ def devices_of(split: Split, given: Devices) -> Mapping[PartKey, torch.device]:
 
 def _device(given: object, key: PartKey) -> torch.device:
     try:
-        device = torch.device(given)  # type: ignore[call-overload]
+        return with_index(torch.device(given))  # type: ignore[call-overload]
     except (RuntimeError, TypeError, ValueError) as error:
         raise _bad(f"part {key!r} has the device {given!r:.100}: {error}", 'Use "cuda:0", for example.', key) from error
-    return torch.device(device.type, device.index or 0) if device.type in ("cpu", "cuda") else device
 
 
 def _bad(reason: str, remedy: str, *parts: object) -> PipelineError:
@@ -231,14 +231,13 @@ def _require_dense(split: Split, runs: Mapping[Node, Sequence[torch.device]], he
             )
 
 
-def captured_types(split: Split) -> frozenset[str]:
-    """Return the device types on which the graph was captured: those of its parameters, otherwise of its inputs."""
-    graph = split.flow.graph
+def captured_types(graph: fx.Graph, root: nn.Module) -> frozenset[str]:
+    """Return the device types on which a graph was captured: those of its parameters, otherwise of its inputs."""
     for op in ("get_attr", "placeholder"):
         found = {t.device.type for n in graph.find_nodes(op=op) for t in tensors(value_of(n))}
         if found:
             return frozenset(found)
-    held = {t.device.type for t in (*split.flow.root.parameters(), *split.flow.root.buffers())}
+    held = {t.device.type for t in (*root.parameters(), *root.buffers())}
     return frozenset(held or {"cpu"})
 
 

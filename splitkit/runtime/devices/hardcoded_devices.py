@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit._torch import pytree
+from splitkit.graph.storages import attribute
 from splitkit.runtime.devices.device_map import follows
 
 
@@ -29,13 +30,29 @@ def names_devices(gm: fx.GraphModule, device: torch.device, captured: frozenset[
 
 
 def graph_on_device(gm: fx.GraphModule, device: torch.device, captured: frozenset[str]) -> fx.GraphModule:
-    """Return a copy of a graph in which hard-coded devices are this device."""
-    made = copy.deepcopy(gm)
+    """Return a copy of a graph, with the same tensors, in which hard-coded devices are this device."""
+    made = copy.deepcopy(gm, {id(t): t for t in (*gm.parameters(), *gm.buffers())})
     for inner in (m for m in made.modules() if isinstance(m, fx.GraphModule)):
         for node in inner.graph.nodes:
             rewrite_devices(node, device, captured)
         inner.recompile()
     return made
+
+
+def follow_device(gm: fx.GraphModule, device: torch.device, captured: frozenset[str]) -> None:
+    """Replace hard-coded devices in a graph, in place; graphs nested in it are copied first, but not their tensors."""
+    changed = False
+    for node in gm.graph.nodes:
+        new = _rewritten(node, device, captured)
+        if new != (node.target, node.args, node.kwargs):
+            node.target, node.args, node.kwargs = new
+            changed = True
+        if node.op == "get_attr" and isinstance(inner := attribute(gm, str(node.target)), fx.GraphModule):
+            if names_devices(inner, device, captured):
+                owner, _, name = str(node.target).rpartition(".")
+                setattr(gm.get_submodule(owner), name, graph_on_device(inner, device, captured))
+    if changed:
+        gm.recompile()
 
 
 def rewrite_devices(node: Node, device: torch.device, captured: frozenset[str]) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from splitkit._torch import FakeTensor, attributes_of
 from splitkit.errors import PipelineError
 from splitkit.graph.storages import storage_key
-from splitkit.runtime.devices.device_copies import same_device
+from splitkit.runtime.devices.accelerators import same_device
 
 Span = tuple[int, int]  # bytes of a storage: [start, stop)
 

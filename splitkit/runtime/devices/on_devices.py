@@ -13,7 +13,7 @@ from splitkit.engine.codegen.tied_parameters import Tied
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
 from splitkit.plans.parts import PartKey
-from splitkit.runtime.devices.device_copies import same_device
+from splitkit.runtime.devices.accelerators import same_device
 from splitkit.runtime.devices.device_graphs import DeviceGraphs, Move
 from splitkit.runtime.devices.device_map import Devices, devices_of, places_of
 from splitkit.runtime.devices.move_tensors import move_tensors

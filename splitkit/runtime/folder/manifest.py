@@ -32,6 +32,7 @@ def encode_facts(chain: Chain) -> dict[str, Any]:
         "writes": list(facts.writes),
         "identity": dict(facts.identity),
         **({"sizes": encode_sizes(facts.sizes)} if facts.sizes.inputs else {}),
+        "captured": sorted(facts.captured),
     }
 
 
@@ -50,6 +51,8 @@ def decode_facts(data: JsonField) -> ChainFacts:
         tuple(item.text() for item in data["writes"].items()),
         {name: value.text() for name, value in data["identity"].fields()},
         sizes,
+        # folders that older versions wrote do not say it
+        frozenset(item.text() for item in data["captured"].items()) if "captured" in data.value else frozenset({"cpu"}),
     )
 
 

@@ -23,6 +23,7 @@ from splitkit.runtime.ranks.last_stage import LastStage, Loss, last_stage_of, ow
 from splitkit.runtime.ranks.microbatches import BatchSplitter
 from splitkit.runtime.ranks.order_runner import placed_order
 from splitkit.runtime.ranks.rank_agreement import require_same
+from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages
 from splitkit.runtime.ranks.rank_stages import RankStages
 from splitkit.runtime.ranks.replicas import replicas, require_replicable, row_of_rank
 from splitkit.runtime.ranks.shared_parameters import SharedParameters
@@ -83,8 +84,8 @@ def pipeline(
         microbatches: per step, of all replicas together; by default as many as the order has, or 8.
         loss: computes the loss from ``(output, target)`` of one microbatch; ``None`` for models that return their loss.
         group: the ranks; by default the whole default process group.
-        device: the device of this rank; by default the current CUDA device if the group's backend is NCCL, otherwise
-            the CPU.
+        device: the device of this rank; by default the current accelerator if the group has a backend for it that is
+            not the CPU's (``nccl``, ``cpu:gloo,cuda:nccl``), otherwise the CPU. Devices that capture hard-coded follow.
         seed: the seed of random numbers, see `Pipeline.seed_of`.
 
     Raises:
@@ -127,7 +128,7 @@ class Pipeline:
         self.split = split
         self._chain = chain_of(split) if isinstance(split, Split) else split.chain
         self.group, self.rank = group, dist.get_rank(group)
-        self.device = _device_of(device, group)
+        self.device = device_of_rank(device, group)
         if microbatches is None and isinstance(schedule, str):
             microbatches = 8
         what = schedule if isinstance(schedule, str) else getattr(schedule, "ranks", schedule)
@@ -145,6 +146,7 @@ class Pipeline:
         self._agreement = StepAgreement(group, self.device, progress)
         if isinstance(split, StageFolder):
             self._agreement.together(lambda: split.load(self.stages, self.device))
+        place_stages(self._chain, self.stages, self.device)
         require_same_model(self._chain, self.stages, group)
         self._weights_changed = True
         self._inputs = BatchSplitter(self._chain, self.microbatches, self.device)
@@ -154,8 +156,6 @@ class Pipeline:
         self._rank_stages: dict[bool, SizedStages] = {}
         self._progress = progress
         progress.names = self.borders
-        for stage in self.stages:
-            split.parts[self._chain.keys[stage]].to(self.device)
 
     def __repr__(self) -> str:
         return f"<Pipeline {self.order.name}, rank {self.rank}: stages {self.stages} of {self._chain.stages}>"
@@ -384,9 +384,3 @@ class Pipeline:
         """The microbatches of this replica."""
         return self.replicas.share(self.microbatches)
 
-
-def _device_of(device: torch.device | str | None, group: dist.ProcessGroup | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    nccl = dist.get_backend(group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from splitkit.runtime.devices.accelerators import DeviceRng
 from splitkit.runtime.ranks.stage_chain import Chain
 
 
@@ -29,9 +30,10 @@ class RngHandover:
 
     def __init__(self, draws: bool, receives: bool, sends: bool, device: torch.device) -> None:
         self.draws, self.receives, self.sends, self._device = draws, receives, sends, device
+        self._rng = DeviceRng(device)
         self._before: torch.Tensor | None = None
         self._passed: torch.Tensor | None = None
-        self.like = torch.empty_like(self._get(), device="meta")
+        self.like = torch.empty_like(self._rng.state(), device="meta")
 
     @classmethod
     def of(cls, chain: Chain, stage: int, device: torch.device) -> RngHandover:
@@ -45,34 +47,18 @@ class RngHandover:
         state, rest = (received[0], received[1:]) if self.receives else (None, received)
         self._passed = state
         if self.draws:
-            self._before = self._get()
+            self._before = self._rng.state()
             if state is None:
-                self._seed(seed)
+                self._rng.seed(seed)
             else:
-                self._set(state)
+                self._rng.set_state(state)
         return rest
 
     def end(self) -> tuple[torch.Tensor, ...]:
         """Restore the caller's RNG state, and return the state to send to the next stage, if any."""
         if self._before is not None:
-            self._passed = self._get()
-            self._set(self._before)
+            self._passed = self._rng.state()
+            self._rng.set_state(self._before)
             self._before = None
         passed, self._passed = self._passed, None
         return (passed.to(self._device),) if self.sends and passed is not None else ()
-
-    def _get(self) -> torch.Tensor:
-        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
-
-    def _set(self, state: torch.Tensor) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(state.cpu(), self._device)
-        else:
-            torch.set_rng_state(state.cpu())
-
-    def _seed(self, seed: int) -> None:
-        if self._device.type == "cuda":
-            with torch.cuda.device(self._device):
-                torch.cuda.manual_seed(seed)
-        else:
-            torch.default_generator.manual_seed(seed)

@@ -17,6 +17,7 @@ from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.errors import PipelineError
 from splitkit.graph.size_expressions import evaluated
+from splitkit.runtime.devices.accelerators import current
 from splitkit.runtime.ranks.border_values import BorderValue, non_view
 from splitkit.runtime.ranks.faults import Progress
 from splitkit.runtime.ranks.last_stage import LastStage
@@ -136,6 +137,10 @@ class ChainStage(nn.Module):
         return made
 
     def _forward(self, received: tuple[torch.Tensor, ...], number: int) -> Any:
+        with current(self.device):
+            return self._on_device(received, number)
+
+    def _on_device(self, received: tuple[torch.Tensor, ...], number: int) -> Any:
         inputs = self._batch.inputs[number]
         values: dict[Node, Any] = {node: inputs[str(node.target)] for node in self._inputs}
         values |= {node: evaluated(size, self._batch.sizes.sizes[number]) for node, size in self._computed.items()}

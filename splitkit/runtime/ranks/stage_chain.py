@@ -33,6 +33,7 @@ from splitkit.graph.symbols import value_of
 from splitkit.plans.parts import PARENT, PartKey
 from splitkit.plans.plan_file import fingerprint
 from splitkit.plans.record import Plan
+from splitkit.runtime.devices.device_map import captured_types
 from splitkit.runtime.devices.writes_across_devices import written_memory
 from splitkit.runtime.parent import calls_of, steps_of, values_of
 from splitkit.runtime.ranks.border_values import BorderValue, border_value
@@ -80,6 +81,7 @@ class ChainFacts:
         writes: buffers that forward writes, by their names in the original.
         identity: name of a fact -> digest that must be the same on all ranks.
         sizes: the sizes that may vary.
+        captured: the device types on which the graph was captured.
     """
 
     values: Mapping[str, BorderValue]
@@ -88,6 +90,7 @@ class ChainFacts:
     writes: tuple[str, ...]
     identity: Mapping[str, str]
     sizes: GraphSizes = field(default_factory=GraphSizes)
+    captured: frozenset[str] = frozenset({"cpu"})
 
 
 @dataclass(frozen=True)
@@ -252,6 +255,7 @@ def _facts(split: Split, stage_of: Mapping[Node, int]) -> ChainFacts:
         tuple(sorted(str(node.target) for node in flow.written if node.op == "get_attr")),
         identity,
         graph_sizes(flow.graph, {n.name: value_of(originals[n]) for n in stage_of if n in originals}),
+        captured=captured_types(flow.graph, flow.root),
     )
 
 

@@ -31,7 +31,7 @@ _CALLS = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_
 class StepRecorder:
     """Records what this rank does in the steps that follow. All ranks make one at the same time, after a first step.
 
-    On a GPU each action is waited for, so that its end is known: a recorded step overlaps less than others.
+    On an accelerator each action is waited for, so that its end is known: a recorded step overlaps less than others.
 
     Attributes:
         steps: number of a step, as `Pipeline.steps` counts them -> its actions on this rank, by the clock of rank 0.
@@ -52,8 +52,8 @@ class StepRecorder:
 
     def now(self) -> float:
         """Return the time in seconds by the clock of rank 0, when all work on this rank's device is done."""
-        if self._pipe.device.type == "cuda":
-            torch.cuda.synchronize(self._pipe.device)
+        if self._pipe.device.type != "cpu":
+            torch.accelerator.synchronize(self._pipe.device)
         return time.perf_counter() + self._ahead
 
     def measured(self) -> MeasuredStep:

@@ -17,6 +17,7 @@ from splitkit.errors import PipelineError
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.ranks.border_values import BorderValue
 from splitkit.runtime.ranks.last_stage import LastStage
+from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages
 from splitkit.runtime.ranks.replicas import Replicas
 from splitkit.runtime.ranks.shared_parameters import SharedParameters
 from splitkit.runtime.ranks.stage import Batch, ChainStage, PartStage
@@ -72,9 +73,10 @@ def stage(
             f"rank {rank} of {ranks} has none of {chain.stages} stages, which are on the ranks {list(homes)}",
             "Give rank_of a rank for each stage, and each rank a stage.",
         )
-    own, where = [s for s, home in enumerate(homes) if home == rank], torch.device(device)
+    own, where = [s for s, home in enumerate(homes) if home == rank], device_of_rank(device, group)
     if isinstance(split, StageFolder):
         split.load(own, where)
+    place_stages(chain, own, where)
     require_same_model(chain, own, group)
     shared_parameters = SharedParameters(
         chain, homes, Replicas(tuple((r,) for r in range(ranks)), rank, 0, group), group, ()
@@ -82,7 +84,6 @@ def stage(
     made: list[PipelineStage] = []
     seen: set[int] = set()
     for number in own:
-        cast(nn.Module, split.parts[chain.keys[number]]).to(where)
         module = KeywordStage(chain, number, where, shared_parameters)
         require_plain_values((module,))
         made.append(_Stage(module, number, chain.stages, group, seen))

@@ -1,0 +1,70 @@
+"""Chooses the device of a rank, and puts the stages of the rank on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+from splitkit.graph.storages import attribute
+from splitkit.runtime.devices.accelerators import accelerator_type, with_index
+from splitkit.runtime.devices.hardcoded_devices import follow_device
+from splitkit.runtime.devices.move_tensors import move_tensors
+from splitkit.runtime.ranks.stage_chain import Chain
+
+
+def device_of_rank(device: torch.device | str | None, group: dist.ProcessGroup | None) -> torch.device:
+    """Return the device of this rank, with an index unless it is the CPU.
+
+    Args:
+        device: the device that the user gave, if any.
+        group: the ranks. By default the device is the current accelerator if the group has a backend for it that is
+            not the CPU's, as in ``nccl`` or ``cpu:gloo,cuda:nccl``; otherwise the CPU.
+    """
+    if device is not None:
+        found = torch.device(device)
+        return found if found.type == "cpu" else with_index(found)
+    kind = accelerator_type()
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    own = backends.get(kind)
+    return torch.device("cpu") if own is None or own == backends.get("cpu") else with_index(kind)
+
+
+def backend_of_rank(local_rank: int) -> str:
+    """Make the rank's accelerator the current one, and return torch's backend for it; ``gloo`` if there is none.
+
+    Args:
+        local_rank: the number of this process on its machine. If there are more processes than devices, they share.
+    """
+    kind = accelerator_type()
+    try:
+        backend = dist.get_default_backend_for_device(kind) if kind else "gloo"
+    except ValueError:  # torch has no communication for it
+        return "gloo"
+    if kind:
+        torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
+    return backend
+
+
+def place_stages(chain: Chain, stages: Sequence[int], device: torch.device) -> None:
+    """Move the tensors of stages to a device, and make devices that capture hard-coded follow.
+
+    All parts at hand get the same new code, whichever stages are moved, so that ranks go on to agree on it. It names
+    the device without an index: stages run with their device as the current one.
+    """
+    split, type_only = chain.split, torch.device(device.type)
+    for graph in (split.module, *split.parts.values()):
+        follow_device(graph, type_only, chain.facts.captured)
+    parts = [split.parts[chain.keys[stage]] for stage in stages]
+    held: list[object] = [value for stage in stages for value in chain.own(stage).values()]
+    for part in parts:
+        held += [*part.parameters(), *part.buffers(), *_constants(part)]
+    root = nn.ModuleList([split.module, *parts])
+    move_tensors(root, nn.Module(), {id(t): device for t in held if isinstance(t, torch.Tensor)})
+
+
+def _constants(part: fx.GraphModule) -> list[object]:
+    """Return what a part reads from its attributes, such as constants that are no buffers."""
+    return [attribute(part, str(node.target)) for node in part.graph.find_nodes(op="get_attr")]

@@ -1,0 +1,138 @@
+"""One rank on a simulated device of its own: pipelines beside the unsplit model; a JSON line for each."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+from typing import Any
+
+import pytest
+import simgpu
+import staged_group
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import splitkit as sk
+from splitkit.graph.storages import parameters_and_buffers
+from splitkit.losses import loss_of
+from splitkit.runtime import pipeline
+from splitkit.runtime.devices import accelerators
+from splitkit.runtime.ranks import rank_device, rng_state
+from splitkit.testing import models
+
+SIZES = {"layers": 4, "width": 32, "heads": 2, "batch": 2}
+TEXT = {**SIZES, "vocab": 64, "seq": 8}
+
+
+def model_of(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """A model in training, with dropout where its kind has it."""
+    torch.manual_seed(0)
+    if name == "burnt":
+        return Burnt(), {"index": torch.randint(8, (2, 3))}
+    made = models.build(name, **TEXT)
+    return made.model.double().train(), dict(made.kwargs)
+
+
+def start() -> None:
+    """Join the group, as `splitkit train` does."""
+    torch.accelerator.set_device_index(int(os.environ["RANK"]))
+    dist.init_process_group(
+        os.environ.get("BACKEND", staged_group.NAME), init_method=os.environ["SPLITKIT_STORE"],
+        rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
+    )  # fmt: skip
+
+
+class Burnt(nn.Module):
+    """Capture burns its devices in: of factories, of a region of autocast, of a constant and of a written buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, index: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.table(index + torch.arange(2, device="cpu").view(2, 1) % 2)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.a(x)
+        self.seen.add_(y.detach().float().mean((0, 1)))
+        mask = torch.ones(3, 3, dtype=torch.bool, device=index.device).tril()
+        y = self.b(y.to("cpu", torch.float32)) * mask.sum() + torch.tensor([0.5] * 8)
+        return {"loss": (nn.functional.dropout(y, 0.3, True) ** 2).mean()}
+
+
+def apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    """How far two tensors are apart, relative to the largest entry."""
+    return float((a.cpu().double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-3))
+
+
+def unsplit_step(pipe: Any, whole: nn.Module, batch: dict[str, torch.Tensor], step: int) -> torch.Tensor:
+    """The same step of the whole model on the CPU, with the seeds of the pipeline."""
+    losses = []
+    for number in range(pipe.microbatches):
+        torch.default_generator.manual_seed(pipe.seed_of(step, number))
+        given = {name: t.chunk(pipe.microbatches)[number] for name, t in batch.items()}
+        losses.append(loss_of(whole(**given)))
+        (losses[-1] / pipe.microbatches).backward()
+    return torch.stack(losses).detach()
+
+
+def planted(name: str, schedule: str, stages: str) -> dict[str, Any]:
+    """The same with the faults that pipelines on accelerators had."""
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rng_state, "DeviceRng", lambda device: accelerators.DeviceRng(torch.device("cpu")))
+        worst = trained(name, schedule, stages)
+        seen += ["the seeds differ"] if max(worst[what] for what in ("loss", "gradient", "weight")) > 1e-3 else []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_device, "follow_device", lambda *args: None)
+        try:
+            trained(name, schedule, stages)
+        except Exception as error:  # of this rank, or of one that waits for it
+            seen += ["the devices differ"] if "device" in str(error) or "rank" in str(error) else []
+    return {"seen": seen}
+
+
+def trained(name: str, schedule: str, stages: str, replicas: str = "1") -> dict[str, Any]:
+    """Three steps beside the whole model on the CPU."""
+    if replicas == "planted":
+        return planted(name, schedule, stages)
+    model, inputs = model_of(name)
+    gm = sk.capture(model, **inputs)
+    whole = copy.deepcopy(gm)
+    plan = sk.plan(gm, sk.policies.Stages(int(stages) * int(replicas), replicas=(int(replicas),)))
+    pipe = pipeline(sk.split(gm, plan), schedule, 4, seed=7)
+    mine, theirs = (torch.optim.AdamW(p, lr=1e-2, eps=1e-3) for p in (pipe.parameters(), list(whole.parameters())))
+    worst = {"loss": 0.0, "gradient": 0.0, "weight": 0.0}
+    for step in range(3):
+        rng = torch.Generator().manual_seed(step)
+        shifts = torch.randint(9, (4,), generator=rng).tolist()
+        batch = {name: torch.cat([t.roll(shift, -1) for shift in shifts]) for name, t in inputs.items()}
+        found, losses = pipe.step(**batch), unsplit_step(pipe, whole, batch, step)
+        held = parameters_and_buffers(whole)
+        seen = {"loss": 0.0 if found.losses is None else apart(found.losses, losses)}
+        own = pipe.named_tensors()
+        trains = [n for n, p in own.items() if isinstance(p, nn.Parameter) and held[n].grad is not None]
+        seen["gradient"] = max(apart(own[n].grad, held[n].grad) for n in trains)
+        for optimizer in (mine, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        seen["weight"] = max(apart(t.detach(), held[n].detach()) for n, t in own.items() if n in held)
+        worst = {what: max(worst[what], seen[what]) for what in worst}
+    devices = {str(t.device) for t in own.values()}
+    return {**worst, "device": str(pipe.device), "devices": sorted(devices), "stages": pipe.stages}
+
+
+def prepare() -> None:
+    simgpu.register()
+    staged_group.register()
+
+
+def main() -> None:
+    start()
+    found = trained(*sys.argv[1:])
+    print(json.dumps({"case": sys.argv[1:], "rank": dist.get_rank(), **found, "races": simgpu.races()}), flush=True)
+    dist.destroy_process_group()

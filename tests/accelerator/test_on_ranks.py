@@ -1,0 +1,64 @@
+"""`pipeline` and `splitkit train` on the simulated accelerator: the numbers of the CPU, and no races."""
+
+from __future__ import annotations
+
+import pytest
+import simgpu
+import torch
+from launch import launch
+
+from splitkit.runtime.ranks import rank_device
+
+pytestmark = pytest.mark.skipif(bool(simgpu.missing()), reason=simgpu.missing())
+
+SCRIPT = "accelerator/on_ranks.py"
+CASES = {
+    2: [["gpt2", "1f1b", "2"], ["burnt", "gpipe", "2"], ["t5", "interleaved1f1b", "4"]],
+    4: [["gpt2", "1f1b", "2", "2"], ["llama", "zbvzerobubble", "8"]],
+}  # fmt: skip
+
+
+def run(ranks, cases):
+    words = [word for case in cases for word in ("--", *case)]
+    return [line for line in launch(SCRIPT, ranks, *words[1:]) if "races" in line]
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_a_pipeline_trains_as_the_whole_on_the_cpu(ranks):
+    found = run(ranks, CASES[ranks])
+    assert len(found) == ranks * len(CASES[ranks])
+    for line in found:
+        assert max(line["loss"], line["gradient"], line["weight"]) < 1e-9, line
+        assert line["device"] == f"simgpu:{line['rank']}" and line["devices"] == [line["device"]]
+        assert not line["races"]
+
+
+def test_what_goes_wrong_is_seen():
+    """Seeds of the CPU's generator give other dropout; devices that stay burnt in do not run at all."""
+    (found,) = {tuple(line["seen"]) for line in run(2, [["burnt", "gpipe", "2", "planted"]])}
+    assert found == ("the seeds differ", "the devices differ")
+
+
+def test_the_command_trains_and_checks():
+    words = ["train", "gpt2", "--policy", "Stages(2)", "--microbatches", "4", "--steps", "2", "--check"]
+    sizes = ["--layers", "2", "--width", "32", "--heads", "2", "--vocab", "64", "--seq", "8"]
+    lines = launch("accelerator/commanded.py", 2, *words, *sizes)
+    (found,) = [line for line in lines if "ended" in line]
+    assert found["ended"] == 0 and found["data"]["check"]["same"]
+    ranks = {line["own"]: line for line in lines if "own" in line}
+    assert [ranks[own]["device"] for own in (0, 1)] == ["simgpu:0", "simgpu:1"]
+    assert not ranks[0]["races"] and not ranks[1]["races"]
+
+
+@pytest.mark.parametrize(
+    "backends, device",
+    [
+        ("cpu:gloo,cuda:nccl", "cuda:3"), ("cuda:nccl", "cuda:3"), ("cpu:gloo,cuda:gloo,xpu:gloo", "cpu"),
+        ("cpu:gloo", "cpu"), ("cpu:gloo,xpu:xccl", "cpu"),
+    ],
+)  # fmt: skip
+def test_the_device_of_a_rank(backends, device, monkeypatch):
+    monkeypatch.setattr(rank_device, "accelerator_type", lambda: "cuda")
+    monkeypatch.setattr(rank_device, "with_index", lambda found: torch.device(found, 3))
+    monkeypatch.setattr(rank_device.dist, "get_backend_config", lambda group: backends)
+    assert rank_device.device_of_rank(None, None) == torch.device(device)
