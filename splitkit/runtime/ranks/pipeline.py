@@ -20,6 +20,7 @@ from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.ranks.faults import Progress, naming_failures
 from splitkit.runtime.ranks.fsdp import shard, shard_like, sum_shards
+from splitkit.runtime.ranks.gradient_norm import clip_gradients
 from splitkit.runtime.ranks.last_stage import Loss, last_stage_of, own_loss
 from splitkit.runtime.ranks.microbatches import BatchSplitter
 from splitkit.runtime.ranks.order_runner import placed_order
@@ -37,9 +38,10 @@ class PipelineStep:
     """The result of a training step.
 
     Attributes:
-        loss: the mean of the microbatches' losses, on the rank of the last stage; ``None`` elsewhere.
-        losses: the loss of each microbatch, ``[microbatches]``, on the same rank.
-        outputs: the model's output for each microbatch of this replica, if asked for, on the same rank.
+        loss: the mean of the microbatches' losses, on the rank of the last stage; ``None`` elsewhere, unless the step was
+            asked for ``loss_everywhere``.
+        losses: the loss of each microbatch, ``[microbatches]``, on the same ranks.
+        outputs: the model's output for each microbatch of this replica, if asked for, on the rank of the last stage.
     """
 
     loss: torch.Tensor | None
@@ -154,7 +156,9 @@ class Pipeline:
     def __repr__(self) -> str:
         return f"<Pipeline {self.order.name}, rank {self.rank}: stages {self.stages} of {self._chain.stages}>"
 
-    def step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> PipelineStep:
+    def step(
+        self, *args: Any, target: Any = None, outputs: bool = False, loss_everywhere: bool = False, **kwargs: Any
+    ) -> PipelineStep:
         """Run forward and backward of one batch. Gradients accumulate, as with ``backward()``.
 
         The gradients are those of the mean of the microbatches' losses.
@@ -165,6 +169,8 @@ class Pipeline:
             target: the target for the loss, as ``args``; if the model has an input of that name, that input.
             outputs: whether to return the model's outputs. If no rank asks for them in the first step, values that the
                 loss does not need are never sent, and later steps cannot return them.
+            loss_everywhere: whether all ranks get the losses, as float64, by a broadcast at the end of the step. It must
+                be the same on all ranks.
             kwargs: keyword inputs, as ``args``.
 
         Raises:
@@ -174,9 +180,9 @@ class Pipeline:
         """
         if self.takes_target:
             kwargs, target = {**kwargs, "target": target}, None
-        batch = self._run(True, args, kwargs, target, outputs)
+        batch = self._run(True, args, kwargs, target, outputs, loss_everywhere)
         if batch.found is not None:
-            made = tuple(batch.outputs[i] for i in self._share) if outputs else None
+            made = tuple(batch.outputs[i] for i in self._share) if batch.outputs else None
             return PipelineStep(batch.found.mean(), batch.found, made)
         return PipelineStep(None, None)
 
@@ -197,6 +203,25 @@ class Pipeline:
             PipelineError: SK802 as in `step`.
         """
         return self._inputs.split(args, kwargs)
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm is at most ``max_norm``: `torch.nn.utils.clip_grad_norm_` of the model.
+
+        All ranks must call it, between `step` and the optimizer's step. A parameter of several ranks counts once.
+
+        Args:
+            max_norm: the largest norm that is left as it is; ``inf`` to compute the norm only.
+            norm_type: the exponent of the norm, positive; ``inf`` for the largest absolute value.
+
+        Returns:
+            The norm of all gradients before clipping, float64, the same on every rank.
+
+        Raises:
+            PipelineError: SK802 for a ``max_norm`` or ``norm_type`` that is not a positive number.
+        """
+        parameters = self.parameters()
+        counted = [p for p in parameters if self._shared_parameters.counts(p)]
+        return clip_gradients(parameters, counted, max_norm, norm_type, self.device, self.group)
 
     def shard(self) -> None:
         """Shard the parameters of each stage over its replicas, with torch's FSDP2. Call it before making an optimizer.
@@ -293,7 +318,15 @@ class Pipeline:
         saved = {names.get(name, name) for name in module.state_dict()}
         return {name: t for name, t in self.named_tensors().items() if name in saved}
 
-    def _run(self, train: bool, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, keep: bool) -> Batch:
+    def _run(
+        self,
+        train: bool,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        keep: bool,
+        loss_everywhere: bool = False,
+    ) -> Batch:
         stages = self._rank_stages.get(train)
         if stages is None:
             last_stage = last_stage_of(self._chain, self._loss, train, self._asked(keep))
@@ -321,7 +354,18 @@ class Pipeline:
             if batch.losses:
                 losses = torch.cat([batch.losses[i].flatten() for i in self._share])
                 batch.found = self.replicas.gathered(losses, self.microbatches)
+            if loss_everywhere:
+                batch.found = self._from_last(batch.found)
         return batch
+
+    def _from_last(self, losses: torch.Tensor | None) -> torch.Tensor:
+        """Return the losses of the last stage on every rank, as float64, which holds those of any dtype."""
+        every = torch.zeros(self.microbatches, dtype=torch.float64, device=self.device)
+        if losses is not None:
+            every.copy_(losses)
+        source = self.replicas.ranks[self.order.rank_of[-1]][0]
+        dist.broadcast(every, group=self.group, group_src=source)
+        return every
 
     def _asked(self, outputs: bool) -> bool:
         """Whether any rank asks for outputs: all ranks must then send them."""
