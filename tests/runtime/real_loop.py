@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from collections.abc import Callable
@@ -11,9 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from same_as_whole import start
-from torch import nn
+from torch import fx, nn
 
 import splitkit as sk
+from splitkit.errors import SplitError
 from splitkit.runtime import pipeline
 from splitkit.testing.pipeline_check import UnsplitModel
 
@@ -77,9 +79,73 @@ def clip(split: sk.Split, sharded: bool = False) -> dict[str, Any]:
     return {"steps": found}
 
 
-CASES: dict[str, tuple[int, Callable[[], sk.Split], Callable[[sk.Split], dict[str, Any]]]] = {
+class Normed(nn.Module):
+    """Dropout and BatchNorm, which do something else in eval mode, around layers with a tie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 8)
+        self.norms = nn.ModuleList(nn.BatchNorm1d(16) for _ in range(2))
+        self.third = nn.Linear(16, 16)
+        self.third.weight = self.second.weight
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = nn.functional.dropout(self.norms[0](self.first(x)), 0.3, self.training).relu()
+        h = self.norms[1](self.third(self.second(h).tanh()))
+        return {"loss": (self.last(h) - x).square().mean(), "hidden": h}
+
+
+def rows(seed: int, count: int = 6 * MICROBATCHES) -> torch.Tensor:
+    return torch.randn(count, 8, generator=torch.Generator().manual_seed(seed)) + 1
+
+
+def two_modes() -> tuple[sk.Split, fx.GraphModule, nn.Module]:
+    torch.manual_seed(0)
+    model = Normed()
+    split = halves(model, x=rows(0, 6))
+    return split, sk.capture(copy.deepcopy(model).eval(), x=rows(0, 6)), model
+
+
+def evaluation(prepared: tuple[sk.Split, fx.GraphModule, nn.Module]) -> dict[str, Any]:
+    """Losses of a capture in eval mode with the weights that are trained, between steps of training."""
+    split, in_eval, model = prepared
+    pipe = pipeline(split, "1f1b", MICROBATCHES)
+    unsplit, model = UnsplitModel(pipe), copy.deepcopy(model).eval()
+    held = pipe.evaluation(in_eval)
+    mine, theirs = (torch.optim.SGD(p, lr=0.1) for p in (pipe.parameters(), unsplit.model.parameters()))
+    found = []
+    for step in range(3):
+        pipe.step(rows(step)), unsplit.step(rows(step))
+        for each in (mine, theirs):
+            each.step(), each.zero_grad()
+        model.load_state_dict(unsplit.model.state_dict())
+        true = torch.stack([model(x)["loss"] for x in rows(9).chunk(MICROBATCHES)]).mean()
+        outputs = held.infer(rows(9))
+        found.append(
+            {
+                "loss": float(held.evaluate(rows(9))), "eager": float(true),
+                "outputs": None if outputs is None else len(outputs),
+            }
+        )  # fmt: skip
+    own, shared = pipe.named_tensors(), held.named_tensors()
+    same = {name: own[name] is tensor for name, tensor in shared.items()}
+    in_training = float(pipe.evaluate(rows(9)))
+    pipe.modules[0].eval()
+    return {"found": found, "same": same, "in training": in_training, "refused": refusal(lambda: pipe.step(rows(0)))}
+
+
+def refusal(do: Callable[[], object]) -> str:
+    try:
+        do()
+    except SplitError as error:
+        return str(error)
+    return ""
+
+
+CASES: dict[str, tuple[int, Callable[[], Any], Callable[[Any], dict[str, Any]]]] = {
     "clip": (2, tied, clip),
     "clip replicas": (4, lambda: tied(2), clip),
+    "evaluation": (2, two_modes, evaluation),
     "clip shards": (4, lambda: tied(2), lambda split: clip(split, sharded=True)),
 }
 """Name -> ranks, what is prepared once, what each rank does with it."""

@@ -13,7 +13,7 @@ from launch import launch
 OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 pytestmark = pytest.mark.skipif(OLD, reason="2.11 sends no states of a generator, which dropout needs")
 
-NAMES = ["clip", "clip replicas", "clip shards"]
+NAMES = ["clip", "clip replicas", "clip shards", "evaluation"]
 
 
 @pytest.fixture(scope="module")
@@ -39,3 +39,22 @@ def test_every_rank_has_the_loss_where_it_is_asked_for(ran, case):
     for line in ran[case]:
         for step in line["steps"]:
             assert step["loss"] == pytest.approx(step["unsplit loss"], rel=1e-6) and step["losses"] == 4
+
+
+def test_a_capture_in_eval_mode_is_evaluated_with_the_weights_that_are_trained(ran):
+    lines = ran["evaluation"]
+    assert len(lines) == 2
+    for line in lines:
+        assert line["same"] and all(line["same"].values())
+        for step in line["found"]:
+            assert step["loss"] == pytest.approx(step["eager"], rel=1e-5)
+        assert abs(line["in training"] - line["found"][-1]["eager"]) > 1e-3, "dropout is on in a capture in train mode"
+        losses = [step["loss"] for step in line["found"]]
+        assert losses == sorted(losses, reverse=True), "the weights are those of the last step"
+    assert sorted([line["found"][0]["outputs"] for line in lines], key=str) == [4, None]
+
+
+def test_a_change_of_mode_is_refused_with_what_to_do(ran):
+    for line in ran["evaluation"]:
+        assert line["refused"].startswith("SK802: eval() was called on a part, which changes nothing")
+        assert "pipe.evaluation(" in line["refused"]

@@ -45,7 +45,7 @@ def clip_gradients(
     every = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(dist.get_world_size(group))]
     # Norms are gathered, not summed as powers, which could overflow.
     dist.all_gather(every, own.to(torch.float64), group=group)
-    total = torch.linalg.vector_norm(torch.stack(every), norm_type)
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(every), norm_type)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
@@ -58,4 +58,5 @@ def _norm(grad: torch.Tensor, norm_type: float, device: torch.device) -> torch.T
     own = local_tensor(grad.detach())
     if own.dtype in (torch.float16, torch.bfloat16):
         own = own.float()
-    return torch.linalg.vector_norm(own, norm_type).to(device)
+    norm: torch.Tensor = torch.linalg.vector_norm(own, norm_type)
+    return norm.to(device)

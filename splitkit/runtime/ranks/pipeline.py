@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 from torch.distributed.pipelining import PipelineStage
 
 from splitkit.checks import is_whole, shown
@@ -18,10 +18,12 @@ from splitkit.errors import PipelineError
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.folder.load import StageFolder
+from splitkit.runtime.ranks.evaluation import share_tensors, split_like
 from splitkit.runtime.ranks.faults import Progress, naming_failures
+from splitkit.runtime.ranks.fixed_at_capture import FixedAtCapture
 from splitkit.runtime.ranks.fsdp import shard, shard_like, sum_shards
 from splitkit.runtime.ranks.gradient_norm import clip_gradients
-from splitkit.runtime.ranks.last_stage import Loss, last_stage_of, own_loss
+from splitkit.runtime.ranks.last_stage import Loss, last_stage_of, loss_without_grad, own_loss
 from splitkit.runtime.ranks.microbatches import BatchSplitter
 from splitkit.runtime.ranks.order_runner import placed_order
 from splitkit.runtime.ranks.rank_agreement import require_same
@@ -38,8 +40,8 @@ class PipelineStep:
     """The result of a training step.
 
     Attributes:
-        loss: the mean of the microbatches' losses, on the rank of the last stage; ``None`` elsewhere, unless the step was
-            asked for ``loss_everywhere``.
+        loss: the mean of the microbatches' losses, on the rank of the last stage, or with ``loss_everywhere`` on every
+            rank; otherwise ``None``.
         losses: the loss of each microbatch, ``[microbatches]``, on the same ranks.
         outputs: the model's output for each microbatch of this replica, if asked for, on the rank of the last stage.
     """
@@ -152,6 +154,7 @@ class Pipeline:
         )
         for stage in self.stages:
             split.parts[self._chain.keys[stage]].to(self.device)
+        self._schedule, self._fixed = schedule, FixedAtCapture(self.modules, self.named_parameters())
 
     def __repr__(self) -> str:
         return f"<Pipeline {self.order.name}, rank {self.rank}: stages {self.stages} of {self._chain.stages}>"
@@ -169,8 +172,8 @@ class Pipeline:
             target: the target for the loss, as ``args``; if the model has an input of that name, that input.
             outputs: whether to return the model's outputs. If no rank asks for them in the first step, values that the
                 loss does not need are never sent, and later steps cannot return them.
-            loss_everywhere: whether all ranks get the losses, as float64, by a broadcast at the end of the step. It must
-                be the same on all ranks.
+            loss_everywhere: whether every rank gets the losses, as float64, by a broadcast at the end of the step. All
+                ranks must give the same.
             kwargs: keyword inputs, as ``args``.
 
         Raises:
@@ -196,6 +199,57 @@ class Pipeline:
             batch = self._run(False, args, kwargs, None, True)
         return tuple(batch.outputs[i] for i in self._share) if batch.outputs else None
 
+    def evaluation(self, gm: fx.GraphModule) -> Pipeline:
+        """Make a pipeline of a capture in another mode, which has the parameters and buffers of this one, not copies.
+
+        All ranks must call it. A step of the optimizer is seen by both. The schedule, the microbatches and the ranks
+        are the same, and each stage gets the nodes that read its weights::
+
+            evaluation = pipe.evaluation(sk.capture(model.eval(), **inputs_of_one_microbatch))
+            loss = evaluation.evaluate(**batch)
+
+        Args:
+            gm: the capture of the same model, for example in eval mode.
+
+        Raises:
+            PipelineError: SK801 if the weights of a node are in several stages, or are sharded; SK802 for stages of a
+                folder, which do not know the graph.
+        """
+        if not isinstance(self.split, Split):
+            raise PipelineError(
+                "SK802", "stages of a folder do not know the graph", "Make the pipeline of a split: pipeline(split)."
+            )
+        found = split_like(gm, self.split)
+        count = self.microbatches
+        made = Pipeline(found, self._schedule, count, self._loss, self.group, self.device, self._seed)
+        share_tensors(found, self._saved())
+        return made
+
+    def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
+        """Run forward only, without gradients, and return the mean loss of a batch on every rank, as float64.
+
+        The graph runs in the mode in which it was captured; see `evaluation`.
+
+        Args:
+            args: the inputs of the model, as of `step`.
+            target: the target for the loss, as of `step`.
+            kwargs: keyword inputs, as of `step`.
+        """
+        if self.takes_target:
+            kwargs, target = {**kwargs, "target": target}, None
+        with torch.no_grad():
+            batch = self._run(False, args, kwargs, None, True)
+            with naming_failures(self._progress):
+                losses = None
+                if batch.outputs:
+                    loss, targets = self._loss, self.cut_target(target)
+                    found = [
+                        (loss_without_grad(out) if loss is None else loss(out, targets[i])).reshape(())
+                        for i, out in sorted(batch.outputs.items())
+                    ]
+                    losses = self.replicas.gathered(torch.stack(found), self.microbatches)
+                return self._from_last(losses).mean()
+
     def cut(self, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
         """Split the inputs of a step: return those of each microbatch, by the names of the graph's inputs.
 
@@ -205,7 +259,7 @@ class Pipeline:
         return self._inputs.split(args, kwargs)
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their norm is at most ``max_norm``: `torch.nn.utils.clip_grad_norm_` of the model.
+        """Scale all gradients so that their norm is at most ``max_norm``, as `torch.nn.utils.clip_grad_norm_` does.
 
         All ranks must call it, between `step` and the optimizer's step. A parameter of several ranks counts once.
 
@@ -269,7 +323,7 @@ class Pipeline:
         return self._rank_stages[True].stages if True in self._rank_stages else ()
 
     @property
-    def modules(self) -> tuple[nn.Module, ...]:
+    def modules(self) -> tuple[fx.GraphModule, ...]:
         """The parts of this rank."""
         return tuple(self.split.parts[self._chain.keys[stage]] for stage in self.stages)
 
@@ -340,6 +394,9 @@ class Pipeline:
                 "outputs are asked for after steps that did not ask for them",
                 "Ask in the first step: step(..., outputs=True).",
             )
+        self._fixed.require_modes()
+        if train:
+            self._fixed.require_flags(self.named_parameters())
         batch = stages.batch
         batch.inputs = self.cut(*args, **kwargs)
         batch.targets = self.cut_target(target)
