@@ -5,18 +5,22 @@ from __future__ import annotations
 import copy
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
+from safetensors.torch import load_model
 from same_as_whole import start
 from torch import fx, nn
 
 import splitkit as sk
 from splitkit.errors import SplitError
-from splitkit.runtime import pipeline
+from splitkit.runtime import Pipeline, full_state_dict, pipeline, save_pretrained, save_safetensors
 from splitkit.testing.pipeline_check import UnsplitModel
 
 MICROBATCHES = 4
@@ -134,6 +138,68 @@ def evaluation(prepared: tuple[sk.Split, fx.GraphModule, nn.Module]) -> dict[str
     return {"found": found, "same": same, "in training": in_training, "refused": refusal(lambda: pipe.step(rows(0)))}
 
 
+def gpt2() -> tuple[sk.Split, nn.Module]:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=16, n_head=2, vocab_size=32, n_positions=8, use_cache=False, bos_token_id=0, eos_token_id=0
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    return halves(model.train(), input_ids=batch(0, 2)["x"], labels=batch(0, 2)["x"]), model
+
+
+def whole(prepared: tuple[sk.Split, nn.Module]) -> dict[str, Any]:
+    """The trained model, gathered and written, against the unsplit one."""
+    split, model = prepared
+    names = set(model.state_dict())
+    pipe = pipeline(split, "1f1b", MICROBATCHES)
+    unsplit = UnsplitModel(pipe)
+    apart, given = train(pipe, unsplit, lambda step: {"input_ids": batch(step)["x"], "labels": batch(step)["x"]})
+    state = full_state_dict(pipe)
+    with tempfile.TemporaryDirectory() as own:
+        place = [own]
+        dist.broadcast_object_list(place)
+        folder = Path(place[0])
+        save_pretrained(pipe, model, folder)
+        save_safetensors(pipe, folder / "plain.safetensors")
+        refused = refusal(lambda: save_pretrained(pipe, model.transformer, folder))
+        absent = refusal(lambda: save_safetensors(pipe, folder / "absent" / "model.safetensors"))
+        found = {"names": set(state) == names, "apart": apart, "refused": refused, "absent": absent}
+        if dist.get_rank() == 0:
+            loaded = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
+            true = copy.deepcopy(model).eval()
+            true.load_state_dict(unsplit.model.state_dict())
+            plain = copy.deepcopy(model).eval()
+            load_model(plain, folder / "plain.safetensors")
+            logits = [each(given["input_ids"]).logits for each in (true, loaded, plain)]
+            found["logits"] = [float((other - logits[0]).abs().max()) for other in logits[1:]]
+            found["moved"] = float((logits[0] - copy.deepcopy(model).eval()(given["input_ids"]).logits).abs().max())
+            found["tied"] = state["lm_head.weight"] is state["transformer.wte.weight"]
+            found["state"] = max(float((t - unsplit.model.state_dict()[n]).abs().max()) for n, t in state.items())
+        dist.barrier()
+    return found
+
+
+def gathered_shards(split: sk.Split) -> dict[str, Any]:
+    pipe = pipeline(split, "1f1b", MICROBATCHES)
+    pipe.shard()
+    unsplit = UnsplitModel(pipe)
+    train(pipe, unsplit, batch)
+    state = full_state_dict(pipe)
+    true = unsplit.model.state_dict()
+    return {"names": set(state) == set(true), "apart": [float((t - true[n]).abs().max()) for n, t in state.items()]}
+
+
+def train(pipe: Pipeline, unsplit: UnsplitModel, given: Callable[[int], dict[str, torch.Tensor]]) -> tuple[Any, Any]:
+    """Two steps of both."""
+    mine, theirs = (torch.optim.SGD(p, lr=0.5) for p in (pipe.parameters(), unsplit.model.parameters()))
+    for step in range(2):
+        result, losses = pipe.step(**given(step)), unsplit.step(**given(step))
+        apart = unsplit.deviation(result, losses).gradient
+        for each in (mine, theirs):
+            each.step(), each.zero_grad()
+    return apart, given(9)
+
+
 def refusal(do: Callable[[], object]) -> str:
     try:
         do()
@@ -146,6 +212,8 @@ CASES: dict[str, tuple[int, Callable[[], Any], Callable[[Any], dict[str, Any]]]]
     "clip": (2, tied, clip),
     "clip replicas": (4, lambda: tied(2), clip),
     "evaluation": (2, two_modes, evaluation),
+    "whole": (2, gpt2, whole),
+    "gathered shards": (4, lambda: tied(2), gathered_shards),
     "clip shards": (4, lambda: tied(2), lambda split: clip(split, sharded=True)),
 }
 """Name -> ranks, what is prepared once, what each rank does with it."""

@@ -13,7 +13,7 @@ from launch import launch
 OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 pytestmark = pytest.mark.skipif(OLD, reason="2.11 sends no states of a generator, which dropout needs")
 
-NAMES = ["clip", "clip replicas", "clip shards", "evaluation"]
+NAMES = ["clip", "clip replicas", "clip shards", "evaluation", "whole", "gathered shards"]
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +58,19 @@ def test_a_change_of_mode_is_refused_with_what_to_do(ran):
     for line in ran["evaluation"]:
         assert line["refused"].startswith("SK802: eval() was called on a part, which changes nothing")
         assert "pipe.evaluation(" in line["refused"]
+
+
+def test_the_trained_model_is_gathered_and_written_for_others_to_load(ran):
+    first, second = sorted(ran["whole"], key=lambda line: line["rank"])
+    assert first["names"] and not second["names"], "rank 0 has all tensors, under all names of ties"
+    assert first["tied"] and first["state"] < 1e-6 and first["moved"] > 1e-2
+    assert max(first["logits"]) < 1e-5, "from_pretrained, and safetensors.torch.load_model"
+    for line in (first, second):
+        assert line["refused"].startswith("SK802: the model and the graph that was captured do not both have")
+        assert line["absent"].startswith("SK504")
+
+
+def test_shards_are_gathered(ran):
+    lines = sorted(ran["gathered shards"], key=lambda line: line["rank"])
+    assert [line["names"] for line in lines] == [True, False, False, False]
+    assert lines[0]["apart"] and max(lines[0]["apart"]) < 1e-6
