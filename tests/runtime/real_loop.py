@@ -138,6 +138,68 @@ def evaluation(prepared: tuple[sk.Split, fx.GraphModule, nn.Module]) -> dict[str
     return {"found": found, "same": same, "in training": in_training, "refused": refusal(lambda: pipe.step(rows(0)))}
 
 
+def normed() -> sk.Split:
+    torch.manual_seed(0)
+    return halves(Normed(), x=rows(0, 6))
+
+
+def frozen(split: sk.Split) -> dict[str, Any]:
+    """Layers frozen and unfrozen between steps: a whole stage, one layer, none, all but one layer of the last stage."""
+    pipe = pipeline(split, "1f1b", MICROBATCHES)
+    unsplit, found, own = UnsplitModel(pipe), list[float](), set(pipe.named_parameters())
+    first = {id(unsplit.held[name]) for name, _ in pipe.split.parts[0].named_parameters()}
+    whole = {name for name, tensor in unsplit.held.items() if id(tensor) in first}
+    for step, still in enumerate([whole, {"norms.1.weight"}, set(), set(unsplit.held) - {"last.weight"}]):
+        pipe.train_only(lambda name, still=still: name not in still)
+        for name, tensor in unsplit.held.items():
+            if isinstance(tensor, nn.Parameter):
+                tensor.requires_grad_(name not in still)
+                tensor.grad = None
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        result, losses = pipe.step(rows(step)), unsplit.step(rows(step))
+        found.append(unsplit.deviation(result, losses).gradient)
+        trained = {name for name, p in pipe.named_parameters().items() if p.grad is not None and p.grad.any()}
+        assert trained <= own - still and ("last.weight" in trained) == ("last.weight" in own), (trained, own, still)
+    pipe.train_only(lambda name: True)
+    next(iter(pipe.named_parameters().values())).requires_grad_(False)
+    quiet = refusal(lambda: pipe.step(rows(0)))
+    differs = refusal(lambda: pipe.train_only(lambda name: dist.get_rank() == 0))
+    return {"apart": found, "quiet": quiet, "differs": differs, "frozen": len(whole)}
+
+
+class Shallow(nn.Module):
+    """Its second half has no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x).tanh().sigmoid() - 1).square().mean()
+
+
+def bare() -> sk.Split:
+    torch.manual_seed(0)
+    gm = sk.capture(Shallow(), rows(0, 6))
+    return sk.split(gm, lambda node: int(node.name in ("sigmoid", "sub", "pow_1", "square", "mean")))
+
+
+def without_parameters(split: sk.Split) -> dict[str, Any]:
+    """The usual loop, on a rank without parameters too, with several steps for one of the optimizer."""
+    pipe = pipeline(split, "1f1b", MICROBATCHES)
+    unsplit = UnsplitModel(pipe)
+    mine, theirs = (torch.optim.AdamW(p, lr=0.1) for p in (pipe.parameters(), unsplit.model.parameters()))
+    for step in range(2):
+        for part in range(3):
+            result, losses = pipe.step(rows(3 * step + part)), unsplit.step(rows(3 * step + part))
+        norm, true = pipe.clip_grad_norm(1e-3), torch.nn.utils.clip_grad_norm_(unsplit.model.parameters(), 1e-3)
+        apart = unsplit.deviation(result, losses)
+        for each in (mine, theirs):
+            each.step(), each.zero_grad()
+    return {"apart": [apart.gradient, apart.weight], "norm": float(norm / true), "own": len(pipe.named_parameters())}
+
+
 def gpt2() -> tuple[sk.Split, nn.Module]:
     torch.manual_seed(0)
     config = transformers.GPT2Config(
@@ -212,6 +274,8 @@ CASES: dict[str, tuple[int, Callable[[], Any], Callable[[Any], dict[str, Any]]]]
     "clip": (2, tied, clip),
     "clip replicas": (4, lambda: tied(2), clip),
     "evaluation": (2, two_modes, evaluation),
+    "frozen": (2, normed, frozen),
+    "without parameters": (2, bare, without_parameters),
     "whole": (2, gpt2, whole),
     "gathered shards": (4, lambda: tied(2), gathered_shards),
     "clip shards": (4, lambda: tied(2), lambda split: clip(split, sharded=True)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from typing import Any
 
@@ -13,7 +14,7 @@ from launch import launch
 OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 pytestmark = pytest.mark.skipif(OLD, reason="2.11 sends no states of a generator, which dropout needs")
 
-NAMES = ["clip", "clip replicas", "clip shards", "evaluation", "whole", "gathered shards"]
+NAMES = ["clip", "clip replicas", "clip shards", "evaluation", "whole", "gathered shards", "frozen", "without parameters"]
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +75,17 @@ def test_shards_are_gathered(ran):
     lines = sorted(ran["gathered shards"], key=lambda line: line["rank"])
     assert [line["names"] for line in lines] == [True, False, False, False]
     assert lines[0]["apart"] and max(lines[0]["apart"]) < 1e-6
+
+
+def test_layers_are_frozen_and_unfrozen_between_steps(ran):
+    for line in ran["frozen"]:
+        assert line["frozen"] and len(line["apart"]) == 4 and max(line["apart"]) < 1e-5
+        assert re.match("SK802: requires_grad of .* is False, and was True", line["quiet"]), line["quiet"]
+        assert line["differs"].startswith("SK804: rank 1 chooses differently than rank 0 whether")
+
+
+def test_a_rank_without_parameters_runs_the_usual_loop_and_gradients_accumulate(ran):
+    lines = ran["without parameters"]
+    assert sorted(line["own"] for line in lines) == [0, 2]
+    for line in lines:
+        assert max(line["apart"]) < 1e-5 and line["norm"] == pytest.approx(1, rel=1e-6)

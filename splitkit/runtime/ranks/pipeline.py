@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +32,7 @@ from splitkit.runtime.ranks.replicas import replicas, require_replicable, row_of
 from splitkit.runtime.ranks.shared_parameters import SharedParameters
 from splitkit.runtime.ranks.stage import Batch
 from splitkit.runtime.ranks.stage_chain import chain_of
+from splitkit.runtime.ranks.trained_parameters import set_trained
 from splitkit.short_repr import brief
 
 
@@ -144,6 +145,7 @@ class Pipeline:
         self._seed, self._loss, self.steps = int(seed), loss, 0
         if isinstance(split, StageFolder):
             split.load(self.stages, self.device)
+        self._empty = nn.Parameter(torch.empty(0, device=self.device))
         self._inputs = BatchSplitter(self._chain, self.microbatches, self.device)
         self._shared_parameters = SharedParameters(
             self._chain, self.order.rank_of, self.replicas, group, self.parameters()
@@ -199,6 +201,21 @@ class Pipeline:
             batch = self._run(False, args, kwargs, None, True)
         return tuple(batch.outputs[i] for i in self._share) if batch.outputs else None
 
+    def train_only(self, trains: Callable[[str], bool]) -> None:
+        """Freeze and unfreeze parameters between steps. All ranks must call it with the same function.
+
+        Args:
+            trains: called with each name of a parameter of the unsplit model; false freezes it and drops its gradient.
+
+        Raises:
+            PipelineError: SK804 on every rank if the ranks choose differently, SK801 for sharded parameters, SK802 for
+                stages of a folder.
+        """
+        split, own = self._captured(), self.named_parameters()
+        self._chain = set_trained(split, own, trains, self.group)
+        self._rank_stages.clear()
+        self._fixed = FixedAtCapture(self.modules, own)
+
     def evaluation(self, gm: fx.GraphModule) -> Pipeline:
         """Make a pipeline of a capture in another mode, which has the parameters and buffers of this one, not copies.
 
@@ -215,11 +232,7 @@ class Pipeline:
             PipelineError: SK801 if the weights of a node are in several stages, or are sharded; SK802 for stages of a
                 folder, which do not know the graph.
         """
-        if not isinstance(self.split, Split):
-            raise PipelineError(
-                "SK802", "stages of a folder do not know the graph", "Make the pipeline of a split: pipeline(split)."
-            )
-        found = split_like(gm, self.split)
+        found = split_like(gm, self._captured())
         count = self.microbatches
         made = Pipeline(found, self._schedule, count, self._loss, self.group, self.device, self._seed)
         share_tensors(found, self._saved())
@@ -332,8 +345,11 @@ class Pipeline:
         return {name: p for name, p in self.named_tensors().items() if isinstance(p, nn.Parameter)}
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return this rank's parameters, each once, for an optimizer."""
-        return list({id(p): p for p in self.named_parameters().values()}.values())
+        """Return this rank's parameters, each once, for an optimizer.
+
+        A rank without parameters has a single empty one, because torch's optimizers refuse an empty list.
+        """
+        return list({id(p): p for p in self.named_parameters().values()}.values()) or [self._empty]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return this rank's share of the model's state dict, under the names of the unsplit model."""
@@ -365,6 +381,13 @@ class Pipeline:
             own = {f"{child}.{name}": t for name, t in held.items()} | self._chain.own(stage)
             found |= {split.qualified_names.get(name, name): t for name, t in own.items()}
         return found
+
+    def _captured(self) -> Split:
+        if not isinstance(self.split, Split):
+            raise PipelineError(
+                "SK802", "stages of a folder do not know the graph", "Make the pipeline of a split: pipeline(split)."
+            )
+        return self.split
 
     def _saved(self) -> dict[str, torch.Tensor]:
         """Return `named_tensors` without non-persistent buffers and constants of the graph."""
