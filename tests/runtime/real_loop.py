@@ -200,6 +200,30 @@ def without_parameters(split: sk.Split) -> dict[str, Any]:
     return {"apart": [apart.gradient, apart.weight], "norm": float(norm / true), "own": len(pipe.named_parameters())}
 
 
+def needed(split: sk.Split) -> dict[str, Any]:
+    """Inputs only where they are read, and a batch that rank 0 sends."""
+    pipe = pipeline(split, "1f1b", MICROBATCHES)
+    unsplit, given = UnsplitModel(pipe), batch(0)
+    losses = unsplit.step(**given)
+    read = {name: value for name, value in given.items() if name in pipe.needs}
+    result = pipe.step(**read)
+    apart = [unsplit.deviation(result, losses).gradient]
+    for parameter in pipe.parameters():
+        parameter.grad = None
+    absent = {name: value if name in pipe.needs else None for name, value in given.items()}
+    pipe.steps = 0
+    result = pipe.step(**absent)
+    apart.append(unsplit.deviation(result, losses).gradient)
+    refused = refusal(lambda: pipe.step(**{name: None for name in given}))
+    sent = pipe.broadcast({"x": given["x"], "more": [given["y"].float(), "text"]} if pipe.rank == 0 else None)
+    same = torch.equal(sent["x"], given["x"]) and torch.equal(sent["more"][0], given["y"].float())
+    missing = refusal(lambda: pipe.step())
+    return {
+        "needs": sorted(pipe.needs), "apart": apart, "refused": refused, "missing": missing, "text": sent["more"][1],
+        "same": same,
+    }  # fmt: skip
+
+
 def gpt2() -> tuple[sk.Split, nn.Module]:
     torch.manual_seed(0)
     config = transformers.GPT2Config(
@@ -274,6 +298,7 @@ CASES: dict[str, tuple[int, Callable[[], Any], Callable[[Any], dict[str, Any]]]]
     "clip": (2, tied, clip),
     "clip replicas": (4, lambda: tied(2), clip),
     "evaluation": (2, two_modes, evaluation),
+    "needed": (2, tied, needed),
     "frozen": (2, normed, frozen),
     "without parameters": (2, bare, without_parameters),
     "whole": (2, gpt2, whole),

@@ -14,7 +14,17 @@ from launch import launch
 OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 pytestmark = pytest.mark.skipif(OLD, reason="2.11 sends no states of a generator, which dropout needs")
 
-NAMES = ["clip", "clip replicas", "clip shards", "evaluation", "whole", "gathered shards", "frozen", "without parameters"]
+NAMES = [
+    "clip",
+    "clip replicas",
+    "clip shards",
+    "evaluation",
+    "whole",
+    "gathered shards",
+    "frozen",
+    "without parameters",
+    "needed",
+]
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +99,13 @@ def test_a_rank_without_parameters_runs_the_usual_loop_and_gradients_accumulate(
     assert sorted(line["own"] for line in lines) == [0, 2]
     for line in lines:
         assert max(line["apart"]) < 1e-5 and line["norm"] == pytest.approx(1, rel=1e-6)
+
+
+def test_a_rank_needs_the_inputs_that_it_reads_and_rank_0_can_send_them(ran):
+    first, second = sorted(ran["needed"], key=lambda line: line["rank"])
+    assert first["needs"] == ["x"] and second["needs"] == ["y"]
+    for line, own in ((first, "x"), (second, "y")):
+        assert len(line["apart"]) == 2 and max(line["apart"]) < 1e-5
+        assert line["refused"].startswith(f"SK802: {own} is None, and this rank reads it")
+        assert line["missing"].startswith("SK802: the graph does not take these arguments")
+        assert line["same"] and line["text"] == "text"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,18 +16,24 @@ from splitkit.runtime.ranks.stage_chain import Chain
 class BatchSplitter:
     """Splits the inputs and targets of a step, by the shapes with which the graph was captured."""
 
-    def __init__(self, chain: Chain, microbatches: int, device: torch.device) -> None:
+    def __init__(
+        self, chain: Chain, microbatches: int, device: torch.device, needed: Collection[str] | None = None
+    ) -> None:
         self._binder, self._count, self._device = input_binder(chain.split.module), microbatches, device
         self._wanted = chain.facts.inputs
+        self._needed = self._wanted.keys() if needed is None else needed
 
     def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the inputs of each microbatch, by the names that they have in the graph.
 
+        An input that this rank does not read may be missing, or ``None``.
+
         Raises:
             PipelineError: SK802 for arguments that the graph does not take, or of another dtype or shape than captured.
         """
+        missing = [name for name in [*self._wanted][len(args) :] if name not in kwargs and name not in self._needed]
         try:
-            values = self._binder(*args, **kwargs)
+            values = self._binder(*args, **kwargs, **dict.fromkeys(missing))
         except Exception as error:
             reason = f"the graph does not take these arguments: {error}"
             raise PipelineError("SK802", reason, "Give the inputs of the model.") from error
@@ -52,6 +58,8 @@ class BatchSplitter:
         return [pytree.tree_unflatten([part[i] for part in parts], spec) for i in range(self._count)]
 
     def _parts(self, name: str, like: torch.Tensor | None, value: Any) -> list[Any]:
+        if value is None and like is not None and name in self._needed:
+            raise PipelineError("SK802", f"{name} is None, and this rank reads it", "See Pipeline.needs.", [name])
         if not isinstance(value, torch.Tensor) or like is None:
             return [value] * self._count
         shape = list(like.shape)

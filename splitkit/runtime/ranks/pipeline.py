@@ -18,6 +18,7 @@ from splitkit.errors import PipelineError
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.folder.load import StageFolder
+from splitkit.runtime.ranks.batch_broadcast import broadcast_batch
 from splitkit.runtime.ranks.evaluation import share_tensors, split_like
 from splitkit.runtime.ranks.faults import Progress, naming_failures
 from splitkit.runtime.ranks.fixed_at_capture import FixedAtCapture
@@ -146,7 +147,7 @@ class Pipeline:
         if isinstance(split, StageFolder):
             split.load(self.stages, self.device)
         self._empty = nn.Parameter(torch.empty(0, device=self.device))
-        self._inputs = BatchSplitter(self._chain, self.microbatches, self.device)
+        self._inputs = BatchSplitter(self._chain, self.microbatches, self.device, self.needs)
         self._shared_parameters = SharedParameters(
             self._chain, self.order.rank_of, self.replicas, group, self.parameters()
         )
@@ -300,6 +301,20 @@ class Pipeline:
             PipelineError: SK801 if there is only one pipeline, or stages have different numbers of replicas.
         """
         shard(self.modules, self.replicas, self._shared_parameters.tied)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The inputs that this rank reads, and ``target`` for a loss that it computes; others may be left out here."""
+        read = {node for stage in self.stages for node in self._chain.inputs(stage)}
+        last = self._chain.stages - 1 in self.stages
+        if last:
+            read |= set(self._chain.split.module.graph.output_node().all_input_nodes)
+        names = {str(node.target) for node in read if node.op == "placeholder"}
+        return frozenset(names | {"target"} if last and self._loss is not None else names)
+
+    def broadcast(self, batch: Any) -> Any:
+        """Return rank 0's batch on every rank. All ranks must call it; those other than rank 0 may give ``None``."""
+        return broadcast_batch(batch, self.device, self.group)
 
     @property
     def takes_target(self) -> bool:
