@@ -3,6 +3,7 @@
 from splitkit.runtime.devices.on_devices import to_devices
 from splitkit.runtime.folder.load import StageFolder, open_stages
 from splitkit.runtime.folder.save import save_stages
+from splitkit.runtime.folder.whole_model import full_state_dict, save_pretrained, save_safetensors
 from splitkit.runtime.ranks.pipeline import Pipeline, PipelineStep, pipeline
 from splitkit.runtime.ranks.pipeline_module import PipelineModule
 from splitkit.runtime.ranks.rank_agreement import planned_once
@@ -16,10 +17,13 @@ __all__ = [
     "StageFolder",
     "StepRecorder",
     "form_output",
+    "full_state_dict",
     "open_stages",
     "pipeline",
     "planned_once",
     "reduced_ties",
+    "save_pretrained",
+    "save_safetensors",
     "save_stages",
     "stage",
     "to_devices",

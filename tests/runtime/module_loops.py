@@ -39,11 +39,10 @@ def data(rows: int = 32) -> list[dict[str, torch.Tensor]]:
 
 def piped() -> PipelineModule:
     whole, example = model(), {k: torch.stack([v] * (ROWS // MICROBATCHES)) for k, v in data()[0].items()}
-    pipes = []
-    for mode in (True, False):
-        gm = sk.capture(whole.train(mode), **example)
-        pipes.append(pipeline(sk.split(gm, sk.policies.Stages(dist.get_world_size())), "1f1b", MICROBATCHES))
-    return PipelineModule(*pipes)
+    pipe = pipeline(
+        sk.split(sk.capture(whole, **example), sk.policies.Stages(dist.get_world_size())), "1f1b", MICROBATCHES
+    )
+    return PipelineModule(pipe, pipe.evaluation(sk.capture(whole.eval(), **example)))
 
 
 def trainer(net: nn.Module) -> list[float]:

@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 from splitkit._torch import pytree
 from splitkit.engine.codegen.restore_modes import restore_modes_on_error
 from splitkit.errors import CaptureError
+from splitkit.frontends.capture.ambient_autocast import autocast_recorded, refuse_autocast
 from splitkit.frontends.capture.autograd_functions import functions_as_nodes, refuse_lost_functions, refuse_module_hooks
 from splitkit.frontends.capture.capture_errors import capture_error, require_module
 from splitkit.frontends.capture.export_blocks import blocks_as_nodes, restore_callers_grad
@@ -58,8 +59,8 @@ def capture(
 
     The graph module is called like the model and holds the *same* parameters and buffers, not copies: a step taken on
     one is seen by the other. Training mode, dropout, tied weights and module paths (``meta["nn_module_stack"]``) are
-    kept; ``no_grad`` and ``autocast`` blocks become enter and exit nodes. Neither the model's buffers nor the random
-    number generators are touched.
+    kept; ``no_grad`` and ``autocast`` blocks become enter and exit nodes. An ``autocast`` around ``capture`` is recorded
+    as a block around the whole model. Neither the model's buffers nor the random number generators are touched.
 
     A ``torch.autograd.Function`` is one node that calls it, so that its backward is kept. An output may be of any class
     that ``copy.copy`` can copy (such as ``DynamicCache``); the class is registered with ``torch.utils._pytree`` for the
@@ -69,7 +70,7 @@ def capture(
     Python values among the inputs, and sizes unless ``dynamic``, are fixed at capture: the graph raises
     ``RuntimeError`` when it is called with others. What the model's Python code reads of global state
     (``torch.is_grad_enabled()``, ``torch.is_autocast_enabled()``, ``self.training``) is fixed too, without a check:
-    capture runs with grad mode on and autocast off. ``inference_mode`` blocks become ``no_grad`` blocks.
+    capture runs with grad mode on. ``inference_mode`` blocks become ``no_grad`` blocks.
 
     Args:
         model: a module; or, without inputs, an ``ExportedProgram`` or a ``GraphModule``, which is left as it is.
@@ -100,7 +101,9 @@ def capture(
     given = args, kwargs
     args, kwargs = copy_repeated(given)
     refuse_module_hooks(model)
-    with capture_conditions():
+    if how != "export":
+        refuse_autocast("symbolic_trace loses it")
+    with autocast_recorded(model), capture_conditions():
         try:
             gm = retry_after_call(model, args, kwargs, ways[how])
             _note_repeated(gm, how, model, *given)

@@ -15,6 +15,7 @@ from splitkit.costs import Costs, default
 from splitkit.engine.pair import Pair, divide
 from splitkit.errors import CaptureError
 from splitkit.frontends import aot
+from splitkit.frontends.capture.ambient_autocast import refuse_autocast
 from splitkit.frontends.capture.capture import (
     IN_EVAL_MODE,
     capture_by_export,
@@ -177,6 +178,7 @@ def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwar
             with an effect that its schema hides.
     """
     require_module(model)
+    refuse_autocast("the joint graph would be that of full precision")
     check_model(model, loss)
     step, inputs = TrainingStep(model, loss), copy_repeated((args, kwargs))
     try:

@@ -11,7 +11,7 @@ and takes 9.5 s rather than 2.2 s for 1,000 tensors of 256 KiB::
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -101,9 +101,24 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         FileError: SK506 for a tensor that the format cannot hold.
         OSError: if the file cannot be written.
     """
+    write_described(path, tensors, tensors.values())
+
+
+def write_described(path: Path, described: Mapping[str, torch.Tensor], tensors: Iterable[torch.Tensor]) -> None:
+    """Write tensors to a file one at a time, so that the others need not exist yet.
+
+    Args:
+        path: the file.
+        described: name -> a tensor of the same shape and dtype, perhaps on ``meta``.
+        tensors: the tensors, in the same order.
+
+    Raises:
+        FileError: SK506 for a tensor that the format cannot hold.
+        OSError: if the file cannot be written.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     place = 0
-    for name, tensor in tensors.items():
+    for name, tensor in described.items():
         size = tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": dtype_name(name, tensor),
@@ -115,7 +130,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
+        for tensor in tensors:
             file.write(_bytes_of(tensor.detach().cpu().contiguous()))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from splitkit.errors import PipelineError
-from splitkit.losses import loss_of, named_loss, no_loss, outputs_of
+from splitkit.losses import loss_of, named_loss, no_loss, outputs_of, tensors_in
 from splitkit.runtime.ranks.stage_chain import Chain
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -73,6 +73,19 @@ def own_loss(result: Any, target: object) -> torch.Tensor:
     if found is None:
         raise _no_loss(result)
     return found
+
+
+def loss_without_grad(result: Any) -> torch.Tensor:
+    """Return the loss among outputs that were made without gradients: the one called ``loss``, or the only number.
+
+    Raises:
+        PipelineError: SK802 if there is none.
+    """
+    named: torch.Tensor | None = named_loss(result)
+    numbers = [t for _, t in tensors_in(result) if t.numel() == 1 and t.is_floating_point()]
+    if named is None and len(numbers) != 1:
+        raise _no_loss(result)
+    return numbers[0] if named is None else named
 
 
 def require_loss(chain: Chain, last: LastStage) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,16 +18,20 @@ from splitkit.runtime.ranks.step_sizes import StepSizes
 class BatchSplitter:
     """Splits the inputs and targets of a step, by the shapes with which the graph was captured."""
 
-    def __init__(self, chain: Chain, microbatches: int, device: torch.device) -> None:
+    def __init__(
+        self, chain: Chain, microbatches: int, device: torch.device, needed: Collection[str] | None = None
+    ) -> None:
         self._binder, self._count, self._device = input_binder(chain.split.module), microbatches, device
         self._wanted, self._sizes = chain.facts.inputs, chain.facts.sizes
+        self._needed = self._wanted.keys() if needed is None else needed
         shapes = self._sizes.inputs.items()
         self._by_rows = [name for name, shape in shapes if shape and shape[0] in self._sizes.rows]
 
     def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the inputs of each microbatch, by the names that they have in the graph.
 
-        If the graph has symbolic sizes, the rows are shared out as evenly as possible.
+        If the graph has symbolic sizes, the rows are shared out as evenly as possible. An input that this rank does not
+        read may be missing, or ``None``.
 
         Raises:
             PipelineError: SK802 for arguments that the graph does not take, or of another dtype or shape than captured.
@@ -45,12 +49,16 @@ class BatchSplitter:
     def whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the inputs of a step by their names in the graph, as they are given: for all microbatches together.
 
+        Without an input that this rank does not read there is no whole batch, and nothing is returned.
+
         Raises:
             PipelineError: SK802 for arguments that the graph does not take.
         """
         given = kwargs.get("microbatches")
         if given is None:
-            return self._bound(args, {name: value for name, value in kwargs.items() if name != "microbatches"})
+            found = self._bound(args, {name: value for name, value in kwargs.items() if name != "microbatches"})
+            left_out = any(found[name] is None and like is not None for name, like in self._wanted.items())
+            return {} if left_out else found
         each = [self._bound((), inputs) for inputs in given]
         return {name: [inputs[name] for inputs in each] for name in self._wanted}
 
@@ -134,8 +142,9 @@ class BatchSplitter:
         return list(pytree.tree_map_only(torch.Tensor, lambda t: t.to(self._device), made))
 
     def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        missing = [name for name in [*self._wanted][len(args) :] if name not in kwargs and name not in self._needed]
         try:
-            values = self._binder(*args, **kwargs)
+            values = self._binder(*args, **kwargs, **dict.fromkeys(missing))
         except Exception as error:
             reason = f"the graph does not take these arguments: {error}"
             raise PipelineError("SK802", reason, "Give the inputs of the model.") from error
@@ -165,6 +174,8 @@ class BatchSplitter:
 
     def _parts(self, name: str, value: Any) -> list[Any]:
         like = self._wanted[name]
+        if value is None and like is not None and name in self._needed:
+            raise PipelineError("SK802", f"{name} is None, and this rank reads it", "See Pipeline.needs.", [name])
         if not isinstance(value, torch.Tensor) or like is None:
             return [value] * self._count
         whole = self._whole(like)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 from torch.distributed.pipelining import PipelineStage
 
 from splitkit.checks import is_whole, shown
@@ -17,9 +17,13 @@ from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.folder.load import StageFolder
+from splitkit.runtime.ranks.batch_broadcast import broadcast_batch
+from splitkit.runtime.ranks.evaluation import share_tensors, split_like
 from splitkit.runtime.ranks.faults import Progress, naming_failures, naming_lost_ranks
-from splitkit.runtime.ranks.fsdp import shard, shard_like, sum_shards
-from splitkit.runtime.ranks.last_stage import LastStage, Loss, last_stage_of, own_loss
+from splitkit.runtime.ranks.fixed_at_capture import FixedAtCapture
+from splitkit.runtime.ranks.fsdp import shard, sum_shards
+from splitkit.runtime.ranks.gradient_norm import clip_gradients
+from splitkit.runtime.ranks.last_stage import LastStage, Loss, last_stage_of, loss_without_grad, own_loss
 from splitkit.runtime.ranks.microbatches import BatchSplitter
 from splitkit.runtime.ranks.order_runner import placed_order
 from splitkit.runtime.ranks.rank_agreement import require_same
@@ -30,9 +34,11 @@ from splitkit.runtime.ranks.shared_parameters import SharedParameters
 from splitkit.runtime.ranks.sized_stages import SizedStages
 from splitkit.runtime.ranks.stage import Batch
 from splitkit.runtime.ranks.stage_chain import chain_of
+from splitkit.runtime.ranks.stage_tensors import StageTensors
 from splitkit.runtime.ranks.step_agreement import Kind, PipelineCall, StepAgreement
 from splitkit.runtime.ranks.step_sizes import MessageShapes, StepSizes
-from splitkit.runtime.ranks.weight_agreement import require_same_copies, require_same_model, tensors_of_stages
+from splitkit.runtime.ranks.trained_parameters import set_trained
+from splitkit.runtime.ranks.weight_agreement import require_same_copies, require_same_model
 from splitkit.short_repr import brief
 
 
@@ -41,9 +47,10 @@ class PipelineStep:
     """The result of a training step.
 
     Attributes:
-        loss: the mean of the microbatches' losses, on the rank of the last stage; ``None`` elsewhere.
-        losses: the loss of each microbatch, ``[microbatches]``, on the same rank.
-        outputs: the model's output for each microbatch of this replica, if asked for, on the same rank.
+        loss: the mean of the microbatches' losses, on the rank of the last stage, or with ``loss_everywhere`` on every
+            rank; otherwise ``None``.
+        losses: the loss of each microbatch, ``[microbatches]``, on the same ranks.
+        outputs: the model's output for each microbatch of this replica, if asked for, on the rank of the last stage.
     """
 
     loss: torch.Tensor | None
@@ -96,7 +103,7 @@ def pipeline(
     return Pipeline(split, schedule, microbatches, loss, group, device, seed)
 
 
-class Pipeline:
+class Pipeline(StageTensors):
     """See `pipeline`.
 
     Attributes:
@@ -149,13 +156,15 @@ class Pipeline:
         place_stages(self._chain, self.stages, self.device)
         require_same_model(self._chain, self.stages, group)
         self._weights_changed = True
-        self._inputs = BatchSplitter(self._chain, self.microbatches, self.device)
+        self._empty = nn.Parameter(torch.empty(0, device=self.device))
+        self._inputs = BatchSplitter(self._chain, self.microbatches, self.device, self.needs)
         self._shared_parameters = SharedParameters(
             self._chain, self.order.rank_of, self.replicas, group, self.parameters()
         )
         self._rank_stages: dict[bool, SizedStages] = {}
         self._progress = progress
         progress.names = self.borders
+        self._schedule, self._fixed = schedule, FixedAtCapture(self.modules, self.named_parameters())
 
     def __repr__(self) -> str:
         return f"<Pipeline {self.order.name}, rank {self.rank}: stages {self.stages} of {self._chain.stages}>"
@@ -165,6 +174,7 @@ class Pipeline:
         *args: Any,
         target: Any = None,
         outputs: bool = False,
+        loss_everywhere: bool = False,
         microbatches: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> PipelineStep:
@@ -183,6 +193,8 @@ class Pipeline:
             microbatches: the keyword inputs of each microbatch, in place of ``args`` and ``kwargs``, if you split the
                 batch yourself. Their sizes may differ if the graph was captured with ``dynamic=True``. ``target`` is
                 then a list as well.
+            loss_everywhere: whether every rank gets the losses, as float64, by a broadcast at the end of the step. All
+                ranks must give the same.
             kwargs: keyword inputs, as ``args``.
 
         Raises:
@@ -191,9 +203,9 @@ class Pipeline:
                 version of torch cannot run.
         """
         kwargs, target = self.with_target({**kwargs, "microbatches": microbatches}, target)
-        batch = self._run(True, args, kwargs, target, outputs)
+        batch = self._run(True, args, kwargs, target, outputs, loss_everywhere)
         if batch.found is not None:
-            made = tuple(batch.outputs[i] for i in self._share) if outputs else None
+            made = tuple(batch.outputs[i] for i in self._share) if batch.outputs else None
             return PipelineStep(batch.sizes.mean(batch.found), batch.found, made)
         return PipelineStep(None, None)
 
@@ -207,6 +219,68 @@ class Pipeline:
             batch = self._run(False, args, kwargs, None, True)
         return tuple(batch.outputs[i] for i in self._share) if batch.outputs else None
 
+    def train_only(self, trains: Callable[[str], bool]) -> None:
+        """Freeze and unfreeze parameters between steps. All ranks must call it with the same function.
+
+        Args:
+            trains: called with each name of a parameter of the unsplit model; false freezes it and drops its gradient.
+
+        Raises:
+            PipelineError: SK804 on every rank if the ranks choose differently, SK801 for sharded parameters, SK802 for
+                stages of a folder.
+        """
+        split, own = self._captured(), self.named_parameters()
+        self._chain = set_trained(split, own, trains, self.group)
+        self._rank_stages.clear()
+        self._fixed = FixedAtCapture(self.modules, own)
+
+    def evaluation(self, gm: fx.GraphModule) -> Pipeline:
+        """Make a pipeline of a capture in another mode, which has the parameters and buffers of this one, not copies.
+
+        All ranks must call it. A step of the optimizer is seen by both. The schedule, the microbatches and the ranks
+        are the same, and each stage gets the nodes that read its weights::
+
+            evaluation = pipe.evaluation(sk.capture(model.eval(), **inputs_of_one_microbatch))
+            loss = evaluation.evaluate(**batch)
+
+        Args:
+            gm: the capture of the same model, for example in eval mode.
+
+        Raises:
+            PipelineError: SK801 if the weights of a node are in several stages, or are sharded; SK802 for stages of a
+                folder, which do not know the graph.
+        """
+        found = split_like(gm, self._captured())
+        count = self.microbatches
+        made = Pipeline(found, self._schedule, count, self._loss, self.group, self.device, self._seed)
+        share_tensors(found, self.saved_tensors())
+        return made
+
+    def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
+        """Run forward only, without gradients, and return the mean loss of a batch on every rank, as float64.
+
+        The graph runs in the mode in which it was captured; see `evaluation`.
+
+        Args:
+            args: the inputs of the model, as of `step`.
+            target: the target for the loss, as of `step`.
+            kwargs: keyword inputs, as of `step`.
+        """
+        kwargs, target = self.with_target(kwargs, target)
+        with torch.no_grad():
+            batch = self._run(False, args, kwargs, None, True)
+            with naming_failures(self._progress):
+                losses = None
+                if batch.outputs:
+                    given = kwargs.get("microbatches") is not None
+                    loss, targets = self._loss, self.cut_target(target, batch.sizes, given)
+                    found = [
+                        (loss_without_grad(out) if loss is None else loss(out, targets[i])).reshape(())
+                        for i, out in sorted(batch.outputs.items())
+                    ]
+                    losses = self.replicas.gathered(torch.stack(found), self.microbatches)
+                return batch.sizes.mean(self._from_last(losses))
+
     def cut(
         self, *args: Any, microbatches: Sequence[Mapping[str, Any]] | None = None, **kwargs: Any
     ) -> list[dict[str, Any]]:
@@ -216,6 +290,25 @@ class Pipeline:
             PipelineError: SK802 as in `step`.
         """
         return self._inputs.split(args, kwargs) if microbatches is None else self._inputs.given(microbatches)
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm is at most ``max_norm``, as `torch.nn.utils.clip_grad_norm_` does.
+
+        All ranks must call it, between `step` and the optimizer's step. A parameter of several ranks counts once.
+
+        Args:
+            max_norm: the largest norm that is left as it is; ``inf`` to compute the norm only.
+            norm_type: the exponent of the norm, positive; ``inf`` for the largest absolute value.
+
+        Returns:
+            The norm of all gradients before clipping, float64, the same on every rank.
+
+        Raises:
+            PipelineError: SK802 for a ``max_norm`` or ``norm_type`` that is not a positive number.
+        """
+        parameters = self.parameters()
+        counted = [p for p in parameters if self._shared_parameters.counts(p)]
+        return clip_gradients(parameters, counted, max_norm, norm_type, self.device, self.group)
 
     def shard(self) -> None:
         """Shard the parameters of each stage over its replicas, with torch's FSDP2. Call it before making an optimizer.
@@ -231,6 +324,20 @@ class Pipeline:
     def with_target(self, kwargs: Mapping[str, Any], target: Any) -> tuple[dict[str, Any], Any]:
         """Return the keyword inputs and the target of a step; a target that the model takes is among the inputs."""
         return self._inputs.with_target(kwargs, target)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The inputs that this rank reads, and ``target`` for a loss that it computes; others may be left out here."""
+        read = {node for stage in self.stages for node in self._chain.inputs(stage)}
+        last = self._chain.stages - 1 in self.stages
+        if last:
+            read |= set(self._chain.split.module.graph.output_node().all_input_nodes)
+        names = {str(node.target) for node in read if node.op == "placeholder"} | self._chain.facts.sizes.inputs.keys()
+        return frozenset(names | {"target"} if last and self._loss is not None else names)
+
+    def broadcast(self, batch: Any) -> Any:
+        """Return rank 0's batch on every rank. All ranks must call it; those other than rank 0 may give ``None``."""
+        return broadcast_batch(batch, self.device, self.group)
 
     def sizes(self, inputs: Sequence[Mapping[str, Any]]) -> StepSizes:
         """Return the sizes and the rows of the microbatches that `cut` returned.
@@ -277,53 +384,29 @@ class Pipeline:
         return stages.latest.stages if stages is not None and stages.latest is not None else ()
 
     @property
-    def modules(self) -> tuple[nn.Module, ...]:
+    def modules(self) -> tuple[fx.GraphModule, ...]:
         """The parts of this rank."""
         return tuple(self.split.parts[self._chain.keys[stage]] for stage in self.stages)
 
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return this rank's parameters by their names in the graph that was split."""
-        return {name: p for name, p in self.named_tensors().items() if isinstance(p, nn.Parameter)}
+    def _captured(self) -> Split:
+        if not isinstance(self.split, Split):
+            raise PipelineError(
+                "SK802", "stages of a folder do not know the graph", "Make the pipeline of a split: pipeline(split)."
+            )
+        return self.split
 
-    def parameters(self) -> list[nn.Parameter]:
-        """Return this rank's parameters, each once, for an optimizer."""
-        return list({id(p): p for p in self.named_parameters().values()}.values())
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return this rank's share of the model's state dict, under the names of the unsplit model."""
-        return {name: t.detach() for name, t in self._saved().items()}
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load this rank's parameters and buffers from the state dict of the unsplit model, or of any pipeline of it.
-
-        Raises:
-            PipelineError: SK802 for a missing name or a different shape; nothing is loaded then.
-        """
-        own = self._saved()
-        for name, tensor in own.items():
-            if name not in state or state[name].shape != tensor.shape:
-                what = f"has the shape {list(state[name].shape)}" if name in state else "is not in the state"
-                raise PipelineError(
-                    "SK802", f"{name}{list(tensor.shape)} {what}", "Load a state of the model that was captured."
-                )
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(shard_like(tensor, state[name]))
-        self._weights_changed = True
-
-    def named_tensors(self) -> dict[str, torch.Tensor]:
-        """Return this rank's parameters and buffers by their names in the graph that was split."""
-        return tensors_of_stages(self._chain, self.stages)
-
-    def _saved(self) -> dict[str, torch.Tensor]:
-        """Return `named_tensors` without non-persistent buffers and constants of the graph."""
-        module, names = self.split.module, self.split.qualified_names
-        saved = {names.get(name, name) for name in module.state_dict()}
-        return {name: t for name, t in self.named_tensors().items() if name in saved}
-
-    def _run(self, train: bool, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, keep: bool) -> Batch:
+    def _run(
+        self,
+        train: bool,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        keep: bool,
+        loss_everywhere: bool = False,
+    ) -> Batch:
+        kind: Kind = "step" if train and not loss_everywhere else "step(loss_everywhere=True)" if train else "infer"
         (inputs, sizes, targets), agreed = self._agreement.begin(
-            lambda: self._prepared(train, args, kwargs, target, keep)
+            lambda: self._prepared(kind, args, kwargs, target, keep)
         )
         if agreed.weights:
             with naming_lost_ranks(self._progress, "waited for all ranks to compare their weights"):
@@ -342,16 +425,19 @@ class Pipeline:
             if batch.losses:
                 losses = torch.cat([batch.losses[i].flatten() for i in self._share])
                 batch.found = self.replicas.gathered(losses, self.microbatches)
+            if loss_everywhere:
+                batch.found = self._from_last(batch.found)
         return batch
 
     def _prepared(
-        self, train: bool, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, keep: bool
+        self, kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, keep: bool
     ) -> tuple[PipelineCall, tuple[list[dict[str, Any]], StepSizes, list[Any]]]:
         """Return a call for the other ranks to compare, and the inputs, sizes and targets of its microbatches.
 
         Raises:
             PipelineError: SK802, SK801 for what this rank cannot run; `StepAgreement.begin` tells the others.
         """
+        train = kind != "infer"
         made = self._rank_stages.get(train)
         if keep and made is not None and made.last_stage.own is not None:
             raise PipelineError(
@@ -359,6 +445,9 @@ class Pipeline:
                 "outputs are asked for after steps that did not ask for them",
                 "Ask in the first step: step(..., outputs=True).",
             )
+        self._fixed.require_modes()
+        if train:
+            self._fixed.require_flags(self.named_parameters())
         inputs = self.cut(*args, **kwargs)
         sizes = self.sizes(inputs)
         divided = inputs, sizes, self.cut_target(target, sizes, kwargs.get("microbatches") is not None)
@@ -366,7 +455,6 @@ class Pipeline:
             sum_shards(self.modules, self.replicas, self._shared_parameters.tied)
         # only the loss reads the target, so that other ranks may leave it out
         targets = {} if target is None and self._chain.stages - 1 not in self.stages else {"the target": target}
-        kind: Kind = "step" if train else "infer"
         whole = self._inputs.whole(args, kwargs)
         return PipelineCall(kind, self.steps, whole, targets, keep, self._weights_changed), divided
 
@@ -379,8 +467,16 @@ class Pipeline:
         found: RankStages = self._agreement.together(lambda: RankStages(self._chain, last_stage, batch, *where, shapes))
         return found
 
+    def _from_last(self, losses: torch.Tensor | None) -> torch.Tensor:
+        """Return the losses of the last stage on every rank, as float64, which holds those of any dtype."""
+        every = torch.zeros(self.microbatches, dtype=torch.float64, device=self.device)
+        if losses is not None:
+            every.copy_(losses)
+        source = self.replicas.ranks[self.order.rank_of[-1]][0]
+        dist.broadcast(every, group=self.group, group_src=source)
+        return every
+
     @property
     def _share(self) -> range:
         """The microbatches of this replica."""
         return self.replicas.share(self.microbatches)
-

@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from splitkit.errors import PipelineError
-from splitkit.runtime.ranks.last_stage import own_loss
 from splitkit.runtime.ranks.pipeline import Pipeline
 
 
@@ -27,7 +25,8 @@ class PipelineModule(nn.Module):
 
     Args:
         pipe: the pipeline, which is trained.
-        evaluation: a pipeline of the same model captured in eval mode, for calls in eval mode or without gradients.
+        evaluation: `Pipeline.evaluation` of the model captured in eval mode, for calls in eval mode or without
+            gradients.
     """
 
     accepts_loss_kwargs = False
@@ -60,12 +59,12 @@ class PipelineModule(nn.Module):
         for parameter in held:
             parameter.grad = None
         try:
-            loss = self.pipe.step(*args, **kwargs).loss
+            loss = self.pipe.step(*args, loss_everywhere=True, **kwargs).loss
             made = [parameter.grad for parameter in held]
         finally:
             for parameter, grad in zip(held, before, strict=True):
                 parameter.grad = grad
-        found: torch.Tensor = _AddGradients.apply(self._anchor, on_every_rank(self.pipe, loss), held, made)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = _AddGradients.apply(self._anchor, loss, held, made)  # type: ignore[no-untyped-call]
         return {"loss": found}
 
     def _evaluated(self, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -75,9 +74,7 @@ class PipelineModule(nn.Module):
                 "the model is called in eval mode or without gradients, but the pipeline was captured for training",
                 "Give PipelineModule(pipe, evaluation) a pipeline of the model captured in eval mode.",
             )
-        outputs = self.evaluation.infer(*args, **kwargs)
-        own = None if outputs is None else torch.stack([own_loss(output, None).detach() for output in outputs]).mean()
-        return on_every_rank(self.evaluation, own)
+        return self.evaluation.evaluate(*args, **kwargs).float()
 
 
 class _AddGradients(torch.autograd.Function):
@@ -92,7 +89,7 @@ class _AddGradients(torch.autograd.Function):
         gradients: Sequence[torch.Tensor | None],
     ) -> torch.Tensor:
         ctx.parameters, ctx.gradients = parameters, gradients
-        return loss.clone()
+        return loss.float()
 
     @staticmethod
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[None, None, None, None]:
@@ -105,10 +102,3 @@ class _AddGradients(torch.autograd.Function):
                     made.mul_(scale)
                     parameter.grad = made if parameter.grad is None else parameter.grad.add_(made)
         return None, None, None, None
-
-
-def on_every_rank(pipe: Pipeline, loss: torch.Tensor | None) -> torch.Tensor:
-    """Return the loss that the rank of the last stage has, on every rank. All ranks must call it."""
-    found = torch.zeros((), device=pipe.device) if loss is None else loss.detach().float()
-    dist.broadcast(found, group=pipe.group, group_src=pipe.replicas.ranks[pipe.order.rank_of[-1]][0])
-    return found

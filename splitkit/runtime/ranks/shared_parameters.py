@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from splitkit.runtime.ranks.replicas import Replicas, subgroup
 from splitkit.runtime.ranks.stage_chain import Chain
@@ -40,6 +41,7 @@ class SharedParameters:
         stage_of = {split.names[key]: stage for stage, key in enumerate(chain.keys)}
         self._shared: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        elsewhere: set[int] = set()
         for names in split.shared:
             owners = {name: stage_of[child] for name in names if (child := name.split(".")[0]) in stage_of}
             places = tuple(sorted({rank_of[stage] for stage in owners.values()}))
@@ -50,10 +52,19 @@ class SharedParameters:
             if replicas.place in places:
                 name = next(name for name, stage in owners.items() if rank_of[stage] == replicas.place)
                 self._shared.append((split.module.get_parameter(name), groups[places]))
+                if replicas.place != places[0]:
+                    elsewhere.add(id(self._shared[-1][0]))
         self.tied = tuple(parameter for parameter, _ in self._shared)
         shared = {id(parameter) for parameter in self.tied}
+        self._counted_elsewhere, self._is_first = frozenset(elsewhere), replicas.own == 0
         self._across = replicas.replica_group
         self._replicated = [p for p in parameters if id(p) not in shared] if self._across is not None else []
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether a sum over all parameters of the model takes this one from this rank: one copy, or every shard."""
+        if isinstance(parameter, DTensor):
+            return True
+        return self._is_first and id(parameter) not in self._counted_elsewhere
 
     @contextmanager
     def added_up(self) -> Iterator[None]:

@@ -26,8 +26,8 @@ from splitkit.runtime.ranks.faults import Progress, naming_lost_ranks
 from splitkit.runtime.ranks.rank_agreement import differs, from_every
 
 T = TypeVar("T")
-Kind = Literal["step", "infer"]
-_KINDS: tuple[Kind, ...] = ("step", "infer")
+Kind = Literal["step", "infer", "step(loss_everywhere=True)"]
+_KINDS: tuple[Kind, ...] = ("step", "infer", "step(loss_everywhere=True)")
 _FLAGS = 3
 _REFUSAL = [1, *[0] * 8]
 _REMEDY = "Make the same calls on every rank, with the same batch: seed the data loaders of all ranks alike."

@@ -1,0 +1,68 @@
+"""Record the autocast that is active around a capture as a block of the model.
+
+Capture itself runs with autocast off, so the model enters the caller's autocast in its ``forward``::
+
+    with torch.autocast("cpu", torch.bfloat16):         enter autocast; nodes of the model; exit autocast
+        gm = splitkit.capture(model, x)                 the graph computes in bfloat16 wherever it is called
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from splitkit.errors import CaptureError
+
+
+@contextmanager
+def autocast_recorded(model: nn.Module) -> Iterator[None]:
+    """Let ``model.forward`` enter the autocast of the caller, until the end of the block."""
+    active = [device for device in _devices() if torch.is_autocast_enabled(device)]
+    if not active:
+        yield
+        return
+    modes = [(device, torch.get_autocast_dtype(device)) for device in active]
+    cached, forward = torch.is_autocast_cache_enabled(), model.forward
+    bound = getattr(forward, "__self__", None) is model
+    body: Callable[..., Any] = getattr(forward, "__func__", forward) if bound else forward
+
+    @functools.wraps(body)
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for device, dtype in modes:
+                stack.enter_context(torch.autocast(device, dtype, cache_enabled=cached))
+            return body(*args, **kwargs)
+
+    had = "forward" in model.__dict__
+    # A deep copy of a bound method is bound to the copy of the model.
+    model.forward = MethodType(within, model) if bound else within
+    try:
+        yield
+    finally:
+        if had:
+            model.forward = forward
+        else:
+            del model.__dict__["forward"]
+
+
+def refuse_autocast(why: str) -> None:
+    """Raise SK401 if an autocast is active: what is made here would not contain it."""
+    for device in _devices():
+        if torch.is_autocast_enabled(device):
+            raise CaptureError(
+                "SK401",
+                f"autocast is active around capture, and {why}",
+                'Use how="export" of splitkit.capture, which records it, or leave the block.',
+            )
+
+
+def _devices() -> set[str]:
+    """Return the types of devices whose autocast a caller may have entered."""
+    own = torch.accelerator.current_accelerator()
+    return {"cpu", "cuda"} | ({own.type} if own is not None else set())

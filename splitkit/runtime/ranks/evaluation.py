@@ -1,0 +1,105 @@
+"""Splits a graph that was captured in another mode like the graph that is trained, with the same weights.
+
+Each stage gets the nodes that read its weights, and a node without weights is in the first stage that has its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.tensor import DTensor
+from torch.fx import Node
+
+from splitkit._torch import attributes_of
+from splitkit.engine.split import Split, plan, split
+from splitkit.errors import PipelineError
+from splitkit.graph.dataflow import analyze, waits_for
+from splitkit.graph.storages import parameters_and_buffers
+
+_REMEDY = "Capture the same model: evaluation = pipe.evaluation(sk.capture(model.eval(), **inputs_of_one_microbatch))."
+
+
+def split_like(gm: fx.GraphModule, trained: Split) -> Split:
+    """Split a graph so that each stage reads the parameters and buffers of the same stage of another split.
+
+    Args:
+        gm: a capture of the same model, for example in eval mode.
+        trained: the other split.
+
+    Raises:
+        PipelineError: SK801 if a node reads weights of several stages, or of a stage before one of its inputs, or if a
+            stage would get no nodes.
+    """
+    keys = tuple(trained.names)
+    stages = _stages(gm, _stages_of_tensors(trained))
+    made = plan(gm, lambda node: keys[stages[node]])
+    parts = {key: replace(part, replicas=trained.plan.parts[key].replicas) for key, part in made.parts.items()}
+    found = split(gm, replace(made, parts=parts))
+    if tuple(found.names) != keys:
+        lost = [str(key) for key in keys if key not in found.names]
+        what = f"the stages {', '.join(lost)} would be empty" if lost else "the stages would run in another order"
+        raise PipelineError("SK801", f"in this graph, {what}", _REMEDY)
+    return found
+
+
+def share_tensors(found: Split, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Replace the parameters and buffers of a split by those of a pipeline, where it has them.
+
+    Args:
+        found: the split, which is changed.
+        tensors: name in the unsplit model -> parameter or buffer.
+
+    Raises:
+        PipelineError: SK801 for a tensor of another shape or dtype, or a sharded one.
+    """
+    for name, old in parameters_and_buffers(found.module).items():
+        new = tensors.get(found.qualified_names.get(name, name))
+        if new is None or new is old:
+            continue
+        if isinstance(new, DTensor):
+            raise PipelineError("SK801", f"{name} is sharded", "Evaluate before shard(), or without it.", [name])
+        if new.shape != old.shape or new.dtype != old.dtype:
+            looks = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (old, new)]
+            raise PipelineError("SK801", f"{name} is {looks[0]}, and in the pipeline {looks[1]}", _REMEDY, [name])
+        path, _, key = name.rpartition(".")
+        held = attributes_of(found.module.get_submodule(path))
+        table: dict[str, Any] = held.parameters if isinstance(new, nn.Parameter) else held.buffers
+        table[key] = new
+
+
+def _stages_of_tensors(trained: Split) -> dict[str, set[int]]:
+    """Return name in the unsplit model -> the stages that have the tensor."""
+    stage_of = {child: stage for stage, child in enumerate(trained.names.values())}
+    stages: dict[int, set[int]] = {}
+    tensors = parameters_and_buffers(trained.flow.root)
+    for name in parameters_and_buffers(trained.module):
+        child, original = name.split(".")[0], trained.qualified_names.get(name, name)
+        if child in stage_of and original in tensors:
+            stages.setdefault(id(tensors[original]), set()).add(stage_of[child])
+    return {name: stages[id(tensor)] for name, tensor in tensors.items() if id(tensor) in stages}
+
+
+def _stages(gm: fx.GraphModule, homes: Mapping[str, set[int]]) -> dict[Node, int]:
+    """Return node -> its stage."""
+    flow, found = analyze(gm), dict[Node, int]()
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        before = (*node.all_input_nodes, *waits_for(flow, node))
+        least = max((found[n] for n in before if n in found), default=0)
+        read = [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]
+        allowed = [homes[name] for name in read if name in homes]
+        able = {stage for stage in set[int].intersection(*allowed) if stage >= least} if allowed else {least}
+        if not able:
+            raise PipelineError(
+                "SK801",
+                f"{node.name} reads {', '.join(read)}, and no stage from {least} on has them",
+                _REMEDY,
+                [node],
+            )
+        found[node] = min(able)
+    return found

@@ -1,0 +1,51 @@
+"""Refuses changes to stages that would have no effect, because the capture has fixed what they would change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import fx, nn
+
+from splitkit.errors import PipelineError
+
+
+class FixedAtCapture:
+    """The modes of the parts of a rank, and which of its parameters train, when the pipeline was made."""
+
+    def __init__(self, parts: Sequence[fx.GraphModule], parameters: Mapping[str, nn.Parameter]) -> None:
+        # Modules that a graph calls, as after symbolic_trace, follow their own mode.
+        self._modes = [(part, part.training) for part in parts if not part.graph.find_nodes(op="call_module")]
+        self._flags = {name: parameter.requires_grad for name, parameter in parameters.items()}
+
+    def require_modes(self) -> None:
+        """Refuse parts whose mode has changed.
+
+        Raises:
+            PipelineError: SK802.
+        """
+        for part, mode in self._modes:
+            if part.training != mode:
+                called = "train" if part.training else "eval"
+                raise PipelineError(
+                    "SK802",
+                    f"{called}() was called on a part, which changes nothing: dropout and BatchNorm are as captured",
+                    "Capture the model in the other mode, and run that with the same weights: "
+                    "pipe.evaluation(sk.capture(model.eval(), **inputs_of_one_microbatch)). Undo it with "
+                    f"{'eval' if part.training else 'train'}().",
+                )
+
+    def require_flags(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Refuse parameters whose ``requires_grad`` has changed: it decides which gradients cross borders.
+
+        Raises:
+            PipelineError: SK802.
+        """
+        for name, parameter in parameters.items():
+            if parameter.requires_grad != self._flags[name]:
+                raise PipelineError(
+                    "SK802",
+                    f"requires_grad of {name} is {parameter.requires_grad}, and was {self._flags[name]} when the "
+                    "pipeline was made: the other ranks do not know",
+                    "Tell all ranks: pipe.train_only(lambda name: ...).",
+                    [name],
+                )
