@@ -11,8 +11,6 @@ from launch import launch
 
 from splitkit.runtime.ranks.step_agreement import PipelineCall, _are_same, _described, _difference, _with_row
 
-OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
-
 
 @pytest.fixture(scope="module")
 def told() -> dict[str, dict[int, dict[str, Any]]]:
