@@ -119,6 +119,19 @@ def weights(rank: int) -> None:
     told("later", lambda: pipe.step(**batch()), pipe.steps)
 
 
+def replicas(rank: int) -> None:
+    """Two replicas of one stage, whose copies differ before they are sharded, and are no copies any more after that."""
+    gm = copy.deepcopy(CAPTURED[0][0])
+    plan = sk.plan(gm, sk.policies.Stages(2, replicas=(2,)), sk.costs.unit(gm))
+    pipe = pipeline(sk.split(gm, plan), "1f1b", COUNT, loss=loss)
+    changed = pipe.named_parameters()["layers.0.bias"].data
+    changed += rank
+    told("replica", lambda: pipe.step(**batch()))
+    changed -= rank
+    pipe.shard()
+    told("sharded", lambda: pipe.step(**batch()))
+
+
 def unequal(rank: int) -> None:
     """Ranks that cannot compare everything: weights on meta, stages of a folder, a stage without parameters."""
 
@@ -173,5 +186,5 @@ def main() -> None:
     dist.init_process_group(
         "gloo", init_method=os.environ["SPLITKIT_STORE"], rank=rank, world_size=2, timeout=timedelta(seconds=30),
     )  # fmt: skip
-    for run in (calls, weights, unequal, gone):
+    for run in (calls, weights, replicas, unequal, gone):
         run(rank)
