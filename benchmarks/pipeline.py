@@ -49,6 +49,7 @@ from torch.nn.functional import cross_entropy
 import splitkit as sk
 from splitkit.policies import AtMarkers, Stages
 from splitkit.runtime import pipeline
+from splitkit.runtime.ranks.digests import digest_of_tensors
 from splitkit.runtime.ranks.step_agreement import Agreed
 from splitkit.testing import models
 
@@ -348,6 +349,16 @@ def overhead_row(name: str, case: Case, microbatches: int, rounds: int) -> dict[
     }  # fmt: skip
 
 
+def digest_rate() -> float:
+    """Bytes a second of the digests by which ranks compare weights and batches."""
+    given, found = torch.randn(1 << 24), []
+    for _ in range(5):
+        start = time.thread_time()
+        digest_of_tensors([given])
+        found.append(given.nbytes / (time.thread_time() - start))
+    return statistics.median(found)
+
+
 def even(layers: int, width: int, rows: int) -> Case:
     x = torch.randn(rows, width)
     return Case(Even(layers, width), x, torch.randn_like(x), square, f"layers.{layers // 2}")
@@ -418,6 +429,7 @@ def main() -> None:
             for r in rows
             if "chain" in r["ratios"]
         },
+        "digest, GB/s of a core": digest_rate() / 1e9,
         "waited, at most": max((f["waited"] for r in rows for f in r["ratios"].values()), default=0.0),
     }
     if args.json:
