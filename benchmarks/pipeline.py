@@ -15,6 +15,8 @@ models    splitkit's stages (``Stages(2)`` at measured prices) against ``torch.d
           all is in the row.
 overhead  the same cut of the same modules by splitkit's chain and as a hand-written `PipelineStage` with its shapes
           given; and on modules that compute next to nothing, the microseconds that a microbatch takes more on a rank.
+          "not compared" is the chain without the comparison of the ranks at the start of a step, and the microseconds
+          of a step are those of that comparison.
 """
 
 from __future__ import annotations
@@ -47,6 +49,8 @@ from torch.nn.functional import cross_entropy
 import splitkit as sk
 from splitkit.policies import AtMarkers, Stages
 from splitkit.runtime import pipeline
+from splitkit.runtime.ranks.digests import digest_of_tensors
+from splitkit.runtime.ranks.step_agreement import Agreed
 from splitkit.testing import models
 
 RANKS = 2
@@ -200,12 +204,14 @@ class Prepared:
 
         return step
 
-    def of_splitkit(self, policy: Any, costs: Any = None) -> Maker:
-        """Splitkit's stages."""
+    def of_splitkit(self, policy: Any, costs: Any = None, compared: bool = True) -> Maker:
+        """Splitkit's stages; without the comparison of the ranks at the start of a step if not ``compared``."""
         split = sk.split(self.gm, policy, costs=costs)
 
         def made(rank: int) -> Step:
             pipe = pipeline(split, "1f1b", self.count, loss=self.case.loss)
+            if not compared:
+                pipe._agreement.begin = lambda prepare: (prepare()[1], Agreed(outputs=False, weights=False))
             parameters = pipe.parameters()
 
             def step() -> None:
@@ -326,13 +332,31 @@ def model_row(name: str, case: Case, microbatches: int, rounds: int) -> dict[str
 def overhead_row(name: str, case: Case, microbatches: int, rounds: int) -> dict[str, Any]:
     """The chain over stages by hand."""
     prepared = Prepared(case, microbatches)
-    times = run(
-        {"chain": prepared.of_splitkit(AtMarkers({case.half: "beginning"})), "by hand": prepared.by_hand()}, rounds
-    )
-    more = [(a - b) / microbatches for a, b in zip(times["chain"]["busy"], times["by hand"]["busy"], strict=True)]
+    half = AtMarkers({case.half: "beginning"})
+    makers = {
+        "chain": prepared.of_splitkit(half),
+        "not compared": prepared.of_splitkit(half, compared=False),
+        "by hand": prepared.by_hand(),
+    }
+    times = run(makers, rounds)
+
+    def more(other: str) -> float:
+        return 1e6 * statistics.median(a - b for a, b in zip(times["chain"]["busy"], times[other]["busy"], strict=True))
+
     return {
-        "model": name, "ratios": ratios(times, "by hand"), "more us a microbatch": 1e6 * statistics.median(more)
+        "model": name, "ratios": ratios(times, "by hand"), "more us a microbatch": more("by hand") / microbatches,
+        "us a step to compare": more("not compared"),
     }  # fmt: skip
+
+
+def digest_rate() -> float:
+    """Bytes a second of the digests by which ranks compare weights and batches."""
+    given, found = torch.randn(1 << 24), []
+    for _ in range(5):
+        start = time.thread_time()
+        digest_of_tensors([given])
+        found.append(given.nbytes / (time.thread_time() - start))
+    return statistics.median(found)
 
 
 def even(layers: int, width: int, rows: int) -> Case:
@@ -341,12 +365,23 @@ def even(layers: int, width: int, rows: int) -> Case:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    table = Table("model", "by", "step (s)", "step ratio", "busy (s)", "busy ratio", "waited", "us a microbatch more")
+    table = Table(
+        "model",
+        "by",
+        "step (s)",
+        "step ratio",
+        "busy (s)",
+        "busy ratio",
+        "waited",
+        "us a microbatch more",
+        "us to compare",
+    )
     for row in rows:
         for name, found in row["ratios"].items():
             cells = [f"{found[what][key]:.4f}" for what in ("step", "busy") for key in ("seconds", "ratio")]
             more = f"{row['more us a microbatch']:.0f}" if "more us a microbatch" in row else ""
-            table.add_row(row["model"], name, *cells, f"{found['waited']:.0%}", more)
+            compare = f"{row['us a step to compare']:.0f}" if "us a step to compare" in row else ""
+            table.add_row(row["model"], name, *cells, f"{found['waited']:.0%}", more, compare)
     Console(width=140).print(table)
     for row in rows:
         if "torch cannot" in row:
@@ -389,6 +424,12 @@ def main() -> None:
         "overhead of the chain, busy": {
             r["model"]: r["ratios"]["chain"]["busy"]["ratio"] - 1 for r in rows if "chain" in r["ratios"]
         },
+        "of it to compare the ranks, busy": {
+            r["model"]: r["ratios"]["chain"]["busy"]["ratio"] - r["ratios"]["not compared"]["busy"]["ratio"]
+            for r in rows
+            if "chain" in r["ratios"]
+        },
+        "digest, GB/s of a core": digest_rate() / 1e9,
         "waited, at most": max((f["waited"] for r in rows for f in r["ratios"].values()), default=0.0),
     }
     if args.json:

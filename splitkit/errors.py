@@ -76,7 +76,7 @@ CODES: dict[str, str] = {
     "SK801": "the split cannot run on several ranks",
     "SK802": "a step was given arguments that the pipeline cannot use",
     "SK803": "a value at a border differs from the plan",
-    "SK804": "the ranks differ in graph, plan, code or arguments",
+    "SK804": "the ranks differ in graph, plan, code, arguments, weights, calls or batches",
     "SK805": "a rank of the pipeline failed",
     "SK806": "this version of torch cannot run it",
     "SK807": "the parts cannot be put on these devices",

@@ -9,6 +9,7 @@ depend on the order of their terms, so the digest is the same on every device an
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -59,12 +60,14 @@ def digest_of_text(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), signed=True) | 1
 
 
-def digest_of_tensors(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return a digest of the elements of several tensors on one device, as an ``int64`` other than 0 on it."""
+def digest_of_tensors(tensors: Sequence[torch.Tensor]) -> int:
+    """Return a digest of the elements of several tensors as an ``int64`` other than 0. It waits once for a device."""
     if not tensors:
-        return torch.ones((), dtype=torch.int64)
+        return 1
     found = [content_of(tensor) for tensor in tensors]
-    return (found[0] if len(found) == 1 else content_of(torch.stack(found))) | 1
+    if len(found) > 1:
+        found = [content_of(torch.stack([each.to(found[0].device) for each in found]))]
+    return int(found[0]) | 1
 
 
 def _form(leaf: Any) -> str:

@@ -96,7 +96,8 @@ def pipeline(
         seed: the seed of random numbers, see `Pipeline.seed_of`.
 
     Raises:
-        PipelineError: SK801 for a split that cannot run on several ranks, SK804 if the ranks do not run the same.
+        PipelineError: SK801 for a split that cannot run on several ranks, SK804 if the ranks do not run the same, or
+            hold different weights: seed them alike before you make the model.
         ScheduleError: SK330 if the schedule does not allow these numbers of stages, ranks and microbatches. An order
             that would deadlock is refused when it is made (SK331).
     """
@@ -187,7 +188,8 @@ class Pipeline(StageTensors):
             args: the inputs of the model, with all microbatches concatenated in dimension 0; an input with the shape of
                 one microbatch goes to each of them. A graph captured with ``dynamic=True`` takes other sizes than were
                 captured, and shares the rows out as evenly as possible.
-            target: the target for the loss, as ``args``; if the model has an input of that name, that input.
+            target: the target for the loss, as ``args``; if the model has an input of that name, that input. Ranks
+                without the last stage may leave it out.
             outputs: whether to return the model's outputs. If no rank asks for them in the first step, values that the
                 loss does not need are never sent, and later steps cannot return them.
             microbatches: the keyword inputs of each microbatch, in place of ``args`` and ``kwargs``, if you split the
@@ -198,9 +200,10 @@ class Pipeline(StageTensors):
             kwargs: keyword inputs, as ``args``.
 
         Raises:
-            PipelineError: SK802 for inputs that do not fit, before anything runs; SK803 for a value at a border with
-                another dtype or shape than captured; SK805 if this rank or another one failed; SK806 for what this
-                version of torch cannot run.
+            PipelineError: SK802 for inputs that do not fit, and SK804 if the ranks do not make the same call with the
+                same batch, on all ranks before anything runs; SK803 for a value at a border with another dtype or shape
+                than captured; SK805 if this rank or another one failed; SK806 for what this version of torch cannot
+                run.
         """
         kwargs, target = self.with_target({**kwargs, "microbatches": microbatches}, target)
         batch = self._run(True, args, kwargs, target, outputs, loss_everywhere)

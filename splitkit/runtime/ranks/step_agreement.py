@@ -85,15 +85,15 @@ class StepAgreement:
             Exception: the error of ``prepare`` on the rank that raised it. The other ranks raise it as a
                 `PipelineError` that names the rank, SK805 if it has no code.
         """
-        made, failed = _attempt(lambda: self._with_row(*prepare()))
-        own, call, prepared = made or (torch.tensor(_REFUSAL, device=self._device), None, None)
+        made, failed = _attempt(lambda: _with_row(*prepare()))
+        own, call, prepared = made or (_REFUSAL, None, None)
         with naming_lost_ranks(self._progress, "waited for all ranks to begin the call"):
             rows = self._rows(own)
             refused, outputs, weights = (any(row[i] for row in rows) for i in range(_FLAGS))
             if not refused and _are_same(rows):
                 return cast(T, prepared), Agreed(outputs, weights)
             told = from_every((_told(failed), _described(call)), self._group)
-        _raise_first([error for error, _ in told], failed)
+        _raise_first([error for error, _ in told], failed, "refused the call")
         raise _difference([described for _, described in told])
 
     def together(self, make: Callable[[], Any]) -> Any:
@@ -101,24 +101,21 @@ class StepAgreement:
         made, failed = _attempt(make)
         with naming_lost_ranks(self._progress, "waited for all ranks to prepare their stages"):
             errors = from_every(_told(failed), self._group)
-        _raise_first(errors, failed)
+        _raise_first(errors, failed, "could not prepare its stages")
         return made
 
-    def _rows(self, own: torch.Tensor) -> list[list[int]]:
-        """Return the row of each rank."""
-        every = own.new_empty(dist.get_world_size(self._group) * len(own))
-        dist.all_gather_into_tensor(every, own, group=self._group)
-        rows: list[list[int]] = every.view(-1, len(own)).tolist()
+    def _rows(self, own: Sequence[int]) -> list[list[int]]:
+        """Return the row of each rank: the sum of tables in which each rank fills its row only."""
+        every = [[0] * len(own) for _ in range(dist.get_world_size(self._group))]
+        every[self._progress.replicas.rank] = list(own)
+        table = torch.tensor(every, dtype=torch.int64, device=self._device)
+        dist.all_reduce(table, group=self._group)
+        rows: list[list[int]] = table.tolist()
         return rows
 
-    def _with_row(self, call: PipelineCall, prepared: T) -> tuple[torch.Tensor, PipelineCall, T]:
-        """Return the row of a call before it. Contents are digested where they are, and nothing waits for them here."""
-        batch = (call.inputs, call.targets)
-        forms = [digest_of_text(str(_forms(given))) if given else 0 for given in batch]
-        known = [0, call.outputs, call.weights, 1 + _KINDS.index(call.kind), 1 + call.number, *forms]
-        contents = [digest_of_tensors(leaf_tensors(dict(given))).to(self._device) * bool(given) for given in batch]
-        row = torch.cat([torch.tensor(known, dtype=torch.int64, device=self._device), torch.stack(contents)])
-        return row, call, prepared
+
+_Told = tuple[str, str, str, tuple[str, ...]]
+"""Code, reason, remedy and nodes of an error, for the other ranks."""
 
 
 class _Described(NamedTuple):
@@ -136,6 +133,15 @@ def _attempt(make: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error
 
 
+def _with_row(call: PipelineCall, prepared: T) -> tuple[list[int], PipelineCall, T]:
+    """Return the row of a call before it."""
+    batch = (call.inputs, call.targets)
+    forms = [digest_of_text(str(_forms(given))) if given else 0 for given in batch]
+    contents = [digest_of_tensors(leaf_tensors(dict(given))) if given else 0 for given in batch]
+    row = [0, call.outputs, call.weights, 1 + _KINDS.index(call.kind), 1 + call.number, *forms, *contents]
+    return row, call, prepared
+
+
 def _forms(given: Mapping[str, Any]) -> dict[str, str]:
     return {name: form_of(value) for name, value in given.items()}
 
@@ -150,12 +156,11 @@ def _described(call: PipelineCall | None) -> _Described | None:
         return None
     given = {**call.inputs, **call.targets}
     forms = _forms(given)
-    contents = {name: int(digest_of_tensors(leaf_tensors(value))) for name, value in given.items()}
+    contents = {name: digest_of_tensors(leaf_tensors(value)) for name, value in given.items()}
     return _Described(call.kind, call.number, {name: (forms[name], contents[name]) for name in given})
 
 
-def _told(failed: Exception | None) -> tuple[str, str, str, tuple[str, ...]] | None:
-    """Return code, reason, remedy and nodes of an error for the other ranks."""
+def _told(failed: Exception | None) -> _Told | None:
     if failed is None:
         return None
     if isinstance(failed, SplitError):
@@ -163,14 +168,14 @@ def _told(failed: Exception | None) -> tuple[str, str, str, tuple[str, ...]] | N
     return "SK805", f"{type(failed).__name__}: {failed}", "Look at the messages of that rank.", ()
 
 
-def _raise_first(errors: Sequence[tuple[str, str, str, tuple[str, ...]] | None], own: Exception | None) -> None:
+def _raise_first(errors: Sequence[_Told | None], own: Exception | None, did: str) -> None:
     """Raise the error of this rank, else the first one of another rank, if there is one."""
     if own is not None:
         raise own
     for rank, error in enumerate(errors):
         if error is not None:
             code, reason, remedy, nodes = error
-            raise PipelineError(code, f"rank {rank} refused the call, and no rank ran it: {reason}", remedy, nodes)
+            raise PipelineError(code, f"rank {rank} {did}: {reason}", remedy, nodes)
 
 
 def _difference(calls: Sequence[_Described | None]) -> PipelineError:
@@ -189,9 +194,7 @@ def _difference(calls: Sequence[_Described | None]) -> PipelineError:
             for n, of in given.items()
         ),
         *(
-            differs(
-                {rank: digest for rank, (_, digest) in of.items()}, f"{n} has other values on {{1}} than on rank {{3}}"
-            )
+            differs({rank: digest for rank, (_, digest) in of.items()}, f"{n} has other values on {{1}} than on {{3}}")
             for n, of in given.items()
         ),
     ]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from splitkit.errors import PipelineError
 from splitkit.graph.storages import parameters_and_buffers
-from splitkit.runtime.ranks.digests import content_of, form_of
+from splitkit.runtime.ranks.digests import digest_of_tensors, form_of
 from splitkit.runtime.ranks.rank_agreement import differs, from_every, ranks_text
 from splitkit.runtime.ranks.stage_chain import Chain
 
@@ -75,7 +75,7 @@ def _by_one_name(chain: Chain, held: Mapping[str, torch.Tensor]) -> dict[str, to
 
 def _require_same(held: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None, remedy: str) -> None:
     holders = Counter(name for names in from_every(list(held), group) for name in names)
-    own = {name: (_form(t), int(content_of(t))) for name, t in held.items() if holders[name] > 1}
+    own = {name: (_form(t), digest_of_tensors([t])) for name, t in held.items() if holders[name] > 1}
     every = from_every(own, group)
     names = dict.fromkeys(name for digests in every for name in digests)
     found = {name: {rank: digests[name] for rank, digests in enumerate(every) if name in digests} for name in names}
