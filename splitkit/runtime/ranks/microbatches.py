@@ -21,6 +21,8 @@ class BatchSplitter:
     def __init__(self, chain: Chain, microbatches: int, device: torch.device) -> None:
         self._binder, self._count, self._device = input_binder(chain.split.module), microbatches, device
         self._wanted, self._sizes = chain.facts.inputs, chain.facts.sizes
+        shapes = self._sizes.inputs.items()
+        self._by_rows = [name for name, shape in shapes if shape and shape[0] in self._sizes.rows]
 
     def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the inputs of each microbatch, by the names that they have in the graph.
@@ -135,8 +137,7 @@ class BatchSplitter:
         """Whether symbolic sizes differ from those at capture: in some input, or because no input is a whole batch."""
         if not self._sizes.inputs or not all(self._is_captured(name, value) for name, value in values.items()):
             return bool(self._sizes.inputs)
-        by_rows = [name for name, shape in self._sizes.inputs.items() if shape and shape[0] in self._sizes.rows]
-        whole = [list(values[name].shape) == self._whole(self._wanted[name]) for name in by_rows]
+        whole = [list(values[name].shape) == self._whole(self._wanted[name]) for name in self._by_rows]
         return bool(whole) and not any(whole)
 
     def _is_captured(self, name: str, value: Any) -> bool:
@@ -166,16 +167,21 @@ class BatchSplitter:
     def _shared_out(self, values: Mapping[str, Any]) -> list[dict[str, int]]:
         """Return the sizes of each microbatch, with the rows shared out as evenly as possible.
 
+        Inputs that had other rows than the first one at capture, and have as many again, are no part of the batch.
+
         Raises:
             PipelineError: SK802 if inputs have different numbers of rows, or fewer than there are microbatches.
         """
         known = self._sizes
         rest = [zip(shape[1:], values[name].shape[1:], strict=False) for name, shape in known.inputs.items()]
         others = {**known.captured, **{size: n for sizes in rest for size, n in sizes if isinstance(size, str)}}
-        by_rows = {name: shape[0] for name, shape in known.inputs.items() if shape and shape[0] in known.rows}
-        counts = {name: values[name].shape[0] if values[name].dim() else 0 for name in by_rows}
-        at_capture = {known.captured[str(symbol)] for symbol in by_rows.values()}
-        if len(set(counts.values())) > 1 or len(at_capture) > 1:
+        at_capture = [(name, str(known.inputs[name][0])) for name in self._by_rows]
+        counts, symbols = dict[str, int](), dict[str, None]()
+        for name, symbol in at_capture:
+            found, captured = values[name].shape[:1].numel(), known.captured[symbol]
+            if captured == known.captured[at_capture[0][1]] or found != captured:
+                counts[name], symbols[symbol] = found, None
+        if len(set(counts.values())) > 1:
             listed = ", ".join(f"{name} {rows}" for name, rows in counts.items())
             raise PipelineError(
                 "SK802",
@@ -192,7 +198,7 @@ class BatchSplitter:
                 sorted(counts),
             )
         each = [total // self._count + (i < total % self._count) for i in range(self._count)]
-        return [{**others, **dict.fromkeys(known.rows, rows)} for rows in each]
+        return [{**others, **dict.fromkeys(symbols, rows)} for rows in each]
 
     def _sized(self, name: str, value: Any, sizes: Sequence[Mapping[str, int]]) -> list[Any]:
         """Return the value of each microbatch for an input of a graph with symbolic sizes."""
