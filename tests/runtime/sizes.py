@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import sys
+import tempfile
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -14,11 +15,12 @@ import torch
 import torch.distributed as dist
 from same_as_whole import TINY, start
 from torch import fx, nn
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import splitkit as sk
 from splitkit.errors import PipelineError
-from splitkit.runtime import pipeline
+from splitkit.runtime import form_output, open_stages, pipeline, reduced_ties, save_stages, stage
+from splitkit.runtime.folder.load import StageFolder
 from splitkit.testing import models
 from splitkit.testing.pipeline_check import UnsplitModel, gradient_of, relative_difference
 
@@ -60,7 +62,7 @@ def captured(name: str, drops: bool) -> fx.GraphModule:
     return sk.capture(copy.deepcopy(model_of(name, drops)), dynamic=True, **batch_of(name, 2, 8, 0))
 
 
-PREPARED: list[tuple[dict[str, Any], sk.Split]] = []
+PREPARED: list[tuple[dict[str, Any], sk.Split | StageFolder]] = []
 
 
 def prepare() -> None:
@@ -71,10 +73,34 @@ def prepare() -> None:
         plan = sk.plan(gm, sk.policies.Stages(case["stages"]), sk.costs.flops(gm))
         counts = zip(plan.parts.items(), case["replicas"], strict=True)
         parts = {key: replace(part, replicas=count) for (key, part), count in counts}
-        PREPARED.append((case, sk.split(gm, replace(plan, parts=parts))))
+        split = sk.split(gm, replace(plan, parts=parts))
+        if case["by"] == "folder":
+            with tempfile.TemporaryDirectory() as folder:
+                save_stages(split, folder)
+                PREPARED.append((case, held := open_stages(folder)))
+                held.load(range(case["stages"]))
+        else:
+            PREPARED.append((case, split))
 
 
-def run(case: dict[str, Any], split: sk.Split) -> dict[str, Any]:
+def by_torch(case: dict[str, Any], split: sk.Split | StageFolder) -> dict[str, Any]:
+    """Torch's own schedule on the stages of a graph with symbolic sizes, at the sizes of the capture."""
+    batch, count = batch_of(case["model"], 8, 8, 0), case["microbatches"]
+    whole, own, losses = copy.deepcopy(model_of(case["model"], False)), stage(split, dist.get_rank()), []
+    schedule = Schedule1F1B(own, count, loss_fn=lambda out, _: form_output(own, out)["loss"])
+    with reduced_ties(own):
+        number = torch.arange(count) if dist.get_rank() else None
+        schedule.step(**batch, target=number, losses=losses, return_outputs=False)
+    whole(**batch)["loss"].backward()
+    known = {name: gradient_of(t) for name, t in whole.named_parameters()}
+    names, largest = split.qualified_names, max(float(g.abs().max()) for g in known.values())
+    child = split.names[tuple(split.parts)[dist.get_rank()]]
+    held = split.module.get_submodule(child).named_parameters(child)
+    apart = [relative_difference(gradient_of(t), known[names[name]], 1e-3 * largest) for name, t in held]
+    return {"seen": apart}
+
+
+def run(case: dict[str, Any], split: sk.Split | StageFolder) -> dict[str, Any]:
     name, count = case["model"], case["microbatches"]
     pipe = pipeline(split, case["schedule"], count, seed=7)
     beside = UnsplitModel(pipe) if case["drops"] else None
@@ -123,5 +149,6 @@ def main() -> None:
     start()
     for case, split in PREPARED:
         if case["ranks"] == dist.get_world_size():
-            print(json.dumps(case | run(case, split) | {"rank": dist.get_rank()}), flush=True)
+            found = by_torch(case, split) if case["by"] == "torch" else run(case, split)
+            print(json.dumps(case | found | {"rank": dist.get_rank()}), flush=True)
     dist.destroy_process_group()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 import torch
 from torch import nn
@@ -11,10 +13,40 @@ from splitkit.errors import PipelineError
 from splitkit.runtime.ranks.microbatches import BatchSplitter
 from splitkit.runtime.ranks.stage_chain import chain_of
 
+CPU = torch.device("cpu")
+
+
+def splitter(model: nn.Module, count: int, dynamic: bool, **inputs: torch.Tensor) -> BatchSplitter:
+    gm = sk.capture(model, dynamic=dynamic, **inputs)
+    return BatchSplitter(chain_of(sk.split(gm, sk.policies.Stages(1))), count, CPU)
+
 
 def inputs(dynamic: bool = False) -> BatchSplitter:
     gm = sk.capture(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4), dynamic=dynamic)
-    return BatchSplitter(chain_of(sk.split(gm, {"linear": 0, "tanh": 1})), 3, torch.device("cpu"))
+    return BatchSplitter(chain_of(sk.split(gm, {"linear": 0, "tanh": 1})), 3, CPU)
+
+
+class Tokens(nn.Module):
+    """Rows and a length that vary, a position for each column, a table of fixed size and rows of one."""
+
+    def forward(self, ids, labels, position, table, one):
+        x = table[ids] + position.unsqueeze(-1) + one
+        return (x.sum(-1) - labels).square().mean()
+
+
+def tokens(rows: int, length: int, one: int = 1) -> dict[str, torch.Tensor]:
+    return {
+        "ids": torch.randint(5, (rows, length)),
+        "labels": torch.randn(rows, length),
+        "position": torch.randn(length),
+        "table": torch.randn(5, 3),
+        "one": torch.randn(one, length, 3),
+    }
+
+
+@pytest.fixture(scope="module")
+def three() -> BatchSplitter:
+    return splitter(Tokens(), 3, True, **tokens(2, 7))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -24,13 +56,78 @@ def test_a_batch_is_as_many_microbatches_as_captured(dynamic):
     assert torch.equal(torch.cat(found), x) and [len(t) for t in found] == [2, 2, 2]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("rows", [5, 7, 9])
-def test_a_last_microbatch_of_another_size_is_refused_with_the_sizes_that_work(rows, dynamic):
-    """Also where the graph would take it: what goes over a border has the size that was captured."""
+def test_a_last_microbatch_of_another_size_is_refused_with_the_sizes_that_work(rows):
     with pytest.raises(PipelineError, match=rf"SK802: input is float32\[{rows}, 4\]") as error:
-        inputs(dynamic).split([torch.randn(rows, 4)], {})
-    assert error.value.remedy == "Give float32[6, 4]: 3 microbatches of [2, 4], as captured."
+        inputs().split([torch.randn(rows, 4)], {})
+    assert error.value.remedy.startswith("Give float32[6, 4]: 3 microbatches of [2, 4], as captured.")
+    assert "dynamic=True" in error.value.remedy and "drop_last=True" in error.value.remedy
+
+
+@pytest.mark.parametrize(("rows", "each"), [(7, [3, 2, 2]), (8, [3, 3, 2]), (9, [3, 3, 3]), (15, [5, 5, 5])])
+def test_symbolic_rows_are_shared_out_evenly_and_weighted(rows, each):
+    x, cut = torch.randn(rows, 4), inputs(dynamic=True)
+    made = cut.split([x], {})
+    assert torch.equal(torch.cat([m["input"] for m in made]), x) and [len(m["input"]) for m in made] == each
+    sizes = cut.sizes(made)
+    assert list(sizes.rows) == each and sizes.shares == [Fraction(n, rows) for n in each]
+    losses = torch.stack([m["input"].sum(1).mean() for m in made])
+    assert torch.allclose(sizes.mean(losses), x.sum(1).mean())
+
+
+def test_other_inputs_than_rows_go_to_each_microbatch(three):
+    batch = tokens(8, 11)
+    made = three.split([], batch)
+    assert [m["ids"].shape for m in made] == [(3, 11), (3, 11), (2, 11)]
+    assert torch.equal(torch.cat([m["labels"] for m in made]), batch["labels"])
+    assert all(torch.equal(m[name], batch[name]) for m in made for name in ("position", "table", "one"))
+    rows = three.split([], tokens(9, 11, one=3))
+    assert [m["one"].shape for m in rows] == [(1, 11, 3)] * 3
+
+
+def test_a_batch_as_small_as_a_microbatch_is_shared_out_too(three):
+    """Where sizes are fixed, it goes to each of them."""
+    two = splitter(Tokens(), 2, True, **tokens(4, 7))
+    assert [len(m["ids"]) for m in two.split([], tokens(4, 7))] == [2, 2]
+    with pytest.raises(PipelineError, match="SK802: ids has 2 rows for 3 microbatches") as error:
+        three.split([], tokens(2, 7))
+    assert "Give 3 rows or more" in error.value.remedy and "drop_last" in error.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"labels": torch.randn(7, 7)}, "different numbers of rows: ids 8, labels 7"),
+        ({"labels": torch.randn(8, 6)}, r"labels.*\[8, 6\]"),
+        ({"position": torch.randn(9)}, r"position is float32\[9\]"),
+        ({"table": torch.randn(6, 3)}, "different numbers of rows: ids 8, labels 8, table 6"),
+        ({"ids": torch.randn(8, 7)}, r"ids is float32\[8, 7\]"),
+        ({"ids": None}, "ids is a NoneType"),
+    ],
+)
+def test_sizes_that_do_not_fit_together_are_refused(three, change, says):
+    with pytest.raises(PipelineError, match=f"SK802: .*{says}"):
+        three.sizes(three.split([], tokens(8, 7) | change))
+
+
+def test_sizes_that_the_graph_does_not_allow_are_refused(three):
+    """Export fixes what differs for 0 and 1, so a microbatch has two rows or more."""
+    with pytest.raises(PipelineError, match=r"SK802: ids\.shape\[0\] is 1 in a microbatch") as error:
+        three.sizes(three.split([], tokens(5, 7)))
+    assert "Give 2 rows or more for each microbatch" in error.value.remedy
+    halves = splitter(Halves(), 2, True, x=torch.randn(2, 8))
+    assert [m["x"].shape for m in halves.split([], {"x": torch.randn(6, 12)})] == [(3, 12)] * 2
+    for length in (11, 34):
+        with pytest.raises(PipelineError, match=r"SK802: .*x\.shape\[1\]"):
+            halves.sizes(halves.split([], {"x": torch.randn(4, length)}))
+
+
+class Halves(nn.Module):
+    """An even length of at most 32."""
+
+    def forward(self, x):
+        torch._check(x.shape[1] <= 32)
+        return x.view(x.shape[0], -1, 2).sum()
 
 
 def test_what_has_the_shape_of_a_microbatch_goes_to_each():
@@ -38,8 +135,29 @@ def test_what_has_the_shape_of_a_microbatch_goes_to_each():
     assert all(torch.equal(made["input"], x) for made in inputs().split([x], {}))
 
 
-def test_a_target_that_does_not_divide_is_refused():
-    assert inputs().targets(torch.arange(6))[1].tolist() == [2, 3]
+def test_microbatches_may_be_given_with_sizes_of_their_own(three):
+    given = [tokens(2, 5), tokens(4, 9), tokens(3, 5)]
+    made = three.given(given)
+    assert all(torch.equal(m[name], g[name]) for m, g in zip(made, given, strict=True) for name in g)
+    assert three.sizes(made).rows == (2, 4, 3)
+    with pytest.raises(PipelineError, match="SK802: 2 microbatches are given, and a step has 3"):
+        three.given(given[:2])
+    with pytest.raises(PipelineError, match=r"SK802: labels is \[2, 6\] in a microbatch"):
+        three.sizes(three.given([*given[:2], tokens(2, 5) | {"labels": torch.randn(2, 6)}]))
+    fixed = inputs()
+    assert len(fixed.given([{"input": torch.randn(2, 4)}] * 3)) == 3
+    with pytest.raises(PipelineError, match=r"SK802: input is float32\[3, 4\]"):
+        fixed.given([{"input": torch.randn(3, 4)}] * 3)
+
+
+def test_a_target_is_cut_like_the_rows():
+    assert inputs().targets(torch.arange(6), (2, 2, 2))[1].tolist() == [2, 3]
+    assert [len(t) for t in inputs(True).targets(torch.arange(14), (3, 2, 2))] == [6, 4, 4]
     with pytest.raises(PipelineError, match="SK802: the target has 5 rows for 3 microbatches") as error:
-        inputs().targets(torch.arange(5))
+        inputs().targets(torch.arange(5), (2, 2, 2))
     assert "multiple of 3" in error.value.remedy
+    with pytest.raises(PipelineError, match="SK802: the target has 6 rows for 3 microbatches of 3, 2, 2 rows"):
+        inputs(True).targets(torch.arange(6), (3, 2, 2))
+    assert inputs().given_targets([1, 2, 3]) == [1, 2, 3] and inputs().given_targets(None) == [None] * 3
+    with pytest.raises(PipelineError, match="SK802: 2 targets for 3 microbatches"):
+        inputs().given_targets([1, 2])

@@ -1,4 +1,4 @@
-"""Pipelines of a graph with symbolic sizes train batches of many sizes as the model itself does, under each schedule."""
+"""Pipelines of a graph with symbolic sizes train batches of many sizes as the model itself does."""
 
 from __future__ import annotations
 
@@ -32,23 +32,27 @@ PAIRS = {
 def case(model: str, schedule: str, stages: int, **more: Any) -> dict[str, Any]:
     made = {"model": model, "schedule": schedule, "stages": stages, "ranks": 2, "microbatches": 4}
     # With dropout the RNG state travels too, and the unsplit graph runs the same microbatches instead.
-    return made | {"drops": model == "gpt2", "replicas": [1] * stages, "batches": BATCHES} | more
+    return made | {"drops": model == "gpt2", "replicas": [1] * stages, "batches": BATCHES, "by": ""} | more
 
 
 CASES = [case(m, s, n) for m in MODELS for s, n in SCHEDULES if s in PAIRS[m]]
 if not OLD:
+    CASES.append(case("t5", "1f1b", 2, by="folder"))
     CASES.append(case("plain", "1f1b", 1, replicas=[2]))
     CASES.append(case("plain", "1f1b", 2, replicas=[2, 1], ranks=3))
 
 
+BY_TORCH = [] if OLD else [case("llama", "1f1b", 2, by="torch")]
+
+
 def named(case: dict[str, Any]) -> str:
-    return f"{case['model']}-{case['stages']}-{case['schedule']}-{case['drops']}-{case['replicas']}"
+    return f"{case['model']}-{case['schedule']}-x{','.join(map(str, case['replicas']))}{case['by']}"
 
 
 @pytest.fixture(scope="module")
 def ran() -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
-    for line in launch("runtime/sizes.py", "2,3", json.dumps(CASES)):
+    for line in launch("runtime/sizes.py", "2,3", json.dumps(CASES + BY_TORCH)):
         found.setdefault(named(line), []).append(line)
     return found
 
@@ -70,3 +74,9 @@ def test_loss_and_gradients_are_those_of_the_model_on_the_whole_batch(ran, case)
 def test_stages_for_other_sizes_are_freed_at_once(ran, case):
     """Up to torch 2.14 they hold what they receive into: one set for training and one for inference are left."""
     assert all(line["live"] == 2 * line["own"] for line in ran[named(case)])
+
+
+@pytest.mark.parametrize("case", BY_TORCH, ids=map(named, BY_TORCH))
+def test_torch_s_own_schedule_runs_the_captured_sizes(ran, case):
+    lines = ran[named(case)]
+    assert len(lines) == 2 and all(line["seen"] and max(line["seen"]) <= 5e-6 for line in lines)

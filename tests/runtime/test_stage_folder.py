@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -243,6 +244,41 @@ CODE = [
     ("get_attr", "__class__", []),
     ("call_module", "conv", []),
 ]
+
+
+@pytest.fixture(scope="module")
+def sized(tmp_path_factory):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    split = sk.split(sk.capture(model, torch.randn(2, 4), dynamic=True), {"linear": 0, "tanh": 1, "linear_1": 1})
+    folder = tmp_path_factory.mktemp("sized") / "stages"
+    save_stages(split, folder)
+    return split, folder
+
+
+def test_symbolic_sizes_are_read_as_they_were_written(sized):
+    written, read = chain_of(sized[0]).facts, open_stages(sized[1]).chain.facts
+    assert read.sizes == written.sizes and list(read.sizes.inputs) == ["input"] and read.sizes.captured
+    assert read.values["submod_0"].shape == written.values["submod_0"].shape != ()
+
+
+SIZES = [
+    (["facts", "sizes", "inputs", "input"], [["os.system", 1], 4], r"inputs\.input\[0\]"),
+    (["facts", "sizes", "inputs", "input"], ["s999", 4], r"inputs\.input\[0\]"),
+    (["facts", "sizes", "inputs", "input"], [[], 4], r"inputs\.input\[0\]"),
+    (["facts", "sizes", "captured"], {"s1": -1}, r"captured\.s1"),
+    (["facts", "sizes", "ranges"], {"s1": [2]}, r"ranges\.s1"),
+    (["facts", "sizes", "guards"], [None], r"guards\[0\]"),
+    (["facts", "values", "submod_0", "sizes"], [2], r"values\.submod_0\.sizes"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "says"), SIZES, ids=[f"{p[-1]}-{v}" for p, v, _ in SIZES])
+def test_damaged_sizes_are_refused_by_field(sized, tmp_path, path, value, says):
+    folder = tmp_path / "stages"
+    shutil.copytree(sized[1], folder)
+    edited(folder / "manifest.json", path, value)
+    with pytest.raises(FileError, match=rf"SK505: manifest\.json is damaged: .*{says}"):
+        _ = open_stages(folder).chain
 
 
 @pytest.mark.parametrize(("op", "target", "args"), CODE, ids=[target for _, target, _ in CODE])
