@@ -70,7 +70,12 @@ def same(name: str, count: str) -> dict[str, Any]:
     theirs = {name: t for name, t in theirs.items() if name in mine}
     worst = max(theirs, key=lambda name: apart(mine[name], theirs[name]))
     devices = {str(t.device) for t in placed.state_dict().values()}
-    return {"apart": apart(mine[worst], theirs[worst]), "worst": worst, "devices": len(devices), "compared": len(theirs)}
+    return {
+        "apart": apart(mine[worst], theirs[worst]),
+        "worst": worst,
+        "devices": len(devices),
+        "compared": len(theirs),
+    }
 
 
 class Tied(nn.Module):

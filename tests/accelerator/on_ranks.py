@@ -23,7 +23,7 @@ from splitkit.runtime.devices import accelerators
 from splitkit.runtime.ranks import rank_device, rng_state
 from splitkit.testing import models
 
-SIZES = {"layers": 4, "width": 32, "heads": 2, "batch": 2}
+SIZES = {"layers": 2, "width": 32, "heads": 2, "batch": 2}
 TEXT = {**SIZES, "vocab": 64, "seq": 8}
 
 

@@ -333,4 +333,3 @@ class Pipeline:
     def _share(self) -> range:
         """The microbatches of this replica."""
         return self.replicas.share(self.microbatches)
-

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.fx import map_arg
 
