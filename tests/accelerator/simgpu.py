@@ -49,7 +49,7 @@ def built() -> Path:
     folder = Path(tempfile.gettempdir()) / f"splitkit-simgpu-{os.getuid()}-{hashlib.sha256(given).hexdigest()[:16]}"
     folder.mkdir(exist_ok=True, mode=0o700)
     library = folder / "simgpu.so"
-    with open(folder / "lock", "w") as lock:
+    with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             made = folder / "made.so"
@@ -80,6 +80,8 @@ def _module() -> types.ModuleType:
         "manual_seed_all": lambda seed: [ops.seed(i, seed) for i in range(ops.count())],
         "get_rng_state": lambda device=TYPE: ops.state(index(device)),
         "set_rng_state": lambda state, device=TYPE: ops.set_state(state, index(device)),
+        "current_stream": lambda device=None: torch.accelerator.current_stream(index(device)),
+        "stream": lambda stream: stream,
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
     }
     for name, function in given.items():

@@ -21,10 +21,11 @@ def accelerator_type() -> str:
 def with_index(device: torch.device | str) -> torch.device:
     """Return the device with an index: ``cuda`` means the current CUDA device, ``cpu`` is ``cpu:0``."""
     found = torch.device(device)
-    if found.index is not None or found.type == "meta":
-        return found
-    here = found.type == accelerator_type()
-    return torch.device(found.type, torch.accelerator.current_device_index() if here else 0)
+    index: Any = found.index
+    if index is None and found.type != "meta":
+        here = found.type == accelerator_type()
+        return torch.device(found.type, torch.accelerator.current_device_index() if here else 0)
+    return found
 
 
 def same_device(a: torch.device, b: torch.device) -> bool:
@@ -68,7 +69,7 @@ def current(device: torch.device) -> AbstractContextManager[None]:
     """Make an accelerator's device the current one in a ``with`` block: custom kernels launch on that."""
     if device.type == "cpu" or device.type != accelerator_type():
         return nullcontext()
-    found: Any = torch.accelerator.device_index(with_index(device).index)
+    found: AbstractContextManager[None] = torch.accelerator.device_index(with_index(device).index)
     return found
 
 

@@ -47,10 +47,10 @@ def follow_device(gm: fx.GraphModule, device: torch.device, captured: frozenset[
         if new != (node.target, node.args, node.kwargs):
             node.target, node.args, node.kwargs = new
             changed = True
-        if node.op == "get_attr" and isinstance(inner := attribute(gm, str(node.target)), fx.GraphModule):
-            if names_devices(inner, device, captured):
-                owner, _, name = str(node.target).rpartition(".")
-                setattr(gm.get_submodule(owner), name, graph_on_device(inner, device, captured))
+        inner = attribute(gm, str(node.target)) if node.op == "get_attr" else None
+        if isinstance(inner, fx.GraphModule) and names_devices(inner, device, captured):
+            owner, _, name = str(node.target).rpartition(".")
+            setattr(gm.get_submodule(owner), name, graph_on_device(inner, device, captured))
     if changed:
         gm.recompile()
 
