@@ -8,14 +8,13 @@ import time
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
-from splitkit.cli import launcher, stage_folders
+from splitkit.cli import launcher, rank_process, stage_folders
 from splitkit.cli.check_report import DIFFERENT, pipeline_check_rows
 from splitkit.cli.common import CapturedModel, decoded, plan_file, planner, prepare, require_policy_option
 from splitkit.cli.outcome import Outcome, seconds_text
@@ -101,7 +100,7 @@ def _rank(args: Namespace) -> Outcome:
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=args.timeout))
+    rank_process.join("nccl" if cuda else "gloo", args.timeout)
     try:
         data = _train(args)
     finally:
