@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from datetime import timedelta
+from typing import Any
 
 LAUNCHER = "SPLITKIT_LAUNCHER_PIPE"
 """The environment variable with the file descriptor of a pipe that the launcher holds open for as long as it lives."""
@@ -37,8 +38,8 @@ def join(backend: str, seconds: float) -> None:
     """Join the default process group that the environment names.
 
     Where torchrun restarts its workers (``--max-restarts``), they meet at the same store as those before, and would
-    find addresses of ranks that are gone: each attempt therefore has keys of its own. The workers of several agents
-    count restarts differently, and have to be started anew by hand.
+    find addresses of ranks that are gone: each attempt therefore has keys of its own. Several agents count restarts
+    differently, so this is done for one agent only.
     """
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
@@ -48,6 +49,7 @@ def join(backend: str, seconds: float) -> None:
     if attempt == "0" or os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         dist.init_process_group(backend, timeout=limit)
         return
+    public: Any = dist
     store, rank, size = next(rendezvous("env://", timeout=limit))
-    store = dist.PrefixStore(f"attempt {attempt}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    own = public.PrefixStore(f"attempt {attempt}", store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=limit)

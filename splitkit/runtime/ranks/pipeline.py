@@ -18,7 +18,7 @@ from splitkit.errors import PipelineError
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.folder.load import StageFolder
-from splitkit.runtime.ranks.faults import Progress, naming_failures
+from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures
 from splitkit.runtime.ranks.fsdp import shard, shard_like, sum_shards
 from splitkit.runtime.ranks.last_stage import Loss, last_stage_of, own_loss
 from splitkit.runtime.ranks.microbatches import BatchSplitter
@@ -146,7 +146,7 @@ class Pipeline:
         )
         self._rank_stages: dict[bool, RankStages] = {}
         self._progress = Progress(
-            row_of_rank(self.order, self.replicas), self.order.rank_of, self.replicas, self.borders
+            row_of_rank(self.order, self.replicas), self.order.rank_of, self.replicas, self.borders, global_ranks(group)
         )
         for stage in self.stages:
             split.parts[self._chain.keys[stage]].to(self.device)
