@@ -207,10 +207,51 @@ def test_what_no_rank_could_run_is_refused_before_there_are_ranks(call, tmp_path
     assert code == 2 and "SK330: 4 ranks for stages with " in err and "Start 3 processes." in err
 
 
-@pytest.mark.campaign
-def test_a_schedule_that_does_not_go_with_the_stages_is_refused_by_all_ranks(tmp_path):
-    run = splitkit("train", "gpt2", *TINY, "--stages", "3", "--nproc", "2", cwd=tmp_path)
-    assert run.returncode == 2 and run.stderr.count("SK330") == 2
+@pytest.fixture
+def no_ranks(monkeypatch, no_work):
+    """Fails the test where ranks are started, or a model is made in this process."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("splitkit.cli.launcher.ranks", lambda *given: pytest.fail("ranks were started"))
+
+
+def test_a_schedule_that_does_not_go_with_the_stages_is_refused_before_there_are_ranks(call, no_ranks):
+    """Each rank made the model, captured it and refused it; the message came as often as there are ranks."""
+    code, _, err = call("train", "gpt2", *TINY, "--stages", "3", "--nproc", "2")
+    assert code == 2 and err.count("SK330") == 1
+
+
+def test_a_factory_that_does_not_exist_is_refused_before_there_are_ranks(call, mine, no_ranks):
+    (mine / "net.py").write_text("def nets():\n    return 1, 2\n\ntwin = nets\n")
+    code, _, err = call("train", "net.py:net", "--stages", "2", "--nproc", "2")
+    assert code == 1 and "SK403: the factory 'net' in net.py does not exist" in err and "net.py:nets?" in err
+    code, _, err = call("train", "nat.py:net", "--stages", "2", "--nproc", "2")
+    assert code == 1 and "SK403: there is no file nat.py" in err
+    # a name that is only assigned may be a factory, which a rank finds out
+    with pytest.raises(pytest.fail.Exception, match="ranks were started"):
+        call("train", "net.py:twin", "--stages", "2", "--nproc", "2")
+
+
+def test_plans_and_stages_that_cannot_train_are_refused_before_there_are_ranks(call, tmp_path, monkeypatch):
+    spec, plan, folder = f"{Path(__file__).parent / 'tinynet.py'}:net", str(tmp_path / "p.json"), tmp_path / "stages"
+    monkeypatch.setattr("splitkit.cli.launcher.ranks", lambda *given: pytest.fail("ranks were started"))
+    monkeypatch.delenv("RANK", raising=False)
+    assert call("plan", spec, "--stages", "2", "-o", plan)[0] == 0
+    assert call("split", plan, "--model", spec, "-o", folder)[0] == 0
+    code, _, err = call("train", plan, "--nproc", "2")
+    assert code == 2 and "SK601: this plan was made for" in err and "--model" in err
+    code, _, err = call("train", plan, "--model", spec, "--nproc", "3")
+    assert code == 2 and "SK330" in err
+    code, _, err = call("train", folder, "--nproc", "2", "--check")
+    assert code == 2 and "SK601: this plan was made for" in err
+    code, _, err = call("train", folder, "--nproc", "3")
+    assert code == 2 and "SK330" in err
+    (folder / "stage-1.json").unlink()
+    code, _, err = call("train", folder, "--nproc", "2")
+    assert code == 1 and "SK504" in err and "stage-1.json" in err
+    data = json.loads(Path(plan).read_text()) | {"what": "fwd-bwd"}
+    Path(plan).write_text(json.dumps(data))
+    code, _, err = call("train", plan, "--model", spec, "--nproc", "2")
+    assert code == 2 and "SK601" in err and "has no stages" in err
 
 
 def test_what_the_command_writes_is_for_people_too():

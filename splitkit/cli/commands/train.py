@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit.cli import launcher, rank_process, stage_folders
+from splitkit.cli.before_ranks import require_target
 from splitkit.cli.check_report import DIFFERENT, pipeline_check_rows
 from splitkit.cli.common import CapturedModel, decoded, plan_file, planner, prepare, require_policy_option
 from splitkit.cli.outcome import Outcome, seconds_text
@@ -53,7 +54,7 @@ def run(args: Namespace) -> Outcome:
             "a pipeline needs several processes, and this is one",
             "Add --nproc N, or start it with: torchrun --nproc-per-node N -m splitkit train ...",
         )
-    _require_target(args)
+    require_target(args)
     code, data = launcher.answer(_words(), args.nproc, args.timeout)
     if data is None:
         return Outcome({}, [], code or 1, quiet=True)
@@ -64,20 +65,6 @@ def require_trace_file(args: Namespace) -> None:
     """Refuse a trace on standard output, to which the ranks write their answer."""
     if args.trace == STDOUT:
         raise UsageError("SK603", "--trace - would mix with what the ranks answer", "Name a file: --trace trace.json.")
-
-
-def _require_target(args: Namespace) -> None:
-    """Refuse a target that no rank could run, before ranks are started."""
-    from splitkit.runtime.ranks.replicas import require_ranks
-
-    if stage_folders.is_folder(args.target):
-        return
-    file = plan_file(args)
-    if file is None:
-        require_policy_option(args)
-    elif args.dp is None and isinstance(parts := file.get("parts"), list):
-        counts = [p.get("replicas", 1) for p in parts if isinstance(p, dict)]
-        require_ranks([n for n in counts if isinstance(n, int)], args.nproc)
 
 
 def _words() -> list[str]:
