@@ -88,18 +88,21 @@ def first_cause(ranks: Sequence[int], own: int, waited_for: int | None, gone: bo
     """
     others = [rank for rank in range(len(ranks)) if rank != own]
     store = _within(PATIENCE, lambda: _torch.default_store().clone())
-    said = _within(2 * PATIENCE, lambda: _listened(store, [ranks[rank] for rank in others])) if store else None
+    heard = _within(2 * PATIENCE, lambda: _listened(store, ranks[own], [ranks[r] for r in others])) if store else None
     what = "is gone" if gone else "does not answer"
-    if said is None:
+    if heard is None:
         host = ranks.index(0) if 0 in ranks and not _has_agent() else own
         return f"rank {host}, which holds the store, {what}" if host != own else ""
-    line, alive = said
-    silent = [rank for rank, beats in zip(others, alive, strict=True) if not beats]
-    if line or not silent:
+    line, alive, missed = heard
+    if line:
         return line
+    quiet = [rank for rank, misses in zip(others, missed, strict=True) if not misses]
+    silent = [rank for rank, beats in zip(others, alive, strict=True) if not beats and rank in quiet]
     if waited_for in silent or len(silent) == 1:
         return report(f"rank {waited_for if waited_for in silent else silent[0]} {what}")
-    return report(f"one of the ranks {', '.join(map(str, silent))} {what}")
+    if silent:
+        return report(f"one of the ranks {', '.join(map(str, silent))} {what}")
+    return report(f"rank {quiet[0]} runs, but does not answer") if len(quiet) == 1 and not gone else ""
 
 
 def leave(rank: int, size: int) -> None:
@@ -125,18 +128,22 @@ def _has_agent() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _listened(store: Any, others: Sequence[int]) -> tuple[str, list[bool]]:
-    """Return the line in the store, or whether each of the other ranks beats, once that is certain."""
+def _listened(store: Any, own: int, others: Sequence[int]) -> tuple[str, list[bool], list[bool]]:
+    """Return the line in the store; else which of the other ranks beat, and which of them miss a rank themselves."""
     store.set_timeout(timedelta(seconds=PATIENCE))
+    store.add(_missing(own), 1)
     before = [store.add(_key(rank), 0) for rank in others]
-    alive = [False] * len(others)
     end = time.monotonic() + PATIENCE
-    while time.monotonic() < end and not all(alive):
+    while time.monotonic() < end:
         if store.check([KEY]):
-            return str(store.get(KEY).decode()), alive
+            return str(store.get(KEY).decode()), [], []
         time.sleep(BEAT / 5)
-        alive = [store.add(_key(rank), 0) > count for rank, count in zip(others, before, strict=True)]
-    return "", alive
+    alive = [store.add(_key(rank), 0) > count for rank, count in zip(others, before, strict=True)]
+    return "", alive, [store.add(_missing(rank), 0) > 0 for rank in others]
+
+
+def _missing(rank: int) -> str:
+    return f"splitkit: rank {rank} misses another"
 
 
 def _key(rank: int) -> str:
