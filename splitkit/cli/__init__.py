@@ -20,6 +20,7 @@ from typing import cast
 from splitkit.cli import distribution, outputs, own_schedules
 from splitkit.cli.outcome import Outcome, jsonable
 from splitkit.cli.parser import make_parser
+from splitkit.cli.rank_process import end_with_launcher
 from splitkit.errors import CheckError, NoPlanError, PlanWarning, SplitError, UsageError
 
 __all__ = ["main"]
@@ -31,6 +32,7 @@ INTERRUPTED, PIPE_CLOSED = 128 + 2, 128 + 13  # as a shell reports SIGINT and SI
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv``, by default that of the process, and return its exit code."""
+    end_with_launcher()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _parse_and_run(words)

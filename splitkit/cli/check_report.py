@@ -73,3 +73,36 @@ def _sentence(group: dict[str, Any]) -> str:
     if not worst:
         return text
     return f"{text}; largest difference {worst['largest']:.3g}, relative {worst['relative']:.3g}, of {worst['name']}"
+
+
+_REFERENCES = {
+    "module": "the module that the factory makes",
+    "graph": "the captured graph, since the module has other inputs or parameters than the graph",
+}
+
+
+def pipeline_check_rows(check: dict[str, Any]) -> dict[str, str]:
+    """Return what ``splitkit train --check`` found, as rows of a table: title -> text."""
+    differ = f"loss {check['loss']:.1e}, gradients {check['gradient']:.1e}, weights {check['weight']:.1e}"
+    rows = {
+        "same": f"{'yes' if check['same'] else 'NO'} (largest relative differences: {differ})",
+        "compared with": _REFERENCES[check["reference"]],
+    }
+    return rows if check["same"] else rows | {"furthest": _furthest(check)}
+
+
+def _furthest(check: dict[str, Any]) -> str:
+    """Return where pipeline and model differ by more than the tolerance, and why, or how to tell rounding from it."""
+    where = [words for what, words in check["furthest"].items() if not check[what] <= check["tolerance"]]
+    found = check["burnt_in"]
+    if found is None:
+        return "\n".join([*where, "try the model in float64: if there is no difference then, this is rounding"])
+    named = f"output{found['output']} of microbatch {found['microbatch']}"
+    first = "its gradients" if found["output"] is None else named
+    return "\n".join(
+        [
+            *where,
+            "the capture burnt in what Python code decided: the captured graph does what the pipeline does, and the "
+            f"module does not; the first difference is {first} in step {found['step']}",
+        ]
+    )

@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from tempfile import TemporaryFile
 from typing import Any
 
+from splitkit.cli.rank_process import LAUNCHER
 from splitkit.errors import PipelineError
 
 GRACE = 10.0
@@ -35,26 +36,35 @@ def ranks(words: Sequence[str], count: int, wait: float) -> tuple[int, str]:
 
     Returns:
         The exit code of the first rank that failed, or 0, and a rank's standard output: that of rank 0 if none failed,
-        else that of the rank whose error says most.
+        else that of the rank whose error says most, with what the system says of ranks that could not report an error.
     """
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))  # port 0: the system chooses a free one
         port = found.getsockname()[1]
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
     env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    # torch's C++ code prints a stack for each lost connection, and the error of a rank says what was lost
+    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     env.setdefault("PYTHONHASHSEED", "0")  # loops over sets of strings must run in the same order on all ranks
     command = [sys.executable, "-m", "splitkit", *words]
     started: list[subprocess.Popen[bytes]] = []
     with _kept() as came, ExitStack() as stack:
+        reading, writing = os.pipe()
+        stack.callback(os.close, writing)
+        env[LAUNCHER] = str(reading)
         said = [
             stack.enter_context(TemporaryFile("w+", encoding="utf-8")) for _ in range(count)
         ]  # files: a rank would block on a full pipe
         try:
             for rank, out in enumerate(said):
                 own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                started.append(subprocess.Popen(command, env=own, stdout=out, start_new_session=True))
+                started.append(
+                    subprocess.Popen(command, env=own, stdout=out, start_new_session=True, pass_fds=(reading,))
+                )
             code = _wait(started, wait, came)
+            fates = [fate for rank, process in enumerate(started) if (fate := _fate(rank, process))] if code else []
         finally:
+            os.close(reading)
             for process in started:
                 if process.poll() is None:
                     with suppress(ProcessLookupError):
@@ -62,7 +72,34 @@ def ranks(words: Sequence[str], count: int, wait: float) -> tuple[int, str]:
                     process.wait()
         for out in said:
             out.seek(0)
-        return code, _answer_of([out.read() for out in said]) if code else said[0].read()
+        return code, _with_fates(_answer_of([out.read() for out in said]), fates) if code else said[0].read()
+
+
+def _fate(rank: int, process: subprocess.Popen[bytes]) -> str:
+    """Say how a rank ended or hangs, if it could not say so itself."""
+    if process.returncode is not None:
+        code = process.returncode
+        return f"rank {rank} was ended by {signal.Signals(-code).name}" if code < 0 else ""
+    return f"rank {rank} is stopped (SIGSTOP)" if _is_stopped(process) else f"rank {rank} hangs"
+
+
+def _is_stopped(process: subprocess.Popen[bytes]) -> bool:
+    """Return whether a process is stopped, by the letter that ``ps`` shows on Linux and macOS."""
+    command = ["ps", "-o", "state=", "-p", str(process.pid)]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, text=True, capture_output=True, timeout=5).stdout.strip().startswith("T")
+    return False
+
+
+def _with_fates(text: str, fates: Sequence[str]) -> str:
+    """Add to the error that a rank printed how others ended; make one if none printed any."""
+    if not fates:
+        return text
+    error = _error_in(text)
+    if not isinstance(error, dict):
+        remedy = "Look at standard error above; the system ends processes by SIGKILL where memory runs out."
+        return json.dumps({"error": {"code": "SK805", "reason": "; ".join(fates), "remedy": remedy, "nodes": []}})
+    return json.dumps({"error": {**error, "reason": "; ".join([str(error.get("reason")), *fates])}})
 
 
 def _answer_of(said: Sequence[str]) -> str:
@@ -70,21 +107,24 @@ def _answer_of(said: Sequence[str]) -> str:
 
     A rank that fails takes the others with it, and these only report a lost connection. So an error with another code
     than SK805 (a lost rank) comes first, then any code, then an error that is no lost connection; without an error it
-    is the output of rank 0.
+    is the output of rank 0. Of several that name the same cause, the shortest is that of the rank that failed: the
+    others add what they were waiting for.
     """
-    return max(said, key=lambda text: _worth(_error_in(text)))
+    return max(said, key=lambda text: (worth := _worth(_error_in(text)), -len(text) if worth else 0))
 
 
-_LOST = ("connection closed", "connection reset", "broken pipe", "connection refused")
+_LOST = ("connection closed", "connection reset", "broken pipe", "connection refused", "timed out", "connect timeout")
 
 
 def _worth(error: Any) -> int:
-    """Return how much an error says about the cause, from 0 to 4."""
+    """Return how much an error says about the cause, from 0 to 5."""
     if not isinstance(error, dict):
         return 0
     if error.get("code") is None:
         return 1 if any(words in str(error.get("reason")).lower() for words in _LOST) else 2
-    return 3 if error["code"] == "SK805" else 4
+    if error["code"] != "SK805":
+        return 5
+    return 3 if str(error.get("reason")).startswith("another rank") else 4
 
 
 def _error_in(text: str) -> Any:
@@ -136,6 +176,7 @@ def _leave(came: Sequence[int]) -> None:
 
 
 def _wait(started: Sequence[subprocess.Popen[bytes]], wait: float, came: Sequence[int]) -> int:
+    """Wait until all ranks have ended; after one has failed, for no longer than the others can take to report it."""
     end: float | None = None
     while True:
         _leave(came)
@@ -143,6 +184,7 @@ def _wait(started: Sequence[subprocess.Popen[bytes]], wait: float, came: Sequenc
         failed = [code for code in codes if code]
         if failed and end is None:
             end = time.monotonic() + wait + GRACE
-        if None not in codes or (end is not None and time.monotonic() > end):
+        running = [process for process, code in zip(started, codes, strict=True) if code is None]
+        if not running or (end is not None and (time.monotonic() > end or all(map(_is_stopped, running)))):
             return failed[0] if failed else 0
-        time.sleep(0.05)
+        time.sleep(0.05 if end is None else 0.2)

@@ -239,7 +239,7 @@ def _train(commands: Commands[Parser]) -> None:
         help="compare losses, gradients and weights of each step with the unsplit model; exit with 4 if they differ",
     )
     group.add_argument(
-        "--tolerance", type=above_zero, default=1e-3, metavar="X", help="relative tolerance of --check (default 1e-3)"
+        "--tolerance", type=above_zero, default=1e-5, metavar="X", help="relative tolerance of --check (default 1e-5)"
     )
     group.add_argument("--checkpoint", metavar="FOLDER", help="write model and optimizer after the last step")
     group.add_argument("--every", type=positive, metavar="N", help="write it after every N steps as well")

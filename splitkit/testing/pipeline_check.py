@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from splitkit._torch import pytree
 from splitkit.engine.split import Split
 from splitkit.errors import CheckError, PipelineError
+from splitkit.graph.call_signature import bind_inputs
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.devices.accelerators import current
 from splitkit.runtime.devices.device_map import captured_types
@@ -20,6 +23,7 @@ from splitkit.runtime.devices.hardcoded_devices import follow_device
 from splitkit.runtime.ranks import fsdp
 from splitkit.runtime.ranks.pipeline import Pipeline, PipelineStep
 from splitkit.short_repr import brief
+from splitkit.testing.trial import flattened_output
 
 TOLERANCE = 1e-6
 """Largest deviation that counts as rounding in a first step, relative to the largest entry of a tensor."""
@@ -54,41 +58,69 @@ class UnsplitModel:
     pass it as ``whole``.
 
     Attributes:
-        model: the graph, with weights of its own.
+        model: the graph or module, with weights of its own.
         pipe: the pipeline.
-        held: name -> parameter or buffer of the graph. Stages also have constants of the graph, which never change.
+        held: name in the graph -> parameter or buffer of the model. Stages also have constants, which never change.
         steps: number of steps so far, from which seeds are derived.
+        digests: microbatch -> output -> its digest, of the last step; see `digest`.
     """
 
-    def __init__(self, pipe: Pipeline, whole: fx.GraphModule | None = None) -> None:
+    def __init__(self, pipe: Pipeline, whole: nn.Module | None = None, names: Mapping[str, str] | None = None) -> None:
+        """Make the model.
+
+        Args:
+            pipe: the pipeline to compare with.
+            whole: the graph that was split, of which a copy is made; or a module with weights of its own, which is
+                trained itself, such as the module that was captured, made anew.
+            names: name in the graph -> name in ``whole``; by default they are the same.
+        """
         if whole is None:
             if not isinstance(pipe.split, Split):
                 reason = "stages of a folder do not have the unsplit model"
                 raise PipelineError("SK802", reason, "Capture the model, and pass the graph too.")
             whole = pipe.split.flow.root
-        self.model: fx.GraphModule = copy.deepcopy(whole).to(pipe.device)
-        follow_device(self.model, pipe.device, captured_types(whole.graph, whole))
-        self.held = parameters_and_buffers(self.model)
+        self.model: nn.Module = (copy.deepcopy(whole) if isinstance(whole, fx.GraphModule) else whole).to(pipe.device)
+        if isinstance(self.model, fx.GraphModule):
+            follow_device(self.model, pipe.device, captured_types(whole.graph, whole))  # type: ignore[arg-type]
+        held = parameters_and_buffers(self.model)
+        self.held = held if names is None else {name: held[own] for name, own in names.items()}
         self.pipe, self.steps, self._largest = pipe, 0, 0.0
+        self.digests: list[dict[str, tuple[float, float]]] = []
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
         """Run forward and backward of a batch, as `Pipeline.step` does; return the losses, shape (microbatches,)."""
         pipe, losses = self.pipe, []
         kwargs, target = pipe.with_target(kwargs, target)
-        made = pipe.cut(*args, **kwargs)
-        sizes = pipe.sizes(made)
+        cut = pipe.cut(*args, **kwargs)
+        sizes = pipe.sizes(cut)
         targets = pipe.cut_target(target, sizes, kwargs.get("microbatches") is not None)
-        for number, (inputs, share) in enumerate(zip(made, sizes.shares, strict=True)):
-            with _forked_rng(pipe.device), current(pipe.device):
-                torch.manual_seed(pipe.seed_of(self.steps, number))
-                output = fx.Interpreter(self.model).run(*inputs.values(), enable_io_processing=False)
-            loss = pipe.loss_of(self.model.graph.process_outputs(output), targets[number])
+        self.digests = []
+        outputs = self._outputs(cut, args, kwargs)
+        for output, share, wanted in zip(outputs, sizes.shares, targets, strict=True):
+            loss = pipe.loss_of(output, wanted)
             (loss * share.numerator / share.denominator).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach().reshape(()))
+            self.digests.append(digest(output))
         self.steps += 1
         grads = [t.grad for t in self.held.values() if t.grad is not None and t.numel()]
         self._largest = max((float(grad.abs().max()) for grad in grads), default=0.0)
         return torch.stack(losses)
+
+    def _outputs(
+        self, cut: Sequence[Mapping[str, Any]], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Iterator[Any]:
+        """Yield the output of each microbatch, drawn from the seed that the pipeline uses for it."""
+        model, device = self.model, self.pipe.device
+        calls = None if isinstance(model, fx.GraphModule) else calls_of(self.pipe, args, kwargs)
+        for number, inputs in enumerate(cut):
+            with _forked_rng(device), current(device):
+                torch.manual_seed(self.pipe.seed_of(self.steps, number))
+                if calls is not None:
+                    output = model(*calls[number][0], **calls[number][1])
+                else:
+                    made = fx.Interpreter(model).run(*inputs.values(), enable_io_processing=False)
+                    output = model.graph.process_outputs(made)  # type: ignore[union-attr, operator]
+            yield output
 
     def deviation(self, found: PipelineStep, losses: torch.Tensor) -> Deviation:
         """Compare the tensors of this rank after a step of the pipeline and of this model."""
@@ -102,11 +134,16 @@ class UnsplitModel:
         worst = max(every, key=every.__getitem__, default="")
         return Deviation(lost, max(grads.values(), default=0.0), max(weights.values(), default=0.0), worst)
 
+    @property
+    def least_gradient(self) -> float:
+        """The least scale of a deviation of gradients, see `FLOOR`."""
+        return FLOOR * self._largest
+
     def relative_deviation(self, what: str, name: str, found: torch.Tensor) -> float:
         """Return the relative deviation of a ``"gradient"`` or ``"weight"`` from this model's; see `FLOOR`."""
         own = self.held[name]
         if what == "gradient":
-            return relative_difference(found, gradient_of(own), FLOOR * self._largest)
+            return relative_difference(found, gradient_of(own), self.least_gradient)
         return relative_difference(found, own.detach(), FLOOR if isinstance(own, nn.Parameter) else 0.0)
 
     def require_same(self, found: PipelineStep, losses: torch.Tensor, tolerance: float = TOLERANCE) -> Deviation:
@@ -126,6 +163,48 @@ def _forked_rng(device: torch.device) -> AbstractContextManager[None]:
     if device.type == "cpu":
         return torch.random.fork_rng()
     return torch.random.fork_rng([device.index], device_type=device.type)
+
+
+def calls_of(pipe: Pipeline, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """Return the positional and keyword arguments of the module that was captured, for each microbatch of a batch.
+
+    Raises:
+        PipelineError: SK802 if a tensor of the batch is no input of the graph, so that nobody knows how to split it.
+    """
+    if (given := kwargs.get("microbatches")) is not None:
+        return [((), dict(inputs)) for inputs in given]
+    kwargs = {name: value for name, value in kwargs.items() if name != "microbatches"}
+    bound = bind_inputs(pipe.split.module, args, kwargs)
+    parts = [{id(v): own for v, own in zip(bound, cut.values(), strict=True)} for cut in pipe.cut(*args, **kwargs)]
+    if any(isinstance(v, torch.Tensor) and id(v) not in parts[0] for v in pytree.tree_leaves((args, kwargs))):
+        reason = "the graph takes apart an object among the inputs, and the module takes it whole"
+        raise PipelineError("SK802", reason, "Compare with the graph: UnsplitModel(pipe, gm).")
+    call = tuple(args), dict(kwargs)
+    return [pytree.tree_map(lambda value, own=own: own.get(id(value), value), call) for own in parts]
+
+
+def digest(output: Any) -> dict[str, tuple[float, float]]:
+    """Return output -> the sum of its entries and of their sizes, to find the first output that differs later."""
+    leaves, _ = flattened_output(output)
+    tensors = {name: leaf.detach() for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+    wide = {name: t.abs().double() if t.is_complex() else t.double() for name, t in tensors.items()}
+    return {name: (float(t.sum()), float(t.abs().sum())) for name, t in wide.items()}
+
+
+def digest_difference(
+    found: Sequence[Mapping[str, tuple[float, float]]],
+    wanted: Sequence[Mapping[str, tuple[float, float]]],
+    tolerance: float,
+) -> tuple[int, str] | None:
+    """Return the first microbatch and output whose digests differ by more than ``tolerance``, relative to the sizes."""
+    for number, (mine, other) in enumerate(zip(found, wanted, strict=True)):
+        for name in dict.fromkeys([*mine, *other]):
+            if name not in mine or name not in other:
+                return number, name
+            (a, _), (b, scale) = mine[name], other[name]
+            if not abs(a - b) <= tolerance * scale:
+                return number, name
+    return None
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor:

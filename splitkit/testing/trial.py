@@ -75,7 +75,7 @@ def trial(
         # Backward of the sum must not depend on a state that forward left changed; it is compared on its own.
         left = _ambient()
         _set_ambient(ambient)
-        leaves, structure = _flattened(output)
+        leaves, structure = flattened_output(output)
         outputs = {name: _snapshot(leaf) for name, leaf in leaves.items()}
         titles = {n: f"value of {names.get(n, n)}" for n in saved}
         shared = _shared(leaves, {titles[n]: t for n, (t, _) in saved.items()} | inputs.passed)
@@ -251,7 +251,7 @@ def _set_ambient(state: Mapping[str, Any]) -> None:
         torch.set_autocast_dtype(device, dtype)
 
 
-def _flattened(output: Any, path: str = "") -> tuple[dict[str, Any], list[Any]]:
+def flattened_output(output: Any, path: str = "") -> tuple[dict[str, Any], list[Any]]:
     """Return path -> leaf of an output, and its pytree specs; objects that pytree does not know are flattened too."""
     flat, spec = named_leaves(output)
     leaves, structure = dict[str, Any](), list[Any]([spec])
@@ -260,7 +260,7 @@ def _flattened(output: Any, path: str = "") -> tuple[dict[str, Any], list[Any]]:
         if held is None:
             leaves[path + where] = leaf
             continue
-        inner, specs = _flattened(held, path + where)
+        inner, specs = flattened_output(held, path + where)
         leaves |= inner
         structure += [type(leaf), *specs]
     return leaves, structure

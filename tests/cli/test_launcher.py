@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -113,7 +114,66 @@ def test_ranks_that_wait_for_one_that_failed_are_ended(ranks, monkeypatch):
     started, pids = ranks
     monkeypatch.setattr(launcher, "GRACE", 0.1)
     code, out = started("if [ $RANK = 1 ]; then exit 3; fi; echo said; sleep 100", wait=0.1)
-    assert code == 3 and out == "said\n" and not any(map(alive, pids()))
+    error = json.loads(out)["error"]
+    assert code == 3 and error["code"] == "SK805" and error["reason"] == "rank 0 hangs"
+    assert not any(map(alive, pids()))
+
+
+@pytest.mark.parametrize(("ending", "says"), [("KILL", "was ended by SIGKILL"), ("STOP", "is stopped (SIGSTOP)")])
+def test_a_rank_that_cannot_say_how_it_ended_is_named(ranks, ending, says):
+    """Only lost connections were reported. A stopped rank was waited for until the time limit was over twice."""
+    started, pids = ranks
+    said = "echo '" + said_by("SK805", "another rank does not answer") + "'"
+    code, out = started(f"if [ $RANK = 1 ]; then kill -{ending} $$; fi; {said}; exit 1", wait=60.0)
+    error = json.loads(out)["error"]
+    assert code and error["reason"] == f"another rank does not answer; rank 1 {says}"
+    assert not any(map(alive, pids()))
+
+
+KILLED = """
+import sys
+from splitkit.cli import launcher
+sys.argv = ["splitkit", "train"]
+sys.executable = {script!r}
+launcher.ranks(["train"], 2, 30.0)
+"""
+RANK_OF_KILLED = """#!{python}
+import os, sys
+sys.path.insert(0, {root!r})
+from splitkit.cli.rank_process import end_with_launcher
+end_with_launcher()
+child = os.fork()
+with open({folder!r} + "/pids", "a") as file:
+    file.write(str(os.getpid()) + chr(10))
+import time
+time.sleep(100)
+"""
+
+
+def test_a_launcher_that_is_killed_takes_the_ranks_with_it(tmp_path):
+    """They waited for each other until their time limit, or trained on; so did what they had started."""
+    script, root = tmp_path / "rank.py", str(Path(__file__).parents[2])
+    script.write_text(RANK_OF_KILLED.format(python=sys.executable, root=root, folder=str(tmp_path)))
+    script.chmod(0o755)
+    code = KILLED.format(script=str(script))
+    with subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": root}) as process:
+        until(lambda: (tmp_path / "pids").exists() and len((tmp_path / "pids").read_text().split()) == 4)
+        process.kill()
+    pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
+    until(lambda: not any(map(running, pids)))
+
+
+def until(holds, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def running(pid):
+    """Whether a process is there and no zombie, which an ancestor has yet to collect."""
+    found = subprocess.run(["ps", "-o", "state=", "-p", str(pid)], text=True, capture_output=True).stdout.strip()
+    return bool(found) and not found.startswith("Z")
 
 
 def test_what_rank_0_writes_is_handed_on(ranks):
@@ -121,22 +181,32 @@ def test_what_rank_0_writes_is_handed_on(ranks):
     assert started('echo "rank $RANK of $WORLD_SIZE"') == (0, "rank 0 of 2\n")
 
 
-def said(code, reason):
+def said_by(code, reason):
     return json.dumps({"error": {"code": code, "reason": reason, "remedy": "", "nodes": []}})
 
 
-LOST = said(None, "RuntimeError: Connection closed by peer [127.0.0.1]:5")
-TOLD = said("SK804", "rank 1 captured a different graph")
+LOST = said_by(None, "RuntimeError: Connection closed by peer [127.0.0.1]:5")
+TOLD = said_by("SK804", "rank 1 captured a different graph")
 
 
 @pytest.mark.parametrize(
     ("first", "other", "shown"),
     [
         (LOST, TOLD, TOLD),
-        (said("SK805", "another rank is gone"), TOLD, TOLD),
-        (LOST, said("SK805", "rank 1 failed"), said("SK805", "rank 1 failed")),
-        (LOST, said(None, "ValueError: no such thing"), said(None, "ValueError: no such thing")),
+        (said_by("SK805", "another rank is gone"), TOLD, TOLD),
+        (LOST, said_by("SK805", "rank 1 failed"), said_by("SK805", "rank 1 failed")),
+        (LOST, said_by(None, "ValueError: no such thing"), said_by(None, "ValueError: no such thing")),
         ("", TOLD, TOLD),
+        (
+            said_by("SK805", "rank 1 failed; rank 0 waited"),
+            said_by("SK805", "rank 1 failed"),
+            said_by("SK805", "rank 1 failed"),
+        ),
+        (
+            said_by("SK805", "another rank is gone"),
+            said_by("SK805", "rank 3 is gone; rank 1 waited for it"),
+            said_by("SK805", "rank 3 is gone; rank 1 waited for it"),
+        ),
         (TOLD, LOST, TOLD),
         ('{"command": "train"}', "", '{"command": "train"}'),
     ],

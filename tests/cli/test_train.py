@@ -116,7 +116,56 @@ def test_only_the_rank_that_checks_makes_the_model_and_sees_what_differs_on_anot
     assert [rank["stages"] for rank in trained["ranks"]] == [[0], [1]]
     assert code == 4 and not check["same"] and check["loss"] < 1e-6 and check["gradient"] > 0.4
     assert check["furthest"]["gradient"] == "gradient of bias in step 0"
-    assert [line for line in said.splitlines() if "made by" in line] == ["made by rank 0"]
+    assert check["reference"] == "module" and check["wrong_step"] == "split"
+    # once to capture it, once as the reference
+    assert [line for line in said.splitlines() if "made by" in line] == 2 * ["made by rank 0"]
+
+
+BURNT = """
+import tinynet
+from torch import nn
+
+class Warming(tinynet.Net):
+    # A Python counter leaves out a block from the fifth call on; the graph has the decision of its capture.
+    calls = 0
+
+    def forward(self, input_ids, labels):
+        self.calls += 1
+        x = self.table(input_ids)
+        for block in self.blocks[: 1 if self.calls > 4 else 2]:
+            x = block(x)
+        return {"loss": nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()), "logits": x}
+
+def net():
+    return Warming(2, 16, 32), tinynet.net(vocab=32)[1]
+"""
+
+
+def test_what_capture_burnt_in_is_named(tmp_path, monkeypatch):
+    """The pipeline was compared with the captured graph, which repeats what capture burnt in."""
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
+    (tmp_path / "burnt.py").write_text(BURNT)
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "burnt.py:net", "--stages", "2", "--microbatches", "2", "--steps", "3", "--check"]
+    (first,) = [line for line in launch("cli/commanded.py", 2, *words) if "ended" in line]
+    check = first["data"]["check"]
+    assert first["ended"] == 4 and not check["same"] and check["wrong_step"] == "capture"
+    # dropout is the same until then: two microbatches in each of the first two steps
+    assert check["burnt_in"] == {"step": 2, "microbatch": 0, "output": "['loss']"}
+    assert check["furthest"]["loss"] == "loss in step 2" and check["weight"] < 1e-6
+
+
+@pytest.mark.parametrize(("factor", "code"), [(1.0, 0), (0.9995, 4)])
+def test_gradients_that_are_scaled_a_little_fail(monkeypatch, factor, code):
+    """They were within the tolerance, which had to be 1e-3 as differences were carried on from step to step."""
+    monkeypatch.setenv("SPOIL_GRADIENTS", str(factor))
+    spec = f"{Path(__file__).parent / 'tinynet.py'}:net"
+    words = ["train", spec, *TINY, "--stages", "2", "--microbatches", "2", "--steps", "2", "--check"]
+    (first,) = [line for line in launch("cli/commanded.py", 2, *words) if "ended" in line]
+    check = first["data"]["check"]
+    assert first["ended"] == code and check["same"] == (code == 0) and check["weight"] < 1e-6
+    assert (check["gradient"] < 1e-6) if code == 0 else (4e-4 < check["gradient"] < 6e-4)
+    assert check["wrong_step"] == (None if code == 0 else "split") and check["burnt_in"] is None
 
 
 def test_what_fails_on_the_ranks_is_said(call, monkeypatch):
@@ -158,31 +207,76 @@ def test_what_no_rank_could_run_is_refused_before_there_are_ranks(call, tmp_path
     assert code == 2 and "SK330: 4 ranks for stages with " in err and "Start 3 processes." in err
 
 
-@pytest.mark.campaign
-def test_a_schedule_that_does_not_go_with_the_stages_is_refused_by_all_ranks(tmp_path):
-    run = splitkit("train", "gpt2", *TINY, "--stages", "3", "--nproc", "2", cwd=tmp_path)
-    assert run.returncode == 2 and run.stderr.count("SK330") == 2
+@pytest.fixture
+def no_ranks(monkeypatch, no_work):
+    """Fails the test where ranks are started, or a model is made in this process."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("splitkit.cli.launcher.ranks", lambda *given: pytest.fail("ranks were started"))
+
+
+def test_a_schedule_that_does_not_go_with_the_stages_is_refused_before_there_are_ranks(call, no_ranks):
+    """Each rank made the model, captured it and refused it; the message came as often as there are ranks."""
+    code, _, err = call("train", "gpt2", *TINY, "--stages", "3", "--nproc", "2")
+    assert code == 2 and err.count("SK330") == 1
+
+
+def test_a_factory_that_does_not_exist_is_refused_before_there_are_ranks(call, mine, no_ranks):
+    (mine / "net.py").write_text("def nets():\n    return 1, 2\n\ntwin = nets\n")
+    code, _, err = call("train", "net.py:net", "--stages", "2", "--nproc", "2")
+    assert code == 1 and "SK403: the factory 'net' in net.py does not exist" in err and "net.py:nets?" in err
+    code, _, err = call("train", "nat.py:net", "--stages", "2", "--nproc", "2")
+    assert code == 1 and "SK403: there is no file nat.py" in err
+    # a name that is only assigned may be a factory, which a rank finds out
+    with pytest.raises(pytest.fail.Exception, match="ranks were started"):
+        call("train", "net.py:twin", "--stages", "2", "--nproc", "2")
+
+
+def test_plans_and_stages_that_cannot_train_are_refused_before_there_are_ranks(call, tmp_path, monkeypatch):
+    spec, plan, folder = f"{Path(__file__).parent / 'tinynet.py'}:net", str(tmp_path / "p.json"), tmp_path / "stages"
+    monkeypatch.setattr("splitkit.cli.launcher.ranks", lambda *given: pytest.fail("ranks were started"))
+    monkeypatch.delenv("RANK", raising=False)
+    assert call("plan", spec, "--stages", "2", "-o", plan)[0] == 0
+    assert call("split", plan, "--model", spec, "-o", folder)[0] == 0
+    code, _, err = call("train", plan, "--nproc", "2")
+    assert code == 2 and "SK601: this plan was made for" in err and "--model" in err
+    code, _, err = call("train", plan, "--model", spec, "--nproc", "3")
+    assert code == 2 and "SK330" in err
+    code, _, err = call("train", folder, "--nproc", "2", "--check")
+    assert code == 2 and "SK601: this plan was made for" in err
+    code, _, err = call("train", folder, "--nproc", "3")
+    assert code == 2 and "SK330" in err
+    (folder / "stage-1.json").unlink()
+    code, _, err = call("train", folder, "--nproc", "2")
+    assert code == 1 and "SK504" in err and "stage-1.json" in err
+    data = json.loads(Path(plan).read_text()) | {"what": "fwd-bwd"}
+    Path(plan).write_text(json.dumps(data))
+    code, _, err = call("train", plan, "--model", spec, "--nproc", "2")
+    assert code == 2 and "SK601" in err and "has no stages" in err
 
 
 def test_what_the_command_writes_is_for_people_too():
-    from splitkit.cli.commands.train import _furthest, _ranks, _text
+    from splitkit.cli.check_report import pipeline_check_rows
+    from splitkit.cli.commands.train import _ranks, _text
 
     rank = {"rank": 0, "stages": [0, 3], "parameters": 2048, "peak": 4096}
     data = {
         "schedule": "1F1B", "microbatches": 4, "replicas": [1], "ranks": [rank], "losses": [3.0, 2.0, 1.0, 0.5, 0.25],
         "first_step": 0, "steps": 5, "step_seconds": 0.5,
-        "check": {"loss": 0.0, "gradient": 1e-7, "weight": 2e-7, "same": True},
+        "check": {"loss": 0.0, "gradient": 1e-7, "weight": 2e-7, "same": True, "reference": "module"},
     }  # fmt: skip
     assert [_ranks({"ranks": [0] * 3, "replicas": n}) for n in ([1] * 3, [2] * 3, [1, 2])] == [
         "3 ranks", "3 ranks, 2 pipelines", "3 ranks, stages with 1, 2 replicas",
     ]  # fmt: skip
     facts, _, table = _text(data)
     assert table.row_count == 1 and facts is not None
-    check = {"loss": 0.0, "gradient": 2e-3, "weight": 1e-9, "tolerance": 1e-3, "same": False}
-    found = _furthest(
-        check | {"furthest": {"gradient": "gradient of a.b in step 1", "weight": "weight of c in step 2"}}
-    )
+    check = {"loss": 0.0, "gradient": 2e-3, "weight": 1e-9, "tolerance": 1e-3, "same": False, "reference": "graph"}
+    check["furthest"] = {"gradient": "gradient of a.b in step 1", "weight": "weight of c in step 2"}
+    rows = pipeline_check_rows(check | {"burnt_in": None})
+    found = rows["furthest"]
     assert found.splitlines()[0] == "gradient of a.b in step 1" and "weight of c" not in found and "float64" in found
+    assert rows["same"].startswith("NO") and rows["compared with"].startswith("the captured graph, since")
+    told = pipeline_check_rows(check | {"burnt_in": {"step": 3, "microbatch": 1, "output": "['loss']"}})["furthest"]
+    assert "burnt in" in told and "output['loss'] of microbatch 1 in step 3" in told and "float64" not in told
 
 
 def test_a_loss_that_is_no_number_is_said_with_its_microbatch(tmp_path):

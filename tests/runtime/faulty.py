@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -77,8 +78,8 @@ def run(rank: int, what: str) -> None:
     x = torch.randn(16 if what == "replica_rows" else 8, 8)
     pipe.step(x)
     part: Any = pipe.modules[0]
-    if rank == 1:
-        spoil(part, what)
+    if rank == (2 if what.endswith("last") else 1):
+        spoil(part, what.removesuffix("_last"))
     if what == "batch":
         x = torch.randn(7, 8)
     pipe.step(x)
@@ -96,6 +97,9 @@ def spoil(part: nn.Module, what: str) -> None:
             raise ValueError("no such thing")
         if what == "die":
             os._exit(9)
+        if what == "stop":
+            end_after(4 * LIMIT)
+            os.kill(os.getpid(), signal.SIGSTOP)
         if what == "hang":
             time.sleep(3 * LIMIT)
         return None
@@ -105,9 +109,20 @@ def spoil(part: nn.Module, what: str) -> None:
         part.register_forward_hook(lambda module, args, out: out[:1] if len(calls) > 2 else out)
     if what == "dtype":
         part.register_forward_hook(lambda module, args, out: out.double() if len(calls) > 2 else out)
-    if what == "backward":
+    if what in ("backward", "words"):
 
         def fail(grad: torch.Tensor) -> None:
+            if what == "words":
+                raise RuntimeError("connection to the tokenizer timed out: its peer closed the socket")
             raise ValueError("no such gradient")
 
         part.register_forward_hook(lambda module, args, out: out.register_hook(fail) and None)
+
+
+def end_after(seconds: float) -> None:
+    """End this process later, from another one: it cannot do so itself while it is stopped."""
+    own = os.getpid()
+    if not os.fork():
+        time.sleep(seconds)
+        os.kill(own, signal.SIGKILL)
+        os._exit(0)

@@ -6,14 +6,15 @@ import re
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from launch import launch
 
 from splitkit.pipeline.order import PipelineOrder
-from splitkit.runtime.ranks.faults import Progress
+from splitkit.runtime.ranks.faults import Progress, is_of_network
 from splitkit.runtime.ranks.replicas import Replicas
 
 RANKS = 3
-ALWAYS = ("raise", "die", "shape", "plan", "replica_rows")
+ALWAYS = ("raise", "die", "die_last", "stop_last", "words", "shape", "plan", "replica_rows")
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +63,47 @@ def test_a_replica_that_fails_is_said_with_the_microbatch_of_the_step(always):
 
 def test_a_rank_that_dies_is_missed(always):
     first, own, last = always["die"]
-    assert not own and "SK805: another rank is gone" in first and "rank 2 waited for relu_1 from stage 1" in last
+    assert not own and "SK805: rank 1 is gone; rank 0 waited" in first
+    assert "SK805: rank 1 is gone; rank 2 waited for relu_1 from stage 1" in last
+
+
+@pytest.mark.parametrize(("what", "says"), [("die_last", "is gone"), ("stop_last", "does not answer")])
+def test_ranks_that_wait_for_each_other_all_name_the_first_cause(always, what, says):
+    """Rank 0, which waits for rank 1, which waits for rank 2, said that another rank is gone, or does not answer."""
+    first, middle, last = always[what]
+    assert not last
+    # a time limit may close the connections of others before they reach their own
+    for rank, text in enumerate((first, middle)):
+        assert re.match(f"SK805: rank 2 (is gone|{says}); rank {rank} waited for gradients of", text), text
+
+
+def test_an_error_of_a_user_is_none_of_the_network_whatever_its_words(always):
+    """An error in backward that speaks of a connection was taken for that of a rank that is gone."""
+    says = "rank 1 failed in backward of microbatch 0 in stage 1: RuntimeError: connection to the tokenizer timed out"
+    assert all(text.startswith(f"SK805: {says}") for text in always["words"])
+
+
+@pytest.mark.parametrize(
+    ("error", "network"),
+    [
+        (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"), True),
+        (RuntimeError("[../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv"), True),
+        (dist.DistNetworkError("Broken pipe"), True),
+        (dist.DistBackendError("NCCL communicator was aborted"), True),
+        (ConnectionResetError("Connection reset by peer"), False),
+        (RuntimeError("the socket timed out"), False),
+        (TimeoutError("timeout"), False),
+    ],
+)
+def test_errors_of_the_network_are_known_by_who_raises_them(error, network):
+    assert is_of_network(error) == network
 
 
 @pytest.mark.campaign
 def test_a_rank_that_hangs_is_not_waited_for_for_ever():
     first, _, last = told("hang")
-    assert "SK805: another rank does not answer; rank 0 waited for" in first and "waited for relu_1" in last
+    assert re.match("SK805: (rank 1 runs, but does|another rank does) not answer; rank 0 waited for", first)
+    assert "waited for relu_1" in last
 
 
 def test_a_shape_that_is_not_the_plans_is_caught_at_the_border(always):

@@ -7,13 +7,12 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
-from datetime import timedelta
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
-from splitkit.cli import launcher
+from splitkit.cli import launcher, rank_process
 from splitkit.cli.commands import train
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.errors import PipelineError, ScheduleError, UsageError
@@ -50,7 +49,7 @@ def _rank(args: Namespace) -> Outcome:
     import torch.distributed as dist
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    dist.init_process_group("gloo", timeout=timedelta(seconds=_PATIENCE))
+    rank_process.join("gloo", _PATIENCE)
     try:
         data = _profile(args)
     finally:

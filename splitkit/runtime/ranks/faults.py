@@ -1,26 +1,26 @@
 """Reports a failure on every rank: which rank failed, in which stage and microbatch, and what the others waited for.
 
 A rank that fails writes a line to the store of the process group. When its process ends, the connections of the other
-ranks close; each of them reads the line and raises an error that quotes it and says what this rank was waiting for.
+ranks close; each of them reads the line and raises an error that quotes it and says what this rank was waiting for. For
+a rank that cannot write a line, since it was killed or stopped, the others find out who it is (`first_cause`).
 """
 
 from __future__ import annotations
 
-import time
+import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from splitkit import _torch
 from splitkit.errors import PipelineError, SplitError
 from splitkit.pipeline.action import KINDS, Action
+from splitkit.runtime.ranks.first_cause import beating, first_cause, leave, report
 from splitkit.runtime.ranks.replicas import Replicas
 
-KEY = "splitkit: a rank failed"
-PATIENCE = 3.0
-"""Seconds that a rank waits for the line of a failed rank. Not tuned: writing the line takes milliseconds."""
+GLOO = re.compile(r"\[[^\]]*gloo[^\]]*:\d+\]")
+"""The place in gloo's source that each of its errors names. Words such as "connection" are in errors of users, too."""
 
 
 @dataclass
@@ -32,6 +32,7 @@ class Progress:
         rank_of: stage -> its place in a pipeline.
         replicas: which ranks are at each place, and the place of this rank.
         names: border -> the names of the values that cross it.
+        ranks: rank -> its rank in the default process group; empty if they are the same.
         inside: the action that is computing; ``None`` between actions.
         last: the action that began last.
     """
@@ -40,6 +41,7 @@ class Progress:
     rank_of: Sequence[int]
     replicas: Replicas
     names: Sequence[Sequence[str]]
+    ranks: Sequence[int] = ()
     inside: Action | None = None
     last: Action | None = None
 
@@ -56,24 +58,33 @@ class Progress:
 
     def waits(self) -> str:
         """Say what this rank waits for next, and from which rank."""
-        row = self.row
-        if self.last is None:
-            found = row[0]
-        else:
-            kinds = "BI" if self.last.kind == "B" else self.last.kind
-            at = next((i for i, a in enumerate(row) if _is(a, self.last, kinds)), len(row))
-            later = [a for a in row[at + 1 :] if self._from(a) is not None]
-            if not later:
-                return "waited for the others to end the step"
-            found = later[0]
+        found = self._next()
+        if found is None:
+            return "waited for the others to end the step"
         source = self._from(found)
         if source is None:
             return f"was about to run {_text(found)}"
         border = min(source, found.stage)
         what = ", ".join(self.names[border][:4]) if border < len(self.names) else "the loss"
         of = "gradients of " if found.kind != "F" else ""
-        rank = self.replicas.rank_of(self.rank_of[source], found.microbatch)
-        return f"waited for {of}{what} from stage {source} (rank {rank}), for {_text(found)}"
+        return f"waited for {of}{what} from stage {source} (rank {self.waited_for()}), for {_text(found)}"
+
+    def waited_for(self) -> int | None:
+        """Return the rank for which this one waits next, if it waits for one."""
+        found = self._next()
+        source = None if found is None else self._from(found)
+        if found is None or source is None:
+            return None
+        return self.replicas.rank_of(self.rank_of[source], found.microbatch)
+
+    def _next(self) -> Action | None:
+        """Return the next action that waits for another rank, the first one of all, or ``None`` if there is no more."""
+        row = self.row
+        if self.last is None:
+            return row[0]
+        kinds = "BI" if self.last.kind == "B" else self.last.kind
+        at = next((i for i, a in enumerate(row) if _is(a, self.last, kinds)), len(row))
+        return next((a for a in row[at + 1 :] if self._from(a) is not None), None)
 
     def _from(self, action: Action) -> int | None:
         """Return the stage of another rank whose result an action waits for, if there is one."""
@@ -91,6 +102,11 @@ def _text(action: Action) -> str:
     return f"{KINDS[action.kind]} of microbatch {action.microbatch} in stage {action.stage}"
 
 
+def global_ranks(group: dist.ProcessGroup | None) -> list[int]:
+    """Return rank in a group -> rank in the default process group."""
+    return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+
+
 @contextmanager
 def naming_failures(progress: Progress) -> Iterator[None]:
     """Wrap a step, so that a failure names rank, stage and microbatch here and on the other ranks.
@@ -99,13 +115,15 @@ def naming_failures(progress: Progress) -> Iterator[None]:
         PipelineError: SK805; a refusal (SK80x) of this rank is raised unchanged.
     """
     progress.inside = progress.last = None
-    try:
-        yield
-    except Exception as error:
-        cause = _root(error)
-        if isinstance(cause, SplitError) or progress.inside is not None or not _of_network(cause):
-            raise _own(progress, cause) from error
-        raise _others(progress, cause) from error
+    with beating(dist.get_rank()):
+        try:
+            yield
+        except Exception as error:
+            cause = _root(error)
+            of_user = isinstance(cause, SplitError) or not is_of_network(cause)
+            failed = _own(progress, cause) if of_user else _others(progress, cause)
+            leave(dist.get_rank(), len(_ranks_of(progress)))
+            raise failed from error
 
 
 @contextmanager
@@ -122,7 +140,7 @@ def naming_lost_ranks(progress: Progress, waited: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, SplitError) or not _of_network(error):
+        if isinstance(error, SplitError) or not is_of_network(error):
             raise
         raise _others(progress, error, waited) from error
 
@@ -138,41 +156,31 @@ def _own(progress: Progress, cause: BaseException) -> SplitError:
             f"rank {rank} failed in {where}: {type(cause).__name__}: {cause}",
             "Run the unsplit model on that microbatch: splitkit run PLAN --check.",
         )
-    with suppress(Exception):
-        line = failed.reason if failed.code == "SK805" else f"{failed.code} on rank {rank}: {failed.reason}"
-        _torch.default_store().set(KEY, line)
+    report(failed.reason if failed.code == "SK805" else f"{failed.code} on rank {rank}: {failed.reason}")
     return failed
 
 
 def _others(progress: Progress, cause: BaseException, waited: str = "") -> PipelineError:
-    said = _said()
     late = any(word in str(cause).lower() for word in ("timed out", "timeout"))
+    own = progress.replicas.rank
+    said = first_cause(_ranks_of(progress), own, progress.waited_for(), not late)
     reason = said or ("another rank does not answer" if late else "another rank is gone")
     first = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
     return PipelineError(
         "SK805",
-        f"{reason}; rank {progress.replicas.rank} {waited or progress.waits()}",
+        f"{reason}; rank {own} {waited or progress.waits()}",
         f"Look at the messages of that rank. Here: {first[:200]}",
     )
 
 
-def _of_network(cause: BaseException) -> bool:
-    """Whether an error says that another process does not answer."""
-    words = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "peer")
-    return isinstance(cause, dist.DistError) or any(word in str(cause).lower() for word in words)
+def _ranks_of(progress: Progress) -> Sequence[int]:
+    """Return rank -> its rank in the default process group."""
+    return progress.ranks or range(max(max(row) for row in progress.replicas.ranks) + 1)
 
 
-def _said() -> str:
-    """Return the line that a failed rank wrote to the store; empty if there is none within `PATIENCE`."""
-    end = time.monotonic() + PATIENCE
-    while True:
-        with suppress(Exception):
-            store = _torch.default_store()
-            if store.check([KEY]):
-                return str(store.get(KEY).decode())
-        if time.monotonic() > end:
-            return ""
-        time.sleep(0.1)
+def is_of_network(cause: BaseException) -> bool:
+    """Return whether an error says that another process does not answer: of gloo, NCCL or the store, but of no user."""
+    return isinstance(cause, dist.DistError) or bool(GLOO.search(str(cause)))
 
 
 def _root(error: BaseException) -> BaseException:

@@ -1,0 +1,55 @@
+"""Joins the process of a rank to its process group, and ends it with the launcher that started it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from datetime import timedelta
+from typing import Any
+
+LAUNCHER = "SPLITKIT_LAUNCHER_PIPE"
+"""The environment variable with the file descriptor of a pipe that the launcher holds open for as long as it lives."""
+
+
+def end_with_launcher() -> None:
+    """End this rank, and what it started, as soon as its launcher has ended, even by SIGKILL.
+
+    The launcher has the only writing end of a pipe, which the system closes when it ends; a thread of the rank waits
+    for that. Linux's ``PR_SET_PDEATHSIG`` would not work on macOS, and would not end what the rank started.
+    """
+    descriptor = os.environ.pop(LAUNCHER, None)
+    if descriptor is not None:
+        threading.Thread(target=_wait_for_end, args=(int(descriptor),), name="launcher", daemon=True).start()
+
+
+def _wait_for_end(descriptor: int) -> None:
+    try:
+        while os.read(descriptor, 1):
+            pass
+    except OSError:
+        return
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
+
+
+def join(backend: str, seconds: float) -> None:
+    """Join the default process group that the environment names.
+
+    Where torchrun restarts its workers (``--max-restarts``), they meet at the same store as those before, and would
+    find addresses of ranks that are gone: each attempt therefore has keys of its own. Several agents count restarts
+    differently, so this is done for one agent only.
+    """
+    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
+
+    limit = timedelta(seconds=seconds)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        dist.init_process_group(backend, timeout=limit)
+        return
+    public: Any = dist
+    store, rank, size = next(rendezvous("env://", timeout=limit))
+    own = public.PrefixStore(f"attempt {attempt}", store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=limit)
