@@ -3,17 +3,20 @@
 from splitkit.runtime.devices.on_devices import to_devices
 from splitkit.runtime.folder.load import StageFolder, open_stages
 from splitkit.runtime.folder.save import save_stages
+from splitkit.runtime.folder.training_checkpoint import CheckpointFolder, open_checkpoints
 from splitkit.runtime.ranks.pipeline import Pipeline, PipelineStep, pipeline
 from splitkit.runtime.ranks.rank_agreement import planned_once
 from splitkit.runtime.ranks.step_recorder import StepRecorder
 from splitkit.runtime.ranks.torch_stages import form_output, reduced_ties, stage
 
 __all__ = [
+    "CheckpointFolder",
     "Pipeline",
     "PipelineStep",
     "StageFolder",
     "StepRecorder",
     "form_output",
+    "open_checkpoints",
     "open_stages",
     "pipeline",
     "planned_once",
