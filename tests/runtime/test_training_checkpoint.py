@@ -13,16 +13,18 @@ Lines = list[dict[str, Any]]
 
 
 def runs(*cases: dict[str, Any], script: str = "runtime/resumed.py") -> list[Lines]:
-    """Return what the ranks of each case printed, in their order."""
-    words = " -- ".join(json.dumps(case).replace(" ", "") for case in cases).split()
+    """Return what the ranks of each case printed, in their order; ranks may be killed."""
+    words = [json.dumps({**case, "number": i}).replace(" ", "") for i, case in enumerate(cases)]
     counts = ",".join(map(str, dict.fromkeys(case["ranks"] for case in cases)))
     found: list[Lines] = [[] for _ in cases]
     at = 0
-    for line in launch(script, counts, *words):
+    for line in launch(script, counts, *" -- ".join(words).split(), check=False):
         if "next" in line:
-            at = next(i for i, case in enumerate(cases) if [json.dumps(case).replace(" ", "")] == line["next"])
-        else:
+            at = json.loads(line["next"][0])["number"]
+        elif "error" not in line:
             found[at].append(line)
+        else:
+            assert "Error" not in line["error"], line["error"][-3000:]
     return [sorted(lines, key=lambda line: line["rank"]) for lines in found]
 
 
@@ -64,3 +66,37 @@ def test_a_run_continues_bitwise_with_other_numbers_of_stages(tmp_path, optimize
     assert "'mean': tensor([3., 3., 3.]), 'sizes': (1, {2: 'x'})" in parts[2][0]["state"]
     done = sorted(path.name for path in Path(at["folder"]).iterdir())
     assert done == ["run.json", *(["step-10", "step-11"] if optimizer == "adamw" else ["step-5", "step-7"])]
+
+
+def test_a_rank_that_is_killed_while_saving_leaves_the_old_checkpoint_or_the_new_one(tmp_path):
+    """Each run continues from what the run before it left when it was killed, at one point after the other."""
+    folder = tmp_path / "run"
+
+    def case(rank: int = 0, at: int = 0, when: str = "save") -> dict[str, Any]:
+        return {"ranks": 2, "folder": str(folder), "rank": rank, "at": at, "when": when}
+
+    _, (first, second) = (
+        [line for line in lines if "points" in line]
+        for lines in runs(case(), case(when="save"), script="runtime/killed.py")
+    )
+    renamed = next(i for i, point in enumerate(first["points"], 1) if point.startswith("os.rename .writing-step"))
+    assert len(second["points"]) >= 3 and len(first["points"]) > renamed + 3
+    cases = [case(rank, at) for rank, found in enumerate((first, second)) for at in range(1, len(found["points"]) + 1)]
+    cases += [case(0, at, "beside") for at in (4, renamed, renamed + 1)] + [case(1, 3, "beside")]
+    cases += [case(0, at, "open") for at in range(1, 7)] + [case()]
+    whole, *found = runs({"ranks": 2, "steps": len(cases) + 2}, *cases, script="runtime/killed.py")
+    wanted = [{} for _ in range(len(cases) + 2)]
+    for line in whole:
+        wanted[line["step"]] |= line["whole"]
+    step, killed = 2, 0
+    for lines, case_of in zip(found, cases, strict=True):
+        opened = [line for line in lines if "opened" in line]
+        assert all(line["step"] == line["steps"] == step for line in opened)
+        assert all(wanted[step][name] == value for line in opened for name, value in line["opened"].items())
+        done = [line for line in lines if "points" in line or "code" in line]
+        died = {0, 1} - {line["rank"] for line in done}
+        assert died <= {case_of["rank"]} and {line["code"] for line in done if "code" in line} <= {"SK805"}
+        killed += len(died)
+        step += not died or (case_of["when"] != "open" and case_of["rank"] == 0 and case_of["at"] > renamed)
+    assert killed == len(cases) - 1
+    assert sorted(path.name for path in folder.iterdir()) == ["run.json", f"step-{step}"]

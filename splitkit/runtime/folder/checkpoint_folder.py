@@ -23,7 +23,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from splitkit import files
 from splitkit.errors import FileError
 from splitkit.json_fields import JsonField
 from splitkit.plans.plan_file import read_json
@@ -111,10 +110,12 @@ def claim(folder: Path, resume: bool, needed: int = 0) -> tuple[Run, Path | None
     run = Run(known.id if known is not None else os.urandom(8).hex(), os.urandom(8).hex())
     data = {"schema": SCHEMA, "kind": RUN_KIND, "run": run.id, "writer": run.writer, "started": _now()}
     try:
-        _write_durably(folder / RUN, data)
         for place in folder.iterdir():
-            if place.name.startswith((_WRITING, _REMOVED)):
+            if place.is_dir() and place.name.startswith((_WRITING, _REMOVED)):
                 shutil.rmtree(place, ignore_errors=True)
+            elif place.name.startswith(_WRITING):
+                place.unlink()
+        _write_durably(folder / RUN, data)
     except OSError as error:
         raise unwritable(folder, error) from error
     return run, last
@@ -236,8 +237,15 @@ def _another_run(place: Path, of_place: str, known: str) -> FileError:
 
 
 def _write_durably(path: Path, data: dict[str, Any]) -> None:
-    files.write_file(path, json.dumps(data) + "\n")
-    _sync(path)
+    """Write a file that is on the disk before it gets its name."""
+    draft = path.with_name(f"{_WRITING}{path.name}-{os.urandom(4).hex()}")
+    try:
+        draft.write_text(json.dumps(data) + "\n", encoding="utf-8")
+        _sync(draft)
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def _sync(path: Path) -> None:

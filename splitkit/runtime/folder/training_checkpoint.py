@@ -137,14 +137,17 @@ class CheckpointFolder:
         self._background: dist.ProcessGroup | None = None
         self._writing: _Writing | None = None
         self._loader_rank = -1
-        every = self._on_all(self._checked)
-        self._parameters = {name: look for rank in every for name, look in rank["parameters"].items()}
-        self._loader_rank = next((rank for rank, found in enumerate(every) if found["loader"]), -1)
-        needed = sum({name: size for found in every for name, size in found["bytes"].items()}.values())
-        self._run, self.last = self._on_first(lambda: on_disk.claim(path, resume, needed))
-        self._on_all(self._require_folder)
-        if self.last is not None:
-            self._load(self.last)
+        self.last: Path | None = None
+        with self._naming_loss(f"opened {path}"):
+            every = self._on_all(self._checked)
+            self._parameters = {name: look for rank in every for name, look in rank["parameters"].items()}
+            self._loader_rank = next((rank for rank, found in enumerate(every) if found["loader"]), -1)
+            needed = sum({name: size for found in every for name, size in found["bytes"].items()}.values())
+            self._run, last = self._on_first(lambda: on_disk.claim(path, resume, needed))
+            self._on_all(self._require_folder)
+            if last is not None:
+                self._load(last)
+                self.last = last
 
     __repr__ = brief
 
@@ -168,7 +171,7 @@ class CheckpointFolder:
         """
         self.wait()
         step = self._pipe.steps
-        with self._naming_loss():
+        with self._naming_loss(f"saved step {step}"):
             tensors: dict[str, torch.Tensor] = {}
             every = self._on_all(lambda: self._encoded(tensors))
             record: dict[str, Any] = {}
@@ -189,7 +192,7 @@ class CheckpointFolder:
         """
         writing, self._writing = self._writing, None
         if writing is not None:
-            with self._naming_loss():
+            with self._naming_loss(f"saved {writing.place}"):
                 self._on_all(lambda: self._done(writing), writing.draft)
             self.last = writing.place
 
@@ -298,7 +301,7 @@ class CheckpointFolder:
         return done
 
     def _done(self, writing: _Writing) -> None:
-        with self._naming_loss():
+        with self._naming_loss(f"saved {writing.place}"):
             writing.done.result()
 
     def _complete(self, record: dict[str, Any], place: Path, draft: Path) -> None:
@@ -393,8 +396,8 @@ class CheckpointFolder:
             raise on_disk.unwritable(self.path, cause_of(error)) from error
 
     @contextmanager
-    def _naming_loss(self) -> Iterator[None]:
-        """Raise SK805 if another rank ends while a checkpoint is written."""
+    def _naming_loss(self, doing: str) -> Iterator[None]:
+        """Raise SK805 if another rank ends while the ranks do something together."""
         try:
             yield
         except SplitError:
@@ -403,6 +406,6 @@ class CheckpointFolder:
             left = f"{self.last} is complete" if self.last is not None else "No checkpoint is complete"
             raise PipelineError(
                 "SK805",
-                f"another rank is gone, or does not answer, while step {self._pipe.steps} was saved",
+                f"another rank is gone, or does not answer, while this one {doing}",
                 f"Look at the messages of the other ranks. {left}; continue with --resume. Here: {cause_of(error)}",
             ) from error
