@@ -100,3 +100,34 @@ def test_a_rank_that_is_killed_while_saving_leaves_the_old_checkpoint_or_the_new
         step += not died or (case_of["when"] != "open" and case_of["rank"] == 0 and case_of["at"] > renamed)
     assert killed == len(cases) - 1
     assert sorted(path.name for path in folder.iterdir()) == ["run.json", f"step-{step}"]
+
+
+def test_what_cannot_be_saved_or_resumed_is_refused_by_all_ranks_with_one_error(tmp_path):
+    told: dict[str, list[str]] = {}
+    left: list[str] = []
+    for line in launch("runtime/unsaved.py", 2, str(tmp_path)):
+        left = line.get("left", left)
+        if "what" in line:
+            told.setdefault(line["what"], []).append(line["said"])
+    wanted = {
+        "file": "SK504: cannot write checkpoints to", "proc": "SK504: cannot write checkpoints to /proc/self/checkpoints",
+        "apart": "has no run.json, which rank 0 has written to it (rank 1)",
+        "full": "1000 B are free, and one needs at least",
+        "state": "SK506: a checkpoint cannot hold state.model.0, which is a Pipeline",
+        "loader": "SK506: the loader, a list, has no state_dict", "keep": "SK802: keep is 0",
+        "stranger": "SK802: the optimizer has a parameter [3] that the pipeline does not have",
+        "full 1": "File too large (rank 1)", "full 0": "File too large", "full 1 beside": "File too large (rank 1)",
+        "schedulers": "SK804: the scheduler of rank 1 differs from rank 0's in last_epoch",
+        "fresh": "has the checkpoints of an earlier run, up to step 2", "no scheduler": "has a scheduler's state, and none",
+        "other optimizer": "SK507: the checkpoint has the state of SGD, and this optimizer is a AdamW",
+        "other scheduler": "SK507: the checkpoint has the state of a MultiStepLR, and this scheduler is a StepLR",
+        "other model": "SK507: ", "joined groups": "had different options (lr, ...), and are in one group now",
+        "late writer": "SK512: another process has begun to write", "two runs": "names the run",
+        "damaged": "SK505: ", "truncated": "SK504: cannot read",
+    }  # fmt: skip
+    for what, text in wanted.items():
+        first, second = told[what]
+        assert text in first, (what, first)
+        assert first == second and len(first.splitlines()) == 2
+    assert all(not text for what, texts in told.items() if what not in wanted for text in texts), told
+    assert left == ["run.json", "step-1", "step-2.1"]

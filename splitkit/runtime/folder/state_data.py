@@ -126,7 +126,7 @@ def empty_tensors(data: JsonField) -> dict[str, torch.Tensor]:
 
 
 def _leaf(value: Any, where: str) -> Any:
-    if not isinstance(value, list | tuple | dict | torch.fx.Node):
+    if not isinstance(value, list | dict | torch.fx.Node):
         try:
             return encode_argument(value, where)
         except FileError:

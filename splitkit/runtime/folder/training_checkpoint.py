@@ -233,11 +233,12 @@ class CheckpointFolder:
         }
 
     def _require_folder(self) -> None:
+        """Refuse a folder that this rank does not share with rank 0, or to which it cannot write."""
+        on_disk.require_own(self.path, self._run)
         try:
             files.require_room(self.path)
         except OSError as error:
             raise on_disk.unwritable(self.path, error) from error
-        on_disk.require_own(self.path, self._run)
 
     def _encoded(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Return this rank's share of the record; add its tensors, which alias those of the run."""
