@@ -64,8 +64,9 @@ def test_what_is_not_data_is_refused_by_its_path(value, where):
 @pytest.mark.parametrize(
     "data",
     [
-        {"tensor": {"name": "y", "dtype": "float32", "shape": []}}, {"counter": [1]}, {"bytes": "zz"}, {"numpy": ["O", 1]},
-        {"numpy": ["float32", "x"]}, {"dict": [[[1], 2]]}, {"unknown": 1}, {"node": "x"}, {"float": "x"},
+        {"tensor": {"name": "y", "dtype": "float32", "shape": []}}, {"counter": [1]}, {"bytes": "zz"},
+        {"numpy": ["O", 1]}, {"numpy": ["float32", "x"]}, {"dict": [[[1], 2]]}, {"unknown": 1}, {"node": "x"},
+        {"float": "x"},
     ],
 )  # fmt: skip
 def test_damaged_state_is_refused(data):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def test_a_run_continues_bitwise_with_other_numbers_of_stages(tmp_path, optimize
     assert [loss for lines in parts[:3] for loss in losses(lines)] == losses(whole)
     assert together(parts[2], "digest") == together(whole, "digest")
     assert {line["draw"] for line in parts[2]} == {whole[0]["draw"]}
-    for before, after in zip(parts, parts[1:], strict=False):
+    for before, after in pairwise(parts):
         assert together(after, "opened") == together(before, "digest")
     assert "'epoch': 3" in parts[2][0]["state"] and "'best': inf" in parts[2][0]["state"]
     assert "'mean': tensor([3., 3., 3.]), 'sizes': (1, {2: 'x'})" in parts[2][0]["state"]
@@ -110,7 +111,8 @@ def test_what_cannot_be_saved_or_resumed_is_refused_by_all_ranks_with_one_error(
         if "what" in line:
             told.setdefault(line["what"], []).append(line["said"])
     wanted = {
-        "file": "SK504: cannot write checkpoints to", "proc": "SK504: cannot write checkpoints to /proc/self/checkpoints",
+        "file": "SK504: cannot write checkpoints to",
+        "proc": "SK504: cannot write checkpoints to /proc/self/checkpoints",
         "apart": "has no run.json, which rank 0 has written to it (rank 1)",
         "full": "1000 B are free, and one needs at least",
         "state": "SK506: a checkpoint cannot hold state.model.0, which is a Pipeline",
@@ -118,7 +120,8 @@ def test_what_cannot_be_saved_or_resumed_is_refused_by_all_ranks_with_one_error(
         "stranger": "SK802: the optimizer has a parameter [3] that the pipeline does not have",
         "full 1": "File too large (rank 1)", "full 0": "File too large", "full 1 beside": "File too large (rank 1)",
         "schedulers": "SK804: the scheduler of rank 1 differs from rank 0's in last_epoch",
-        "fresh": "has the checkpoints of an earlier run, up to step 2", "no scheduler": "has a scheduler's state, and none",
+        "fresh": "has the checkpoints of an earlier run, up to step 2",
+        "no scheduler": "has a scheduler's state, and none",
         "other optimizer": "SK507: the checkpoint has the state of SGD, and this optimizer is a AdamW",
         "other scheduler": "SK507: the checkpoint has the state of a MultiStepLR, and this scheduler is a StepLR",
         "other model": "SK507: ", "joined groups": "had different options (lr, ...), and are in one group now",

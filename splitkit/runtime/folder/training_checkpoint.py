@@ -381,7 +381,7 @@ class CheckpointFolder:
             if draft is not None and self._pipe.rank == 0:
                 on_disk.discard(draft)
             rank, first = refused[0]
-            alone = len(refused) < len(every) and rank and "rank" not in first.reason
+            alone = len(refused) < len(every) and rank and "(rank" not in first.reason
             where = f" (rank {rank})" if alone else ""
             raise type(first)(first.code, first.reason + where, first.remedy, first.nodes)
         return [found for found, _ in every]
