@@ -241,10 +241,19 @@ def _train(commands: Commands[Parser]) -> None:
     group.add_argument(
         "--tolerance", type=above_zero, default=1e-5, metavar="X", help="relative tolerance of --check (default 1e-5)"
     )
-    group.add_argument("--checkpoint", metavar="FOLDER", help="write model and optimizer after the last step")
-    group.add_argument("--every", type=positive, metavar="N", help="write it after every N steps as well")
     group.add_argument(
-        "--resume", action="store_true", help="continue from the last checkpoint in the folder, if there is one"
+        "--checkpoint", metavar="FOLDER", help="save the run in this folder after the last step; it is tested first"
+    )
+    group.add_argument("--every", type=positive, metavar="N", help="save it after every N steps as well")
+    group.add_argument("--keep", type=positive, metavar="N", help="keep the last N checkpoints (default 2)")
+    group.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the last checkpoint in the folder, if there is one; without it, a folder that has any is "
+        "refused",
+    )
+    group.add_argument(
+        "--async-save", action="store_true", help="write checkpoints while training goes on, from a copy in memory"
     )
     group.add_argument(
         "--trace",

@@ -3,6 +3,7 @@
 from splitkit.runtime.devices.on_devices import to_devices
 from splitkit.runtime.folder.load import StageFolder, open_stages
 from splitkit.runtime.folder.save import save_stages
+from splitkit.runtime.folder.training_checkpoint import CheckpointFolder, open_checkpoints
 from splitkit.runtime.folder.whole_model import full_state_dict, save_pretrained, save_safetensors
 from splitkit.runtime.ranks.pipeline import Pipeline, PipelineStep, pipeline
 from splitkit.runtime.ranks.pipeline_module import PipelineModule
@@ -11,6 +12,7 @@ from splitkit.runtime.ranks.step_recorder import StepRecorder
 from splitkit.runtime.ranks.torch_stages import form_output, reduced_ties, stage
 
 __all__ = [
+    "CheckpointFolder",
     "Pipeline",
     "PipelineModule",
     "PipelineStep",
@@ -18,6 +20,7 @@ __all__ = [
     "StepRecorder",
     "form_output",
     "full_state_dict",
+    "open_checkpoints",
     "open_stages",
     "pipeline",
     "planned_once",

@@ -46,6 +46,7 @@ def test_a_plan_trains_as_the_unsplit_model_and_goes_on_from_a_checkpoint(tmp_pa
     keep = ["--checkpoint", kept, "--every", "2", "--steps"]
     trace = ["--trace", str(tmp_path / "trace.json")]
     runs = [*words, "--steps", "3", *trace, "--", *words, *keep, "2", "--", *words, *keep, "3", "--resume"]
+    runs += ["--async-save", "--keep", "1"]
     runs += ["--", "train", stages, "--steps", "3", "--microbatches", "2"]  # no rank makes the model or captures it
     runs += ["--", "train", plan, *name, "--microbatches", "2", "--optimizer", "sgd", "--lr", "1e38"]
     lines = launch("cli/commanded.py", 2, *runs, seconds=200)
@@ -59,7 +60,7 @@ def test_a_plan_trains_as_the_unsplit_model_and_goes_on_from_a_checkpoint(tmp_pa
     assert ran.order.ranks == load_order(order).ranks and ran.schedule == "mine.csv"
     assert 0 < ran.busy[0] < ran.seconds and ran.busy[1] < ran.seconds
     assert again["first_step"] == 2 and again["losses"] == whole["losses"][2:]
-    assert sorted(p.name for p in Path(kept).iterdir()) == ["step-2", "step-3"]
+    assert sorted(p.name for p in Path(kept).iterdir()) == ["run.json", "step-3"]
     assert apart["losses"] == whole["losses"] and [r["stages"] for r in apart["ranks"]] == [[0], [1]]
     assert failed["error"]["code"] == "SK805"
     assert failed["error"]["reason"] == "the loss of microbatch 0 in step 1 is nan"
@@ -194,6 +195,14 @@ def test_one_process_is_too_few(call, monkeypatch):
     assert code == 2 and "SK601" in err and "torchrun --nproc-per-node" in err
     code, _, err = call("train", "gpt2", *TINY, "--stages", "2", "--resume", "--nproc", "2")
     assert code == 2 and "--checkpoint FOLDER" in err
+    code, _, err = call("train", "gpt2", *TINY, "--stages", "2", "--every", "2", "--nproc", "2")
+    assert code == 2 and "SK601: --every needs a folder" in err
+
+
+def test_a_folder_of_another_run_is_refused_before_there_are_ranks(call, tmp_path):
+    (tmp_path / "kept" / "step-5").mkdir(parents=True)
+    code, _, err = call("train", "gpt2", *TINY, "--stages", "2", "--nproc", "2", "--checkpoint", str(tmp_path / "kept"))
+    assert code == 1 and "SK512" in err and "up to step 5" in err and "--resume" in err
 
 
 def test_what_no_rank_could_run_is_refused_before_there_are_ranks(call, tmp_path):

@@ -9,12 +9,11 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
-from splitkit.cli import launcher, rank_process, stage_folders
+from splitkit.cli import checkpoints, launcher, rank_process, stage_folders
 from splitkit.cli.before_ranks import require_target
 from splitkit.cli.check_report import DIFFERENT, pipeline_check_rows
 from splitkit.cli.common import CapturedModel, decoded, plan_file, planner, prepare, require_policy_option
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from splitkit.cli.reference_model import ReferenceModel
     from splitkit.pipeline.order import PipelineOrder
     from splitkit.plans.record import Plan
+    from splitkit.runtime.folder.training_checkpoint import CheckpointFolder
     from splitkit.runtime.ranks.pipeline import Pipeline
 
 RATES = {"adamw": 1e-3, "sgd": 1e-2}
@@ -40,8 +40,7 @@ RATES = {"adamw": 1e-3, "sgd": 1e-2}
 
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit train``: start the ranks, or be one of them."""
-    if args.resume and args.checkpoint is None:
-        raise UsageError("SK601", "--resume needs a folder", "Add --checkpoint FOLDER.")
+    checkpoints.require_usable(args)
     if args.trace and args.steps < 2:
         raise UsageError("SK601", "--trace needs a step after the first one, which warms up", "Give --steps 2 or more.")
     require_compiler(args)
@@ -113,17 +112,14 @@ def _train(args: Namespace) -> dict[str, Any]:
         batch = batch_of(work, pipe.microbatches, 0)
         beside = ReferenceModel(pipe, work, partial(_optimizer, args), args.tolerance, batch)
     compile_parts(pipe, args.compile)
-    first = 0
-    if args.resume:
-        from splitkit.runtime.folder import training_checkpoint
-
-        first = training_checkpoint.load_last_checkpoint(Path(args.checkpoint), pipe, optimizer)
+    saved = checkpoints.opened(args, pipe, optimizer)
+    first = pipe.steps
     if beside is not None:
         beside.begin(optimizer if first else None)
     if args.trace and args.steps - first < 2:
         reason = f"--trace needs a step after the first one, but {first} of {args.steps} steps are done"
         raise UsageError("SK601", reason, f"Give --steps {first + 2} or more.")
-    found = _steps(args, work, pipe, optimizer, first, beside)
+    found = _steps(args, work, pipe, optimizer, beside, saved)
     own = {
         "rank": pipe.rank,
         "replica": pipe.replicas.own,
@@ -187,11 +183,16 @@ def _optimizer(args: Namespace, parameters: Iterable[Any]) -> Any:
 
 
 def _steps(
-    args: Namespace, work: CapturedModel, pipe: Pipeline, optimizer: Any, first: int, beside: ReferenceModel | None
+    args: Namespace,
+    work: CapturedModel,
+    pipe: Pipeline,
+    optimizer: Any,
+    beside: ReferenceModel | None,
+    saved: CheckpointFolder | None,
 ) -> dict[str, Any]:
     from splitkit.runtime.ranks.step_recorder import StepRecorder
 
-    losses, times, recorder = list[float](), list[float](), None
+    losses, times, recorder, first = list[float](), list[float](), None, pipe.steps
     with _bar(pipe.rank, args.steps - first) as advance:
         for step in range(first, args.steps):
             batch = batch_of(work, pipe.microbatches, step)
@@ -208,7 +209,9 @@ def _steps(
                 beside.step(batch, each, optimizer)
             optimizer.zero_grad()
             advance(losses[-1])
-            _save(args, pipe, optimizer, step + 1)
+            checkpoints.save(args, saved, step + 1)
+    if saved is not None:
+        saved.wait()
     return {
         "steps": args.steps,
         "losses": losses,
@@ -258,13 +261,6 @@ def _losses(pipe: Pipeline, losses: torch.Tensor | None, step: int) -> torch.Ten
             f"Run that step from seed {pipe.seed_of(step, bad[0])}, or lower --lr.",
         )
     return found
-
-
-def _save(args: Namespace, pipe: Pipeline, optimizer: Any, done: int) -> None:
-    if args.checkpoint is not None and (done == args.steps or (args.every and done % args.every == 0)):
-        from splitkit.runtime.folder import training_checkpoint
-
-        training_checkpoint.save_checkpoint(Path(args.checkpoint), pipe, optimizer)
 
 
 def _gathered(pipe: Pipeline, own: dict[str, Any]) -> list[Any]:

@@ -5,21 +5,17 @@ Only the tensors that are filled are in memory.
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from splitkit.errors import FileError
 from splitkit.json_fields import JsonField
 from splitkit.plans.plan_file import read_json
+from splitkit.runtime.folder.checkpoint_reader import METADATA, Look, look_text, read_stored, stored_looks
 from splitkit.runtime.folder.tensorfiles import stored_tensors
 
 INDEX = "model.safetensors.index.json"
@@ -40,13 +36,13 @@ class Weights:
 
     place: Path
     files: Mapping[str, Path]
-    saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    saved: Mapping[str, Look]
 
     @classmethod
     def at(cls, place: str | os.PathLike[str]) -> Weights:
         """Open a ``.safetensors`` file, a folder with ``model.safetensors`` or its index, or a checkpoint's folder.
 
-        Torch unpickles the metadata of a ``torch.distributed.checkpoint``: read only checkpoints that you trust.
+        No code is run from any of them.
 
         Raises:
             FileError: SK504 if there is none of these, SK505 if it is damaged.
@@ -57,8 +53,8 @@ class Weights:
         single = path if path.is_file() else path / SINGLE
         if single.is_file():
             return cls(path, dict.fromkeys(stored_tensors(single), single), {})
-        if (path / ".metadata").is_file():
-            return cls(path, {}, _checkpointed(path))
+        if (path / METADATA).is_file():
+            return cls(path, {}, stored_looks(path))
         raise FileError(
             "SK504",
             f"{path} holds no weights",
@@ -88,7 +84,7 @@ class Weights:
             else:
                 self._require(name, tensor, *self.saved[name])
         if self.saved:
-            _from_checkpoint(self.place, dict(found))
+            read_stored(self.place, dict(found))
 
     def _name(self, names: Sequence[str]) -> str:
         for prefix in _PREFIXES if self.saved else _PREFIXES[:1]:
@@ -105,9 +101,7 @@ class Weights:
 
     def _require(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         if shape != tuple(tensor.shape) or dtype != tensor.dtype:
-            theirs, own = (
-                f"{d}{list(s)}".removeprefix("torch.") for d, s in ((dtype, shape), (tensor.dtype, tensor.shape))
-            )
+            theirs, own = look_text(shape, dtype), look_text(tensor.shape, tensor.dtype)
             raise FileError(
                 "SK507",
                 f"{name} in {self.place} is {theirs}, and the stage reads {own}",
@@ -124,36 +118,3 @@ def _indexed(folder: Path) -> dict[str, Path]:
             raise file.damaged("a file of this folder")
         found[name] = folder / file.text()
     return found
-
-
-def _checkpointed(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    try:
-        known = FileSystemReader(folder).read_metadata().state_dict_metadata
-    except Exception as error:
-        raise FileError("SK504", f"cannot read {folder}: {error}"[:600], "Name another checkpoint.") from error
-    tensors = {name: entry for name, entry in known.items() if isinstance(entry, TensorStorageMetadata)}
-    return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in tensors.items()}
-
-
-def _from_checkpoint(folder: Path, wanted: Mapping[str, torch.Tensor]) -> None:
-    try:
-        with without_planner_log():
-            load({name: tensor.detach() for name, tensor in wanted.items()}, checkpoint_id=folder, no_dist=True)
-    except Exception as error:
-        raise FileError("SK504", f"cannot read {folder}: {error}"[:600], "Name another checkpoint.") from error
-
-
-def _look(dtype: torch.dtype, shape: Sequence[int]) -> str:
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
-
-
-@contextmanager
-def without_planner_log() -> Iterator[None]:
-    """Silence torch's log messages about checkpoint planners."""
-    logger = logging.getLogger("torch.distributed.checkpoint")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

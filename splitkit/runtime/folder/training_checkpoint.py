@@ -1,114 +1,393 @@
-"""Saves and loads the state of a pipeline and its optimizer, for pipelines with any number of stages.
+"""Saves and loads the state of a training run with a pipeline, which may continue with any number of stages and ranks.
 
-Names are those of the unsplit model. The files are those of ``torch.distributed.checkpoint``; each rank writes the
-tensors that it holds, and a shared parameter is written once.
+Names are those of the unsplit model. Tensors are in files of ``torch.distributed.checkpoint``, to which each rank
+writes what it holds; the rest is JSON. `splitkit.runtime.folder.checkpoint_folder` has the layout of the folder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 from torch.distributed.checkpoint.state_dict_saver import save as write
 from torch.optim import Optimizer
 
-from splitkit.errors import FileError
-from splitkit.graph.storages import parameters_and_buffers
-from splitkit.runtime.folder.checkpoint_weights import without_planner_log
+from splitkit import _torch, files
+from splitkit.checks import is_whole, shown
+from splitkit.errors import FileError, PipelineError, SplitError
+from splitkit.json_fields import JsonField
+from splitkit.runtime.folder import checkpoint_folder as on_disk
+from splitkit.runtime.folder.checkpoint_reader import (
+    cause_of,
+    look_text,
+    read_stored,
+    without_planner_log,
+)
+from splitkit.runtime.folder.optimizer_state import (
+    encode_optimizer,
+    load_optimizer,
+    merge_optimizers,
+    prepare_optimizer,
+    require_known,
+)
+from splitkit.runtime.folder.random_state import random_state, set_random_state
+from splitkit.runtime.folder.scheduler_state import encode_scheduler, load_scheduler, merge_schedulers
+from splitkit.runtime.folder.state_data import decode_state, empty_tensors, encode_state, require_storable
 from splitkit.runtime.ranks.pipeline import Pipeline
+from splitkit.short_repr import brief
 
-_PREFIX = "step-"
-
-
-def save_checkpoint(folder: Path, pipe: Pipeline, optimizer: Optimizer) -> Path:
-    """Write the state after the pipeline's last step. All ranks must call it.
-
-    Returns:
-        The folder of this step. It is complete once it contains ``.metadata``, which torch writes last.
-    """
-    place = folder / f"{_PREFIX}{pipe.steps}"
-    with without_planner_log():
-        write(_state(pipe.named_tensors(), optimizer), checkpoint_id=place, process_group=pipe.group)
-    return place
+T = TypeVar("T")
+MODEL = "model."
 
 
-def load_last_checkpoint(
-    folder: Path, pipe: Pipeline, optimizer: Optimizer, whole: tuple[nn.Module, Optimizer] | None = None
-) -> int:
-    """Load the state of the last complete step in a folder. All ranks must call it.
+def open_checkpoints(
+    folder: str | os.PathLike[str],
+    pipe: Pipeline,
+    optimizer: Optimizer,
+    *,
+    scheduler: Any = None,
+    loader: Any = None,
+    state: Mapping[str, Any] | None = None,
+    keep: int = 2,
+    resume: bool = False,
+) -> CheckpointFolder:
+    """Open a folder for the checkpoints of a run, and load the last one if the run is resumed.
+
+    Every rank calls it, after `Pipeline.shard` and before the first step. It refuses then what would fail later: a
+    folder that cannot be written or that another run has filled, and state that cannot be saved.
+
+    Saved are parameters and buffers, the optimizer's state and options, the number of steps, the random number
+    generators of each rank, and what is given here. All of it is found by name, so the run may continue with another
+    number of stages and replicas, sharded or not.
 
     Args:
-        folder: the folder to which `save_checkpoint` wrote.
-        pipe: the pipeline whose parameters, buffers and number of steps are set.
+        folder: the folder, created if necessary; all ranks must see the same.
+        pipe: the pipeline.
         optimizer: the optimizer of the pipeline's parameters.
-        whole: the unsplit model and its optimizer, to be loaded as well; on this rank only.
-
-    Returns:
-        The number of steps done, after which the pipeline continues; 0 if there is no checkpoint.
+        scheduler: a learning rate scheduler, or another object with ``state_dict`` and ``load_state_dict``; its state
+            must be the same on all ranks.
+        loader: a data loader with ``state_dict`` and ``load_state_dict``, such as torchdata's ``StatefulDataLoader``.
+            The first rank that has one saves its position, from which all continue: they read the same batches.
+        state: more data to save, see `CheckpointFolder.state`; rank 0's is saved.
+        keep: how many checkpoints to keep; older ones are removed when a new one is complete.
+        resume: whether to continue from the last checkpoint in the folder, if there is one.
 
     Raises:
-        FileError: SK504 if the checkpoint cannot be read into this pipeline.
+        FileError: SK504 if the folder cannot be written or read; SK506 for state that cannot be saved; SK512 if the
+            folder has another run's checkpoints; SK503, SK505 and SK507 if the last checkpoint has another schema, is
+            damaged, or does not fit model, optimizer or scheduler.
+        PipelineError: SK802 if the optimizer has parameters that the pipeline does not have, or ``keep`` makes no
+            sense; SK804 if the schedulers of the ranks differ.
     """
-    found: list[Any] = [_last(folder)]
-    dist.broadcast_object_list(found, group=pipe.group, group_src=0)
-    step = int(found[0])
-    if not step:
-        return 0
-    place = folder / f"{_PREFIX}{step}"
-    try:
-        _read(place, pipe.named_tensors(), optimizer, process_group=pipe.group)
-        if whole is not None:
-            model, other = whole
-            _read(place, _known(place, model), other, no_dist=True)
-    except Exception as error:
-        reason = f"{place} does not fit this model: {error}"
-        raise FileError("SK504", reason[:600], "Name the folder of a checkpoint of the same model.") from error
-    pipe.steps = step
-    return step
+    return CheckpointFolder(Path(folder), pipe, optimizer, scheduler, loader, dict(state or {}), keep, resume)
 
 
-def _last(folder: Path) -> int:
-    done = [p.name.removeprefix(_PREFIX) for p in folder.glob(f"{_PREFIX}*") if (p / ".metadata").exists()]
-    return max((int(number) for number in done if number.isdigit()), default=0)
+@dataclass
+class _Writing:
+    """A checkpoint that is being written.
+
+    Attributes:
+        place: the folder that it will have.
+        draft: the folder in which it is written.
+        done: done when this rank has done its share.
+    """
+
+    place: Path
+    draft: Path
+    done: Future[None]
 
 
-def _read(place: Path, named: Mapping[str, torch.Tensor], optimizer: Optimizer, **how: Any) -> None:
-    _begin(optimizer)
-    with without_planner_log():
-        load(_state(named, optimizer), checkpoint_id=place, **how)
+class CheckpointFolder:
+    """The checkpoints of a run, see `open_checkpoints`.
 
+    Attributes:
+        path: the folder.
+        state: more data to save: numbers, strings, tensors, and containers of these. If a checkpoint has been loaded,
+            the data in it.
+        last: the folder of the last complete checkpoint; ``None`` if there is none.
+    """
 
-def _known(place: Path, model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the model's tensors that a checkpoint has. It has one name of each tensor with several."""
-    known = FileSystemReader(place).read_metadata().state_dict_metadata
-    return {name: tensor for name, tensor in parameters_and_buffers(model).items() if f"model.{name}" in known}
+    def __init__(
+        self,
+        path: Path,
+        pipe: Pipeline,
+        optimizer: Optimizer,
+        scheduler: Any,
+        loader: Any,
+        state: dict[str, Any],
+        keep: int,
+        resume: bool,
+    ) -> None:
+        self.path, self.state = path, state
+        self._pipe, self._optimizer, self._scheduler, self._loader = pipe, optimizer, scheduler, loader
+        self._keep = keep
+        self._background: dist.ProcessGroup | None = None
+        self._writing: _Writing | None = None
+        self._loader_rank = -1
+        self.last: Path | None = None
+        with self._naming_loss(f"opened {path}"):
+            every = self._on_all(self._checked)
+            self._parameters = {name: look for rank in every for name, look in rank["parameters"].items()}
+            self._loader_rank = next((rank for rank, found in enumerate(every) if found["loader"]), -1)
+            needed = sum({name: size for found in every for name, size in found["bytes"].items()}.values())
+            self._run, last = self._on_first(lambda: on_disk.claim(path, resume, needed))
+            self._on_all(self._require_folder)
+            if last is not None:
+                self._load(last)
+                self.last = last
 
+    __repr__ = brief
 
-def _state(named: Mapping[str, torch.Tensor], optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Return a state dict whose tensors alias those of a model and its optimizer."""
-    state = {f"model.{name}": tensor.detach() for name, tensor in named.items()}
-    for name, tensor in named.items():
-        held = optimizer.state.get(tensor, {}) if isinstance(tensor, nn.Parameter) else {}
-        state |= {f"optimizer.{name}.{key}": value for key, value in held.items() if isinstance(value, torch.Tensor)}
-    return state
+    def save(self, *, wait: bool = True) -> Path:
+        """Save the state after the pipeline's last step. All ranks must call it.
 
+        The checkpoint is complete or absent, whenever a process ends: its folder gets its name when all ranks have
+        written everything. Older checkpoints are removed after that.
 
-def _begin(optimizer: Optimizer) -> None:
-    """Let the optimizer create its state, by a step with learning rate 0 that changes no parameter."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    before = {parameter: parameter.grad for group in optimizer.param_groups for parameter in group["params"]}
-    for parameter in before:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    for parameter, grad in before.items():
-        parameter.grad = grad
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+        Args:
+            wait: whether to wait until it is complete. Otherwise the state is copied to the CPU's memory, and written
+                while training goes on; `wait`, or the next `save`, waits and reports a failure.
+
+        Returns:
+            The folder of the checkpoint.
+
+        Raises:
+            FileError: SK504 on all ranks if one cannot write; SK506 for state that cannot be saved; SK512 if another
+                process has opened the folder. Earlier checkpoints are still there.
+            PipelineError: SK804 if the schedulers of the ranks differ; SK805 if a rank is gone.
+        """
+        self.wait()
+        step = self._pipe.steps
+        with self._naming_loss(f"saved step {step}"):
+            tensors: dict[str, torch.Tensor] = {}
+            every = self._on_all(lambda: self._encoded(tensors))
+            record: dict[str, Any] = {}
+            place, draft = self._on_first(lambda: self._begun(step, every, record))
+            if wait:
+                self._on_all(lambda: self._write(tensors, draft), draft)
+                self._on_first(lambda: self._complete(record, place, draft), draft)
+                self.last = place
+            else:
+                self._writing = _Writing(place, draft, self._write_beside(tensors, record, place, draft))
+        return place
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written is complete, if there is one. All ranks must call it.
+
+        Raises:
+            FileError, PipelineError: as `save`.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            with self._naming_loss(f"saved {writing.place}"):
+                self._on_all(lambda: self._done(writing), writing.draft)
+            self.last = writing.place
+
+    def _checked(self) -> dict[str, Any]:
+        """Refuse what can be refused before the first step; return what the other ranks must know."""
+        if not is_whole(self._keep, 1):
+            raise PipelineError("SK802", f"keep is {shown(self._keep)}", "Give a whole number of at least 1.")
+        for name, thing in (("scheduler", self._scheduler), ("loader", self._loader)):
+            if thing is not None and not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+                raise FileError(
+                    "SK506",
+                    f"the {name}, a {type(thing).__name__}, has no state_dict and load_state_dict to save it by",
+                    "Leave it out, or use one that has: torchdata's StatefulDataLoader.",
+                )
+        require_known(self._optimizer, self._pipe.named_parameters())
+        tensors: dict[str, torch.Tensor] = {}
+        self._encoded(tensors)
+        return {
+            "parameters": {n: look_text(p.shape, p.dtype) for n, p in self._pipe.named_parameters().items()},
+            "bytes": {name: t.numel() * t.element_size() for name, t in tensors.items()},
+            "loader": self._loader is not None,
+        }
+
+    def _require_folder(self) -> None:
+        """Refuse a folder that this rank does not share with rank 0, or to which it cannot write."""
+        on_disk.require_own(self.path, self._run)
+        try:
+            files.require_room(self.path)
+        except OSError as error:
+            raise on_disk.unwritable(self.path, error) from error
+
+    def _encoded(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Return this rank's share of the record; add its tensors, which alias those of the run."""
+        pipe, rank = self._pipe, self._pipe.rank
+        for name, tensor in pipe.named_tensors().items():
+            require_storable(name, tensor)
+            tensors[MODEL + name] = tensor.detach()
+        scheduler = self._scheduler
+        loader = self._loader.state_dict() if rank == self._loader_rank else None
+        return {
+            "optimizer": encode_optimizer(self._optimizer, pipe.named_parameters(), tensors),
+            "scheduler": None if scheduler is None else encode_scheduler(scheduler, self._optimizer, tensors),
+            "loader": encode_state(loader, "loader", tensors),
+            "random": encode_state(random_state(pipe.device), f"random.{rank}", tensors),
+            "state": encode_state(self.state, "state", tensors) if rank == 0 else None,
+        }
+
+    def _begun(self, step: int, every: list[dict[str, Any]], record: dict[str, Any]) -> tuple[Path, Path]:
+        """Fill the record, on rank 0; return the folder that the checkpoint will have, and the one to write it in."""
+        on_disk.require_own(self.path, self._run)
+        record |= {
+            "torch": torch.__version__,
+            "step": step,
+            "parameters": self._parameters,
+            "optimizer": merge_optimizers([each["optimizer"] for each in every]),
+            "scheduler": merge_schedulers([each["scheduler"] for each in every]),
+            "loader": every[self._loader_rank]["loader"] if self._loader_rank >= 0 else None,
+            "random": [each["random"] for each in every],
+            "state": every[0]["state"],
+        }
+        return on_disk.place_of(self.path, step), on_disk.begin(self.path, step)
+
+    def _write(self, tensors: dict[str, torch.Tensor], draft: Path) -> None:
+        with self._refusing(), without_planner_log():
+            write(tensors, storage_writer=FileSystemWriter(draft), process_group=self._pipe.group)
+
+    def _write_beside(
+        self, tensors: dict[str, torch.Tensor], record: dict[str, Any], place: Path, draft: Path
+    ) -> Future[None]:
+        """Write in another thread, which has a process group of its own; rank 0 completes the checkpoint there."""
+        if self._background is None:
+            group = self._pipe.group
+            ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+            limit = _torch.timeout_of(group)
+            self._background = dist.new_group(ranks, limit, "gloo")
+        done: Future[None] = Future()
+
+        def written(found: Future[Any]) -> None:
+            try:
+                with self._refusing():
+                    found.result()
+                    if self._pipe.rank == 0:
+                        self._complete(record, place, draft)
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        began = async_save(tensors, storage_writer=FileSystemWriter(draft), process_group=self._background)
+        (began.upload_completion if isinstance(began, AsyncSaveResponse) else began).add_done_callback(written)
+        return done
+
+    def _done(self, writing: _Writing) -> None:
+        with self._naming_loss(f"saved {writing.place}"):
+            writing.done.result()
+
+    def _complete(self, record: dict[str, Any], place: Path, draft: Path) -> None:
+        with self._refusing():
+            on_disk.commit(draft, place, record, self._run)
+        on_disk.prune(self.path, self._keep)
+
+    def _load(self, place: Path) -> None:
+        record = JsonField(str(place), "", self._on_first(lambda: on_disk.read_record(place).value))
+        self._on_all(lambda: self._require_model(record["parameters"]))
+        self._on_all(lambda: self._restore(place, record))
+        self._pipe.steps = record["step"].whole()
+
+    def _require_model(self, stored: JsonField) -> None:
+        theirs, own = {name: look.text() for name, look in stored.fields()}, self._parameters
+        for name in [*own, *theirs]:
+            if theirs.get(name) != own.get(name):
+                one, other = (found.get(name, "not a parameter") for found in (theirs, own))
+                raise FileError(
+                    "SK507",
+                    f"{name} is {one} in {stored.file}, and {other} in this model",
+                    "Continue with the model that was trained, or name another folder.",
+                    [name],
+                )
+
+    def _restore(self, place: Path, record: JsonField) -> None:
+        pipe, optimizer, named = self._pipe, self._optimizer, self._pipe.named_parameters()
+        self._require_given(record)
+        every = list(record["random"].items())
+        random = every[pipe.rank if len(every) == dist.get_world_size(pipe.group) else 0]
+        rest = [record["scheduler"], record["loader"], record["state"], random]
+        tensors = prepare_optimizer(record["optimizer"], optimizer, named)
+        for data in rest:
+            tensors |= empty_tensors(data)
+        read_stored(place, tensors | {MODEL + name: tensor for name, tensor in pipe.named_tensors().items()})
+        load_optimizer(record["optimizer"], optimizer, named, tensors)
+        if self._scheduler is not None:
+            load_scheduler(record["scheduler"], self._scheduler, optimizer, tensors)
+        if self._loader is not None:
+            self._loader.load_state_dict(decode_state(record["loader"], tensors))
+        self.state = decode_state(record["state"], tensors)
+        set_random_state(decode_state(random, tensors), pipe.device)
+
+    def _require_given(self, record: JsonField) -> None:
+        for name, given in (("scheduler", self._scheduler is not None), ("loader", self._loader_rank >= 0)):
+            if given != (record[name].value is not None):
+                has, own = ("no", "one is given") if given else ("a", "none is given")
+                raise FileError(
+                    "SK507",
+                    f"{record.file} has {has} {name}'s state, and {own}",
+                    "Open the folder with what the run had that wrote the checkpoint.",
+                )
+
+    def _on_first(self, work: Callable[[], T], draft: Path | None = None) -> T:
+        """Return on all ranks what rank 0 finds; see `_on_all`."""
+        first = self._pipe.rank == 0
+        found: T | None = self._on_all(lambda: work() if first else None, draft)[0]
+        return found  # type: ignore[return-value]
+
+    def _on_all(self, work: Callable[[], T], draft: Path | None = None) -> list[T]:
+        """Run something on each rank and return what each finds. If one refuses, all raise its refusal.
+
+        Args:
+            work: what to run.
+            draft: what rank 0 removes after a refusal.
+        """
+        own: tuple[T | None, SplitError | None]
+        try:
+            own = work(), None
+        except SplitError as error:
+            own = None, error
+        every: list[Any] = [None] * dist.get_world_size(self._pipe.group)
+        dist.all_gather_object(every, own, group=self._pipe.group)
+        refused = [(rank, error) for rank, (_, error) in enumerate(every) if error is not None]
+        if refused:
+            if draft is not None and self._pipe.rank == 0:
+                on_disk.discard(draft)
+            rank, first = refused[0]
+            alone = len(refused) < len(every) and rank and "(rank" not in first.reason
+            where = f" (rank {rank})" if alone else ""
+            raise type(first)(first.code, first.reason + where, first.remedy, first.nodes)
+        return [found for found, _ in every]
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Raise SK504 in place of the errors of torch and of the file system."""
+        try:
+            yield
+        except SplitError:
+            raise
+        except (OSError, CheckpointException) as error:
+            raise on_disk.unwritable(self.path, cause_of(error)) from error
+
+    @contextmanager
+    def _naming_loss(self, doing: str) -> Iterator[None]:
+        """Raise SK805 if another rank ends while the ranks do something together."""
+        try:
+            yield
+        except SplitError:
+            raise
+        except RuntimeError as error:
+            left = f"{self.last} is complete" if self.last is not None else "No checkpoint is complete"
+            raise PipelineError(
+                "SK805",
+                f"another rank is gone, or does not answer, while this one {doing}",
+                f"Look at the messages of the other ranks. {left}; continue with --resume. Here: {cause_of(error)}",
+            ) from error

@@ -1,0 +1,56 @@
+"""The checkpoints of ``splitkit train``: which options go together, when they are opened and when they are saved."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from splitkit.errors import UsageError
+
+if TYPE_CHECKING:
+    from splitkit.runtime.folder.training_checkpoint import CheckpointFolder
+    from splitkit.runtime.ranks.pipeline import Pipeline
+
+
+def require_usable(args: Namespace) -> None:
+    """Refuse options that need ``--checkpoint``, and a folder with another run's checkpoints."""
+    given = {
+        "--resume": args.resume,
+        "--every": args.every is not None,
+        "--keep": args.keep is not None,
+        "--async-save": args.async_save,
+    }
+    if args.checkpoint is None:
+        if needy := [word for word, is_given in given.items() if is_given]:
+            raise UsageError("SK601", f"{needy[0]} needs a folder", "Add --checkpoint FOLDER.")
+        return
+    from splitkit.runtime.folder.checkpoint_folder import require_free
+
+    require_free(Path(args.checkpoint), args.resume)
+
+
+def opened(args: Namespace, pipe: Pipeline, optimizer: Any) -> CheckpointFolder | None:
+    """Open the folder of ``--checkpoint``, and load the last checkpoint with ``--resume``.
+
+    Args:
+        args: the arguments of the command. A given ``--lr`` replaces the learning rate of the checkpoint.
+        pipe: the pipeline.
+        optimizer: its optimizer.
+    """
+    if args.checkpoint is None:
+        return None
+    from splitkit.runtime.folder.training_checkpoint import open_checkpoints
+
+    keep = {} if args.keep is None else {"keep": args.keep}
+    found = open_checkpoints(args.checkpoint, pipe, optimizer, resume=args.resume, **keep)
+    if args.lr is not None:
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr
+    return found
+
+
+def save(args: Namespace, folder: CheckpointFolder | None, done: int) -> None:
+    """Save after the last step, and after every ``--every`` steps."""
+    if folder is not None and (done == args.steps or (args.every and done % args.every == 0)):
+        folder.save(wait=not args.async_save)

@@ -1,0 +1,211 @@
+"""Describes the state of an optimizer by the names of parameters, so that it fits any number of stages.
+
+The options of a parameter group (``lr``, ``weight_decay``, ...) belong to the parameters that are in it. On loading, a
+group takes the options of its parameters, wherever they were before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from splitkit.errors import FileError, PipelineError
+from splitkit.json_fields import JsonField
+from splitkit.runtime.folder.state_data import decode_state, empty_tensors, encode_state
+
+PREFIX = "optimizer."
+
+
+def require_known(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> None:
+    """Refuse an optimizer with parameters that have no name.
+
+    Raises:
+        PipelineError: SK802.
+    """
+    known = {id(parameter) for parameter in named.values()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise PipelineError(
+                    "SK802",
+                    f"the optimizer has a parameter {list(parameter.shape)} that the pipeline does not have",
+                    "Give it pipe.parameters(), after pipe.shard() if the stages are sharded.",
+                )
+
+
+def encode_optimizer(
+    optimizer: Optimizer, named: Mapping[str, nn.Parameter], tensors: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Return the class, the groups and the state of an optimizer as JSON-ready data.
+
+    Args:
+        optimizer: the optimizer.
+        named: name -> parameter.
+        tensors: name -> tensor; the tensors of the state are added.
+
+    Raises:
+        FileError: SK506 for what is not data, and for a sharded tensor that is not like its parameter.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in named.items():
+        names.setdefault(id(parameter), []).append(name)
+    groups: list[dict[str, Any]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        held = [name for parameter in group["params"] for name in names[id(parameter)]]
+        groups.append({"options": _encode_options(group, number), "parameters": held})
+    state = {}
+    for name, parameter in named.items():
+        if held_state := optimizer.state.get(parameter):
+            for key, value in held_state.items():
+                _require_alike(f"{PREFIX}{name}.{key}", value, parameter)
+            state[name] = encode_state(dict(held_state), PREFIX + name, tensors)
+    return {"class": type(optimizer).__name__, "groups": groups, "state": state}
+
+
+def merge_optimizers(every: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one description of the optimizers of all ranks.
+
+    Raises:
+        PipelineError: SK804 if the ranks have optimizers of several classes.
+    """
+    kinds = {each["class"] for each in every}
+    if len(kinds) > 1:
+        raise PipelineError(
+            "SK804", f"the ranks have different optimizers: {', '.join(sorted(kinds))}", "Make the same one everywhere."
+        )
+    groups: list[dict[str, Any]] = []
+    for each in every:
+        for number, group in enumerate(each["groups"]):
+            like = next((g for g in groups if (g["number"], g["options"]) == (number, group["options"])), None)
+            if like is None:
+                groups.append(like := {"number": number, "options": group["options"], "parameters": []})
+            like["parameters"] = list(dict.fromkeys([*like["parameters"], *group["parameters"]]))
+    return {"class": every[0]["class"], "groups": groups, "state": {k: v for e in every for k, v in e["state"].items()}}
+
+
+def prepare_optimizer(
+    data: JsonField, optimizer: Optimizer, named: Mapping[str, nn.Parameter]
+) -> dict[str, torch.Tensor]:
+    """Return name -> uninitialized tensors for this optimizer's state.
+
+    They are on the device of its parameter and sharded like it, except the number of steps, which torch's optimizers
+    keep on the CPU unless they are fused or capturable.
+
+    Raises:
+        FileError: SK505 for damaged data, SK507 if it is the state of another optimizer or of other parameters.
+    """
+    kind = data["class"].text()
+    if kind != type(optimizer).__name__:
+        raise _other(f"the checkpoint has the state of {kind}, and this optimizer is a {type(optimizer).__name__}")
+    found: dict[str, torch.Tensor] = {}
+    states = dict(data["state"].fields())
+    grouped = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in named.items():
+        if name in states and id(parameter) in grouped:
+            group = grouped[id(parameter)]
+            on_device = bool(group.get("capturable") or group.get("fused"))
+            for key, like in empty_tensors(states[name]).items():
+                if key == f"{PREFIX}{name}.step" and not on_device:
+                    found[key] = like
+                else:
+                    found[key] = _like(key, like, parameter)
+    return found
+
+
+def load_optimizer(
+    data: JsonField, optimizer: Optimizer, named: Mapping[str, nn.Parameter], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Set the options and the state of an optimizer.
+
+    Args:
+        data: the description.
+        optimizer: the optimizer.
+        named: name -> parameter.
+        tensors: the filled tensors of `prepare_optimizer`.
+
+    Raises:
+        FileError: SK505 for damaged data, SK507 if parameters of one group had different options, or none.
+    """
+    groups = list(data["groups"].items())
+    of_name = {name.text(): group for group in groups for name in group["parameters"].items()}
+    names: dict[int, str] = {id(parameter): name for name, parameter in named.items()}
+    for number, group in enumerate(optimizer.param_groups):
+        held = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
+        if lost := [name for name in held if name not in of_name]:
+            raise _other(f"the optimizer that was saved did not train {lost[0]}", lost[:1])
+        found = [of_name[name] for name in held] or [g for g in groups if g["number"].whole() == number]
+        for name, other in zip(held, found, strict=False):
+            if other["options"].value != found[0]["options"].value:
+                raise _other(f"{held[0]} and {name} had different options (lr, ...), and are in one group now", [name])
+        if found:
+            options = decode_state(found[0]["options"], {})
+            group.update({key: _restored(group.get(key), value) for key, value in options.items()})
+    states = dict(data["state"].fields())
+    optimizer.state.clear()
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in named.items():
+        if name in states and id(parameter) in trained:
+            optimizer.state[parameter] = decode_state(states[name], tensors)
+
+
+def _encode_options(group: Mapping[str, Any], number: int) -> Any:
+    """Encode the options of a group. A tensor with one element is saved as a number: groups differ by rank."""
+    options = {key: _as_number(value) for key, value in group.items() if key != "params"}
+    tensors: dict[str, torch.Tensor] = {}
+    data = encode_state(options, f"param_groups.{number}", tensors)
+    if tensors:
+        name, tensor = next(iter(tensors.items()))
+        raise FileError(
+            "SK506",
+            f"a checkpoint cannot hold {name}, a tensor {list(tensor.shape)} among the options of a group",
+            "Keep numbers in the options of parameter groups.",
+            [name],
+        )
+    return data
+
+
+def _as_number(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and not value.dim():
+        return value.item()
+    return tuple(map(_as_number, value)) if type(value) is tuple else value
+
+
+def _restored(held: Any, value: Any) -> Any:
+    """Return the new value of an option. A tensor keeps its identity, since a compiled step may hold it."""
+    if isinstance(held, torch.Tensor) and isinstance(value, int | float):
+        return held.fill_(value)
+    if type(held) is tuple and type(value) is tuple and len(held) == len(value):
+        return tuple(map(_restored, held, value))
+    return value
+
+
+def _like(name: str, like: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """Return an uninitialized tensor of a shape and dtype, on the device of a parameter and sharded like it."""
+    if like.shape == parameter.shape:
+        return torch.zeros_like(parameter, dtype=like.dtype, requires_grad=False)
+    if isinstance(parameter, DTensor) and like.dim():
+        raise _unlike(name, parameter)
+    return like.to(parameter.device)
+
+
+def _require_alike(name: str, value: Any, parameter: nn.Parameter) -> None:
+    if isinstance(value, DTensor) and value.shape != parameter.shape:
+        raise _unlike(name, parameter)
+
+
+def _unlike(name: str, parameter: nn.Parameter) -> FileError:
+    return FileError(
+        "SK506",
+        f"{name} does not have the shape of its parameter, {list(parameter.shape)}, which is sharded",
+        "Use an optimizer whose state is like the parameters, or train without --fsdp and Pipeline.shard.",
+        [name],
+    )
+
+
+def _other(reason: str, names: list[str] | None = None) -> FileError:
+    return FileError("SK507", reason, "Make the optimizer as in the run that wrote the checkpoint.", names or [])

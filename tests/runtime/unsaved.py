@@ -1,0 +1,132 @@
+"""One rank that opens folders and saves where it cannot; prints for each attempt what it was told."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import resumed
+import torch
+import torch.distributed as dist
+
+import splitkit as sk
+from splitkit.errors import SplitError
+from splitkit.runtime import open_checkpoints, pipeline
+from splitkit.runtime.folder import checkpoint_folder
+
+SPLITS: list[sk.Split] = []
+
+
+def prepare() -> None:
+    torch.set_num_threads(1)
+    SPLITS.extend(resumed.split_of(resumed.captured(width), 2) for width in (8, 4))
+
+
+def said(what: str, attempt: Callable[[], Any]) -> Any:
+    """Print what an attempt was refused with; return what it returns."""
+    found, text, code = None, "", ""
+    try:
+        found = attempt()
+    except SplitError as error:
+        text, code = str(error), error.code
+    print(json.dumps({"rank": dist.get_rank(), "what": what, "code": code, "said": text}), flush=True)
+    dist.barrier()
+    return found
+
+
+def save_on_full_disk(run: Any, is_full: bool, wait: bool) -> None:
+    """Save while this process cannot write more than 100 bytes to a file."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if is_full:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        run.save(wait=wait)
+        run.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def main() -> None:
+    resumed.start()
+    folder, rank = Path(sys.argv[1]), dist.get_rank()
+    pipe, small = (pipeline(split, "1f1b", resumed.COUNT) for split in SPLITS)
+    optimizer, scheduler = resumed.optimizer_of("sgd", pipe)
+
+    def opened(name: str, pipe: Any = pipe, optimizer: Any = optimizer, **more: Any) -> Any:
+        return open_checkpoints(folder / name, pipe, optimizer, **more)
+
+    (folder / "file").touch()
+    said("file", lambda: opened("file/run"))
+    said("proc", lambda: open_checkpoints("/proc/self/checkpoints", pipe, optimizer))
+    said("apart", lambda: opened(f"apart-{rank}"))
+    usage = shutil.disk_usage
+    shutil.disk_usage = lambda path: usage(path)._replace(free=1000)
+    said("full", lambda: opened("full"))
+    shutil.disk_usage = usage
+    said("state", lambda: opened("refused", state={"model": [pipe] if rank == 0 else 0}))
+    said("loader", lambda: opened("refused", loader=[1, 2]))
+    said("keep", lambda: opened("refused", keep=0))
+    stranger = torch.optim.SGD([*pipe.parameters(), torch.nn.Parameter(torch.ones(3))], 0.1)
+    said("stranger", lambda: opened("refused", optimizer=stranger))
+
+    run = said("first", lambda: opened("run", scheduler=scheduler, state={"epoch": 1}))
+    resumed.seed(3)
+    for _ in range(2):
+        pipe.step(resumed.batch_of(0))
+        optimizer.step()
+        said("saved", run.save)
+    said("twice", lambda: (run.save(wait=False), run.wait()))
+    for what, full, wait in (("full 1", 1, True), ("full 0", 0, True), ("full 1 beside", 1, False)):
+        pipe.step(resumed.batch_of(0))
+        said(what, lambda full=full, wait=wait: save_on_full_disk(run, rank == full, wait))
+    said("left", lambda: None)
+    if rank == 0:
+        print(json.dumps({"left": sorted(path.name for path in (folder / "run").iterdir())}), flush=True)
+    if rank == 1:
+        scheduler.last_epoch += 1
+    said("schedulers", run.save)
+
+    def resume(pipe: Any = pipe, optimizer: Any = optimizer, scheduler: Any = scheduler, name: str = "run") -> Any:
+        return opened(name, pipe, optimizer, scheduler=scheduler, resume=True)
+
+    said("fresh", lambda: opened("run", scheduler=scheduler))
+    said("no scheduler", lambda: resume(scheduler=None))
+    adam = torch.optim.AdamW(pipe.parameters())
+    said("other optimizer", lambda: resume(optimizer=adam, scheduler=torch.optim.lr_scheduler.MultiStepLR(adam, [9])))
+    said("other scheduler", lambda: resume(scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 9)))
+    tiny = torch.optim.SGD(small.parameters(), 0.1, momentum=0.9)
+    said("other model", lambda: resume(small, tiny, torch.optim.lr_scheduler.MultiStepLR(tiny, [9])))
+    parts = [{"params": [p], "lr": 0.1 + i} for i, p in enumerate(pipe.parameters())]
+    apart = torch.optim.SGD(parts, momentum=0.9)
+    mine = said("groups", lambda: opened("groups", optimizer=apart))
+    said("groups saved", mine.save)
+    said("joined groups", lambda: resume(name="groups", scheduler=None))
+
+    again = said("again", resume)
+    said("late writer", run.save)
+    if rank == 0:
+        place = again.last
+        shutil.copytree(folder / "groups" / mine.last.name, folder / "run" / "step-99")
+    dist.barrier()
+    said("two runs", resume)
+    if rank == 0:
+        shutil.rmtree(folder / "run" / "step-99")
+        (folder / "run" / "step-99").mkdir()
+    dist.barrier()
+    said("damaged", resume)
+    if rank == 0:
+        shutil.rmtree(folder / "run" / "step-99")
+        (file,) = place.glob("__1_*")
+        os.truncate(file, 300)
+    dist.barrier()
+    said("truncated", resume)
+    assert checkpoint_folder.complete_steps(folder / "refused") == []
+    dist.destroy_process_group()
