@@ -24,6 +24,7 @@ from splitkit.memory.segments.segment import OrderMemory
 from splitkit.pipeline.replication_costs import replica_of, trained_bytes, undivided
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.weight_gradients import WeightPart, checked_weight_part, deferred_bytes
+from splitkit.plans.checkpointed import check_checkpoints
 from splitkit.plans.part_order import part_order
 from splitkit.plans.parts import PARENT, Part, PartKey
 from splitkit.plans.record import Plan, plan_of
@@ -95,7 +96,8 @@ def stage_costs(
 
     Raises:
         PolicyError: SK302 for an unknown optimizer or way to divide backward.
-        PlanError: SK208 if nodes have no part: the parent has no stage.
+        PlanError: SK207 if a part that backward runs again has effects, SK208 if nodes have no part: the parent has no
+            stage.
         CycleError: SK203 if parts wait for each other in a cycle.
         CostError: SK323 for costs of a joint graph.
         GraphError: SK102 when nodes have no ``meta["val"]``.
@@ -147,6 +149,8 @@ class StagePrices:
     def of(self, plan: Plan | Sequence[Collection[Node]]) -> tuple[StageCosts, ...]:
         """Return the costs of the parts of a plan."""
         keys, parts, homes = self._parts(plan)
+        if isinstance(plan, Plan):
+            check_checkpoints(self.flow, plan)
         known = [plan.parts[key] for key in keys] if isinstance(plan, Plan) else [Part(key) for key in keys]
         replicas, again = [part.replicas for part in known], [part.call == "checkpoint" for part in known]
         found = []
