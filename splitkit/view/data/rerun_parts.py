@@ -80,9 +80,8 @@ def step_choices(prices: StagePrices, plan: Plan, run: ScheduleRun) -> dict[str,
     There is nothing else to choose in inference, where parts have effects, and where the step has other prices.
     """
     again = [part.call == "checkpoint" for part in plan.parts.values()]
-    found: dict[str, Sequence[StageCosts]] = {
-        "yes" if all(again) else "in some parts" if any(again) else "no": run.stages
-    }
+    own = "yes" if all(again) else "in some parts" if any(again) else "no"
+    found: dict[str, Sequence[StageCosts]] = {own: run.stages}
     if prices.optimizer is None or prices.of(plan) != tuple(run.stages):
         return found
     plain = replace(plan, parts={key: replace(part, call="plain") for key, part in plan.parts.items()})
