@@ -178,7 +178,7 @@ class LadderDrawing:
         return [
             (f"stage {self.data['parts'][stage]}{f' {device}' if device else ''}", INK),
             (self._time(of["forward"] + of["backward"]), MUTED),
-            *([("recomputed in backward", MUTED)] if self._is_rerun(stage) and self._trains else []),
+            *([("recomputed", MUTED)] if self._is_rerun(stage) and self._trains else []),
             *((line, BAD if limit and peak > limit else MUTED) for line in held),
         ]
 
