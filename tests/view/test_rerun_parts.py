@@ -127,8 +127,7 @@ return {stages, run: simulated(data.run, stages, prices.place)}; }"""
 
 
 @in_browser
-@pytest.mark.parametrize("again", [{0, 1, 2}, {1}])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("again", "schedule"), [({0, 1, 2}, "1f1b"), ({1}, "gpipe")])
 def test_stages_and_the_step_of_moved_borders_are_those_of_python(browser, tmp_path, priced, again, schedule):
     flow, plan, costs = priced
     view = stepped(flow, some_again(plan, again), costs, schedule, links="pcie4")
@@ -171,10 +170,29 @@ def test_the_page_says_which_stages_run_again(browser, tmp_path, priced):
     page.value("splitkit.select({stage: 1})")
     assert "backward runs it again" in side(page) and size(view.stages[1].saved_bytes) in side(page)
     assert "keeps its inputs only" in page.value("splitkit.describe({stage: 1})")
+    both = "(at => [at.forward, at.backward])(splitkit.priceOf(splitkit.borders[1], splitkit.borders[2]))"
+    assert page.value(both) == pytest.approx([view.stages[1].forward, view.stages[1].backward])
+    rows = "[...Array(splitkit.borders[2] - splitkit.borders[1]).keys()].map(i => splitkit.borders[1] + i)"
+    each = page.value(f"{rows}.map(row => splitkit.priceOf(row, row + 1).backward)")
+    assert sum(each) == pytest.approx(view.stages[1].backward) and all(each)
     page.value("splitkit.select({stage: 0})")
     assert "backward runs it again" not in side(page)
     assert "keeps its inputs only" not in page.value("splitkit.describe({stage: 0})")
     assert legend not in side(shown(browser, tmp_path, stepped(flow, plan, costs)))
+
+
+@in_browser
+def test_a_stage_that_nobody_trains_runs_nothing_again(browser, tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))
+    model[0].requires_grad_(False)
+    gm = sk.capture(model, torch.randn(4, 8))
+    flow, costs = sk.analyze(gm), sk.costs.training(sk.costs.roofline(gm, "a100"))
+    plan = checkpointed(sk.plan(gm, {node: min(i, 1) for i, node in enumerate(flow.nodes)}))
+    view = LadderView(flow, plan, costs)
+    page = shown(browser, tmp_path, view)
+    assert page.value("splitkit.runsAgain") == [False, page.value("splitkit.stages[1].backward") > 0] == [False, True]
+    assert page.value("splitkit.priceOf(0, 1).backward") == 0
+    assert ladder_svg(view).count(">recomputed<") == 1
 
 
 def chosen(page, name):

@@ -113,14 +113,14 @@ class LadderDrawing:
         found = [(RIBBON, "line: read by the box, ribbon: saved for backward, as wide as its bytes")]
         if any(self._crosses(a, b) for a, b, _ in self._merged("saved")):
             found.append((INK, "made in one stage, saved in another"))
-        if any(self.data.get("rerun", ())):
+        if any(self._is_rerun(item.stage) for item in self.items):
             found.append((colour(0), "hatched: runs again in backward"))
         return found if self._trains else []
 
     def _is_rerun(self, stage: int) -> bool:
-        """Whether backward runs a stage again."""
+        """Whether backward runs a stage again: a stage without a backward never."""
         again = self.data.get("rerun")
-        return bool(again and again[stage])
+        return bool(again and again[stage] and self.data["stages"]["backward"][stage])
 
     def _seconds(self, item: Item, column: str) -> float:
         """The seconds of an item in forward or backward, with the second forward."""

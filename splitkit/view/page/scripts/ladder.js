@@ -49,6 +49,8 @@ export class Ladder extends Picture {
     this.showHistory();
     /** the links, recompute and the row that are chosen among other steps */
     this.whatIfChosen = AS_IT_IS;
+    /** @type {boolean[]} which stages run again in backward */
+    this.runsAgain = [];
     this.keep();
     this.timeline = data.run ? new Timeline(this, data.run) : null;
   }
@@ -132,9 +134,10 @@ export class Ladder extends Picture {
     this.showHistory();
     if (this.options.onplan) this.options.onplan(this.borders);
   }
-  /** Note what lies between forward and backward. */
+  /** Note what lies between forward and backward, and which stages run again: none without a backward. */
   keep() {
     const {data, ops} = this, isAgain = (/** @type {number} */ k) => this.isAgain(k);
+    this.runsAgain = this.stages.map((stage, k) => isAgain(k) && stage.backward > 0);
     const {saved, kept} = data.rerun.includes(true) ? keptNow(data, ops.row, data.rows.map((_, row) => this.stageOf(row)), isAgain) : data;
     this.saved = saved;
     this.kept = kept;
@@ -160,7 +163,11 @@ export class Ladder extends Picture {
    * @param {number} start
    * @param {number} end
    */
-  priceOf(start, end) { return this.prices.of(start, end, this.isAgain(this.stageOf(start))); }
+  priceOf(start, end) {
+    const stage = this.stageOf(start), price = this.prices.of(start, end, this.isAgain(stage));
+    // in a stage that runs again, so does a row without a backward of its own
+    return this.runsAgain[stage] && !price.backward ? {...price, backward: price.forward} : price;
+  }
   /**
    * Hatch the share of a backward box that is the time of the second forward.
    * @param {CanvasRenderingContext2D} c
@@ -169,7 +176,7 @@ export class Ladder extends Picture {
    */
   hatch(c, item, left) {
     const {forward, backward} = this.priceOf(item.start, item.end);
-    if (this.isAgain(this.stageOf(item.start)) && backward) stripes(c, left, item.y, forward / backward * item.w2, ROW);
+    if (this.runsAgain[this.stageOf(item.start)] && backward) stripes(c, left, item.y, forward / backward * item.w2, ROW);
   }
   /** @param {number} row */
   stageOf(row) { let k = 0; while (this.borders[k + 1] <= row) k++; return k; }

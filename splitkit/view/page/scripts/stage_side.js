@@ -127,6 +127,6 @@ function factsOf(p, at) {
   }
   const k = at.stage ?? 0, stage = p.stages[k];
   const rank = rankText(p, k);
-  return [["stage", name(k)], ...(p.isAgain(k) ? [/** @type {import("./facts.js").Fact} */ (["recompute", "backward runs it again"])] : []), ...(rank ? [/** @type {import("./facts.js").Fact} */ (["runs on", rank])] : []), ["forward", duration(stage.forward, unit)], ["backward", duration(stage.backward, unit)],
+  return [["stage", name(k)], ...(p.runsAgain[k] ? [/** @type {import("./facts.js").Fact} */ (["recompute", "backward runs it again"])] : []), ...(rank ? [/** @type {import("./facts.js").Fact} */ (["runs on", rank])] : []), ["forward", duration(stage.forward, unit)], ["backward", duration(stage.backward, unit)],
     ["weights, state", size(stage.fixed)], ["saved", size(stage.saved)], ["temporary", size(stage.temporary)]];
 }
