@@ -288,6 +288,7 @@ def _sweep(commands: Commands[Parser]) -> None:
         "--memory", metavar="SIZE", help="memory limit of each rank, such as 80GiB (default: the memory of KIND)"
     )
     add_links(group)
+    add_recompute(group)
     group.add_argument(
         "--optimizer", choices=("adam", "momentum", "sgd"), help="optimizer whose state takes memory (default adam)"
     )
