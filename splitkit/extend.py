@@ -6,9 +6,9 @@ Facts are methods of `Dataflow`, and of nodes and tensors ``module_path``, ``rea
 ``storage_key``, ``start_of``, ``storage_bytes``, ``tensor_bytes``. ``size`` formats bytes. An error is
 ``NoPlanError("SK303", reason, remedy, [node])``; a claim ``replace(plan, claim=Claim("parts", 3, 3, "greedy", 0))``.
 
-`refine`, `merge`, `condense`, `prune`, `relay`, `rematerialize` and `checkpointed` turn one plan into another. `propagate` adds sizes
-to a graph that has none, `declare` says what an op of your own does, and `register_region` says what opens and closes a
-mode of your own. `StageCosts` and `PipelineOrder` describe your own stages and schedules for
+`refine`, `merge`, `condense`, `prune`, `relay`, `rematerialize` and `checkpointed` turn one plan into another.
+`propagate` adds sizes to a graph that has none, `declare` says what an op of your own does, and `register_region` says
+what opens and closes a mode of your own. `StageCosts` and `PipelineOrder` describe your own stages and schedules for
 `splitkit.simulate_schedule`. `partition_fn` is for code that calls AOTAutograd itself, and `JointSignature` describes
 the inputs and outputs of a joint graph.
 """
