@@ -6,9 +6,9 @@ Facts are methods of `Dataflow`, and of nodes and tensors ``module_path``, ``rea
 ``storage_key``, ``start_of``, ``storage_bytes``, ``tensor_bytes``. ``size`` formats bytes. An error is
 ``NoPlanError("SK303", reason, remedy, [node])``; a claim ``replace(plan, claim=Claim("parts", 3, 3, "greedy", 0))``.
 
-`refine`, `merge`, `condense`, `prune`, `relay` and `rematerialize` turn one plan into another. `propagate` adds sizes
-to a graph that has none, `declare` says what an op of your own does, and `register_region` says what opens and closes a
-mode of your own. `StageCosts` and `PipelineOrder` describe your own stages and schedules for
+`refine`, `merge`, `condense`, `prune`, `relay`, `rematerialize` and `checkpointed` turn one plan into another.
+`propagate` adds sizes to a graph that has none, `declare` says what an op of your own does, and `register_region` says
+what opens and closes a mode of your own. `StageCosts` and `PipelineOrder` describe your own stages and schedules for
 `splitkit.simulate_schedule`. `partition_fn` is for code that calls AOTAutograd itself, and `JointSignature` describes
 the inputs and outputs of a joint graph.
 """
@@ -29,6 +29,7 @@ from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.schedule import Schedule
 from splitkit.pipeline.schedules import register_schedule
 from splitkit.pipeline.stage_costs import StageCosts
+from splitkit.plans.checkpointed import checkpointed
 from splitkit.plans.local_copies import is_small
 from splitkit.plans.parts import PARENT, Claim, Part, PartKey
 from splitkit.plans.policy import Policy
@@ -62,6 +63,7 @@ __all__ = [
     "SplitError",
     "StageCosts",
     "analyze",
+    "checkpointed",
     "checks",
     "condense",
     "declare",

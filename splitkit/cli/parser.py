@@ -18,6 +18,7 @@ from splitkit.cli.syntax.options import (
     add_output,
     add_plan_or_model,
     add_plan_target,
+    add_recompute,
     add_training,
     add_view,
     command,
@@ -151,6 +152,7 @@ def _add_step(group: argparse._ArgumentGroup) -> None:
         help="optimizer whose state takes memory; none means inference (default: adam with --schedule, else none); "
         "with fwd-bwd the card also holds its state and accumulated gradients",
     )
+    add_recompute(group)
 
 
 def _split(commands: Commands[Parser]) -> None:
@@ -208,9 +210,7 @@ def _train(commands: Commands[Parser]) -> None:
         "--dp", type=positive, metavar="N", help="N pipelines side by side (default: the replicas of the plan's parts)"
     )
     group.add_argument("--fsdp", action="store_true", help="shard each stage over its replicas with torch's FSDP2")
-    group.add_argument(
-        "--recompute", action="store_true", help="save only the inputs of parts, and recompute the rest in backward"
-    )
+    add_recompute(group)
     group.add_argument(
         "--compile", nargs="?", const="inductor", choices=BACKENDS, help="compile each part (default inductor)"
     )
@@ -297,6 +297,7 @@ def _sweep(commands: Commands[Parser]) -> None:
         "--memory", metavar="SIZE", help="memory limit of each rank, such as 80GiB (default: the memory of KIND)"
     )
     add_links(group)
+    add_recompute(group)
     group.add_argument(
         "--optimizer", choices=("adam", "momentum", "sgd"), help="optimizer whose state takes memory (default adam)"
     )
@@ -344,6 +345,7 @@ def _profile(commands: Commands[Parser]) -> None:
         "--microbatches", type=positive, default=8, metavar="N", help="microbatches in a step, 2 or more (default 8)"
     )
     group.add_argument("--repeat", type=positive, default=3, metavar="N", help="number of timed steps (default 3)")
+    add_recompute(group)
     group.add_argument(
         "--trace",
         metavar="FILE",
@@ -384,6 +386,7 @@ def _view(commands: Commands[Parser]) -> None:
         help="draw what the ranks did beside what was predicted; splitkit train --trace and splitkit profile --ranks "
         "--trace write such files",
     )
+    add_recompute(group)
     add_links(group)
     group.add_argument(
         "--memory", metavar="SIZE", help="memory limit of each device, such as 80GiB: what exceeds it is red"

@@ -1,4 +1,4 @@
-"""Applies flags of ``splitkit train`` to the parts of a plan and to their modules."""
+"""Applies the flags of commands to the parts of a plan and to their modules."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import os
 import shutil
 from argparse import Namespace
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from splitkit.errors import UsageError
 
 if TYPE_CHECKING:
+    from torch import fx
+
     from splitkit.plans.record import Plan
     from splitkit.runtime.ranks.pipeline import Pipeline
 
@@ -19,12 +21,31 @@ BACKENDS = ("inductor", "aot_eager")
 
 def with_part_flags(plan: Plan, args: Namespace) -> Plan:
     """Return the plan with the replicas of ``--dp``, and with checkpointed parts for ``--recompute``."""
-    how: dict[str, Any] = {}
     if args.dp is not None:
-        how["replicas"] = args.dp
-    if args.recompute:
-        how["call"] = "checkpoint"
-    return replace(plan, parts={key: replace(part, **how) for key, part in plan.parts.items()})
+        plan = replace(plan, parts={key: replace(part, replicas=args.dp) for key, part in plan.parts.items()})
+    return with_recompute(plan, args)
+
+
+def with_recompute(plan: Plan, args: Namespace, gm: fx.GraphModule | None = None) -> Plan:
+    """Return the plan, with checkpointed parts for ``--recompute``.
+
+    Args:
+        plan: the plan.
+        args: the arguments of the command.
+        gm: the graph; without it nothing is checked, as before a split, which checks itself.
+
+    Raises:
+        PlanError: SK207 for parts with effects, which cannot run again.
+    """
+    if not args.recompute:
+        return plan
+    from splitkit.graph.dataflow import analyze
+    from splitkit.plans.checkpointed import check_checkpoints, checkpointed
+
+    made = checkpointed(plan)
+    if gm is not None:
+        check_checkpoints(analyze(gm), made)
+    return made
 
 
 def require_compiler(args: Namespace) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from splitkit.runtime.folder.load import StageFolder
 
 _MANIFEST = "manifest.json"
-_DECIDED = ("stages", "policy", "costs", "training", "on_cycle", "size", "how", "dynamic", "eval")
+_DECIDED = ("stages", "policy", "costs", "training", "on_cycle", "size", "how", "dynamic", "eval", "recompute")
 
 
 def save_stage_folder(folder: Path, split: Split, work: CapturedModel) -> str | None:
@@ -53,7 +53,7 @@ def opened(args: Namespace) -> tuple[CapturedModel, StageFolder]:
     for name in _DECIDED:
         if getattr(args, name) is not None:
             option = f"--{name.replace('_', '-')}"
-            raise UsageError("SK601", f"{option} does not go with a folder of stages", "Split again with it.")
+            raise UsageError("SK601", f"{option} does not go with a folder of stages", "Plan and split again with it.")
     held = open_stages(args.target, args.weights)
     inputs, named = held.example()
     example = Example(held.module, inputs, named)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Literal, NoReturn
 
@@ -12,8 +12,8 @@ from torch.fx import Node
 from splitkit.engine.opaque import check_opaque, hoist_rebindable_reads
 from splitkit.errors import PlanError
 from splitkit.graph.dataflow import Dataflow
-from splitkit.graph.shared_memory import NO_MEMORY, Memory, memory_classes
-from splitkit.graph.storages import Lookup, attribute, storage_key
+from splitkit.graph.storages import Lookup, storage_key
+from splitkit.plans.checkpointed import check_checkpoints
 from splitkit.plans.local_copies import recompute_locally
 from splitkit.plans.parts import PARENT, PartKey
 from splitkit.plans.record import Plan
@@ -97,8 +97,7 @@ def check_plan(flow: Dataflow, plan: Plan) -> None:
                 "Give it one part. splitkit.extend.rematerialize never copies such nodes.",
                 [node],
             )
-    if any(part.call == "checkpoint" for part in plan.parts.values()):
-        _check_checkpoints(flow, plan)
+    check_checkpoints(flow, plan)
 
 
 def _check_dropped(flow: Dataflow, plan: Plan) -> None:
@@ -112,47 +111,3 @@ def _check_dropped(flow: Dataflow, plan: Plan) -> None:
                 "Give it a part. splitkit.extend.prune drops only nodes that nobody needs.",
                 [node],
             )
-
-
-def _check_checkpoints(flow: Dataflow, plan: Plan) -> None:
-    """Raise SK207 for nodes that ``torch.utils.checkpoint`` could not run again in backward.
-
-    It replays random numbers and asserts. It cannot undo a write or a print, nor a later write to a value that the
-    part read.
-    """
-    for node in _fixed_in_time(flow):
-        for key in plan.places.get(node, ()):
-            if key is not PARENT and plan.parts[key].call == "checkpoint":
-                raise PlanError(
-                    "SK207",
-                    f"part {key!r} is checkpointed and would run {node.name} again in backward, "
-                    f"but {flow.once.get(node, 'another node writes the memory that it reads')}",
-                    "Move the node to another part, or use call='plain' for that part.",
-                    [node],
-                )
-
-
-def _fixed_in_time(flow: Dataflow) -> dict[Node, None]:
-    """Return the nodes that must not run again later: impure nodes, writers, and readers of written memory."""
-    impure = (n for n, e in flow.effects.items() if not e.known or e.impure or e.ambient)
-    seeded = (n for n, e in flow.effects.items() if e.random and _has_generator(flow, n))
-    return dict.fromkeys([*impure, *seeded, *_users_of_written(flow)])
-
-
-def _users_of_written(flow: Dataflow) -> Iterator[Node]:
-    """Yield writers and readers of written memory; opaque code counts with its arguments only."""
-    found = memory_classes(flow.effects, flow.root)
-    memory = Memory(found.members, found.written)
-    running = ((n, e) for n, e in flow.effects.items() if n.op not in ("placeholder", "get_attr", "output"))
-    uses = {n: memory.use(n, e) for n, e in running if n not in flow.followers}
-    written = {c for writes, _ in uses.values() for c in writes} - NO_MEMORY
-    return (n for n, (_, touched) in uses.items() if not written.isdisjoint(touched))
-
-
-def _has_generator(flow: Dataflow, node: Node) -> bool:
-    """Whether ``node`` draws from a generator of its own, whose state checkpoint does not restore."""
-    read = [attribute(flow.root, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
-    inputs = any(
-        n.op == "placeholder" and not isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes
-    )
-    return inputs or any(isinstance(v, torch.Generator) for v in (*read, *node.args, *node.kwargs.values()))

@@ -24,8 +24,9 @@ from splitkit.memory.segments.segment import OrderMemory
 from splitkit.pipeline.replication_costs import replica_of, trained_bytes, undivided
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.weight_gradients import WeightPart, checked_weight_part, deferred_bytes
+from splitkit.plans.checkpointed import check_checkpoints
 from splitkit.plans.part_order import part_order
-from splitkit.plans.parts import PARENT, PartKey
+from splitkit.plans.parts import PARENT, Part, PartKey
 from splitkit.plans.record import Plan, plan_of
 from splitkit.prices import Optimizer, as_given, require_costs
 
@@ -73,6 +74,10 @@ def stage_costs(
       available to every part, and its outputs need not go to the last one.
     * Parameters that two parts read are counted in both.
     * A part with replicas is one of them (`splitkit.pipeline.replication_costs`).
+    * A part with ``call="checkpoint"`` saves what it takes and gives, and the state of the random number generator
+      (5,056 bytes). Backward takes as long as forward and backward, all of it as the input part, and nothing waits for
+      the weight part: such a stage runs its whole backward at once. ``temporary_bytes`` include what the second forward
+      makes and saves, for the one microbatch whose backward runs.
 
     Without an optimizer there is no backward: no gradients, nothing saved, and ``temporary_bytes`` are all
     activations at their peak, including what the part takes and gives.
@@ -91,7 +96,8 @@ def stage_costs(
 
     Raises:
         PolicyError: SK302 for an unknown optimizer or way to divide backward.
-        PlanError: SK208 if nodes have no part: the parent has no stage.
+        PlanError: SK207 if a part that backward runs again has effects, SK208 if nodes have no part: the parent has no
+            stage.
         CycleError: SK203 if parts wait for each other in a cycle.
         CostError: SK323 for costs of a joint graph.
         GraphError: SK102 when nodes have no ``meta["val"]``.
@@ -142,31 +148,57 @@ class StagePrices:
 
     def of(self, plan: Plan | Sequence[Collection[Node]]) -> tuple[StageCosts, ...]:
         """Return the costs of the parts of a plan."""
-        parts, homes, replicas = self._parts(plan)
+        keys, parts, homes = self._parts(plan)
+        if isinstance(plan, Plan):
+            check_checkpoints(self.flow, plan)
+        known = [plan.parts[key] for key in keys] if isinstance(plan, Plan) else [Part(key) for key in keys]
+        replicas, again = [part.replicas for part in known], [part.call == "checkpoint" for part in known]
         found = []
-        for whole, nodes, count in zip(self._divided(parts, homes), parts, replicas, strict=True):
+        for whole, nodes, count in zip(self._divided(parts, homes, again), parts, replicas, strict=True):
             trained = [trained_bytes(self.flow, node) for node in nodes] if count > 1 and whole.gradient_bytes else []
             found.append(replica_of(whole, count, undivided(trained, whole.gradient_bytes)))
         return tuple(found)
 
-    def _divided(self, parts: Sequence[Sequence[Node]], homes: Mapping[Node, int]) -> list[StageCosts]:
-        """Return the costs of parts, and what waits for the weight part of their backward."""
+    def _divided(
+        self, parts: Sequence[Sequence[Node]], homes: Mapping[Node, int], again: Sequence[bool]
+    ) -> list[StageCosts]:
+        """Return the costs of parts, and what waits for the weight part of their backward.
+
+        Backward of a part that is run again is not divided, so nothing waits.
+        """
         line = self.memory.order(parts, homes)
         ends = list(accumulate(map(len, parts)))
-        stages = [self.stage(line, end - len(nodes), end, nodes) for nodes, end in zip(parts, ends, strict=True)]
+        each = zip(parts, ends, again, strict=True)
+        stages = [self.stage(line, end - len(nodes), end, nodes, recompute) for nodes, end, recompute in each]
         if self.optimizer is None:
             return stages
         if self.divided:
             waits = deferred_bytes(self.memory, parts, homes, [stage.saved_bytes for stage in stages], self.weight_part)
-            stages = [replace(stage, deferred_bytes=nbytes) for stage, nbytes in zip(stages, waits, strict=True)]
+            whole = [recompute and (i > 0 or self.weight_part == "own") for i, recompute in enumerate(again)]
+            stages = [
+                replace(stage, deferred_bytes=0 if at_once else nbytes)
+                for stage, nbytes, at_once in zip(stages, waits, whole, strict=True)
+            ]
         if self.weight_part == "torch" and stages:
             stages[0] = replace(stages[0], backward_input=0.0, backward_weight=stages[0].backward)
         return stages
 
-    def stage(self, line: OrderMemory, start: int, end: int, nodes: Sequence[Node]) -> StageCosts:
-        """Return the costs of a segment of an order, which consists of these nodes."""
-        held = line.segment(start, end)
+    def stage(
+        self, line: OrderMemory, start: int, end: int, nodes: Sequence[Node], recompute: bool = False
+    ) -> StageCosts:
+        """Return the costs of a segment of an order, which consists of these nodes.
+
+        Args:
+            line: the order.
+            start: the position of the first node.
+            end: the position behind the last node.
+            nodes: the nodes.
+            recompute: whether backward runs them again (``Part.call="checkpoint"``).
+        """
+        held = line.recomputed(start, end) if recompute else line.segment(start, end)
         forward, backward_input, backward_weight = self._times.of(nodes)
+        if recompute and backward_input + backward_weight:
+            backward_input, backward_weight = forward + backward_input + backward_weight, 0.0
         back = self.optimizer is not None
         return StageCosts(
             forward=forward,
@@ -186,10 +218,10 @@ class StagePrices:
         """Return seconds of forward, and of backward for the input and for weights, of some nodes together."""
         return self._times.of(nodes)
 
-    def _parts(self, plan: Plan | Sequence[Collection[Node]]) -> tuple[list[list[Node]], dict[Node, int], list[int]]:
-        """Return the nodes of each part in graph order, the homes of nodes with copies, and the replicas of each
-        part.
-        """
+    def _parts(
+        self, plan: Plan | Sequence[Collection[Node]]
+    ) -> tuple[list[PartKey], list[list[Node]], dict[Node, int]]:
+        """Return the keys of the parts, the nodes of each in graph order, and the homes of nodes with copies."""
         placed: dict[Node, tuple[int, ...]] = {}
         if isinstance(plan, Plan):
             keys = run_order(self.flow, plan)
@@ -209,8 +241,7 @@ class StagePrices:
         for node in self.flow.nodes:
             for i in placed[node]:
                 parts[i].append(node)
-        replicas = [plan.parts[key].replicas for key in keys] if isinstance(plan, Plan) else [1] * len(keys)
-        return parts, {node: where[0] for node, where in placed.items() if len(where) > 1}, replicas
+        return keys, parts, {node: where[0] for node, where in placed.items() if len(where) > 1}
 
     def _check(self, placed: Mapping[Node, tuple[int, ...]]) -> None:
         left = [node for node in self.flow.nodes if node not in placed]

@@ -21,6 +21,7 @@ from splitkit.pipeline.schedules import known_schedules, pipeline_order, schedul
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import StagePrices, check_stage_optimizer
+from splitkit.plans.checkpointed import checkpointed
 from splitkit.plans.record import Plan
 from splitkit.policies import Stages
 from splitkit.prices import require_costs
@@ -42,6 +43,7 @@ def sweep(
     memory: int | str | None = None,
     links: str | Links | None = None,
     optimizer: Literal["adam", "momentum", "sgd"] = "adam",
+    recompute: bool = False,
 ) -> Sweep:
     """Plan and simulate a training step of every combination.
 
@@ -65,13 +67,16 @@ def sweep(
         memory: the bytes of each rank, as a number or a text (``"80GiB"``).
         links: the links between the ranks, or the name of a preset (``"nvlink4"``).
         optimizer: the optimizer whose state counts.
+        recompute: whether backward runs all parts again (``Part.call="checkpoint"``). The stages are those that are
+            planned without; none are planned again for the memory.
 
     Raises:
         ScheduleError: SK330 for an unknown schedule.
+        PlanError: SK207 for recompute of parts with effects.
         PolicyError: SK302 for numbers that make no sense.
         CostError: SK322 for unknown links.
     """
-    sweeper = Sweeper(gm, costs, memory, links, optimizer)
+    sweeper = Sweeper(gm, costs, memory, links, optimizer, recompute)
     return sweeper.sweep([sweeper.row(*each) for each in combinations(stages, microbatches, schedules)])
 
 
@@ -110,6 +115,7 @@ class Sweeper:
         memory: the bytes of each rank.
         links: the links between ranks.
         optimizer: the optimizer whose state counts.
+        recompute: whether backward runs all parts again.
     """
 
     gm: fx.GraphModule
@@ -117,6 +123,7 @@ class Sweeper:
     memory: int | str | None = None
     links: str | Links | None = None
     optimizer: Literal["adam", "momentum", "sgd"] = "adam"
+    recompute: bool = False
     _known: dict[object, tuple[Plan, tuple[StageCosts, ...]]] = field(default_factory=dict, init=False, repr=False)
     _fitted: dict[object, Plan | str] = field(default_factory=dict, init=False, repr=False)
 
@@ -141,6 +148,8 @@ class Sweeper:
         if sum(run.peaks) > self._limit * run.ranks:
             why = f"{size(sum(run.peaks) / run.ranks)} a rank on average"
             return SweepRow(stages, microbatches, schedule, plan, run, False, why)
+        if self.recompute:
+            return SweepRow(stages, microbatches, schedule, plan, run, False, f"{size(max(run.peaks))} on a rank")
         within = self._within(stages, schedule, microbatches, run)
         if isinstance(within, str):
             return SweepRow(stages, microbatches, schedule, plan, run, False, within)
@@ -174,6 +183,7 @@ class Sweeper:
         key = (stages, schedule, microbatches) if several else (stages, None if self.links is None else ranks)
         if key not in self._known:
             plan = self._plan(stages, schedule, microbatches, None)
+            plan = checkpointed(plan) if self.recompute else plan
             self._known[key] = plan, self._prices.of(plan)
         return self._known[key]
 

@@ -78,6 +78,18 @@ def test_a_tied_table_and_logits_are_predicted_to_a_few_bytes():
     assert [both["predicted"] for both in peaks] == pytest.approx([both["measured"] for both in peaks], rel=0.01)
 
 
+def test_peaks_with_recompute_are_those_of_the_allocator_too(found):
+    schedules = [name for name in SCHEDULES if name != "1F1B"]
+    code, data = profile(*map(str.lower, schedules), more=["--recompute"])
+    assert code == 0 and [run["schedule"] for run in data["schedules"]] == schedules
+    assert data["note"].endswith("without recompute, which was chosen afterwards")
+    plain = {run["schedule"]: [row["peak"] for row in run["ranks"]] for run in found["schedules"]}
+    for run in data["schedules"]:
+        for both, without in zip((row["peak"] for row in run["ranks"]), plain[run["schedule"]], strict=True):
+            assert 0.95 * both["measured"] <= both["predicted"] <= 1.25 * both["measured"], run["schedule"]
+            assert both["measured"] < 0.8 * without["measured"] and both["predicted"] < 0.8 * without["predicted"]
+
+
 def test_the_traces_tell_what_each_rank_did_and_held(found):
     for run in found["schedules"]:
         step = MeasuredStep.load(run["trace"])

@@ -16,6 +16,7 @@ from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stage_prices import StagePrices
 from splitkit.policies import Stages
 from splitkit.studies.sweep import Sweep, SweepRow, combinations, sweep
+from splitkit.units import size
 
 
 @pytest.fixture(scope="module")
@@ -205,3 +206,21 @@ def test_a_row_is_beaten_by_one_that_is_better_in_something_and_worse_in_nothing
     assert found.pareto == (fast, between, small, few)
     assert found.refused == ("zbv of 2 stages, 1 microbatches: no",)
     assert [cells[-1] for cells in found._cells()] == ["", "best", "", "best", "best", "", "", "best"]
+
+
+def test_recompute_runs_the_same_stages_again_in_backward(gm, costs):
+    numbers = {"stages": (2,), "microbatches": (4,), "schedules": ("gpipe", "1f1b")}
+    plain, again = sweep(gm, costs, **numbers), sweep(gm, costs, **numbers, recompute=True)
+    prices = StagePrices(sk.analyze(gm), costs)
+    for once, twice in zip(plain.rows, again.rows, strict=True):
+        assert twice.plan.places == once.plan.places
+        assert {part.call for part in twice.plan.parts.values()} == {"checkpoint"}
+        run = simulate_schedule(prices.of(twice.plan), twice.schedule, 4)
+        assert (twice.run.seconds, twice.run.peaks) == (run.seconds, run.peaks)
+        assert twice.run.seconds > once.run.seconds
+    peak = max(again.rows[1].run.peaks)
+    for memory, fits in ((peak, True), (peak - 1, False)):
+        row = sweep(gm, costs, stages=(2,), microbatches=(4,), schedules=("1f1b",), memory=memory, recompute=True).rows[
+            0
+        ]
+        assert row.fits is fits and (fits or size(peak) in row.why)

@@ -29,14 +29,14 @@ def test_every_row_is_what_the_simulator_says(priced, schedule, links, more):
     run = sk.simulate_schedule(stages, schedule, 8, links=links, **more)
     told = what_if(run)
     assert told["microbatches"] == [4, 8, 16, 32] and len(told["rows"]) > 100
-    for s, m, k, ranks, seconds, bubble, peak in told["rows"][::7]:
+    for s, m, k, ranks, seconds, bubble, peak, _ in told["rows"][::7]:
         word, link = told["schedules"][s], told["links"][k]
         given = {"as given": links, "none": None}.get(link, link)
         options = {**more, "ranks": more.get("ranks") if word == schedule else None}
         same = sk.simulate_schedule(stages, word, told["microbatches"][m], links=given, **options)
         assert (ranks, seconds, bubble, peak) == (same.ranks, same.seconds, same.bubble, max(same.peaks))
     own = told["rows"][told["own"]]
-    assert own[4:] == [run.seconds, run.bubble, max(run.peaks)] and told["schedules"][own[0]] == schedule
+    assert own[4:] == [run.seconds, run.bubble, max(run.peaks), 0] and told["schedules"][own[0]] == schedule
 
 
 def test_orders_of_ones_own_and_long_steps_have_none(priced):

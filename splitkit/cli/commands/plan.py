@@ -11,6 +11,7 @@ from splitkit.cli import factories, placement
 from splitkit.cli.common import TRAINING, make_plan, versions
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.pages import plan_page, wrote
+from splitkit.cli.part_flags import with_recompute
 from splitkit.cli.source import next_command, source_record
 from splitkit.errors import UsageError
 
@@ -21,7 +22,7 @@ def run(args: Namespace) -> Outcome:
         from splitkit.cli.commands import plan_training as trainplan
 
         remedy = "It divides the step of one device; leave one of the two out."
-        placement.refuse_with(args, f"--what {TRAINING}", remedy, trainplan.OTHERS)
+        placement.refuse_with(args, f"--what {TRAINING}", remedy, (*trainplan.OTHERS, "recompute"))
         return trainplan.plan_step(args)
     if placement.has_placement_options(args):
         placement.check_placement(args)
@@ -32,6 +33,7 @@ def run(args: Namespace) -> Outcome:
     if args.stages is None and args.policy is None:
         raise UsageError("SK601", f"{args.model} needs a policy", "Add --devices 4xh200, --stages N or --policy EXPR.")
     work, plan, costs = make_plan(args, args.model)
+    plan = with_recompute(plan, args, work.gm)
     report = sk.report(work.gm, plan, costs)
     took = work.clock.seconds
     times = f"captured in {seconds_text(took['capture'])}, planned in {seconds_text(took['plan'])}"

@@ -12,6 +12,7 @@ from splitkit.cli.common import CapturedModel, check_costs, check_drawn_schedule
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.outputs import FOR_PERFETTO
 from splitkit.cli.pages import plan_page, wrote
+from splitkit.cli.part_flags import with_recompute
 from splitkit.cli.placement import Placement
 from splitkit.cli.source import next_command
 from splitkit.costs import Costs, roofline
@@ -40,7 +41,8 @@ def plan_for_devices(args: Namespace) -> Outcome:
     work = prepare(wanted_model)
     with work.clock.step("plan", f"planning {wanted.devices or f'{wanted.stages} stages'}", policy):
         costs = _prices(work, args, wanted)
-        made = sk.plan(work.gm, policy, costs, on_cycle=args.on_cycle or "error")
+        found = sk.plan(work.gm, policy, costs, on_cycle=args.on_cycle or "error")
+        made = with_recompute(found, args, work.gm)
     with work.clock.step("simulate", "simulating the step"):
         ranks, run = _ranks(work, made, costs, wanted)
     report = sk.report(work.gm, made, costs)

@@ -33,6 +33,8 @@ def run(args: Namespace) -> Outcome:
         return profile_ranks.run(args)
     if args.trace:
         raise UsageError("SK601", "--trace shows what ranks do, and there are none", "Add --ranks N.")
+    if args.recompute:
+        raise UsageError("SK601", "--recompute is for the parts of a pipeline, and this is none", "Add --ranks N.")
     work, split = _split(args)
     with work.clock.step("simulate", "simulating the memory"):
         profile = sk.simulate_memory(split or work.gm)

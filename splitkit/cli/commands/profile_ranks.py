@@ -15,6 +15,7 @@ import splitkit as sk
 from splitkit.cli import launcher, rank_process
 from splitkit.cli.commands import train
 from splitkit.cli.outcome import Outcome, seconds_text
+from splitkit.cli.part_flags import with_recompute
 from splitkit.errors import PipelineError, ScheduleError, UsageError
 from splitkit.units import size
 from splitkit.view.console.tables import facts, table
@@ -68,7 +69,7 @@ def _profile(args: Namespace) -> dict[str, Any]:
     from splitkit.runtime.ranks.stage_chain import chain_of
 
     work, plan = train.planned_together(args)
-    split = sk.split(work.gm, plan)
+    split = sk.split(work.gm, with_recompute(plan, args))
     if max(part.replicas for part in plan.parts.values()) > 1:
         raise PipelineError(
             "SK801", "parts have replicas, but each stage is profiled on one rank", "Plan without replicas=."

@@ -24,7 +24,7 @@ from splitkit.view.console.tables import facts, table
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-PIPELINES = ("microbatches", "schedules", "devices", "memory", "links", "optimizer")
+PIPELINES = ("microbatches", "schedules", "devices", "memory", "links", "optimizer", "recompute")
 """The options that need ``--stages``."""
 POINTS = 10
 """The default number of points."""

@@ -45,7 +45,7 @@ def run(args: Namespace, wanted: Source) -> Outcome:
     work = prepare(wanted)
     with work.clock.step("costs", "pricing the nodes"):
         costs = prices(work, args.costs, None, "a100" if devices is None else devices.devices[0])
-    sweeper = Sweeper(work.gm, costs, memory, links, args.optimizer or "adam")
+    sweeper = Sweeper(work.gm, costs, memory, links, args.optimizer or "adam", bool(args.recompute))
     with work.clock.step("sweep", ""):
         found = sweeper.sweep([sweeper.row(*one) for one in _tracked(each, "planning and simulating")])
     data = {
@@ -54,6 +54,7 @@ def run(args: Namespace, wanted: Source) -> Outcome:
         "device": None if devices is None else devices.devices[0].name,
         "links": links,
         "optimizer": sweeper.optimizer,
+        "recompute": sweeper.recompute,
         **found.to_dict(),
         "seconds": work.clock.seconds,
     }
@@ -64,6 +65,8 @@ def run(args: Namespace, wanted: Source) -> Outcome:
         "memory": "no limit" if memory is None else f"{size(memory)} per rank",
         "took": f"capture {seconds_text(took['capture'])}, sweep {seconds_text(took['sweep'])}",
     }
+    if sweeper.recompute:
+        rows["recompute"] = "backward runs the parts again; the stages are those planned without"
     text: list[RenderableType] = [facts(rows), "", found.table(), "", *found.refused, *_advice(found)]
     files = {}
     if args.view:

@@ -22,6 +22,7 @@ from splitkit.cli.common import (
 from splitkit.cli.outcome import Outcome
 from splitkit.cli.outputs import write_outputs
 from splitkit.cli.pages import wrote
+from splitkit.cli.part_flags import with_recompute
 from splitkit.errors import CaptureError, UsageError
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def run(args: Namespace) -> Outcome:
     schedule = measured.order if measured and args.schedule is None else args.schedule
     try:
         work, plan, costs = planned_by(args, file)
+        plan = with_recompute(plan, args, work.gm)
     except CaptureError as error:
         raise _draw_reached(args, error) from error
     beside = [decoded(work.gm.graph, path, other) for path, other in others.items()]
@@ -73,7 +75,7 @@ def _halves(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcom
     """Write the page of a plan of forward and backward."""
     from splitkit.view.renderers import html
 
-    of_stages = ("schedule", "microbatches", "measured", "beside", "optimizer", "costs", "training")
+    of_stages = ("schedule", "microbatches", "measured", "beside", "optimizer", "costs", "training", "recompute")
     unfit = [name for name in of_stages if getattr(args, name) is not None]
     if unfit:
         reason = f"--{unfit[0]} is for plans in stages, and {args.target} divides a step into forward and backward"

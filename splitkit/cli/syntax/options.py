@@ -23,6 +23,16 @@ def add_links(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def add_recompute(group: argparse._ArgumentGroup) -> None:
+    """Add ``--recompute``."""
+    group.add_argument(
+        "--recompute",
+        action="store_true",
+        default=None,
+        help="save only the inputs of parts, and recompute the rest in backward",
+    )
+
+
 def command(commands: Commands[Parser], name: str, what: str, example: str) -> Parser:
     """Add the parser of a command, with the options that all commands have."""
     indented = "\n".join(f"  {line}" for line in example.splitlines())

@@ -28,6 +28,8 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 BEFORE = -1
 """The position of what is made before the first node: the inputs of the graph."""
+RNG_STATE_BYTES = 5_056
+"""The state of the CPU's random number generator, which ``torch.utils.checkpoint`` keeps for the second run."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,23 @@ class SegmentMemory:
 
 
 @dataclass(frozen=True)
+class _Border:
+    """What crosses the ends of a segment.
+
+    Attributes:
+        sent: the values that it sends.
+        arrives: which storages it receives.
+        crosses: which storages it receives or sends, without those that it sends as copies.
+        extra: bytes of these copies, and of received values beyond those of their storages.
+    """
+
+    sent: Ints
+    arrives: Bools
+    crosses: Bools
+    extra: int
+
+
+@dataclass(frozen=True)
 class OrderMemory:
     """What the nodes of one topological order touch, by position. Storages, values and gradients go by number.
 
@@ -144,22 +163,60 @@ class OrderMemory:
     def segment(self, start: int, end: int) -> SegmentMemory:
         """Return the memory of the part that has the nodes from ``start`` to before ``end``."""
         parameters, trained = self.parameters_of(start, end)
+        border = self._border(start, end)
+        first = self._first_saved(start, end, border.crosses)
+        forward = self._bytes_of(border.arrives) + border.extra
+        forward += self._forward(start, end, border.arrives, self._with_saved(start, end, border.crosses))
+        if not self.training:
+            return SegmentMemory(parameters, 0, 0, forward)
+        lasting = self._bytes_of(border.crosses) + border.extra
+        saved = lasting + int(first.sum())
+        backward = lasting + self._backward(start, end, first, border.sent)
+        return SegmentMemory(parameters, trained, saved, max(0, forward - saved, backward - saved))
+
+    def recomputed(self, start: int, end: int) -> SegmentMemory:
+        """Return the memory of the same part under ``torch.utils.checkpoint``, which runs it again in backward.
+
+        Between forward and backward it holds what it received and sent, and the state of the random number generator.
+        What the second run makes is new memory, also the values that the first run sent. That run starts at the first
+        node of backward that asks for a saved tensor, next to the gradients that are there by then; it is counted to
+        the end of the part, though torch stops it after the last tensor that backward needs. Without training,
+        `segment`.
+        """
+        if not self.training:
+            return self.segment(start, end)
+        parameters, trained = self.parameters_of(start, end)
+        border = self._border(start, end)
+        received = self._bytes_of(border.arrives) + border.extra + RNG_STATE_BYTES
+        saved = self._bytes_of(border.crosses) + border.extra + RNG_STATE_BYTES
+        forward = received + self._forward(start, end, border.arrives, border.crosses)
+        # torch keeps the generator's state of the moment too, to restore it after the second run
+        again = saved + RNG_STATE_BYTES + self._waiting_gradients(start, end, border.sent)
+        again += self._forward(start, end, border.arrives, self._with_saved(start, end, border.arrives))
+        first = self._first_saved(start, end, border.arrives)
+        backward = saved + self._backward(start, end, first, border.sent)
+        return SegmentMemory(parameters, trained, saved, max(0, forward - saved, again - saved, backward - saved))
+
+    def _border(self, start: int, end: int) -> _Border:
         received, sent = self._received(start, end), self._sent(start, end)
         copied = sent[self.copied_from[sent] >= start] if end < self.length else sent[:0]
         uncopied = sent if not len(copied) else np.setdiff1d(sent, copied)
         arrives = self._storages_of(received)
-        crosses = arrives | self._storages_of(uncopied)
         extra = self._extra_bytes(received) + int(self.value_bytes[copied].sum())
-        lasting = self._bytes_of(crosses) + extra
-        first = self._first_saved(start, end, crosses)
-        held = crosses.copy()
+        return _Border(sent, arrives, arrives | self._storages_of(uncopied), extra)
+
+    def _with_saved(self, start: int, end: int, storages: Bools) -> Bools:
+        """Return a mask of some storages and of those that autograd saves in a segment."""
+        held = storages.copy()
         held[self.saves.item[self.saves.within(start, end)]] = True
-        forward = self._bytes_of(arrives) + self._forward(start, end, arrives, held) + extra
-        if not self.training:
-            return SegmentMemory(parameters, 0, 0, forward)
-        saved = lasting + int(first.sum())
-        backward = lasting + self._backward(start, end, first, sent)
-        return SegmentMemory(parameters, trained, saved, max(0, forward - saved, backward - saved))
+        return held
+
+    def _waiting_gradients(self, start: int, end: int, sent: Ints) -> int:
+        """Return the most bytes of gradients that are there before backward needs a saved storage."""
+        pairs = self.saves.within(start, end)
+        last = int(self.saves.position[pairs.stop - 1]) if pairs.stop > pairs.start else start
+        there, _ = self._gradients(start, end, sent)
+        return int(there[last - start :].max(initial=0))
 
     def _extra_bytes(self, received: Ints) -> int:
         """Return the bytes of received values beyond those of their storages.
@@ -189,9 +246,7 @@ class OrderMemory:
         """
         parameters, trained = self.parameters_of(start, end)
         nothing = np.zeros(len(self.storage_bytes), np.bool_)
-        held = nothing.copy()
-        held[self.saves.item[self.saves.within(start, end)]] = True
-        forward = self._forward(start, end, nothing, held)
+        forward = self._forward(start, end, nothing, self._with_saved(start, end, nothing))
         if not self.training:
             return SegmentMemory(parameters, 0, 0, forward)
         first = self._first_saved(start, end, nothing)
@@ -318,11 +373,14 @@ class OrderMemory:
         """Return the peak of backward beyond what lasts to its end."""
         at = self.saves.starts[start + 1 : end + 1] - self.saves.starts[start]
         # When the backward of a node runs, the nodes before it have not released what they were the first to save.
-        alive = _prefix_sums(first)[at] + self._gradients(start, end, sent)
+        there, new = self._gradients(start, end, sent)
+        alive = _prefix_sums(first)[at] + there + new
         return int((alive + self.backward[start:end]).max(initial=0))
 
-    def _gradients(self, start: int, end: int, sent: Ints) -> Ints:
-        """Return the bytes of gradients at each node, with the temporary memory of adding two gradients.
+    def _gradients(self, start: int, end: int, sent: Ints) -> tuple[Ints, Ints]:
+        """Return the bytes of gradients that are there when the backward of each node begins, and those that it adds.
+
+        The latter include the temporary memory of adding two gradients.
 
         Received gradients are held to the end of backward by whoever called it.
         """
@@ -343,8 +401,8 @@ class OrderMemory:
         sums = np.zeros(end - start, np.int64)
         np.maximum.at(sums, incidence.position[pairs] - start, nbytes * (again & of_value))
         change[:1] += self.value_bytes[sent].sum()
-        alive: Ints = change.cumsum() - over[at[:-1]] + (more[at[1:]] - more[at[:-1]]) + sums
-        return alive
+        there, new = change.cumsum() - over[at[1:]], (over + more)[at[1:]] - (over + more)[at[:-1]] + sums
+        return there, new
 
 
 def _marked(items: Ints, count: int) -> Bools:

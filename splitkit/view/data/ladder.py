@@ -8,7 +8,7 @@ dragging a border shows exactly what a plan with that border would. A still pict
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -30,6 +30,7 @@ from splitkit.view.data.ladder_model import LadderModel, sums_of_makers
 from splitkit.view.data.op_columns import ops_data
 from splitkit.view.data.page_data import border_marks, resimulated, simulation
 from splitkit.view.data.plan_template import plan_template
+from splitkit.view.data.rerun_parts import Taken, kept_between, rerun, step_choices, taken_values
 from splitkit.view.data.rows import LadderRows, ladder_rows
 from splitkit.view.data.what_if import what_if
 
@@ -111,17 +112,26 @@ class LadderView(LadderModel):
 
     @cached_property
     def _alone(self) -> list[StageCosts]:
-        """The costs of each row as a stage of its own."""
+        """The costs of each row as a stage of its own that is not run again."""
         return [self._stage_of_rows(row, row + 1) for row in range(len(self.rows))]
 
-    def _stage_of_rows(self, start: int, end: int) -> StageCosts:
-        """Return the costs of the rows ``start`` to ``end - 1`` as one stage."""
+    @cached_property
+    def _rerun(self) -> list[bool]:
+        """Whether backward runs each part again."""
+        return [again and self.trains for again in rerun(self.plan, self._keys)]
+
+    def _is_rerun(self, row: int) -> bool:
+        """Return whether backward runs the part of a row again."""
+        return self._rerun[self.part_of_row(row)]
+
+    def _stage_of_rows(self, start: int, end: int, again: bool = False) -> StageCosts:
+        """Return the costs of the rows ``start`` to ``end - 1`` as one stage, which backward may run again."""
         nodes = [node for row in self.nodes_of_rows[start:end] for node in row]
         order = self._memory
         if self._alternating[end - 1] > self._alternating[start]:
             nodes.sort(key=self.flow.index.__getitem__)
             order = self._prices.memory.order([*self.nodes_of_rows[:start], nodes, *self.nodes_of_rows[end:]])
-        return self._prices.stage(order, self._ends[start], self._ends[end], nodes)
+        return self._prices.stage(order, self._ends[start], self._ends[end], nodes, again)
 
     @cached_property
     def _alternating(self) -> list[int]:
@@ -136,7 +146,7 @@ class LadderView(LadderModel):
 
     def saved_bytes(self, start: int, end: int) -> int:
         """Return the bytes that the rows ``start`` to ``end - 1``, as one stage, would save for backward."""
-        return self._stage_of_rows(start, end).saved_bytes
+        return self._stage_of_rows(start, end, self._is_rerun(start)).saved_bytes
 
     @property
     def trains(self) -> bool:
@@ -155,7 +165,8 @@ class LadderView(LadderModel):
             "stages": {c: [_figure(s, c) for s in self.stages] for c in COLUMNS},
             "down": [int(self._memory.messages[end]) for end in self._ends],
             "up": [int(self._memory.gradient_messages[end]) if self.trains else 0 for end in self._ends],
-            "saved": sums_of_makers(self._saved),
+            "saved": kept_between(self._saved, self._taken, self.rows.of.__getitem__, self.part_of_row, self._rerun),
+            "rerun": self._rerun,
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -163,18 +174,37 @@ class LadderView(LadderModel):
         found = self.still()
         at = border_marks(self._borders(), [row.forward + row.backward for row in self._alone])
         # `stretches` has one entry for each pair of marks, in the order in which page/scripts/prices.js looks them up
-        stretches = [self._stage_of_rows(a, b) for i, a in enumerate(at) for b in at[i + 1 :]]
+        stretches = [(a, b) for i, a in enumerate(at) for b in at[i + 1 :]]
+        alone = [self._stage_of_rows(r, r + 1, True) if self._is_rerun(r) else row for r, row in enumerate(self._alone)]
         nodes = [node for row in self.nodes_of_rows for node in row]
         return found | {
             "marks": at,
-            "stretches": {c: [_figure(s, c) for s in stretches] for c in _BYTES},
-            "alone": {c: [_figure(row, c) for row in self._alone] for c in _BYTES},
+            "stretches": None if all(self._rerun) else self._bytes_of(stretches, False),
+            "again": self._bytes_of(stretches, True) if any(self._rerun) else None,
+            "alone": {c: [_figure(row, c) for row in alone] for c in _BYTES},
+            "saved": sums_of_makers(self._saved),
             "ops": ops_data(self.flow, nodes, self.rows.of.__getitem__, self.costs),
             "kept": self._kept(nodes),
+            "taken": self._taken_by(nodes),
             "plan": plan_template(self.plan, self._keys),
             "run": None if self.run is None else self._run(self.run, found, at),
             "beside": [self._beside(number, plan) for number, plan in enumerate(self.beside, 1)],
         }
+
+    def _bytes_of(self, stretches: Sequence[tuple[int, int]], again: bool) -> dict[str, list[float]]:
+        """Return the figures in bytes of the stages from one row to another."""
+        stages = [self._stage_of_rows(start, end, again) for start, end in stretches]
+        return {c: [_figure(stage, c) for stage in stages] for c in _BYTES}
+
+    @cached_property
+    def _taken(self) -> list[Taken]:
+        """The values that parts keep which backward runs again."""
+        return taken_values(self.flow) if any(self._rerun) else []
+
+    def _taken_by(self, nodes: Sequence[Node]) -> list[tuple[int, int, list[int]]]:
+        """Return these values by the places of their makers (-1 for an input) and readers among the nodes."""
+        place = {node: i for i, node in enumerate(nodes)}
+        return [(place.get(of, -1) if of else -1, size, [place[n] for n in read]) for of, size, read in self._taken]
 
     def part_of_row(self, row: int) -> int:
         """Return the number of the part in the plan that a row lies in."""
@@ -202,7 +232,7 @@ class LadderView(LadderModel):
             "events": [(e.rank, e.kind, e.stage, e.microbatch, e.start, e.end) for e in run.timeline],
             "memory": [list(map(list, held)) for held in memory_over_time(run)],
             "again": simulation(run, self.stages, down, up),
-            "whatIf": what_if(run),
+            "whatIf": what_if(run, step_choices(replace(self._prices, divided=True), self.plan, run)),
             "measured": None if self.measured is None else _measured(self.measured, run),
         }
 

@@ -14,7 +14,7 @@ from splitkit.view.colours import COLOURS
 SCRIPTS = (
     "units", "totals", "elements", "canvas", "geometry", "ops", "prices", "simulation", "crossing", "step_facts",
     "drawing", "take_home", "svg_context", "tooltip", "minimap", "input", "facts", "legend", "nested", "picture",
-    "measured", "stage_texts", "stage_drawing", "what_if", "stage_side", "timeline", "ladder", "bands",
+    "measured", "recomputed", "stage_texts", "stage_drawing", "what_if", "stage_side", "timeline", "ladder", "bands",
     "step_chart", "alive", "joint", "show",
 )  # fmt: skip
 """Each script imports only from earlier ones. Joined they share one scope, so no two may declare the same name."""

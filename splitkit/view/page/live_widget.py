@@ -20,6 +20,8 @@ from splitkit.costs.recorded import record_of
 from splitkit.engine.split import plan as checked_plan
 from splitkit.errors import SplitError, ViewError
 from splitkit.pipeline.stage_prices import run_order
+from splitkit.plans.checkpointed import checkpointed
+from splitkit.plans.parts import Part
 from splitkit.plans.record import Plan
 from splitkit.policies import Stages
 from splitkit.prices import includes_backward
@@ -85,6 +87,8 @@ class LadderWidget(anywidget.AnyWidget):  # type: ignore[misc]  # untyped where 
         of = {node: bisect_right(borders, row) - 1 for node, row in ladder.rows.of.items()}
         places = {node: (keys[stage] if same else stage,) for node, stage in of.items()}
         parts = {key: ladder.plan.parts[key] for key in keys} if same else {}
+        if not same and self._is_rerun:
+            parts = {stage: Part(stage, call="checkpoint") for stage in range(len(borders) - 1)}
         note, prices = f"{len(borders) - 1} stages, moved by hand", record_of(ladder.costs, ladder.flow)
         made = Plan(places, parts, note=note, prices=prices)
         return checked_plan(ladder.flow.root, made)
@@ -102,7 +106,13 @@ class LadderWidget(anywidget.AnyWidget):  # type: ignore[misc]  # untyped where 
         ladder = self.ladder
         costs, flow = ladder.costs, ladder.flow
         both = costs if ladder.optimizer is None or includes_backward(costs) else training(costs, flow)
-        return Stages(count).assign(flow, both)
+        plan = Stages(count).assign(flow, both)
+        return checkpointed(plan) if self._is_rerun else plan
+
+    @property
+    def _is_rerun(self) -> bool:
+        """Whether backward runs all parts again."""
+        return all(part.call == "checkpoint" for part in self.ladder.plan.parts.values())
 
     def _planned(self, plan: Plan) -> LadderView:
         """Return the picture of another plan, with the step resimulated if there is one and its schedule allows."""

@@ -8,7 +8,7 @@ from splitkit.units import size
 from splitkit.view.colours import INK, colour, mixed
 from splitkit.view.data.joint_ladder import HalvesView
 from splitkit.view.svg.drawing import Drawing
-from splitkit.view.svg.ladder_svg import BOX, GAP, LEFT, RIBBONS, ROW, TOP, Item, LadderDrawing
+from splitkit.view.svg.ladder_svg import BOX, GAP, LEFT, RIBBONS, ROW, TOP, Item, LadderDrawing, stripes
 
 _FORWARD, _BACKWARD = 0, 1
 _EDGE = 12
@@ -44,21 +44,10 @@ class HalvesDrawing(LadderDrawing):
         if not any(self.data["recomputed"][item.start : item.end]):
             return
         left, wide = self._right - BOX, BOX * min(1.0, spent / whole if whole else 0.0)
-        draw.path(_stripes(left, item.y, max(wide, 4), ROW), "#ffffff", 1.5, opacity=0.4)
+        draw.path(stripes(left, item.y, max(wide, 4), ROW), "#ffffff", 1.5, opacity=0.4)
 
     def _legend(self) -> list[tuple[str, str]]:
         return [(colour(_BACKWARD), "hatched: computed again in backward")] if self.data["again"] else []
-
-
-def _stripes(x: float, y: float, wide: float, high: float) -> str:
-    """Return a path of slanted lines inside a rectangle."""
-    lines = []
-    at = x - high
-    while at < x + wide:
-        start, end = max(at, x), min(at + high, x + wide)
-        lines.append(f"M{start:g},{y + high - (start - at):g} L{end:g},{y + high - (end - at):g}")
-        at += 7
-    return " ".join(lines)
 
 
 def halves_svg(halves: HalvesView) -> str:

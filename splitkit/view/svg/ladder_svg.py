@@ -113,14 +113,29 @@ class LadderDrawing:
         found = [(RIBBON, "line: read by the box, ribbon: saved for backward, as wide as its bytes")]
         if any(self._crosses(a, b) for a, b, _ in self._merged("saved")):
             found.append((INK, "made in one stage, saved in another"))
+        if any(self._is_rerun(item.stage) for item in self.items):
+            found.append((colour(0), "hatched: runs again in backward"))
         return found if self._trains else []
+
+    def _is_rerun(self, stage: int) -> bool:
+        """Whether backward runs a stage again: a stage without a backward never."""
+        again = self.data.get("rerun")
+        return bool(again and again[stage] and self.data["stages"]["backward"][stage])
+
+    def _seconds(self, item: Item, column: str) -> float:
+        """The seconds of an item in forward or backward, with the second forward."""
+        columns = ("forward", "backward") if column == "backward" and self._is_rerun(item.stage) else (column,)
+        return float(sum(sum(self.data["times"][c][item.start : item.end]) for c in columns))
 
     def _fill(self, item: Item, late: bool) -> str:
         """The colour of a box, in backward if ``late``."""
         return colour(item.stage)
 
     def _marks(self, draw: Drawing, item: Item) -> None:
-        """Draw on the backward box of an item."""
+        """Hatch the share of a backward box that is the time of the second forward."""
+        if self._is_rerun(item.stage):
+            share = self._seconds(item, "forward") / (self._seconds(item, "backward") or 1)
+            draw.path(stripes(self._right - BOX, item.y, BOX * share, ROW), "#ffffff", 1.5, opacity=0.4)
 
     def _time(self, seconds: float) -> str:
         return duration(seconds, self.data["unit"])
@@ -163,6 +178,7 @@ class LadderDrawing:
         return [
             (f"stage {self.data['parts'][stage]}{f' {device}' if device else ''}", INK),
             (self._time(of["forward"] + of["backward"]), MUTED),
+            *([("recomputed", MUTED)] if self._is_rerun(stage) and self._trains else []),
             *((line, BAD if limit and peak > limit else MUTED) for line in held),
         ]
 
@@ -181,7 +197,7 @@ class LadderDrawing:
         times = [("forward", "", LEFT)] + ([("backward", "∇ ", self._right - BOX)] if self._trains else [])
         for column, sign, x in times:
             fill = self._fill(item, column == "backward")
-            time = self._time(sum(self.data["times"][column][item.start : item.end]))
+            time = self._time(self._seconds(item, column))
             draw.rect(x, item.y, BOX, ROW, fill, f"{name}\n{ops} ops, {column} {time}{saved}", round_=4)
             if column == "backward":
                 self._marks(draw, item)
@@ -246,6 +262,17 @@ class LadderDrawing:
             y = self.items[self._item_of[row]].y - GAP / 2
             draw.line((0, y), (self._right + 14, y), INK, 1.3, dashes="6 4")
             draw.text(self._right + 20, y + 4, text, INK, size=10, bold=True)
+
+
+def stripes(x: float, y: float, wide: float, high: float) -> str:
+    """Return a path of slanted lines inside a rectangle."""
+    lines = []
+    at = x - high
+    while at < x + wide:
+        start, end = max(at, x), min(at + high, x + wide)
+        lines.append(f"M{start:g},{y + high - (start - at):g} L{end:g},{y + high - (end - at):g}")
+        at += 7
+    return " ".join(lines)
 
 
 def _runs(kinds: list[int]) -> Iterator[tuple[int, int]]:

@@ -1,16 +1,24 @@
 // @ts-check
 // The picture of a plan in stages: its borders can be moved, and the slider sets the number of stages.
+import {stripes} from "./canvas.js";
 import {el} from "./elements.js";
+import {ROW} from "./geometry.js";
 import {Picture} from "./picture.js";
 import {Prices, bordersOf} from "./prices.js";
 import {simulated} from "./simulation.js";
 import {colourOf} from "./drawing.js";
 import {readersOf} from "./crossing.js";
 import {paintBands, paintBorders} from "./stage_drawing.js";
+import {keptNow} from "./recomputed.js";
 import {showStages} from "./stage_side.js";
 import {download, planFile} from "./take_home.js";
 import {borderText, stageText} from "./stage_texts.js";
 import {Timeline} from "./timeline.js";
+
+/** @typedef {[number[], string, number[]]} Past borders, how they were made, and what was chosen among other steps */
+
+/** What is chosen among other steps at first: the links and recompute of the plan, and no row. */
+const AS_IT_IS = [0, 0, -1];
 
 /** @extends {Picture<LadderData>} */
 export class Ladder extends Picture {
@@ -24,8 +32,6 @@ export class Ladder extends Picture {
     this.shipped = bordersOf(data.rows);
     this.borders = [...this.shipped];
     this.trains = data.trains;
-    this.saved = data.saved;
-    this.kept = data.kept;
     this.edges = data.edges;
     /** how the borders were made, if they are not those of the plan */
     this.how = "";
@@ -34,16 +40,18 @@ export class Ladder extends Picture {
     /** @type {Run | null} */
     this.ran = null;
     this.readers = readersOf(this.ops);
-    /** @type {[number[], string][]} borders that were there before, the last at the end, and how they were made */
+    /** @type {Past[]} what was there before, the last at the end */
     this.past = [];
-    /** @type {[number[], string][]} borders that undo has taken back */
+    /** @type {Past[]} what undo has taken back */
     this.future = [];
     /** @type {string | null} the borders before the drag */
     this.dragged = null;
     this.showHistory();
-    const other = data.run && data.run.whatIf;
-    /** the links and the row that are chosen among other steps */
-    this.whatIfChosen = [other ? other.rows[other.own][2] : 0, -1];
+    /** the links, recompute and the row that are chosen among other steps */
+    this.whatIfChosen = AS_IT_IS;
+    /** @type {boolean[]} which stages run again in backward */
+    this.runsAgain = [];
+    this.keep();
     this.timeline = data.run ? new Timeline(this, data.run) : null;
   }
   get chart() { return this.timeline; }
@@ -56,14 +64,15 @@ export class Ladder extends Picture {
   undo() { this.travel(this.past, this.future); }
   redo() { this.travel(this.future, this.past); }
   /**
-   * @param {[number[], string][]} from
-   * @param {[number[], string][]} to
+   * @param {Past[]} from
+   * @param {Past[]} to
    */
   travel(from, to) {
     const last = from.pop();
     if (!last) return;
-    to.push([this.borders, this.how]);
-    this.put(...last);
+    to.push([this.borders, this.how, this.whatIfChosen]);
+    this.whatIfChosen = last[2];
+    this.put(last[0], last[1]);
   }
   beginDrag() { this.dragged = this.borders.join(); }
   endDrag() { this.dragged = null; }
@@ -71,13 +80,22 @@ export class Ladder extends Picture {
     if (this.back) this.back.disabled = !this.past.length;
     if (this.forth) this.forth.disabled = !this.future.length;
   }
-  get state() { return this.isShipped ? super.state : {...super.state, borders: this.borders.join()}; }
+  get state() { return {...super.state, borders: this.isShipped ? "" : this.borders.join(), whatif: this.whatIfChosen === AS_IT_IS ? "" : this.whatIfChosen.join()}; }
+  /** @param {number[]} chosen the links, recompute and the row */
+  chooseWhatIf(chosen) {
+    this.past.push([this.borders, this.how, this.whatIfChosen]);
+    this.future = [];
+    this.whatIfChosen = chosen;
+    this.put(this.borders, this.how);
+  }
   /** @param {URLSearchParams} told */
   restore(told) {
     super.restore(told);
     const borders = (told.get("borders") || "").split(",").map(Number), rows = this.data.rows.length;
     const fits = borders.length > 1 && borders[0] === 0 && borders.at(-1) === rows && borders.every((row, i) => Number.isInteger(row) && (!i || row > borders[i - 1]) && this.prices.has(row));
     if (fits) this.setBorders(borders);
+    const other = this.data.run && this.data.run.whatIf, chosen = (told.get("whatif") || "").split(",").map(Number), [links, again, own] = chosen;
+    if (other && chosen.length === 3 && other.links[links] && other.recompute[again] && (own === -1 || other.rows[own])) this.chooseWhatIf(chosen);
   }
   makeSlider() {
     const {marks, rows} = this.data, most = Math.min(marks.length - 1, Math.max(16, bordersOf(rows).length - 1));
@@ -98,7 +116,7 @@ export class Ladder extends Picture {
    */
   setBorders(borders, how = ", moved by hand") {
     const last = this.past.at(-1), goesOn = this.dragged !== null && last && last[0].join() === this.dragged;
-    if (borders.join() !== this.borders.join() && !goesOn) this.past.push([this.borders, this.how]);
+    if (borders.join() !== this.borders.join() && !goesOn) this.past.push([this.borders, this.how, this.whatIfChosen]);
     this.future = [];
     this.put(borders, how);
   }
@@ -109,12 +127,23 @@ export class Ladder extends Picture {
   put(borders, how) {
     this.borders = [...borders];
     this.how = how;
+    this.keep();
     this.forgetBeyond(borders.length - 1);
     this.layout();
     this.showSide();
     this.showHistory();
     if (this.options.onplan) this.options.onplan(this.borders);
   }
+  /** Note what lies between forward and backward, and which stages run again: none without a backward. */
+  keep() {
+    const {data, ops} = this, isAgain = (/** @type {number} */ k) => this.isAgain(k);
+    this.runsAgain = this.stages.map((stage, k) => isAgain(k) && stage.backward > 0);
+    const {saved, kept} = data.rerun.includes(true) ? keptNow(data, ops.row, data.rows.map((_, row) => this.stageOf(row)), isAgain) : data;
+    this.saved = saved;
+    this.kept = kept;
+  }
+  /** @param {number} stage */
+  isAgain(stage) { return this.prices.isAgain(stage, this.borders.length - 1); }
   /** The step with the borders as they are now; null where it cannot be simulated. */
   get run() {
     const {borders, data, prices} = this;
@@ -134,7 +163,21 @@ export class Ladder extends Picture {
    * @param {number} start
    * @param {number} end
    */
-  priceOf(start, end) { return this.prices.of(start, end); }
+  priceOf(start, end) {
+    const stage = this.stageOf(start), price = this.prices.of(start, end, this.isAgain(stage));
+    // in a stage that runs again, so does a row without a backward of its own
+    return this.runsAgain[stage] && !price.backward ? {...price, backward: price.forward} : price;
+  }
+  /**
+   * Hatch the share of a backward box that is the time of the second forward.
+   * @param {CanvasRenderingContext2D} c
+   * @param {Item} item
+   * @param {number} left
+   */
+  hatch(c, item, left) {
+    const {forward, backward} = this.priceOf(item.start, item.end);
+    if (this.runsAgain[this.stageOf(item.start)] && backward) stripes(c, left, item.y, forward / backward * item.w2, ROW);
+  }
   /** @param {number} row */
   stageOf(row) { let k = 0; while (this.borders[k + 1] <= row) k++; return k; }
   /** @param {number} row */

@@ -13,15 +13,23 @@ export class Prices {
   /** @param {number} row */
   has(row) { return this.place.has(row); }
   /**
+   * Whether backward runs a stage again; new stages are like all stages of the plan, or plain.
+   * @param {number} k
+   * @param {number} count of stages
+   */
+  isAgain(k, count) { const {rerun} = this.data; return count === rerun.length ? rerun[k] : rerun.every(again => again); }
+  /**
    * @param {number} start
    * @param {number} end
+   * @param {boolean} again whether backward runs the stage again
    */
-  of(start, end) {
+  of(start, end, again) {
     const {data} = this, a = this.place.get(start), b = this.place.get(end);
     const at = a !== undefined && b !== undefined ? a * this.count - a * (a - 1) / 2 + b - a - 1 : -1;
-    const from = at >= 0 ? data.stretches : end === start + 1 ? data.alone : null, i = at >= 0 ? at : start;
+    const from = at >= 0 ? again ? data.again : data.stretches : end === start + 1 ? data.alone : null, i = at >= 0 ? at : start;
     const bytes = (/** @type {keyof ByteColumns} */ c) => from ? from[c][i] : NaN, {forward, backward} = data.times, over = (/** @type {number[]} */ column) => sum(column.slice(start, end));
-    return this.whole(over(forward), over(backward), bytes("saved"), bytes("temporary"), bytes("fixed"));
+    const back = over(backward);
+    return this.whole(over(forward), again && back ? back + over(forward) : back, bytes("saved"), bytes("temporary"), bytes("fixed"));
   }
   /**
    * @param {StageColumns} s
@@ -45,7 +53,7 @@ export class Prices {
    */
   stages(borders, shipped) {
     const {data} = this;
-    return borders.slice(1).map((end, k) => ({...(shipped ? this.at(data.stages, k) : this.of(borders[k], end)), start: borders[k], end, down: data.down[end], up: data.up[borders[k]]}));
+    return borders.slice(1).map((end, k) => ({...(shipped ? this.at(data.stages, k) : this.of(borders[k], end, this.isAgain(k, borders.length - 1))), start: borders[k], end, down: data.down[end], up: data.up[borders[k]]}));
   }
   /**
    * Borders of `count` stages that minimize the longest stage and, among those, the sum of squares.
@@ -56,7 +64,8 @@ export class Prices {
     const n = this.count, {marks, times} = this.data, past = [0];
     /** @type {([number, number, number] | null)[][]} */
     const best = [Array(n + 1).fill(null)];
-    times.forward.forEach((seconds, row) => past.push(past[row] + seconds + times.backward[row]));
+    const twice = this.isAgain(0, -1) ? 2 : 1;
+    times.forward.forEach((seconds, row) => past.push(past[row] + (times.backward[row] ? twice : 1) * seconds + times.backward[row]));
     best[0][0] = [0, 0, -1];
     for (let k = 1; k <= count; k++) {
       best.push(Array(n + 1).fill(null));

@@ -20,7 +20,7 @@ export function paintBands(p, c) {
     c.globalAlpha = 1;
     c.fillRect(0, top, 5, bottom - top);
     const rank = rankText(p, k), slowest = isSlowest(p.stages, stage);
-    const lines = [[`stage ${p.partName(k)}`, "600 13px system-ui", fg], ...(rank ? [[rank, SMALL, mut]] : []), [`${duration(stage.seconds, unit)}${slowest ? " ◆" : ""}`, SMALL, mut], [`${size(stage.peak)} with 1`, SMALL, memory && stage.peak > memory ? bad : mut], ["microbatch", SMALL, mut]];
+    const lines = [[`stage ${p.partName(k)}`, "600 13px system-ui", fg], ...(rank ? [[rank, SMALL, mut]] : []), [`${duration(stage.seconds, unit)}${slowest ? " ◆" : ""}`, SMALL, mut], ...(p.runsAgain[k] ? [["recomputed", SMALL, mut]] : []), [`${size(stage.peak)} with 1`, SMALL, memory && stage.peak > memory ? bad : mut], ["microbatch", SMALL, mut]];
     lines.slice(0, Math.max(1, Math.floor((bottom - top) / 15))).forEach(([text, font, ink], i) => put(c, text, 12, top + 14 + 15 * i, font, ink));
   });
   heading(p, c, "forward ↓", LEFT + p.wide / 2);

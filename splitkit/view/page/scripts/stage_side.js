@@ -34,7 +34,7 @@ export function showStages(p) {
   side.append(limitField(p));
   if (p.run) showStep(p, p.run);
   if (p.run && p.run.measured) side.append(...measuredTable(p.run, p.run.measured));
-  if (p.run && p.run.whatIf) side.append(whatIf(p.run.whatIf, {unit: p.run.unit, memory, chosen: p.whatIfChosen, choose: chosen => { p.whatIfChosen = chosen; p.showSide(); }}));
+  if (p.run && p.run.whatIf) side.append(whatIf(p.run.whatIf, {unit: p.run.unit, memory, chosen: p.whatIfChosen, choose: chosen => p.chooseWhatIf(chosen)}));
   if (p.selected) showFacts(p, factsOf(p, p.selected));
   if (note && p.isShipped) side.append(el("h3", "plan"), remark(note));
   const drag = stages.length === 1 ? "" : !p.movable ? "There are too many stages to move borders." : marks.length <= data.rows.length ? `Drag a dashed border to move it; it snaps to ${marks.length - 2} places.` : "Drag a dashed border to move it.";
@@ -123,10 +123,10 @@ function factsOf(p, at) {
   if (op !== undefined) return [...factsOfOp(p, op), ["stage", name(p.stageOf(p.ops.row[op]))]];
   if (row !== undefined) {
     const item = p.itemOf[row];
-    return [...factsOfRow(p, row), ["weights, state", size(p.prices.of(item.start, item.end).fixed)], ["stage", name(p.stageOf(row))]];
+    return [...factsOfRow(p, row), ["weights, state", size(p.prices.of(item.start, item.end, p.isAgain(p.stageOf(row))).fixed)], ["stage", name(p.stageOf(row))]];
   }
   const k = at.stage ?? 0, stage = p.stages[k];
   const rank = rankText(p, k);
-  return [["stage", name(k)], ...(rank ? [/** @type {import("./facts.js").Fact} */ (["runs on", rank])] : []), ["forward", duration(stage.forward, unit)], ["backward", duration(stage.backward, unit)],
+  return [["stage", name(k)], ...(p.runsAgain[k] ? [/** @type {import("./facts.js").Fact} */ (["recompute", "backward runs it again"])] : []), ...(rank ? [/** @type {import("./facts.js").Fact} */ (["runs on", rank])] : []), ["forward", duration(stage.forward, unit)], ["backward", duration(stage.backward, unit)],
     ["weights, state", size(stage.fixed)], ["saved", size(stage.saved)], ["temporary", size(stage.temporary)]];
 }

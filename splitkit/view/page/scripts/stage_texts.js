@@ -25,7 +25,7 @@ export function rankText(p, k) {
 export function stageText(p, k) {
   const stage = p.stages[k], {unit} = p.data, rank = rankText(p, k);
   const memory = p.trains ? `weights and state ${size(stage.fixed)}\nsaved ${size(stage.saved)}\ntemporary ${size(stage.temporary)}` : `weights ${size(stage.fixed)}\ntemporary ${size(stage.temporary)}`;
-  return `stage ${p.partName(k)}${rank ? `, ${rank}` : ""}\nforward ${duration(stage.forward, unit)}${p.trains ? `, backward ${duration(stage.backward, unit)}` : ""}\nwith one microbatch ${size(stage.peak)}:\n${memory}`;
+  return `stage ${p.partName(k)}${rank ? `, ${rank}` : ""}${p.runsAgain[k] ? "\nkeeps its inputs only, and runs again in backward" : ""}\nforward ${duration(stage.forward, unit)}${p.trains ? `, backward ${duration(stage.backward, unit)}` : ""}\nwith one microbatch ${size(stage.peak)}:\n${memory}`;
 }
 /**
  * @param {Ladder} p
@@ -47,6 +47,7 @@ export function legendOf(p) {
   /** @type {import("./legend.js").Entry[]} */
   const found = [["", colour, "each stage has a colour: its band, boxes and actions"], ARROW];
   if (p.trains) found.push(RIBBON, ["ribbon", "var(--fg)", "made in one stage, saved in another"]);
+  if (p.runsAgain.includes(true)) found.push(["hatched", colour, "runs again in backward: such a stage keeps only its inputs"]);
   found.push(["dashed", "var(--fg)", `a border: ▼ bytes sent forward${p.trains ? ", ▲ gradients sent back" : ""}`], ["sign", "var(--fg)", "◆ the slowest stage"]);
   if (data.memory) found.push(LIMIT);
   if (p.run) {

@@ -9,7 +9,7 @@
  */
 export function planFile(p) {
   const {data, borders, ops} = p, {plan} = data, count = borders.length - 1, own = count === plan.parts.length;
-  const parts = own ? plan.parts : [...Array(count).keys()].map(key => ({key, device: null, call: "plain"}));
+  const parts = own ? plan.parts : [...Array(count).keys()].map(key => ({key, device: null, call: p.isAgain(0) ? "checkpoint" : "plain"}));
   const places = Object.fromEntries(ops.name.map((name, op) => [name, [p.stageOf(ops.row[op])]]));
   return {...plan, nodes: [], note: p.isShipped ? data.note : `${count} stages${p.how}`, claim: null, parts, places};
 }

@@ -48,10 +48,10 @@ interface Again {
   up: number[];
 }
 
-/** schedule, microbatches and links as indices; ranks, seconds, bubble, bytes of the highest peak */
-type WhatIfRow = [number, number, number, number, number, number, number];
+/** schedule, microbatches and links as indices; ranks, seconds, bubble, bytes of the highest peak; recompute as an index */
+type WhatIfRow = [number, number, number, number, number, number, number, number];
 /** `splitkit.view.data.what_if`: other steps of the same stages. */
-interface WhatIf { schedules: string[]; microbatches: number[]; links: string[]; rows: WhatIfRow[]; own: number }
+interface WhatIf { schedules: string[]; microbatches: number[]; links: string[]; recompute: string[]; rows: WhatIfRow[]; own: number }
 
 /** A step that ran: the start and end of each of the run's events, and the memory of each rank above what it held before. */
 interface MeasuredRun { seconds: number; times: [number, number][]; memory: Point[][] }
@@ -106,7 +106,14 @@ interface LadderData extends CommonData {
   /** for each of `saved` the ops that make what is saved, and bytes */
   kept: [number, number][][];
   marks: number[];
-  stretches: ByteColumns;
+  /** of every run of segments between marks; null where backward runs all stages again */
+  stretches: ByteColumns | null;
+  /** the same as stages that backward runs again; null where it runs none */
+  again: ByteColumns | null;
+  /** whether backward runs each stage of the plan again */
+  rerun: boolean[];
+  /** values that such stages keep: the op that makes it or -1 for an input, bytes, and the ops that read it */
+  taken: [number, number, number[]][];
   alone: ByteColumns;
   run: Run | null;
   beside: Beside[];
