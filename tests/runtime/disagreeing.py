@@ -38,8 +38,8 @@ class Tied(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(x)
         for layer in self.layers:
-            hidden = hidden + self.drop(layer(hidden * self.scale).tanh())
-        return self.head(hidden)
+            hidden = hidden + layer(hidden * self.scale).tanh()
+        return self.head(self.drop(hidden))  # in one stage, as torch 2.11 can run it
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
