@@ -14,7 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
-from splitkit.cli import checkpoints, launcher, stage_folders
+from splitkit.cli import launcher, stage_folders, train_checkpoints
 from splitkit.cli.check_report import DIFFERENT
 from splitkit.cli.common import CapturedModel, decoded, plan_file, planner, prepare, require_policy_option
 from splitkit.cli.outcome import Outcome, seconds_text
@@ -40,7 +40,7 @@ RATES = {"adamw": 1e-3, "sgd": 1e-2}
 
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit train``: start the ranks, or be one of them."""
-    checkpoints.require_usable(args)
+    train_checkpoints.require_usable(args)
     if args.trace and args.steps < 2:
         raise UsageError("SK601", "--trace needs a step after the first one, which warms up", "Give --steps 2 or more.")
     require_compiler(args)
@@ -124,7 +124,7 @@ def _train(args: Namespace) -> dict[str, Any]:
     optimizer = _optimizer(args, pipe.parameters())
     beside = ReferenceModel(pipe, work.gm, partial(_optimizer, args)) if args.check else None
     compile_parts(pipe, args.compile)
-    saved = checkpoints.opened(args, pipe, optimizer, beside.whole if beside is not None else None)
+    saved = train_checkpoints.opened_checkpoints(args, pipe, optimizer, beside.whole if beside is not None else None)
     first = pipe.steps
     if args.trace and args.steps - first < 2:
         reason = f"--trace needs a step after the first one, but {first} of {args.steps} steps are done"
@@ -221,7 +221,7 @@ def _steps(
                 beside.step(batch, each, optimizer)
             optimizer.zero_grad()
             advance(losses[-1])
-            checkpoints.save(args, saved, step + 1)
+            train_checkpoints.save(args, saved, step + 1)
     if saved is not None:
         saved.wait()
     return {
