@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
-from splitkit.cli import checkpoints, launcher, rank_process, stage_folders
+from splitkit.cli import launcher, rank_process, stage_folders, train_checkpoints
 from splitkit.cli.before_ranks import require_target
 from splitkit.cli.check_report import DIFFERENT, pipeline_check_rows
 from splitkit.cli.common import CapturedModel, decoded, plan_file, planner, prepare, require_policy_option
@@ -40,7 +40,7 @@ RATES = {"adamw": 1e-3, "sgd": 1e-2}
 
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit train``: start the ranks, or be one of them."""
-    checkpoints.require_usable(args)
+    train_checkpoints.require_usable(args)
     if args.trace and args.steps < 2:
         raise UsageError("SK601", "--trace needs a step after the first one, which warms up", "Give --steps 2 or more.")
     require_compiler(args)
@@ -112,7 +112,7 @@ def _train(args: Namespace) -> dict[str, Any]:
         batch = batch_of(work, pipe.microbatches, 0)
         beside = ReferenceModel(pipe, work, partial(_optimizer, args), args.tolerance, batch)
     compile_parts(pipe, args.compile)
-    saved = checkpoints.opened(args, pipe, optimizer)
+    saved = train_checkpoints.opened_checkpoints(args, pipe, optimizer)
     first = pipe.steps
     if beside is not None:
         beside.begin(optimizer if first else None)
@@ -209,7 +209,7 @@ def _steps(
                 beside.step(batch, each, optimizer)
             optimizer.zero_grad()
             advance(losses[-1])
-            checkpoints.save(args, saved, step + 1)
+            train_checkpoints.save(args, saved, step + 1)
     if saved is not None:
         saved.wait()
     return {

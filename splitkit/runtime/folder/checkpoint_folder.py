@@ -163,7 +163,7 @@ def commit(draft: Path, place: Path, record: dict[str, Any], run: Run) -> None:
     _sync(place.parent)
 
 
-def prune(folder: Path, keep: int) -> None:
+def remove_older(folder: Path, keep: int) -> None:
     """Remove all checkpoints but the last ones, and all but the last writing of each step, as far as possible.
 
     A folder is renamed before its files are removed, so that it is never half a checkpoint.

@@ -289,7 +289,7 @@ class CheckpointFolder:
     def _complete(self, record: dict[str, Any], place: Path, draft: Path) -> None:
         with self._refusing():
             on_disk.commit(draft, place, record, self._run)
-        on_disk.prune(self.path, self._keep)
+        on_disk.remove_older(self.path, self._keep)
 
     def _load(self, place: Path) -> None:
         record = JsonField(str(place), "", self._on_first(lambda: on_disk.read_record(place).value))

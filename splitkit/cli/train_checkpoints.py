@@ -30,7 +30,7 @@ def require_usable(args: Namespace) -> None:
     require_free(Path(args.checkpoint), args.resume)
 
 
-def opened(args: Namespace, pipe: Pipeline, optimizer: Any) -> CheckpointFolder | None:
+def opened_checkpoints(args: Namespace, pipe: Pipeline, optimizer: Any) -> CheckpointFolder | None:
     """Open the folder of ``--checkpoint``, and load the last checkpoint with ``--resume``.
 
     Args:
