@@ -29,9 +29,8 @@ def _wait_for_end(descriptor: int) -> None:
             pass
     except OSError:
         return
-    if os.getpgrp() == os.getpid():
-        os.killpg(os.getpid(), signal.SIGKILL)
-    os._exit(1)
+    is_leader = os.getpgrp() == os.getpid()
+    (os.killpg if is_leader else os.kill)(os.getpid(), signal.SIGKILL)
 
 
 def join(backend: str, seconds: float) -> None:
