@@ -214,7 +214,7 @@ def needed(split: sk.Split) -> dict[str, Any]:
     pipe.steps = 0
     result = pipe.step(**absent)
     apart.append(unsplit.deviation(result, losses).gradient)
-    refused = refusal(lambda: pipe.step(**{name: None for name in given}))
+    refused = refusal(lambda: pipe.step(**dict.fromkeys(given)))
     sent = pipe.broadcast({"x": given["x"], "more": [given["y"].float(), "text"]} if pipe.rank == 0 else None)
     same = torch.equal(sent["x"], given["x"]) and torch.equal(sent["more"][0], given["y"].float())
     missing = refusal(lambda: pipe.step())

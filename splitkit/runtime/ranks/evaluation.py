@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -66,7 +67,7 @@ def share_tensors(found: Split, tensors: Mapping[str, torch.Tensor]) -> None:
             raise PipelineError("SK801", f"{name} is {looks[0]}, and in the pipeline {looks[1]}", _REMEDY, [name])
         path, _, key = name.rpartition(".")
         held = attributes_of(found.module.get_submodule(path))
-        table = held.parameters if isinstance(new, nn.Parameter) else held.buffers
+        table: dict[str, Any] = held.parameters if isinstance(new, nn.Parameter) else held.buffers
         table[key] = new
 
 
