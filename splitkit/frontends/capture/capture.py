@@ -59,8 +59,8 @@ def capture(
 
     The graph module is called like the model and holds the *same* parameters and buffers, not copies: a step taken on
     one is seen by the other. Training mode, dropout, tied weights and module paths (``meta["nn_module_stack"]``) are
-    kept; ``no_grad`` and ``autocast`` blocks become enter and exit nodes. An ``autocast`` around ``capture`` is recorded
-    as a block around the whole model. Neither the model's buffers nor the random number generators are touched.
+    kept; ``no_grad`` and ``autocast`` blocks become enter and exit nodes. An ``autocast`` around ``capture`` becomes a
+    block around the whole model. Neither the model's buffers nor the random number generators are touched.
 
     A ``torch.autograd.Function`` is one node that calls it, so that its backward is kept. An output may be of any class
     that ``copy.copy`` can copy (such as ``DynamicCache``); the class is registered with ``torch.utils._pytree`` for the

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import torch.distributed as dist
 from torch import nn
@@ -11,7 +10,6 @@ from torch.distributed.tensor import DTensor
 
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
-from splitkit.graph.dataflow import analyze
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.ranks.stage_chain import Chain, chain_of
 
@@ -58,4 +56,4 @@ def set_trained(
             parameter.requires_grad_(chosen[name])
             # A gradient of earlier steps would otherwise be applied again in each step of the optimizer.
             parameter.grad = parameter.grad if chosen[name] else None
-    return chain_of(replace(split, flow=analyze(split.flow.root)))
+    return chain_of(split)
