@@ -12,7 +12,7 @@ from importlib.resources import files
 from splitkit.view.colours import COLOURS
 
 SCRIPTS = (
-    "units", "totals", "elements", "canvas", "geometry", "ops", "prices", "simulation", "crossing", "step_facts",
+    "units", "totals", "elements", "canvas", "geometry", "ops", "prices", "step_facts", "simulation", "crossing",
     "drawing", "take_home", "svg_context", "tooltip", "minimap", "input", "facts", "legend", "nested", "picture",
     "measured", "stage_texts", "stage_drawing", "what_if", "stage_side", "timeline", "ladder", "bands",
     "step_chart", "alive", "joint", "show",

@@ -5,7 +5,7 @@ import {Picture} from "./picture.js";
 import {Prices, bordersOf} from "./prices.js";
 import {simulated} from "./simulation.js";
 import {colourOf} from "./drawing.js";
-import {readersOf} from "./crossing.js";
+import {keptOf, readersOf} from "./crossing.js";
 import {paintBands, paintBorders} from "./stage_drawing.js";
 import {showStages} from "./stage_side.js";
 import {download, planFile} from "./take_home.js";
@@ -25,7 +25,7 @@ export class Ladder extends Picture {
     this.borders = [...this.shipped];
     this.trains = data.trains;
     this.saved = data.saved;
-    this.kept = data.kept;
+    this.kept = keptOf(data);
     this.edges = data.edges;
     /** how the borders were made, if they are not those of the plan */
     this.how = "";

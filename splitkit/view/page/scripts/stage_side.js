@@ -7,7 +7,7 @@ import {legend} from "./legend.js";
 import {measuredTable} from "./measured.js";
 import {isSlowest} from "./stage_drawing.js";
 import {legendOf, rankText} from "./stage_texts.js";
-import {idleOf, peakTime} from "./step_facts.js";
+import {idleOf, kindsAt, peakPoint, peakTime} from "./step_facts.js";
 import {sum} from "./totals.js";
 import {duration, measure, percent, size} from "./units.js";
 import {whatIf} from "./what_if.js";
@@ -68,8 +68,7 @@ function showStep(p, run) {
   });
   const name = "step: peak of each rank, and where it idles";
   p.side.append(el("h3", name), tableOf(name, ["rank", "peak", "at", "warm-up", "waiting", "tail"], rows));
-  if (!run.held.length) return;
-  const worst = run.peaks.indexOf(Math.max(...run.peaks)), [fixed, saved, messages, temporary] = run.held[worst];
+  const worst = run.peaks.indexOf(Math.max(...run.peaks)), [fixed, saved, messages, temporary] = kindsAt(run.by, worst, run.by.points[worst][peakPoint(run, worst)]);
   p.side.append(remark(`highest on rank ${worst}: ${size(fixed)} of weights and state, ${size(saved)} saved, ${size(messages)} of messages, ${size(temporary)} temporary`));
 }
 /**

@@ -4,7 +4,7 @@ import {SMALL, context, legible, level, put, shade} from "./canvas.js";
 import {colourOf} from "./drawing.js";
 import {el} from "./elements.js";
 import {colourOfChange, heldWhenRun, highest, measuredText, measuredTitle, ownScale, spanOf} from "./measured.js";
-import {COMPUTATIONS, heldAt, idleOf, peakTime} from "./step_facts.js";
+import {COMPUTATIONS, heldAt, idleOf, memoryOf, peakTime} from "./step_facts.js";
 import {showTip} from "./tooltip.js";
 import {near, sum} from "./totals.js";
 import {duration, size} from "./units.js";
@@ -160,7 +160,7 @@ export class Timeline {
     };
     c.beginPath();
     c.moveTo(this.x(0), base);
-    const last = curve(run.memory[rank]);
+    const last = curve(memoryOf(run)[rank]);
     c.lineTo(this.x(run.seconds), y(last));
     c.lineTo(this.x(run.seconds), base);
     shade(c, ink.rib);
