@@ -29,7 +29,7 @@ from splitkit.view.data.op_columns import ops_data
 from splitkit.view.data.page_data import border_marks, resimulated, simulation
 from splitkit.view.data.plan_template import plan_template
 from splitkit.view.data.rows import LadderRows, ladder_rows
-from splitkit.view.data.stage_memory import SavedStorage, memory_data, saved_storages, shared_weights
+from splitkit.view.data.stage_memory import HeldStorage, held_storages, memory_data, shared_weights
 from splitkit.view.data.what_if import what_if
 
 SCHEMA = "splitkit.ladder/2"
@@ -170,10 +170,7 @@ class LadderView(LadderModel):
             "stretches": {c: [_figure(s, c) for s in stretches] for c in _BYTES},
             "alone": {c: [_figure(row, c) for row in self._alone] for c in _BYTES},
             "ops": ops_data(self.flow, nodes, self.rows.of.__getitem__, self.costs),
-            "stored": [
-                [each.nbytes, -1 if each.maker is None else place[each.maker], *(place[r] for r in each.readers)]
-                for each in self._stored
-            ],
+            "stored": [storage.to_list(place) for storage in self._held],
             "shared": shared_weights(self._memory, self._ends, self.optimizer),
             "plan": plan_template(self.plan, self._keys),
             "run": None if self.run is None else self._run(self.run, found, at),
@@ -224,8 +221,8 @@ class LadderView(LadderModel):
         }
 
     @cached_property
-    def _stored(self) -> list[SavedStorage]:
-        return saved_storages(self.flow, self._prices.memory, self.nodes_of_rows) if self.trains else []
+    def _held(self) -> list[HeldStorage]:
+        return held_storages(self.flow, self._prices.memory, self.nodes_of_rows) if self.trains else []
 
     @cached_property
     def _saved(self) -> dict[tuple[int, int], dict[Node, int]]:
@@ -234,10 +231,10 @@ class LadderView(LadderModel):
         Each storage counts once.
         """
         found: dict[tuple[int, int], dict[Node, int]] = {}
-        for storage in self._stored:
-            for reader in storage.readers:
-                own = storage.owner(reader)
-                of = found.setdefault((self.rows.of[own], self.rows.of[reader]), {})
+        for storage in self._held:
+            for saver in storage.savers:
+                own = storage.owner(saver)
+                of = found.setdefault((self.rows.of[own], self.rows.of[saver]), {})
                 of[own] = of.get(own, 0) + storage.nbytes
         return found
 

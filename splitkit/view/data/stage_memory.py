@@ -1,14 +1,17 @@
-"""Makes the data by which a page divides the memory of stages: storages that autograd saves, and who holds how many.
+"""Makes the data by which a page divides the memory of stages: storages, and how many microbatches each stage holds.
 
-The page divides any stage by it, also one whose borders have moved::
+The page divides any stage by it, also one whose borders have moved. What a stage of rows 2 to 4 holds of a microbatch::
 
-    stage of rows 2 to 4     the storages that a row of it saves, each once: by the module that makes each, or received
-    + weights of the rows    those that several rows read count in the first of them
+    saved       storages that one of these rows makes, and one of them saves: by the module that makes each
+    received    those of values that a row above 2 makes, and one of these rows reads
+    sent        those of values that one of these rows makes, and a row below 4 reads
+
+Each storage counts once. Weights that several rows read count in the first of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +19,9 @@ import numpy as np
 from torch.fx import Node
 
 from splitkit.graph.dataflow import Dataflow
-from splitkit.memory.segments.graph_memory import GraphMemory
+from splitkit.graph.storages import tensors
+from splitkit.graph.symbols import value_of
+from splitkit.memory.segments.graph_memory import GraphMemory, is_dense
 from splitkit.memory.segments.segment import OrderMemory
 from splitkit.pipeline.memory_by_stage import UNITS, memory_by_stage
 from splitkit.pipeline.order import BACKWARD
@@ -27,42 +32,60 @@ from splitkit.prices import Optimizer
 
 
 @dataclass(frozen=True)
-class SavedStorage:
-    """A storage that autograd saves.
+class HeldStorage:
+    """A storage that autograd saves, or whose values another row reads.
 
     Attributes:
         nbytes: its bytes.
         maker: the node that makes it; ``None`` for an input of the graph, and for what an op makes inside it.
-        readers: the first node of each row that saves it.
+        savers: the first node of each row that saves it.
+        crosses: (row that makes a value in it, other row that reads this value), sorted; an input of the graph is made
+            in row -1, and what the graph returns is read in the row after the last. A value that is sent as a copy is
+            left out.
     """
 
     nbytes: int
     maker: Node | None
-    readers: tuple[Node, ...]
+    savers: tuple[Node, ...]
+    crosses: tuple[tuple[int, int], ...]
 
-    def owner(self, reader: Node) -> Node:
-        """Return the node that makes it, or the reader that saves what no node makes."""
-        return reader if self.maker is None else self.maker
+    def owner(self, saver: Node) -> Node:
+        """Return the node that makes it, or the one that saves what no node makes."""
+        return saver if self.maker is None else self.maker
+
+    def to_list(self, place: Mapping[Node, int]) -> list[Any]:
+        """Return bytes, maker or -1, savers, and the rows of `crosses` one after the other, as plain data."""
+        own = -1 if self.maker is None else place[self.maker]
+        return [self.nbytes, own, [place[node] for node in self.savers], [row for rows in self.crosses for row in rows]]
 
 
-def saved_storages(flow: Dataflow, memory: GraphMemory, rows: Iterable[Iterable[Node]]) -> list[SavedStorage]:
-    """Return the storages that autograd saves of the nodes in rows, each once."""
-    known, maker = memory.activations, dict[int, Node]()
-    for node, storages in known.values.items():
+def held_storages(flow: Dataflow, memory: GraphMemory, rows: Sequence[Sequence[Node]]) -> list[HeldStorage]:
+    """Return the storages that stages of these rows may save, receive or send."""
+    values, maker = memory.activations.values, dict[int, Node]()
+    for node, storages in values.items():
         for storage in storages:
             maker.setdefault(storage, flow.followers.get(node, node))
-    readers: dict[int, dict[int, Node]] = {}
-    for row, nodes in enumerate(rows):
-        for node in nodes:
-            for storage in memory.nodes[node].saves:
-                readers.setdefault(storage, {}).setdefault(row, node)
+    row_of = {node: row for row, nodes in enumerate(rows) for node in nodes}
+    savers: dict[int, dict[int, Node]] = {}
+    for node, row in row_of.items():
+        for storage in memory.nodes[node].saves:
+            savers.setdefault(storage, {}).setdefault(row, node)
+    crosses: dict[int, set[tuple[int, int]]] = {}
+    reads = [(value, row) for node, row in row_of.items() for value in memory.nodes[node].reads]
+    returned = [(value, len(rows)) for value in flow.graph.output_node().all_input_nodes if value.op != "placeholder"]
+    for value, row in (*reads, *returned):
+        made = row_of.get(flow.followers.get(value, value), -1)
+        if made != row and all(map(is_dense, tensors(value_of(value)))):
+            for storage in values.get(value, ()):
+                crosses.setdefault(storage, set()).add((made, row))
     return [
-        SavedStorage(
+        HeldStorage(
             memory.storage_sizes[storage],
             made if (made := maker.get(storage)) in memory.nodes else None,
-            tuple(of.values()),
+            tuple(savers.get(storage, {}).values()),
+            tuple(sorted(crosses.get(storage, ()))),
         )
-        for storage, of in sorted(readers.items())
+        for storage in sorted({*savers, *crosses})
     ]
 
 

@@ -47,8 +47,8 @@ export function linesOf(ops, values, readers, most = 6) {
 export function keptOf({saved, stored, ops: {row}}) {
   /** @type {Map<string, Map<number, number>>} */
   const found = new Map(saved.map(([from, to]) => [`${from} ${to}`, new Map()]));
-  for (const [nbytes, maker, ...readers] of stored) for (const reader of readers) {
-    const op = maker < 0 ? reader : maker, of = known(found, `${row[op]} ${row[reader]}`);
+  for (const [nbytes, maker, savers] of stored) for (const saver of savers) {
+    const op = maker < 0 ? saver : maker, of = known(found, `${row[op]} ${row[saver]}`);
     of.set(op, (of.get(op) || 0) + nbytes);
   }
   return [...found.values()].map(of => [...of].sort((a, b) => b[1] - a[1]));

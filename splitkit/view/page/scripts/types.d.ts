@@ -117,8 +117,8 @@ interface LadderData extends CommonData {
   down: number[];
   up: number[];
   saved: Triple[];
-  /** each storage that autograd saves: bytes, the op that makes it or -1, and the first op of each row that saves it */
-  stored: number[][];
+  /** `splitkit.view.data.stage_memory.HeldStorage`: bytes, the op that makes it or -1, the first op of each row that saves it, and pairs of rows: one that makes a value in it, and another that reads this value */
+  stored: [number, number, number[], number[]][];
   /** parameters that several rows read: bytes, then the rows */
   shared: number[][];
   marks: number[];
