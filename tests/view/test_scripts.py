@@ -82,9 +82,9 @@ def test_a_comment_is_told_from_code():
     ("code", "expected"),
     [
         ("const a = b ? [1, 2] : {c: d};", "const a=b?[1,2]:{c:d};"),
-        ('f("a, b = c", \'d ; e\') ;', 'f("a, b = c",\'d ; e\');'),
+        ("f(\"a, b = c\", 'd ; e') ;", "f(\"a, b = c\",'d ; e');"),
         ('f("a \\" , b", c)', 'f("a \\" , b",c)'),
-        ("f(`a, ${b ? `, c ${d} , ` : \"\"} , e`, g)", 'f(`a, ${b?`, c ${d} , `:""} , e`,g)'),
+        ('f(`a, ${b ? `, c ${d} , ` : ""} , e`, g)', 'f(`a, ${b?`, c ${d} , `:""} , e`,g)'),
         ("const f = () => { return {a: `{ , ${ {b: 1}.b } }`}; } ;", "const f=()=>{return{a:`{ , ${{b:1}.b} }`};};"),
         ('a.replace(/, [/"`] /g, " , ") / 2', 'a.replace(/, [/"`] /g," , ")/ 2'),
         ("const a = b / c, d = e / f;", "const a=b / c,d=e / f;"),

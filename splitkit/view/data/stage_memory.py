@@ -61,10 +61,12 @@ class HeldStorage:
 
 def held_storages(flow: Dataflow, memory: GraphMemory, rows: Sequence[Sequence[Node]]) -> list[HeldStorage]:
     """Return the storages that stages of these rows may save, receive or send."""
-    values, maker = memory.activations.values, dict[int, Node]()
+    values = memory.activations.values
+    first: dict[int, Node] = {}
     for node, storages in values.items():
         for storage in storages:
-            maker.setdefault(storage, flow.followers.get(node, node))
+            first.setdefault(storage, flow.followers.get(node, node))
+    maker = {storage: node for storage, node in first.items() if node in memory.nodes}
     row_of = {node: row for row, nodes in enumerate(rows) for node in nodes}
     savers: dict[int, dict[int, Node]] = {}
     for node, row in row_of.items():
@@ -81,7 +83,7 @@ def held_storages(flow: Dataflow, memory: GraphMemory, rows: Sequence[Sequence[N
     return [
         HeldStorage(
             memory.storage_sizes[storage],
-            made if (made := maker.get(storage)) in memory.nodes else None,
+            maker.get(storage),
             tuple(savers.get(storage, {}).values()),
             tuple(sorted(crosses.get(storage, ()))),
         )

@@ -79,8 +79,9 @@ export function aliveOnRank(p, {run, rank, i}) {
   by.owned[rank].forEach((k, j) => {
     const own = sets.slice(by.counts * j, by.counts * (j + 1)), [, saved, , captured, left] = by.units[k], stays = by.counts > 2 && left === saved, stage = `stage ${p.partName(k)}`;
     const held = new Set(stays ? [...own[0], ...own[3]] : own[0]), {values, rest} = savedIn(p, run, k), times = held.size > 1 ? ` ×${held.size}` : "";
-    if (held.size) {
-      lines.push(`${stage} holds ${listed(held)}`);
+    if (held.size && saved) {
+      const again = by.why ? "" : `; to keep only what it receives and sends would cost its forward again, ${duration(p.stages[k].forward, run.unit)} each`;
+      lines.push(`${stage} holds ${listed(held)}, ${size(saved)} each${again}`);
       for (const [op, kind, nbytes] of values) entries.push([op < 0 ? "inputs of the graph" : op, kind + times, nbytes * held.size, "", `${stage}: ${size(nbytes)} for each of ${listed(held)}`]);
       if (rest) entries.push([values.length ? `${stage}: copies of what it receives and sends` : `${stage}: all that it saves`, times.trim(), rest * held.size, "", ""]);
     }
@@ -93,5 +94,6 @@ export function aliveOnRank(p, {run, rank, i}) {
   if (more.length) box.append(remark(`and ${more.length} more: ${size(sum(more.map(each => each[2])))}`));
   const running = runs ? `, temporary memory of ${COMPUTATIONS[runs[1]]} of microbatch ${runs[3]} in stage ${p.partName(runs[2])} ${size(temporary)}` : "";
   box.append(remark(`besides: weights and state ${size(fixed)}, messages ${size(messages)}${running}`), ...lines.map(remark));
+  if (by.why) box.append(remark(`not divided by module: ${by.why}`));
   return box;
 }

@@ -96,8 +96,8 @@ function divided(p, run, rank) {
     const [fixed, saved, , captured, left] = by.units[k], at = 2 + by.counts * j, colour = colourOf(k), weights = weightsIn(p, run, k), stage = `stage ${p.partName(k)}`;
     // where all saved values wait for the weight part, they are held until then
     const stays = by.counts > 2 && left === saved, count = (/** @type {number[]} */ point) => point[at] + (stays ? point[at + 3] : 0), dark = (/** @type {number} */ i) => tint(colour, -0.25 - TINTS[i] / 2), light = (/** @type {number} */ i) => tint(colour, TINTS[i]);
-    if (weights) modules(below, weights, "weights", dark, () => 1);
-    else add(below, stage, -1, "weights", dark(0), series(() => fixed));
+    if (weights) modules(below, weights, "weights, state", dark, () => 1);
+    else add(below, stage, -1, "weights, state", dark(0), series(() => fixed));
     const {values, rest} = savedIn(p, run, k), own = values.filter(each => each[1] !== "received");
     modules(above, own.map(([op, , nbytes]) => [p.ops.row[op], nbytes]), "saved", light, count);
     add(above, stage, -1, "received", tint(colour, 0.8), series(point => sum(values.map(each => each[1] === "received" ? each[2] : 0)) * count(point)));

@@ -37,7 +37,7 @@ export function showStages(p) {
   side.append(limitField(p));
   if (p.run) showStep(p, p.run);
   const at = p.timeline && p.timeline.instant;
-  if (at) side.append(bandTable(p, bandsOfRank(p, at.run, at.rank), at.i, `on rank ${at.rank}`), aliveOnRank(p, at));
+  if (at) side.append(bandTable(p, bandsOfRank(p, at.run, at.rank), at.i, `on rank ${at.rank} at ${duration(at.run.by.points[at.rank][at.i][0], at.run.unit)}`), aliveOnRank(p, at));
   if (p.run && p.run.measured) side.append(...measuredTable(p.run, p.run.measured));
   if (p.run && p.run.whatIf) side.append(whatIf(p.run.whatIf, {unit: p.run.unit, memory, chosen: p.whatIfChosen, choose: chosen => { p.whatIfChosen = chosen; p.showSide(); }}));
   if (p.selected) showFacts(p, factsOf(p, p.selected));
