@@ -59,7 +59,7 @@ function rowsOfNames(p) {
  * @param {(nbytes: number) => number} y
  */
 export function paintBandsOf(c, bands, x, y) {
-  const steps = bands[0].bytes.length, columns = columnsOf(bands, Math.max(1, Math.ceil(x(steps) - x(0))));
+  const steps = bands[0].bytes.length, columns = columnsOf(bands, x);
   /** @type {number[]} */
   let below = columns.map(() => 0);
   for (const {bytes, colour} of bands) {
@@ -76,18 +76,24 @@ export function paintBandsOf(c, bands, x, y) {
   }
 }
 /**
- * The steps that are drawn: all, or for each pixel the one of most bytes.
+ * The steps that are drawn: of each pixel the one of most bytes and the last one.
  * @param {Band[]} bands
- * @param {number} pixels
+ * @param {(step: number) => number} x
  */
-function columnsOf(bands, pixels) {
-  const steps = bands[0].bytes.length, total = (/** @type {number} */ step) => sum(bands.map(band => band.bytes[step])), each = Math.ceil(steps / pixels);
-  if (each < 2) return [...Array(steps).keys()];
-  return [...Array(Math.ceil(steps / each)).keys()].map(i => {
-    let best = i * each;
-    for (let step = best + 1; step < Math.min(steps, (i + 1) * each); step++) if (total(step) > total(best)) best = step;
-    return best;
-  });
+function columnsOf(bands, x) {
+  /** @type {number[]} */
+  const found = [];
+  let most = -1;
+  for (let step = 0, pixel = 0; step < bands[0].bytes.length; step++) {
+    let total = 0;
+    for (const {bytes} of bands) total += bytes[step];
+    const at = Math.floor(x(step)), last = found.length - 1;
+    if (!step || at !== pixel) { found.push(step, step); most = total; }
+    else if (total > most) { found[last - 1] = found[last] = step; most = total; }
+    else found[last] = step;
+    pixel = at;
+  }
+  return found.filter((step, i) => step !== found[i - 1]);
 }
 /**
  * The band at a height of the chart.

@@ -55,7 +55,7 @@ function weightsIn(p, run, k) {
  * @param {number} share of white, or if negative of black
  */
 const tint = (colour, share) => `#${[1, 3, 5].map(i => Math.round(parseInt(colour.slice(i, i + 2), 16) * (1 - Math.abs(share)) + (share > 0 ? 255 * share : 0)).toString(16).padStart(2, "0")).join("")}`;
-/** @type {WeakMap<Item[], Map<number, import("./bands.js").Band[]>>} bands of a layout by rank: folded layers are one band */
+/** @type {WeakMap<Item[], Map<number, import("./bands.js").Band[]>>} bands of a layout by rank, coarse ones by -1 - rank: folded layers are one band */
 const drawn = new WeakMap();
 /**
  * The bands of a rank from the bottom: weights and state of its stages by module, what they save by module, then what
@@ -63,19 +63,22 @@ const drawn = new WeakMap();
  * @param {Ladder} p
  * @param {Run} run
  * @param {number} rank
+ * @param {boolean} [coarse] one band for all modules of a stage
  */
-export function bandsOfRank(p, run, rank) {
+export function bandsOfRank(p, run, rank, coarse = false) {
   const known = drawn.get(p.items) || new Map();
   drawn.set(p.items, known);
-  if (!known.has(rank)) known.set(rank, divided(p, run, rank));
-  return /** @type {import("./bands.js").Band[]} */ (known.get(rank));
+  const key = coarse ? -1 - rank : rank;
+  if (!known.has(key)) known.set(key, divided(p, run, rank, coarse ? 1 : BANDS));
+  return /** @type {import("./bands.js").Band[]} */ (known.get(key));
 }
 /**
  * @param {Ladder} p
  * @param {Run} run
  * @param {number} rank
+ * @param {number} room the most bands of a stage for its weights, and for what it saves
  */
-function divided(p, run, rank) {
+function divided(p, run, rank, room) {
   const {by} = run, points = by.points[rank];
   /** @type {import("./bands.js").Band[][]} */
   const [below, above, last] = [[], [], []];
@@ -88,7 +91,7 @@ function divided(p, run, rank) {
     /** @type {Map<number, number>} */
     const sums = new Map();
     for (const [row, nbytes] of entries) { const first = p.itemOf[row].start; sums.set(first, (sums.get(first) || 0) + nbytes); }
-    const found = [...sums].filter(each => each[1]).sort((a, b) => b[1] - a[1] || a[0] - b[0]), shown = found.length > BANDS ? BANDS - 1 : found.length, others = found.slice(shown);
+    const found = [...sums].filter(each => each[1]).sort((a, b) => b[1] - a[1] || a[0] - b[0]), shown = found.length > room ? room - 1 : found.length, others = found.slice(shown);
     found.slice(0, shown).forEach(([row, nbytes], i) => add(to, p.name(p.itemOf[row]), row, kind, colour(i), series(point => nbytes * count(point))));
     if (others.length) add(to, `${others.length} other modules`, -1, kind, colour(shown), series(point => sum(others.map(each => each[1])) * count(point)));
   };

@@ -23,6 +23,8 @@ export class Timeline {
     this.ladder = ladder;
     this.planned = planned;
     this.w = this.h = this.high = 0;
+    /** the rank whose memory has more room */
+    this.told = 0;
     /** @type {number | null} the microbatch below the mouse */
     this.microbatch = null;
     /** @type {(Instant & {seconds: number}) | null} where the user wants to know what is alive; null stands for the highest peak */
@@ -105,11 +107,6 @@ export class Timeline {
   x(seconds) { return 70 + (this.w - 160) * seconds / this.span; }
   /** @param {number} x */
   secondsAt(x) { return (x - 70) / (this.w - 160) * this.span; }
-  /**
-   * The rank whose memory has more room.
-   * @returns {number}
-   */
-  get told() { const at = this.instant; return at ? at.rank : -1; }
   /** @param {number} rank */
   y(rank) { return 24 + rank * this.high + (rank > this.told ? LENS : 0); }
   /**
@@ -165,6 +162,7 @@ export class Timeline {
     const {ladder, run} = this, {ink} = ladder;
     c.clearRect(0, 0, w, h);
     if (!run) return put(c, `${this.planned.name} cannot be simulated here for these stages; “as planned” shows the step of the plan itself`, 70, h / 2, "12px system-ui", ink.mut);
+    this.told = this.instant ? this.instant.rank : 0;
     Object.assign(this, {w, h, high: (h - LENS - 24 - (run.measured ? 34 : 20)) / run.ranks});
     const idle = idleOf(run), share = (/** @type {"warmup" | "waiting" | "tail"} */ kind) => (100 * sum(idle.map(of => of[kind])) / (run.ranks * run.seconds || 1)).toFixed(1);
     put(c, `${run.name} of ${run.microbatches} microbatches: step ${duration(run.seconds, run.unit)}, bubble ${(100 * run.bubble).toFixed(1)} % = warm-up ${share("warmup")} + waiting ${share("waiting")} + tail ${share("tail")}${ladder.isShipped ? "" : ladder.how}`, 70, 15, "600 11px system-ui", ink.fg);
@@ -236,7 +234,9 @@ export class Timeline {
     const {memory} = this.ladder.data, {ink} = this.ladder, limit = near(memory, Math.max(...run.peaks)), most = this.most(run), [top, base] = this.lane(rank), at = this.instant;
     const y = (/** @type {number} */ nbytes) => base - (base - top) * nbytes / most, points = run.by.points[rank];
     put(c, `rank ${rank}`, 64, this.y(rank) + this.high * this.share / 2 + 4, SMALL, ink.mut, "right");
-    paintBandsOf(c, bandsOfRank(this.ladder, run, rank), i => this.x(i < points.length ? points[i][0] : run.seconds), y);
+    const left = this.x(0), scale = (this.x(run.seconds) - left) / (run.seconds || 1);
+    // modules are told apart only where there is room
+    paintBandsOf(c, bandsOfRank(this.ladder, run, rank, rank !== this.told), i => left + scale * (i < points.length ? points[i][0] : run.seconds), y);
     if (at && at.rank === rank) { c.fillStyle = ink.fg; c.fillRect(this.x(points[at.i][0]) - 0.5, top - 4, 1, base - top + 4); }
     put(c, "▾", this.x(peakTime(run, rank)), y(run.peaks[rank]) + 1, "11px system-ui", ink.fg, "center");
     if (run.measured && run.measured.memory.length) {
