@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -49,21 +49,24 @@ class RankMemory:
 
 
 @dataclass(frozen=True)
-class _Changes:
-    """Allocations (positive) and frees (negative): rank, time, order, bytes and kind.
+class Changes:
+    """Allocations (positive) and frees (negative): rank, time, order, amount and column.
 
     Changes at the same time happen in the order of ``place``: twice the number of the action at its start, and one more
-    at its end. The receive buffer of a message is allocated before any other change at its time.
+    at its end. The receive buffer of a message is allocated before any other change at its time. ``amount`` is bytes,
+    or a number of things of equal bytes; ``column`` is what they are of: of all changes, or of each.
     """
 
     rank: Ints
     seconds: Floats
     place: Ints
-    nbytes: Ints
-    column: int
+    amount: Ints
+    column: int | Ints
 
 
-_SAVED, _MESSAGES, _TEMPORARIES = range(3)
+MESSAGES = 0
+"""The column of messages."""
+_SAVED, _TEMPORARIES = 1, 2
 
 
 def rank_memory(run: StepTrace) -> tuple[RankMemory, ...]:
@@ -91,30 +94,34 @@ def memory_over_time(run: StepTrace) -> tuple[tuple[tuple[float, int], ...], ...
 
 
 def _live(run: StepTrace) -> list[tuple[Ints, Floats]]:
-    """Return, for each rank, (n, 3) bytes saved, of messages and temporary, and (n,) the times from which they hold."""
-    changes = [c for c in (*_of_actions(run), *_of_messages(run)) if c.nbytes.any()]
+    """Return, for each rank, (n, 3) bytes of messages, saved and temporary, and (n,) the times from which they hold."""
+    return accumulated([*_of_actions(run), *message_changes(run)], 3, run.ranks)
+
+
+def accumulated(changes: Iterable[Changes], columns: int, ranks: int) -> list[tuple[Ints, Floats]]:
+    """Return, for each rank, (n, columns) sums of all changes so far, and (n,) the times from which they hold."""
+    changes = [c for c in changes if c.amount.any()]
     if not changes:
-        return [(np.zeros((0, 3), np.int64), np.zeros(0))] * run.ranks
+        return [(np.zeros((0, columns), np.int64), np.zeros(0))] * ranks
     rank, seconds, place = (np.concatenate([getattr(c, n) for c in changes]) for n in ("rank", "seconds", "place"))
-    amounts = np.zeros((len(rank), 3), np.int64)
-    amounts[np.arange(len(rank)), np.repeat([c.column for c in changes], [len(c.rank) for c in changes])] = (
-        np.concatenate([c.nbytes for c in changes])
-    )
+    amounts = np.zeros((len(rank), columns), np.int64)
+    column = np.concatenate([np.broadcast_to(c.column, len(c.rank)) for c in changes])
+    amounts[np.arange(len(rank)), column] = np.concatenate([c.amount for c in changes])
     order = np.lexsort((place, seconds, rank))
     rank, seconds, place = rank[order], seconds[order], place[order]
     live = amounts[order].cumsum(axis=0)  # each rank frees all that it allocates, so the next starts from 0
     last = np.ones(len(rank), bool)  # of changes at the same time and place, only the result counts
     last[:-1] = (np.diff(rank) != 0) | (np.diff(seconds) != 0) | (np.diff(place) != 0)
     found = np.flatnonzero(last)
-    ranks = np.split(found, np.searchsorted(rank[found], np.arange(1, run.ranks)))
-    return [(live[at], seconds[at]) for at in ranks]
+    split = np.split(found, np.searchsorted(rank[found], np.arange(1, ranks)))
+    return [(live[at], seconds[at]) for at in split]
 
 
 def _peak(fixed: tuple[int, int, int], static: int, live: Ints, seconds: Floats) -> RankMemory:
     if not len(live):
         return RankMemory(*fixed, 0, static, 0, 0.0)
     at = int(live.sum(axis=1).argmax())
-    saved, messages, temporaries = live[at].tolist()
+    messages, saved, temporaries = live[at].tolist()
     return RankMemory(*fixed, saved, messages + static, temporaries, float(seconds[at]))
 
 
@@ -126,22 +133,22 @@ def _fixed(run: StepTrace) -> list[tuple[int, int, int]]:
     return [(parameters, gradients, optimizer) for parameters, gradients, optimizer in sums]
 
 
-def _of_actions(run: StepTrace) -> Iterator[_Changes]:
+def _of_actions(run: StepTrace) -> Iterator[Changes]:
     """Yield the changes of saved and temporary bytes."""
     rank, stage, kind, _ = run.order.columns
-    saved, left, captured = np.array([_saved(run, s) for s in range(len(run.stages))]).T
+    saved, left, captured = np.array([units_of(run, s) for s in range(len(run.stages))]).T
     ends = [kind == BACKWARD, kind == BACKWARD_INPUT, kind == BACKWARD_WEIGHT]
     taken = np.select([kind == FORWARD, kind == BACKWARD_INPUT], [saved[stage], captured[stage]], 0)
     freed = np.select(ends, [saved[stage], (saved - left)[stage], (left + captured)[stage]], 0)
     temporary = np.array([s.temporary_bytes for s in run.stages])[stage]
     first, last = 2 * np.arange(len(rank)), 2 * np.arange(len(rank)) + 1
-    yield _Changes(rank, run.starts, first, taken, _SAVED)
-    yield _Changes(rank, run.ends, last, -freed, _SAVED)
-    yield _Changes(rank, run.starts, first, temporary, _TEMPORARIES)
-    yield _Changes(rank, run.ends, last, -temporary, _TEMPORARIES)
+    yield Changes(rank, run.starts, first, taken, _SAVED)
+    yield Changes(rank, run.ends, last, -freed, _SAVED)
+    yield Changes(rank, run.starts, first, temporary, _TEMPORARIES)
+    yield Changes(rank, run.ends, last, -temporary, _TEMPORARIES)
 
 
-def _saved(run: StepTrace, stage: int) -> tuple[int, int, int]:
+def units_of(run: StepTrace, stage: int) -> tuple[int, int, int]:
     """Return (saved, deferred, extra) bytes of a stage.
 
     ``saved`` are held from forward to the end of backward; ``deferred`` of these wait for the weight part; ``extra``
@@ -156,7 +163,7 @@ def _saved(run: StepTrace, stage: int) -> tuple[int, int, int]:
     return saved, min(later, saved), max(0, later - costs.saved_bytes)
 
 
-def _of_messages(run: StepTrace) -> Iterator[_Changes]:
+def message_changes(run: StepTrace) -> Iterator[Changes]:
     """Yield the changes of message buffers.
 
     A sent activation is among the saved bytes of its stage, and a received one is from the start of its reader on. The
@@ -191,7 +198,7 @@ def _of_messages(run: StepTrace) -> Iterator[_Changes]:
         yield from _kept(run, data[(data >= 0) & remote & forward])
 
 
-def _kept(run: StepTrace, sent: Ints) -> Iterator[_Changes]:
+def _kept(run: StepTrace, sent: Ints) -> Iterator[Changes]:
     """Yield sent activations, from the end of their stage's backward to the end of the step."""
     rank, stage, kind, microbatch = run.order.columns
     done = np.zeros((len(run.stages), run.order.microbatches), np.int64)
@@ -209,10 +216,10 @@ def keeps_sent(run: StepTrace) -> bool:
     return run.static_buffers and (schedule is None or not schedule.waits_for_sends)
 
 
-def _held(rank: Ints, nbytes: Ints, start: Floats, stop: Floats, first: Ints, last: Ints) -> Iterator[_Changes]:
+def _held(rank: Ints, nbytes: Ints, start: Floats, stop: Floats, first: Ints, last: Ints) -> Iterator[Changes]:
     """Yield the allocation and the free of message buffers."""
-    yield _Changes(rank, start, first, nbytes, _MESSAGES)
-    yield _Changes(rank, stop, last, -nbytes, _MESSAGES)
+    yield Changes(rank, start, first, nbytes, MESSAGES)
+    yield Changes(rank, stop, last, -nbytes, MESSAGES)
 
 
 def static_bytes(run: StepTrace) -> Sequence[int]:

@@ -28,7 +28,8 @@ def opened(browser, ladder, tmp_path_factory):
 
 
 ANEW = """(data, borders) => { const prices = new Prices(data);
-return simulated(data.run, prices.stages(borders, false), prices.place); }"""
+const run = simulated(data.run, prices.stages(borders, false), prices.place);
+return run && {...run, memory: memoryOf(run)}; }"""
 
 
 def areas(memory, end):

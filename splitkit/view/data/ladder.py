@@ -16,10 +16,8 @@ from typing import Any
 from torch.fx import Node
 
 from splitkit.graph.dataflow import Dataflow
-from splitkit.memory.autograd.saved_storages import activations
 from splitkit.memory.segments.segment import OrderMemory
 from splitkit.pipeline.measured_step import MeasuredStep
-from splitkit.pipeline.memory import memory_over_time
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import StagePrices, run_order
@@ -32,6 +30,7 @@ from splitkit.view.data.page_data import border_marks, resimulated, simulation
 from splitkit.view.data.plan_template import plan_template
 from splitkit.view.data.rerun_parts import Taken, kept_between, rerun, step_choices, taken_values
 from splitkit.view.data.rows import LadderRows, ladder_rows
+from splitkit.view.data.stage_memory import HeldStorage, held_storages, memory_data, shared_weights
 from splitkit.view.data.what_if import what_if
 
 SCHEMA = "splitkit.ladder/2"
@@ -177,6 +176,7 @@ class LadderView(LadderModel):
         stretches = [(a, b) for i, a in enumerate(at) for b in at[i + 1 :]]
         alone = [self._stage_of_rows(r, r + 1, True) if self._is_rerun(r) else row for r, row in enumerate(self._alone)]
         nodes = [node for row in self.nodes_of_rows for node in row]
+        place = {node: i for i, node in enumerate(nodes)}
         return found | {
             "marks": at,
             "stretches": None if all(self._rerun) else self._bytes_of(stretches, False),
@@ -228,9 +228,8 @@ class LadderView(LadderModel):
             "bubble": run.bubble,
             "peaks": list(run.peaks),
             "replicas": list(run.replicas),
-            "held": [row.nbytes for row in run.rows()],
             "events": [(e.rank, e.kind, e.stage, e.microbatch, e.start, e.end) for e in run.timeline],
-            "memory": [list(map(list, held)) for held in memory_over_time(run)],
+            "by": memory_data(run, self.stages),
             "again": simulation(run, self.stages, down, up),
             "whatIf": what_if(run, step_choices(replace(self._prices, divided=True), self.plan, run)),
             "measured": None if self.measured is None else _measured(self.measured, run),
@@ -250,15 +249,9 @@ class LadderView(LadderModel):
             else {"seconds": step.seconds, "bubble": step.bubble, "peak": max(step.peaks), "unit": step.unit},
         }
 
-    def _kept(self, nodes: Sequence[Node]) -> list[list[tuple[int, int]]]:
-        """Return for each of the triples "saved" the makers of its storages, by their place among the nodes, and bytes.
-
-        What an op saves of its own, or of an input of the graph, has the place of the op that saves it.
-        """
-        place = {node: i for i, node in enumerate(nodes)}
-        makers = [of for _, of in sorted(self._saved.items())]
-        found = [[(place[node], nbytes) for node, nbytes in of.items() if node in place] for of in makers]
-        return [sorted(kept, key=lambda each: -each[1]) for kept in found]
+    @cached_property
+    def _held(self) -> list[HeldStorage]:
+        return held_storages(self.flow, self._prices.memory, self.nodes_of_rows) if self.trains else []
 
     @cached_property
     def _saved(self) -> dict[tuple[int, int], dict[Node, int]]:
@@ -266,25 +259,12 @@ class LadderView(LadderModel):
 
         Each storage counts once.
         """
-        if not self.trains:
-            return {}
-        known = self.flow.fact(activations)
-        maker: dict[int, Node] = {}
-        for node, storages in known.values.items():
-            for storage in storages:
-                maker.setdefault(storage, node)
         found: dict[tuple[int, int], dict[Node, int]] = {}
-        wanted: dict[tuple[int, int], Node] = {}
-        for node, kept in known.saved.items():
-            if node in self.rows.of:
-                for storage in kept:
-                    wanted.setdefault((storage, self.rows.of[node]), node)
-        for (storage, row), reader in sorted(wanted.items(), key=lambda item: item[0]):
-            made = maker.get(storage)
-            # inputs of the graph have no row that makes them
-            own = reader if made is None or made not in self.rows.of else made
-            of = found.setdefault((self.rows.of[own], row), {})
-            of[own] = of.get(own, 0) + known.nbytes[storage]
+        for storage in self._held:
+            for saver in storage.savers:
+                own = storage.owner(saver)
+                of = found.setdefault((self.rows.of[own], self.rows.of[saver]), {})
+                of[own] = of.get(own, 0) + storage.nbytes
         return found
 
 

@@ -10,9 +10,10 @@ import re
 from importlib.resources import files
 
 from splitkit.view.colours import COLOURS
+from splitkit.view.page.compact import compact
 
 SCRIPTS = (
-    "units", "totals", "elements", "canvas", "geometry", "ops", "prices", "simulation", "crossing", "step_facts",
+    "units", "totals", "elements", "canvas", "geometry", "ops", "prices", "step_facts", "simulation", "crossing",
     "drawing", "take_home", "svg_context", "tooltip", "minimap", "input", "facts", "legend", "nested", "picture",
     "measured", "recomputed", "stage_texts", "stage_drawing", "what_if", "stage_side", "timeline", "ladder", "bands",
     "step_chart", "alive", "joint", "show",
@@ -28,6 +29,11 @@ _COMMENT = re.compile(r"/\*\*.*?\*/ ?", re.DOTALL)
 
 def script(*, widget: bool = False) -> str:
     """Return the code of the page, which defines a function ``show``; with ``widget`` the module for anywidget."""
+    return compact(joined(widget=widget))
+
+
+def joined(*, widget: bool = False) -> str:
+    """Return the same code with the spaces between its words."""
     names = (*SCRIPTS, "widget") if widget else SCRIPTS
     return "\n".join(['"use strict";', f"const COLOURS = {json.dumps(COLOURS)};", *map(_joined, names)])
 

@@ -1,14 +1,15 @@
 // @ts-check
-// Divides the memory of forward and backward by module: bands of the chart, and a table of them at one step.
+// Draws memory as bands, with a table of them at one step, and divides that of forward and backward by module.
 import {el, mark, pressed, tableOf} from "./elements.js";
 import {known, sum} from "./totals.js";
 import {size} from "./units.js";
 
 /** Bands with a colour of their own: the first two colours belong to forward and backward. */
 const COLOURED = COLOURS.length - 2;
-const OTHERS = "#8a94a3", REST = "#c3c9d1";
+export const OTHERS = "#8a94a3";
+export const REST = "#c3c9d1";
 
-/** @typedef {{name: string, row: number, colour: string, bytes: Float64Array}} Band the first row of the module or -1, and the bytes at each step */
+/** @typedef {{name: string, row: number, kind: string, colour: string, bytes: Float64Array}} Band the first row of the module or -1, what is held of it if not all, and the bytes at each step */
 
 /**
  * The bands, the largest at the peak first, then all other modules, then what is not listed: small values, and what ops
@@ -30,12 +31,12 @@ export function bandsOf(p, memory, totals) {
   }
   const found = [...changes].map(([row, own]) => {
     for (let step = 1; step < steps; step++) own[step] += own[step - 1];
-    return {name: row < 0 ? "inputs" : p.name(p.itemOf[row]), row, colour: "", bytes: own.subarray(0, steps)};
+    return {name: row < 0 ? "inputs" : p.name(p.itemOf[row]), row, kind: "", colour: "", bytes: own.subarray(0, steps)};
   }).sort((a, b) => b.bytes[memory.at] - a.bytes[memory.at] || a.row - b.row);
   const shown = found.slice(0, COLOURED).map((band, i) => ({...band, colour: COLOURS[i + 2]})), others = found.slice(COLOURED);
   const rest = Float64Array.from(totals, (total, step) => total - sum(found.map(band => band.bytes[step])));
-  if (others.length) shown.push({name: others.length > 1 ? `${others.length} other modules` : others[0].name, row: others.length > 1 ? -1 : others[0].row, colour: OTHERS, bytes: rest.map((_, step) => sum(others.map(band => band.bytes[step])))});
-  return [...shown, {name: "small values, and what ops take while they run", row: -1, colour: REST, bytes: rest}];
+  if (others.length) shown.push({name: others.length > 1 ? `${others.length} other modules` : others[0].name, row: others.length > 1 ? -1 : others[0].row, kind: "", colour: OTHERS, bytes: rest.map((_, step) => sum(others.map(band => band.bytes[step])))});
+  return [...shown, {name: "small values, and what ops take while they run", row: -1, kind: "", colour: REST, bytes: rest}];
 }
 /**
  * The row of the module that a parameter belongs to, by the parameter's name; or -1.
@@ -58,7 +59,7 @@ function rowsOfNames(p) {
  * @param {(nbytes: number) => number} y
  */
 export function paintBandsOf(c, bands, x, y) {
-  const steps = bands[0].bytes.length, columns = columnsOf(bands, Math.max(1, Math.ceil(x(steps) - x(0))));
+  const steps = bands[0].bytes.length, columns = columnsOf(bands, x);
   /** @type {number[]} */
   let below = columns.map(() => 0);
   for (const {bytes, colour} of bands) {
@@ -75,18 +76,24 @@ export function paintBandsOf(c, bands, x, y) {
   }
 }
 /**
- * The steps that are drawn: all, or for each pixel the one of most bytes.
+ * The steps that are drawn: of each pixel the one of most bytes and the last one.
  * @param {Band[]} bands
- * @param {number} pixels
+ * @param {(step: number) => number} x
  */
-function columnsOf(bands, pixels) {
-  const steps = bands[0].bytes.length, total = (/** @type {number} */ step) => sum(bands.map(band => band.bytes[step])), each = Math.ceil(steps / pixels);
-  if (each < 2) return [...Array(steps).keys()];
-  return [...Array(Math.ceil(steps / each)).keys()].map(i => {
-    let best = i * each;
-    for (let step = best + 1; step < Math.min(steps, (i + 1) * each); step++) if (total(step) > total(best)) best = step;
-    return best;
-  });
+function columnsOf(bands, x) {
+  /** @type {number[]} */
+  const found = [];
+  let most = -1;
+  for (let step = 0, pixel = 0; step < bands[0].bytes.length; step++) {
+    let total = 0;
+    for (const {bytes} of bands) total += bytes[step];
+    const at = Math.floor(x(step)), last = found.length - 1;
+    if (!step || at !== pixel) { found.push(step, step); most = total; }
+    else if (total > most) { found[last - 1] = found[last] = step; most = total; }
+    else found[last] = step;
+    pixel = at;
+  }
+  return found.filter((step, i) => step !== found[i - 1]);
 }
 /**
  * The band at a height of the chart.
@@ -99,20 +106,23 @@ export function bandAt(bands, step, nbytes) {
   return bands.find(band => (below += band.bytes[step]) >= nbytes && band.bytes[step] > 0);
 }
 /**
- * @param {import("./joint.js").Halves} p
+ * A table of the bands at a step; a click selects the module.
+ * @param {import("./picture.js").Picture<CommonData>} p
+ * @param {Band[]} bands
  * @param {number} step
+ * @param {string} when
  */
-export function bandTable(p, step) {
-  const {bands} = p.timeline, total = sum(bands.map(band => band.bytes[step])), name = "memory by module at this step";
+export function bandTable(p, bands, step, when) {
+  const total = sum(bands.map(band => band.bytes[step])), name = `memory by module ${when}`, kinds = bands.some(band => band.kind);
   const rows = bands.filter(band => band.bytes[step] > 0).map(band => {
     const row = el("tr", undefined, band.row < 0 ? {} : pressed(() => p.select({row: band.row}, true))), first = el("td"), dot = el("i");
     dot.style.background = band.colour;
     first.append(dot, band.name);
-    row.append(first, el("td", size(band.bytes[step])), el("td", `${(100 * band.bytes[step] / (total || 1)).toFixed(1)} %`));
+    row.append(first, ...(kinds ? [el("td", band.kind)] : []), el("td", size(band.bytes[step])), el("td", `${(100 * band.bytes[step] / (total || 1)).toFixed(1)} %`));
     if (band.row >= 0 && p.selected && p.selected.row !== undefined && p.itemOf[p.selected.row].start === band.row) mark(row);
     return row;
   });
   const box = el("section", undefined, {class: "bands"});
-  box.append(el("h3", name), tableOf(name, ["module", "bytes", "share"], rows));
+  box.append(el("h3", name), tableOf(name, ["module", ...(kinds ? ["what"] : []), "bytes", "share"], rows));
   return box;
 }

@@ -69,17 +69,6 @@ export function level(c, x, x2, y, ink) {
   c.stroke();
 }
 /**
- * Fill the current path with a translucent colour.
- * @param {CanvasRenderingContext2D} c
- * @param {string} ink
- */
-export function shade(c, ink) {
-  c.fillStyle = ink;
-  c.globalAlpha = 0.6;
-  c.fill();
-  c.globalAlpha = 1;
-}
-/**
  * Black or white, whichever is legible on a colour; as ink_on of view/colours.py.
  * @param {string} colour
  */

@@ -1,5 +1,6 @@
 // @ts-check
 // Finds the values that cross a border, and who reads them.
+import {known} from "./totals.js";
 import {size} from "./units.js";
 
 /** @typedef {import("./ops.js").Ops} Ops */
@@ -38,6 +39,19 @@ export function linesOf(ops, values, readers, most = 6) {
     return `${ops.value(op).includes("], ") ? "up to " : ""}${size(nbytes)}  ${ops.name[op]}  ${ops.value(op)}\n      from ${ops.within(op)}${told ? ` to ${told}` : ""}`;
   });
   return values.length > most ? [...lines, `and ${values.length - most} more`] : lines;
+}
+/**
+ * For each of the saved triples the ops that make what is saved, and bytes; what no op makes counts as its reader's.
+ * @param {LadderData} data
+ */
+export function keptOf({saved, stored, ops: {row}}) {
+  /** @type {Map<string, Map<number, number>>} */
+  const found = new Map(saved.map(([from, to]) => [`${from} ${to}`, new Map()]));
+  for (const [nbytes, maker, savers] of stored) for (const saver of savers) {
+    const op = maker < 0 ? saver : maker, of = known(found, `${row[op]} ${row[saver]}`);
+    of.set(op, (of.get(op) || 0) + nbytes);
+  }
+  return [...found.values()].map(of => [...of].sort((a, b) => b[1] - a[1]));
 }
 /**
  * What a ribbon saves, the largest first.

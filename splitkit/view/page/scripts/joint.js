@@ -131,7 +131,7 @@ export class Halves extends Picture {
     side.append(limitField(this));
     this.timeline.unfold();
     const step = this.timeline.pinned ?? choice.memory.at;
-    side.append(bandTable(this, step), aliveTable(this, step));
+    side.append(bandTable(this, this.timeline.bands, step, "at this step"), aliveTable(this, step));
     if (this.selected) showFacts(this, this.factsOf(this.selected));
     if (choice.note) side.append(el("h3", "plan"), remark(choice.note));
     side.append(legend(this, [["", COLOURS[0], "forward"], ["", COLOURS[1], "backward"], ["hatched", COLOURS[1], "recomputed in backward"], RIBBON, ARROW, ["dashed", "var(--fg)", "the border of forward and backward"], ...(memory ? [LIMIT] : [])]));

@@ -7,7 +7,7 @@ import {Picture} from "./picture.js";
 import {Prices, bordersOf} from "./prices.js";
 import {simulated} from "./simulation.js";
 import {colourOf} from "./drawing.js";
-import {readersOf} from "./crossing.js";
+import {keptOf, readersOf} from "./crossing.js";
 import {paintBands, paintBorders} from "./stage_drawing.js";
 import {keptNow} from "./recomputed.js";
 import {showStages} from "./stage_side.js";

@@ -1,7 +1,7 @@
 // @ts-check
 // Compares a step that ran with the simulated one: how much longer or shorter each action took, and each rank computed.
 import {remark, el, tableOf} from "./elements.js";
-import {COMPUTATIONS} from "./step_facts.js";
+import {COMPUTATIONS, memoryOf} from "./step_facts.js";
 import {sum} from "./totals.js";
 import {duration, percent, size} from "./units.js";
 
@@ -39,7 +39,7 @@ export const highest = run => !run.measured ? 0 : Math.max(0, ...run.measured.me
  * @returns {Point[]} on the scale of the chart
  */
 export function heldWhenRun(run, measured, rank) {
-  const fixed = run.memory[rank][0][1], scale = ownScale(run, measured);
+  const fixed = memoryOf(run)[rank][0][1], scale = ownScale(run, measured);
   return [[0, fixed], ...measured.memory[rank].map(([seconds, nbytes]) => /** @type {Point} */ ([seconds / scale, fixed + nbytes]))];
 }
 /**
@@ -93,7 +93,7 @@ export function measuredTable(run, measured) {
   const busy = (/** @type {number} */ rank) => [sum(run.events.map(e => e[0] === rank ? e[5] - e[4] : 0)), sum(measured.times.map(([start, end], i) => run.events[i][0] === rank ? end - start : 0))];
   const rows = [...Array(run.ranks).keys()].map(rank => {
     const row = el("tr"), [said, was] = busy(rank), points = measured.memory[rank];
-    row.append(el("td", String(rank)), el("td", duration(said, run.unit)), el("td", duration(was, "s")), el("td", compared(was / (said || 1))), el("td", points && points.length ? size(Math.max(...points.map(p => run.memory[rank][0][1] + p[1]))) : "–"));
+    row.append(el("td", String(rank)), el("td", duration(said, run.unit)), el("td", duration(was, "s")), el("td", compared(was / (said || 1))), el("td", points && points.length ? size(Math.max(...points.map(p => memoryOf(run)[rank][0][1] + p[1]))) : "–"));
     return row;
   });
   const name = "step as it ran: seconds that each rank computed";

@@ -2,6 +2,7 @@
 // Resimulates a pipeline step after borders have moved.
 // It does what splitkit/pipeline/simulate.py and memory.py do, for undivided backward and no replicas: run each rank's
 // actions in order, each as soon as its inputs are there. tests/view/test_page_numbers.py compares the two.
+import {bytesAt} from "./step_facts.js";
 import {known, sum} from "./totals.js";
 
 /**
@@ -82,12 +83,12 @@ export function simulated(run, stages, place) {
     lists.forEach((list, rank) => { while (at[rank] < list.length && ready(list[at[rank]])) at[rank]++; });
   }
   const all = lists.flat(), seconds = Math.max(...all.map(a => a.end)), busy = sum(all.map(a => a.end - a.start));
-  return {...run, ranks, seconds, bubble: seconds ? 1 - busy / (seconds * ranks) : 0, replicas: Array(ranks).fill(1), held: [], whatIf: null, measured: null, events: all.map(a => [a.rank, a.kind, a.stage, a.m, a.start, a.end]),
+  return {...run, ranks, seconds, bubble: seconds ? 1 - busy / (seconds * ranks) : 0, replicas: Array(ranks).fill(1), whatIf: null, measured: null, events: all.map(a => [a.rank, a.kind, a.stage, a.m, a.start, a.end]),
     ...heldBy(lists, stages, run.microbatches, again, remote)};
 }
 /**
- * The memory of each rank over time, and its peak. Changes at the same time are applied in the order of the actions,
- * and the highest value among them counts.
+ * The memory of each rank over time, by stage, and its peak. Changes at the same time are applied in the order of the
+ * actions, and the highest value among them counts.
  * @param {Timed[][]} lists
  * @param {Stage[]} stages
  * @param {number} m microbatches
@@ -95,49 +96,46 @@ export function simulated(run, stages, place) {
  * @param {(a: number, b: number) => boolean} remote
  */
 function heldBy(lists, stages, m, {static: still, kept}, remote) {
-  /** @type {[number, number, number][][]} */
-  const changes = lists.map(() => []);
-  const held = (/** @type {number} */ rank, /** @type {number} */ nbytes, /** @type {number} */ start, /** @type {number} */ first, /** @type {number} */ stop, /** @type {number} */ last) => {
-    if (nbytes) changes[rank].push([start, first, nbytes], [stop, last, -nbytes]);
+  /** @type {[number, number, number, number][][]} time, place, the index in a point, and by how much it changes */
+  const changes = lists.map(() => []), owned = lists.map(list => [...new Set(list.map(a => a.stage))].sort((a, b) => a - b));
+  const held = (/** @type {number} */ rank, /** @type {number} */ index, /** @type {number} */ amount, /** @type {number} */ start, /** @type {number} */ first, /** @type {number} */ stop, /** @type {number} */ last) => {
+    if (amount) changes[rank].push([start, first, index, amount], [stop, last, index, -amount]);
   };
-  const fixed = lists.map(() => 0), came = (/** @type {number} */ k) => stages[k - 1].down, back = (/** @type {number} */ k) => stages[k].up;
-  stages.forEach((stage, k) => {
-    const rank = lists.findIndex(list => list.some(a => a.stage === k));
-    fixed[rank] += stage.fixed + (still && remote(k, k - 1) ? m * came(k) : 0) + (still && remote(k, k + 1) ? m * back(k + 1) : 0);
-  });
+  const came = (/** @type {number} */ k) => stages[k - 1].down, back = (/** @type {number} */ k) => stages[k].up;
+  const buffers = owned.map(own => sum(own.map(k => (still && remote(k, k - 1) ? m * came(k) : 0) + (still && remote(k, k + 1) ? m * back(k + 1) : 0))));
+  const units = stages.map((stage, k) => [stage.fixed, Math.max(0, stage.saved - (still && remote(k, k - 1) ? came(k) : 0)), stage.temporary, 0, 0]);
   /** @type {Map<string, Timed>} */
   const began = new Map(), end = Math.max(...lists.flat().map(a => a.end));
   for (const a of lists.flat()) {
-    const own = stages[a.stage], first = 2 * a.i, last = first + 1;
-    held(a.rank, own.temporary, a.start, first, a.end, last);
+    const own = stages[a.stage], first = 2 * a.i, last = first + 1, saved = 2 + 2 * owned[a.rank].indexOf(a.stage);
+    held(a.rank, saved + 1, 1, a.start, first, a.end, last);
     if (a.forward) began.set(`${a.stage} ${a.m}`, a);
     else {
       const f = known(began, `${a.stage} ${a.m}`);
-      held(a.rank, Math.max(0, own.saved - (still && remote(a.stage, a.stage - 1) ? came(a.stage) : 0)), f.start, 2 * f.i, a.end, last);
-      if (a.need && !a.far) held(a.rank, back(a.need.stage), a.need.end, 2 * a.need.i + 1, a.end, last);
-      if (kept ? a.sends : a.arrival > a.end) held(a.rank, own.up, a.end, last, kept ? end : a.arrival, Infinity);
-      if (kept && f.sends) held(a.rank, own.down, a.end, last, end, Infinity);
+      held(a.rank, saved, 1, f.start, 2 * f.i, a.end, last);
+      if (a.need && !a.far) held(a.rank, 1, back(a.need.stage), a.need.end, 2 * a.need.i + 1, a.end, last);
+      if (kept ? a.sends : a.arrival > a.end) held(a.rank, 1, own.up, a.end, last, kept ? end : a.arrival, Infinity);
+      if (kept && f.sends) held(a.rank, 1, own.down, a.end, last, end, Infinity);
     }
-    if (a.far && a.need && !still) held(a.rank, a.forward ? came(a.stage) : back(a.need.stage), a.need.departure, -1, a.forward ? a.start : a.end, a.forward ? first : last);
+    if (a.far && a.need && !still) held(a.rank, 1, a.forward ? came(a.stage) : back(a.need.stage), a.need.departure, -1, a.forward ? a.start : a.end, a.forward ? first : last);
   }
-  const memory = changes.map((own, rank) => {
-    let now = fixed[rank];
-    /** @type {Point[]} */
-    const points = [[0, now]];
+  /** @type {MemoryByStage} */
+  const by = {units, owned, counts: 2, points: [], static: still, why: ""};
+  by.points = changes.map((own, rank) => {
+    const now = [0, buffers[rank], ...owned[rank].flatMap(() => [0, 0])], points = [[...now]], total = (/** @type {number[]} */ point) => bytesAt(by, rank, point);
     own.sort((a, b) => a[0] - b[0] || a[1] - b[1]);
     for (let i = 0; i < own.length;) {
-      const time = own[i][0], before = points[points.length - 1];
-      let most = before[0] === time ? before[1] : 0;
+      const time = now[0] = own[i][0];
+      let most = time ? null : points.pop();
       while (i < own.length && own[i][0] === time) {
         const place = own[i][1];
-        while (i < own.length && own[i][0] === time && own[i][1] === place) now += own[i++][2];
-        most = Math.max(most, now);
+        while (i < own.length && own[i][0] === time && own[i][1] === place) now[own[i][2]] += own[i++][3];
+        if (!most || total(now) > total(most)) most = [...now];
       }
-      if (before[0] === time) points.pop();
-      points.push([time, most]);
-      if (most !== now) points.push([time, now]);
+      if (most) points.push(most);
+      if (String(most) !== String(now)) points.push([...now]);
     }
     return points;
   });
-  return {memory, peaks: memory.map(points => Math.max(...points.map(point => point[1])))};
+  return {by, peaks: by.points.map((points, rank) => Math.max(...points.map(point => bytesAt(by, rank, point))))};
 }

@@ -1,13 +1,16 @@
 // @ts-check
 // Fills the side panel of a plan in stages: tables of its stages and of those of the plan beside, and the selection.
+import {aliveOnRank} from "./alive.js";
+import {bandTable} from "./bands.js";
 import {colourOf, letterOf} from "./drawing.js";
 import {el, mark, pressed, remark, tableOf} from "./elements.js";
 import {factsOfOp, factsOfRow, limitField, showFacts} from "./facts.js";
 import {legend} from "./legend.js";
 import {measuredTable} from "./measured.js";
+import {bandsOfRank} from "./rank_memory.js";
 import {isSlowest} from "./stage_drawing.js";
 import {legendOf, rankText} from "./stage_texts.js";
-import {idleOf, peakTime} from "./step_facts.js";
+import {idleOf, kindsAt, peakPoint, peakTime} from "./step_facts.js";
 import {sum} from "./totals.js";
 import {duration, measure, percent, size} from "./units.js";
 import {whatIf} from "./what_if.js";
@@ -33,6 +36,8 @@ export function showStages(p) {
   beside.forEach((other, number) => showBeside(p, other, beside.length > 1 ? `, beside ${letterOf(number)}` : ", beside"));
   side.append(limitField(p));
   if (p.run) showStep(p, p.run);
+  const at = p.timeline && p.timeline.instant;
+  if (at) side.append(bandTable(p, bandsOfRank(p, at.run, at.rank), at.i, `on rank ${at.rank} at ${duration(at.run.by.points[at.rank][at.i][0], at.run.unit)}`), aliveOnRank(p, at));
   if (p.run && p.run.measured) side.append(...measuredTable(p.run, p.run.measured));
   if (p.run && p.run.whatIf) side.append(whatIf(p.run.whatIf, {unit: p.run.unit, memory, chosen: p.whatIfChosen, choose: chosen => p.chooseWhatIf(chosen)}));
   if (p.selected) showFacts(p, factsOf(p, p.selected));
@@ -68,8 +73,7 @@ function showStep(p, run) {
   });
   const name = "step: peak of each rank, and where it idles";
   p.side.append(el("h3", name), tableOf(name, ["rank", "peak", "at", "warm-up", "waiting", "tail"], rows));
-  if (!run.held.length) return;
-  const worst = run.peaks.indexOf(Math.max(...run.peaks)), [fixed, saved, messages, temporary] = run.held[worst];
+  const worst = run.peaks.indexOf(Math.max(...run.peaks)), [fixed, saved, messages, temporary] = kindsAt(run.by, worst, run.by.points[worst][peakPoint(run, worst)]);
   p.side.append(remark(`highest on rank ${worst}: ${size(fixed)} of weights and state, ${size(saved)} saved, ${size(messages)} of messages, ${size(temporary)} temporary`));
 }
 /**

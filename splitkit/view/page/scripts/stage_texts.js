@@ -1,5 +1,6 @@
 // @ts-check
 // Says what a stage, a border and a ribbon of a plan in stages are: the texts of tooltips and of the legend.
+import {OTHERS, REST} from "./bands.js";
 import {crossing, linesOf} from "./crossing.js";
 import {ARROW, LIMIT, RIBBON} from "./legend.js";
 import {AS_SAID, FASTER, SLOWER} from "./measured.js";
@@ -56,7 +57,9 @@ export function legendOf(p) {
     if (p.trains) found.push(["", colour, divided ? "backward, or its part for the gradients of inputs" : "backward"]);
     if (divided) found.push(["middle", colour, "backward: the part for the gradients of weights"]);
     found.push(["sign", "var(--fg)", p.run.stages > p.run.ranks ? "3·0: microbatch 0 in stage 3" : "the number on an action: its microbatch"]);
-    found.push(["ribbon", "var(--rib)", "in the step: memory of the rank"], ["sign", "var(--fg)", "▾ its peak"]);
+    found.push(["pale", colour, "in the step: memory of the rank by module; dark shades: weights, with gradients and state"]);
+    found.push(["", OTHERS, "messages on their way or not yet read"], ["", REST, "temporary memory of the action that runs"], ["sign", "var(--fg)", "▾ peak of the rank"]);
+    if (divided) found.push(["sign", "var(--fg)", "waits, captured: held for the gradients of weights"]);
   }
   if (p.run && p.run.measured) found.push(["", SLOWER, "measured: took longer than simulated; the strongest colour is twice as long"], ["", FASTER, "measured: took less"], ["", AS_SAID, "measured: as simulated"]);
   if (p.run && p.run.measured && p.run.measured.memory.length) found.push(["line", "var(--fg)", "in the step: memory as measured"]);

@@ -25,17 +25,47 @@ export const idleOf = perRun(run => [...Array(run.ranks).keys()].map(rank => {
   const busy = own.reduce((sum, e) => sum + e[5] - e[4], 0);
   return /** @type {Idle} */ ({warmup: first, waiting: Math.max(0, last - first - busy), tail: run.seconds - last});
 }));
-/** When the memory of each rank first reaches its peak. */
-const peakTimes = perRun(run => run.memory.map(points => {
-  const most = Math.max(...points.map(point => point[1])), found = points.find(point => point[1] === most);
-  return found ? found[0] : 0;
+/**
+ * The bytes of a rank at a point: weights and state, saved values, messages, temporary.
+ * @param {MemoryByStage} by
+ * @param {number} rank
+ * @param {number[]} point
+ */
+export function kindsAt({units, owned, counts}, rank, point) {
+  const found = [0, 0, point[1], 0];
+  owned[rank].forEach((stage, j) => {
+    const [fixed, ...each] = units[stage];
+    found[0] += fixed;
+    for (let i = 0; i < counts; i++) found[i === 1 ? 3 : 1] += each[i] * point[2 + counts * j + i];
+  });
+  return found;
+}
+/**
+ * The bytes of a rank at a point.
+ * @param {MemoryByStage} by
+ * @param {number} rank
+ * @param {number[]} point
+ */
+export const bytesAt = (by, rank, point) => kindsAt(by, rank, point).reduce((a, b) => a + b);
+/** The memory of each rank over time. */
+export const memoryOf = perRun(({by}) => by.points.map((points, rank) => points.map(point => /** @type {Point} */ ([point[0], bytesAt(by, rank, point)]))));
+/** For each rank the first point at which its memory is at its peak. */
+const peakPoints = perRun(run => memoryOf(run).map(points => {
+  const held = points.map(point => point[1]);
+  return held.indexOf(Math.max(...held));
 }));
+/**
+ * The first point at which the memory of a rank is at its peak.
+ * @param {Run} run
+ * @param {number} rank
+ */
+export const peakPoint = (run, rank) => peakPoints(run)[rank];
 /**
  * When the memory of a rank first reaches its peak.
  * @param {Run} run
  * @param {number} rank
  */
-export const peakTime = (run, rank) => peakTimes(run)[rank];
+export const peakTime = (run, rank) => run.by.points[rank][peakPoint(run, rank)][0];
 /**
  * The memory of a rank at a time, the larger value where it changes.
  * @param {Run} run
@@ -44,7 +74,7 @@ export const peakTime = (run, rank) => peakTimes(run)[rank];
  */
 export function heldAt(run, rank, seconds) {
   let now = 0;
-  for (const [time, nbytes] of run.memory[rank]) {
+  for (const [time, nbytes] of memoryOf(run)[rank]) {
     if (time > seconds) break;
     now = time === seconds ? Math.max(now, nbytes) : nbytes;
   }

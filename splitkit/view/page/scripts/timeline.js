@@ -1,13 +1,18 @@
 // @ts-check
 // Draws the actions of each rank over time, and its memory.
-import {SMALL, context, legible, level, put, shade} from "./canvas.js";
+import {bandAt, paintBandsOf} from "./bands.js";
+import {SMALL, context, legible, level, put} from "./canvas.js";
 import {colourOf} from "./drawing.js";
 import {el} from "./elements.js";
 import {colourOfChange, heldWhenRun, highest, measuredText, measuredTitle, ownScale, spanOf} from "./measured.js";
-import {COMPUTATIONS, heldAt, idleOf, peakTime} from "./step_facts.js";
+import {bandsOfRank, pointAt} from "./rank_memory.js";
+import {COMPUTATIONS, heldAt, idleOf, memoryOf, peakPoint, peakTime} from "./step_facts.js";
 import {showTip} from "./tooltip.js";
 import {near, sum} from "./totals.js";
 import {duration, size} from "./units.js";
+
+/** The pixels that the memory of one rank has on top of those of all ranks: of the one that the side panel tells about. */
+const LENS = 72;
 
 export class Timeline {
   /**
@@ -18,29 +23,70 @@ export class Timeline {
     this.ladder = ladder;
     this.planned = planned;
     this.w = this.h = this.high = 0;
+    /** the rank whose memory has more room */
+    this.told = 0;
     /** @type {number | null} the microbatch below the mouse */
     this.microbatch = null;
-    this.canvas = el("canvas", undefined, {role: "img", "aria-label": "what each rank computes when, and its memory"});
+    /** @type {(Instant & {seconds: number}) | null} where the user wants to know what is alive; null stands for the highest peak */
+    this.pinned = null;
+    this.canvas = el("canvas", undefined, {role: "img", tabindex: 0, "aria-label": "what each rank computes when, and its memory; arrow keys go to other instants and ranks"});
     const foot = el("footer");
     this.tip = el("div", "", {class: "tip"});
     foot.append(this.canvas, this.tip);
     ladder.root.append(foot);
     this.canvas.addEventListener("pointermove", e => { const hit = this.pick(e); this.microbatch = hit ? hit[3] : null; ladder.hover(hit ? {stage: hit[2]} : null); ladder.draw(); showTip(this.tip, foot, this.describe(e, hit), e); });
     this.canvas.addEventListener("pointerleave", () => { this.microbatch = null; this.tip.style.display = "none"; ladder.hover(null); ladder.draw(); });
-    this.canvas.addEventListener("click", e => { const hit = this.pick(e); if (hit) ladder.select({stage: hit[2]}, true); });
+    this.canvas.addEventListener("click", e => { const hit = this.pick(e); if (this.isMemory(e)) this.pin(this.rankAt(e), this.secondsAt(e.offsetX)); else if (hit) ladder.select({stage: hit[2]}, true); });
+    this.canvas.addEventListener("keydown", e => this.pressKey(e));
   }
   get run() { return this.ladder.run; }
+  /**
+   * The instant that the side panel tells about.
+   * @returns {Instant | null}
+   */
+  get instant() {
+    const {run, pinned} = this;
+    if (!run || (pinned && pinned.run === run)) return run && pinned;
+    const rank = pinned && pinned.rank < run.ranks ? pinned.rank : run.peaks.indexOf(Math.max(...run.peaks));
+    return {run, rank, i: pinned && pinned.rank === rank && pinned.seconds <= run.seconds ? pointAt(run, rank, pinned.seconds) : peakPoint(run, rank)};
+  }
+  /**
+   * Tell what is alive on a rank.
+   * @param {number} rank
+   * @param {number} seconds
+   * @param {number} [i] the point of the memory; by default the last one until then
+   */
+  pin(rank, seconds, i) {
+    const {ladder, run} = this;
+    if (!run || seconds < 0 || seconds > run.seconds) return;
+    const point = i ?? pointAt(run, rank, seconds);
+    this.pinned = {run, rank, i: point, seconds};
+    ladder.said.textContent = `rank ${rank} at ${duration(seconds, run.unit)}: ${size(memoryOf(run)[rank][point][1])}`;
+    ladder.showSide();
+    ladder.draw();
+  }
+  /** @param {KeyboardEvent} e */
+  pressKey(e) {
+    const at = this.instant, step = e.key === "ArrowRight" ? 1 : e.key === "ArrowLeft" ? -1 : 0, down = e.key === "ArrowDown" ? 1 : e.key === "ArrowUp" ? -1 : 0;
+    if (!at || (!step && !down && e.key !== "Escape")) return;
+    e.preventDefault();
+    const {run} = at, points = run.by.points[at.rank], i = Math.max(0, Math.min(points.length - 1, at.i + step)), rank = Math.max(0, Math.min(run.ranks - 1, at.rank + down));
+    if (step || down) return down ? this.pin(rank, points[at.i][0]) : this.pin(rank, points[i][0], i);
+    this.pinned = null;
+    this.ladder.showSide();
+    this.ladder.draw();
+  }
   /**
    * What the tooltip says of an action, or of the memory of a rank beside one.
    * @param {MouseEvent} e
    * @param {TimedAction | null} hit
    */
   describe(e, hit) {
-    const {run} = this, rank = hit ? hit[0] : Math.floor((e.offsetY - 24) / this.high), at = this.secondsAt(e.offsetX);
+    const {run} = this, rank = hit ? hit[0] : this.rankAt(e), at = this.secondsAt(e.offsetX);
     if (!run || rank < 0 || rank >= run.ranks || at < 0 || (!hit && at > run.seconds)) return "";
     if (hit && run.measured && this.isMeasured(e, rank)) return measuredText(run, run.measured, run.events.indexOf(hit), this.ladder.partName(hit[2]));
-    const time = (/** @type {number} */ seconds) => duration(seconds, run.unit), held = `rank ${rank} holds ${size(heldAt(run, rank, hit ? hit[4] : at))} ${hit ? "when it starts" : `at ${time(at)}`}; its peak is ${size(run.peaks[rank])}, at ${time(peakTime(run, rank))}`;
-    if (!hit) return held;
+    const onAction = hit && !this.isMemory(e), time = (/** @type {number} */ seconds) => duration(seconds, run.unit), held = `rank ${rank} holds ${size(heldAt(run, rank, onAction ? hit[4] : at))} ${onAction ? "when it starts" : `at ${time(at)}`}; its peak is ${size(run.peaks[rank])}, at ${time(peakTime(run, rank))}`;
+    if (!onAction) return `${held}${this.bandText(e, run, rank, at)}`;
     const [, kind, stage, microbatch, start, end] = hit;
     return `${COMPUTATIONS[kind]} of microbatch ${microbatch}, stage ${this.ladder.partName(stage)}\nstarts at ${time(start)}, takes ${time(end - start)}\n${held}`;
   }
@@ -62,11 +108,49 @@ export class Timeline {
   /** @param {number} x */
   secondsAt(x) { return (x - 70) / (this.w - 160) * this.span; }
   /** @param {number} rank */
-  y(rank) { return 24 + rank * this.high; }
+  y(rank) { return 24 + rank * this.high + (rank > this.told ? LENS : 0); }
+  /**
+   * The rank at the mouse; -1 above the first, and one too many below the last.
+   * @param {MouseEvent} e
+   */
+  rankAt(e) {
+    const {run} = this;
+    let rank = e.offsetY < 24 ? -1 : 0;
+    while (run && rank >= 0 && rank < run.ranks && e.offsetY >= this.y(rank + 1)) rank++;
+    return rank;
+  }
+  /**
+   * The top and the foot of a rank's memory.
+   * @param {number} rank
+   */
+  lane(rank) {
+    const y = this.y(rank), {high} = this;
+    return [y + high * (this.run && this.run.measured ? 0.68 : 0.55), y + high * 0.95 + (rank === this.told ? LENS : 0)];
+  }
+  /** @param {MouseEvent} e */
+  isMemory(e) {
+    const {run} = this, rank = this.rankAt(e);
+    return !!run && rank >= 0 && rank < run.ranks && e.offsetY >= this.lane(rank)[0];
+  }
+  /**
+   * The bytes at the top of each rank's memory.
+   * @param {Run} run
+   */
+  most(run) { return Math.max(near(this.ladder.data.memory, Math.max(...run.peaks)), ...run.peaks, highest(run)) || 1; }
+  /**
+   * @param {MouseEvent} e
+   * @param {Run} run
+   * @param {number} rank
+   * @param {number} seconds
+   */
+  bandText(e, run, rank, seconds) {
+    const [top, base] = this.lane(rank), i = pointAt(run, rank, seconds), band = bandAt(bandsOfRank(this.ladder, run, rank), i, (base - e.offsetY) / (base - top) * this.most(run));
+    return `${band ? `\nof which ${band.name}${band.kind && `, ${band.kind}`}: ${size(band.bytes[i])}` : ""}\nclick to list what is alive then`;
+  }
   paint() {
     const {ladder, run} = this;
     // the height depends on the number of ranks
-    if (run) ladder.root.style.setProperty("--t", `${run.measured ? Math.min(400, 60 + 62 * run.ranks) : Math.min(260, 46 + 40 * run.ranks)}px`);
+    if (run) ladder.root.style.setProperty("--t", `${LENS + (run.measured ? Math.min(400, 60 + 62 * run.ranks) : Math.min(260, 46 + 40 * run.ranks))}px`);
     this.paintOn(...context(this.canvas));
   }
   /**
@@ -78,7 +162,8 @@ export class Timeline {
     const {ladder, run} = this, {ink} = ladder;
     c.clearRect(0, 0, w, h);
     if (!run) return put(c, `${this.planned.name} cannot be simulated here for these stages; “as planned” shows the step of the plan itself`, 70, h / 2, "12px system-ui", ink.mut);
-    Object.assign(this, {w, h, high: (h - 24 - (run.measured ? 34 : 20)) / run.ranks});
+    this.told = this.instant ? this.instant.rank : 0;
+    Object.assign(this, {w, h, high: (h - LENS - 24 - (run.measured ? 34 : 20)) / run.ranks});
     const idle = idleOf(run), share = (/** @type {"warmup" | "waiting" | "tail"} */ kind) => (100 * sum(idle.map(of => of[kind])) / (run.ranks * run.seconds || 1)).toFixed(1);
     put(c, `${run.name} of ${run.microbatches} microbatches: step ${duration(run.seconds, run.unit)}, bubble ${(100 * run.bubble).toFixed(1)} % = warm-up ${share("warmup")} + waiting ${share("waiting")} + tail ${share("tail")}${ladder.isShipped ? "" : ladder.how}`, 70, 15, "600 11px system-ui", ink.fg);
     for (const event of run.events) this.box(c, event);
@@ -146,28 +231,23 @@ export class Timeline {
    * @param {number} w
    */
   held(c, run, rank, w) {
-    const {memory} = this.ladder.data, {ink} = this.ladder, limit = near(memory, Math.max(...run.peaks)), most = Math.max(limit, ...run.peaks, highest(run)) || 1;
-    const base = this.y(rank) + this.high * 0.95, top = this.y(rank) + this.high * (run.measured ? 0.68 : 0.55), y = (/** @type {number} */ nbytes) => base - (base - top) * nbytes / most;
+    const {memory} = this.ladder.data, {ink} = this.ladder, limit = near(memory, Math.max(...run.peaks)), most = this.most(run), [top, base] = this.lane(rank), at = this.instant;
+    const y = (/** @type {number} */ nbytes) => base - (base - top) * nbytes / most, points = run.by.points[rank];
     put(c, `rank ${rank}`, 64, this.y(rank) + this.high * this.share / 2 + 4, SMALL, ink.mut, "right");
-    const curve = (/** @type {Point[]} */ points) => {
-      let now = points[0][1];
-      for (const [seconds, nbytes] of points) {
+    const left = this.x(0), scale = (this.x(run.seconds) - left) / (run.seconds || 1);
+    // modules are told apart only where there is room
+    paintBandsOf(c, bandsOfRank(this.ladder, run, rank, rank !== this.told), i => left + scale * (i < points.length ? points[i][0] : run.seconds), y);
+    if (at && at.rank === rank) { c.fillStyle = ink.fg; c.fillRect(this.x(points[at.i][0]) - 0.5, top - 4, 1, base - top + 4); }
+    put(c, "▾", this.x(peakTime(run, rank)), y(run.peaks[rank]) + 1, "11px system-ui", ink.fg, "center");
+    if (run.measured && run.measured.memory.length) {
+      const ran = heldWhenRun(run, run.measured, rank);
+      c.beginPath();
+      let now = ran[0][1];
+      for (const [seconds, nbytes] of ran) {
         c.lineTo(this.x(seconds), y(now));
         c.lineTo(this.x(seconds), y(nbytes));
         now = nbytes;
       }
-      return now;
-    };
-    c.beginPath();
-    c.moveTo(this.x(0), base);
-    const last = curve(run.memory[rank]);
-    c.lineTo(this.x(run.seconds), y(last));
-    c.lineTo(this.x(run.seconds), base);
-    shade(c, ink.rib);
-    put(c, "▾", this.x(peakTime(run, rank)), y(run.peaks[rank]) + 1, "11px system-ui", ink.fg, "center");
-    if (run.measured && run.measured.memory.length) {
-      c.beginPath();
-      curve(heldWhenRun(run, run.measured, rank));
       c.strokeStyle = ink.fg;
       c.lineWidth = 1;
       c.stroke();
@@ -179,7 +259,7 @@ export class Timeline {
   pick(e) {
     const {run} = this;
     if (!run) return null;
-    const rank = Math.floor((e.offsetY - 24) / this.high), {measured} = run, ran = measured && this.isMeasured(e, rank) ? measured : null, scale = ran ? ownScale(run, ran) : 1;
+    const rank = this.rankAt(e), {measured} = run, ran = measured && this.isMeasured(e, rank) ? measured : null, scale = ran ? ownScale(run, ran) : 1;
     return run.events.find(([own, , , , begin, stop], i) => {
       const [start, end] = ran ? ran.times[i] : [begin, stop];
       return own === rank && e.offsetX >= this.x(start / scale) && e.offsetX <= this.x(end / scale);

@@ -56,6 +56,22 @@ interface WhatIf { schedules: string[]; microbatches: number[]; links: string[];
 /** A step that ran: the start and end of each of the run's events, and the memory of each rank above what it held before. */
 interface MeasuredRun { seconds: number; times: [number, number][]; memory: Point[][] }
 
+/** `splitkit.view.data.stage_memory.memory_data`: the memory of each rank over time. */
+interface MemoryByStage {
+  /** bytes of each stage: throughout the step; saved for a microbatch; temporary of an action; captured for and left to the weight part */
+  units: number[][];
+  /** the stages of each rank */
+  owned: number[][];
+  /** how many of the counts are told of each stage of a rank: 2 where nothing waits for the weight part, else 4 */
+  counts: number;
+  /** for each rank: seconds, bytes of messages, then the counts of all but the first of `units` for each of its stages */
+  points: number[][][];
+  /** whether received values are in static buffers */
+  static: boolean;
+  /** why it cannot be divided by module; "" if it can */
+  why: string;
+}
+
 interface Run {
   name: string;
   microbatches: number;
@@ -67,10 +83,8 @@ interface Run {
   peaks: number[];
   /** devices of each rank */
   replicas: number[];
-  /** bytes of each rank at its peak: weights and state, saved values, messages, temporary; empty after a border has moved */
-  held: [number, number, number, number][];
   events: TimedAction[];
-  memory: Point[][];
+  by: MemoryByStage;
   again: Again | null;
   /** null after a border has moved, and where there are none */
   whatIf: WhatIf | null;
@@ -103,8 +117,10 @@ interface LadderData extends CommonData {
   down: number[];
   up: number[];
   saved: Triple[];
-  /** for each of `saved` the ops that make what is saved, and bytes */
-  kept: [number, number][][];
+  /** `splitkit.view.data.stage_memory.HeldStorage`: bytes, the op that makes it or -1, the first op of each row that saves it, and pairs of rows: one that makes a value in it, and another that reads this value */
+  stored: [number, number, number[], number[]][];
+  /** parameters that several rows read: bytes, then the rows */
+  shared: number[][];
   marks: number[];
   /** of every run of segments between marks; null where backward runs all stages again */
   stretches: ByteColumns | null;
@@ -202,6 +218,9 @@ interface Options {
 }
 
 interface Ink { fg: string; mut: string; bg: string; bad: string; rib: string }
+
+/** An instant of a step: a rank, and the number of a point of its memory. */
+interface Instant { run: Run; rank: number; i: number }
 
 /** A chart below the ladder. */
 interface Chart { paint(): void; paintOn(c: CanvasRenderingContext2D, w: number, h: number): void; canvas: HTMLCanvasElement }
