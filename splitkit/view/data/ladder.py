@@ -30,7 +30,7 @@ from splitkit.view.data.page_data import border_marks, resimulated, simulation
 from splitkit.view.data.plan_template import plan_template
 from splitkit.view.data.rerun_parts import Taken, kept_between, rerun, step_choices, taken_values
 from splitkit.view.data.rows import LadderRows, ladder_rows
-from splitkit.view.data.stage_memory import HeldStorage, held_storages, memory_data
+from splitkit.view.data.stage_memory import HeldStorage, held_storages, memory_data, shared_weights
 from splitkit.view.data.what_if import what_if
 
 SCHEMA = "splitkit.ladder/2"

@@ -138,7 +138,8 @@ export class Ladder extends Picture {
   keep() {
     const {data, ops} = this, isAgain = (/** @type {number} */ k) => this.isAgain(k);
     this.runsAgain = this.stages.map((stage, k) => isAgain(k) && stage.backward > 0);
-    const {saved, kept} = data.rerun.includes(true) ? keptNow(data, ops.row, data.rows.map((_, row) => this.stageOf(row)), isAgain) : data;
+    const all = keptOf(data);
+    const {saved, kept} = data.rerun.includes(true) ? keptNow(data, all, ops.row, data.rows.map((_, row) => this.stageOf(row)), isAgain) : {saved: data.saved, kept: all};
     this.saved = saved;
     this.kept = kept;
   }

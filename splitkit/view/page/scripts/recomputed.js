@@ -6,12 +6,13 @@ import {known} from "./totals.js";
  * What is saved, with the borders as they are now: a stage that is run again keeps the values of other stages that it
  * reads, up to its first reader; other stages keep what autograd saves.
  * @param {LadderData} data
+ * @param {[number, number][][]} kept for each of the triples saved the ops that make it, and bytes
  * @param {number[]} row the row of each op
  * @param {number[]} stage the stage of each row
  * @param {(stage: number) => boolean} isAgain
  * @returns {{saved: Triple[], kept: [number, number][][]}} the second: for each of the first the ops that make it, and bytes
  */
-export function keptNow({saved, kept, taken}, row, stage, isAgain) {
+export function keptNow({saved, taken}, kept, row, stage, isAgain) {
   /** @type {Map<string, [number, number][]>} */
   const found = new Map();
   const keep = (/** @type {number} */ from, /** @type {number} */ to, /** @type {[number, number]} */ of) => {
