@@ -27,7 +27,8 @@ export function savedIn(p, {by, replicas}, k) {
   const found = new Map();
   let rest = by.units[k][1];
   for (const [nbytes, maker, savers, rows] of p.data.stored) {
-    const saver = savers.find(op => isIn(row[op])), crosses = rows.some((from, i) => i % 2 === 0 && (isIn(from) ? rows[i + 1] >= end : from < start && isIn(rows[i + 1])));
+    // a stage that backward runs again keeps only what it receives and sends
+    const saver = p.isAgain(k) ? undefined : savers.find(op => isIn(row[op])), crosses = rows.some((from, i) => i % 2 === 0 && (isIn(from) ? rows[i + 1] >= end : from < start && isIn(rows[i + 1])));
     const op = maker < 0 ? saver ?? -1 : maker, own = Math.floor(nbytes / replicas[rank]);
     // a received value in a static buffer is among the messages
     if ((saver === undefined && !crosses) || (buffered && row[op] < start)) continue;
