@@ -24,9 +24,9 @@ from splitkit.runtime.ranks.fsdp import full_tensor
 from splitkit.runtime.ranks.pipeline import Pipeline
 from splitkit.testing.pipeline_check import (
     UnsplitModel,
-    calls_of,
     digest_difference,
     gradient_of,
+    module_calls,
     relative_difference,
 )
 
@@ -208,7 +208,7 @@ class ReferenceModel:
 def _unsplit(pipe: Pipeline, work: CapturedModel, batch: Batch) -> tuple[str, UnsplitModel]:
     """Return the user's module, made anew; the captured graph if the module has other inputs or parameters."""
     try:
-        calls_of(pipe, *batch)
+        module_calls(pipe, *batch)
     except PipelineError:
         return "graph", UnsplitModel(pipe, work.gm)
     model, captured = example_of(work.source).model, work.example.model

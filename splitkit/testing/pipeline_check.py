@@ -111,7 +111,7 @@ class UnsplitModel:
     ) -> Iterator[Any]:
         """Yield the output of each microbatch, drawn from the seed that the pipeline uses for it."""
         model, device = self.model, self.pipe.device
-        calls = None if isinstance(model, fx.GraphModule) else calls_of(self.pipe, args, kwargs)
+        calls = None if isinstance(model, fx.GraphModule) else module_calls(self.pipe, args, kwargs)
         for number, inputs in enumerate(cut):
             with _forked_rng(device), current(device):
                 torch.manual_seed(self.pipe.seed_of(self.steps, number))
@@ -165,7 +165,7 @@ def _forked_rng(device: torch.device) -> AbstractContextManager[None]:
     return torch.random.fork_rng([device.index], device_type=device.type)
 
 
-def calls_of(pipe: Pipeline, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+def module_calls(pipe: Pipeline, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """Return the positional and keyword arguments of the module that was captured, for each microbatch of a batch.
 
     Raises:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from splitkit.errors import PipelineError, SplitError
 from splitkit.pipeline.action import KINDS, Action
-from splitkit.runtime.ranks.first_cause import beating, first_cause, leave, report
+from splitkit.runtime.ranks.first_cause import beating, first_cause, leave, report_cause
 from splitkit.runtime.ranks.replicas import Replicas
 
 GLOO = re.compile(r"\[[^\]]*gloo[^\]]*:\d+\]")
@@ -156,7 +156,7 @@ def _own(progress: Progress, cause: BaseException) -> SplitError:
             f"rank {rank} failed in {where}: {type(cause).__name__}: {cause}",
             "Run the unsplit model on that microbatch: splitkit run PLAN --check.",
         )
-    report(failed.reason if failed.code == "SK805" else f"{failed.code} on rank {rank}: {failed.reason}")
+    report_cause(failed.reason if failed.code == "SK805" else f"{failed.code} on rank {rank}: {failed.reason}")
     return failed
 
 

@@ -58,7 +58,7 @@ def _beat(rank: int, over: threading.Event) -> None:
             store.add(_key(rank), 1)
 
 
-def report(line: str) -> str:
+def report_cause(line: str) -> str:
     """Write what failed to the store, unless another rank did so before; return what is there then."""
 
     def write() -> str:
@@ -99,10 +99,10 @@ def first_cause(ranks: Sequence[int], own: int, waited_for: int | None, gone: bo
     quiet = [rank for rank, misses in zip(others, missed, strict=True) if not misses]
     silent = [rank for rank, beats in zip(others, alive, strict=True) if not beats and rank in quiet]
     if waited_for in silent or len(silent) == 1:
-        return report(f"rank {waited_for if waited_for in silent else silent[0]} {what}")
+        return report_cause(f"rank {waited_for if waited_for in silent else silent[0]} {what}")
     if silent:
-        return report(f"one of the ranks {', '.join(map(str, silent))} {what}")
-    return report(f"rank {quiet[0]} runs, but does not answer") if len(quiet) == 1 and not gone else ""
+        return report_cause(f"one of the ranks {', '.join(map(str, silent))} {what}")
+    return report_cause(f"rank {quiet[0]} runs, but does not answer") if len(quiet) == 1 and not gone else ""
 
 
 def leave(rank: int, size: int) -> None:
