@@ -20,6 +20,7 @@ from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.devices.accelerators import current
 from splitkit.runtime.devices.device_map import captured_types
 from splitkit.runtime.devices.hardcoded_devices import follow_device
+from splitkit.runtime.devices.move_tensors import move_tensors
 from splitkit.runtime.ranks import fsdp
 from splitkit.runtime.ranks.pipeline import Pipeline, PipelineStep
 from splitkit.short_repr import brief
@@ -79,7 +80,10 @@ class UnsplitModel:
                 reason = "stages of a folder do not have the unsplit model"
                 raise PipelineError("SK802", reason, "Capture the model, and pass the graph too.")
             whole = pipe.split.flow.root
-        self.model: nn.Module = (copy.deepcopy(whole) if isinstance(whole, fx.GraphModule) else whole).to(pipe.device)
+        self.model: nn.Module = copy.deepcopy(whole) if isinstance(whole, fx.GraphModule) else whole
+        # `nn.Module.to` makes two parameters of a tied one on some devices
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        move_tensors(self.model, nn.Module(), {id(tensor): pipe.device for tensor in tensors})
         if isinstance(self.model, fx.GraphModule):
             follow_device(self.model, pipe.device, captured_types(whole.graph, whole))  # type: ignore[arg-type]
         held = parameters_and_buffers(self.model)
