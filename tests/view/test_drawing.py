@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -68,5 +69,5 @@ def test_a_spare_text_gives_way():
 
 
 def test_parts_have_the_colours_of_the_page():
-    assert str(list(COLOURS)).replace("'", '"') in script() and colour(len(COLOURS)) == COLOURS[0]
+    assert json.dumps(COLOURS, separators=(",", ":")) in script() and colour(len(COLOURS)) == COLOURS[0]
     assert ink_on("#000000") == "#ffffff" != ink_on("#ffffff") and mixed("#000000", 0) == "#ffffff"

@@ -177,7 +177,7 @@ class GraphMemory:
         """
         return self._tables.order(parts, homes or {})
 
-    def _kept_outputs(self) -> Sequence[Node]:
+    def kept_outputs(self) -> Sequence[Node]:
         """Return the outputs that are held to the end.
 
         A training step keeps the loss only: a pipeline drops the logits beside it as soon as the loss is computed.
@@ -193,7 +193,7 @@ class GraphMemory:
             MemoryFacts(
                 nodes=self.nodes,
                 inputs=graph.find_nodes(op="placeholder"),
-                outputs=[n for n in self._kept_outputs() if n in known.values and n.op != "get_attr"],
+                outputs=[n for n in self.kept_outputs() if n in known.values and n.op != "get_attr"],
                 training=self.training,
                 storages=known.values,
                 storage_sizes=self._sizes,

@@ -74,7 +74,7 @@ def held_storages(flow: Dataflow, memory: GraphMemory, rows: Sequence[Sequence[N
             savers.setdefault(storage, {}).setdefault(row, node)
     crosses: dict[int, set[tuple[int, int]]] = {}
     reads = [(value, row) for node, row in row_of.items() for value in memory.nodes[node].reads]
-    returned = [(value, len(rows)) for value in flow.graph.output_node().all_input_nodes if value.op != "placeholder"]
+    returned = [(value, len(rows)) for value in memory.kept_outputs() if value.op != "placeholder"]
     for value, row in (*reads, *returned):
         made = row_of.get(flow.followers.get(value, value), -1)
         if made != row and all(map(is_dense, tensors(value_of(value)))):
