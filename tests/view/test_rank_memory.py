@@ -310,9 +310,8 @@ def test_a_border_that_is_dragged_divides_the_memory_anew_and_undo_restores_it(p
 
 
 def test_a_saved_picture_has_the_bands(page):
-    colours = page.value(
-        "(({rank, i}) => bandsOfRank(splitkit, splitkit.run, rank).filter(b => b.bytes[i]).map(b => b.colour))(splitkit.timeline.instant)"
-    )
+    bands = "bandsOfRank(splitkit, splitkit.run, splitkit.timeline.instant.rank)"
+    colours = page.value(f"{bands}.filter(b => b.bytes[splitkit.timeline.instant.i]).map(b => b.colour)")
     svg = page.value("svgOf(splitkit)")
     assert len(colours) > 4 and [c for c in colours if f'fill="{c}"' not in svg] == []
 
