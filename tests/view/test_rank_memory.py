@@ -310,7 +310,11 @@ def test_a_border_that_is_dragged_divides_the_memory_anew_and_undo_restores_it(p
 
 
 def test_a_saved_picture_has_the_bands(page):
-    colours = page.value("bandsOfRank(splitkit, splitkit.run, 0).filter(b => b.bytes[2]).map(b => b.colour)")
+    colours = page.value(
+        """splitkit.run.by.owned.flatMap((_, rank) =>
+        bandsOfRank(splitkit, splitkit.run, rank, rank !== splitkit.timeline.told)
+        .map(band => band.colour))"""
+    )
     svg = page.value("svgOf(splitkit)")
     assert len(colours) > 4 and all(f'fill="{colour}"' in svg for colour in colours)
 
