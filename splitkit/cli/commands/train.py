@@ -197,11 +197,11 @@ def _steps(
         for step in range(first, args.steps):
             batch = batch_of(work, pipe.microbatches, step)
             start = time.perf_counter()
-            found = pipe.step(*batch[0], **batch[1])
+            losses_of = pipe.step(*batch[0], loss_everywhere=True, **batch[1]).losses
             times.append(time.perf_counter() - start)
             if args.trace and recorder is None:
                 recorder = StepRecorder(pipe)
-            each = _losses(pipe, found.losses, step)
+            each = _require_numbers(pipe, losses_of, step)
             losses.append(float(each.mean()))
             if beside is None:
                 optimizer.step()
@@ -241,26 +241,21 @@ def batch_of(work: CapturedModel, count: int, step: int) -> tuple[tuple[Any, ...
     return args, kwargs
 
 
-def _losses(pipe: Pipeline, losses: torch.Tensor | None, step: int) -> torch.Tensor:
-    """Return the losses of a step, ``[microbatches]``, on every rank.
+def _require_numbers(pipe: Pipeline, losses: torch.Tensor | None, step: int) -> torch.Tensor:
+    """Return the losses of a step, ``[microbatches]``.
 
     Raises:
         PipelineError: SK805 on every rank if a loss is NaN; it names the first such microbatch.
     """
-    import torch
-    import torch.distributed as dist
-
-    found = losses if losses is not None else torch.zeros(pipe.microbatches)
-    found = found.to(pipe.device, torch.float64)
-    dist.broadcast(found, group=pipe.group, group_src=pipe.replicas.ranks[pipe.order.rank_of[-1]][0])
-    bad = [number for number, loss in enumerate(found.tolist()) if loss != loss]
+    assert losses is not None
+    bad = [number for number, loss in enumerate(losses.tolist()) if loss != loss]
     if bad:
         raise PipelineError(
             "SK805",
             f"the loss of microbatch {bad[0]} in step {step} is nan",
             f"Run that step from seed {pipe.seed_of(step, bad[0])}, or lower --lr.",
         )
-    return found
+    return losses
 
 
 def _gathered(pipe: Pipeline, own: dict[str, Any]) -> list[Any]:

@@ -29,6 +29,7 @@ from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.trace import Event
 from splitkit.runtime.ranks.last_stage import last_stage_of
 from splitkit.runtime.ranks.pipeline import Pipeline
+from splitkit.runtime.ranks.shared_parameters import owners_of_shared
 from splitkit.runtime.ranks.stage_chain import Chain
 from splitkit.runtime.ranks.step_recorder import PREFIX, StepRecorder, median_step
 
@@ -181,15 +182,14 @@ def tied_gradients(chain: Chain, rank_of: Sequence[int]) -> dict[int, int]:
 
     A step makes these gradients apart from existing ones, so that the ranks can sum what the step adds to them.
     """
-    split, found = chain.split, dict[int, int]()
-    stage_of = {split.names[key]: stage for stage, key in enumerate(chain.keys)}
-    for names in split.shared:
-        owners = {stage_of[child]: name for name in names if (child := name.split(".")[0]) in stage_of}
+    found = dict[int, int]()
+    for names in owners_of_shared(chain):
+        owners = {stage: name for name, stage in names.items()}
         if len({rank_of[stage] for stage in owners}) < 2:
             continue
         # backward reaches the last of a rank's stages first, and makes the gradient there
         for stage in {rank_of[stage]: stage for stage in sorted(owners)}.values():
-            parameter = split.module.get_parameter(owners[stage])
+            parameter = chain.split.module.get_parameter(owners[stage])
             found[stage] = found.get(stage, 0) + parameter.nbytes * parameter.requires_grad
     return found
 

@@ -20,6 +20,14 @@ BUCKET = 25 * 2**20
 """Bytes of gradients in one all-reduce of replicas: the default of torch's DDP (25 MiB), not tuned here."""
 
 
+def owners_of_shared(chain: Chain) -> list[dict[str, int]]:
+    """Return for each parameter that several stages read: its name in the split -> the stage that reads it by it."""
+    split = chain.split
+    stage_of = {split.names[key]: stage for stage, key in enumerate(chain.keys)}
+    groups = [[(name, name.split(".")[0]) for name in names] for names in split.shared]
+    return [{name: stage_of[child] for name, child in group if child in stage_of} for group in groups]
+
+
 class SharedParameters:
     """The parameters that this rank shares with other ranks.
 
@@ -38,12 +46,10 @@ class SharedParameters:
         parameters: Sequence[nn.Parameter],
     ) -> None:
         split = chain.split
-        stage_of = {split.names[key]: stage for stage, key in enumerate(chain.keys)}
         self._shared: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         elsewhere: set[int] = set()
-        for names in split.shared:
-            owners = {name: stage_of[child] for name in names if (child := name.split(".")[0]) in stage_of}
+        for owners in owners_of_shared(chain):
             places = tuple(sorted({rank_of[stage] for stage in owners.values()}))
             if len(places) < 2:
                 continue
