@@ -21,6 +21,25 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its history, in the same memory."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+class Parts(torch.fx.Interpreter):
+    """Runs a split module, and measures each part on its own while it is at it: ``measure(part, arguments)``."""
+
+    def __init__(self, gm: torch.fx.GraphModule, measure: Callable[[Any, Any], Any]) -> None:
+        super().__init__(gm)
+        self.rows: list[Any] = []
+        self._measure = measure
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        part = self.fetch_attr(target)
+        self.rows.append(self._measure(part, pytree.tree_map_only(torch.Tensor, alone, args)))
+        return pytree.tree_map_only(torch.Tensor, alone, part(*args, **kwargs))
+
+
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Address -> bytes."""
     found = (t.untyped_storage() for t in tensors)

@@ -10,9 +10,8 @@ import pytest
 import torch
 from campaigns import these_first
 from keptmodels import MODELS, LossOnly, Mixed
-from savedbytes import kept_by_autograd, storages, tensors_of
+from savedbytes import Parts, kept_by_autograd, storages, tensors_of
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import splitkit as sk
@@ -28,24 +27,6 @@ def recomputed(plan, keys=None):
     """The plan with parts that backward runs again: those of the keys, or all."""
     again = {key: replace(part, call="checkpoint") for key, part in plan.parts.items() if keys is None or key in keys}
     return replace(plan, parts={**plan.parts, **again})
-
-
-def alone(tensor):
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-class Parts(torch.fx.Interpreter):
-    """Runs a split module, and measures each part under a checkpoint of its own with torch's allocator."""
-
-    def __init__(self, gm):
-        super().__init__(gm)
-        self.rows = []
-
-    def call_module(self, target, args, kwargs):
-        part = self.fetch_attr(target)
-        given = pytree.tree_map_only(torch.Tensor, alone, args)
-        self.rows.append(measured(part, given))
-        return pytree.tree_map_only(torch.Tensor, alone, part(*args, **kwargs))
 
 
 def measured(part, args):
@@ -76,7 +57,7 @@ def check(model, *args, stages=3, slack=1.3, **kwargs):
     plan = sk.plan(gm, policy, sk.costs.flops(gm))
     found = stage_costs(sk.analyze(gm), recomputed(plan), sk.costs.flops(gm), optimizer="sgd")
     inputs = tensors_of(list(inspect.signature(gm.forward).bind(*args, **kwargs).arguments.values()))
-    parts = Parts(sk.split(gm, plan).module)
+    parts = Parts(sk.split(gm, plan).module, measured)
     parts.run(*inputs)
     for stage, true in zip(found, parts.rows, strict=True):
         assert stage.saved_bytes == true["seen"] + torch.get_rng_state().nbytes

@@ -8,9 +8,8 @@ import pytest
 import torch
 from campaigns import these_first
 from keptmodels import LANGUAGE, MODELS, Convolutions, LossOnly, Mixed
-from savedbytes import kept_by_autograd, storages, tensors_of
+from savedbytes import Parts, kept_by_autograd, storages, tensors_of
 from torch import nn
-from torch.utils import _pytree as pytree
 
 import splitkit as sk
 from splitkit.memory.autograd.saved_storages import activations
@@ -19,23 +18,6 @@ from splitkit.pipeline.stage_prices import StagePrices, peaks_of_visits, stage_c
 from splitkit.policies import RoundRobin, Stages
 from splitkit.testing.models import build
 from splitkit.testing.small_nets import loss_or_sum
-
-
-class Parts(torch.fx.Interpreter):
-    """Runs a split module, and measures each part on its own while it is at it."""
-
-    def __init__(self, gm):
-        super().__init__(gm)
-        self.rows = []
-
-    def call_module(self, target, args, kwargs):
-        part = self.fetch_attr(target)
-        self.rows.append(measured(part, args))
-        return pytree.tree_map_only(torch.Tensor, alone, part(*args, **kwargs))
-
-
-def alone(tensor):
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def forward_and_backward(part, args, gradients):
@@ -50,7 +32,6 @@ def forward(part, args):
 
 def measured(part, args):
     """What a part takes: bytes saved, peak of training from the second microbatch on, peak of inference."""
-    args = pytree.tree_map_only(torch.Tensor, alone, args)  # without the gradients that another part left
     saved = kept_by_autograd(part, lambda: part(*args), tensors_of(args), outputs=True)
     trained = [p for p in dict.fromkeys(part.parameters()) if p.requires_grad]
     inference = sk.measure_memory(forward, part, [t.detach() if isinstance(t, torch.Tensor) else t for t in args])
@@ -74,7 +55,7 @@ def check(gm, plan, inputs):
     found = stage_costs(flow, plan, costs, optimizer="momentum")
     inference = stage_costs(flow, plan, costs, optimizer=None)
     split = sk.split(gm, plan)
-    parts = Parts(split.module)
+    parts = Parts(split.module, measured)
     parts.run(*inputs)
     assert len(found) == len(inference) == len(parts.rows)
     for training, without, true in zip(found, inference, parts.rows, strict=True):
