@@ -178,7 +178,7 @@ def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwar
             with an effect that its schema hides.
     """
     require_module(model)
-    refuse_autocast("the joint graph would be that of full precision")
+    refuse_autocast("the joint graph would have full precision")
     check_model(model, loss)
     step, inputs = TrainingStep(model, loss), copy_repeated((args, kwargs))
     try:

@@ -98,8 +98,8 @@ class _Border:
     Attributes:
         sent: the values that it sends.
         arrives: which storages it receives.
-        crosses: which storages it receives or sends, without those that it sends as copies.
-        extra: bytes of these copies, and of received values beyond those of their storages.
+        crosses: which storages it receives or sends, except what it sends as copies.
+        extra: bytes of these copies, and the bytes by which received values exceed their storages.
     """
 
     sent: Ints
@@ -206,7 +206,7 @@ class OrderMemory:
         return _Border(sent, arrives, arrives | self._storages_of(uncopied), extra)
 
     def _with_saved(self, start: int, end: int, storages: Bools) -> Bools:
-        """Return a mask of some storages and of those that autograd saves in a segment."""
+        """Return a mask of some storages and of what autograd saves in a segment."""
         held = storages.copy()
         held[self.saves.item[self.saves.within(start, end)]] = True
         return held

@@ -232,7 +232,7 @@ def _require_dense(split: Split, runs: Mapping[Node, Sequence[torch.device]], he
 
 
 def captured_types(graph: fx.Graph, root: nn.Module) -> frozenset[str]:
-    """Return the device types on which a graph was captured: those of its parameters, otherwise of its inputs."""
+    """Return the device types on which a graph was captured: where its parameters are, otherwise its inputs."""
     for op in ("get_attr", "placeholder"):
         found = {t.device.type for n in graph.find_nodes(op=op) for t in tensors(value_of(n))}
         if found:

@@ -47,7 +47,7 @@ def split_like(gm: fx.GraphModule, trained: Split) -> Split:
 
 
 def share_tensors(found: Split, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Replace the parameters and buffers of a split by those of a pipeline, where it has them.
+    """Replace the parameters and buffers of a split by a pipeline's, where it has them.
 
     Args:
         found: the split, which is changed.

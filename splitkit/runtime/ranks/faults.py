@@ -135,7 +135,7 @@ def naming_lost_ranks(progress: Progress, waited: str) -> Iterator[None]:
         waited: what it does here, in words.
 
     Raises:
-        PipelineError: SK805; other errors than those of the network are raised unchanged.
+        PipelineError: SK805; all errors but network errors are raised unchanged.
     """
     try:
         yield

@@ -215,7 +215,7 @@ class Pipeline(StageTensors):
         return PipelineStep(None, None)
 
     def infer(self, *args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
-        """Run forward only, without gradients. The arguments are those of `step`.
+        """Run forward only, without gradients. The arguments are as in `step`.
 
         Returns:
             The model's output for each microbatch of this replica on the rank of the last stage; ``None`` elsewhere.
@@ -473,7 +473,7 @@ class Pipeline(StageTensors):
         return found
 
     def _from_last(self, losses: torch.Tensor | None) -> torch.Tensor:
-        """Return the losses of the last stage on every rank, as float64, which holds those of any dtype."""
+        """Return the losses of the last stage on every rank, as float64, which holds a loss of any dtype."""
         every = torch.zeros(self.microbatches, dtype=torch.float64, device=self.device)
         if losses is not None:
             every.copy_(losses)

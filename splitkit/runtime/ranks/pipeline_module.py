@@ -2,7 +2,7 @@
 
 Such loops (transformers' ``Trainer``, accelerate, Lightning) run forward and backward apart, but a pipeline runs both
 in one step. The module's forward therefore runs the whole step, keeps the gradients that it made, and returns a loss;
-``loss.backward()`` then adds these gradients, times the gradient of the loss, to those of the parameters.
+``loss.backward()`` then adds these gradients, times the gradient of the loss, to the gradients of the parameters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from splitkit.runtime.ranks.pipeline import Pipeline
 class PipelineModule(nn.Module):
     """Run the steps of a pipeline as calls of a module.
 
-    All ranks call it with the same batch and get the same loss. Its parameters are those of the rank's stages, under
+    All ranks call it with the same batch and get the same loss. It has the parameters of the rank's stages, under
     the names of the unsplit model with dots replaced by ``/``.
 
     Args:

@@ -35,7 +35,7 @@ _REMEDY = "Make the same calls on every rank, with the same batch: seed the data
 
 @dataclass(frozen=True)
 class PipelineCall:
-    """A call of a rank, as it is compared with those of the other ranks.
+    """A call of a rank, as it is compared with the calls of other ranks.
 
     Attributes:
         kind: the method of the pipeline.

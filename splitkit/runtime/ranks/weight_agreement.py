@@ -40,8 +40,8 @@ def tensors_of_stages(chain: Chain, stages: Iterable[int]) -> dict[str, torch.Te
 def require_same_model(chain: Chain, stages: Iterable[int], group: dist.ProcessGroup | None) -> None:
     """Refuse ranks that hold different models. All ranks must call it, before the stages train.
 
-    Each rank compares the tensors of its own stages with those of rank 0, which usually holds the whole model, and with
-    those of other ranks that hold them too. Tensors on ``meta`` do not count.
+    Each rank compares the tensors of its own stages with the same tensors on rank 0, which usually holds the whole
+    model, and on other ranks that hold them too. Tensors on ``meta`` do not count.
 
     Raises:
         PipelineError: SK804 on every rank; names the first tensor that differs, and the ranks.

@@ -124,7 +124,7 @@ def memory_data(run: ScheduleRun, stages: Sequence[StageCosts]) -> dict[str, Any
         "counts": counts,
         "points": [[_shortened(point, counts) for point in points] for points in held.points],
         "static": run.static_buffers,
-        "why": "" if own == other else "the step was simulated with other stages than those of the picture",
+        "why": "" if own == other else "the step was simulated with other stages than the picture's",
     }
 
 
