@@ -210,6 +210,20 @@ def choose(page, name, word):
 
 
 @in_browser
+def test_what_is_alive_in_stages_that_run_again_is_what_they_receive_and_send(browser, tmp_path, priced):
+    """And the state of the generator, which is no copy; that they could keep less is not said of them."""
+    flow, plan, costs = priced
+    texts = []
+    for made in (plan, checkpointed(plan)):
+        page = shown(browser, tmp_path, stepped(flow, made, costs))
+        texts.append(page.value("document.querySelector('aside').innerText"))
+        kinds = page.value("savedIn(splitkit, splitkit.run, 1).values.map(each => each[1])")
+        assert ("saved" in kinds) is (made is plan) and kinds
+    assert ["would cost its forward again" in text for text in texts] == [True, False]
+    assert ["state of the random number generator" in text for text in texts] == [False, True]
+
+
+@in_browser
 def test_recompute_is_one_of_the_other_steps_with_undo_and_in_the_address(browser, tmp_path, priced):
     flow, plan, costs = priced
     view = stepped(flow, plan, costs, "gpipe", links="pcie4")

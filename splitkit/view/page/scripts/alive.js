@@ -80,10 +80,10 @@ export function aliveOnRank(p, {run, rank, i}) {
     const own = sets.slice(by.counts * j, by.counts * (j + 1)), [, saved, , captured, left] = by.units[k], stays = by.counts > 2 && left === saved, stage = `stage ${p.partName(k)}`;
     const held = new Set(stays ? [...own[0], ...own[3]] : own[0]), {values, rest} = savedIn(p, run, k), times = held.size > 1 ? ` ×${held.size}` : "";
     if (held.size && saved) {
-      const again = by.why ? "" : `; to keep only what it receives and sends would cost its forward again, ${duration(p.stages[k].forward, run.unit)} each`;
+      const again = by.why || p.isAgain(k) ? "" : `; to keep only what it receives and sends would cost its forward again, ${duration(p.stages[k].forward, run.unit)} each`;
       lines.push(`${stage} holds ${listed(held)}, ${size(saved)} each${again}`);
       for (const [op, kind, nbytes] of values) entries.push([op < 0 ? "inputs of the graph" : op, kind + times, nbytes * held.size, "", `${stage}: ${size(nbytes)} for each of ${listed(held)}`]);
-      if (rest) entries.push([values.length ? `${stage}: copies of what it receives and sends` : `${stage}: all that it saves`, times.trim(), rest * held.size, "", ""]);
+      if (rest) entries.push([values.length ? `${stage}: copies of what it receives and sends${p.isAgain(k) ? ", and the state of the random number generator" : ""}` : `${stage}: all that it saves`, times.trim(), rest * held.size, "", ""]);
     }
     if (by.counts < 4) return;
     if (!stays && own[3].size) entries.push([`${stage}: waits for gradients of weights`, `×${own[3].size}`, left * own[3].size, "", ""]);
