@@ -36,7 +36,11 @@ def case(model: str, schedule: str, stages: int, **more: Any) -> dict[str, Any]:
 
 
 CASES = [case(m, s, n) for m in MODELS for s, n in SCHEDULES if s in PAIRS[m]]
+CASES.append(case("plain", "1f1b", 4, ranks=4))
+CASES.append(case("plain", "interleaved1f1b", 8, ranks=4))
 if not OLD:
+    CASES.append(case("gpt2", "interleaved1f1b", 8, ranks=4))
+    CASES.append(case("t5", "zbvzerobubble", 8, ranks=4))
     CASES.append(case("t5", "1f1b", 2, by="folder"))
     CASES.append(case("plain", "1f1b", 1, replicas=[2]))
     CASES.append(case("plain", "1f1b", 2, replicas=[2, 1], ranks=3))
@@ -52,7 +56,7 @@ def named(case: dict[str, Any]) -> str:
 @pytest.fixture(scope="module")
 def ran() -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
-    for line in launch("runtime/sizes.py", "2,3", json.dumps(CASES + BY_TORCH)):
+    for line in launch("runtime/sizes.py", "2,3,4", json.dumps(CASES + BY_TORCH)):
         found.setdefault(named(line), []).append(line)
     return found
 
