@@ -25,7 +25,7 @@ from splitkit.runtime.ranks.fsdp import shard, sum_shards
 from splitkit.runtime.ranks.gradient_norm import clip_gradients
 from splitkit.runtime.ranks.last_stage import LastStage, Loss, last_stage_of, loss_without_grad, own_loss
 from splitkit.runtime.ranks.microbatches import BatchSplitter
-from splitkit.runtime.ranks.order_runner import placed_order
+from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order
 from splitkit.runtime.ranks.rank_agreement import require_same
 from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages
 from splitkit.runtime.ranks.rank_stages import RankStages
@@ -137,8 +137,7 @@ class Pipeline(StageTensors):
         self._chain = chain_of(split) if isinstance(split, Split) else split.chain
         self.group, self.rank = group, dist.get_rank(group)
         self.device = device_of_rank(device, group)
-        if microbatches is None and isinstance(schedule, str):
-            microbatches = 8
+        microbatches = microbatches_or_usual(schedule, microbatches)
         what = schedule if isinstance(schedule, str) else getattr(schedule, "ranks", schedule)
         require_same(self._chain, {"schedule": what, "number of microbatches": microbatches, "seed": seed}, group)
         counts, ranks = self._chain.replicas, dist.get_world_size(group)
