@@ -33,6 +33,9 @@ def model_of(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     if name == "burnt":
         return Burnt(), {"index": torch.randint(8, (2, 3))}
     made = models.build(name, **TEXT)
+    for module in made.model.modules():
+        if name == "llama" and hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.1
     return made.model.double().train(), dict(made.kwargs)
 
 
@@ -96,8 +99,8 @@ def planted(name: str, schedule: str, stages: str) -> dict[str, Any]:
     return {"seen": seen}
 
 
-def trained(name: str, schedule: str, stages: str, replicas: str = "1") -> dict[str, Any]:
-    """Three steps beside the whole model on the CPU."""
+def trained(name: str, schedule: str, stages: str, replicas: str = "1", steps: str = "3") -> dict[str, Any]:
+    """Some steps beside the whole model on the CPU."""
     if replicas == "planted":
         return planted(name, schedule, stages)
     gm, inputs = copy.deepcopy(CAPTURED[name][0]), CAPTURED[name][1]
@@ -106,7 +109,7 @@ def trained(name: str, schedule: str, stages: str, replicas: str = "1") -> dict[
     pipe = pipeline(sk.split(gm, plan), schedule, 4, seed=7)
     mine, theirs = (torch.optim.AdamW(p, lr=1e-2, eps=1e-3) for p in (pipe.parameters(), list(whole.parameters())))
     worst = {"loss": 0.0, "gradient": 0.0, "weight": 0.0}
-    for step in range(3):
+    for step in range(int(steps)):
         rng = torch.Generator().manual_seed(step)
         shifts = torch.randint(9, (4,), generator=rng).tolist()
         batch = {name: torch.cat([t.roll(shift, -1) for shift in shifts]) for name, t in inputs.items()}

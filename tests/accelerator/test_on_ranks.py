@@ -15,7 +15,10 @@ pytestmark = pytest.mark.skipif(bool(simgpu.missing()), reason=simgpu.missing())
 
 SCRIPT = "accelerator/on_ranks.py"
 CASES = {
-    2: [["burnt", "gpipe", "2"], ["t5", "interleaved1f1b", "4"]],
+    2: [
+        ["burnt", "gpipe", "2"], ["t5", "interleaved1f1b", "4"],
+        ["gpt2", "1f1b", "2", "1", "10"], ["llama", "1f1b", "2", "1", "10"],
+    ],
     4: [["gpt2", "1f1b", "2", "2"], ["llama", "zbvzerobubble", "8"]],
 }  # fmt: skip
 
