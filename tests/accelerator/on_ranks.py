@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import splitkit as sk
+from splitkit.errors import SplitError
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.losses import loss_of
 from splitkit.runtime import pipeline
@@ -32,6 +33,8 @@ def model_of(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     if name == "burnt":
         return Burnt(), {"index": torch.randint(8, (2, 3))}
+    if name in AUTOCAST:
+        return Net(), {"x": torch.randn(2, 8)}
     made = models.build(name, **TEXT)
     for module in made.model.modules():
         if name == "llama" and hasattr(module, "attention_dropout"):
@@ -67,6 +70,24 @@ class Burnt(nn.Module):
         return {"loss": (nn.functional.dropout(y, 0.3, True) ** 2).mean()}
 
 
+class Net(nn.Module):
+    """Layers that autocast runs in bfloat16, so that bfloat16 crosses the border."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = x
+        for layer in self.layers:
+            h = layer(h).relu()
+        return {"loss": (h.float() - x).square().mean()}
+
+
+AUTOCAST = {"half": "cpu", "half there": simgpu.TYPE}
+"""A model in bfloat16 -> the device type that its capture names in ``torch.autocast``."""
+
+
 def apart(a: torch.Tensor, b: torch.Tensor) -> float:
     """How far two tensors are apart, relative to the largest entry."""
     return float((a.cpu().double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-3))
@@ -99,10 +120,20 @@ def planted(name: str, schedule: str, stages: str) -> dict[str, Any]:
     return {"seen": seen}
 
 
+def refused(name: str, schedule: str, stages: str) -> str:
+    try:
+        pipeline(sk.split(CAPTURED[name][0], sk.policies.Stages(int(stages))), schedule, 4)
+    except SplitError as error:
+        return str(error)
+    return ""
+
+
 def trained(name: str, schedule: str, stages: str, replicas: str = "1", steps: str = "3") -> dict[str, Any]:
     """Some steps beside the whole model on the CPU."""
     if replicas == "planted":
         return planted(name, schedule, stages)
+    if name == "half there":
+        return {"refused": refused(name, schedule, stages)}
     gm, inputs = copy.deepcopy(CAPTURED[name][0]), CAPTURED[name][1]
     whole = copy.deepcopy(gm)
     plan = sk.plan(gm, sk.policies.Stages(int(stages) * int(replicas), replicas=(int(replicas),)))
@@ -137,7 +168,8 @@ def prepare() -> None:
     staged_group.register()
     for name, *_ in json.loads(sys.argv[1]):
         model, inputs = model_of(name)
-        CAPTURED[name] = sk.capture(model, **inputs), inputs
+        with torch.autocast(AUTOCAST.get(name, "cpu"), torch.bfloat16, enabled=name in AUTOCAST):
+            CAPTURED[name] = sk.capture(model, **inputs), inputs
 
 
 def main() -> None:

@@ -450,6 +450,7 @@ class Pipeline(StageTensors):
                 "Ask in the first step: step(..., outputs=True).",
             )
         self._fixed.require_modes()
+        self._fixed.require_autocast(self.device)
         if train:
             self._fixed.require_flags(self.named_parameters())
         inputs = self.cut(*args, **kwargs)
