@@ -1,4 +1,4 @@
-"""Refuses changes to stages that would not have the effect that they have on a model: capture has fixed these things."""
+"""Refuses changes to stages that would not do what they do to a model, because the capture has fixed it."""
 
 from __future__ import annotations
 
