@@ -21,7 +21,7 @@ from splitkit.graph.storages import parameters_and_buffers
 from splitkit.losses import loss_of
 from splitkit.runtime import pipeline
 from splitkit.runtime.devices import accelerators
-from splitkit.runtime.ranks import rank_device, rng_state
+from splitkit.runtime.ranks import rank_device, rng_state, stage
 from splitkit.testing import models
 
 SIZES = {"layers": 2, "width": 32, "heads": 2, "batch": 2}
@@ -159,6 +159,20 @@ def trained(name: str, schedule: str, stages: str, replicas: str = "1", steps: s
     return {**worst, "device": str(pipe.device), "devices": sorted(devices), "stages": pipe.stages}
 
 
+def count_waits() -> list[int]:
+    """Count how often stages wait for their device in forward."""
+    real, found = stage.ChainStage._forward, [0]
+
+    def forward(*given: Any) -> Any:
+        before = simgpu.waits()
+        made = real(*given)
+        found[0] += simgpu.waits() - before
+        return made
+
+    stage.ChainStage._forward = forward  # type: ignore[method-assign]
+    return found
+
+
 CAPTURED: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
 
 
@@ -174,7 +188,9 @@ def prepare() -> None:
 
 def main() -> None:
     start()
+    waits = count_waits()
     for case in json.loads(sys.argv[1]):
-        found = trained(*case)
-        print(json.dumps({"case": case, "rank": dist.get_rank(), **found, "races": simgpu.races()}), flush=True)
+        waits[0] = 0
+        found = {"case": case, "rank": dist.get_rank(), **trained(*case), "waits": waits[0], "races": simgpu.races()}
+        print(json.dumps(found), flush=True)
     dist.destroy_process_group()

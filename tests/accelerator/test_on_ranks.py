@@ -35,6 +35,7 @@ def test_a_pipeline_trains_as_the_whole_on_the_cpu(ranks):
         assert max(line["loss"], line["gradient"], line["weight"]) < 1e-9, line
         assert line["device"] == f"simgpu:{line['rank']}" and line["devices"] == [line["device"]]
         assert not line["races"]
+        assert line["waits"] == 0, "a stage waited for its device in forward"
 
 
 def test_what_goes_wrong_is_seen():

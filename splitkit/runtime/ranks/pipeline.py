@@ -30,6 +30,7 @@ from splitkit.runtime.ranks.rank_agreement import require_same
 from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages
 from splitkit.runtime.ranks.rank_stages import RankStages
 from splitkit.runtime.ranks.replicas import replicas, require_replicable, row_of_rank
+from splitkit.runtime.ranks.rng_channel import rng_channel
 from splitkit.runtime.ranks.shared_parameters import SharedParameters
 from splitkit.runtime.ranks.sized_stages import SizedStages
 from splitkit.runtime.ranks.stage import Batch
@@ -166,6 +167,7 @@ class Pipeline(StageTensors):
         self._rank_stages: dict[bool, SizedStages] = {}
         self._progress = progress
         progress.names = self.borders
+        self._channel = rng_channel(self._chain, self.order.rank_of, self.replicas, group, self.device)
         self._schedule, self._fixed = schedule, FixedAtCapture(self.modules, self.named_parameters())
 
     def __repr__(self) -> str:
@@ -425,7 +427,8 @@ class Pipeline(StageTensors):
         batch.outputs, batch.losses, batch.found = {}, {}, None
         self.steps += train
         with naming_failures(self._progress), self._shared_parameters.added_up() if train else nullcontext():
-            stages.step()
+            with nullcontext() if self._channel is None else self._channel.step():
+                stages.step()
             if batch.losses:
                 losses = torch.cat([batch.losses[i].flatten() for i in self._share])
                 batch.found = self.replicas.gathered(losses, self.microbatches)
@@ -465,7 +468,8 @@ class Pipeline(StageTensors):
 
     def _sized_stages(self, train: bool, outputs: bool) -> SizedStages:
         last_stage = last_stage_of(self._chain, self._loss, train, outputs)
-        return SizedStages(self._chain, last_stage, Batch(self._progress, self._share), self._make_stages)
+        batch = Batch(self._progress, self._share, channel=self._channel)
+        return SizedStages(self._chain, last_stage, batch, self._make_stages)
 
     def _make_stages(self, last_stage: LastStage, batch: Batch, shapes: MessageShapes) -> RankStages:
         where = self.order, self.stages, self.device, self.replicas
