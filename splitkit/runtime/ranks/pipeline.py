@@ -19,7 +19,7 @@ from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.ranks.batch_broadcast import broadcast_batch
 from splitkit.runtime.ranks.evaluation import share_tensors, split_like
-from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures, naming_lost_ranks
+from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures, naming_lost_ranks, time_limit
 from splitkit.runtime.ranks.fixed_at_capture import FixedAtCapture
 from splitkit.runtime.ranks.fsdp import shard, sum_shards
 from splitkit.runtime.ranks.gradient_norm import clip_gradients
@@ -151,7 +151,13 @@ class Pipeline(StageTensors):
             raise PipelineError("SK802", f"the seed is {shown(seed)}", "Give a whole number.")
         self._seed, self._loss, self.steps = int(seed), loss, 0
         progress = Progress(
-            row_of_rank(self.order, self.replicas), self.order.rank_of, self.replicas, (), global_ranks(group)
+            row_of_rank(self.order, self.replicas),
+            self.order.rank_of,
+            self.replicas,
+            (),
+            global_ranks(group),
+            self.device,
+            time_limit(group),
         )
         self._agreement = StepAgreement(group, self.device, progress)
         if isinstance(split, StageFolder):
