@@ -23,7 +23,7 @@ from splitkit.cli.syntax.options import (
     add_view,
     command,
 )
-from splitkit.pipeline.schedules import known_schedules, words_of
+from splitkit.pipeline.schedules import USUAL_MICROBATCHES, known_schedules, words_of
 
 EPILOG = """exit codes:
   0 success   1 error   2 wrong usage   3 no plan fits   4 the split differs from the unsplit model   130 interrupted
@@ -204,7 +204,7 @@ def _train(commands: Commands[Parser]) -> None:
         type=positive,
         metavar="N",
         help="number of microbatches in a step, of all pipelines together; each is a batch like the example's inputs "
-        "(default: 8, or the number in the file)",
+        f"(default: {USUAL_MICROBATCHES}, or the number in the file)",
     )
     group.add_argument(
         "--dp", type=positive, metavar="N", help="N pipelines side by side (default: the replicas of the plan's parts)"
@@ -342,7 +342,11 @@ def _profile(commands: Commands[Parser]) -> None:
         help="schedules, or order.csv (default: all that fit the numbers of stages and ranks)",
     )
     group.add_argument(
-        "--microbatches", type=positive, default=8, metavar="N", help="microbatches in a step, 2 or more (default 8)"
+        "--microbatches",
+        type=positive,
+        default=USUAL_MICROBATCHES,
+        metavar="N",
+        help="microbatches in a step, 2 or more (default %(default)s)",
     )
     group.add_argument("--repeat", type=positive, default=3, metavar="N", help="number of timed steps (default 3)")
     add_recompute(group)

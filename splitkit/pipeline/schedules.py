@@ -100,6 +100,9 @@ _BUILT_IN = (
     Schedule("V-Min", v_min, stages_per_rank=2, placement="V", divided=True),
 )
 
+USUAL_MICROBATCHES = 8
+"""The microbatches of a step that runs on ranks, if neither the caller nor an order of their own says how many."""
+
 _KNOWN = {plain(name): schedule for schedule in _BUILT_IN for name in (schedule.name, schedule.word)}
 
 

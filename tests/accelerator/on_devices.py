@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import simgpu
@@ -76,6 +76,63 @@ def same(name: str, count: str) -> dict[str, Any]:
         "devices": len(devices),
         "compared": len(theirs),
     }
+
+
+def loop(name: str, count: str) -> dict[str, Any]:
+    """Ten steps with dropout, clipping and a learning rate schedule, beside the same split on the CPU."""
+    torch.manual_seed(0)
+    made = models.build(name, **TEXT)
+    model = made.model.double().train()
+    for module in model.modules():
+        if name == "llama" and hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.1
+    gm = sk.capture(model, **made.kwargs)
+    there = sk.split(gm, sk.policies.Stages(int(count)))
+    here = sk.split(copy.deepcopy(gm), sk.policies.Stages(int(count)))
+    torch.manual_seed(7)
+    generators = {key: torch.get_rng_state() for key in here.parts}
+    for key, child in here.names.items():
+        _draw_from(here.module.get_submodule(child), generators, key)
+    theirs = steps(here.module, made.kwargs)
+    placed = to_devices(there, [f"simgpu:{i}" for i in range(int(count))])
+    torch.manual_seed(7)
+    mine = steps(placed, made.kwargs)
+    drawn = sum(not torch.equal(state, generators[key]) for key, state in _seeded(here.parts).items())
+    return {"apart": max(abs(a - b) / b for a, b in zip(mine, theirs, strict=True)), "steps": len(mine), "drawn": drawn}
+
+
+def _seeded(keys: Iterable[Any]) -> dict[Any, torch.Tensor]:
+    return {key: torch.Generator().manual_seed(7).get_state() for key in keys}
+
+
+def _draw_from(part: nn.Module, generators: dict[Any, torch.Tensor], key: Any) -> None:
+    """Let a part draw from a generator of its own, as on a device of its own."""
+
+    def before(*given: Any) -> None:
+        generators["outside"] = torch.get_rng_state()
+        torch.set_rng_state(generators[key])
+
+    def after(*given: Any) -> None:
+        generators[key] = torch.get_rng_state()
+        torch.set_rng_state(generators["outside"])
+
+    part.register_forward_pre_hook(before)
+    part.register_forward_hook(after)
+
+
+def steps(model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[float]:
+    """A training loop; the loss of each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    losses, rng = [], torch.Generator().manual_seed(1)
+    for _ in range(10):
+        shift = int(torch.randint(8, (), generator=rng))
+        found = loss(model(**{name: t.roll(shift, -1) for name, t in inputs.items()}))
+        found.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step(), schedule.step(), optimizer.zero_grad()
+        losses.append(float(found.detach()))
+    return losses
 
 
 class Tied(nn.Module):
@@ -271,5 +328,5 @@ def main() -> None:
         RUNS[words[0]]()
         found = {}
     else:
-        found = same(*words)
+        found = {"same": same, "loop": loop}[kind](*words)
     print(json.dumps({"case": words, **found, "races": simgpu.races()}), flush=True)

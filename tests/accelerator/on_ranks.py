@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import nn
 
 import splitkit as sk
+from splitkit.errors import SplitError
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.losses import loss_of
 from splitkit.runtime import pipeline
 from splitkit.runtime.devices import accelerators
-from splitkit.runtime.ranks import rank_device, rng_state
+from splitkit.runtime.ranks import rank_device, rng_state, stage
 from splitkit.testing import models
 
 SIZES = {"layers": 2, "width": 32, "heads": 2, "batch": 2}
@@ -32,7 +33,12 @@ def model_of(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     if name == "burnt":
         return Burnt(), {"index": torch.randint(8, (2, 3))}
+    if name in AUTOCAST:
+        return Net(), {"x": torch.randn(2, 8)}
     made = models.build(name, **TEXT)
+    for module in made.model.modules():
+        if name == "llama" and hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.1
     return made.model.double().train(), dict(made.kwargs)
 
 
@@ -62,6 +68,24 @@ class Burnt(nn.Module):
         mask = torch.ones(3, 3, dtype=torch.bool, device=index.device).tril()
         y = self.b(y.to("cpu", torch.float32)) * mask.sum() + torch.tensor([0.5] * 8)
         return {"loss": (nn.functional.dropout(y, 0.3, True) ** 2).mean()}
+
+
+class Net(nn.Module):
+    """Layers that autocast runs in bfloat16, so that bfloat16 crosses the border."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = x
+        for layer in self.layers:
+            h = layer(h).relu()
+        return {"loss": (h.float() - x).square().mean()}
+
+
+AUTOCAST = {"half": "cpu", "half there": simgpu.TYPE}
+"""A model in bfloat16 -> the device type that its capture names in ``torch.autocast``."""
 
 
 def apart(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -96,17 +120,27 @@ def planted(name: str, schedule: str, stages: str) -> dict[str, Any]:
     return {"seen": seen}
 
 
-def trained(name: str, schedule: str, stages: str, replicas: str = "1") -> dict[str, Any]:
-    """Three steps beside the whole model on the CPU."""
+def refused(name: str, schedule: str, stages: str) -> str:
+    try:
+        pipeline(sk.split(CAPTURED[name][0], sk.policies.Stages(int(stages))), schedule, 4)
+    except SplitError as error:
+        return str(error)
+    return ""
+
+
+def trained(name: str, schedule: str, stages: str, replicas: str = "1", steps: str = "3") -> dict[str, Any]:
+    """Some steps beside the whole model on the CPU."""
     if replicas == "planted":
         return planted(name, schedule, stages)
+    if name == "half there":
+        return {"refused": refused(name, schedule, stages)}
     gm, inputs = copy.deepcopy(CAPTURED[name][0]), CAPTURED[name][1]
     whole = copy.deepcopy(gm)
     plan = sk.plan(gm, sk.policies.Stages(int(stages) * int(replicas), replicas=(int(replicas),)))
     pipe = pipeline(sk.split(gm, plan), schedule, 4, seed=7)
     mine, theirs = (torch.optim.AdamW(p, lr=1e-2, eps=1e-3) for p in (pipe.parameters(), list(whole.parameters())))
     worst = {"loss": 0.0, "gradient": 0.0, "weight": 0.0}
-    for step in range(3):
+    for step in range(int(steps)):
         rng = torch.Generator().manual_seed(step)
         shifts = torch.randint(9, (4,), generator=rng).tolist()
         batch = {name: torch.cat([t.roll(shift, -1) for shift in shifts]) for name, t in inputs.items()}
@@ -125,6 +159,20 @@ def trained(name: str, schedule: str, stages: str, replicas: str = "1") -> dict[
     return {**worst, "device": str(pipe.device), "devices": sorted(devices), "stages": pipe.stages}
 
 
+def count_waits() -> list[int]:
+    """Count how often stages wait for their device in forward."""
+    real, found = stage.ChainStage._forward, [0]
+
+    def forward(*given: Any) -> Any:
+        before = simgpu.waits()
+        made = real(*given)
+        found[0] += simgpu.waits() - before
+        return made
+
+    stage.ChainStage._forward = forward  # type: ignore[method-assign]
+    return found
+
+
 CAPTURED: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
 
 
@@ -134,12 +182,15 @@ def prepare() -> None:
     staged_group.register()
     for name, *_ in json.loads(sys.argv[1]):
         model, inputs = model_of(name)
-        CAPTURED[name] = sk.capture(model, **inputs), inputs
+        with torch.autocast(AUTOCAST.get(name, "cpu"), torch.bfloat16, enabled=name in AUTOCAST):
+            CAPTURED[name] = sk.capture(model, **inputs), inputs
 
 
 def main() -> None:
     start()
+    waits = count_waits()
     for case in json.loads(sys.argv[1]):
-        found = trained(*case)
-        print(json.dumps({"case": case, "rank": dist.get_rank(), **found, "races": simgpu.races()}), flush=True)
+        waits[0] = 0
+        found = {"case": case, "rank": dist.get_rank(), **trained(*case), "waits": waits[0], "races": simgpu.races()}
+        print(json.dumps(found), flush=True)
     dist.destroy_process_group()

@@ -12,6 +12,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <string>
@@ -44,6 +45,7 @@ std::map<c10::StreamId, Clock> clocks;
 std::map<void*, Clock> events;
 std::map<void*, Memory> memory;
 std::vector<std::string> races;
+std::atomic<int64_t> waits{0};  // how often the host has waited for a device
 long kernels = 0;
 c10::StreamId next_stream = 1000;
 thread_local bool watching = true;
@@ -151,6 +153,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return c10::Stream(c10::Stream::UNSAFE, c10::Device(kType, device), id);
   }
   void wait(const Clock& clock) const {
+    ++waits;
     std::lock_guard<std::mutex> guard(lock);
     join(thread_clock, clock);
   }
@@ -281,7 +284,10 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
         races.push_back("copy reads memory of the CPU, which nothing keeps from being written before it ends");
     }
     if (between) join(clocks[target], clocks[source]);
-    if (watching && !non_blocking && (source == kHost || target == kHost)) join(thread_clock, clocks[on]);
+    if (watching && !non_blocking && (source == kHost || target == kHost)) {
+      ++waits;
+      join(thread_clock, clocks[on]);
+    }
   }
   as_cpu(to).copy_(as_cpu(self));
   return to;
@@ -328,6 +334,7 @@ at::Scalar local_scalar(const at::Tensor& t) {
     std::lock_guard<std::mutex> guard(lock);
     begin_kernel(end_of(t));
     touch(t, false, "item", end_of(t));  // a copy on the current stream, for which the thread waits
+    ++waits;
     join(thread_clock, clocks[end_of(t)]);
   }
   return as_cpu(t).item();
@@ -433,6 +440,8 @@ TORCH_LIBRARY(simgpu, m) {
     std::lock_guard<std::mutex> guard(lock);
     return std::exchange(races, {});
   });
+  m.def("waits", []() -> int64_t { return waits; });
+  m.def("set_waits", [](int64_t count) { waits = count; });
   m.def("count", []() -> int64_t { return kDevices; });
   m.def("current", []() -> int64_t { return current; });
   m.def("set_current", [](int64_t device) { current = device; });

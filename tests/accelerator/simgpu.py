@@ -34,6 +34,11 @@ def races() -> list[str]:
     return list(torch.ops.simgpu.races())
 
 
+def waits() -> int:
+    """Return how often this process has waited for a device: for a copy from or to the CPU, a number, an event."""
+    return int(torch.ops.simgpu.waits())
+
+
 def register() -> None:
     """Make "simgpu" the accelerator of this process."""
     torch.utils.rename_privateuse1_backend(TYPE)
@@ -97,14 +102,26 @@ def _add_kernels() -> None:
     """Add the ops that torch's fallback lacks: convolutions, batch norm in training, and autocast."""
     aten = torch.library.Library("aten", "IMPL")
     _LIBRARIES.append(aten)
-    aten.impl("convolution_overrideable", _convolution, "PrivateUse1")
-    aten.impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1")
-    aten.impl("native_batch_norm", _batch_norm, "PrivateUse1")
+    aten.impl("convolution_overrideable", _without_waits(_convolution), "PrivateUse1")
+    aten.impl("convolution_backward_overrideable", _without_waits(_convolution_backward), "PrivateUse1")
+    aten.impl("native_batch_norm", _without_waits(_batch_norm), "PrivateUse1")
     every = torch.library.Library("_", "IMPL")
     _LIBRARIES.append(every)
     every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     for name in ("linear", "mm", "bmm", "addmm", "matmul", "baddbmm", "conv2d"):
         aten.impl(name, _cast(getattr(torch.ops.aten, name).default), "AutocastPrivateUse1")
+
+
+def _without_waits(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a kernel that copies to the CPU, as no real one does; these copies do not count as waits."""
+
+    def run(*args: Any) -> Any:
+        before = waits()
+        made = kernel(*args)
+        torch.ops.simgpu.set_waits(before)
+        return made
+
+    return run
 
 
 def _same(*tensors: torch.Tensor | None) -> torch.device:

@@ -5,6 +5,7 @@ As on NCCL, a message is sent from what the current stream has computed, and rec
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 NAME = "staged"
+TOLD = True
+"""Whether a rank gets an error when the one for which it waits is gone. On NCCL it gets none, and its device waits."""
 
 
 class Staged(dist.Work):  # type: ignore[misc]
@@ -25,7 +28,12 @@ class Staged(dist.Work):  # type: ignore[misc]
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         if not self._done:
-            self._work.wait()
+            try:
+                self._work.wait()
+            except RuntimeError:
+                while not TOLD:
+                    time.sleep(1)
+                raise
             self._finish()
             self._done = True
         return True

@@ -19,6 +19,14 @@ def test_models_train_as_on_the_cpu(name, devices):
     assert not found["races"]
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_loop_with_dropout_has_the_losses_of_the_cpu(name):
+    """Each device draws from a generator of its own, and so does each part on the CPU in the comparison."""
+    (found,) = launch(SCRIPT, 1, "loop", name, "2")
+    assert found["steps"] == 10 and found["drawn"] == 2
+    assert found["apart"] < 1e-9 and not found["races"]
+
+
 RUNS = [
     "a tied weight", "a written buffer", "a written buffer with gradients", "a gradient that is added to",
     "an input that is written after the call", "an output that is written after the call", "a value on two devices",

@@ -15,7 +15,10 @@ pytestmark = pytest.mark.skipif(bool(simgpu.missing()), reason=simgpu.missing())
 
 SCRIPT = "accelerator/on_ranks.py"
 CASES = {
-    2: [["burnt", "gpipe", "2"], ["t5", "interleaved1f1b", "4"]],
+    2: [
+        ["burnt", "gpipe", "2"], ["half", "1f1b", "2"], ["t5", "interleaved1f1b", "4"],
+        ["gpt2", "1f1b", "2", "1", "10"], ["llama", "1f1b", "2", "1", "10"],
+    ],
     4: [["gpt2", "1f1b", "2", "2"], ["llama", "zbvzerobubble", "8"]],
 }  # fmt: skip
 
@@ -32,12 +35,19 @@ def test_a_pipeline_trains_as_the_whole_on_the_cpu(ranks):
         assert max(line["loss"], line["gradient"], line["weight"]) < 1e-9, line
         assert line["device"] == f"simgpu:{line['rank']}" and line["devices"] == [line["device"]]
         assert not line["races"]
+        assert line["waits"] == 0, "a stage waited for its device in forward"
 
 
 def test_what_goes_wrong_is_seen():
-    """Seeds of the CPU's generator give other dropout; devices that stay burnt in do not run at all."""
-    (found,) = {tuple(line["seen"]) for line in run(2, [["burnt", "gpipe", "2", "planted"]])}
+    """Seeds of the CPU's generator give other dropout; devices that stay burnt in do not run at all.
+
+    An autocast for the accelerator does nothing in a capture on the CPU, which knows other dtypes at borders then.
+    """
+    lines = run(2, [["half there", "1f1b", "2"], ["burnt", "gpipe", "2", "planted"]])
+    (found,) = {tuple(line["seen"]) for line in lines if "seen" in line}
     assert found == ("the seeds differ", "the devices differ")
+    (said,) = {line["refused"] for line in lines if "refused" in line}
+    assert "SK801" in said and "enters autocast for simgpu, which did nothing in the capture, on cpu" in said
 
 
 def test_the_command_trains_checks_and_goes_on(tmp_path):

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from math import inf
 
+import torch
 import torch.distributed as dist
 
+from splitkit import _torch
 from splitkit.errors import PipelineError, SplitError
 from splitkit.pipeline.action import KINDS, Action
 from splitkit.runtime.ranks.first_cause import beating, first_cause, leave, report_cause
 from splitkit.runtime.ranks.replicas import Replicas
+from splitkit.runtime.ranks.step_watch import watched
 
 GLOO = re.compile(r"\[[^\]]*gloo[^\]]*:\d+\]")
 """The place in gloo's source that each of its errors names. Words such as "connection" are in errors of users, too."""
@@ -33,8 +37,11 @@ class Progress:
         replicas: which ranks are at each place, and the place of this rank.
         names: border -> the names of the values that cross it.
         ranks: rank -> its rank in the default process group; empty if they are the same.
+        device: the device of this rank.
+        limit: the seconds after which the process group gives up a message.
         inside: the action that is computing; ``None`` between actions.
         last: the action that began last.
+        failed: whether a step has failed here. What it wrote to the store stays there, and says nothing of later ones.
     """
 
     row: Sequence[Action]
@@ -42,8 +49,11 @@ class Progress:
     replicas: Replicas
     names: Sequence[Sequence[str]]
     ranks: Sequence[int] = ()
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    limit: float = inf
     inside: Action | None = None
     last: Action | None = None
+    failed: bool = False
 
     @contextmanager
     def computing(self, stage: int, kind: str, microbatch: int) -> Iterator[None]:
@@ -107,6 +117,12 @@ def global_ranks(group: dist.ProcessGroup | None) -> list[int]:
     return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
 
 
+def time_limit(group: dist.ProcessGroup | None) -> float:
+    """Return the seconds after which a process group gives up a message; infinite if it does not say."""
+    found = _torch.timeout_of(group)
+    return inf if found is None else float(found.total_seconds())
+
+
 @contextmanager
 def naming_failures(progress: Progress) -> Iterator[None]:
     """Wrap a step, so that a failure names rank, stage and microbatch here and on the other ranks.
@@ -115,15 +131,30 @@ def naming_failures(progress: Progress) -> Iterator[None]:
         PipelineError: SK805; a refusal (SK80x) of this rank is raised unchanged.
     """
     progress.inside = progress.last = None
-    with beating(dist.get_rank()):
+    with _watched(progress):
         try:
             yield
         except Exception as error:
-            cause = _root(error)
+            progress.failed, cause = True, _root(error)
             of_user = isinstance(cause, SplitError) or not is_of_network(cause)
             failed = _own(progress, cause) if of_user else _others(progress, cause)
             leave(dist.get_rank(), len(_ranks_of(progress)))
             raise failed from error
+
+
+def _watched(progress: Progress) -> AbstractContextManager[None]:
+    """Let the others see in a step that this rank is alive; on an accelerator, look for failures of others too."""
+    if progress.device.type == "cpu" or progress.failed:
+        return beating(dist.get_rank())
+
+    rank, ranks = dist.get_rank(), _ranks_of(progress)
+
+    def say(line: str) -> str:
+        found = line or first_cause(ranks, progress.replicas.rank, progress.waited_for(), False)
+        return f"SK805: {found}; rank {progress.replicas.rank} {progress.waits()}" if found else ""
+
+    where = rank, len(ranks), progress.device, progress.limit
+    return watched(*where, lambda: (progress.inside, progress.last), say)
 
 
 @contextmanager

@@ -55,7 +55,12 @@ def _beat(rank: int, over: threading.Event) -> None:
         store: Any = None
         while not over.wait(BEAT):
             store = _torch.default_store().clone() if store is None else store
-            store.add(_key(rank), 1)
+            beat(store, rank)
+
+
+def beat(store: Any, rank: int) -> None:
+    """Write one beat of a rank."""
+    store.add(_key(rank), 1)
 
 
 def report_cause(line: str) -> str:

@@ -1,11 +1,13 @@
-"""Refuses changes to stages that would have no effect, because the capture has fixed what they would change."""
+"""Refuses changes to stages that would not do what they do to a model, because the capture has fixed it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import fx, nn
 
+from splitkit import _torch
 from splitkit.errors import PipelineError
 
 
@@ -16,6 +18,28 @@ class FixedAtCapture:
         # Modules that a graph calls, as after symbolic_trace, follow their own mode.
         self._modes = [(part, part.training) for part in parts if not part.graph.find_nodes(op="call_module")]
         self._flags = {name: parameter.requires_grad for name, parameter in parameters.items()}
+
+        regions = [node for part in parts for node in part.graph.nodes if node.target is _torch.ENTER_AUTOCAST]
+        self._autocasts = {node.args[:2] for node in regions if node.args[2:3] != (False,)}
+
+    def require_autocast(self, device: torch.device) -> None:
+        """Refuse an autocast around a call, unless it was around the capture too.
+
+        Inside it, stages would compute other dtypes than those that the graph says cross the borders.
+
+        Raises:
+            PipelineError: SK802.
+        """
+        if not torch.is_autocast_enabled(device.type):
+            return
+        dtype = torch.get_autocast_dtype(device.type)
+        if (device.type, dtype) not in self._autocasts:
+            name = str(dtype).removeprefix("torch.")
+            raise PipelineError(
+                "SK802",
+                f"autocast to {name} is active around the call, and was not around the capture",
+                f"Call capture inside torch.autocast(..., {dtype}); the call needs no autocast then.",
+            )
 
     def require_modes(self) -> None:
         """Refuse parts whose mode has changed.

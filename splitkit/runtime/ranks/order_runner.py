@@ -12,10 +12,25 @@ from splitkit import _torch
 from splitkit.errors import ScheduleError
 from splitkit.pipeline.action import Action
 from splitkit.pipeline.order import PipelineOrder
-from splitkit.pipeline.schedules import has_window, pipeline_order, schedule_named, schedule_of, words_of
+from splitkit.pipeline.schedules import (
+    USUAL_MICROBATCHES,
+    has_window,
+    pipeline_order,
+    schedule_named,
+    schedule_of,
+    words_of,
+)
 from splitkit.runtime.ranks.replicas import is_even
 
 Loss = Callable[[Any, Any], Any] | None
+
+
+def microbatches_or_usual(schedule: str | PipelineOrder, microbatches: int | None) -> int | None:
+    """Return the number of microbatches that was asked for; by default `USUAL_MICROBATCHES` under a named schedule.
+
+    For an order, ``None`` stays ``None``: it has a number of its own.
+    """
+    return USUAL_MICROBATCHES if microbatches is None and isinstance(schedule, str) else microbatches
 
 
 def order_of(schedule: str | PipelineOrder, stages: int, microbatches: int | None, ranks: int) -> PipelineOrder:
@@ -24,14 +39,16 @@ def order_of(schedule: str | PipelineOrder, stages: int, microbatches: int | Non
     Args:
         schedule: the name of a schedule, or an order.
         stages: the number of stages of the split.
-        microbatches: per step; ``None``: as many as the order has, or 8 for the name of a schedule.
+        microbatches: per step; ``None`` as in `microbatches_or_usual`.
         ranks: the number of ranks.
 
     Raises:
         ScheduleError: SK330 if the schedule or order does not allow these numbers.
     """
+    microbatches = microbatches_or_usual(schedule, microbatches)
     if not isinstance(schedule, PipelineOrder):
-        return pipeline_order(schedule, stages, 8 if microbatches is None else microbatches, ranks)
+        assert microbatches is not None, "a named schedule has a usual number"
+        return pipeline_order(schedule, stages, microbatches, ranks)
     for what, has, given in (
         ("stages", len(schedule.rank_of), stages),
         ("ranks", len(schedule.ranks), ranks),
@@ -55,12 +72,13 @@ def placed_order(
     Args:
         schedule: as in `order_of`.
         counts: stage -> number of replicas.
-        microbatches: per step, of all replicas together; ``None`` as in `order_of`.
+        microbatches: per step, of all replicas together; ``None`` as in `microbatches_or_usual`.
         ranks: of all replicas together.
 
     Raises:
         ScheduleError: SK330 as in `order_of`, and for a schedule under which replicas cannot take turns.
     """
+    microbatches = microbatches_or_usual(schedule, microbatches)
     stages, count = len(counts), counts[0]
     if is_even(counts):
         each = microbatches if microbatches is None or count == 1 else microbatches // count

@@ -19,17 +19,18 @@ from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.ranks.batch_broadcast import broadcast_batch
 from splitkit.runtime.ranks.evaluation import share_tensors, split_like
-from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures, naming_lost_ranks
+from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures, naming_lost_ranks, time_limit
 from splitkit.runtime.ranks.fixed_at_capture import FixedAtCapture
 from splitkit.runtime.ranks.fsdp import shard, sum_shards
 from splitkit.runtime.ranks.gradient_norm import clip_gradients
 from splitkit.runtime.ranks.last_stage import LastStage, Loss, last_stage_of, loss_without_grad, own_loss
 from splitkit.runtime.ranks.microbatches import BatchSplitter
-from splitkit.runtime.ranks.order_runner import placed_order
+from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order
 from splitkit.runtime.ranks.rank_agreement import require_same
 from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages
 from splitkit.runtime.ranks.rank_stages import RankStages
 from splitkit.runtime.ranks.replicas import replicas, require_replicable, row_of_rank
+from splitkit.runtime.ranks.rng_channel import rng_channel
 from splitkit.runtime.ranks.shared_parameters import SharedParameters
 from splitkit.runtime.ranks.sized_stages import SizedStages
 from splitkit.runtime.ranks.stage import Batch
@@ -137,8 +138,7 @@ class Pipeline(StageTensors):
         self._chain = chain_of(split) if isinstance(split, Split) else split.chain
         self.group, self.rank = group, dist.get_rank(group)
         self.device = device_of_rank(device, group)
-        if microbatches is None and isinstance(schedule, str):
-            microbatches = 8
+        microbatches = microbatches_or_usual(schedule, microbatches)
         what = schedule if isinstance(schedule, str) else getattr(schedule, "ranks", schedule)
         require_same(self._chain, {"schedule": what, "number of microbatches": microbatches, "seed": seed}, group)
         counts, ranks = self._chain.replicas, dist.get_world_size(group)
@@ -151,7 +151,13 @@ class Pipeline(StageTensors):
             raise PipelineError("SK802", f"the seed is {shown(seed)}", "Give a whole number.")
         self._seed, self._loss, self.steps = int(seed), loss, 0
         progress = Progress(
-            row_of_rank(self.order, self.replicas), self.order.rank_of, self.replicas, (), global_ranks(group)
+            row_of_rank(self.order, self.replicas),
+            self.order.rank_of,
+            self.replicas,
+            (),
+            global_ranks(group),
+            self.device,
+            time_limit(group),
         )
         self._agreement = StepAgreement(group, self.device, progress)
         if isinstance(split, StageFolder):
@@ -167,6 +173,7 @@ class Pipeline(StageTensors):
         self._rank_stages: dict[bool, SizedStages] = {}
         self._progress = progress
         progress.names = self.borders
+        self._channel = rng_channel(self._chain, self.order.rank_of, self.replicas, group, self.device)
         self._schedule, self._fixed = schedule, FixedAtCapture(self.modules, self.named_parameters())
 
     def __repr__(self) -> str:
@@ -426,7 +433,8 @@ class Pipeline(StageTensors):
         batch.outputs, batch.losses, batch.found = {}, {}, None
         self.steps += train
         with naming_failures(self._progress), self._shared_parameters.added_up() if train else nullcontext():
-            stages.step()
+            with nullcontext() if self._channel is None else self._channel.step():
+                stages.step()
             if batch.losses:
                 losses = torch.cat([batch.losses[i].flatten() for i in self._share])
                 batch.found = self.replicas.gathered(losses, self.microbatches)
@@ -451,6 +459,7 @@ class Pipeline(StageTensors):
                 "Ask in the first step: step(..., outputs=True).",
             )
         self._fixed.require_modes()
+        self._fixed.require_autocast(self.device)
         if train:
             self._fixed.require_flags(self.named_parameters())
         inputs = self.cut(*args, **kwargs)
@@ -465,7 +474,8 @@ class Pipeline(StageTensors):
 
     def _sized_stages(self, train: bool, outputs: bool) -> SizedStages:
         last_stage = last_stage_of(self._chain, self._loss, train, outputs)
-        return SizedStages(self._chain, last_stage, Batch(self._progress, self._share), self._make_stages)
+        batch = Batch(self._progress, self._share, channel=self._channel)
+        return SizedStages(self._chain, last_stage, batch, self._make_stages)
 
     def _make_stages(self, last_stage: LastStage, batch: Batch, shapes: MessageShapes) -> RankStages:
         where = self.order, self.stages, self.device, self.replicas

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
+from splitkit import _torch
+from splitkit.errors import PipelineError
 from splitkit.graph.storages import attribute
 from splitkit.runtime.devices.accelerators import accelerator_type, with_index
 from splitkit.runtime.devices.hardcoded_devices import follow_device
@@ -53,9 +55,13 @@ def place_stages(chain: Chain, stages: Sequence[int], device: torch.device) -> N
 
     All parts at hand get the same new code, whichever stages are moved, so that ranks go on to agree on it. It names
     the device without an index: stages run with their device as the current one.
+
+    Raises:
+        PipelineError: SK801 for an autocast that has no effect where the graph was captured, but has one on the device.
     """
     split, type_only = chain.split, torch.device(device.type)
     for graph in (split.module, *split.parts.values()):
+        _require_effective_autocast(graph, device.type, chain.facts.captured)
         follow_device(graph, type_only, chain.facts.captured)
     parts = [split.parts[chain.keys[stage]] for stage in stages]
     held: list[object] = [value for stage in stages for value in chain.own(stage).values()]
@@ -63,6 +69,20 @@ def place_stages(chain: Chain, stages: Sequence[int], device: torch.device) -> N
         held += [*part.parameters(), *part.buffers(), *_constants(part)]
     root = nn.ModuleList([split.module, *parts])
     move_tensors(root, nn.Module(), {id(t): device for t in held if isinstance(t, torch.Tensor)})
+
+
+def _require_effective_autocast(gm: fx.GraphModule, kind: str, captured: frozenset[str]) -> None:
+    for node in gm.graph.nodes:
+        if node.target is _torch.ENTER_AUTOCAST and node.args[0] == kind and kind not in captured:
+            known = " and ".join(sorted(captured))
+            raise PipelineError(
+                "SK801",
+                f"{node.name} enters autocast for {kind}, which did nothing in the capture, on {known}: the dtypes "
+                "that cross borders are unknown",
+                f"Capture inside torch.autocast({min(captured)!r}, ...), which follows the rank to {kind}; "
+                f"or move the model to {kind} before the capture.",
+                [node],
+            )
 
 
 def _constants(part: fx.GraphModule) -> list[object]:

@@ -21,6 +21,7 @@ from splitkit.runtime.devices.accelerators import current
 from splitkit.runtime.ranks.border_values import BorderValue, non_view
 from splitkit.runtime.ranks.faults import Progress
 from splitkit.runtime.ranks.last_stage import LastStage
+from splitkit.runtime.ranks.rng_channel import RngChannel
 from splitkit.runtime.ranks.rng_state import RngHandover
 from splitkit.runtime.ranks.stage_chain import Chain
 from splitkit.runtime.ranks.step_sizes import MessageShapes, StepSizes
@@ -42,6 +43,7 @@ class Batch:
         losses: microbatch -> its loss, on the last rank.
         found: the losses of the microbatches of all replicas, on the last rank.
         keep: whether outputs are wanted.
+        channel: hands RNG states over between the hosts of accelerators.
     """
 
     progress: Progress | None = None
@@ -54,6 +56,7 @@ class Batch:
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     found: torch.Tensor | None = None
     keep: bool = False
+    channel: RngChannel | None = None
 
 
 class ChainStage(nn.Module):
@@ -92,7 +95,7 @@ class ChainStage(nn.Module):
         self.ran: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] | None = None
         self._output = chain.split.module.graph.output_node()
         self._module = chain.split.module
-        self.rng = RngHandover.of(chain, stage, device)
+        self.rng = RngHandover.of(chain, stage, device, batch.channel)
 
     @property
     def needs_whole_backward(self) -> bool:
@@ -144,14 +147,14 @@ class ChainStage(nn.Module):
         inputs = self._batch.inputs[number]
         values: dict[Node, Any] = {node: inputs[str(node.target)] for node in self._inputs}
         values |= {node: evaluated(size, self._batch.sizes.sizes[number]) for node, size in self._computed.items()}
-        rest = self.rng.begin(received, self._batch.seeds[number])
+        rest = self.rng.begin(received, self._batch.seeds[number], number)
         try:
             for node, value, how in zip(self._received, rest, self._in(number, self.received_values), strict=True):
                 values[node] = how.unpacked(value)
             for node in self._nodes:
                 values[node] = self._run(node, values)
         finally:
-            state = self.rng.end()
+            state = self.rng.end(number)
         if self.last:
             return self._finish(number, values, inputs)
         where = f"after stage {self._stage}, in microbatch {number}"

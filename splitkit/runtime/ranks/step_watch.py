@@ -1,0 +1,95 @@
+"""Watches a step on an accelerator, where a rank that waits for a lost one gets no error.
+
+On a CPU, gloo raises an error when another rank is gone. On an accelerator the host queues a whole step and goes on;
+the device then waits, until the watchdog of NCCL ends the process after the time limit of the group, and names nobody.
+So a thread beats for the rank until its device has done the step, and looks for what a failed rank has written to the
+store::
+
+    host      step queued ── loss.item() ───────────────────────────▶ (waits for the device)
+    device    F0 F1 ... waits for rank 1
+    thread    beat  beat  rank 1 has written to the store: say so, and end the process
+
+Ending the process is what the watchdog would do later: what the device waits for never comes, and an aborted message
+would leave numbers in memory that nobody has sent.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from splitkit import _torch
+from splitkit.runtime.devices.accelerators import has_streams, stream_of
+from splitkit.runtime.ranks.first_cause import BEAT, KEY, PATIENCE, beat, leave
+
+
+@contextmanager
+def watched(
+    rank: int, size: int, device: torch.device, limit: float, progress: Callable[[], object], say: Callable[[str], str]
+) -> Iterator[None]:
+    """Watch a step on an accelerator until its device has done it.
+
+    Args:
+        rank: the rank in the default process group.
+        size: the number of ranks that may fail with it.
+        device: the device of this rank.
+        limit: the seconds after which the process group gives up a message.
+        progress: returns something that changes while this rank goes on.
+        say: makes the message of an error from what a failed rank has written; from "", it finds out who is silent,
+            and returns "" if nobody is.
+    """
+    failed, queued = threading.Event(), list[Callable[[], bool]]()
+    args = (rank, size, failed, queued, max(limit - 2 * PATIENCE - BEAT, 0.9 * limit), progress, say)
+    threading.Thread(target=_watch, args=args, name="watch", daemon=True).start()
+    try:
+        yield
+        # a device without streams is not asked
+        queued.append(stream_of(device).record_event().query if has_streams(device) else lambda: True)
+    except BaseException:
+        failed.set()
+        raise
+
+
+def _watch(
+    rank: int,
+    size: int,
+    failed: threading.Event,
+    queued: list[Callable[[], bool]],
+    patience: float,
+    progress: Callable[[], object],
+    say: Callable[[str], str],
+) -> None:
+    seen, since = progress(), time.monotonic()
+    # a store that is gone shows in the main thread, which reports it
+    with suppress(Exception):
+        store: Any = None
+        while not failed.wait(BEAT) and not (queued and queued[0]()):
+            store = _torch.default_store().clone() if store is None else store
+            beat(store, rank)
+            now = (progress(), bool(queued))
+            seen, since = (seen, since) if now == seen else (now, time.monotonic())
+            line = str(store.get(KEY).decode()) if store.check([KEY]) else ""
+            if not line and time.monotonic() - since < patience:
+                continue
+            # the main thread may get an error by itself
+            if line and failed.wait(PATIENCE):
+                return
+            if message := say(line):
+                _end(message, rank, size)
+            since = time.monotonic()
+
+
+def _end(message: str, rank: int, size: int) -> None:
+    """Say what happened, let the others read it, and end the process."""
+    sys.stdout.flush()
+    sys.stderr.write(f"{message}\n")
+    sys.stderr.flush()
+    leave(rank, size)
+    os._exit(1)
