@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING
 
 from splitkit.pipeline.memory import RankMemory
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.units import size
-
-if TYPE_CHECKING:
-    from splitkit.prices import Optimizer
 
 
 @dataclass(frozen=True)
@@ -50,6 +46,14 @@ class ByteBreakdown:
         activations = rank.saved + rank.messages + rank.temporaries
         return cls(rank.parameters, rank.gradients, rank.optimizer, 0, activations)
 
+    @classmethod
+    def of_visits(cls, stages: Sequence[StageCosts]) -> ByteBreakdown:
+        """Return the bytes of a device that runs these stages: all they hold, and the most that one takes at a time."""
+        each = [cls.of_stage(stage) for stage in stages]
+        held = {kind: sum(dict(one.kinds)[kind] for one in each) for kind in ("weights", "gradients", "optimizer")}
+        activations = sum(stage.saved_bytes for stage in stages)
+        return cls(**held, activations=activations + max((stage.temporary_bytes for stage in stages), default=0))
+
     @property
     def total(self) -> int:
         """The sum of all kinds."""
@@ -64,12 +68,12 @@ class ByteBreakdown:
         """Return the bytes as plain data, with the sum as ``total``."""
         return {**asdict(self), "total": self.total}
 
+    @property
+    def told(self) -> str:
+        """Return the total and its kinds: ``13.50 GiB (12.00 GiB of weights and 1.50 GiB of activations)``."""
+        return f"{size(self.total)} ({self})"
+
     def __str__(self) -> str:
         """Return ``12.00 GiB of weights and 1.50 GiB of activations``: the kinds that are not 0."""
         told = [f"{size(nbytes)} of {name}" for name, nbytes in self.kinds if nbytes]
         return " and ".join(filter(None, [", ".join(told[:-1]), *told[-1:]])) or "nothing"
-
-
-def purpose(optimizer: Optimizer) -> str:
-    """Return what a plan is for, in words: ``inference``, ``training with adam``."""
-    return f"training with {optimizer}" if optimizer else "inference"

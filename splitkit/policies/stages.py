@@ -10,9 +10,10 @@ from functools import partial
 from splitkit.checks import Memory, count, degrees, fraction, is_word, memory_of, seconds, settle
 from splitkit.costs import Costs, Links
 from splitkit.costs.links import as_links
-from splitkit.errors import NoPlanError, PolicyError
+from splitkit.errors import NoPlanError
 from splitkit.graph.dataflow import Dataflow, enough_nodes
 from splitkit.pipeline.defaults import microbatches_of, ranks_of, require_replicas, require_schedule
+from splitkit.pipeline.purpose import counted_optimizer
 from splitkit.pipeline.stage_prices import check_stage_optimizer
 from splitkit.plans.record import Plan
 from splitkit.prices import Optimizer
@@ -76,8 +77,8 @@ class Stages:
             else among those found.
         links: the links between the ranks ``0, 1 ...``: `splitkit.costs.Links`, or the name of a preset
             (``"nvlink4"``).
-        optimizer: the optimizer whose state counts: ``"adam"``, ``"momentum"``, ``"sgd"``; ``None``: the model is not
-            trained.
+        optimizer: the optimizer whose state counts in training: ``"adam"``, ``"momentum"``, ``"sgd"``. ``None``:
+            inference; with a schedule, or costs that include backward, ``"adam"``, since these train.
         seconds: the CPU time of this thread after which the search ends, as soon as it has a plan. The analysis of the
             graph, which is done once per graph, does not count. Usually the search ends long before, after a number of
             steps in proportion to these seconds, so that a slower machine finds the same plan. If time ended it, the
@@ -93,7 +94,7 @@ class Stages:
     microbatches: int | None = None
     memory: Memory = None
     links: str | Links | None = None
-    optimizer: Optimizer = "adam"
+    optimizer: Optimizer = None
     seconds: float = 10.0
     tolerance: float = 0.01
     replicas: int | Sequence[int] = (1,)
@@ -111,12 +112,6 @@ class Stages:
         memory_of(self, None if least else self.memory, ranks)
         as_links(self.links)
         check_stage_optimizer(self.optimizer)
-        if self.schedule is not None and self.optimizer is None:
-            raise PolicyError(
-                "SK302",
-                "Stages: a schedule trains, but optimizer is None",
-                "Name an optimizer, or leave out the schedule.",
-            )
         seconds(self, "seconds", self.seconds, endless=False)
         fraction(self, "tolerance", self.tolerance)
 
@@ -136,7 +131,8 @@ class Stages:
     def _staging(self, flow: Dataflow, costs: Costs) -> StagePlanner:
         memory = None if is_word(self.memory, "least") else self.memory
         links = as_links(self.links)
-        demand = StageRequest(self, flow, costs, self.schedule, self.microbatches, memory, links, self.optimizer)
+        optimizer = counted_optimizer(self.optimizer, self.schedule, costs)
+        demand = StageRequest(self, flow, costs, self.schedule, self.microbatches, memory, links, optimizer)
         solver = partial(contiguous, near=self.tolerance)
         if self.schedule is not None or self.memory is not None:
             demand.analyze()

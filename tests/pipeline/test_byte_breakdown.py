@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import splitkit as sk
-from splitkit.pipeline.byte_breakdown import ByteBreakdown, purpose
+from splitkit.pipeline.byte_breakdown import ByteBreakdown
+from splitkit.pipeline.purpose import counted_optimizer, purpose
 from splitkit.pipeline.stage_prices import peaks_of_visits
 from splitkit.policies import Expert
 from splitkit.testing import models
@@ -42,3 +43,11 @@ def test_text_leaves_out_what_is_zero():
     text = str(ByteBreakdown(weights=2048, cache=1024, activations=512))
     assert text == "2.00 KiB of weights, 1.00 KiB of cache and 512 B of activations"
     assert purpose(None) == "inference" and purpose("adam") == "training with adam"
+
+
+def test_training_is_what_a_schedule_or_prices_with_backward_ask_for(gm):
+    costs = sk.costs.flops(gm)
+    assert counted_optimizer(None, None) is None and counted_optimizer(None, None, costs) is None
+    assert counted_optimizer(None, "1f1b", costs) == "adam"
+    assert counted_optimizer(None, None, sk.costs.training(costs, gm)) == "adam"
+    assert counted_optimizer("sgd", "1f1b", costs) == counted_optimizer("sgd", None, costs) == "sgd"

@@ -9,14 +9,12 @@ is taken.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, pairwise
 
 import numpy as np
 
-from splitkit.errors import SplitError
 from splitkit.search.additive_memory import AdditiveMemory
 from splitkit.search.placement_model import TransferTimes
 from splitkit.search.stages.candidate_borders import BorderSet, CandidateBorders, StagePeaks
@@ -262,14 +260,3 @@ class PeakSearch:
             return False
         self.stretches -= wanted
         return True
-
-
-def fewest_stages(counts: Iterable[int], search_of: Callable[[int], PeakSearch]) -> int | None:
-    """Return the first number of stages for which stages that fit are found; None if there is none."""
-    for count in counts:
-        with suppress(SplitError):  # a schedule, or links, that does not go with so many
-            search = search_of(count)
-            size = len(search.tracks.placing.units)
-            if next(search.within(np.arange(size) * count // size), None) is not None:
-                return count
-    return None
