@@ -228,7 +228,9 @@ def test_a_model_in_parts_that_run(gpt2):
     parts = stage_costs(flow, plan, costs)
     assert max(peaks_of(StagePrices(flow, costs), plan_parts(flow, plan), (1,) * len(parts))) <= memory
     assert 3 <= len(parts) <= 4
-    assert plan.note.startswith(f"{len(parts)} parts, at least {plan.claim.bound:.0f} needed; part ")
+    assert plan.note.startswith(
+        f"{len(parts)} parts, at least {plan.claim.bound:.0f} needed; training with adam; part "
+    )
     assert len(sk.split(gm, plan).parts) == len(parts)
     assert plan == sk.plan(gm, trained(memory), costs)
 

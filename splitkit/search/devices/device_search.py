@@ -39,6 +39,7 @@ from splitkit.solvers.placement.sets.set_solver import noncontiguous
 from splitkit.solvers.placement.solution import Solution, timeout_note
 from splitkit.solvers.placement.stages.contiguous import contiguous
 from splitkit.solvers.placement.unequal.unequal_solver import on_unequal_links
+from splitkit.units import size
 
 _UNEQUAL = 3.0  # times as long as a solver that takes links to be alike may search where they are not
 
@@ -147,7 +148,8 @@ class DeviceSearch:
         if any(limit is not None for limit in self.demand.capacities):
             held = dict(zip(self._keys, self._held_by(plan), strict=True))
             fullest = max(held, key=lambda key: held[key].total)
-            memory = f"; {purpose(self.demand.optimizer)}: {fullest} holds most, {held[fullest].told}"
+            peak = f"peak {size(held[fullest].total)} on {fullest}"
+            memory = f"; {peak}, {purpose(self.demand.optimizer)}: {held[fullest]}"
         return replace(
             plan,
             note=f"{used} of {len(self._keys)} devices: {claim}{memory}{timeout_note(self.tries, self.clock)}",

@@ -149,10 +149,8 @@ class MemoryFit:
         node = self.units[largest]
         known = [one for one, limit in zip(self.held_by(plan), self.limits, strict=True) if limit is not None]
         most = max(known, key=lambda one: one.total)
-        reason = (
-            f"for {purpose(self.optimizer)}, what the parts hold does not fit {given}: the fullest of the best plan "
-        )
-        reason += f"found holds {most.told}; {named(node)} alone holds {size(int(alone[largest]))}"
+        reason = f"what the parts hold does not fit {given}, for {purpose(self.optimizer)}: the fullest of the best "
+        reason += f"plan found holds {most.told}; {named(node)} alone holds {size(int(alone[largest]))}"
         remedy = f"Give {most.total} bytes ({size(most.total)}) to each of {len(self.limits)} devices"
         remedy += ": for that there is a plan"
         if self.clock.is_over():

@@ -48,7 +48,7 @@ from splitkit.solvers.placement.memory_remedies import stages_fit
 from splitkit.solvers.placement.problem import Floats, Ints, Problem, Slot
 from splitkit.solvers.placement.solution import Key, Solution, stage_numbers, timeout_note
 from splitkit.solvers.placement.stages.contiguous import contiguous
-from splitkit.units import duration
+from splitkit.units import duration, size
 
 NEAR = 1e-3
 """Relative: where there is less to gain, what is near the best is not searched again."""
@@ -414,5 +414,6 @@ class StagePlanner:
         if self.demand.schedule is not None or self._limited:
             held = self._held_by(plan)
             fullest = max(range(len(held)), key=lambda rank: held[rank].total)
-            words.append(f"{purpose(self.demand.optimizer)}: rank {fullest} holds most, {held[fullest].told}")
+            peak = "" if self.demand.schedule is not None else f"peak {size(held[fullest].total)} on rank {fullest}, "
+            words.append(f"{peak}{purpose(self.demand.optimizer)}: {held[fullest]}")
         return replace(plan, note="; ".join(words) + timeout_note(self.tries, self.clock), claim=claim)
