@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+
+from torch.fx import Node
 
 from splitkit.checks import Memory, count, degrees, fraction, is_word, memory_of, seconds, settle
 from splitkit.costs import Costs, Links
@@ -16,10 +18,12 @@ from splitkit.pipeline.defaults import microbatches_of, ranks_of, require_replic
 from splitkit.pipeline.purpose import counted_optimizer
 from splitkit.pipeline.stage_prices import check_stage_optimizer
 from splitkit.plans.record import Plan
+from splitkit.policies.cache_options import CacheOptions, cache_of, check_cache
 from splitkit.prices import Optimizer
 from splitkit.search.replicas.replica_scoring import ReplicaScoring
 from splitkit.search.replicas.replica_search import ReplicaSearch
 from splitkit.search.request import StageRequest
+from splitkit.search.stages.inference_stages import InferenceStages
 from splitkit.search.stages.stage_search import StagePlanner
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.solution import timeout_note
@@ -64,6 +68,14 @@ class Stages:
 
         Stages(8, schedule="1f1b", links="nvlink4", replicas=(1, 2, 4))
 
+    For inference, each stage keeps the keys and values of its own attention. ``objective="tokens"`` finds the stages
+    that have room for the largest cache beside their weights and activations, and of these the fastest;
+    ``objective="throughput"`` the fastest that have room for ``tokens``, which are those of all requests in flight
+    together. With at least as many requests in flight as stages, a step takes as long as the slowest stage::
+
+        Stages(4, objective="tokens", memory=["24GiB", "24GiB", "16GiB", "16GiB"])
+        Stages(4, objective="throughput", tokens=8 * 4096, memory="24GiB", links="pcie4")
+
     The plan's claim says how good it is: its value, a lower bound for all plans that compute each node once, the proof
     of the bound, and the evenness of the loads. Its note names an op that prevents a gain from more stages.
 
@@ -87,6 +99,10 @@ class Stages:
             stages more even, and how much less even stages may be if that reduces traffic.
         replicas: the numbers of devices that a stage may use, such as ``(1, 2, 4)``; ``n`` is then the number of
             devices, not all of which need be used.
+        objective: ``"tokens"`` or ``"throughput"``, for inference; ``None``: the slowest stage, without a cache.
+        tokens: with ``objective="throughput"``, the tokens of all requests in flight, whose cache must fit.
+        cache: node, or its name -> bytes of cache per token; by default what `splitkit.extend.cache_bytes` reads off
+            the graph.
     """
 
     n: int
@@ -98,6 +114,9 @@ class Stages:
     seconds: float = 10.0
     tolerance: float = 0.01
     replicas: int | Sequence[int] = (1,)
+    objective: str | None = None
+    tokens: int = 0
+    cache: Mapping[str | Node, int] | None = None
 
     def __post_init__(self) -> None:
         settle(self, "n", count)
@@ -114,6 +133,9 @@ class Stages:
         check_stage_optimizer(self.optimizer)
         seconds(self, "seconds", self.seconds, endless=False)
         fraction(self, "tolerance", self.tolerance)
+        replicas = self.replicas if self._replicated else None
+        training = {"schedule": self.schedule, "optimizer": self.optimizer, "replicas": replicas}
+        check_cache(self._cached, self.memory, {name: one for name, one in training.items() if one is not None})
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
         """Return a plan with the stages ``0 .. n - 1``.
@@ -126,6 +148,8 @@ class Stages:
             return self._with_replicas(flow, costs)
         enough_nodes(flow, self.n)
         staging = self._staging(flow, costs)
+        if self.objective is not None:
+            return InferenceStages(staging, cache_of(self._cached, flow, costs), self.tokens).plan(self.objective)
         return staging.least() if is_word(self.memory, "least") else staging.plan()
 
     def _staging(self, flow: Dataflow, costs: Costs) -> StagePlanner:
@@ -140,6 +164,10 @@ class Stages:
         return StagePlanner(
             demand, tuple(range(self.n)), counted * self.seconds, self.tolerance, solver, clock=Clock(self.seconds)
         )
+
+    @property
+    def _cached(self) -> CacheOptions:
+        return CacheOptions("Stages", self.objective, self.tokens, self.cache)
 
     @property
     def _degrees(self) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ class CutsInMemory:
     def plans(self) -> Iterator[Plan]:
         """Yield stages that fit; if there are none, those that need the least memory in the graph's own order."""
         sizes = tuple(limit for limit in self.limits if limit is not None)
-        if not self._one_a_rank or len(sizes) < len(self.limits):
+        if not self._one_a_rank or len(sizes) < len(self.limits) or self.demand.cache:
             return
         search = self._search(sizes)
         found = search.of(len(self.keys))
@@ -43,7 +43,7 @@ class CutsInMemory:
     def fewest(self) -> int | None:
         """Return the fewest stages found, more than there are, that fit the memory of each; None if there are none."""
         limit = self.limits[0]
-        if not self._one_a_rank or limit is None or len(set(self.limits)) > 1:
+        if not self._one_a_rank or limit is None or len(set(self.limits)) > 1 or self.demand.cache:
             return None
         found = MemorySearch(self._free, None, lambda count: (limit,) * count).fewest()
         more = found is not None and len(found.parts) > len(self.keys) and self._plan(found) is not None

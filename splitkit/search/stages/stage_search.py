@@ -202,7 +202,7 @@ class StagePlanner:
     @cached_property
     def _peak_search(self) -> PeakSearch:
         return PeakSearch(
-            tracks=CandidateBorders(self._placing, self.demand.stage_prices, self._problem()),
+            tracks=CandidateBorders(self._placing, self.demand.stage_prices, self._problem(), self._cache_of_units),
             holding=self._holding,
             flights=self.demand.flights(len(self.keys), surely=False),
             sure_flights=self.demand.flights(len(self.keys), surely=True),
@@ -280,7 +280,16 @@ class StagePlanner:
 
     @cached_property
     def _holding(self) -> AdditiveMemory:
-        return AdditiveMemory.of(self._placing, self.demand.stage_prices.activations, self.demand.optimizer)
+        demand = self.demand
+        return AdditiveMemory.of(self._placing, demand.stage_prices.activations, demand.optimizer, demand.cache)
+
+    @property
+    def _cache_of_units(self) -> Ints | None:
+        """(n,) bytes of cache of each unit; None for none."""
+        if not self.demand.cache:
+            return None
+        kept = [sum(self.demand.cache.get(node, 0) for node in members) for members in self._placing.members]
+        return np.array(kept, np.int64)
 
     @property
     def _limited(self) -> bool:
@@ -393,7 +402,21 @@ class StagePlanner:
         """Return the bytes of each rank; without a schedule of one microbatch, which no other disturbs."""
         if self.demand.schedule is not None:
             return tuple(map(ByteBreakdown.of_rank, self._run(plan).memory))
-        return tuple(map(ByteBreakdown.of_stage, self.demand.stage_prices.of(plan)))
+        kept = dict.fromkeys(self.keys, 0)
+        for node, nbytes in self.demand.cache.items():
+            kept[plan.home(node)] += nbytes
+        stages = zip(self.demand.stage_prices.of(plan), kept.values(), strict=True)
+        return tuple(ByteBreakdown.of_stage(stage, cache=nbytes) for stage, nbytes in stages)
+
+    def described(self, plan: Plan) -> Plan:
+        """Return a plan of other origin with a claim and a note."""
+        return self._described(plan, self._cut(plan, 0.0))
+
+    def better(self, plan: Plan, other: Plan) -> Plan:
+        """Return ``plan``, or another one of a lower bottleneck, for which the bound of ``plan`` holds too."""
+        if self._value(other) >= self._value(plan) or plan.claim is None:
+            return plan
+        return self._described(other, self._cut(other, plan.claim.bound))
 
     def _described(self, plan: Plan, found: Solution) -> Plan:
         """Return the plan with its claim and a note."""
