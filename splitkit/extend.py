@@ -19,6 +19,7 @@ from splitkit import checks
 from splitkit.errors import CycleError, NoPlanError, PlanError, PolicyError, SplitError
 from splitkit.graph.ambient import register_region
 from splitkit.graph.byte_sizes import storage_bytes, tensor_bytes
+from splitkit.graph.cache_bytes import cache_bytes
 from splitkit.graph.dataflow import Dataflow, analyze, enough_nodes, given_back, module_path, readers_of
 from splitkit.graph.fake_runs import propagate
 from splitkit.graph.node_selection import Ops, modules_matching, rule_of
@@ -63,6 +64,7 @@ __all__ = [
     "SplitError",
     "StageCosts",
     "analyze",
+    "cache_bytes",
     "checkpointed",
     "checks",
     "condense",

@@ -70,6 +70,9 @@ def check_placement(args: Namespace) -> None:
         raise UsageError(
             "SK601", "--schedule is for training, --optimizer none for inference", "Leave one of them out."
         )
+    if args.training and args.optimizer == "none":
+        remedy = "Leave one of them out."
+        raise UsageError("SK601", "--training prices backward, --optimizer none is for inference", remedy)
     if args.devices is not None:
         device_list.check_device_list(args.devices)
     check_memory(args)
@@ -167,7 +170,8 @@ class Placement:
             remedy = "Name one kind of device, 8xh200, or give --stages 8; leave --objective latency out."
             raise UsageError("SK601", "--replicas needs stages on devices of one kind", remedy)
         links, why = links_option(args.links, devices)
-        optimizer = args.optimizer or ("none" if args.schedule is None else "adam")
+        trains = args.schedule is not None or bool(args.training)
+        optimizer = args.optimizer or ("adam" if trains else "none")
         return cls(
             devices=devices,
             stages=stages,

@@ -20,6 +20,7 @@ PARENT: PartKey = None
 CALLS = ("plain", "checkpoint")
 """The ways in which the parent may call a part."""
 
+_MAXIMISED = frozenset(("tokens",))
 _EXACT = 1e-5  # smaller gaps would be printed as 0.00%
 
 NAMING = "Name parts with ints, strings, devices or tuples of these."
@@ -86,9 +87,9 @@ class Claim:
 
     Attributes:
         objective: the minimised quantity: ``"bottleneck"`` (seconds of the most loaded part), ``"makespan"`` (seconds
-            of one sample), ``"parts"`` (how many) or ``"traffic"`` (bytes).
+            of one sample), ``"parts"`` (how many) or ``"traffic"`` (bytes); or the maximised ``"tokens"`` (of cache).
         value: the objective of this plan.
-        bound: a lower bound on the objective of every plan within the same limits.
+        bound: a lower bound on the objective of every plan within the same limits; for tokens an upper bound.
         solver: the method that found the plan, and the one that proved the bound if it is a different one.
         limiting: the part that determines the value, such as the most loaded one.
         tolerance: the relative distance from the bound that counts as optimal: rounding errors of the proof, or what
@@ -106,8 +107,12 @@ class Claim:
 
     @property
     def gap(self) -> float:
-        """An upper bound on how much lower the objective could be, as a fraction of the value."""
-        return max(0.0, 1 - self.bound / self.value) if self.value else 0.0
+        """An upper bound on how much lower the objective could be, as a fraction of the value.
+
+        For tokens, how much higher it could be, as a fraction of the bound.
+        """
+        low, high = (self.value, self.bound) if self.objective in _MAXIMISED else (self.bound, self.value)
+        return max(0.0, 1 - low / high) if high else 0.0
 
     @property
     def optimal(self) -> bool:

@@ -12,6 +12,7 @@ from splitkit.costs.links import as_links
 from splitkit.errors import NoPlanError, PlanError, PolicyError, ScheduleError, SplitError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.pipeline.defaults import ranks_of, require_schedule
+from splitkit.pipeline.purpose import counted_optimizer
 from splitkit.pipeline.stage_prices import check_stage_optimizer
 from splitkit.plans.parts import Claim
 from splitkit.plans.policy import PolicyLike, as_plan
@@ -59,7 +60,7 @@ class Best:
     microbatches: int | None = None
     memory: Memory = None
     links: str | Links | None = None
-    optimizer: Optimizer = "adam"
+    optimizer: Optimizer = None
 
     def __post_init__(self) -> None:
         if is_whole(self.policies):
@@ -86,8 +87,9 @@ class Best:
             NoPlanError: SK303 if every policy refuses or exceeds the memory; it lists the reasons.
         """
         links = as_links(self.links)
+        optimizer = counted_optimizer(self.optimizer, self.schedule, costs)
         scoring = Scoring(
-            StageRequest(self, flow, costs, self.schedule, self.microbatches, self.memory, links, self.optimizer)
+            StageRequest(self, flow, costs, self.schedule, self.microbatches, self.memory, links, optimizer)
         )
         entries: list[_Entry] = []
         start = time.monotonic()
@@ -111,7 +113,9 @@ class Best:
 
     def _described(self, winner: _Entry, entries: Sequence[_Entry], scoring: Scoring) -> Plan:
         plan, score = winner.made
-        proofs = [(claim.bound, claim.tolerance, entry) for entry in entries if (claim := self._shared(entry, score))]
+        proofs = [
+            (claim.bound, claim.tolerance, entry) for entry in entries if (claim := self._shared(entry, score, scoring))
+        ]
         bound, tolerance, prover = max(
             proofs, key=lambda proof: (proof[0], proof[2] is winner), default=(0.0, _NEAR, winner)
         )
@@ -123,7 +127,7 @@ class Best:
         listed = "; ".join(map(str, entries))
         return replace(plan, note=f"best of {len(entries)}: {claim}; {listed}", claim=claim)
 
-    def _shared(self, entry: _Entry, score: Score) -> Claim | None:
+    def _shared(self, entry: _Entry, score: Score, scoring: Scoring) -> Claim | None:
         """Return a policy's claim if its bound holds for the winner: same number of convex parts, no other constraints.
 
         A problem with fewer constraints (no links, no memory, forward only) is a relaxation, so its bound holds too.
@@ -139,8 +143,8 @@ class Best:
         if policy.links is not None and _ranks(policy.n, schedule) != _ranks(policy.n, self.schedule):
             return None  # messages between stages of one rank are free
         if policy.memory is not None:
-            held = (policy.memory, getattr(policy, "microbatches", None), getattr(policy, "optimizer", None))
-            if held != (self.memory, self.microbatches, self.optimizer):
+            held = (policy.memory, getattr(policy, "microbatches", None), _counted(policy, scoring))
+            if held != (self.memory, self.microbatches, scoring.demand.optimizer):
                 return None
         return claim
 
@@ -148,6 +152,13 @@ class Best:
         reasons = "; ".join(map(str, entries))
         remedy = next((entry.remedy for entry in entries if entry.remedy), "")
         return NoPlanError("SK303", f"Best: none of {len(entries)} policies has a plan: {reasons}", remedy)
+
+
+def _counted(policy: Stages | Acyclic, scoring: Scoring) -> Optimizer:
+    """Return the optimizer whose state a policy counts."""
+    if not isinstance(policy, Stages):
+        return None
+    return counted_optimizer(policy.optimizer, policy.schedule, scoring.demand.prices)
 
 
 def _ranks(stages: int, schedule: str | None) -> tuple[int, ...]:
@@ -201,7 +212,8 @@ class _Entry:
     def remedy(self) -> str:
         """What would help if there is no plan that fits."""
         if self.score is not None:
-            return f"Give each rank {self.score.peak} bytes ({size(self.score.peak)}), or ask for more stages."
+            need = f"{self.score.peak} bytes ({size(self.score.peak)})"
+            return f"Give each rank {need}: the plan of {_name(self.policy)} then fits."
         return self.error.remedy if self.error is not None else ""
 
     def __str__(self) -> str:

@@ -10,6 +10,7 @@ from splitkit.checks import count, memory_of, settle
 from splitkit.costs import Costs
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow, enough_nodes, module_path
+from splitkit.pipeline.purpose import counted_optimizer, purpose
 from splitkit.pipeline.schedules import is_single, schedule_named, words_of
 from splitkit.pipeline.stage_prices import check_stage_optimizer
 from splitkit.plans.parts import Claim
@@ -44,14 +45,14 @@ class MemoryBudget:
         schedule: the schedule of the pipeline whose stages are the parts, with one stage per rank: ``"1f1b"``,
             ``"gpipe"``, ``"eager-1f1b"``. ``None``: one microbatch.
         microbatches: the microbatches in a step of the schedule; ``None``: two per part.
-        optimizer: ``"adam"``, ``"momentum"``, ``"sgd"``; ``None``: no training.
+        optimizer: as in `Stages`: ``"adam"``, ``"momentum"``, ``"sgd"``; ``None``: inference, or Adam with a schedule.
     """
 
     memory: int | str | Sequence[int | str]
     parts: int | None = None
     schedule: str | None = None
     microbatches: int | None = None
-    optimizer: Optimizer = "adam"
+    optimizer: Optimizer = None
 
     def __post_init__(self) -> None:
         check_stage_optimizer(self.optimizer)
@@ -103,8 +104,8 @@ class MemoryBudget:
             return self._plan(search, found)
 
     def _search(self, flow: Dataflow, costs: Costs) -> MemorySearch:
-        schedule = self.schedule if self.optimizer else None
-        demand = StageRequest(self, flow, costs, schedule, self.microbatches, optimizer=self.optimizer)
+        optimizer = counted_optimizer(self.optimizer, self.schedule, costs)
+        demand = StageRequest(self, flow, costs, self.schedule, self.microbatches, optimizer=optimizer)
         return MemorySearch(demand, self.parts, self.sizes)
 
     def _plan(self, search: MemorySearch, found: MemoryParts) -> Plan:
@@ -114,8 +115,9 @@ class MemoryBudget:
         count = len(found.parts)
         least = search.at_least(count)
         note = (
-            f"{parts_of(count)}, at least {least} needed; part {limiting} is fullest: "
-            f"{size(found.peaks[limiting])} of {size(found.memory[limiting])}; {size(found.traffic)} cross"
+            f"{parts_of(count)}, at least {least} needed; {purpose(search.optimizer)}; part {limiting} is fullest: "
+            f"{found.held[limiting].told} of {size(found.memory[limiting])}; "
+            f"{size(found.traffic)} cross"
         )
         if self.parts is None:
             claim = Claim("parts", count, least, found.solver, limiting)
@@ -142,7 +144,8 @@ class MemoryBudget:
             )
         ways = [f"MemoryBudget({need}) would do for {parts_of(count)} ({size(need)})" for count, need in search.needs()]
         ways += self._others(search, costs)
-        return NoPlanError("SK303", reason, "; ".join(ways) + "." if ways else "Give more memory.", nodes)
+        remedy = "; ".join(ways) + "." if ways else "Give more memory."
+        return NoPlanError("SK303", f"{reason}, for {purpose(search.optimizer)}", remedy, nodes)
 
     def _limits(self) -> str:
         shown = size(self.sizes(1)[0]) if isinstance(self.memory, int | str) else f"{len(self.memory)} devices"
@@ -158,13 +161,13 @@ class MemoryBudget:
             if found is not None and len(found.parts) > len(self.sizes(self.parts or len(search.flow.nodes))):
                 ways.append(f"{parts_of(len(found.parts))} of {size(most)} would fit")
         if self.schedule is not None:
-            other = replace(self, schedule=None, microbatches=None)
+            other = replace(self, schedule=None, microbatches=None, optimizer=search.optimizer)
             if (found := other._search(search.flow, costs).best()) is not None:
                 ways.append(f"one microbatch at a time would fit in {parts_of(len(found.parts))}")
-        if self.optimizer is not None:
+        if search.optimizer is not None:
             other = replace(self, optimizer=None, schedule=None, microbatches=None)
             if (found := other._search(search.flow, costs).best()) is not None:
-                ways.append(f"optimizer=None (no training) would fit in {parts_of(len(found.parts))}")
+                ways.append(f"inference, without optimizer and schedule, would fit in {parts_of(len(found.parts))}")
         return ways
 
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
+from torch.fx import Node
+
 from splitkit.checks import Memory, count, degrees, fraction, is_word, memory_of, seconds, settle
 from splitkit.costs import Costs, Links
 from splitkit.costs.links import as_links
-from splitkit.errors import NoPlanError, PolicyError
+from splitkit.errors import NoPlanError
 from splitkit.graph.dataflow import Dataflow, enough_nodes
 from splitkit.pipeline.defaults import microbatches_of, ranks_of, require_replicas, require_schedule
+from splitkit.pipeline.purpose import counted_optimizer
 from splitkit.pipeline.stage_prices import check_stage_optimizer
 from splitkit.plans.record import Plan
+from splitkit.policies.cache_options import CacheOptions, cache_of, check_cache
 from splitkit.prices import Optimizer
 from splitkit.search.replicas.replica_scoring import ReplicaScoring
 from splitkit.search.replicas.replica_search import ReplicaSearch
 from splitkit.search.request import StageRequest
+from splitkit.search.stages.inference_stages import InferenceStages
 from splitkit.search.stages.stage_search import StagePlanner
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.solution import timeout_note
@@ -63,6 +68,14 @@ class Stages:
 
         Stages(8, schedule="1f1b", links="nvlink4", replicas=(1, 2, 4))
 
+    For inference, each stage keeps the keys and values of its own attention. ``objective="tokens"`` finds the stages
+    that have room for the largest cache beside their weights and activations, and of these the fastest;
+    ``objective="throughput"`` the fastest that have room for ``tokens``, which are those of all requests in flight
+    together. With at least as many requests in flight as stages, a step takes as long as the slowest stage::
+
+        Stages(4, objective="tokens", memory=["24GiB", "24GiB", "16GiB", "16GiB"])
+        Stages(4, objective="throughput", tokens=8 * 4096, memory="24GiB", links="pcie4")
+
     The plan's claim says how good it is: its value, a lower bound for all plans that compute each node once, the proof
     of the bound, and the evenness of the loads. Its note names an op that prevents a gain from more stages.
 
@@ -76,8 +89,8 @@ class Stages:
             else among those found.
         links: the links between the ranks ``0, 1 ...``: `splitkit.costs.Links`, or the name of a preset
             (``"nvlink4"``).
-        optimizer: the optimizer whose state counts: ``"adam"``, ``"momentum"``, ``"sgd"``; ``None``: the model is not
-            trained.
+        optimizer: the optimizer whose state counts in training: ``"adam"``, ``"momentum"``, ``"sgd"``. ``None``:
+            inference; with a schedule, or costs that include backward, ``"adam"``, since these train.
         seconds: the CPU time of this thread after which the search ends, as soon as it has a plan. The analysis of the
             graph, which is done once per graph, does not count. Usually the search ends long before, after a number of
             steps in proportion to these seconds, so that a slower machine finds the same plan. If time ended it, the
@@ -86,6 +99,10 @@ class Stages:
             stages more even, and how much less even stages may be if that reduces traffic.
         replicas: the numbers of devices that a stage may use, such as ``(1, 2, 4)``; ``n`` is then the number of
             devices, not all of which need be used.
+        objective: ``"tokens"`` or ``"throughput"``, for inference; ``None``: the slowest stage, without a cache.
+        tokens: with ``objective="throughput"``, the tokens of all requests in flight, whose cache must fit.
+        cache: node, or its name -> bytes of cache per token; by default what `splitkit.extend.cache_bytes` reads off
+            the graph.
     """
 
     n: int
@@ -93,10 +110,13 @@ class Stages:
     microbatches: int | None = None
     memory: Memory = None
     links: str | Links | None = None
-    optimizer: Optimizer = "adam"
+    optimizer: Optimizer = None
     seconds: float = 10.0
     tolerance: float = 0.01
     replicas: int | Sequence[int] = (1,)
+    objective: str | None = None
+    tokens: int = 0
+    cache: Mapping[str | Node, int] | None = None
 
     def __post_init__(self) -> None:
         settle(self, "n", count)
@@ -111,14 +131,11 @@ class Stages:
         memory_of(self, None if least else self.memory, ranks)
         as_links(self.links)
         check_stage_optimizer(self.optimizer)
-        if self.schedule is not None and self.optimizer is None:
-            raise PolicyError(
-                "SK302",
-                "Stages: a schedule trains, but optimizer is None",
-                "Name an optimizer, or leave out the schedule.",
-            )
         seconds(self, "seconds", self.seconds, endless=False)
         fraction(self, "tolerance", self.tolerance)
+        replicas = self.replicas if self._replicated else None
+        training = {"schedule": self.schedule, "optimizer": self.optimizer, "replicas": replicas}
+        check_cache(self._cached, self.memory, {name: one for name, one in training.items() if one is not None})
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
         """Return a plan with the stages ``0 .. n - 1``.
@@ -131,12 +148,15 @@ class Stages:
             return self._with_replicas(flow, costs)
         enough_nodes(flow, self.n)
         staging = self._staging(flow, costs)
+        if self.objective is not None:
+            return InferenceStages(staging, cache_of(self._cached, flow, costs), self.tokens).plan(self.objective)
         return staging.least() if is_word(self.memory, "least") else staging.plan()
 
     def _staging(self, flow: Dataflow, costs: Costs) -> StagePlanner:
         memory = None if is_word(self.memory, "least") else self.memory
         links = as_links(self.links)
-        demand = StageRequest(self, flow, costs, self.schedule, self.microbatches, memory, links, self.optimizer)
+        optimizer = counted_optimizer(self.optimizer, self.schedule, costs)
+        demand = StageRequest(self, flow, costs, self.schedule, self.microbatches, memory, links, optimizer)
         solver = partial(contiguous, near=self.tolerance)
         if self.schedule is not None or self.memory is not None:
             demand.analyze()
@@ -144,6 +164,10 @@ class Stages:
         return StagePlanner(
             demand, tuple(range(self.n)), counted * self.seconds, self.tolerance, solver, clock=Clock(self.seconds)
         )
+
+    @property
+    def _cached(self) -> CacheOptions:
+        return CacheOptions("Stages", self.objective, self.tokens, self.cache)
 
     @property
     def _degrees(self) -> tuple[int, ...]:

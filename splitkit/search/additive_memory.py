@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
+from torch.fx import Node
 
 from splitkit.graph.byte_sizes import storage_bytes, tensor_bytes
 from splitkit.graph.storages import start_of, storage_key
@@ -24,7 +27,7 @@ class AdditiveMemory:
     than the sum of its units: a placement that these sums exclude cannot fit.
 
     Attributes:
-        fixed: (n,) parameters and buffers, with their gradients and optimizer state.
+        fixed: (n,) parameters and buffers, with their gradients and optimizer state, and the cache.
         saved: (n,) bytes kept for backward, per microbatch in flight.
     """
 
@@ -32,9 +35,20 @@ class AdditiveMemory:
     saved: Ints
 
     @classmethod
-    def of(cls, placing: PlacementModel, kept: Activations | None, optimizer: Optimizer) -> AdditiveMemory:
-        """Compute the bytes of the units of a placement problem; ``kept`` and ``optimizer`` are None for inference."""
+    def of(
+        cls,
+        placing: PlacementModel,
+        kept: Activations | None,
+        optimizer: Optimizer,
+        cache: Mapping[Node, int] = MappingProxyType({}),
+    ) -> AdditiveMemory:
+        """Compute the bytes of the units of a placement problem; ``kept`` and ``optimizer`` are None for inference.
+
+        ``cache`` says how many bytes of keys and values nodes keep.
+        """
         fixed, saved = np.zeros(len(placing.units), np.int64), np.zeros(len(placing.units), np.int64)
+        for node, nbytes in cache.items():
+            fixed[placing.index[node]] += nbytes
         seen: set[object] = set()
         for node, unit in placing.index.items():
             for tensor in placing.flow.owned(node):

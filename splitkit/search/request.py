@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch.fx import Node
@@ -38,6 +38,7 @@ class StageRequest:
         memory: bytes of each rank.
         links: the links between ranks; ``None`` for free transfers.
         optimizer: the optimizer whose state each stage holds.
+        cache: node -> bytes of the cache that it keeps, for inference.
         backward: whether times include backward even without a schedule; with one they always do.
     """
 
@@ -50,6 +51,7 @@ class StageRequest:
     links: Links | None = None
     optimizer: Optimizer = "adam"
     backward: bool = False
+    cache: Mapping[Node, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "costs", checked(self.costs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import combinations
 
 import pytest
@@ -15,6 +16,8 @@ from splitkit.pipeline.simulate import StageCosts, simulate_schedule
 from splitkit.pipeline.stage_prices import StagePrices, stage_costs
 from splitkit.policies import MemoryBudget
 from splitkit.testing.models import build
+
+trained = partial(MemoryBudget, optimizer="adam")
 
 
 class Net(nn.Module):
@@ -59,7 +62,7 @@ def traffic_of(costs):
 
 
 def flights_of(policy, count):
-    if policy.schedule is None or policy.optimizer is None:
+    if policy.schedule is None:
         return (1,) * count
     run = simulate_schedule([StageCosts(1.0, 1.0)] * count, policy.schedule, policy.microbatches or 2 * count)
     return run.in_flight_of_stages
@@ -117,6 +120,7 @@ def stretch_peak(prices, nodes, smaller, larger):
 def test_the_fewest_parts_are_those_of_brute_force(model, share, optimizer, schedule):
     gm = sk.capture(model, torch.randn(2, 3))
     flow, costs = sk.analyze(gm), sk.costs.flops(gm)
+    schedule = schedule if optimizer else None
     prices = StagePrices(flow, costs, optimizer)
     memory = int(share * peaks_of(prices, [flow.nodes], (1,))[0])
     policy = MemoryBudget(memory, schedule=schedule, optimizer=optimizer)
@@ -161,13 +165,13 @@ def test_two_towers_need_no_more_parts_than_any_order_does(width, wide, batch):
     prices = StagePrices(flow, costs, "adam")
     pairs = [[[n for n in flow.nodes if n in half], [n for n in flow.nodes if n not in half]] for half in halves(flow)]
     memory = min(max(peaks_of(prices, parts, (1, 1))) for parts in pairs)
-    plan = sk.plan(gm, MemoryBudget(memory), costs)
+    plan = sk.plan(gm, trained(memory), costs)
     assert len(plan.parts) == 2 and plan.claim.optimal
     assert max(peaks_of(prices, plan_parts(flow, plan), (1, 1))) == memory
-    two = sk.plan(gm, MemoryBudget(memory, parts=2), costs)
+    two = sk.plan(gm, trained(memory, parts=2), costs)
     fits = [parts for parts in pairs if max(peaks_of(prices, parts, (1, 1))) <= memory]
     assert two.claim.value == min(traffic_of(prices.of(parts)) for parts in fits) and two.claim.optimal
-    less = sk.plan(gm, MemoryBudget(memory - 1), costs)
+    less = sk.plan(gm, trained(memory - 1), costs)
     assert less.claim.bound >= 3
 
 
@@ -191,7 +195,7 @@ def test_a_number_of_parts_with_the_least_traffic(model, count, share):
         return
     prices = StagePrices(flow, costs)
     memory = int(share * peaks_of(prices, [flow.nodes], (1,))[0])
-    policy = MemoryBudget(memory, parts=count)
+    policy = trained(memory, parts=count)
     expected = fitting(prices, policy, flow, count, memory)
     try:
         plan = policy.assign(flow, costs)
@@ -220,18 +224,20 @@ def whole_of(flow, costs):
 def test_a_model_in_parts_that_run(gpt2):
     gm, flow, costs = gpt2
     memory = int(0.4 * whole_of(flow, costs))
-    plan = sk.plan(gm, MemoryBudget(memory), costs)
+    plan = sk.plan(gm, trained(memory), costs)
     parts = stage_costs(flow, plan, costs)
     assert max(peaks_of(StagePrices(flow, costs), plan_parts(flow, plan), (1,) * len(parts))) <= memory
     assert 3 <= len(parts) <= 4
-    assert plan.note.startswith(f"{len(parts)} parts, at least {plan.claim.bound:.0f} needed; part ")
+    assert plan.note.startswith(
+        f"{len(parts)} parts, at least {plan.claim.bound:.0f} needed; training with adam; part "
+    )
     assert len(sk.split(gm, plan).parts) == len(parts)
-    assert plan == sk.plan(gm, MemoryBudget(memory), costs)
+    assert plan == sk.plan(gm, trained(memory), costs)
 
 
 def test_what_all_fits_is_one_part_and_proven(gpt2):
     gm, flow, costs = gpt2
-    plan = sk.plan(gm, MemoryBudget(whole_of(flow, costs)), costs)
+    plan = sk.plan(gm, trained(whole_of(flow, costs)), costs)
     assert len(plan.parts) == 1
     assert plan.claim.optimal
 
@@ -239,8 +245,8 @@ def test_what_all_fits_is_one_part_and_proven(gpt2):
 def test_early_stages_hold_more_microbatches(gpt2):
     gm, flow, costs = gpt2
     memory = int(0.6 * whole_of(flow, costs))
-    policy = MemoryBudget(memory, schedule="1f1b", microbatches=16)
-    plan, plain = sk.plan(gm, policy, costs), sk.plan(gm, MemoryBudget(memory), costs)
+    policy = trained(memory, schedule="1f1b", microbatches=16)
+    plan, plain = sk.plan(gm, policy, costs), sk.plan(gm, trained(memory), costs)
     assert len(plan.parts) > len(plain.parts)
     flights = flights_of(policy, len(plan.parts))
     assert flights == tuple(range(len(plan.parts), 0, -1))
@@ -251,7 +257,7 @@ def test_devices_of_different_sizes(gpt2):
     gm, flow, costs = gpt2
     whole = whole_of(flow, costs)
     sizes = [int(0.45 * whole), int(0.9 * whole), whole]
-    plan = sk.plan(gm, MemoryBudget(sizes), costs)
+    plan = sk.plan(gm, trained(sizes), costs)
     peaks = peaks_of(StagePrices(flow, costs), plan_parts(flow, plan), (1,) * len(plan.parts))
     assert len(plan.parts) == 2
     assert all(p <= size for p, size in zip(peaks, sizes, strict=False))
@@ -266,27 +272,27 @@ def test_inference_needs_less(gpt2):
 def test_a_node_that_fits_nowhere_is_named_and_what_would_do(gpt2):
     gm, _, costs = gpt2
     with pytest.raises(sk.SplitError, match="SK303") as raised:
-        sk.plan(gm, MemoryBudget("700kB"), costs)
+        sk.plan(gm, trained("700kB"), costs)
     (node,) = raised.value.nodes
     assert f"{node} in " in str(raised.value)
     text = str(raised.value)
     needs = [int(word.split(")")[0]) for word in text.split("MemoryBudget(")[1:]]
     assert len(needs) == 4  # for 1, 2, 4 and 8 parts
     for count, need in zip((1, 2, 4, 8), needs, strict=True):
-        assert len(sk.plan(gm, MemoryBudget(need, parts=count), costs).parts) == count
-    assert "optimizer=None (no training) would fit in" in text
+        assert len(sk.plan(gm, trained(need, parts=count), costs).parts) == count
+    assert "inference, without optimizer and schedule, would fit in" in text
 
 
 def test_too_few_devices_say_what_would_do(gpt2):
     gm, flow, costs = gpt2
     memory = int(0.5 * whole_of(flow, costs))
     with pytest.raises(sk.SplitError, match="SK303: no plan of up to 2 parts was found that fits 2 devices") as raised:
-        sk.plan(gm, MemoryBudget([memory, memory]), costs)
+        sk.plan(gm, trained([memory, memory]), costs)
     assert "3 parts of" in str(raised.value)
     need = int(str(raised.value).split("MemoryBudget(")[1].split(")")[0])
-    assert len(sk.plan(gm, MemoryBudget([need, need]), costs).parts) == 2
+    assert len(sk.plan(gm, trained([need, need]), costs).parts) == 2
     with pytest.raises(sk.SplitError, match="SK303"):
-        sk.plan(gm, MemoryBudget([int(0.98 * need)] * 2), costs)
+        sk.plan(gm, trained([int(0.98 * need)] * 2), costs)
 
 
 def test_devices_that_cannot_hold_the_parts_in_any_order_are_counted(gpt2):
@@ -294,16 +300,16 @@ def test_devices_that_cannot_hold_the_parts_in_any_order_are_counted(gpt2):
     memory = int(0.4 * whole_of(flow, costs))
     reason = "SK303: the parts together need the memory of 3 such devices at least, and there are 2"
     with pytest.raises(sk.SplitError, match=reason) as raised:
-        sk.plan(gm, MemoryBudget([memory, memory]), costs)
+        sk.plan(gm, trained([memory, memory]), costs)
     count = int(str(raised.value).split(" parts of")[0].split()[-1])
-    assert count >= 3 and len(sk.plan(gm, MemoryBudget([memory] * count), costs).parts) == count
+    assert count >= 3 and len(sk.plan(gm, trained([memory] * count), costs).parts) == count
 
 
 def test_more_parts_do_not_help_where_each_holds_more(gpt2):
     gm, flow, costs = gpt2
     memory = int(0.3 * whole_of(flow, costs))
     with pytest.raises(sk.SplitError, match="SK303.*with gpipe") as raised:
-        sk.plan(gm, MemoryBudget(memory, schedule="gpipe", microbatches=64), costs)
+        sk.plan(gm, trained(memory, schedule="gpipe", microbatches=64), costs)
     assert "one microbatch at a time would fit in" in str(raised.value)
 
 
@@ -332,6 +338,6 @@ def test_bad_parameters(arguments, message):
 def test_bad_schedules_and_graphs(gpt2):
     gm, _, costs = gpt2
     with pytest.raises(sk.SplitError, match="SK330"):
-        MemoryBudget(1, schedule="2f2b")
+        trained(1, schedule="2f2b")
     with pytest.raises(sk.SplitError, match="SK303.*nodes to place"):
-        sk.plan(gm, MemoryBudget(1, parts=10_000), costs)
+        sk.plan(gm, trained(1, parts=10_000), costs)

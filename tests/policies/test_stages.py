@@ -84,7 +84,7 @@ def deep():
 
 
 def run_of(gm, plan, costs, policy):
-    prices = StagePrices(sk.analyze(gm), sk.costs.training(costs, gm), policy.optimizer, activations(gm))
+    prices = StagePrices(sk.analyze(gm), sk.costs.training(costs, gm), "adam", activations(gm))
     return sk.simulate_schedule(prices.of(plan), policy.schedule, policy.microbatches)
 
 
@@ -128,12 +128,31 @@ def test_what_does_not_fit_says_what_would(deep):
 def test_how_many_devices_would_do_is_said(deep):
     gm, costs = deep
     with pytest.raises(sk.NoPlanError) as error:
-        sk.plan(gm, Stages(2, memory="6MiB"), costs)
+        sk.plan(gm, Stages(2, memory="6MiB", optimizer="adam"), costs)
     count = int(error.value.remedy.split()[-2])
     assert count > 2 and f"there is one for {count} devices" in error.value.remedy
-    sk.plan(gm, Stages(count, memory="6MiB"), costs)
+    sk.plan(gm, Stages(count, memory="6MiB", optimizer="adam"), costs)
     with pytest.raises(sk.NoPlanError):
-        sk.plan(gm, Stages(count - 1, memory="6MiB"), costs)
+        sk.plan(gm, Stages(count - 1, memory="6MiB", optimizer="adam"), costs)
+
+
+def test_the_purpose_is_inference_unless_training_is_named(deep):
+    gm, costs = deep
+    notes = {
+        name: sk.plan(gm, policy, prices).note
+        for name, policy, prices in (
+            ("plain", Stages(2, memory="1GiB"), costs),
+            ("named", Stages(2, memory="1GiB", optimizer="sgd"), costs),
+            ("schedule", Stages(2, "1f1b", memory="1GiB"), costs),
+            ("prices", Stages(2, memory="1GiB"), sk.costs.training(costs)),
+        )
+    }
+    assert "inference: " in notes["plain"] and "gradients" not in notes["plain"] and "activations" in notes["plain"]
+    assert "training with sgd: " in notes["named"] and "gradients" in notes["named"]
+    assert "of optimizer" not in notes["named"]
+    assert all(
+        "training with adam: " in notes[name] and "of optimizer" in notes[name] for name in ("schedule", "prices")
+    )
 
 
 def test_of_equal_bottlenecks_the_shorter_step_is_taken():

@@ -18,7 +18,9 @@ import torch
 from torch.fx import Node
 
 from splitkit.errors import CycleError, NoPlanError
-from splitkit.pipeline.stage_prices import peaks_of_visits, run_order
+from splitkit.pipeline.byte_breakdown import ByteBreakdown
+from splitkit.pipeline.purpose import purpose
+from splitkit.pipeline.stage_prices import run_order
 from splitkit.plans.parts import Claim, Part, PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import refine
@@ -37,6 +39,7 @@ from splitkit.solvers.placement.sets.set_solver import noncontiguous
 from splitkit.solvers.placement.solution import Solution, timeout_note
 from splitkit.solvers.placement.stages.contiguous import contiguous
 from splitkit.solvers.placement.unequal.unequal_solver import on_unequal_links
+from splitkit.units import size
 
 _UNEQUAL = 3.0  # times as long as a solver that takes links to be alike may search where they are not
 
@@ -141,9 +144,15 @@ class DeviceSearch:
         limiting = next((key for key in plan.parts if _root(key, self._keys) == busiest), busiest)
         claim = Claim(name, value, min(value, found.bound), found.solver, limiting, found.tolerance)
         used = len(set(found.device.tolist()))
+        memory = ""
+        if any(limit is not None for limit in self.demand.capacities):
+            held = dict(zip(self._keys, self._held_by(plan), strict=True))
+            fullest = max(held, key=lambda key: held[key].total)
+            peak = f"peak {size(held[fullest].total)} on {fullest}"
+            memory = f"; {peak}, {purpose(self.demand.optimizer)}: {held[fullest]}"
         return replace(
             plan,
-            note=f"{used} of {len(self._keys)} devices: {claim}{timeout_note(self.tries, self.clock)}",
+            note=f"{used} of {len(self._keys)} devices: {claim}{memory}{timeout_note(self.tries, self.clock)}",
             claim=claim,
         )
 
@@ -248,10 +257,11 @@ class DeviceSearch:
             policy=self.demand.policy,
             units=self._placing.units,
             solve=self._solved,
-            peaks=self._peaks,
+            held_by=self._held_by,
             held=self._held,
             memory_of=range(len(self._keys)),
             limits=self.demand.capacities,
+            optimizer=self.demand.optimizer,
             fit=sets_fit if self.pieces is None or self.latency else stages_fit,
             clock=self.clock,
         )
@@ -260,11 +270,12 @@ class DeviceSearch:
         sums = self._holding.fixed + self._holding.saved
         return np.bincount(found.device, sums, len(self._keys)).astype(np.int64)
 
-    def _peaks(self, plan: Plan) -> tuple[int, ...]:
-        """Return the peak bytes of each device."""
+    def _held_by(self, plan: Plan) -> tuple[ByteBreakdown, ...]:
+        """Return the peak bytes of each device by kind."""
         devices = [_root(key, self._keys) for key in run_order(self.demand.flow, plan)]
-        peaks = peaks_of_visits(self.demand.stage_prices.of(plan), devices)
-        return tuple(peaks.get(key, 0) for key in self._keys)
+        stages = self.demand.stage_prices.of(plan)
+        visits = {key: [s for s, device in zip(stages, devices, strict=True) if device == key] for key in self._keys}
+        return tuple(ByteBreakdown.of_visits(visits[key]) for key in self._keys)
 
     def _loads(self, found: Solution) -> Floats:
         labels = self._placing.labels(found.device, self._keys)

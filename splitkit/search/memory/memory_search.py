@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from scipy.sparse import coo_array
@@ -22,7 +23,7 @@ from scipy.sparse.csgraph import connected_components
 from torch.fx import Node
 
 from splitkit.errors import ScheduleError
-from splitkit.pipeline.stage_costs import StageCosts
+from splitkit.pipeline.byte_breakdown import ByteBreakdown
 from splitkit.pipeline.stage_prices import STATE_OF
 from splitkit.plans.part_order import part_order
 from splitkit.plans.parts import PARENT
@@ -36,6 +37,7 @@ from splitkit.solvers.placement.problem import Problem, Slot
 
 _WORK = 18_000  # nodes times orders
 _MORE = 8
+_ROUNDS = 8
 _SMALL = 40  # nodes of a graph of which all cuts of all orders are tried, if these are few enough
 
 
@@ -45,17 +47,22 @@ class MemoryParts:
 
     Attributes:
         parts: the nodes of each part, in graph order.
-        peaks: peak bytes of each part.
+        held: the bytes of each part at its peak, by kind.
         memory: bytes of the devices.
         traffic: bytes that cross between parts, both ways.
         solver: how the parts were found.
     """
 
     parts: tuple[tuple[Node, ...], ...]
-    peaks: tuple[int, ...]
+    held: tuple[ByteBreakdown, ...]
     memory: tuple[int, ...]
     traffic: int
     solver: str
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """Peak bytes of each part."""
+        return tuple(held.total for held in self.held)
 
 
 class MemorySearch:
@@ -68,12 +75,13 @@ class MemorySearch:
 
     Attributes:
         flow: facts about the graph.
+        optimizer: the optimizer whose state counts.
         tried: the largest number of parts that was tried.
         excluded: numbers of parts for which no plan exists in any order.
     """
 
     def __init__(self, demand: StageRequest, parts: int | None, sizes: Callable[[int], tuple[int, ...]]) -> None:
-        self.flow = demand.flow
+        self.flow, self.optimizer = demand.flow, demand.optimizer
         self.tried = 0
         self.excluded: set[int] = set()
         self._least_traffic: dict[int, int] = {}
@@ -191,7 +199,10 @@ class MemorySearch:
         return self.flow.nodes[largest], int(alone[largest])
 
     def needs(self) -> list[tuple[int, int]]:
-        """Return, for some numbers of parts, the smallest memory per device with which the graph's own order fits."""
+        """Return, for some numbers of parts, the smallest memory per device that was found to do, with a plan for it.
+
+        Without a schedule it is the smallest for the graph's own order.
+        """
         wanted = self._parts
         most = len(self._sizes(self._size))
         counts = [wanted] if wanted else [most] if most < self._size else [1, 2, 4, 8]
@@ -211,7 +222,21 @@ class MemorySearch:
                 low = middle
             else:
                 high = middle
-        return high
+        return self._planned(count, high)
+
+    def _planned(self, count: int, need: int) -> int | None:
+        """Return ``need``, or a little more if message buffers, which cuts leave out, exceed it in each plan."""
+        for _ in range(_ROUNDS):
+            more = MemorySearch(self._demand, count, lambda devices, need=need: (need,) * devices)  # type: ignore[misc]
+            if more.of(count) is not None:
+                return need
+            flights = self._in_flight(count)
+            ends = None if flights is None else self._chain(0).cuts(Limits((need,) * count, flights))
+            if flights is None or ends is None:
+                return None
+            parts = [self.flow.nodes[start:end] for start, end in pairwise([0, *ends])]
+            need = max(need + 1, *(held.total for held in self._held(parts, flights)))
+        return None
 
     def _helps(self, count: int) -> bool:
         """Return whether more parts than ``count``, which do not fit, may fit."""
@@ -243,13 +268,18 @@ class MemorySearch:
         plan = Plan.of({node: part for part, members in enumerate(parts) for node in members})
         if [key for key, _ in part_order(self.flow, plan) if key is not PARENT] != list(range(len(parts))):
             return None
-        stages = self._prices.of(parts)
-        peaks = tuple(peak_of(c, f) for c, f in zip(stages, limits.flights, strict=True))
-        if self._demand.schedule is not None:  # with its message buffers
-            peaks = self._demand.run(stages).peaks
-        if any(peak > room for peak, room in zip(peaks, limits.memory, strict=True)):
+        held = self._held(parts, limits.flights)
+        if any(one.total > room for one, room in zip(held, limits.memory, strict=True)):
             return None
-        return MemoryParts(parts, peaks, tuple(limits.memory), traffic, solver)
+        return MemoryParts(parts, held, tuple(limits.memory), traffic, solver)
+
+    def _held(self, parts: Sequence[Sequence[Node]], flights: Sequence[int]) -> tuple[ByteBreakdown, ...]:
+        """Return the bytes of each part at its peak; under a schedule with message buffers."""
+        stages = self._prices.of(parts)
+        if self._demand.schedule is not None:
+            return tuple(map(ByteBreakdown.of_rank, self._demand.run(stages).memory))
+        each = zip(stages, flights, strict=True)
+        return tuple(ByteBreakdown.of_stage(costs, in_flight=flight) for costs, flight in each)
 
     def _in_flight(self, count: int) -> tuple[int, ...] | None:
         """Return the microbatches in flight of each part; ``None`` if the schedule does not allow ``count`` parts.
@@ -300,8 +330,3 @@ class MemorySearch:
         sizes = [sum(prices.nbytes[s] for s in prices.values.get(node, ())) for node in position]
         crossing = [(float(sizes[i]), tuple(pins)) for i, pins in nets.items() if len(pins) > 1]
         return Problem.of(np.zeros((1, self._size)), crossing, edges, [Slot()])
-
-
-def peak_of(costs: StageCosts, flights: int) -> int:
-    """Return the peak bytes of a stage with so many microbatches in flight."""
-    return costs.fixed_bytes + flights * costs.saved_bytes + costs.temporary_bytes

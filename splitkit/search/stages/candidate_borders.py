@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
@@ -12,7 +12,7 @@ import numpy as np
 from splitkit.memory.segments.segment import OrderMemory, SegmentMemory
 from splitkit.pipeline.stage_prices import STATE_OF, StagePrices
 from splitkit.search.additive_memory import AdditiveMemory
-from splitkit.search.placement_model import PlacementModel
+from splitkit.search.placement_model import PlacementModel, TransferTimes
 from splitkit.search.stages.in_flight import InFlight
 from splitkit.solvers.line.border_chains import Chains, on_chains
 from splitkit.solvers.placement.core import core_of
@@ -35,6 +35,7 @@ class BorderSet:
         messages: a function from a border to the bytes that cross it, downstream and upstream.
         state: bytes of optimizer state per byte of gradient.
         whole: whether these are all borders of the graph.
+        cache: (n,) bytes of cache that each unit keeps; None for none.
     """
 
     members: Bools
@@ -44,6 +45,7 @@ class BorderSet:
     messages: Callable[[int], tuple[int, int]]
     state: int
     whole: bool
+    cache: Ints | None = None
 
     def stage_of(self, borders: Sequence[int]) -> Ints:
         """Return (n,) the stage of each unit, for a chain of these borders without the empty one."""
@@ -58,9 +60,11 @@ class BorderSet:
 
     def price(self, wanted: Bools) -> None:
         """Compute the memory of the wanted (p,) stages, so that `once` and `saved` are known."""
+        kept = None if self.cache is None else self.between(self.cache)
         for pair in np.flatnonzero(wanted).tolist():
             held = self.stretch(int(self.first[pair]), int(self.last[pair]))
             self.once[pair] = held.parameters + held.gradients * (1 + self.state) + held.temporary
+            self.once[pair] += 0 if kept is None else int(kept[pair])
             self.saved[pair] = held.saved
 
     @cached_property
@@ -137,16 +141,20 @@ class CandidateBorders:
         placing: the units; none of them shared.
         prices: the memory of stages.
         problem: prices of units and values, from which orders are found.
+        cache: (n,) bytes of cache that each unit keeps; None for none.
     """
 
-    def __init__(self, placing: PlacementModel, prices: StagePrices, problem: Problem) -> None:
-        self.placing, self._prices, self._problem = placing, prices, problem
+    def __init__(
+        self, placing: PlacementModel, prices: StagePrices, problem: Problem, cache: Ints | None = None
+    ) -> None:
+        self.placing, self._prices, self._problem, self._cache = placing, prices, problem, cache
         self._known: dict[bytes, BorderSet] = {}
 
     @cached_property
     def all(self) -> BorderSet | None:
         """All borders if they are few, else None."""
-        return ideal_borders(self.placing, self._prices)
+        found = ideal_borders(self.placing, self._prices)
+        return None if found is None else replace(found, cache=self._cache)
 
     def along(self, stage: Ints) -> Iterator[BorderSet]:
         """Yield borders along orders: the graph's own, the one of given stages, and nine others."""
@@ -154,7 +162,8 @@ class CandidateBorders:
         others = orders(core_of(self._problem, units))
         for order in chain([units, np.argsort(stage, kind="stable")], others):
             if (key := order.astype(np.int64).tobytes()) not in self._known:
-                self._known[key] = order_borders(self.placing, self._prices, order)
+                found = order_borders(self.placing, self._prices, order)
+                self._known[key] = replace(found, cache=self._cache)
             yield self._known[key]
 
 
@@ -209,6 +218,23 @@ def _messages(line: OrderMemory, place: int) -> tuple[int, int]:
     return int(line.messages[place]), int(line.gradient_messages[place]) if line.training else 0
 
 
+def loads_between(track: BorderSet, placing: PlacementModel, travel: TransferTimes | None, stages: int) -> Floats:
+    """Return (stages, p) seconds of each possible stage in each place, including values that only pass through."""
+    work = np.tile(track.between(placing.seconds[0]), (stages, 1))
+    if travel is None:
+        return work
+    crossed = np.zeros((2, len(track.members)))
+    for nbytes, (_, pins) in zip(placing.value_bytes.tolist(), placing.values, strict=True):
+        cut = track.members[:, pins[0]] & ~track.members[:, list(pins)].all(axis=1)
+        crossed += np.outer((1, nbytes), cut)
+    for stage in range(stages - 1):
+        wait, speed = travel.latency[stage, stage + 1], travel.bandwidth[stage, stage + 1]
+        price = travel.again * (wait * crossed[0] + crossed[1] / speed)
+        work[stage] += price[track.last]
+        work[stage + 1] += price[track.first]
+    return work
+
+
 def nested(members: Bools) -> tuple[Ints, Ints]:
     """Return the pairs of borders of which the second strictly contains the first. Borders are sorted by size."""
     lacks = (members.astype(np.int64) @ (~members).T.astype(np.int64)) > 0  # [i, j]: i has what j has not
@@ -216,10 +242,10 @@ def nested(members: Bools) -> tuple[Ints, Ints]:
     return first.astype(np.int64), last.astype(np.int64)
 
 
-def order_borders(placing: PlacementModel, prices: StagePrices, order: Ints) -> BorderSet:
-    """Return the borders along one order: all of them, or, where it is long, those with the least traffic."""
+def order_borders(placing: PlacementModel, prices: StagePrices, order: Ints, places: Ints | None = None) -> BorderSet:
+    """Return the borders along one order: the given places of it, or all; where it is long, those of least traffic."""
     line, ends = prices.memory.order([placing.nodes(order)]), placing.places(order)
-    places = _places(line.messages[ends], len(order))
+    places = _places(line.messages[ends], len(order)) if places is None else places
     rank = np.empty(len(order), np.int64)
     rank[order] = np.arange(len(order))
     first, last = (index.astype(np.int64) for index in np.triu_indices(len(places), 1))

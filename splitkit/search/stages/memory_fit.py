@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,10 +11,13 @@ from torch.fx import Node
 
 from splitkit.errors import CostError, NoPlanError, listed
 from splitkit.graph.dataflow import module_path
+from splitkit.pipeline.byte_breakdown import ByteBreakdown
+from splitkit.pipeline.purpose import purpose
 from splitkit.plans.record import Plan
+from splitkit.prices import Optimizer
 from splitkit.search.placement_model import PlacementModel
 from splitkit.solvers.clock import Clock, endless_clock
-from splitkit.solvers.placement.memory_remedies import FitCheck, fewest_devices, least_capacity
+from splitkit.solvers.placement.memory_remedies import FitCheck, least_capacity
 from splitkit.solvers.placement.problem import BadProblemError, Ints, Problem
 from splitkit.solvers.placement.solution import InfeasibleError, Solution
 from splitkit.units import size
@@ -30,12 +33,13 @@ class MemoryFit:
         policy: the policy that asks, for errors.
         units: the nodes of the problem, for errors.
         solve: problem -> its best placement and the plan.
-        peaks: plan -> peak bytes of each memory.
+        held_by: plan -> the bytes of each memory at its peak, by kind.
         held: placement -> (places,) bytes by the solver's sums.
         memory_of: place -> its memory; several stages of a pipeline may share one.
         limits: bytes of each memory, None for no limit.
         fit: problem -> whether a placement of this kind exists.
         truly: a fallback that searches by true peaks; it returns a plan that fits, or one that needs the least memory.
+        optimizer: the optimizer whose state counts, for errors.
         devices: how many devices with the same memory would do, more than there are, verified; None if not known.
         clock: the deadline.
     """
@@ -43,13 +47,14 @@ class MemoryFit:
     policy: object
     units: Sequence[Node]
     solve: Callable[[Problem], tuple[Solution, Plan]]
-    peaks: Callable[[Plan], Sequence[int]]
+    held_by: Callable[[Plan], Sequence[ByteBreakdown]]
     held: Callable[[Solution], Ints]
     memory_of: Sequence[int]
     limits: Sequence[int | None]
     fit: FitCheck
+    optimizer: Optimizer = None
     truly: Callable[[Solution, Plan], tuple[Solution, Plan]] | None = None
-    devices: Callable[[int], int | None] | None = None
+    devices: Callable[[], int | None] | None = None
     clock: Clock = field(default_factory=endless_clock)
 
     def best(self, problem: Problem) -> tuple[Solution, Plan]:
@@ -81,16 +86,12 @@ class MemoryFit:
             found, plan = self.truly(found, plan)
             if self.fits(plan):
                 return replace(found, bound=bound), plan
-        peaks = zip(self.peaks(plan), self.limits, strict=True)
-        raise self._lacking(problem, max(peak for peak, limit in peaks if limit is not None))
+        raise self._lacking(problem, plan)
 
     def _start(self, problem: Problem) -> tuple[Solution, Plan]:
-        """Return the placement with the least memory by sums, or any placement if true peaks are checked afterwards."""
-        try:
+        """Return the placement with the least memory by sums, or any placement if none is found."""
+        with suppress(NoPlanError):
             return self.thrifty(problem)
-        except NoPlanError:
-            if self.truly is None:
-                raise
         roomy = tuple(replace(device, capacity=np.inf) for device in problem.devices)
         return self._solved(replace(problem, devices=roomy))
 
@@ -106,8 +107,8 @@ class MemoryFit:
 
     def _over(self, plan: Plan) -> list[int]:
         """Return the bytes by which each memory is too small."""
-        peaks = self.peaks(plan)
-        return [0 if limit is None else peak - limit for peak, limit in zip(peaks, self.limits, strict=True)]
+        held = self.held_by(plan)
+        return [0 if limit is None else one.total - limit for one, limit in zip(held, self.limits, strict=True)]
 
     def thrifty(self, problem: Problem) -> tuple[Solution, Plan]:
         """Return the placement with the least memory by sums; its true peak is a memory that would do."""
@@ -130,25 +131,31 @@ class MemoryFit:
         return replace(problem, devices=tuple(devices))
 
     def _refused(self, error: InfeasibleError) -> NoPlanError:
-        """Return the error for a problem that no amount of memory would solve."""
+        """Return the error for a problem that no amount of memory would solve, or for which none was found."""
         nodes = [self.units[unit] for unit in error.units]
+        if error.cause not in ("support", "devices"):
+            reason = f"{error}{nodes_listed(nodes)}"
+            remedy = "Give more memory, or more `seconds`: none was found that would do."
+            return NoPlanError("SK303", f"{type(self.policy).__name__}: {reason}", remedy, nodes)
         reason = "no device supports all that must be together" if error.cause == "support" else str(error)
         remedy = "Let more devices support these nodes, put fewer together, or ask for fewer parts."
         return NoPlanError("SK303", f"{type(self.policy).__name__}: {reason}{nodes_listed(nodes)}", remedy, nodes)
 
-    def _lacking(self, problem: Problem, enough: int) -> NoPlanError:
-        """Return the error for too little memory: what would do, and what needs most."""
+    def _lacking(self, problem: Problem, plan: Plan) -> NoPlanError:
+        """Return the error for too little memory: what the best plan holds, what needs most, and what would do."""
         given = ", ".join("no limit" if limit is None else size(limit) for limit in dict.fromkeys(self.limits))
         alone = problem.nbytes + min(problem.in_flight, default=0) * problem.saved
         largest = int(alone.argmax())
         node = self.units[largest]
-        reason = f"what the parts hold does not fit {given}; {named(node)} alone holds {size(int(alone[largest]))}"
-        remedy = f"Give {enough} bytes ({size(enough)}) to each of {len(self.limits)} devices: for that there is a plan"
+        known = [one for one, limit in zip(self.held_by(plan), self.limits, strict=True) if limit is not None]
+        most = max(known, key=lambda one: one.total)
+        reason = f"what the parts hold does not fit {given}, for {purpose(self.optimizer)}: the fullest of the best "
+        reason += f"plan found holds {most.told}; {named(node)} alone holds {size(int(alone[largest]))}"
+        remedy = f"Give {most.total} bytes ({size(most.total)}) to each of {len(self.limits)} devices"
+        remedy += ": for that there is a plan"
         if self.clock.is_over():
             reason += "; time ended the search: more `seconds` may find a plan"
-        asked = self.devices is not None and not self.clock.is_over()
-        count = fewest_devices(problem, self.fit, self.clock) if asked else None
-        more = count and self.devices and self.devices(max(count, len(problem.devices) + 1))
+        more = self.devices and self.devices()
         remedy += f"; with what each has, there is one for {more} devices." if more else "."
         return NoPlanError("SK303", f"{type(self.policy).__name__}: {reason}", remedy, [node])
 

@@ -9,17 +9,15 @@ is taken.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, pairwise
 
 import numpy as np
 
-from splitkit.errors import SplitError
 from splitkit.search.additive_memory import AdditiveMemory
 from splitkit.search.placement_model import TransferTimes
-from splitkit.search.stages.candidate_borders import BorderSet, CandidateBorders, StagePeaks
+from splitkit.search.stages.candidate_borders import BorderSet, CandidateBorders, StagePeaks, loads_between
 from splitkit.search.stages.in_flight import InFlight
 from splitkit.solvers.clock import Clock, endless_clock
 from splitkit.solvers.line.border_chains import Chains, count_of
@@ -226,20 +224,7 @@ class PeakSearch:
 
     def _loads(self, track: BorderSet) -> Floats:
         """Return (k, p) seconds of each stage in each place, including values that only pass through."""
-        placing = self.tracks.placing
-        work = np.tile(track.between(placing.seconds[0]), (len(self.rank_of), 1))
-        if self.travel is None:
-            return work
-        crossed = np.zeros((2, len(track.members)))
-        for nbytes, (_, pins) in zip(placing.value_bytes.tolist(), placing.values, strict=True):
-            cut = track.members[:, pins[0]] & ~track.members[:, list(pins)].all(axis=1)
-            crossed += np.outer((1, nbytes), cut)
-        for stage in range(len(work) - 1):
-            wait, speed = self.travel.latency[stage, stage + 1], self.travel.bandwidth[stage, stage + 1]
-            price = self.travel.again * (wait * crossed[0] + crossed[1] / speed)
-            work[stage] += price[track.last]
-            work[stage + 1] += price[track.first]
-        return work
+        return loads_between(track, self.tracks.placing, self.travel, len(self.rank_of))
 
     def _usable(self, known: Ints, capacity: Floats) -> Iterator[StagePeaks]:
         """Yield all borders if they are few, else those along orders."""
@@ -262,14 +247,3 @@ class PeakSearch:
             return False
         self.stretches -= wanted
         return True
-
-
-def fewest_stages(counts: Iterable[int], search_of: Callable[[int], PeakSearch]) -> int | None:
-    """Return the first number of stages for which stages that fit are found; None if there is none."""
-    for count in counts:
-        with suppress(SplitError):  # a schedule, or links, that does not go with so many
-            search = search_of(count)
-            size = len(search.tracks.placing.units)
-            if next(search.within(np.arange(size) * count // size), None) is not None:
-                return count
-    return None

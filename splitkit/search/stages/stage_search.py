@@ -24,9 +24,10 @@ import numpy as np
 
 from splitkit.costs import unit_of
 from splitkit.errors import NoPlanError
+from splitkit.pipeline.byte_breakdown import ByteBreakdown
 from splitkit.pipeline.defaults import by_rank
+from splitkit.pipeline.purpose import purpose
 from splitkit.pipeline.run import ScheduleRun
-from splitkit.pipeline.stage_prices import peaks_of_visits
 from splitkit.plans.parts import Claim, PartKey, evenness
 from splitkit.plans.record import Plan
 from splitkit.search.additive_memory import AdditiveMemory
@@ -35,9 +36,10 @@ from splitkit.search.placement_model import PlacementModel, TransferTimes
 from splitkit.search.request import StageRequest
 from splitkit.search.stages.balancing import Balancing, limits, preferred
 from splitkit.search.stages.candidate_borders import CandidateBorders
+from splitkit.search.stages.cuts_in_memory import CutsInMemory
 from splitkit.search.stages.memory_fit import MemoryFit, bad_problems, nodes_listed
 from splitkit.search.stages.message_bounds import counted, without_units
-from splitkit.search.stages.peak_search import PeakSearch, fewest_stages
+from splitkit.search.stages.peak_search import PeakSearch
 from splitkit.search.stages.rank_borders import RankBorders
 from splitkit.solvers.clock import Clock, endless_clock
 from splitkit.solvers.placement.bounds import joining_bound, simple_bound
@@ -52,8 +54,6 @@ NEAR = 1e-3
 """Relative: where there is less to gain, what is near the best is not searched again."""
 _MOST_LINKED = 5_000  # units that are moved one by one where links differ
 _SENT = 0.5  # of the seconds, for stages that send what others compute again: the bound is there
-_MORE = 3  # devices beyond the fewest by sums
-_STRETCHES = 10_000  # that are priced for a number of devices
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,13 +164,14 @@ class StagePlanner:
             policy=self.demand.policy,
             units=self._placing.units,
             solve=self._solved,
-            peaks=self._peaks,
+            held_by=self._held_by,
             held=self._held,
             memory_of=self._rank_of,
             limits=self._limits,
             fit=stages_fit,
+            optimizer=self.demand.optimizer,
             truly=self._truly,
-            devices=self._devices,
+            devices=self._cuts_in_memory.fewest,
             clock=self.clock,
         )
 
@@ -179,20 +180,19 @@ class StagePlanner:
         plain = self._plain
         known = np.array([plan.home(unit) for unit in plain._placing.units], np.int64)
         plans = [plain._plan_of(stage) for stage in plain._peak_search.choices(known, lowest=lowest)]
+        if not lowest and not any(self._fitting.fits(choice) for choice in plans):
+            plans = min([plans, *([own] for own in self._cuts_in_memory.plans())], key=self._excess)
         best = plans[plain._preferred([plain._measures(choice) for choice in plans])]
         return replace(found, solver="true peaks"), best
 
-    def _devices(self, least: int) -> int | None:
-        """Return how many stages, from ``least`` on, have plans with the same memory; None if not known."""
-        if len(set(self._limits)) > 1 or len(self._limits) < len(self.keys):
-            return None
-        demand, plain = replace(self.demand, memory=self._limits[0]), self._plain
+    def _excess(self, plans: Sequence[Plan]) -> int:
+        """Return the bytes by which the first of some plans exceeds the memory."""
+        held = zip(self._peaks(plans[0]), self._limits, strict=True)
+        return max(0, *(peak - limit for peak, limit in held if limit is not None))
 
-        def search_of(count: int) -> PeakSearch:
-            more = replace(plain, demand=demand, keys=tuple(range(count)))
-            return replace(more._peak_search, tracks=plain._peak_search.tracks, stretches=_STRETCHES)
-
-        return fewest_stages(range(least, min(least + _MORE, len(plain._placing.units)) + 1), search_of)
+    @property
+    def _cuts_in_memory(self) -> CutsInMemory:
+        return CutsInMemory(self.demand, self.keys, self._limits, self._rank_of)
 
     @cached_property
     def _plain(self) -> StagePlanner:
@@ -202,7 +202,7 @@ class StagePlanner:
     @cached_property
     def _peak_search(self) -> PeakSearch:
         return PeakSearch(
-            tracks=CandidateBorders(self._placing, self.demand.stage_prices, self._problem()),
+            tracks=CandidateBorders(self._placing, self.demand.stage_prices, self._problem(), self._cache_of_units),
             holding=self._holding,
             flights=self.demand.flights(len(self.keys), surely=False),
             sure_flights=self.demand.flights(len(self.keys), surely=True),
@@ -280,7 +280,16 @@ class StagePlanner:
 
     @cached_property
     def _holding(self) -> AdditiveMemory:
-        return AdditiveMemory.of(self._placing, self.demand.stage_prices.activations, self.demand.optimizer)
+        demand = self.demand
+        return AdditiveMemory.of(self._placing, demand.stage_prices.activations, demand.optimizer, demand.cache)
+
+    @property
+    def _cache_of_units(self) -> Ints | None:
+        """(n,) bytes of cache of each unit; None for none."""
+        if not self.demand.cache:
+            return None
+        kept = [sum(self.demand.cache.get(node, 0) for node in members) for members in self._placing.members]
+        return np.array(kept, np.int64)
 
     @property
     def _limited(self) -> bool:
@@ -386,10 +395,28 @@ class StagePlanner:
         return self._placing.loads(plan, self.keys, [0] * len(self.keys), self._travel)
 
     def _peaks(self, plan: Plan) -> tuple[int, ...]:
-        """Return the peak bytes of each rank; without a schedule of one microbatch, which no other disturbs."""
+        """Return the peak bytes of each rank."""
+        return tuple(one.total for one in self._held_by(plan))
+
+    def _held_by(self, plan: Plan) -> tuple[ByteBreakdown, ...]:
+        """Return the bytes of each rank; without a schedule of one microbatch, which no other disturbs."""
         if self.demand.schedule is not None:
-            return self._run(plan).peaks
-        return tuple(peaks_of_visits(self.demand.stage_prices.of(plan), range(len(self.keys))).values())
+            return tuple(map(ByteBreakdown.of_rank, self._run(plan).memory))
+        kept = dict.fromkeys(self.keys, 0)
+        for node, nbytes in self.demand.cache.items():
+            kept[plan.home(node)] += nbytes
+        stages = zip(self.demand.stage_prices.of(plan), kept.values(), strict=True)
+        return tuple(ByteBreakdown.of_stage(stage, cache=nbytes) for stage, nbytes in stages)
+
+    def described(self, plan: Plan) -> Plan:
+        """Return a plan of other origin with a claim and a note."""
+        return self._described(plan, self._cut(plan, 0.0))
+
+    def better(self, plan: Plan, other: Plan) -> Plan:
+        """Return ``plan``, or another one of a lower bottleneck, for which the bound of ``plan`` holds too."""
+        if self._value(other) >= self._value(plan) or plan.claim is None:
+            return plan
+        return self._described(other, self._cut(other, plan.claim.bound))
 
     def _described(self, plan: Plan, found: Solution) -> Plan:
         """Return the plan with its claim and a note."""
@@ -407,7 +434,9 @@ class StagePlanner:
         if self.demand.schedule is not None:
             run = self._run(plan)
             words.append(f"{run.order.name} of {run.order.microbatches} microbatches: {run.figures}")
-        elif self._limited:
-            peaks = self._peaks(plan)
-            words.append(f"peak {size(max(peaks))} on rank {peaks.index(max(peaks))}")
+        if self.demand.schedule is not None or self._limited:
+            held = self._held_by(plan)
+            fullest = max(range(len(held)), key=lambda rank: held[rank].total)
+            peak = "" if self.demand.schedule is not None else f"peak {size(held[fullest].total)} on rank {fullest}, "
+            words.append(f"{peak}{purpose(self.demand.optimizer)}: {held[fullest]}")
         return replace(plan, note="; ".join(words) + timeout_note(self.tries, self.clock), claim=claim)

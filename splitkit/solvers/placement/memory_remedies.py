@@ -74,7 +74,10 @@ def infeasible(problem: Problem, fit: FitCheck, *, proven: bool, advise: bool = 
     limited = any(not device.cpu and np.isfinite(device.capacity) for device in problem.devices)
     if limited and not advise:
         return InfeasibleError("no placement was found within the memory", "memory" if proven else "unknown")
-    if not limited or fit(_with(bytes_only, float("inf"))) is not True:
+    enough_room = fit(_with(bytes_only, float("inf"))) if limited else False
+    if enough_room is not True:
+        # If the test does not know whether room would do, it may still be the memory that is short.
+        proven = proven and enough_room is False
         reason = "no placement suits the devices that support the units"
         return InfeasibleError(reason if proven else "no placement was found", "devices" if proven else "unknown")
     low, high = _range(problem)
@@ -127,11 +130,6 @@ def least_capacity(problem: Problem, fit: FitCheck, clock: Clock | None = None) 
         return fit(_with(bytes_only, float(capacity)), quick=True)
 
     return _least(enough, low, high, Clock(_ALL, clock))[0]
-
-
-def fewest_devices(problem: Problem, fit: FitCheck, clock: Clock | None = None) -> int | None:
-    """Return how many devices of the greatest capacity would do, as far as quick tests tell; None if no number does."""
-    return _fewest(_of_bytes(problem), partial(fit, quick=True), Clock(_ALL, clock))[0]
 
 
 def _range(problem: Problem) -> tuple[int, int]:

@@ -1,0 +1,244 @@
+"""The search for stages that hold the largest cache: the most tokens for which every stage has room.
+
+A stage has room for (memory - weights - activations) / (bytes of cache per token) tokens, and the pipeline for the
+least of these. Over given borders this is a bottleneck problem along a chain, which `LazyChains` solves exactly; memory
+is computed only of stages that may matter. Of the plans with the most tokens the one with the fastest slowest stage is
+taken, then the most even one.
+
+If all borders of the graph are known, the result is the optimum. Otherwise the bound is of a relaxation by sums over
+nodes, in any order of them: it leaves activations out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+from torch.fx import Node
+
+from splitkit.costs import unit_of
+from splitkit.errors import NoPlanError
+from splitkit.pipeline.byte_breakdown import ByteBreakdown
+from splitkit.pipeline.cache_room import cache_room
+from splitkit.plans.parts import Claim, PartKey
+from splitkit.plans.record import Plan
+from splitkit.search.additive_memory import AdditiveMemory
+from splitkit.search.placement_model import PlacementModel, TransferTimes
+from splitkit.search.request import StageRequest
+from splitkit.search.stages.cache_borders import CacheBorders
+from splitkit.search.stages.candidate_borders import loads_between
+from splitkit.search.stages.memory_fit import bad_problems
+from splitkit.solvers.clock import Clock, endless_clock
+from splitkit.solvers.line.lazy_chains import LazyChains
+from splitkit.solvers.placement.memory_remedies import stages_fit
+from splitkit.solvers.placement.problem import Floats, Ints, Slot
+from splitkit.units import duration, size
+
+_NEAR, _TESTS = 1e-3, 8  # relative: how far above the tokens found the relaxation is tested first; how often
+_MOST = 2.0**53
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSearch:
+    """One search.
+
+    Attributes:
+        demand: the request, for inference, with the memory of each rank.
+        keys: the names of the stages.
+        cache: node -> bytes of cache per token.
+        tolerance: relative; how much slower than the fastest the slowest stage may be where that makes stages even.
+        clock: the deadline.
+    """
+
+    demand: StageRequest
+    keys: tuple[PartKey, ...]
+    cache: Mapping[Node, int]
+    tolerance: float = 0.0
+    clock: Clock = field(default_factory=endless_clock, repr=False)
+
+    def most(self) -> Plan | None:
+        """Return stages with room for the most tokens, with a claim; None if none are found that hold the weights.
+
+        Raises:
+            NoPlanError: SK303 if there is room for the weights, but for no token.
+        """
+        with bad_problems(self.demand.policy, self._placing):
+            found = self._tokens_by_pair().least()
+        if found is None:
+            return None
+        plan = self.fastest(int(-found.cost)) or self._plan(found.borders)
+        return self.described(plan, int(-found.bound))
+
+    def described(self, plan: Plan, along: int | None = None) -> Plan:
+        """Return a plan with its claim and a note; ``along`` is an upper bound on the tokens along the borders.
+
+        Raises:
+            NoPlanError: SK303 if there is room for no token.
+        """
+        room = self.room(plan)
+        tokens = min(room)
+        if tokens < 1:
+            raise self._no_token(plan)
+        bound = self._bound(tokens, along)
+        proof = "all borders" if self._borders.track.whole else "cuts of the graph's order, sums"
+        claim = Claim("tokens", tokens, max(bound, tokens), proof, self.keys[room.index(tokens)])
+        return replace(plan, claim=claim, note=self._note(plan, claim))
+
+    def fastest(self, tokens: int) -> Plan | None:
+        """Return the stages with the least bottleneck that have room for so many tokens, the most even ones of these;
+        None if there are none.
+        """
+        chains = self._loads_by_pair(tokens)
+        if (found := chains.least()) is None:
+            return None
+        even = chains.even(found.cost * (1 + self.tolerance))
+        return self._plan((even or found).borders)
+
+    def room(self, plan: Plan) -> list[int]:
+        """Return the tokens for which each stage has room, by its true peak."""
+        stages = self.demand.stage_prices.of(plan)
+        return cache_room(stages, self._cache_of(plan), self._limits)
+
+    def _note(self, plan: Plan, claim: Claim) -> str:
+        tight = self.keys.index(claim.limiting)
+        tokens = int(claim.value)
+        per_token = self._cache_of(plan)[tight]
+        stage = self.demand.stage_prices.of(plan)[tight]
+        held = ByteBreakdown.of_stage(stage, cache=tokens * per_token)
+        loads = self._placing.loads(plan, self.keys, [0] * len(self.keys), self._travel)
+        slowest = duration(float(loads.max()), unit_of(self.demand.costs))
+        return (
+            f"{len(self.keys)} stages, room for {tokens:,} tokens of cache: {claim}; inference: stage {tight} is "
+            f"tightest, {held.told} of {size(self._limits[tight])}; the slowest {slowest}"
+        )
+
+    def _no_token(self, plan: Plan) -> NoPlanError:
+        """Return the error for memory that has no room for a token, with a memory that has."""
+        held = map(ByteBreakdown.of_stage, self.demand.stage_prices.of(plan))
+        each = [one.total + nbytes for one, nbytes in zip(held, self._cache_of(plan), strict=True)]
+        need = max(each)
+        name = type(self.demand.policy).__name__
+        reason = f"{name}: for inference, the stages hold weights and activations, but not the cache of one token"
+        remedy = f"Give {need} bytes ({size(need)}) to each of {len(self.keys)} devices: for that there is a plan."
+        return NoPlanError("SK303", reason, remedy)
+
+    def _bound(self, tokens: int, along: int | None) -> int:
+        """Return an upper bound on the tokens of every plan that computes each node once."""
+        if self._borders.track.whole and along is not None:
+            return along
+        spare = float(sum(self._limits)) - float(self._fixed.sum())
+        low, high = tokens, max(tokens, int(spare // float(self._per_token.sum())))
+        asked = low + max(1, int(_NEAR * low))
+        for _ in range(_TESTS):
+            answer = None if self.clock.is_over() or low >= high else self._may_hold(min(asked, high))
+            if answer is None:
+                break
+            low, high = (min(asked, high), high) if answer else (low, min(asked, high) - 1)
+            asked = (low + high + 1) // 2
+        return high
+
+    def _may_hold(self, tokens: int) -> bool | None:
+        """Return whether stages in any order have room for so many tokens, by sums over nodes; None if not known."""
+        slots = [Slot(capacity=float(limit)) for limit in self._limits]
+        nbytes = (self._fixed + tokens * self._per_token).astype(np.int64)
+        return stages_fit(self._placing.problem(slots, nbytes=nbytes, ordered=True))
+
+    def _tokens_by_pair(self) -> LazyChains:
+        """Return the chains whose costs are tokens below 0; infinite for stages that do not fit."""
+        track = self._borders.track
+        fixed, per_token = track.between(self._fixed), track.between(self._per_token)
+        costs = _tokens(self._capacity[:, None] - fixed - self._borders.least, per_token)
+        return LazyChains(track.first, track.last, -costs, lambda pair: -self._tokens_of(pair), self.clock.is_over)
+
+    def _loads_by_pair(self, tokens: int) -> LazyChains:
+        """Return the chains whose costs are seconds; infinite for stages without room for so many tokens."""
+        track = self._borders.track
+        loads = loads_between(track, self._placing, self._travel, len(self.keys))
+        if self._travel is None:
+            # Among stages that are about equally fast, those between which fewer bytes go.
+            share = track.crossing[0] / max(1, track.crossing[0].max())
+            nudge = self.tolerance * loads.max() / 2
+            loads = loads + nudge * (share[track.first] + share[track.last])
+        spare = self._capacity[:, None] - track.between(self._fixed) - self._borders.least
+        costs = np.where(spare >= tokens * track.between(self._per_token), loads, np.inf)
+
+        def price(pair: int) -> Floats:
+            found: Floats = np.where(self._tokens_of(pair) >= tokens, loads[:, pair], np.inf)
+            return found
+
+        return LazyChains(track.first, track.last, costs, price, self.clock.is_over)
+
+    def _tokens_of(self, pair: int) -> Floats:
+        """Return (k,) the tokens for which each rank has room beside the stage between a pair of borders."""
+        if pair not in self._known:
+            held = self._borders.held(pair)
+            self._known[pair] = held.parameters + held.temporary
+        ends = self._borders.track
+        per_token = self._sums[ends.last[pair]] - self._sums[ends.first[pair]]
+        return _tokens(self._capacity - self._known[pair], np.full(len(self.keys), per_token))
+
+    @cached_property
+    def _known(self) -> dict[int, int]:
+        return {}
+
+    @cached_property
+    def _sums(self) -> Floats:
+        """(b,) bytes of cache per token before each border."""
+        sums: Floats = self._borders.track.members @ self._per_token.astype(np.float64)
+        return sums
+
+    def _plan(self, borders: Sequence[int]) -> Plan:
+        return Plan.of(self._placing.labels(self._borders.track.stage_of(borders), self.keys))
+
+    def _cache_of(self, plan: Plan) -> list[int]:
+        """Return the bytes of cache per token of each stage."""
+        held = dict.fromkeys(self.keys, 0)
+        for node, nbytes in self.cache.items():
+            held[plan.home(node)] += nbytes
+        return [held[key] for key in self.keys]
+
+    @cached_property
+    def _limits(self) -> list[int]:
+        limits = self.demand.limits(len(self.keys))
+        assert None not in limits
+        return [limit for limit in limits if limit is not None]
+
+    @cached_property
+    def _capacity(self) -> Floats:
+        return np.array(self._limits, np.float64)
+
+    @cached_property
+    def _travel(self) -> TransferTimes | None:
+        return self.demand.travel(range(len(self.keys)))
+
+    @cached_property
+    def _placing(self) -> PlacementModel:
+        demand = self.demand
+        return PlacementModel(demand.flow, demand.prices, [demand.seconds], together=demand.inseparable)
+
+    @cached_property
+    def _borders(self) -> CacheBorders:
+        return CacheBorders.of(self._placing, self.demand.stage_prices, self._fixed + self._per_token)
+
+    @cached_property
+    def _fixed(self) -> Ints:
+        return AdditiveMemory.of(self._placing, None, None).fixed
+
+    @cached_property
+    def _per_token(self) -> Ints:
+        """(n,) bytes of cache per token of each unit."""
+        found = np.zeros(len(self._placing.units), np.int64)
+        for node, nbytes in self.cache.items():
+            found[self._placing.index[node]] += nbytes
+        return found
+
+
+def _tokens(spare: Floats, per_token: Floats) -> Floats:
+    """Return the tokens that fit into spare bytes; -inf if even the weights do not fit."""
+    some = np.broadcast_to(per_token > 0, spare.shape)
+    room: Floats = np.full(spare.shape, _MOST)
+    np.divide(spare, per_token, out=room, where=some)
+    found: Floats = np.where(spare < 0, -np.inf, np.minimum(np.floor(room), _MOST))
+    return found

@@ -1,0 +1,53 @@
+"""The bytes of stages and ranks by kind add up to the peaks that plans are judged by."""
+
+from __future__ import annotations
+
+import pytest
+
+import splitkit as sk
+from splitkit.pipeline.byte_breakdown import ByteBreakdown
+from splitkit.pipeline.purpose import counted_optimizer, purpose
+from splitkit.pipeline.stage_prices import peaks_of_visits
+from splitkit.policies import Expert
+from splitkit.testing import models
+
+
+@pytest.fixture(scope="module")
+def gm():
+    example = models.build("gpt2", layers=2, width=32, heads=2, vocab=100, batch=2, seq=8)
+    return sk.capture(example.model, **example.kwargs)
+
+
+@pytest.mark.parametrize("optimizer", [None, "sgd", "adam"])
+def test_kinds_add_up_to_the_peak_of_a_stage(gm, optimizer):
+    stages = sk.stage_costs(gm, sk.plan(gm, Expert(2)), optimizer=optimizer)
+    found = [ByteBreakdown.of_stage(stage) for stage in stages]
+    assert [one.total for one in found] == list(peaks_of_visits(stages, range(2)).values())
+    assert [bool(one.gradients) for one in found] == [optimizer is not None] * 2
+    assert [one.optimizer for one in found] == [2 * one.gradients if optimizer == "adam" else 0 for one in found]
+    with_cache = ByteBreakdown.of_stage(stages[0], cache=1000)
+    assert with_cache.total == found[0].total + 1000 and with_cache.to_dict()["cache"] == 1000
+
+
+def test_kinds_add_up_to_the_peak_of_a_rank(gm):
+    stages = sk.stage_costs(gm, sk.plan(gm, Expert(2)))
+    run = sk.simulate_schedule(stages, "1f1b", 4)
+    found = [ByteBreakdown.of_rank(rank) for rank in run.memory]
+    assert [one.total for one in found] == list(run.peaks)
+    assert all(one.weights and one.gradients and one.optimizer and one.activations for one in found)
+
+
+def test_text_leaves_out_what_is_zero():
+    assert str(ByteBreakdown()) == "nothing"
+    assert str(ByteBreakdown(weights=2048)) == "2.00 KiB of weights"
+    text = str(ByteBreakdown(weights=2048, cache=1024, activations=512))
+    assert text == "2.00 KiB of weights, 1.00 KiB of cache and 512 B of activations"
+    assert purpose(None) == "inference" and purpose("adam") == "training with adam"
+
+
+def test_training_is_what_a_schedule_or_prices_with_backward_ask_for(gm):
+    costs = sk.costs.flops(gm)
+    assert counted_optimizer(None, None) is None and counted_optimizer(None, None, costs) is None
+    assert counted_optimizer(None, "1f1b", costs) == "adam"
+    assert counted_optimizer(None, None, sk.costs.training(costs, gm)) == "adam"
+    assert counted_optimizer("sgd", "1f1b", costs) == counted_optimizer("sgd", None, costs) == "sgd"
