@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from splitkit.frontends.capture.capture import capture as capture
     from splitkit.frontends.compile.compile import apply as apply
     from splitkit.frontends.compile.compile import backend as backend
+    from splitkit.frontends.decoder.capture_decoder import capture_decoder as capture_decoder
     from splitkit.frontends.joint.joint_capture import Joint as Joint
     from splitkit.frontends.joint.joint_capture import capture_joint as capture_joint
     from splitkit.graph.dataflow import analyze as analyze
@@ -86,6 +87,7 @@ _HOME = {
     "apply": "frontends.compile.compile",
     "backend": "frontends.compile.compile",
     "capture": "frontends.capture.capture",
+    "capture_decoder": "frontends.decoder.capture_decoder",
     "capture_joint": "frontends.joint.joint_capture",
     "compare": "testing.compare",
     "inline": "engine.inlining.inline",

@@ -85,6 +85,15 @@ def _logging_functions() -> Iterator[Callable[..., Any]]:
 
 
 @contextmanager
+def without_special_sizes() -> Iterator[None]:
+    """Let dynamic sizes be 0 and 1 too: export takes them for constants where its example has them (2.11, 2.13, 2.15)."""
+    from torch.fx.experimental import _config
+
+    with _config.patch(backed_size_oblivious=True):
+        yield
+
+
+@contextmanager
 def without_globals(function: Callable[..., Any]) -> Iterator[None]:
     """Remove what Dynamo adds to the globals of a function, which would keep model and inputs alive forever."""
     names: dict[str, Any] = function.__globals__

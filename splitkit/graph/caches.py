@@ -1,0 +1,75 @@
+"""Finds the caches of a decoder: the inputs of a graph that it returns updated.
+
+::
+
+    logits, keys', values' = decoder(tokens, mask, positions, keys, values)      keys -> keys', values -> values'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from splitkit import _torch
+
+ARGUMENTS = ("past_key_values", "cache_params")
+"""The arguments of transformers' models that are caches; their outputs have the same names."""
+
+
+class CacheTensor(NamedTuple):
+    """One tensor of a cache, such as the keys of a layer.
+
+    Attributes:
+        given: the input of the graph.
+        updated: the node that computes what the tensor is after the call.
+    """
+
+    given: Node
+    updated: Node
+
+
+def caches_of(gm: fx.GraphModule) -> tuple[CacheTensor, ...]:
+    """Return the tensors of caches among the inputs of a captured graph, in the order of the inputs.
+
+    They are found by the names of arguments and outputs (``past_key_values``), so a graph without the call signature
+    of an export has none. A tensor that the graph returns as it is, such as the keys of an encoder's output, is its own
+    update.
+    """
+    info = getattr(_torch.codegen_of(gm.graph), "pytree_info", None)
+    if info is None or info.out_spec is None:
+        return ()
+    inputs, outputs = gm.graph.find_nodes(op="placeholder"), _outputs(gm.graph)
+    keywords = info.in_spec.child(1)
+    start = info.in_spec.child(0).num_leaves
+    found = list[CacheTensor]()
+    for name in ARGUMENTS:
+        given = [node for i in _leaves(keywords, name) if _is_tensor(node := inputs[start + i])]
+        updated = [node for i in _leaves(info.out_spec, name) if _is_tensor(node := outputs[i])]
+        if len(given) == len(updated):
+            found += map(CacheTensor, given, updated)
+    return tuple(found)
+
+
+def _outputs(graph: fx.Graph) -> Sequence[Any]:
+    value = graph.output_node().args[0]
+    return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+def _is_tensor(node: Any) -> bool:
+    return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _leaves(spec: Any, name: str) -> Iterator[int]:
+    """Yield the numbers of the leaves under a key of a dict or of a dict-like class."""
+    names, at = spec.context, 0
+    if not isinstance(names, list):
+        return
+    for i, key in enumerate(names[: spec.num_children]):
+        count = spec.child(i).num_leaves
+        if key == name:
+            yield from range(at, at + count)
+        at += count
