@@ -97,6 +97,8 @@ def test_what_is_no_decoder_is_refused():
     DECODERS["gpt2"][0].eval()
     with pytest.raises(sk.CaptureError, match="tokens is 2"):
         sk.capture_decoder(DECODERS["gpt2"][0], tokens=2)
-    encoder = transformers.BertModel(transformers.BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+    encoder = transformers.BertModel(
+        transformers.BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    )
     with pytest.raises(sk.CaptureError, match="SK401: BertModel cannot be captured as a decoder"):
         sk.capture_decoder(encoder.eval())

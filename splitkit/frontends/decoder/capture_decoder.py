@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx, nn
 
 from splitkit.checks import is_whole, shown
 from splitkit.errors import CaptureError
 from splitkit.frontends.capture.capture import capture
-from splitkit.frontends.decoder.example_step import example_step
+from splitkit.frontends.decoder.example_step import example_step, not_a_decoder
 from splitkit.frontends.decoder.masked_attention import masked_attention
 from splitkit.frontends.trace_settings import without_special_sizes
 from splitkit.graph.caches import caches_of
@@ -51,14 +49,6 @@ def capture_decoder(model: nn.Module, batch: int = 2, tokens: int = 32) -> fx.Gr
     step = example_step(model, batch, tokens)
     with torch.no_grad(), masked_attention(), without_special_sizes():
         gm = capture(model, dynamic=True, **step)
-    return _with_caches(gm, step)
-
-
-def _with_caches(gm: fx.GraphModule, step: dict[str, Any]) -> fx.GraphModule:
     if not caches_of(gm):
-        raise CaptureError(
-            "SK401",
-            f"the model does not return the cache that it was given as {', '.join(step)}",
-            "Only models that return past_key_values can generate from a graph.",
-        )
+        raise not_a_decoder(model, "it does not return the cache that it was given")
     return gm

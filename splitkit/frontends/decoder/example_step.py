@@ -9,6 +9,7 @@ from torch import nn
 
 from splitkit._torch import FakeTensorMode
 from splitkit.errors import CaptureError
+from splitkit.frontends.trace_settings import as_in_export
 
 QUERY = 3
 """Tokens of the step; more than one, so that no branch for a single token is taken."""
@@ -26,7 +27,7 @@ def example_step(model: nn.Module, batch: int, tokens: int) -> dict[str, Any]:
         CaptureError: SK401 for a model that is no causal language model of transformers, or has caches of other kinds.
     """
     if not hasattr(getattr(model, "config", None), "get_text_config"):
-        raise _no_decoder(model, "it is not a model of transformers")
+        raise not_a_decoder(model, "it is not a model of transformers")
     device = _device_of(model)
     ids = torch.zeros(batch, QUERY, dtype=torch.long, device=device)
     past = tokens - QUERY
@@ -60,19 +61,24 @@ def _filled(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
     from transformers import DynamicCache
 
     cache = DynamicCache()
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+    with torch.no_grad(), as_in_export(), FakeTensorMode(allow_non_fake_inputs=True):
         ids = torch.zeros(1, 1, dtype=torch.long, device=_device_of(model))
         try:
             model(input_ids=ids, past_key_values=cache, use_cache=True)
         except (TypeError, ValueError, AttributeError) as error:
-            raise _no_decoder(model, f"called with tokens and a cache, it raises {type(error).__name__}: {error}") from error
-    layers = [(layer.keys, layer.values) for layer in cache.layers if isinstance(getattr(layer, "keys", None), torch.Tensor)]
+            raise not_a_decoder(
+                model, f"called with tokens and a cache, it raises {type(error).__name__}: {error}"
+            ) from error
+    layers = [
+        (layer.keys, layer.values) for layer in cache.layers if isinstance(getattr(layer, "keys", None), torch.Tensor)
+    ]
     if not layers or len(layers) < len(cache.layers):
-        raise _no_decoder(model, "it keeps other things than keys and values of each layer in its cache")
+        raise not_a_decoder(model, "it keeps other things than keys and values of each layer in its cache")
     return layers
 
 
-def _no_decoder(model: nn.Module, why: str) -> CaptureError:
+def not_a_decoder(model: nn.Module, why: str) -> CaptureError:
+    """Return the error for a model whose step cannot be captured."""
     return CaptureError(
         "SK401",
         f"{type(model).__name__} cannot be captured as a decoder: {why}",
