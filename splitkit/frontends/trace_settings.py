@@ -89,16 +89,17 @@ def as_in_export() -> Iterator[None]:
     """Let models take the branches that they take in ``torch.export``, outside of it (2.11, 2.13, 2.15)."""
     from torch._export.utils import _compiling_state_context
 
-    with _compiling_state_context():  # type: ignore[no-untyped-call]
+    with _compiling_state_context():
         yield
 
 
 @contextmanager
 def without_special_sizes() -> Iterator[None]:
-    """Let dynamic sizes be 0 and 1 too: export takes them for constants where its example has them (2.11, 2.13, 2.15)."""
+    """Let dynamic sizes be 0 and 1 too, which a graph would otherwise refuse (2.11, 2.13, 2.15)."""
     from torch.fx.experimental import _config
 
-    with _config.patch(backed_size_oblivious=True):
+    config: Any = _config
+    with config.patch(backed_size_oblivious=True):
         yield
 
 

@@ -1,4 +1,4 @@
-"""Finds nodes that no runtime can put into different stages: nodes that share written memory or unsendable values.
+"""Finds nodes that no runtime can put into different stages: they share written memory, unsendable values or a cache.
 
 A value that crosses a border is a copy. So all nodes that write some memory, or touch it before the last write, must be
 in one stage. Of memory that exists before the graph runs (inputs, buffers) each stage has its own copy; if it is
@@ -7,6 +7,8 @@ written, all nodes that touch it must be in one stage::
     y = conv(x)      one stage
     y.relu_()        with it
     z = y + 1        any later stage: it reads a copy made after the last write
+
+A cache of a decoder stays where it is from one call to the next, so all nodes that read it must be in one stage.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import fx
 from torch.fx import Node
 
 from splitkit import _torch
+from splitkit.graph.caches import caches_of
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.shared_memory import GIVEN, NO_MEMORY, memory_classes, memory_touches
 from splitkit.graph.symbols import value_of
@@ -29,7 +33,7 @@ _BY_ADDRESS = ("as_strided", "as_strided_", "_reshape_alias", "set_", "untyped_s
 
 def together(flow: Dataflow) -> list[tuple[Node, ...]]:
     """Return sets of placeable nodes; all nodes of a set must be in one stage. A node may be in several sets."""
-    sets = [*_by_memory(flow), *_by_values(flow), *_by_address(flow)]
+    sets = [*_by_memory(flow), *_by_values(flow), *_by_address(flow), *_by_cache(flow)]
     placed = [dict.fromkeys(node for node in nodes if flow.is_placeable(node)) for nodes in sets]
     return [tuple(nodes) for nodes in placed if len(nodes) > 1]
 
@@ -58,6 +62,19 @@ def _by_address(flow: Dataflow) -> Iterator[list[Node]]:
     for node, base in read_by_address(flow):
         if base.op not in GIVEN and not fills_memory(value_of(base)):
             yield [node, flow.producer(base)]
+
+
+def _by_cache(flow: Dataflow) -> Iterator[list[Node]]:
+    """Yield the readers of each cache, with the nodes that update it and that make nothing but another form of it."""
+    for given, updated in caches_of(flow.root) if isinstance(flow.root, fx.GraphModule) else ():
+        forms, found = {given, updated}, [updated]
+        for node in flow.graph.nodes:
+            read = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor) and n.op != "get_attr"]
+            if node.op != "output" and not forms.isdisjoint(read):
+                found.append(node)
+                if forms.issuperset(read) and isinstance(node.meta.get("val"), torch.Tensor):
+                    forms.add(node)
+        yield found
 
 
 def unsendable(value: object) -> str:

@@ -65,8 +65,8 @@ def capture(
     A ``torch.autograd.Function`` is one node that calls it, so that its backward is kept. An output may be of any class
     that ``copy.copy`` can copy (such as ``DynamicCache``); the class is registered with ``torch.utils._pytree`` for the
     whole process. A cache of transformers may be among the inputs: the graph takes its tensors, and returns a new cache
-    instead of changing it. If capture fails because the model hooks submodules or creates buffers at its first call, it is
-    called once for real and captured again.
+    instead of changing it. If capture fails because the model hooks submodules or creates buffers at its first call, it
+    is called once for real and captured again.
 
     Python values among the inputs, and sizes unless ``dynamic``, are fixed at capture: the graph raises
     ``RuntimeError`` when it is called with others. What the model's Python code reads of global state

@@ -9,6 +9,7 @@ from splitkit.checks import is_whole, shown
 from splitkit.errors import CaptureError
 from splitkit.frontends.capture.capture import capture
 from splitkit.frontends.decoder.example_step import example_step, not_a_decoder
+from splitkit.frontends.decoder.first_sizes import read_first_sizes
 from splitkit.frontends.decoder.masked_attention import masked_attention
 from splitkit.frontends.trace_settings import without_special_sizes
 from splitkit.graph.caches import caches_of
@@ -26,7 +27,7 @@ def capture_decoder(model: nn.Module, batch: int = 2, tokens: int = 32) -> fx.Gr
     graph runs a prompt with empty caches, a chunk of a prompt, and one token after another. Its inputs are called
     ``input_ids`` ``[sequences, query]``, ``attention_mask`` ``[sequences, positions + query]``, ``position_ids``
     ``[sequences, query]`` and ``past_key_values_...`` ``[sequences, heads, positions, head_dim]``; its outputs are the
-    logits ``[sequences, query, vocabulary]`` and then the updated caches, in the order of the inputs.
+    logits of the last token ``[sequences, 1, vocabulary]`` and then the updated caches, in the order of the inputs.
 
     A layer with a sliding window keeps all positions, too, and masks those outside of the window. The model is left as
     it is, and may be on ``meta``. Run the graph under ``torch.no_grad()``, or each step keeps the last one's graph of
@@ -49,6 +50,7 @@ def capture_decoder(model: nn.Module, batch: int = 2, tokens: int = 32) -> fx.Gr
     step = example_step(model, batch, tokens)
     with torch.no_grad(), masked_attention(), without_special_sizes():
         gm = capture(model, dynamic=True, **step)
+    read_first_sizes(gm)
     if not caches_of(gm):
         raise not_a_decoder(model, "it does not return the cache that it was given")
     return gm

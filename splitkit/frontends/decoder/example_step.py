@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -31,10 +32,15 @@ def example_step(model: nn.Module, batch: int, tokens: int) -> dict[str, Any]:
     device = _device_of(model)
     ids = torch.zeros(batch, QUERY, dtype=torch.long, device=device)
     past = tokens - QUERY
+    accepted = inspect.signature(model.forward).parameters
+    optional = {
+        "position_ids": torch.arange(past, tokens, device=device).expand(batch, QUERY).contiguous(),
+        "logits_to_keep": 1,
+    }
     return {
         "input_ids": ids,
         "attention_mask": torch.ones(batch, tokens, dtype=torch.long, device=device),
-        "position_ids": torch.arange(past, tokens, device=device).expand(batch, QUERY).contiguous(),
+        **{name: value for name, value in optional.items() if name in accepted},
         "past_key_values": _cache(model, batch, past),
         "use_cache": True,
     }
@@ -45,36 +51,34 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _cache(model: nn.Module, batch: int, past: int) -> Any:
-    """Return a cache that has the layers and sizes of the one that the model fills, which may differ from layer to layer."""
+    """Return a cache with as many layers as the model fills, and with their sizes, which may differ."""
     from transformers import DynamicCache
 
-    filled = _filled(model)
     device, cache = _device_of(model), DynamicCache()
-    for i, (keys, values) in enumerate(filled):
-        made = [torch.zeros(batch, x.shape[1], past, x.shape[3], dtype=x.dtype, device=device) for x in (keys, values)]
-        cache.update(*made, i)
+    for i, layer in enumerate(_filled(model)):
+        keys, values = (
+            torch.zeros(batch, x.shape[1], past, x.shape[3], dtype=x.dtype, device=device)
+            for x in (layer.keys, layer.values)
+        )
+        cache.update(keys, values, i)
     return cache
 
 
-def _filled(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return keys and values of each layer after one token, as fake tensors, or on ``meta`` as the model is."""
+def _filled(model: nn.Module) -> list[Any]:
+    """Return the layers of a cache after one token; the tensors are fake, or on ``meta`` as the model is."""
     from transformers import DynamicCache
 
-    cache = DynamicCache()
+    cache: Any = DynamicCache()
     with torch.no_grad(), as_in_export(), FakeTensorMode(allow_non_fake_inputs=True):
         ids = torch.zeros(1, 1, dtype=torch.long, device=_device_of(model))
         try:
             model(input_ids=ids, past_key_values=cache, use_cache=True)
         except (TypeError, ValueError, AttributeError) as error:
-            raise not_a_decoder(
-                model, f"called with tokens and a cache, it raises {type(error).__name__}: {error}"
-            ) from error
-    layers = [
-        (layer.keys, layer.values) for layer in cache.layers if isinstance(getattr(layer, "keys", None), torch.Tensor)
-    ]
-    if not layers or len(layers) < len(cache.layers):
+            why = f"called with tokens and a cache, it raises {type(error).__name__}: {error}"
+            raise not_a_decoder(model, why) from error
+    if not all(isinstance(getattr(layer, "keys", None), torch.Tensor) for layer in cache.layers):
         raise not_a_decoder(model, "it keeps other things than keys and values of each layer in its cache")
-    return layers
+    return list(cache.layers)
 
 
 def not_a_decoder(model: nn.Module, why: str) -> CaptureError:

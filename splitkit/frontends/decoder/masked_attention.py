@@ -19,7 +19,8 @@ def masked_attention() -> Iterator[None]:
     """Let transformers' models compute ``sdpa`` attention by `_masked` where that is the same."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    functions: Any = ALL_ATTENTION_FUNCTIONS
+    before = functions["sdpa"]
 
     def attend(
         module: nn.Module,
@@ -36,14 +37,14 @@ def masked_attention() -> Iterator[None]:
             return found
         return _masked(module, query, key, value, attention_mask, **options), None
 
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
+    functions["sdpa"] = attend
     try:
         yield
     finally:
         # the entry of the instance, which hides that of the class
-        del ALL_ATTENTION_FUNCTIONS["sdpa"]
-        if ALL_ATTENTION_FUNCTIONS["sdpa"] is not before:
-            ALL_ATTENTION_FUNCTIONS["sdpa"] = before
+        del functions["sdpa"]
+        if functions["sdpa"] is not before:
+            functions["sdpa"] = before
 
 
 def _masked(
