@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from splitkit.pipeline.stage_prices import stage_costs as stage_costs
     from splitkit.plans.parts import Part as Part
     from splitkit.plans.record import Plan as Plan
+    from splitkit.runtime.generation.local_generator import generator as generator
     from splitkit.studies.frontier import Frontier as Frontier
     from splitkit.studies.sweep import sweep as sweep
     from splitkit.testing.compare import Comparison as Comparison
@@ -90,6 +91,7 @@ _HOME = {
     "capture_decoder": "frontends.decoder.capture_decoder",
     "capture_joint": "frontends.joint.joint_capture",
     "compare": "testing.compare",
+    "generator": "runtime.generation.local_generator",
     "inline": "engine.inlining.inline",
     "measure_memory": "memory.measurement",
     "plan": "engine.split",
