@@ -20,8 +20,9 @@ _OWN: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
     "qwen3": {"head_dim": 8},
-    "gemma2": {"head_dim": 8, "sliding_window": 6},
-    "gemma3_text": {"head_dim": 8, "sliding_window": 6},
+    # with tied weights they would repeat one token
+    "gemma2": {"head_dim": 8, "sliding_window": 6, "tie_word_embeddings": False},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 6, "tie_word_embeddings": False},
     "mistral": {"sliding_window": 6},
     "mixtral": {"num_local_experts": 4},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},

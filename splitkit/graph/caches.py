@@ -54,6 +54,21 @@ def caches_of(gm: fx.GraphModule) -> tuple[CacheTensor, ...]:
     return tuple(found)
 
 
+def cache_forms(graph: fx.Graph, cache: CacheTensor) -> tuple[set[Node], list[Node]]:
+    """Return the tensors that hold nothing but a cache, such as its keys repeated for each head, and all their readers.
+
+    The update of a cache, which reads new keys too, counts as a form of it and as a reader.
+    """
+    forms, readers = {cache.given, cache.updated}, list[Node]()
+    for node in graph.nodes:
+        read = [n for n in node.all_input_nodes if _is_tensor(n) and n.op != "get_attr"]
+        if node.op != "output" and not forms.isdisjoint(read):
+            readers.append(node)
+            if forms.issuperset(read) and _is_tensor(node):
+                forms.add(node)
+    return forms, readers
+
+
 def _outputs(graph: fx.Graph) -> Sequence[Any]:
     value = graph.output_node().args[0]
     return list(value) if isinstance(value, (tuple, list)) else [value]

@@ -17,11 +17,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import fx
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit.graph.caches import caches_of
+from splitkit.graph.caches import cache_forms, caches_of
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.shared_memory import GIVEN, NO_MEMORY, memory_classes, memory_touches
 from splitkit.graph.symbols import value_of
@@ -65,16 +64,9 @@ def _by_address(flow: Dataflow) -> Iterator[list[Node]]:
 
 
 def _by_cache(flow: Dataflow) -> Iterator[list[Node]]:
-    """Yield the readers of each cache, with the nodes that update it and that make nothing but another form of it."""
-    for given, updated in caches_of(flow.root) if isinstance(flow.root, fx.GraphModule) else ():
-        forms, found = {given, updated}, [updated]
-        for node in flow.graph.nodes:
-            read = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor) and n.op != "get_attr"]
-            if node.op != "output" and not forms.isdisjoint(read):
-                found.append(node)
-                if forms.issuperset(read) and isinstance(node.meta.get("val"), torch.Tensor):
-                    forms.add(node)
-        yield found
+    """Yield the readers of each cache, the node that updates it among them."""
+    for cache in caches_of(flow.root):
+        yield cache_forms(flow.graph, cache)[1]
 
 
 def unsendable(value: object) -> str:

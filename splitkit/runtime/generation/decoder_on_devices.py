@@ -15,9 +15,10 @@ import torch
 from torch import fx
 
 from splitkit.engine.split import Split
+from splitkit.graph.storages import attribute
 from splitkit.plans.parts import PartKey
-from splitkit.runtime.devices.device_copies import Receive
-from splitkit.runtime.devices.device_graphs import PartOnDevice
+from splitkit.runtime.devices.device_copies import Receive, Send
+from splitkit.runtime.devices.device_graphs import Move, PartOnDevice
 from splitkit.runtime.devices.device_map import Devices
 from splitkit.runtime.devices.on_devices import OnDevices
 from splitkit.runtime.generation.kept_caches import KeptCache, kept_caches
@@ -39,6 +40,7 @@ class DecoderOnDevices:
         inputs: the names of all inputs of the graph, in their order.
         devices: part -> its device.
         tensors: the module that holds the parameters.
+        moves: the copies of each step; no cache is among them.
     """
 
     def __init__(self, split: Split, devices: Devices = None) -> None:
@@ -46,11 +48,16 @@ class DecoderOnDevices:
         self.tensors = OnDevices(split, devices)
         self.devices: Mapping[PartKey, torch.device] = self.tensors.part_devices
         self._parent = self.tensors.parent
-        given, known = self._parent.graph.find_nodes(op="placeholder"), {cache.given for cache in self.caches}
+        given, weights = (self._parent.graph.find_nodes(op=op) for op in ("placeholder", "get_attr"))
+        known = {cache.given for cache in self.caches}
         self.inputs = tuple(node.name for node in given)
         for node in given:
             if node.name in known:
                 _hand_over(self._parent, node)
+        for node in weights:
+            _copy_once(self._parent, node)
+        still = {node.name for node in split.flow.graph.find_nodes(op="get_attr")} | known
+        self.moves: Sequence[Move] = tuple(move for move in self.tensors.moves if move.name not in still)
         # plain arguments and results, not the model's
         self._parent.graph.set_codegen(fx.graph.CodeGen())
         self._parent.recompile()
@@ -82,20 +89,38 @@ def _hand_over(parent: fx.GraphModule, given: fx.Node) -> None:
         _take_at_first_use(part.part, reader.args.index(given))
 
 
+def _copy_once(parent: fx.GraphModule, weight: fx.Node) -> None:
+    """Hold copies of a tied weight on the other devices that read it: here it does not change between the steps."""
+    value = attribute(parent, str(weight.target))
+    for sent in list(weight.users):
+        move = parent.get_submodule(str(sent.target))
+        if not isinstance(move, Send) or not isinstance(value, torch.Tensor):
+            continue
+        name = f"{sent.target}_{sent.name}"
+        parent.register_buffer(name, value.detach().to(move.target), persistent=False)
+        with parent.graph.inserting_before(sent):
+            held = parent.graph.get_attr(name)
+        _bypass(parent, sent, held)
+
+
 def _readers(parent: fx.GraphModule, given: fx.Node) -> list[fx.Node]:
     """Return the calls of parts that read an input, after removing the copies between."""
     for sent in list(given.users):
-        if isinstance(parent.get_submodule(str(sent.target)), PartOnDevice):
-            continue
-        for user in list(sent.users):
-            if isinstance(parent.get_submodule(str(user.target)), Receive):
-                user.replace_all_uses_with(given)
-                parent.graph.erase_node(user)
-            else:
-                # the end of the call, where the caller's streams wait for copies
-                user.args = tuple(arg for arg in user.args if arg is not sent)
-        parent.graph.erase_node(sent)
+        if isinstance(parent.get_submodule(str(sent.target)), Send):
+            _bypass(parent, sent, given)
     return list(given.users)
+
+
+def _bypass(parent: fx.GraphModule, sent: fx.Node, value: fx.Node) -> None:
+    """Remove a copy, and let those who receive it read another value."""
+    for user in list(sent.users):
+        if isinstance(parent.get_submodule(str(user.target)), Receive):
+            user.replace_all_uses_with(value)
+            parent.graph.erase_node(user)
+        else:
+            # the end of the call, where the caller's streams wait for copies
+            user.args = tuple(arg for arg in user.args if arg is not sent)
+    parent.graph.erase_node(sent)
 
 
 def _take_at_first_use(part: fx.GraphModule, place: int) -> None:

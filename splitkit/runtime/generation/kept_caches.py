@@ -10,10 +10,10 @@ import torch
 
 from splitkit.checks import is_whole, shown
 from splitkit.engine.split import Split
-from splitkit.errors import PipelineError
-from splitkit.graph.caches import caches_of
+from splitkit.errors import PipelineError, listed
+from splitkit.graph.caches import cache_forms, caches_of
 from splitkit.graph.symbols import symbols_of
-from splitkit.plans.parts import PartKey
+from splitkit.plans.parts import PARENT, PartKey
 
 
 @dataclass(frozen=True)
@@ -42,21 +42,19 @@ def kept_caches(split: Split) -> tuple[KeptCache, ...]:
     """Return the caches of a split decoder, in the order of the inputs.
 
     Raises:
-        PipelineError: SK801 for a graph without caches, or for a cache that several parts read or the parent updates.
+        PipelineError: SK801 for a graph without caches, or for a cache that several parts read.
     """
-    found = []
-    for given, updated in caches_of(split.flow.root):
-        readers = [key for key, sub in split.subgraphs.items() if given in sub.inputs]
-        home = [key for key in readers if updated in split.subgraphs[key].outputs]
-        if len(readers) != 1 or not home:
+    found, graph = [], split.flow.graph
+    for cache in caches_of(split.flow.root):
+        parts = list(dict.fromkeys(key for node in cache_forms(graph, cache)[1] for key in split.plan.places[node]))
+        if len(parts) != 1 or parts[0] is PARENT:
             raise PipelineError(
                 "SK801",
-                f"the cache {given.name} would cross a border: parts {', '.join(map(repr, readers))} read it, and "
-                f"{updated.name} updates it",
+                f"the cache {cache.given.name} would cross a border: it is read in parts {listed(parts, 4)}",
                 "Plan with policies.Stages, which keeps each cache in one part.",
-                [given, updated],
+                [*cache],
             )
-        found.append(KeptCache(given.name, updated.name, home[0], given.meta["val"]))
+        found.append(KeptCache(cache.given.name, cache.updated.name, parts[0], cache.given.meta["val"]))
     if not found:
         raise PipelineError(
             "SK801",

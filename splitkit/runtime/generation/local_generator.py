@@ -13,7 +13,7 @@ from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
 from splitkit.runtime.devices.device_map import Devices
 from splitkit.runtime.generation.decoder_on_devices import DecoderOnDevices
-from splitkit.runtime.generation.model_caches import put_into, taken_from
+from splitkit.runtime.generation.model_caches import put_into, require_plain, taken_from
 
 _TAKEN = {"self", "input_ids", "attention_mask", "position_ids", "past_key_values"}
 _READ_HERE = {"return_dict", "use_cache", "logits_to_keep", "cache_position"}
@@ -79,6 +79,7 @@ def _step(decoder: DecoderOnDevices, given: dict[str, Any]) -> Any:
     _require_known(given, decoder)
     if cache is None:
         cache = DynamicCache()
+    require_plain(cache)
     sequences, query = ids.shape
     past = cache.get_seq_length()
     inputs = {

@@ -16,19 +16,31 @@ _OWN = re.compile(r"layers_(\d+)_(keys|values)$")
 _TRANSFORMERS = re.compile(r"(key|value)_cache_(\d+)$")
 
 
+def require_plain(cache: Any) -> None:
+    """Refuse a cache that is no ``DynamicCache``, or that moves layers to the CPU.
+
+    Raises:
+        PipelineError: SK802.
+    """
+    offloads = " that offloads" if getattr(cache, "offloading", False) else ""
+    if type(cache).__name__ != "DynamicCache" or offloads:
+        raise _bad(
+            f"the cache is a {type(cache).__name__}{offloads}, which the graph cannot keep on its devices",
+            "Generate without cache_implementation, or give a DynamicCache.",
+        )
+
+
 def taken_from(cache: Any, decoder: DecoderOnDevices, sequences: int) -> list[torch.Tensor]:
     """Return the tensors of a cache in the order of a step, and take them out of it; empty ones for a cache without any.
 
     Raises:
         PipelineError: SK802 for a cache of another kind, or for other sequences; nothing is taken out then.
     """
-    if cache is None or (type(cache).__name__ == "DynamicCache" and not _is_filled(cache)):
-        _require_plain(cache)
+    if not _is_filled(cache):
         return [
             torch.empty(kept.sizes(sequences, 0), dtype=kept.like.dtype, device=decoder.home(kept))
             for kept in decoder.caches
         ]
-    _require_plain(cache)
     layers, places = cache.layers, [_place(kept) for kept in decoder.caches]
     if len(layers) != max(layer for layer, _ in places) + 1 or any(type(x).__name__ != "DynamicLayer" for x in layers):
         kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
@@ -56,15 +68,6 @@ def put_into(cache: Any, caches: Sequence[KeptCache], tensors: Sequence[torch.Te
 
 def _is_filled(cache: Any) -> bool:
     return any(isinstance(getattr(layer, "keys", None), torch.Tensor) and layer.keys.numel() for layer in cache.layers)
-
-
-def _require_plain(cache: Any) -> None:
-    if cache is not None and (type(cache).__name__ != "DynamicCache" or getattr(cache, "offloading", False)):
-        offloading = " that offloads" if getattr(cache, "offloading", False) else ""
-        raise _bad(
-            f"the cache is a {type(cache).__name__}{offloading}, which the graph cannot keep on its devices",
-            "Generate without cache_implementation, or give a DynamicCache.",
-        )
 
 
 def _place(kept: KeptCache) -> tuple[int, str]:
