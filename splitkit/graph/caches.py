@@ -20,6 +20,10 @@ ARGUMENTS = ("past_key_values", "cache_params")
 """The arguments of transformers' models that are caches; their outputs have the same names."""
 
 
+ENCODER_CACHES = "encoder_caches"
+"""The key in the ``meta`` of a decoder's graph of the graph that computes keys and values of an encoder's output."""
+
+
 class CacheTensor(NamedTuple):
     """One tensor of a cache, such as the keys of a layer.
 
@@ -39,19 +43,31 @@ def caches_of(gm: fx.GraphModule) -> tuple[CacheTensor, ...]:
     of an export has none. A tensor that the graph returns as it is, such as the keys of an encoder's output, is its own
     update.
     """
+    given, updated = given_caches(gm), updated_caches(gm)
+    return tuple(map(CacheTensor, given, updated)) if len(given) == len(updated) else ()
+
+
+def given_caches(gm: fx.GraphModule) -> list[Node]:
+    """Return the inputs of a graph that are tensors of caches."""
+    info = _signature(gm)
+    if info is None:
+        return []
+    inputs = gm.graph.find_nodes(op="placeholder")[info.in_spec.child(0).num_leaves :]
+    return [node for name in ARGUMENTS for i in _leaves(info.in_spec.child(1), name) if _is_tensor(node := inputs[i])]
+
+
+def updated_caches(gm: fx.GraphModule) -> list[Node]:
+    """Return the outputs of a graph that are tensors of caches."""
+    info = _signature(gm)
+    if info is None:
+        return []
+    outputs = _outputs(gm.graph)
+    return [node for name in ARGUMENTS for i in _leaves(info.out_spec, name) if _is_tensor(node := outputs[i])]
+
+
+def _signature(gm: fx.GraphModule) -> Any:
     info = getattr(_torch.codegen_of(gm.graph), "pytree_info", None)
-    if info is None or info.out_spec is None:
-        return ()
-    inputs, outputs = gm.graph.find_nodes(op="placeholder"), _outputs(gm.graph)
-    keywords = info.in_spec.child(1)
-    start = info.in_spec.child(0).num_leaves
-    found = list[CacheTensor]()
-    for name in ARGUMENTS:
-        given = [node for i in _leaves(keywords, name) if _is_tensor(node := inputs[start + i])]
-        updated = [node for i in _leaves(info.out_spec, name) if _is_tensor(node := outputs[i])]
-        if len(given) == len(updated):
-            found += map(CacheTensor, given, updated)
-    return tuple(found)
+    return None if info is None or info.out_spec is None else info
 
 
 def cache_forms(graph: fx.Graph, cache: CacheTensor) -> tuple[set[Node], list[Node]]:

@@ -1,4 +1,4 @@
-"""transformers' ``generate`` on the parts of a split gives the tokens of the unsplit model; caches stay with their part."""
+"""``generate`` on the parts of a split gives the tokens of the unsplit model, and caches stay with their part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read each size from the first input that has it: export may read the number of sequences from the cache of any layer."""
+"""Read each size from the first input that has it; export may read it from the cache of any layer."""
 
 from __future__ import annotations
 

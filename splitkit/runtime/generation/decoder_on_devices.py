@@ -49,11 +49,13 @@ class DecoderOnDevices:
         self.devices: Mapping[PartKey, torch.device] = self.tensors.part_devices
         self._parent = self.tensors.parent
         given, weights = (self._parent.graph.find_nodes(op=op) for op in ("placeholder", "get_attr"))
-        known = {cache.given for cache in self.caches}
+        known, constants = {cache.given for cache in self.caches}, {c.given for c in self.caches if c.constant}
         self.inputs = tuple(node.name for node in given)
         for node in given:
             if node.name in known:
-                _hand_over(self._parent, node)
+                readers = _readers(self._parent, node)
+                if node.name not in constants:
+                    _take(self._parent, node, readers)
         for node in weights:
             _copy_once(self._parent, node)
         still = {node.name for node in split.flow.graph.find_nodes(op="get_attr")} | known
@@ -74,16 +76,18 @@ class DecoderOnDevices:
             inputs: name of an input -> its value; inputs that are not named are ``None``.
             caches: the caches, on the devices of their parts; the list is emptied, so that old caches can be freed.
         """
-        boxes: dict[str, Box] = {}
+        given = dict[str, Any](inputs)
         for cache in self.caches:
-            boxes[cache.given] = [caches.pop(0)]
-        logits, *updated = self._parent.forward(*(boxes.get(name, inputs.get(name)) for name in self.inputs))
-        return logits, updated
+            tensor = caches.pop(0)
+            given[cache.given] = tensor if cache.constant else [tensor]
+            del tensor
+        outputs = self._parent.forward(*map(given.get, self.inputs))
+        return outputs[0], list(outputs[1 : len(self.caches) + 1])
 
 
-def _hand_over(parent: fx.GraphModule, given: fx.Node) -> None:
-    """Give an input itself to the part that reads it, without a copy to its device, and let the part take it."""
-    for reader in _readers(parent, given):
+def _take(parent: fx.GraphModule, given: fx.Node, readers: Sequence[fx.Node]) -> None:
+    """Let the part that reads an input take it from its box."""
+    for reader in readers:
         part = parent.get_submodule(str(reader.target))
         assert isinstance(part, PartOnDevice)
         _take_at_first_use(part.part, reader.args.index(given))
@@ -104,11 +108,11 @@ def _copy_once(parent: fx.GraphModule, weight: fx.Node) -> None:
 
 
 def _readers(parent: fx.GraphModule, given: fx.Node) -> list[fx.Node]:
-    """Return the calls of parts that read an input, after removing the copies between."""
+    """Return the calls of parts that read an input, after removing the copies to their devices."""
     for sent in list(given.users):
-        if isinstance(parent.get_submodule(str(sent.target)), Send):
+        if sent.op == "call_module" and isinstance(parent.get_submodule(str(sent.target)), Send):
             _bypass(parent, sent, given)
-    return list(given.users)
+    return [user for user in given.users if user.op == "call_module"]
 
 
 def _bypass(parent: fx.GraphModule, sent: fx.Node, value: fx.Node) -> None:

@@ -25,12 +25,14 @@ class KeptCache:
         updated: the name of the node that computes what the tensor is after a step.
         part: the part that reads and updates it.
         like: the tensor of the example; only its dtype and fixed sizes count.
+        constant: whether the step returns it as it is, as the keys of an encoder's output.
     """
 
     given: str
     updated: str
     part: PartKey
     like: torch.Tensor
+    constant: bool
 
     def sizes(self, sequences: int, positions: int) -> list[int]:
         """Return the sizes of the tensor; those that may vary but for the first are its positions."""
@@ -54,7 +56,8 @@ def kept_caches(split: Split) -> tuple[KeptCache, ...]:
                 "Plan with policies.Stages, which keeps each cache in one part.",
                 [*cache],
             )
-        found.append(KeptCache(cache.given.name, cache.updated.name, parts[0], cache.given.meta["val"]))
+        value, constant = cache.given.meta["val"], cache.given is cache.updated
+        found.append(KeptCache(cache.given.name, cache.updated.name, parts[0], value, constant))
     if not found:
         raise PipelineError(
             "SK801",

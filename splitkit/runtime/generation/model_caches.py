@@ -1,10 +1,10 @@
-"""Takes the tensors of a step from a ``DynamicCache`` of transformers, and puts them back."""
+"""Takes the tensors of a step from a cache of transformers, and puts them back."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,8 +12,22 @@ from splitkit.errors import PipelineError
 from splitkit.runtime.generation.decoder_on_devices import DecoderOnDevices
 from splitkit.runtime.generation.kept_caches import KeptCache
 
-_OWN = re.compile(r"layers_(\d+)_(keys|values)$")
+_OWN = re.compile(r"(?:(self|cross)_attention_cache_)?layers_(\d+)_(keys|values)$")
 _TRANSFORMERS = re.compile(r"(key|value)_cache_(\d+)$")
+
+
+class _Place(NamedTuple):
+    """Where a tensor is in a cache.
+
+    Attributes:
+        within: ``"self"`` or ``"cross"``, the cache of an ``EncoderDecoderCache``; empty for any other cache.
+        layer: the number of the layer.
+        kind: ``"keys"`` or ``"values"``.
+    """
+
+    within: str
+    layer: int
+    kind: str
 
 
 def require_plain(cache: Any) -> None:
@@ -22,61 +36,93 @@ def require_plain(cache: Any) -> None:
     Raises:
         PipelineError: SK802.
     """
-    offloads = " that offloads" if getattr(cache, "offloading", False) else ""
-    if type(cache).__name__ != "DynamicCache" or offloads:
-        raise _bad(
-            f"the cache is a {type(cache).__name__}{offloads}, which the graph cannot keep on its devices",
-            "Generate without cache_implementation, or give a DynamicCache.",
-        )
+    for inner in _caches_in(cache).values():
+        offloads = " that offloads" if getattr(inner, "offloading", False) else ""
+        if type(inner).__name__ != "DynamicCache" or offloads:
+            raise _bad(
+                f"the cache is a {type(inner).__name__}{offloads}, which the graph cannot keep on its devices",
+                "Generate without cache_implementation, or give a DynamicCache.",
+            )
 
 
-def taken_from(cache: Any, decoder: DecoderOnDevices, sequences: int) -> list[torch.Tensor]:
-    """Return the tensors of a cache in the order of a step, and take them out of it; empty ones for a cache without any.
+def taken_from(
+    cache: Any, decoder: DecoderOnDevices, sequences: int, encoded: Callable[[], Sequence[torch.Tensor]]
+) -> list[torch.Tensor]:
+    """Take the tensors out of a cache, in the order of a step.
+
+    Args:
+        cache: from an earlier step, or without tensors.
+        decoder: the decoder.
+        sequences: the number of sequences.
+        encoded: computes the constant tensors, if the cache does not have them.
 
     Raises:
         PipelineError: SK802 for a cache of another kind, or for other sequences; nothing is taken out then.
     """
-    if not _is_filled(cache):
-        return [
-            torch.empty(kept.sizes(sequences, 0), dtype=kept.like.dtype, device=decoder.home(kept))
-            for kept in decoder.caches
-        ]
-    layers, places = cache.layers, [_place(kept) for kept in decoder.caches]
-    if len(layers) != max(layer for layer, _ in places) + 1 or any(type(x).__name__ != "DynamicLayer" for x in layers):
-        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
-        raise _bad(f"the cache has {len(layers)} layers of {kinds}", "Give the cache that an earlier call returned.")
-    found = [getattr(layers[layer], kind) for layer, kind in places]
-    if found[0].shape[0] != sequences:
-        raise _bad(f"there are {sequences} sequences, and the cache has {found[0].shape[0]}", "Give as many.")
-    for layer in layers:
-        layer.keys = layer.values = None
-    return [tensor.to(decoder.home(kept)) for kept, tensor in zip(decoder.caches, found, strict=True)]
+    inside, places = _caches_in(cache), [_place(kept) for kept in decoder.caches]
+    filled = {within: _is_filled(inner) for within, inner in inside.items()}
+    for within, inner in inside.items():
+        if filled[within]:
+            _require_layers(inner, 1 + max(place.layer for place in places if place.within == within), sequences)
+    missing = any(kept.constant and not filled[p.within] for kept, p in zip(decoder.caches, places, strict=True))
+    constants = iter(encoded() if missing else ())
+    found = []
+    for kept, place in zip(decoder.caches, places, strict=True):
+        if filled[place.within]:
+            tensor = getattr(inside[place.within].layers[place.layer], place.kind).to(decoder.home(kept))
+        elif kept.constant:
+            tensor = next(constants)
+        else:
+            tensor = torch.empty(kept.sizes(sequences, 0), dtype=kept.like.dtype, device=decoder.home(kept))
+        found.append(tensor)
+    for inner in inside.values():
+        for layer in inner.layers:
+            layer.keys = layer.values = None
+    return found
 
 
 def put_into(cache: Any, caches: Sequence[KeptCache], tensors: Sequence[torch.Tensor]) -> None:
-    """Let a ``DynamicCache`` hold the tensors of a step, each on its device; every layer keeps all positions."""
+    """Let a cache hold the tensors of a step, each on its device; every layer keeps all positions."""
     from transformers.cache_utils import DynamicLayer
 
-    layers: dict[int, Any] = {}
+    inside = _caches_in(cache)
+    made: dict[str, dict[int, Any]] = {within: {} for within in inside}
     for kept, tensor in zip(caches, tensors, strict=True):
-        number, kind = _place(kept)
-        layer = layers.setdefault(number, DynamicLayer())
-        setattr(layer, kind, tensor)
+        place = _place(kept)
+        layer = made[place.within].setdefault(place.layer, DynamicLayer())
+        setattr(layer, place.kind, tensor)
         layer.dtype, layer.device, layer.is_initialized = tensor.dtype, tensor.device, True
-    cache.layers = [layers[number] for number in sorted(layers)]
+    for within, inner in inside.items():
+        inner.layers = [layer for _, layer in sorted(made[within].items())]
+    if "cross" in inside:
+        cache.is_updated = dict.fromkeys(made["cross"], True)
+
+
+def _caches_in(cache: Any) -> Mapping[str, Any]:
+    if type(cache).__name__ == "EncoderDecoderCache":
+        return {"self": cache.self_attention_cache, "cross": cache.cross_attention_cache}
+    return {"": cache}
 
 
 def _is_filled(cache: Any) -> bool:
     return any(isinstance(getattr(layer, "keys", None), torch.Tensor) and layer.keys.numel() for layer in cache.layers)
 
 
-def _place(kept: KeptCache) -> tuple[int, str]:
-    """Return the layer of a cache, and ``"keys"`` or ``"values"``, from its name."""
+def _require_layers(cache: Any, count: int, sequences: int) -> None:
+    layers = cache.layers
+    if len(layers) != count or any(type(layer).__name__ != "DynamicLayer" for layer in layers):
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+        raise _bad(f"the cache has {len(layers)} layers of {kinds}", "Give the cache that an earlier call returned.")
+    if layers[0].keys.shape[0] != sequences:
+        raise _bad(f"there are {sequences} sequences, and the cache has {layers[0].keys.shape[0]}", "Give as many.")
+
+
+def _place(kept: KeptCache) -> _Place:
     if found := _OWN.search(kept.given):
-        return int(found[1]), found[2]
+        return _Place(found[1] or "", int(found[2]), found[3])
     # where transformers' own registration of the class came first
     if found := _TRANSFORMERS.search(kept.given):
-        return int(found[2]), f"{found[1]}s"
+        return _Place("", int(found[2]), f"{found[1]}s")
     raise _bad(f"the cache {kept.given} is not keys or values of a layer", "Capture with sk.capture_decoder.")
 
 
