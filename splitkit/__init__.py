@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from splitkit.pipeline.stage_prices import stage_costs as stage_costs
     from splitkit.plans.parts import Part as Part
     from splitkit.plans.record import Plan as Plan
+    from splitkit.studies.fit.fit import fit as fit
+    from splitkit.studies.fit.fit_result import Fit as Fit
     from splitkit.studies.frontier import Frontier as Frontier
     from splitkit.studies.sweep import sweep as sweep
     from splitkit.testing.compare import Comparison as Comparison
@@ -71,6 +73,7 @@ _ERRORS = ("CaptureError", "CheckError", "CostError", "CycleError", "FileError",
 _HOME = {
     "CUDA_BLOCK": "memory.profile",
     "Comparison": "testing.compare",
+    "Fit": "studies.fit.fit_result",
     "Frontier": "studies.frontier",
     "Joint": "frontends.joint.joint_capture",
     "MeasuredMemory": "memory.measurement",
@@ -88,6 +91,7 @@ _HOME = {
     "capture": "frontends.capture.capture",
     "capture_joint": "frontends.joint.joint_capture",
     "compare": "testing.compare",
+    "fit": "studies.fit.fit",
     "inline": "engine.inlining.inline",
     "measure_memory": "memory.measurement",
     "plan": "engine.split",
