@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from splitkit.errors import CaptureError
 from splitkit.studies.fit.blocks import Block, Weight
 from splitkit.studies.fit.cards import Card
 from splitkit.studies.fit.fit_model import FitModel
 from splitkit.studies.fit.inference_runs import StepBytes, inference_step
 from splitkit.studies.fit.layout import HeldBytes, Range, fitting_layout, most_even_layout
-
-MOST_TOKENS = 2**22
-"""The most tokens of a request that are tried."""
-_FIRST, _FACTOR = 2048, 4
-
+from splitkit.studies.fit.token_search import most_fitting
 
 @dataclass(frozen=True, eq=False)
 class InferenceFit:
@@ -74,40 +69,12 @@ class InferenceFit:
         return most_even_layout(len(self.blocks), limits, lambda device, i, j: self.holds(step, i, j))
 
     def most_tokens(self, cards: Sequence[Card]) -> int:
-        """Return the most tokens of each request that fit with any cuts between blocks, at most `MOST_TOKENS`.
-
-        A model that cannot run beyond its context has that as its limit.
-        """
-        if self.layout(cards, 1) is None:
-            return 0
-        low, high = 1, self._too_many(cards)
-        if high > self._longest:
-            return self._longest
-        while high - low > 1:
-            guess = self._between(cards, low, high)
-            low, high = (guess, high) if self.layout(cards, guess) else (low, guess)
-        return low
-
-    @property
-    def _longest(self) -> int:
-        """The most tokens that the model runs with."""
-        context = self.subject.context
-        try:
-            self.step(MOST_TOKENS)
-        except CaptureError:
-            if context is None:
-                raise
-            return context
-        return MOST_TOKENS
-
-    def _too_many(self, cards: Sequence[Card]) -> int:
-        """Return tokens that do not fit, or more than the longest."""
-        longest, tokens = self._longest, _FIRST
-        while tokens <= longest and self.layout(cards, tokens) is not None:
-            tokens *= _FACTOR
-        if tokens > longest and self.layout(cards, longest) is None:
-            return longest
-        return tokens
+        """Return the most tokens of each request that fit with any cuts between blocks, 0 if not even one does."""
+        return most_fitting(
+            lambda tokens: self.layout(cards, tokens) is not None,
+            lambda low, high: self._between(cards, low, high),
+            self.subject.context,
+        )
 
     def _between(self, cards: Sequence[Card], low: int, high: int) -> int:
         """Return the tokens between two that would be the most if bytes were linear between them."""
@@ -118,7 +85,7 @@ class InferenceFit:
             share = (middle - low) / (high - low)
             between = replace(first, cache=_mixed(first.cache, last.cache, share), work=_mixed(first.work, last.work, share))
             best, above = (middle, above) if self._layout_of(cards, between) else (best, middle)
-        return best if best > low else low + 1
+        return best
 
 
 def _mixed(first: Sequence[int], last: Sequence[int], share: float) -> tuple[int, ...]:

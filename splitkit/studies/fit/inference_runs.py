@@ -68,14 +68,14 @@ def _step(subject: FitModel, blocks: Sequence[Block], tokens: int, requests: int
         args, kwargs = subject.example
         return _one_run(blocks, lambda: model(*args, **kwargs), (args, kwargs))
     if not getattr(model, "can_generate", lambda: False)():
-        inputs = {getattr(model, "main_input_name", "input_ids"): _input(subject, requests, tokens)}
+        inputs = {getattr(model, "main_input_name", "input_ids"): main_input(subject, requests, tokens)}
         return _one_run(blocks, lambda: model(**inputs), inputs)
     if subject.config.is_encoder_decoder:
         return _encode_and_decode(subject, blocks, tokens, requests)
     return _decode(subject, blocks, tokens, requests, min(tokens, max(1, chunk // requests)))
 
 
-def _input(subject: FitModel, requests: int, tokens: int) -> Tensor:
+def main_input(subject: FitModel, requests: int, tokens: int) -> Tensor:
     """Return the input that a model names its main one."""
     config, name = subject.config, getattr(subject.model, "main_input_name", "input_ids")
     if name == "input_ids":
@@ -98,7 +98,7 @@ def _one_run(blocks: Sequence[Block], work: Any, inputs: Any) -> StepBytes:
     watch = _watch(blocks, None, inputs)
     watch.run(work)
     none = (0,) * len(blocks)
-    return StepBytes(none, _work(watch, none, none), _order(watch))
+    return StepBytes(none, _work(watch, none, none), order_of(watch.order, len(blocks)))
 
 
 def _decode(subject: FitModel, blocks: Sequence[Block], tokens: int, requests: int, new: int) -> StepBytes:
@@ -115,20 +115,20 @@ def _decode(subject: FitModel, blocks: Sequence[Block], tokens: int, requests: i
     watch = _watch(blocks, cache, ids)
     output = watch.run(lambda: model(input_ids=ids, use_cache=True, **given, **last))
     after = _cache_bytes(_cache_of(subject, output), owners, len(blocks))
-    return StepBytes(after, _work(watch, before, after), _order(watch))
+    return StepBytes(after, _work(watch, before, after), order_of(watch.order, len(blocks)))
 
 
 def _encode_and_decode(subject: FitModel, blocks: Sequence[Block], tokens: int, requests: int) -> StepBytes:
     model, owners, none = subject.model, _owners(subject, blocks), (0,) * len(blocks)
     name = getattr(model, "main_input_name", "input_ids")
-    main = {name: _input(subject, requests, tokens)}
+    main = {name: main_input(subject, requests, tokens)}
     first = torch.zeros(requests, 1, dtype=torch.long)
     encoding = _watch(blocks, None, (main, first))
     output = encoding.run(lambda: model(**main, decoder_input_ids=first, use_cache=True))
     started = _cache_bytes(_cache_of(subject, output), owners, len(blocks))
     work = _work(encoding, none, started)
     if tokens == 1:
-        return StepBytes(started, work, _order(encoding))
+        return StepBytes(started, work, order_of(encoding.order, len(blocks)))
     encoded = (output.encoder_last_hidden_state,)
     ids = torch.zeros(requests, tokens - 1, dtype=torch.long)
     cache = _cache_of(subject, model(encoder_outputs=encoded, decoder_input_ids=ids, use_cache=True))
@@ -138,7 +138,7 @@ def _encode_and_decode(subject: FitModel, blocks: Sequence[Block], tokens: int, 
         lambda: model(encoder_outputs=encoded, decoder_input_ids=first, past_key_values=cache, use_cache=True)
     )
     after = _cache_bytes(_cache_of(subject, output), owners, len(blocks))
-    return StepBytes(after, tuple(map(max, work, _work(watch, before, after))), _order(encoding))
+    return StepBytes(after, tuple(map(max, work, _work(watch, before, after))), order_of(encoding.order, len(blocks)))
 
 
 def _watch(blocks: Sequence[Block], cache: Any, inputs: Any) -> BlockWatch:
@@ -155,11 +155,16 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _order(watch: BlockWatch) -> tuple[int, ...]:
-    """Return the blocks as they ran; one that did not run comes before the next one that did, as defined."""
-    rank = {number: position for position, number in enumerate(watch.order)}
+def order_of(called: Sequence[int], count: int) -> tuple[int, ...]:
+    """Return all blocks as they ran; one that did not run comes before the next one that did, as defined.
+
+    Args:
+        called: the blocks that ran, by their first call.
+        count: the number of blocks.
+    """
+    rank = {number: position for position, number in enumerate(called)}
     keys, following = [], len(rank)
-    for number in reversed(range(len(watch.blocks))):
+    for number in reversed(range(count)):
         following = rank.get(number, following)
         keys.append((following, number in rank, number))
     return tuple(number for *_, number in sorted(keys))

@@ -18,14 +18,49 @@ from splitkit.memory.storage_watch import StorageWatch
 from splitkit.studies.fit.blocks import Block
 
 
-class FusedAttention(TorchFunctionMode):
-    """Lets attention take what the kernels of GPUs take: no matrix of scores, as ``meta`` would have."""
+class LikeOnGpu(TorchFunctionMode):
+    """Lets a run on ``meta`` take what it takes on a GPU, with plain inputs.
+
+    Attention makes no matrix of scores. Products of groups (of experts) are computed in any floating dtype. Questions
+    that only values could answer, such as whether a mask is full or a value is infinite, have the usual answer: what
+    is asked of all values holds, and what is asked of any does not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._answers: dict[int, tuple[Tensor, bool]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
-        return _Attention.apply(given["query"], given["key"], given["value"])  # type: ignore[no-untyped-call]
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+            return _Attention.apply(given["query"], given["key"], given["value"])  # type: ignore[no-untyped-call]
+        if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm"):
+            return _GroupedProduct.apply(*args[:2])  # type: ignore[no-untyped-call]
+        if func is Tensor.__bool__ and id(args[0]) in self._answers:
+            return self._answers[id(args[0])][1]
+        result = func(*args, **kwargs)
+        if func in _QUESTIONS and isinstance(result, Tensor) and result.ndim == 0:
+            self._answers[id(result)] = result, _QUESTIONS[func]
+        return result
+
+
+_QUESTIONS: dict[Any, bool] = {Tensor.all: True, torch.all: True, Tensor.any: False, torch.any: False}
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Makes and saves what a product of groups of rows with a matrix each does."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, matrices: Tensor) -> Tensor:
+        """Return the result, a row for each row."""
+        ctx.save_for_backward(rows, matrices)
+        return rows.new_empty(rows.shape[0], matrices.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the gradients of rows and matrices."""
+        return tuple(torch.empty_like(one) for one in ctx.saved_tensors)
 
 
 class _Attention(torch.autograd.Function):
@@ -107,6 +142,6 @@ class BlockWatch:
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Make new tensors on ``meta``, and let attention be fused."""
-    with torch.device("meta"), FusedAttention():
+    """Make new tensors on ``meta``, and run as on a GPU with plain inputs."""
+    with torch.device("meta"), LikeOnGpu():
         yield
