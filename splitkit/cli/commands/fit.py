@@ -23,6 +23,10 @@ def run(args: Namespace) -> Outcome:
             tokens=args.tokens,
             requests=args.requests,
             chunk=args.chunk,
+            train=args.train,
+            schedule=args.schedule,
+            microbatches=args.microbatches,
+            recompute=bool(args.recompute),
             dtype=args.dtype,
             sizes=sizes,
         )

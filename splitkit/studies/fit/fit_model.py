@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import copy
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from splitkit._torch import pytree
-from splitkit.errors import CaptureError, FileError, PolicyError
+from splitkit.errors import CaptureError, PolicyError
 from splitkit.testing import models
+from splitkit.testing.config_files import is_config
+from splitkit.testing.config_models import config_at, config_model, config_dtype
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -57,13 +56,6 @@ class FitModel:
         return found[0] if found else None
 
 
-def is_config(spec: object) -> bool:
-    """Return whether a text names a ``config.json`` or a folder with one."""
-    if isinstance(spec, os.PathLike):
-        spec = os.fspath(spec)
-    return isinstance(spec, str) and (spec.endswith(".json") or (Path(spec) / "config.json").is_file())
-
-
 def fit_model(model: object, dtype: str | None, sizes: Mapping[str, int] | None = None) -> FitModel:
     """Return the model on ``meta``.
 
@@ -81,10 +73,9 @@ def fit_model(model: object, dtype: str | None, sizes: Mapping[str, int] | None 
         raise PolicyError("SK302", f"fit: dtype is {dtype!r}", f"Use one of {', '.join((*DTYPES, *NARROW))}.")
     bits = None if dtype is None else NARROW.get(dtype)
     if isinstance(model, nn.Module):
-        return FitModel(type(model).__name__, _cast(model, dtype), getattr(model, "config", None), None, bits)
-    if is_config(model):
-        path, model = str(model), config_at(str(model))
-        return _from_config(path, model, dtype)
+        return FitModel(type(model).__name__, _cast(_copied(model), dtype), model.config, None, bits)
+    if isinstance(model, str | os.PathLike) and is_config(os.fspath(model)):
+        return _from_config(os.fspath(model), config_at(os.fspath(model)), dtype)
     if hasattr(model, "model_type"):
         return _from_config(str(model.model_type), model, dtype)
     if not isinstance(model, str):
@@ -93,45 +84,41 @@ def fit_model(model: object, dtype: str | None, sizes: Mapping[str, int] | None 
         )
     with torch.device("meta"), torch.random.fork_rng():
         made = models.load(model, **(sizes or {}))
-    found = _cast(made.model, dtype)
+    found = _cast(_moved(made.model), dtype)
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda one: one.to("meta"), (made.args, made.kwargs))
     return FitModel(model, found, getattr(found, "config", None), (args, kwargs), bits)
 
 
+def _copied(model: nn.Module) -> nn.Module:
+    """Return a copy of a user's module, which must be on ``meta`` and have a configuration that tells its inputs."""
+    real = next((name for name, tensor in model.named_parameters() if not tensor.is_meta), None)
+    if real is not None or not hasattr(model, "config"):
+        found = "has no config" if real is None else f"has real weights, such as {real}"
+        remedy = "Give its config.json, a model of transformers made under torch.device('meta'), or place:factory."
+        raise PolicyError("SK302", f"fit: the {type(model).__name__} {found}", remedy)
+    return copy.deepcopy(model)
+
+
 def _cast(model: nn.Module, dtype: str | None) -> nn.Module:
-    return model.to("meta", DTYPES[dtype]) if dtype in DTYPES else model.to("meta")
+    return model.to(DTYPES[dtype]) if dtype in DTYPES else model
 
 
-def config_at(path: str) -> Any:
-    """Return the transformers configuration in a ``config.json`` or in its folder.
-
-    Raises:
-        FileError: SK504 if it cannot be read.
-        CaptureError: SK401 if transformers does not know such a model, SK402 if transformers is missing.
-    """
-    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise FileError("SK504", f"{file} cannot be read: {error}", "Give the path of a config.json.") from error
-    try:
-        from transformers import AutoConfig
-    except ImportError as error:
-        raise CaptureError("SK402", "a configuration needs the package transformers", "pip install transformers") from error
-    if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
-        raise FileError("SK504", f"{file} is no configuration: it has no model_type", "Give a transformers config.json.")
-    try:
-        return type(AutoConfig.for_model(data["model_type"])).from_dict(data)
-    except ValueError as error:
-        raise CaptureError(
-            "SK401", f"transformers does not know the model of {file}: {error}", "Install a newer transformers."
-        ) from error
+def _moved(model: nn.Module) -> nn.Module:
+    """Drop the values of weights that a factory made on another device; what is tied stays tied."""
+    moved: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.is_meta:
+                made = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+                setattr(module, name, moved.setdefault(id(parameter), made))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to("meta"))
+    return model
 
 
 def _from_config(name: str, config: Any, dtype: str | None) -> FitModel:
     bits = NARROW.get(dtype or "") or (_stored_bits(name, config) if dtype is None else None)
-    own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-    own = own if isinstance(own, torch.dtype) else DTYPES.get(str(own), torch.float32)
+    own = config_dtype(config)
     if own == torch.float32 and bits is not None:
         own = torch.bfloat16
     return FitModel(name, config_model(config, DTYPES.get(dtype or "", own)), config, None, bits)
@@ -157,37 +144,3 @@ def _stored_bits(name: str, config: Any) -> int | None:
         f"the bytes of weights that are stored as {method!r}, as {name} says, are not known",
         f"Give --dtype: {', '.join((*DTYPES, *NARROW))}.",
     )
-
-
-def config_model(config: Any, dtype: torch.dtype, device: str = "meta") -> nn.Module:
-    """Return the model of a configuration, with new weights on a device.
-
-    Raises:
-        CaptureError: SK401 if its class is not known, or cannot be made.
-    """
-    import transformers
-
-    names = getattr(config, "architectures", None) or ()
-    kind = next((found for name in names if (found := getattr(transformers, name, None)) is not None), None)
-    if kind is None and names:
-        raise CaptureError("SK401", f"transformers has no model {names[0]}", "Install a newer transformers.")
-    if kind is None:
-        auto = import_module("transformers.models.auto.modeling_auto")
-        known = [auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING]
-        known = known if config.is_encoder_decoder else [auto.MODEL_FOR_CAUSAL_LM_MAPPING]
-        kind = next((mapping[type(config)] for mapping in known if type(config) in mapping), None)
-    if kind is None:
-        raise CaptureError("SK401", "the configuration names no architecture", 'Add "architectures": ["ClassName"].')
-    with torch.device(device), _default_dtype(dtype):
-        made: nn.Module = kind(config)
-    return made.eval()
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

@@ -93,7 +93,6 @@ class Fit:
         requests: the requests at once, or the sequences of a microbatch.
         devices: what each device runs and holds.
         alternatives: changes with which it fits, if it does not.
-        facts: name -> text, for the table's head.
         next: the next command; empty if nothing fits, or the model was given as an object.
     """
 
@@ -106,7 +105,6 @@ class Fit:
     requests: int
     devices: Sequence[FittedDevice]
     alternatives: Sequence[Alternative]
-    facts: dict[str, str]
     next: str
 
     __repr__ = brief
@@ -129,7 +127,9 @@ class Fit:
     def table(self) -> Table:
         """Return a row for each device, for `rich`."""
         training = any(device.held.gradients for device in self.devices)
-        kinds = ("weights", "gradients", "optimizer", "activations") if training else ("weights", "cache", "activations")
+        kinds = (
+            ("weights", "gradients", "optimizer", "activations") if training else ("weights", "cache", "activations")
+        )
         titles = ("", "device", *kinds, "total", "limit", "fits", "modules")
         rows = [self._cells(number, kinds) for number in range(len(self.devices))]
         return table(titles, rows, (*kinds, "total", "limit"))
@@ -155,4 +155,6 @@ class Fit:
     def __str__(self) -> str:
         from splitkit.view.console.console import to_text
 
-        return "\n".join([self.lines()[0], to_text(self.table()), *self.lines()[1:], *([self.next] if self.next else [])])
+        return "\n".join(
+            [self.lines()[0], to_text(self.table()), *self.lines()[1:], *([self.next] if self.next else [])]
+        )

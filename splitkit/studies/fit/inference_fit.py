@@ -12,6 +12,7 @@ from splitkit.studies.fit.inference_runs import StepBytes, inference_step
 from splitkit.studies.fit.layout import HeldBytes, Range, fitting_layout, most_even_layout
 from splitkit.studies.fit.token_search import most_fitting
 
+
 @dataclass(frozen=True, eq=False)
 class InferenceFit:
     """Answers for one model and one number of requests; every answer comes from runs on ``meta``.
@@ -68,6 +69,10 @@ class InferenceFit:
         step, limits = self.step(tokens), [card.limit for card in cards]
         return most_even_layout(len(self.blocks), limits, lambda device, i, j: self.holds(step, i, j))
 
+    def rows(self, cards: Sequence[Card], tokens: int) -> list[HeldBytes]:
+        """Return what each device holds with the most even layout."""
+        return [self.holds(self.step(tokens), i, j) for i, j in self.even_layout(cards, tokens)]
+
     def most_tokens(self, cards: Sequence[Card]) -> int:
         """Return the most tokens of each request that fit with any cuts between blocks, 0 if not even one does."""
         return most_fitting(
@@ -83,7 +88,9 @@ class InferenceFit:
         while above - best > 1:
             middle = (best + above) // 2
             share = (middle - low) / (high - low)
-            between = replace(first, cache=_mixed(first.cache, last.cache, share), work=_mixed(first.work, last.work, share))
+            between = replace(
+                first, cache=_mixed(first.cache, last.cache, share), work=_mixed(first.work, last.work, share)
+            )
             best, above = (middle, above) if self._layout_of(cards, between) else (best, middle)
         return best
 

@@ -15,6 +15,7 @@ from splitkit.errors import CaptureError
 from splitkit.studies.fit.blocks import Block
 from splitkit.studies.fit.fit_model import FitModel
 from splitkit.studies.fit.meta_watch import BlockWatch, on_meta
+from splitkit.testing.config_models import main_input
 
 
 @dataclass(frozen=True)
@@ -68,30 +69,11 @@ def _step(subject: FitModel, blocks: Sequence[Block], tokens: int, requests: int
         args, kwargs = subject.example
         return _one_run(blocks, lambda: model(*args, **kwargs), (args, kwargs))
     if not getattr(model, "can_generate", lambda: False)():
-        inputs = {getattr(model, "main_input_name", "input_ids"): main_input(subject, requests, tokens)}
+        inputs = {getattr(model, "main_input_name", "input_ids"): main_input(model, subject.config, requests, tokens)}
         return _one_run(blocks, lambda: model(**inputs), inputs)
     if subject.config.is_encoder_decoder:
         return _encode_and_decode(subject, blocks, tokens, requests)
     return _decode(subject, blocks, tokens, requests, min(tokens, max(1, chunk // requests)))
-
-
-def main_input(subject: FitModel, requests: int, tokens: int) -> Tensor:
-    """Return the input that a model names its main one."""
-    config, name = subject.config, getattr(subject.model, "main_input_name", "input_ids")
-    if name == "input_ids":
-        return torch.zeros(requests, tokens, dtype=torch.long)
-    if name == "input_features":
-        return torch.zeros(requests, config.num_mel_bins, 2 * config.max_source_positions, dtype=_dtype(subject))
-    if name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
-        sides = config.image_size, config.image_size
-        return torch.zeros(requests, config.num_channels, *sides, dtype=_dtype(subject))
-    raise CaptureError(
-        "SK401", f"{subject.name} takes {name}, whose size the configuration does not tell", "Give a factory instead."
-    )
-
-
-def _dtype(subject: FitModel) -> torch.dtype:
-    return next(parameter.dtype for parameter in subject.model.parameters() if parameter.is_floating_point())
 
 
 def _one_run(blocks: Sequence[Block], work: Any, inputs: Any) -> StepBytes:
@@ -121,7 +103,7 @@ def _decode(subject: FitModel, blocks: Sequence[Block], tokens: int, requests: i
 def _encode_and_decode(subject: FitModel, blocks: Sequence[Block], tokens: int, requests: int) -> StepBytes:
     model, owners, none = subject.model, _owners(subject, blocks), (0,) * len(blocks)
     name = getattr(model, "main_input_name", "input_ids")
-    main = {name: main_input(subject, requests, tokens)}
+    main = {name: main_input(model, subject.config, requests, tokens)}
     first = torch.zeros(requests, 1, dtype=torch.long)
     encoding = _watch(blocks, None, (main, first))
     output = encoding.run(lambda: model(**main, decoder_input_ids=first, use_cache=True))

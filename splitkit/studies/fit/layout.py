@@ -97,7 +97,9 @@ def _evened(count: int, limits: Sequence[float], holds: Holding, greedy: Sequenc
 
         end = _furthest(count, start, partial(until, most=share * limit))
         further = min(end + 1, count)
-        if abs(holds(device, start, further).total - share * limit) < abs(holds(device, start, end).total - share * limit):
+        if abs(holds(device, start, further).total - share * limit) < abs(
+            holds(device, start, end).total - share * limit
+        ):
             end = further
         end = min(max(end, least[device]), _furthest(count, start, partial(until, most=limit)))
         found.append((start, end))

@@ -54,9 +54,13 @@ class TrainingFit:
         return [self.blocks[number] for number in self.step(1).order]
 
     def in_flight(self, stages: int) -> tuple[int, ...]:
-        """Return the most microbatches that each of so many stages holds between forward and backward."""
+        """Return the most microbatches that each of so many stages holds between forward and backward.
+
+        A step has at least one microbatch for each stage.
+        """
         if stages not in self._in_flight:
-            run = simulate_schedule([StageCosts(1.0, 2.0)] * stages, self.schedule, self.microbatches)
+            number = max(self.microbatches, stages)
+            run = simulate_schedule([StageCosts(1.0, 2.0)] * stages, self.schedule, number)
             self._in_flight[stages] = run.in_flight_of_stages
         return self._in_flight[stages]
 

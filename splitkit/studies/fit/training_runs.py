@@ -14,8 +14,9 @@ from splitkit.errors import CaptureError
 from splitkit.losses import loss_of, no_loss
 from splitkit.studies.fit.blocks import Block, key_of
 from splitkit.studies.fit.fit_model import FitModel
-from splitkit.studies.fit.inference_runs import main_input, order_of
+from splitkit.studies.fit.inference_runs import order_of
 from splitkit.studies.fit.meta_watch import BlockWatch, on_meta
+from splitkit.testing.config_models import loss_inputs
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def training_step(subject: FitModel, blocks: Sequence[Block], tokens: int, seque
 
 def _step(subject: FitModel, blocks: Sequence[Block], tokens: int, sequences: int) -> TrainingBytes:
     model = subject.model.train()
-    args, kwargs = subject.example if subject.example is not None else ((), _inputs(subject, tokens, sequences))
+    args, kwargs = subject.example or ((), loss_inputs(model, subject.config, sequences, tokens))
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     run = _TrainingRun(blocks)
@@ -78,15 +79,6 @@ def _step(subject: FitModel, blocks: Sequence[Block], tokens: int, sequences: in
     finally:
         model.zero_grad(set_to_none=True)
     return run.result()
-
-
-def _inputs(subject: FitModel, tokens: int, sequences: int) -> dict[str, Any]:
-    """Return the inputs with which a model of transformers returns its loss."""
-    name = getattr(subject.model, "main_input_name", "input_ids")
-    found = {name: main_input(subject, sequences, tokens)}
-    if name == "pixel_values":
-        return found | {"labels": torch.zeros(sequences, dtype=torch.long)}
-    return found | {"labels": torch.zeros(sequences, tokens, dtype=torch.long)}
 
 
 class _TrainingRun:
@@ -125,7 +117,9 @@ class _TrainingRun:
     def _hooks(self, number: int, block: Block) -> list[Any]:
         module = block.module
         return [
-            module.register_forward_pre_hook(lambda _, args, kwargs: self._entered(number, (args, kwargs)), with_kwargs=True),
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs: self._entered(number, (args, kwargs)), with_kwargs=True
+            ),
             module.register_forward_hook(lambda *given: self._left(number, given[-1])),
         ]
 
