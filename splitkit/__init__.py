@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from splitkit.plans.parts import Part as Part
     from splitkit.plans.record import Plan as Plan
     from splitkit.runtime.generation.local_generator import generator as generator
+    from splitkit.studies.fit.fit import fit as fit
+    from splitkit.studies.fit.fit_result import Fit as Fit
     from splitkit.studies.frontier import Frontier as Frontier
     from splitkit.studies.sweep import sweep as sweep
     from splitkit.testing.compare import Comparison as Comparison
@@ -73,6 +75,7 @@ _ERRORS = ("CaptureError", "CheckError", "CostError", "CycleError", "FileError",
 _HOME = {
     "CUDA_BLOCK": "memory.profile",
     "Comparison": "testing.compare",
+    "Fit": "studies.fit.fit_result",
     "Frontier": "studies.frontier",
     "Joint": "frontends.joint.joint_capture",
     "MeasuredMemory": "memory.measurement",
@@ -91,6 +94,7 @@ _HOME = {
     "capture_decoder": "frontends.decoder.capture_decoder",
     "capture_joint": "frontends.joint.joint_capture",
     "compare": "testing.compare",
+    "fit": "studies.fit.fit",
     "generator": "runtime.generation.local_generator",
     "inline": "engine.inlining.inline",
     "measure_memory": "memory.measurement",

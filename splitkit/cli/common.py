@@ -17,6 +17,7 @@ from splitkit.cli.source import Source
 from splitkit.cli.syntax import policy_spec
 from splitkit.errors import CaptureError, FileError, SplitError, UsageError, nearest
 from splitkit.testing import models
+from splitkit.testing.config_files import is_config
 from splitkit.testing.models import Example
 from splitkit.view.console.console import show_spinner
 
@@ -90,6 +91,10 @@ def example_of(wanted: Source) -> Example:
 def _example(wanted: Source) -> Example:
     import torch
 
+    from splitkit.testing.config_models import config_example
+
+    if is_config(wanted.spec):
+        return config_example(wanted.spec, wanted.seed, **wanted.sizes)
     if ":" not in wanted.spec:
         return models.build(wanted.spec, seed=wanted.seed, **wanted.sizes)
     place = Path(wanted.spec.rpartition(":")[0])

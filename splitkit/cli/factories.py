@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from splitkit.errors import CaptureError, UsageError, near, nearest
+from splitkit.testing.config_files import is_config
 from splitkit.testing.factory import functions_in, functions_listed
 from splitkit.testing.models import NAMES
 
@@ -25,6 +26,8 @@ def check_model_name(spec: str, plans: bool) -> None:
         UsageError: SK402 for an unknown example, SK602 for a file or module without a function.
         CaptureError: SK403 for a file that does not exist.
     """
+    if is_config(spec):
+        return
     place, colon, name = spec.rpartition(":")
     if not colon:
         _check_word(spec, plans)

@@ -6,6 +6,7 @@ import argparse
 
 from splitkit import __version__
 from splitkit.cli.part_flags import BACKENDS
+from splitkit.cli.syntax.fit_options import add_fit
 from splitkit.cli.syntax.arguments import Parser, above_zero, numbers, positive, words
 from splitkit.cli.syntax.options import (
     MODEL_HELP,
@@ -45,6 +46,7 @@ def make_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _capture(commands)
     _plan(commands)
+    add_fit(commands)
     _split(commands)
     _run(commands)
     _train(commands)

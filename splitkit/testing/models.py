@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from splitkit.errors import CaptureError, nearest
+from splitkit.testing.config_files import is_config
 from splitkit.testing.factory import Example, made_by
 
 __all__ = ["NAMES", "SIZES", "Example", "build", "load"]
@@ -68,6 +69,7 @@ def build(name: str, seed: int = 0, **sizes: int) -> Example:
 def load(spec: str, **sizes: int) -> Example:
     """Return the example named ``"gpt2"`` ..., ``"package.module:factory"`` or ``"path/to/file.py:factory"``.
 
+    It may also be a ``config.json`` of transformers or its folder, with the sizes ``batch`` and ``seq``.
     A factory takes ``sizes`` as keywords and returns ``(module, args)``, ``(module, args, kwargs)``,
     ``(module, kwargs)`` or an `Example`, where ``args`` is a tuple (or one tensor) and ``kwargs`` a dict. Errors
     that it raises have a note with the line of its file.
@@ -76,6 +78,10 @@ def load(spec: str, **sizes: int) -> Example:
         CaptureError: SK402 for a name that is no example, or a package that is not installed; SK403 for a factory that
             is missing, cannot be called with these sizes, or returns something else.
     """
+    if is_config(spec):
+        from splitkit.testing.config_models import config_example
+
+        return config_example(spec, **sizes)
     return made_by(spec, sizes) if ":" in spec else build(spec, **sizes)
 
 

@@ -1,0 +1,176 @@
+"""Answers whether a model fits devices, for inference or training, and what would fit instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from splitkit.checks import count, shown
+from splitkit.errors import PolicyError
+from splitkit.pipeline.defaults import microbatches_of, ranks_of
+from splitkit.pipeline.stage_prices import STATE_OF
+from splitkit.studies.fit.alternatives import inference_alternatives, training_alternatives
+from splitkit.studies.fit.blocks import blocks_of
+from splitkit.studies.fit.cards import Card, CardList, cards_of
+from splitkit.studies.fit.fit_model import FitModel, fit_model
+from splitkit.studies.fit.fit_result import Fit, FittedDevice
+from splitkit.studies.fit.inference_fit import InferenceFit
+from splitkit.studies.fit.next_step import inference_command, sizes_of_inputs, training_command
+from splitkit.studies.fit.training_fit import TrainingFit
+
+_USUAL_TOKENS = 4096
+"""The tokens that are asked for by default, or the model's context if that is less."""
+
+
+def fit(
+    model: Any,
+    devices: CardList = None,
+    *,
+    tokens: int | None = None,
+    requests: int = 1,
+    chunk: int = 512,
+    train: str | None = None,
+    schedule: str = "1f1b",
+    microbatches: int | None = None,
+    recompute: bool = False,
+    dtype: str | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> Fit:
+    """Return whether a model fits devices, what each of them holds, and the most tokens that fit.
+
+    No weights are made or loaded: the model runs on torch's ``meta`` device, and every allocation of a step is
+    recorded. 5 % of each device stay free. The model is cut between the items of its lists of modules (its layers),
+    and the cuts are those with which the most tokens fit::
+
+        print(sk.fit("llama-3-70b/config.json", "8x24GiB", tokens=8192))
+        sk.fit("config.json", ["rtx-3090", "rtx-4090"], train="adamw", tokens=2048).tokens
+
+    Args:
+        model: the path of a transformers ``config.json`` or of its folder, a configuration, a model of transformers on
+            ``meta``, the name of an example, or a factory ``"my_model.py:make"`` that returns ``(module, inputs)``.
+        devices: ``"2x24GiB"``, ``"rtx-3090,rtx-4090"``, a sequence of sizes, names and `splitkit.costs.Device`;
+            ``None``: the GPUs of this machine, or its main memory. The model's blocks lie on them in this order.
+        tokens: tokens of each request in the cache, or of each sequence in training; by default 4096, or the model's
+            context if that is less.
+        requests: the requests whose caches are held at once, or the sequences of a microbatch.
+        chunk: for inference, the most new tokens that a step computes, of all requests together; at least one of each.
+        train: the optimizer, for training: ``"adamw"``, ``"adam"``, ``"momentum"``, ``"sgd"``; ``None``: inference.
+        schedule: for training, the schedule of the pipeline, with one stage on each device: ``"1f1b"``, ``"gpipe"``.
+        microbatches: for training, the microbatches in a step; by default two for each device.
+        recompute: for training, whether each stage saves only its inputs, and runs again before its backward.
+        dtype: the dtype of the model: ``"float32"``, ``"bfloat16"``, ``"float16"``; or ``"float8"`` or ``"int4"`` for
+            the matrices of its layers, with scales; ``None``: as its configuration or factory says.
+        sizes: arguments of the example or factory.
+
+    Raises:
+        PolicyError: SK302 for an argument that makes no sense.
+        CostError: SK321 for an unknown device.
+        ScheduleError: SK330 for an unknown schedule.
+        CaptureError: SK401 for a model that does not run on ``meta``, or has a cache of an unknown kind.
+        FileError: SK504 if the configuration cannot be read.
+    """
+    tokens = None if tokens is None else count("fit", "tokens", tokens)
+    requests, chunk, cards = count("fit", "requests", requests), count("fit", "chunk", chunk), cards_of(devices)
+    if train is None:
+        _refuse_for_inference(microbatches, recompute)
+        subject = fit_model(model, dtype, sizes)
+        return _for_inference(model, subject, cards, tokens, requests, chunk, sizes)
+    microbatches = microbatches_of(microbatches, len(cards))
+    _check_training(train, schedule, microbatches, len(cards))
+    subject = fit_model(model, dtype, sizes)
+    if subject.bits is not None:
+        remedy = "Give dtype='bfloat16' (--dtype bfloat16)."
+        raise PolicyError("SK302", f"fit: weights of {subject.bits} bits are not trained", remedy)
+    blocks = blocks_of(subject.model)
+    found = TrainingFit(subject, blocks, train, schedule, microbatches, requests, recompute)
+    return _for_training(model, found, cards, tokens, sizes)
+
+
+def _refuse_for_inference(microbatches: int | None, recompute: bool) -> None:
+    given = "recompute" if recompute else "microbatches" if microbatches is not None else ""
+    if given:
+        raise PolicyError("SK302", f"fit: {given} is for training only", "Name the optimizer: train='adamw'.")
+
+
+def _check_training(train: str, schedule: str, microbatches: int, devices: int) -> None:
+    if train not in STATE_OF:
+        raise PolicyError("SK302", f"fit: train={shown(train)}", f"Name an optimizer: {', '.join(STATE_OF)}.")
+    microbatches = count("fit", "microbatches", microbatches)
+    if devices > 1 and ranks_of(schedule, microbatches, devices) != tuple(range(devices)):
+        remedy = "Use 1f1b or gpipe; `splitkit sweep` compares other schedules."
+        raise PolicyError("SK302", f"fit: {schedule} does not run one stage on each device", remedy)
+
+
+def _wanted(subject: FitModel, tokens: int | None) -> int | None:
+    """Return the tokens that are asked for.
+
+    Raises:
+        PolicyError: SK302 for tokens of a model that has inputs of its own.
+    """
+    if subject.example is None:
+        return tokens or min(_USUAL_TOKENS, subject.context or _USUAL_TOKENS)
+    if tokens is not None:
+        remedy = "Give the sizes of its inputs to the factory (--size), or a transformers configuration."
+        raise PolicyError("SK302", f"fit: tokens={tokens} for {subject.name}, which has inputs of its own", remedy)
+    return None
+
+
+def _for_inference(
+    model: Any,
+    subject: FitModel,
+    cards: Sequence[Card],
+    tokens: int | None,
+    requests: int,
+    chunk: int,
+    sizes: Mapping[str, int] | None,
+) -> Fit:
+    wanted = _wanted(subject, tokens)
+    found = InferenceFit(subject, blocks_of(subject.model), requests, chunk, subject.bits)
+    most = None if wanted is None else found.most_tokens(cards)
+    asked = wanted or 1
+    fits = asked <= most if most is not None else found.layout(cards, asked) is not None
+    layout, step, line = found.even_layout(cards, most if fits and most else asked), found.step(asked), found.line
+    devices = [
+        FittedDevice(card, tuple(block.name for block in line[i:j]), found.holds(step, i, j))
+        for card, (i, j) in zip(cards, layout, strict=True)
+    ]
+
+    def cast(dtype: str) -> InferenceFit:
+        other = fit_model(model, dtype, sizes)
+        return InferenceFit(other, blocks_of(other.model), requests, chunk, other.bits)
+
+    others = [] if fits else inference_alternatives(found, cards, wanted, most, cast)
+    given = sizes_of_inputs(model, sizes, requests, min(asked, max(1, chunk // requests)))
+    command = inference_command(model, devices, given) if fits else ""
+    return Fit(subject.name, "inference", fits, wanted, most, subject.context, requests, devices, others, command)
+
+
+def _for_training(
+    model: Any, found: TrainingFit, cards: Sequence[Card], tokens: int | None, sizes: Mapping[str, int] | None
+) -> Fit:
+    subject, wanted = found.subject, _wanted(found.subject, tokens)
+    most = None if wanted is None else found.most_tokens(cards)
+    asked = wanted or 1
+    fits = asked <= most if most is not None else found.layout(cards, asked) is not None
+    devices = _training_rows(found, cards, asked)
+
+    def cast(dtype: str) -> TrainingFit:
+        other = fit_model(model, dtype, sizes)
+        return found.changed(keep=False, subject=other, blocks=blocks_of(other.model))
+
+    others = [] if fits else training_alternatives(found, cards, wanted, most, cast)
+    given = sizes_of_inputs(model, sizes, found.sequences, asked)
+    command = training_command(model, found, devices, given) if fits else ""
+    purpose, requests = f"training with {found.optimizer}", found.sequences
+    return Fit(subject.name, purpose, fits, wanted, most, subject.context, requests, devices, others, command)
+
+
+def _training_rows(found: TrainingFit, cards: Sequence[Card], tokens: int) -> list[FittedDevice]:
+    step, flying, line = found.step(tokens), found.in_flight(len(cards)), found.line
+    rows = []
+    for device, (card, (i, j)) in enumerate(zip(cards, found.even_layout(cards, tokens), strict=True)):
+        held, saved = found.holds(step, flying[device], i, j), found.saved(step, i, j)[0]
+        budget = max(0, saved + (card.limit - held.total) // flying[device])
+        names = tuple(block.name for block in line[i:j])
+        rows.append(FittedDevice(card, names, held, flying[device], saved, budget))
+    return rows

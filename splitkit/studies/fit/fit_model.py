@@ -1,0 +1,146 @@
+"""Makes the model that should fit, on ``meta``: from a transformers configuration, an example or a user's factory."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from splitkit._torch import pytree
+from splitkit.errors import CaptureError, PolicyError
+from splitkit.testing import models
+from splitkit.testing.config_files import is_config
+from splitkit.testing.config_models import config_at, config_model, config_dtype
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""The dtypes in which a model may compute."""
+NARROW: Mapping[str, int] = {"float8": 8, "int4": 4}
+"""Formats of the weights only -> bits a value; the model computes in bfloat16, or its own 16 bits."""
+
+
+@dataclass(frozen=True, eq=False)
+class FitModel:
+    """A model without weights.
+
+    Attributes:
+        name: how the user named it.
+        model: the module, on ``meta``.
+        config: its transformers configuration, if it has one.
+        example: positional and keyword inputs of a user's model; ``None`` if the inputs follow from the configuration.
+        bits: bits a value of the weights; ``None``: as the model has them.
+    """
+
+    name: str
+    model: nn.Module
+    config: Any
+    example: tuple[tuple[Any, ...], dict[str, Any]] | None
+    bits: int | None
+
+    @property
+    def context(self) -> int | None:
+        """The most tokens of a sequence that the model is made for, if the configuration says so."""
+        if self.config is None:
+            return None
+        names = ("max_target_positions", "max_position_embeddings", "n_positions", "max_seq_len")
+        text = self.config.get_text_config(decoder=True)
+        found = [value for name in names if isinstance(value := getattr(text, name, None), int)]
+        return found[0] if found else None
+
+
+def fit_model(model: object, dtype: str | None, sizes: Mapping[str, int] | None = None) -> FitModel:
+    """Return the model on ``meta``.
+
+    Args:
+        model: a path of a configuration, a configuration, a module, an example's name or ``place:factory``.
+        dtype: one of `DTYPES` or `NARROW`; ``None``: the dtype that the configuration names, or the factory makes.
+        sizes: arguments of the example or factory.
+
+    Raises:
+        PolicyError: SK302 for an unknown dtype.
+        CaptureError: SK401 if the model cannot be made, SK402 or SK403 as for `splitkit.testing.models.load`.
+        FileError: SK504 if the configuration cannot be read.
+    """
+    if dtype is not None and dtype not in DTYPES and dtype not in NARROW:
+        raise PolicyError("SK302", f"fit: dtype is {dtype!r}", f"Use one of {', '.join((*DTYPES, *NARROW))}.")
+    bits = None if dtype is None else NARROW.get(dtype)
+    if isinstance(model, nn.Module):
+        return FitModel(type(model).__name__, _cast(_copied(model), dtype), model.config, None, bits)
+    if isinstance(model, str | os.PathLike) and is_config(os.fspath(model)):
+        return _from_config(os.fspath(model), config_at(os.fspath(model)), dtype)
+    if hasattr(model, "model_type"):
+        return _from_config(str(model.model_type), model, dtype)
+    if not isinstance(model, str):
+        raise PolicyError(
+            "SK302", f"fit: the model is a {type(model).__name__}", "Give a path of a config.json, or place:factory."
+        )
+    with torch.device("meta"), torch.random.fork_rng():
+        made = models.load(model, **(sizes or {}))
+    found = _cast(_moved(made.model), dtype)
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda one: one.to("meta"), (made.args, made.kwargs))
+    return FitModel(model, found, getattr(found, "config", None), (args, kwargs), bits)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """Return a copy of a user's module, which must be on ``meta`` and have a configuration that tells its inputs."""
+    real = next((name for name, tensor in model.named_parameters() if not tensor.is_meta), None)
+    if real is not None or not hasattr(model, "config"):
+        found = "has no config" if real is None else f"has real weights, such as {real}"
+        remedy = "Give its config.json, a model of transformers made under torch.device('meta'), or place:factory."
+        raise PolicyError("SK302", f"fit: the {type(model).__name__} {found}", remedy)
+    return copy.deepcopy(model)
+
+
+def _cast(model: nn.Module, dtype: str | None) -> nn.Module:
+    return model.to(DTYPES[dtype]) if dtype in DTYPES else model
+
+
+def _moved(model: nn.Module) -> nn.Module:
+    """Drop the values of weights that a factory made on another device; what is tied stays tied."""
+    moved: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.is_meta:
+                made = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+                setattr(module, name, moved.setdefault(id(parameter), made))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to("meta"))
+    return model
+
+
+def _from_config(name: str, config: Any, dtype: str | None) -> FitModel:
+    bits = NARROW.get(dtype or "") or (_stored_bits(name, config) if dtype is None else None)
+    own = config_dtype(config)
+    if own == torch.float32 and bits is not None:
+        own = torch.bfloat16
+    return FitModel(name, config_model(config, DTYPES.get(dtype or "", own)), config, None, bits)
+
+
+def _stored_bits(name: str, config: Any) -> int | None:
+    """Return the bits a value of a quantized checkpoint, ``None`` for one that is not.
+
+    Raises:
+        CaptureError: SK401 for a format that is not known here.
+    """
+    stored = getattr(config, "quantization_config", None)
+    if stored is None:
+        return None
+    read = stored if isinstance(stored, dict) else stored.to_dict()
+    method, bits = str(read.get("quant_method")), read.get("bits")
+    if method == "fp8":
+        return 8
+    if method in ("gptq", "awq") and bits in (4, 8):
+        return int(bits)
+    raise CaptureError(
+        "SK401",
+        f"the bytes of weights that are stored as {method!r}, as {name} says, are not known",
+        f"Give --dtype: {', '.join((*DTYPES, *NARROW))}.",
+    )

@@ -1,0 +1,138 @@
+"""Finds the cuts of a model between devices for training as a pipeline, and the most tokens with which it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from splitkit.pipeline.simulate import simulate_schedule
+from splitkit.pipeline.stage_costs import StageCosts
+from splitkit.pipeline.stage_prices import STATE_OF
+from splitkit.studies.fit.blocks import Block, Weight
+from splitkit.studies.fit.cards import Card
+from splitkit.studies.fit.fit_model import FitModel
+from splitkit.studies.fit.inference_fit import weight_bytes
+from splitkit.studies.fit.layout import HeldBytes, Range, fitting_layout, most_even_layout
+from splitkit.studies.fit.token_search import most_fitting
+from splitkit.studies.fit.training_runs import TrainingBytes, training_step
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingFit:
+    """Answers for one model, optimizer and schedule; every answer comes from runs on ``meta``.
+
+    Attributes:
+        subject: the model.
+        blocks: its blocks.
+        optimizer: the optimizer whose state counts.
+        schedule: the schedule of the pipeline, with one stage on each device.
+        microbatches: the microbatches in a step.
+        sequences: the sequences of a microbatch.
+        recompute: whether each stage saves only its inputs, and runs again before its backward.
+    """
+
+    subject: FitModel
+    blocks: Sequence[Block]
+    optimizer: str
+    schedule: str
+    microbatches: int
+    sequences: int = 1
+    recompute: bool = False
+    _steps: dict[int, TrainingBytes] = field(default_factory=dict, repr=False)
+    _in_flight: dict[int, tuple[int, ...]] = field(default_factory=dict, repr=False)
+
+    def step(self, tokens: int) -> TrainingBytes:
+        """Return what the blocks hold with so many tokens of each sequence."""
+        if tokens not in self._steps:
+            self._steps[tokens] = training_step(self.subject, self.blocks, tokens, self.sequences)
+        return self._steps[tokens]
+
+    @cached_property
+    def line(self) -> list[Block]:
+        """The blocks in the order in which they run."""
+        return [self.blocks[number] for number in self.step(1).order]
+
+    def in_flight(self, stages: int) -> tuple[int, ...]:
+        """Return the most microbatches that each of so many stages holds between forward and backward.
+
+        A step has at least one microbatch for each stage.
+        """
+        if stages not in self._in_flight:
+            number = max(self.microbatches, stages)
+            run = simulate_schedule([StageCosts(1.0, 2.0)] * stages, self.schedule, number)
+            self._in_flight[stages] = run.in_flight_of_stages
+        return self._in_flight[stages]
+
+    def holds(self, step: TrainingBytes, in_flight: int, start: int, end: int) -> HeldBytes:
+        """Return what a device holds with a range of blocks."""
+        numbers = step.order[start:end]
+        blocks = [self.blocks[n] for n in numbers]
+        trained = trained_bytes_of(blocks)
+        saved, once = self.saved(step, start, end)
+        work = max((step.work[n] for n in numbers), default=0)
+        return HeldBytes(
+            weights=weight_bytes(blocks),
+            gradients=trained,
+            optimizer=trained * STATE_OF[self.optimizer],
+            activations=saved * in_flight + once + work,
+        )
+
+    def saved(self, step: TrainingBytes, start: int, end: int) -> tuple[int, int]:
+        """Return the bytes that each microbatch in flight holds, and those that one of them holds in its backward."""
+        numbers = step.order[start:end]
+        every = sum(_union(step.saved[n] for n in numbers).values())
+        if not self.recompute or not numbers:
+            return every, 0
+        before = {key for n in step.order[:start] for key in (*step.saved[n], *step.inputs[n])}
+        given = _union([step.inputs[numbers[0]], *(step.inputs[n] for n in numbers)])
+        outside = {key: size for key, size in given.items() if key in before or key in step.inputs[numbers[0]]}
+        return sum(outside.values()), every
+
+    def layout(self, cards: Sequence[Card], tokens: int) -> list[Range] | None:
+        """Return cuts with which so many tokens of each sequence fit, ``None`` if there are none."""
+        step, flying = self.step(tokens), self.in_flight(len(cards))
+        limits = [card.limit for card in cards]
+        return fitting_layout(len(self.blocks), limits, lambda d, i, j: self.holds(step, flying[d], i, j))
+
+    def even_layout(self, cards: Sequence[Card], tokens: int) -> list[Range]:
+        """Return the cuts whose fullest device is the least full."""
+        step, flying = self.step(tokens), self.in_flight(len(cards))
+        limits = [card.limit for card in cards]
+        return most_even_layout(len(self.blocks), limits, lambda d, i, j: self.holds(step, flying[d], i, j))
+
+    def share(self, cards: Sequence[Card], tokens: int) -> float:
+        """Return how full the fullest device is with the most even layout, as a share of its limit."""
+        return max(held.total / card.limit for held, card in zip(self.rows(cards, tokens), cards, strict=True))
+
+    def rows(self, cards: Sequence[Card], tokens: int) -> list[HeldBytes]:
+        """Return what each device holds with the most even layout."""
+        step, flying, layout = self.step(tokens), self.in_flight(len(cards)), self.even_layout(cards, tokens)
+        return [self.holds(step, flying[d], i, j) for d, (i, j) in enumerate(layout)]
+
+    def most_tokens(self, cards: Sequence[Card]) -> int:
+        """Return the most tokens of each sequence that fit with any cuts between blocks, 0 if not even one does."""
+
+        def between(low: int, high: int) -> int:
+            first, last = self.share(cards, low), self.share(cards, high)
+            return low + int((high - low) * (1 - first) / (last - first))
+
+        return most_fitting(lambda tokens: self.layout(cards, tokens) is not None, between, self.subject.context)
+
+    def changed(self, *, keep: bool = True, **changes: object) -> TrainingFit:
+        """Return it with other fields; ``keep``: with the runs that were made, which then still hold."""
+        found = replace(self, _steps=self._steps if keep else {}, _in_flight={}, **changes)  # type: ignore[arg-type]
+        return found
+
+
+def trained_bytes_of(blocks: Sequence[Block]) -> int:
+    """Return the bytes of the gradients of some blocks, tied weights once."""
+    found: Mapping[int, Weight] = {key: weight for block in blocks for key, weight in block.weights.items()}
+    return sum(weight.trained for weight in found.values())
+
+
+def _union(parts: object) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for part in parts:  # type: ignore[attr-defined]
+        found |= part
+    return found

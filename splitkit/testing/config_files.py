@@ -1,0 +1,38 @@
+"""Recognises configuration files of transformers; imports no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from splitkit.errors import FileError
+
+
+def is_config(spec: str) -> bool:
+    """Return whether a text names a ``config.json``, a JSON file with a ``model_type``, or a folder with a config."""
+    path = Path(spec)
+    if (path / "config.json").is_file() or path.name == "config.json":
+        return True
+    try:
+        return path.suffix == ".json" and path.is_file() and "model_type" in read_config(spec)
+    except FileError:
+        return False
+
+
+def read_config(spec: str) -> dict[str, Any]:
+    """Return the data of a configuration, from its file or its folder.
+
+    Raises:
+        FileError: SK504 if it cannot be read, or is no configuration.
+    """
+    file = Path(spec) / "config.json" if Path(spec).is_dir() else Path(spec)
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise FileError("SK504", f"{file} cannot be read: {error}", "Give the path of a config.json.") from error
+    if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
+        raise FileError(
+            "SK504", f"{file} is no configuration: it has no model_type", "Give a transformers config.json."
+        )
+    return data
