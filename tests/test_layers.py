@@ -73,7 +73,7 @@ PRIVATE_ENGINE = (
 )
 """Where private torch names may stand; each use has the versions it was checked on beside it."""
 
-_OWN = ("self", "cls", "argparse")
+_OWN = ("self", "cls", "argparse", "os")
 _NAMEDTUPLE = ("_replace", "_asdict", "_fields")
 
 

@@ -135,6 +135,18 @@ def steps(model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[float]:
     return losses
 
 
+def named() -> dict[str, Any]:
+    """The values that move between parts on devices of which some are named without an index."""
+    moved = []
+    for current in (0, 1):
+        torch.accelerator.set_device_index(current)
+        gm = sk.capture(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), torch.randn(2, 4))
+        placed = to_devices(sk.split(gm, sk.policies.Stages(3)), ["simgpu:0", "simgpu", "simgpu:1"])
+        placed(torch.randn(2, 4)).sum().backward()
+        moved.append([str(move.target) for move in placed.moves if move.source is not None])
+    return {"moved": moved}
+
+
 class Tied(nn.Module):
     """A weight that two devices read, and a skip connection."""
 
@@ -328,5 +340,5 @@ def main() -> None:
         RUNS[words[0]]()
         found = {}
     else:
-        found = {"same": same, "loop": loop}[kind](*words)
+        found = {"same": same, "loop": loop, "named": named}[kind](*words)
     print(json.dumps({"case": words, **found, "races": simgpu.races()}), flush=True)

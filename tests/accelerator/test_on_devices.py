@@ -27,6 +27,12 @@ def test_a_loop_with_dropout_has_the_losses_of_the_cpu(name):
     assert found["apart"] < 1e-9 and not found["races"]
 
 
+def test_a_device_without_an_index_is_the_current_one():
+    """With index 0 current, parts 0 and 1 are on one device; with index 1, parts 1 and 2."""
+    (found,) = launch(SCRIPT, 1, "named")
+    assert found["moved"] == [["simgpu:1"], ["simgpu:1"]] and not found["races"]
+
+
 RUNS = [
     "a tied weight", "a written buffer", "a written buffer with gradients", "a gradient that is added to",
     "an input that is written after the call", "an output that is written after the call", "a value on two devices",

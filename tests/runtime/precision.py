@@ -15,7 +15,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import splitkit as sk
 from splitkit.errors import SplitError
-from splitkit.runtime import pipeline
+from splitkit.runtime import PipelineModule, pipeline
 
 MICROBATCHES, STEPS = 2, 8
 SCALE = {"init_scale": 2.0**20, "growth_interval": 2}
@@ -80,6 +80,20 @@ def around() -> dict[str, Any]:
     return {"said": said}
 
 
+def module() -> dict[str, Any]:
+    """A scaler around a pipeline that is called as a module, which runs backward before the loss is scaled."""
+    said = {}
+    for dtype in (torch.bfloat16, torch.float16):
+        pipe = pipeline(sk.split(captured(dtype), sk.policies.Stages(2)), "1f1b", MICROBATCHES)
+        loss = PipelineModule(pipe)(x=next(batches()))["loss"]
+        try:
+            torch.amp.GradScaler("cpu").scale(loss).backward()
+            said[str(dtype)] = ""
+        except SplitError as error:
+            said[str(dtype)] = str(error)
+    return {"said": said}
+
+
 def attempt(block: AbstractContextManager[Any], step: Callable[[], Any]) -> Any:
     try:
         with block:
@@ -90,6 +104,6 @@ def attempt(block: AbstractContextManager[Any], step: Callable[[], Any]) -> Any:
 
 def main() -> None:
     start()
-    for name, case in (("scaled", scaled), ("around", around)):
+    for name, case in (("scaled", scaled), ("around", around), ("module", module)):
         print(json.dumps({"case": name, "rank": dist.get_rank()} | case()), flush=True)
     dist.destroy_process_group()

@@ -28,6 +28,13 @@ def test_float16_with_a_scaler_trains_as_the_unsplit_model(ran):
         assert min(mine) < 2.0**20 and any(b > a for a, b in pairwise(mine))
 
 
+def test_a_scaler_around_a_pipeline_as_a_module_is_refused_in_float16(ran):
+    assert len(ran["module"]) == 2
+    for line in ran["module"]:
+        assert line["said"]["torch.bfloat16"] == ""
+        assert "SK802: the loss was scaled by 65536 after the backward" in line["said"]["torch.float16"]
+
+
 def test_an_autocast_around_the_step_is_refused_unless_it_was_around_the_capture(ran):
     assert len(ran["around"]) == 2
     for line in ran["around"]:

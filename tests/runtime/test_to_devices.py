@@ -361,6 +361,17 @@ def test_devices_that_capture_burnt_in_follow_the_part(how):
         assert to_devices(split, [f"cuda:{i % 2}" for i in range(len(split.parts))])(mode.from_tensor(x)).is_cuda
 
 
+@pytest.mark.parametrize("name", ["cuda", "xpu", "mtia", "ipu"])
+def test_a_method_that_is_named_like_a_device_follows_the_part(name):
+    class Copied(nn.Module):
+        def forward(self, x):
+            return getattr(x.sin(), name)().cos()
+
+    split = sk.split(fx.symbolic_trace(Copied()), lambda n: int(n.name != "sin"))
+    placed, x = to_devices(split, ["cpu:0", "cpu:1"]), torch.randn(3)
+    assert torch.equal(placed(x), x.sin().cos())
+
+
 def test_a_region_of_autocast_becomes_one_of_the_device():
     _, _, gm, split = captured("odd", 2)
     mode = FakeTensorMode()

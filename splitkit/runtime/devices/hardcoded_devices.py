@@ -22,6 +22,9 @@ from splitkit._torch import pytree
 from splitkit.graph.storages import attribute
 from splitkit.runtime.devices.device_map import follows
 
+_DEVICE_METHODS = frozenset({"cpu", "cuda", "xpu", "mtia", "ipu"})
+"""The methods of tensors that are named like the device to which they copy."""
+
 
 def names_devices(gm: fx.GraphModule, device: torch.device, captured: frozenset[str]) -> bool:
     """Whether a graph, or one nested in it, names another device."""
@@ -79,7 +82,7 @@ def _rewritten(node: Node, device: torch.device, captured: frozenset[str]) -> tu
 
 
 def _method(name: str, args: Any, on: Callable[[torch.device], torch.device]) -> tuple[str, Any]:
-    if name in ("cpu", "cuda"):
+    if name in _DEVICE_METHODS:
         return "to", (args[0], on(torch.device(name)))
     if name == "to":
         return name, tuple(_named_device(a, on) if isinstance(a, str) else a for a in args)

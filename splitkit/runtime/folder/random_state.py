@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from splitkit.runtime.devices.accelerators import DeviceRng
+
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """Return the state of the generators of Python, numpy, torch on the CPU, and torch on a device."""
@@ -23,7 +25,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
         "torch": torch.get_rng_state(),
     }
     if device.type != "cpu":
-        state[device.type] = torch.get_device_module(device).get_rng_state(device)
+        state[device.type] = DeviceRng(device).state()
     return state
 
 
@@ -35,4 +37,4 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
     if device.type != "cpu" and device.type in state:
-        torch.get_device_module(device).set_rng_state(state[device.type], device)
+        DeviceRng(device).set_state(state[device.type])

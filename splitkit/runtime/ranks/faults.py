@@ -8,6 +8,7 @@ a rank that cannot write a line, since it was killed or stopped, the others find
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ class Progress:
         inside: the action that is computing; ``None`` between actions.
         last: the action that began last.
         failed: whether a step has failed here. What it wrote to the store stays there, and says nothing of later ones.
+        watch: ends the watch of the last step, which goes on until the device has done the step.
     """
 
     row: Sequence[Action]
@@ -54,6 +56,7 @@ class Progress:
     inside: Action | None = None
     last: Action | None = None
     failed: bool = False
+    watch: threading.Event = field(default_factory=threading.Event)
 
     @contextmanager
     def computing(self, stage: int, kind: str, microbatch: int) -> Iterator[None]:
@@ -136,6 +139,8 @@ def naming_failures(progress: Progress) -> Iterator[None]:
             yield
         except Exception as error:
             progress.failed, cause = True, _root(error)
+            # what follows may take longer than the watch waits
+            progress.watch.set()
             of_user = isinstance(cause, SplitError) or not is_of_network(cause)
             failed = _own(progress, cause) if of_user else _others(progress, cause)
             leave(dist.get_rank(), len(_ranks_of(progress)))
@@ -153,7 +158,9 @@ def _watched(progress: Progress) -> AbstractContextManager[None]:
         found = line or first_cause(ranks, progress.replicas.rank, progress.waited_for(), False)
         return f"SK805: {found}; rank {progress.replicas.rank} {progress.waits()}" if found else ""
 
-    where = rank, len(ranks), progress.device, progress.limit
+    progress.watch.set()
+    progress.watch = threading.Event()
+    where = rank, len(ranks), progress.device, progress.limit, progress.watch
     return watched(*where, lambda: (progress.inside, progress.last), say)
 
 

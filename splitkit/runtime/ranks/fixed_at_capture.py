@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from splitkit import _torch
 from splitkit.errors import PipelineError
+
+
+def autocasts_of(parts: Sequence[fx.GraphModule]) -> frozenset[tuple[str, torch.dtype]]:
+    """Return the types of devices and the dtypes of the autocasts that graphs enter."""
+    regions = [node for part in parts for node in part.graph.nodes if node.target is _torch.ENTER_AUTOCAST]
+    entered: Any = (node.args[:2] for node in regions if node.args[2:3] != (False,))
+    return frozenset(entered)
 
 
 class FixedAtCapture:
@@ -19,8 +27,7 @@ class FixedAtCapture:
         self._modes = [(part, part.training) for part in parts if not part.graph.find_nodes(op="call_module")]
         self._flags = {name: parameter.requires_grad for name, parameter in parameters.items()}
 
-        regions = [node for part in parts for node in part.graph.nodes if node.target is _torch.ENTER_AUTOCAST]
-        self._autocasts = {node.args[:2] for node in regions if node.args[2:3] != (False,)}
+        self._autocasts = autocasts_of(parts)
 
     def require_autocast(self, device: torch.device) -> None:
         """Refuse an autocast around a call, unless it was around the capture too.

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from splitkit.errors import PipelineError
+from splitkit.runtime.ranks.fixed_at_capture import autocasts_of
 from splitkit.runtime.ranks.pipeline import Pipeline
 
 
@@ -41,6 +42,7 @@ class PipelineModule(nn.Module):
                 self.register_parameter(plain, tensor)
             else:
                 self.register_buffer(plain, tensor)
+        self._is_half = any(dtype == torch.float16 for _, dtype in autocasts_of(pipe.modules))
         self._anchor = torch.zeros((), device=pipe.device, requires_grad=True)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
@@ -64,7 +66,7 @@ class PipelineModule(nn.Module):
         finally:
             for parameter, grad in zip(held, before, strict=True):
                 parameter.grad = grad
-        found: torch.Tensor = _AddGradients.apply(self._anchor, loss, held, made)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = _AddGradients.apply(self._anchor, loss, held, made, self._is_half)  # type: ignore[no-untyped-call]
         return {"loss": found}
 
     def _evaluated(self, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -87,18 +89,26 @@ class _AddGradients(torch.autograd.Function):
         loss: torch.Tensor,
         parameters: Sequence[nn.Parameter],
         gradients: Sequence[torch.Tensor | None],
+        is_half: bool,
     ) -> torch.Tensor:
-        ctx.parameters, ctx.gradients = parameters, gradients
+        ctx.parameters, ctx.gradients, ctx.is_half = parameters, gradients, is_half
         return loss.float()
 
     @staticmethod
-    def backward(ctx: Any, scale: torch.Tensor) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, scale: torch.Tensor) -> tuple[None, None, None, None, None]:
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise PipelineError("SK802", "the loss was propagated backward twice", "Call the model again.")
+        if ctx.is_half and float(scale) > 1:
+            raise PipelineError(
+                "SK802",
+                f"the loss was scaled by {float(scale):g} after the backward of the step, whose float16 gradients may "
+                "have been lost by then",
+                "Capture in bfloat16, without a GradScaler; or drive the pipeline itself, with a scaler in its loss.",
+            )
         with torch.no_grad():
             for parameter, made in zip(ctx.parameters, gradients, strict=True):
                 if made is not None:
                     made.mul_(scale)
                     parameter.grad = made if parameter.grad is None else parameter.grad.add_(made)
-        return None, None, None, None
+        return None, None, None, None, None

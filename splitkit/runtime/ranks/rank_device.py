@@ -73,7 +73,9 @@ def place_stages(chain: Chain, stages: Sequence[int], device: torch.device) -> N
 
 def _require_effective_autocast(gm: fx.GraphModule, kind: str, captured: frozenset[str]) -> None:
     for node in gm.graph.nodes:
-        if node.target is _torch.ENTER_AUTOCAST and node.args[0] == kind and kind not in captured:
+        if node.target is not _torch.ENTER_AUTOCAST or node.args[2:3] == (False,):
+            continue
+        if node.args[0] == kind and kind not in captured:
             known = " and ".join(sorted(captured))
             raise PipelineError(
                 "SK801",

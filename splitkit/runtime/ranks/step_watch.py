@@ -32,7 +32,13 @@ from splitkit.runtime.ranks.first_cause import BEAT, KEY, PATIENCE, beat, leave
 
 @contextmanager
 def watched(
-    rank: int, size: int, device: torch.device, limit: float, progress: Callable[[], object], say: Callable[[str], str]
+    rank: int,
+    size: int,
+    device: torch.device,
+    limit: float,
+    over: threading.Event,
+    progress: Callable[[], object],
+    say: Callable[[str], str],
 ) -> Iterator[None]:
     """Watch a step on an accelerator until its device has done it.
 
@@ -41,26 +47,27 @@ def watched(
         size: the number of ranks that may fail with it.
         device: the device of this rank.
         limit: the seconds after which the process group gives up a message.
+        over: ends the watch; it is set here if the step fails, and by the caller before the next step.
         progress: returns something that changes while this rank goes on.
         say: makes the message of an error from what a failed rank has written; from "", it finds out who is silent,
             and returns "" if nobody is.
     """
-    failed, queued = threading.Event(), list[Callable[[], bool]]()
-    args = (rank, size, failed, queued, max(limit - 2 * PATIENCE - BEAT, 0.9 * limit), progress, say)
+    queued = list[Callable[[], bool]]()
+    args = (rank, size, over, queued, max(limit - 2 * PATIENCE - BEAT, 0.9 * limit), progress, say)
     threading.Thread(target=_watch, args=args, name="watch", daemon=True).start()
     try:
         yield
         # a device without streams is not asked
         queued.append(stream_of(device).record_event().query if has_streams(device) else lambda: True)
     except BaseException:
-        failed.set()
+        over.set()
         raise
 
 
 def _watch(
     rank: int,
     size: int,
-    failed: threading.Event,
+    over: threading.Event,
     queued: list[Callable[[], bool]],
     patience: float,
     progress: Callable[[], object],
@@ -70,7 +77,7 @@ def _watch(
     # a store that is gone shows in the main thread, which reports it
     with suppress(Exception):
         store: Any = None
-        while not failed.wait(BEAT) and not (queued and queued[0]()):
+        while not over.wait(BEAT) and not (queued and queued[0]()):
             store = _torch.default_store().clone() if store is None else store
             beat(store, rank)
             now = (progress(), bool(queued))
@@ -78,8 +85,8 @@ def _watch(
             line = str(store.get(KEY).decode()) if store.check([KEY]) else ""
             if not line and time.monotonic() - since < patience:
                 continue
-            # the main thread may get an error by itself
-            if line and failed.wait(PATIENCE):
+            # the main thread may get an error by itself, or need nothing more from the rank that failed
+            if line and (over.wait(PATIENCE) or (queued and queued[0]())):
                 return
             if message := say(line):
                 _end(message, rank, size)

@@ -1,0 +1,97 @@
+"""The watch of a step on an accelerator: when it ends the process, and when it does not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from splitkit.runtime.ranks import step_watch
+
+BEAT = 0.02
+
+
+class Store:
+    """A store in this process; its copies are itself."""
+
+    def __init__(self):
+        self.held = dist.HashStore()
+
+    def clone(self):
+        return self.held
+
+
+@pytest.fixture
+def step(monkeypatch):
+    """A step whose device can be made to be done; ``ended`` has what the process would have ended with."""
+    made = SimpleNamespace(done=False, ended=[], over=threading.Event(), store=Store())
+    stream = SimpleNamespace(record_event=lambda: SimpleNamespace(query=lambda: made.done))
+    monkeypatch.setattr(step_watch, "BEAT", BEAT)
+    monkeypatch.setattr(step_watch, "PATIENCE", 2 * BEAT)
+    monkeypatch.setattr(step_watch._torch, "default_store", lambda: made.store)
+    monkeypatch.setattr(step_watch, "has_streams", lambda device: True)
+    monkeypatch.setattr(step_watch, "stream_of", lambda device: stream)
+
+    def end(message, rank, size):
+        made.ended.append(message)
+        made.over.set()
+
+    monkeypatch.setattr(step_watch, "_end", end)
+    yield made
+    made.over.set()
+
+
+def watched(step, limit=100.0, progress=lambda: None, silent=""):
+    where = 0, 2, torch.device("cpu"), limit, step.over
+    return step_watch.watched(*where, progress, lambda line: line or silent)
+
+
+def soon(happens):
+    end = time.monotonic() + 10
+    while not happens() and time.monotonic() < end:
+        time.sleep(BEAT / 4)
+    return happens()
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "watch"]
+
+
+def test_a_device_that_waits_after_the_host_has_left_the_step_is_watched(step):
+    with watched(step):
+        pass
+    assert soon(lambda: step.store.held.add("splitkit: beats of rank 0", 0) > 1), "it does not beat"
+    assert not step.ended
+    step.store.held.set(step_watch.KEY, "rank 1 failed")
+    assert soon(lambda: step.ended == ["rank 1 failed"])
+
+
+def test_the_watch_ends_when_the_device_has_done_the_step(step):
+    with watched(step):
+        pass
+    step.done = True
+    assert soon(lambda: not threads())
+    step.store.held.set(step_watch.KEY, "rank 1 failed")
+    assert not step.ended
+
+
+def test_a_rank_that_gets_an_error_by_itself_raises_it(step):
+    step.store.held.set(step_watch.KEY, "rank 1 failed")
+    with pytest.raises(ValueError, match="mine"), watched(step):
+        raise ValueError("mine")
+    assert soon(lambda: not threads()) and not step.ended
+
+
+def test_silent_ranks_are_looked_for_only_if_nothing_goes_on(step):
+    with watched(step, 10 * BEAT, time.monotonic, "rank 1 does not answer"):
+        time.sleep(30 * BEAT)
+        assert not step.ended
+
+
+def test_silent_ranks_are_named_before_the_time_limit(step):
+    with watched(step, 10 * BEAT, lambda: None, "rank 1 does not answer"):
+        assert soon(lambda: step.ended == ["rank 1 does not answer"])
