@@ -158,7 +158,7 @@ def test_no_rule_of_another_tool_has_room_for_more_tokens(rules, name):
     flow, costs = sk.analyze(gm), sk.costs.flops(gm)
     whole = prices_of(flow).of([flow.nodes])[0].parameter_bytes
     for limits in ((whole, whole, whole // 2), (whole // 2, whole, whole, whole)):
-        plan = sk.plan(gm, Stages(len(limits), objective="tokens", memory=list(limits)), costs)
+        plan = sk.plan(gm, Stages(len(limits), objective="tokens", memory=list(limits), seconds=0.5), costs)
         assert plan.claim.value == room_of(flow, plan, limits) <= plan.claim.bound
         others = {}
         for rule, planned in rules.SERVING.items():

@@ -186,8 +186,7 @@ class TokenSearch:
     @cached_property
     def _sums(self) -> Floats:
         """(b,) bytes of cache per token before each border."""
-        sums: Floats = self._borders.track.members @ self._per_token.astype(np.float64)
-        return sums
+        return np.asarray(self._borders.track.members @ self._per_token.astype(np.float64), np.float64)
 
     def _plan(self, borders: Sequence[int]) -> Plan:
         return Plan.of(self._placing.labels(self._borders.track.stage_of(borders), self.keys))
