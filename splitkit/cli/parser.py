@@ -115,8 +115,8 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "--memory",
         metavar="SIZE",
         help="memory limit of each device: 80GiB, or 24GiB,16GiB for two, 80%% of its memory, or least for the lowest "
-        "possible peak (default: all its memory); with fwd-bwd the limit on the peak: 2GiB, 50%% of what can be saved, or least; with fwd-bwd "
-        "and --optimizer the memory of the card, of which 5%% stay free: 24GiB",
+        "possible peak (default: all its memory); with fwd-bwd the limit on the peak: 2GiB, 50%% of what can be saved, "
+        "or least; with fwd-bwd and --optimizer the memory of the card, of which 5%% stay free: 24GiB",
     )
     add_links(group)
     group.add_argument(
