@@ -390,7 +390,6 @@ APART = [
     (["--stages", "2", "--tokens", "9", "--optimizer", "adam"], "--tokens is for inference"),
     (["--devices", "2xh200", "--tokens", "9", "--objective", "latency"], "--tokens does not go with --objective"),
     (["--stages", "2", "--tokens", "9", "--memory", "least"], "--memory least does not go with --tokens"),
-    (["--devices", "h200,a100", "--objective", "tokens"], "a cache is planned for devices of one kind"),
     (["--stages", "2", "--training", "--optimizer", "none"], "--optimizer none is for inference"),
     (["--stages", "2", "--memory", "1GiB,much"], "is no size"),
     (["--devices", "2xh200", "--objective", "latency", "--schedule", "1f1b"], "is for throughput"),
@@ -441,6 +440,8 @@ def test_options_that_do_not_go_together(refused, number):
     "words, exit_code, code, says",
     [
         (["--devices", "h200,a100", "--schedule", "1f1b"], 2, "SK601", "needs devices of one kind"),
+        (["--devices", "h200,a100", "--objective", "tokens"], 2, "SK601", "a cache is planned for devices of one kind"),
+        (["--stages", "2", "--objective", "tokens"], 2, "SK302", "needs the memory of each device"),
         (["--devices", "h200,a100", "--costs", "unit"], 2, "SK601", "--costs gives each node one price"),
         (["--stages", "4", "--schedule", "1f2b"], 2, "SK330", "no schedule is called '1f2b'"),
         (["--stages", "3", "--schedule", "zbv"], 2, "SK330", "two on each rank"),
