@@ -7,6 +7,8 @@ deepspeed     ``PipelineModule(partition_method="parameters")`` (deepspeedai/Dee
               ``runtime/utils.py``): numbers of parameters, the largest part less the smallest as small as possible
 vllm          ``get_pp_indices`` (vllm-project/vllm, ``distributed/utils.py``): equally many blocks, the remainder one
               each to the stages before the last
+sglang        ``get_pp_indices`` (sgl-project/sglang, ``srt/distributed/utils.py``): equally many blocks, the remainder
+              one each to the last stages
 """
 
 from __future__ import annotations
@@ -38,10 +40,20 @@ def equal_layers(flow: Dataflow, model: nn.Module, count: int, costs: Costs) -> 
 
 def vllm(flow: Dataflow, model: nn.Module, count: int, costs: Costs) -> Plan:
     """vLLM's default."""
+    return _counted(flow, model, count, costs, middle_heavy)
+
+
+def sglang(flow: Dataflow, model: nn.Module, count: int, costs: Costs) -> Plan:
+    """SGLang's default: the remainder goes to the last stages."""
+    return _counted(flow, model, count, costs, end_heavy)
+
+
+def _counted(flow: Dataflow, model: nn.Module, count: int, costs: Costs, rule: Callable[[int, int], list[int]]) -> Plan:
+    """Numbers of blocks, by a rule."""
     blocks = [name for name, _ in layers_of(flow, model) if name.rpartition(".")[2].isdecimal()]
     if len(blocks) < count:
-        raise NoPlanError("SK303", f"vllm: {count} stages of {len(blocks)} blocks", "Ask for fewer.")
-    begins = accumulate(middle_heavy(len(blocks), count)[:-1])
+        raise NoPlanError("SK303", f"{count} stages of {len(blocks)} blocks", "Ask for fewer.")
+    begins = accumulate(rule(len(blocks), count)[:-1])
     return Expert([blocks[before] for before in begins]).assign(flow, costs)
 
 
@@ -51,6 +63,13 @@ def accelerate(flow: Dataflow, model: nn.Module, count: int, costs: Costs) -> Pl
     Modules that hold nothing bind nothing: a dropout that an encoder has behind its blocks, and calls before them too.
     """
     devices = device_map(model, balanced_memory(model, count))
+    weighty = {name for name, module in model.named_modules() if [*module.parameters(), *module.buffers()]}
+    return placed(flow, {name: device for name, device in devices.items() if name in weighty})
+
+
+def accelerate_within(flow: Dataflow, model: nn.Module, limits: Sequence[float]) -> Plan:
+    """Accelerate's device map with ``max_memory``: each device is filled before the next one."""
+    devices = device_map(model, limits)
     weighty = {name for name, module in model.named_modules() if [*module.parameters(), *module.buffers()]}
     return placed(flow, {name: device for name, device in devices.items() if name in weighty})
 
@@ -69,6 +88,11 @@ RULES: Mapping[str, Callable[[Dataflow, nn.Module, int, Costs], Plan]] = {
     "deepspeed": deepspeed,
     "vllm": vllm,
 }
+SERVING: Mapping[str, Callable[[Dataflow, nn.Module, int, Costs], Plan]] = {
+    **{name: rule for name, rule in RULES.items() if name != "deepspeed"},
+    "sglang": sglang,
+}
+"""The rules of tools that serve models."""
 
 
 def placed(flow: Dataflow, devices: Mapping[str, int]) -> Plan:
@@ -132,6 +156,11 @@ def middle_heavy(blocks: int, count: int) -> list[int]:
     for i in range(blocks % count):
         counts[-2 - i] += 1
     return counts
+
+
+def end_heavy(blocks: int, count: int) -> list[int]:
+    """How many blocks SGLang gives each stage."""
+    return [blocks // count + (stage >= count - blocks % count) for stage in range(count)]
 
 
 def narrowest(weights: Sequence[float], count: int) -> list[int]:

@@ -58,7 +58,7 @@ def test_the_files_that_it_names_are_there(page, least):
 def test_the_python_blocks_of_placement_run_one_after_another():
     scope = {}
     blocks = re.findall(r"```python\n(.*?)```", PLACEMENT, re.S)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     for block in blocks:
         exec(block, scope)
 

@@ -116,15 +116,22 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--memory",
         metavar="SIZE",
-        help="memory limit of each device: 80GiB, 80%% of its memory, or least for the lowest possible peak (default: "
-        "all its memory); with fwd-bwd the limit on the peak: 2GiB, 50%% of what can be saved, or least; with fwd-bwd "
-        "and --optimizer the memory of the card, of which 5%% stay free: 24GiB",
+        help="memory limit of each device: 80GiB, or 24GiB,16GiB for two, 80%% of its memory, or least for the lowest "
+        "possible peak (default: all its memory); with fwd-bwd the limit on the peak: 2GiB, 50%% of what can be saved, "
+        "or least; with fwd-bwd and --optimizer the memory of the card, of which 5%% stay free: 24GiB",
     )
     add_links(group)
     group.add_argument(
         "--objective",
-        choices=("throughput", "latency"),
-        help="minimize the load of the busiest device (default), or the time of one sample",
+        choices=("throughput", "latency", "tokens"),
+        help="minimize the load of the busiest device (default), or the time of one sample; or make room for the most "
+        "tokens of cache, for inference",
+    )
+    group.add_argument(
+        "--tokens",
+        type=positive,
+        metavar="N",
+        help="for inference: leave room for the cache of N tokens, of all requests in flight together",
     )
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 2**70
 """The largest ``--memory``."""
-OPTIONS = ("devices", "schedule", "microbatches", "links", "replicas", "optimizer", "objective", "trace")
+OPTIONS = ("devices", "schedule", "microbatches", "links", "replicas", "optimizer", "objective", "tokens", "trace")
 """The options that only a placement has; not ``--memory``, which has another meaning with ``--what fwd-bwd``."""
 
 
@@ -62,8 +62,10 @@ def check_placement(args: Namespace) -> None:
     for name in ("microbatches", "trace"):
         if getattr(args, name) is not None and args.schedule is None:
             raise UsageError("SK601", f"--{name} goes with --schedule", "Add --schedule 1f1b.")
-    if args.objective is not None and args.devices is None:
-        raise UsageError("SK601", "--objective goes with --devices", "Add --devices 4xh200 in place of --stages.")
+    if args.objective == "latency" and args.devices is None:
+        remedy = "Add --devices 4xh200 in place of --stages."
+        raise UsageError("SK601", "--objective latency goes with --devices", remedy)
+    _check_inference(args)
     if args.schedule is not None and args.objective == "latency":
         raise UsageError("SK601", "--schedule is for throughput", "Leave out --schedule or --objective latency.")
     if args.schedule is not None and args.optimizer == "none":
@@ -75,7 +77,27 @@ def check_placement(args: Namespace) -> None:
         raise UsageError("SK601", "--training prices backward, --optimizer none is for inference", remedy)
     if args.devices is not None:
         device_list.check_device_list(args.devices)
-    check_memory(args)
+    if args.memory is None or "," not in args.memory:
+        check_memory(args)
+        return
+    for one in args.memory.split(","):
+        check_memory(Namespace(memory=one, devices=None), least=False)
+
+
+def _check_inference(args: Namespace) -> None:
+    """Refuse a cache with options of training, and with objectives that do not count it."""
+    given = "--objective tokens" if args.objective == "tokens" else "--tokens"
+    if args.objective != "tokens" and args.tokens is None:
+        return
+    if args.tokens is not None and args.objective in ("tokens", "latency"):
+        remedy = "Leave --tokens out, or --objective: --tokens asks for the fastest stages with room for so many."
+        raise UsageError("SK601", f"--tokens does not go with --objective {args.objective}", remedy)
+    trains = args.optimizer not in (None, "none") or args.schedule is not None or args.training or args.replicas
+    if trains:
+        remedy = "Leave --schedule, --optimizer, --training and --replicas out."
+        raise UsageError("SK601", f"{given} is for inference", remedy)
+    if args.memory == "least":
+        raise UsageError("SK601", f"--memory least does not go with {given}", "Give a size: --memory 24GiB.")
 
 
 def check_memory(args: Namespace, least: bool = True) -> None:
@@ -105,12 +127,14 @@ def check_memory(args: Namespace, least: bool = True) -> None:
 def memory_option(args: Namespace, devices: DeviceList | None) -> int | str | tuple[int, ...] | None:
     """Return a checked ``--memory``.
 
-    That is the bytes of every device, the bytes of each device for a share of unequal devices, ``"least"``, or ``None``
-    if the option is not given.
+    That is the bytes of every device; of each device for a list, and for a share of unequal devices; ``"least"``, or
+    ``None`` if the option is not given.
     """
     if args.memory is None or args.memory == "least":
         memory: str | None = args.memory
         return memory
+    if "," in args.memory:
+        return tuple(read_size(one) or 0 for one in args.memory.split(","))
     share = read_percent(args.memory)
     if share is None:
         return read_size(args.memory)
@@ -132,8 +156,9 @@ class Placement:
         links: the name of a preset of links.
         links_from: where `links` comes from, in words.
         optimizer: the optimizer whose state takes memory; ``None`` for inference.
-        objective: ``"throughput"`` or ``"latency"``.
+        objective: ``"throughput"``, ``"latency"`` or ``"tokens"``.
         replicas: the numbers of replicas that a stage may have; ``stages`` is then the number of devices.
+        tokens: the tokens of cache for which there must be room.
     """
 
     devices: DeviceList | None
@@ -146,6 +171,7 @@ class Placement:
     optimizer: Optimizer
     objective: str
     replicas: tuple[int, ...] = (1,)
+    tokens: int = 0
 
     @classmethod
     def of(cls, args: Namespace) -> Placement:
@@ -160,7 +186,11 @@ class Placement:
             _require_alike(args, devices)
         objective = args.objective or "throughput"
         stages = args.stages
-        if devices is not None and devices.alike and objective == "throughput":
+        cached = objective == "tokens" or args.tokens is not None
+        if cached and devices is not None and not devices.alike:
+            remedy = "Name one kind, 2xrtx-3090, or give --stages 2 --memory 24GiB,16GiB."
+            raise UsageError("SK601", "a cache is planned for devices of one kind", remedy)
+        if devices is not None and devices.alike and objective != "latency":
             a_rank = 1 if args.schedule is None else schedule_named(args.schedule).usual_stages_per_rank
             stages = len(devices.devices) * a_rank
         if stages is None and args.memory == "least":
@@ -183,6 +213,7 @@ class Placement:
             optimizer=None if optimizer == "none" else cast("Optimizer", optimizer),
             objective=objective,
             replicas=args.replicas or (1,),
+            tokens=args.tokens or 0,
         )
 
     def policy(self) -> Policy:
@@ -194,6 +225,8 @@ class Placement:
             if memory is None and self.devices is not None:
                 memory = self.devices.devices[0].memory
             options = self.schedule, self.microbatches, memory, self.links, self.optimizer
+            if self.objective == "tokens" or self.tokens:
+                return Stages(self.stages, *options, objective=self.objective, tokens=self.tokens)
             return Stages(self.stages, *options, replicas=self.replicas)
         assert self.devices is not None
         given = list(self.devices.devices)
@@ -201,8 +234,10 @@ class Placement:
 
     def limit(self, rank: int) -> int | None:
         """Return the memory limit of a rank in bytes, or ``None`` for no limit."""
-        if isinstance(self.memory, int) or self.devices is None:
-            return self.memory if isinstance(self.memory, int) else None
+        if isinstance(self.memory, int):
+            return self.memory
+        if self.devices is None:
+            return self.memory[rank] if isinstance(self.memory, tuple) else None
         device = self.devices.devices[rank]
         is_cpu = device.name == "cpu" and not self.devices.alike  # beside accelerators, main memory is no limit
         limit = self.memory[rank] if isinstance(self.memory, tuple) else device.memory
@@ -219,6 +254,7 @@ class Placement:
             "links": self.links,
             "optimizer": self.optimizer,
             "objective": self.objective,
+            "tokens": self.tokens or None,
             "replicas": list(self.replicas),
         }
 

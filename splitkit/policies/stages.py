@@ -18,11 +18,11 @@ from splitkit.pipeline.defaults import microbatches_of, ranks_of, require_replic
 from splitkit.pipeline.purpose import counted_optimizer
 from splitkit.pipeline.stage_prices import check_stage_optimizer
 from splitkit.plans.record import Plan
-from splitkit.policies.cache_options import CacheOptions, cache_of, check_cache
 from splitkit.prices import Optimizer
 from splitkit.search.replicas.replica_scoring import ReplicaScoring
 from splitkit.search.replicas.replica_search import ReplicaSearch
 from splitkit.search.request import StageRequest
+from splitkit.search.stages.cache_options import CacheOptions, cache_of, check_cache
 from splitkit.search.stages.inference_stages import InferenceStages
 from splitkit.search.stages.stage_search import StagePlanner
 from splitkit.solvers.clock import Clock

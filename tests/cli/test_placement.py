@@ -164,6 +164,7 @@ def test_a_schedule_on_devices_that_are_alike(written, graph):
         "links": "nvlink4",
         "optimizer": "adam",
         "objective": "throughput",
+        "tokens": None,
         "replicas": [1],
     }
     policy = sk.policies.Stages(4, "1f1b", 8, "80GiB", "nvlink4")
@@ -276,6 +277,29 @@ def test_latency(data):
     assert len(found["ranks"]) == 2
 
 
+def test_the_largest_cache_and_the_fastest_stages_with_room_for_one(data, graph):
+    code, found = data(*GPT2, "--stages", "2", "--objective", "tokens", "--memory", "1MiB,2MiB")
+    claim = found["report"]["claim"]
+    plan = sk.plan(graph, sk.policies.Stages(2, objective="tokens", memory=["1MiB", "2MiB"]))
+    assert code == 0 and claim["objective"] == "tokens"
+    assert claim["value"] == plan.claim.value > 1 and claim["bound"] == plan.claim.bound
+    limits, peaks = ([r["memory"][name] for r in found["ranks"]] for name in ("limit", "peak"))
+    assert limits == [2**20, 2**21] and all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
+    assert max(limit - peak for peak, limit in zip(peaks, limits, strict=True)) < 2**20, "the cache is in the peak"
+    code, found = data(*GPT2, "--stages", "2", "--tokens", "100", "--memory", "1MiB,2MiB")
+    assert code == 0 and found["report"]["claim"]["objective"] == "bottleneck" and "of cache" in found["note"]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_purpose_is_that_of_python(data, graph, training):
+    flags = ["--training"] if training else []
+    code, found = data(*GPT2, "--stages", "2", "--memory", "1GiB", *flags)
+    costs = sk.costs.flops(graph)
+    plan = sk.plan(graph, sk.policies.Stages(2, memory="1GiB"), sk.costs.training(costs) if training else costs)
+    assert code == 0 and found["placement"]["optimizer"] == ("adam" if training else None)
+    assert found["note"] == plan.note and ("training with adam: " if training else "inference: ") in plan.note
+
+
 def test_stages_without_a_kind_of_device(data):
     code, found = data(*PLAN, "--stages", "3", "--schedule", "gpipe", "--costs", "unit", "--memory", "1GiB")
     assert code == 0 and found["placement"]["devices"] is None and found["placement"]["links"] is None
@@ -361,7 +385,13 @@ APART = [
     (["--schedule", "1f1b"], "--schedule needs devices or stages"),
     (["--stages", "2", "--microbatches", "4"], "--microbatches goes with --schedule"),
     (["--stages", "2", "--trace", "t.json"], "--trace goes with --schedule"),
-    (["--stages", "2", "--objective", "latency"], "--objective goes with --devices"),
+    (["--stages", "2", "--objective", "latency"], "--objective latency goes with --devices"),
+    (["--stages", "2", "--objective", "tokens", "--schedule", "1f1b"], "--objective tokens is for inference"),
+    (["--stages", "2", "--tokens", "9", "--optimizer", "adam"], "--tokens is for inference"),
+    (["--devices", "2xh200", "--tokens", "9", "--objective", "latency"], "--tokens does not go with --objective"),
+    (["--stages", "2", "--tokens", "9", "--memory", "least"], "--memory least does not go with --tokens"),
+    (["--stages", "2", "--training", "--optimizer", "none"], "--optimizer none is for inference"),
+    (["--stages", "2", "--memory", "1GiB,much"], "is no size"),
     (["--devices", "2xh200", "--objective", "latency", "--schedule", "1f1b"], "is for throughput"),
     (["--devices", "2xh200", "--optimizer", "none", "--schedule", "1f1b"], "is for training"),
     (["--devices", "2xh200", "--memory", "much"], "is no size"),
@@ -410,6 +440,8 @@ def test_options_that_do_not_go_together(refused, number):
     "words, exit_code, code, says",
     [
         (["--devices", "h200,a100", "--schedule", "1f1b"], 2, "SK601", "needs devices of one kind"),
+        (["--devices", "h200,a100", "--objective", "tokens"], 2, "SK601", "a cache is planned for devices of one kind"),
+        (["--stages", "2", "--objective", "tokens"], 2, "SK302", "needs the memory of each device"),
         (["--devices", "h200,a100", "--costs", "unit"], 2, "SK601", "--costs gives each node one price"),
         (["--stages", "4", "--schedule", "1f2b"], 2, "SK330", "no schedule is called '1f2b'"),
         (["--stages", "3", "--schedule", "zbv"], 2, "SK330", "two on each rank"),

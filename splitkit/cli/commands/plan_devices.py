@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
@@ -17,8 +18,11 @@ from splitkit.cli.placement import Placement
 from splitkit.cli.source import next_command
 from splitkit.costs import Costs, roofline
 from splitkit.costs.links import as_links
+from splitkit.graph.cache_bytes import cache_bytes
+from splitkit.graph.dataflow import Dataflow
 from splitkit.pipeline.rank_rows import RankRow, number_of, rows_of_parts
 from splitkit.pipeline.run import ScheduleRun
+from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import StagePrices, run_order
 from splitkit.plans.parts import Claim
 from splitkit.plans.record import Plan
@@ -129,10 +133,22 @@ def _ranks(
     costs_of = demand.stage_prices.of(made)
     names = [device.name for device in wanted.devices.devices][: len(costs_of)] if wanted.devices else []
     if wanted.schedule is None:
+        costs_of = _with_cache(flow, made, costs_of, wanted)
         limits = [*map(wanted.limit, range(len(costs_of)))]
         return list(rows_of_parts(names or [""] * len(costs_of), limits, dict(zip(keys, costs_of, strict=True)))), None
     run = demand.run(costs_of)
     return run.rows(names, [*map(wanted.limit, range(run.ranks))]), run
+
+
+def _with_cache(flow: Dataflow, made: Plan, stages: Sequence[StageCosts], wanted: Placement) -> tuple[StageCosts, ...]:
+    """Return stages that hold the cache for which the plan leaves room, as they hold parameters."""
+    most = made.claim is not None and made.claim.objective == "tokens"
+    tokens = int(made.claim.value) if made.claim is not None and most else wanted.tokens
+    held = dict.fromkeys(run_order(flow, made), 0)
+    for node, nbytes in (cache_bytes(flow) if tokens else {}).items():
+        held[made.home(node)] += tokens * nbytes
+    kept = zip(stages, held.values(), strict=True)
+    return tuple(replace(stage, parameter_bytes=stage.parameter_bytes + nbytes) for stage, nbytes in kept)
 
 
 def _step(run: ScheduleRun) -> dict[str, Any]:
@@ -143,9 +159,13 @@ def _step(run: ScheduleRun) -> dict[str, Any]:
 def _summary(wanted: Placement, claim: Claim | None, ranks: Sequence[RankRow], data: dict[str, Any]) -> dict[str, str]:
     rows, unit = wanted.facts(), next((rank.unit for rank in ranks if rank.unit != "s"), "s")
     if claim is not None:
+        tokens = claim.objective == "tokens"
+        value, bound = (
+            (f"{int(number):,}" if tokens else duration(number, unit)) for number in (claim.value, claim.bound)
+        )
         rows |= {
-            claim.objective: f"{duration(claim.value, unit)}, limited by part {claim.limiting}",
-            "bound": f"{duration(claim.bound, unit)}: {_proof(claim)}",
+            claim.objective: f"{value}, limited by part {claim.limiting}",
+            "bound": f"{bound}: {_proof(claim)}",
             "solver": claim.solver,
         }
     if step := data["step"]:

@@ -33,10 +33,10 @@ from splitkit.search.stages.memory_fit import bad_problems
 from splitkit.solvers.clock import Clock, endless_clock
 from splitkit.solvers.line.lazy_chains import LazyChains
 from splitkit.solvers.placement.memory_remedies import stages_fit
-from splitkit.solvers.placement.problem import Floats, Ints, Slot
+from splitkit.solvers.placement.problem import Bools, Floats, Ints, Slot
 from splitkit.units import duration, size
 
-_NEAR, _TESTS = 1e-3, 8  # relative: how far above the tokens found the relaxation is tested first; how often
+_NEAR, _TESTS = 1e-3, 4  # relative: how far above the tokens found the relaxation is tested first; how often
 _MOST = 2.0**53
 
 
@@ -128,7 +128,7 @@ class TokenSearch:
         """Return an upper bound on the tokens of every plan that computes each node once."""
         if self._borders.track.whole and along is not None:
             return along
-        spare = float(sum(self._limits)) - float(self._fixed.sum())
+        spare = float(sum(self._limits)) - float(self._least_held.sum())
         low, high = tokens, max(tokens, int(spare // float(self._per_token.sum())))
         asked = low + max(1, int(_NEAR * low))
         for _ in range(_TESTS):
@@ -142,7 +142,7 @@ class TokenSearch:
     def _may_hold(self, tokens: int) -> bool | None:
         """Return whether stages in any order have room for so many tokens, by sums over nodes; None if not known."""
         slots = [Slot(capacity=float(limit)) for limit in self._limits]
-        nbytes = (self._fixed + tokens * self._per_token).astype(np.int64)
+        nbytes = (self._least_held + tokens * self._per_token).astype(np.int64)
         return stages_fit(self._placing.problem(slots, nbytes=nbytes, ordered=True))
 
     def _tokens_by_pair(self) -> LazyChains:
@@ -186,8 +186,7 @@ class TokenSearch:
     @cached_property
     def _sums(self) -> Floats:
         """(b,) bytes of cache per token before each border."""
-        sums: Floats = self._borders.track.members @ self._per_token.astype(np.float64)
-        return sums
+        return np.asarray(self._borders.track.members @ self._per_token.astype(np.float64), np.float64)
 
     def _plan(self, borders: Sequence[int]) -> Plan:
         return Plan.of(self._placing.labels(self._borders.track.stage_of(borders), self.keys))
@@ -227,6 +226,17 @@ class TokenSearch:
         return AdditiveMemory.of(self._placing, None, None).fixed
 
     @cached_property
+    def _least_held(self) -> Ints:
+        """(n,) bytes of which no stage holds less than the sum over its units: weights, and the activations of the one
+        unit that needs most by itself.
+        """
+        alone = self.demand.stage_prices.memory.order([self.demand.flow.nodes]).single_nodes()[3]
+        most = self.demand.flow.nodes[int(alone.argmax())]
+        held = self._fixed.copy()
+        held[self._placing.index[most]] += int(alone.max())
+        return held
+
+    @cached_property
     def _per_token(self) -> Ints:
         """(n,) bytes of cache per token of each unit."""
         found = np.zeros(len(self._placing.units), np.int64)
@@ -237,7 +247,7 @@ class TokenSearch:
 
 def _tokens(spare: Floats, per_token: Floats) -> Floats:
     """Return the tokens that fit into spare bytes; -inf if even the weights do not fit."""
-    some = np.broadcast_to(per_token > 0, spare.shape)
+    some: Bools = np.broadcast_to(per_token > 0, spare.shape)
     room: Floats = np.full(spare.shape, _MOST)
     np.divide(spare, per_token, out=room, where=some)
     found: Floats = np.where(spare < 0, -np.inf, np.minimum(np.floor(room), _MOST))
