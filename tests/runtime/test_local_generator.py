@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from decoders import FAMILIES, captured, decoder
+from decoders import FAMILIES, IMAGE, captured, decoder
 
 import splitkit as sk
 from splitkit._torch import FakeTensorMode
@@ -14,6 +14,7 @@ from splitkit.errors import PipelineError
 from splitkit.graph.caches import caches_of
 from splitkit.runtime.devices import device_copies
 from splitkit.runtime.generation.decoder_on_devices import DecoderOnDevices
+from splitkit.runtime.generation.encoder_caches import EncoderCaches
 from splitkit.runtime.generation.kept_caches import cache_bytes, kept_caches
 
 transformers = pytest.importorskip("transformers")
@@ -56,6 +57,52 @@ def test_greedy_tokens_are_those_of_the_whole(family):
     assert torch.equal(greedy(generator), whole)
     assert torch.equal(greedy(generator, eos_token_id=ends, pad_token_id=0), early)
     assert not torch.equal(early, whole) and len({*whole[:, 9:].flatten().tolist()}) > 3
+
+
+def inputs_of(family):
+    """Inputs that are no tokens of a decoder, of two or three requests of different lengths."""
+    generator = torch.Generator().manual_seed(5)
+    if family == "whisper":
+        return {"input_features": torch.randn(3, 8, 40, generator=generator)}
+    if family == "llava":
+        ids = torch.randint(3, 90, (2, 12), generator=generator)
+        mask = torch.ones_like(ids)
+        ids[:, 4:8], mask[1, :3] = IMAGE, 0
+        return {
+            "input_ids": ids * mask,
+            "attention_mask": mask,
+            "pixel_values": torch.randn(2, 3, 16, 16, generator=generator),
+        }
+    ids, mask = prompts().values()
+    # encoders read prompts that are padded on the right
+    return {"input_ids": ids.flip(1), "attention_mask": mask.flip(1)}
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "whisper", "llava"])
+def test_models_with_an_encoder_or_images(family):
+    model, given = decoder(family), inputs_of(family)
+    split = split_of(family)
+    found = []
+    for generates in (model, sk.generator(model, split, CPUS)):
+        torch.manual_seed(3)
+        ways = [{}, {"num_beams": 2}, {"do_sample": True, "top_k": 20}]
+        found.append([generates.generate(**given, max_new_tokens=10, **{"do_sample": False, **way}) for way in ways])
+    for want, got in zip(*found, strict=True):
+        assert torch.equal(want, got) and len({*got.flatten().tolist()}) > 3
+
+
+def test_keys_and_values_of_an_encoder_are_computed_once(monkeypatch):
+    computed = []
+    compute = EncoderCaches.compute
+    monkeypatch.setattr(EncoderCaches, "compute", lambda self, given: computed.append(1) or compute(self, given))
+    generator = sk.generator(decoder("t5"), split_of("t5"), CPUS)
+    out = generator.generate(**inputs_of("t5"), max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
+    assert len(computed) == 1
+    cache = out.past_key_values
+    assert cache.get_seq_length() == out.sequences.shape[1] - 1
+    assert [layer.keys.shape[2] for layer in cache.cross_attention_cache.layers] == [9, 9]
+    with pytest.raises(PipelineError, match="SK802: there are no encoder_outputs"):
+        generator(decoder_input_ids=torch.ones(1, 1, dtype=torch.long))
 
 
 WAYS = {
@@ -142,19 +189,35 @@ def test_a_tied_weight_is_copied_once_and_not_in_every_step(monkeypatch):
 
 def on_fake_gpus(family):
     model, gm = copy.deepcopy((decoder(family), captured(family)))
-    mode = FakeTensorMode()
-    for module in gm.modules():
-        for name, parameter in list(module._parameters.items()):
-            module._parameters[name] = torch.nn.Parameter(mode.from_tensor(parameter.detach()))
-        for name, buffer in list(module._buffers.items()):
-            module._buffers[name] = mode.from_tensor(buffer)
+    mode, made = FakeTensorMode(), {}
+    for module in (*model.modules(), *gm.modules()):
+        for table in (module._parameters, module._buffers):
+            for name, tensor in [(name, tensor) for name, tensor in table.items() if tensor is not None]:
+                if id(tensor) not in made:
+                    fake = mode.from_tensor(tensor.detach())
+                    made[id(tensor)] = torch.nn.Parameter(fake) if table is module._parameters else fake
+                table[name] = made[id(tensor)]
     with mode:
         split = sk.split(gm, sk.policies.Stages(2))
-        return model, split, sk.generator(model, split, ["cuda:0", "cuda:1"]), mode
+        return split, sk.generator(model, split, ["cuda:0", "cuda:1"]), mode
+
+
+@pytest.mark.parametrize("family", ["t5", "llava"])
+def test_what_runs_whole_is_on_the_device_of_the_first_part(family):
+    _, generator, _ = on_fake_gpus(family)
+    llava = family == "llava"
+    whole = (
+        [generator.model.vision_tower, generator.model.multi_modal_projector] if llava else [generator.get_encoder()]
+    )
+    held = [tensor for module in whole for tensor in (*module.parameters(), *module.buffers())]
+    # but for the embeddings of T5, which its first part moves: fake tensors cannot be moved in place for both
+    held = [tensor for tensor in held if llava or tensor.shape[0] != 96]
+    assert held and {str(tensor.device) for tensor in held} == {"cuda:0"}
+    assert not llava or generator.get_input_embeddings().weight.device == generator.device
 
 
 def test_each_layer_keeps_its_cache_on_the_device_of_its_part():
-    _, split, generator, mode = on_fake_gpus("llama")
+    split, generator, mode = on_fake_gpus("llama")
     cache = transformers.DynamicCache()
     with mode, torch.no_grad():
         for query in (6, 1, 1):

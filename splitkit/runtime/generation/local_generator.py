@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from splitkit._torch import FakeTensor
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
+from splitkit.graph.storages import attribute
 from splitkit.runtime.devices.accelerators import same_device
 from splitkit.runtime.devices.device_map import Devices
+from splitkit.runtime.devices.move_tensors import move_tensors
 from splitkit.runtime.generation.model_step import ModelStep
 
 
@@ -51,10 +54,11 @@ def generator(model: Any, split: Split, devices: Devices = None) -> Any:
     kind = type(model)
     if not hasattr(model, "generate") or not hasattr(model, "prepare_inputs_for_generation"):
         raise PipelineError("SK801", f"{kind.__name__} has no generate", "Give a model of transformers that generates.")
-    step, signature = ModelStep(split, devices), inspect.signature(kind.forward)
+    rest, signature = _unread(model, split), inspect.signature(kind.forward)
+    step = ModelStep(model, split, devices)
     first = next(iter(step.decoder.devices.values()))
-    if getattr(model.config, "is_encoder_decoder", False):
-        _move_encoder(model.get_encoder(), step.decoder.tensors, first)
+    move_tensors(model, nn.Module(), dict.fromkeys(rest, first))
+    _require_there(_runs_whole(model, step), first)
 
     @functools.wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -70,19 +74,32 @@ def generator(model: Any, split: Split, devices: Devices = None) -> Any:
     return new
 
 
-def _move_encoder(encoder: nn.Module, held: nn.Module, device: torch.device) -> None:
-    """Move an encoder, which runs whole, to a device.
+def _unread(model: nn.Module, split: Split) -> list[int]:
+    """Return the ids of parameters and buffers that no part reads, such as those of an encoder."""
+    root = split.flow.root
+    nodes = [node for node in split.flow.graph.find_nodes(op="get_attr") if node.users]
+    read = {id(attribute(root, str(node.target))) for node in nodes}
+    return [id(t) for t in (*model.parameters(), *model.buffers()) if id(t) not in read and not t.is_meta]
+
+
+def _runs_whole(model: Any, step: ModelStep) -> nn.Module:
+    """Return the module that may share a weight with a part, and that runs on the first device."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        return cast(nn.Module, model.get_encoder())
+    return cast(nn.Module, model.get_input_embeddings()) if "inputs_embeds" in step.decoder.inputs else nn.Module()
+
+
+def _require_there(module: nn.Module, device: torch.device) -> None:
+    """Refuse a module of which a part on another device has a weight.
 
     Raises:
-        PipelineError: SK808 if it shares a tensor with a part on another device.
+        PipelineError: SK808.
     """
-    parts = {id(tensor) for tensor in (*held.parameters(), *held.buffers())}
-    for name, tensor in (*encoder.named_parameters(), *encoder.named_buffers()):
-        if id(tensor) in parts and not same_device(tensor.device, device):
+    for name, tensor in module.named_parameters():
+        if not tensor.is_meta and not isinstance(tensor, FakeTensor) and not same_device(tensor.device, device):
             raise PipelineError(
                 "SK808",
-                f"{name} of the encoder, which runs on {device}, is on {tensor.device} with the part that reads it",
-                "Let the first part read it.",
+                f"{name} is read on {device} by what runs whole, and by a part on {tensor.device}",
+                "Untie the weight, or let the first part read it.",
                 [name],
             )
-        tensor.data = tensor.data.to(device)
