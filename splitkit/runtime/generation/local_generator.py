@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from splitkit._torch import FakeTensor
+from splitkit._torch import attributes_of
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
 from splitkit.graph.storages import attribute
@@ -30,7 +31,8 @@ def generator(model: Any, split: Split, devices: Devices = None) -> Any:
         tokens = generator.generate(**tokenizer(prompts, padding=True, return_tensors="pt"), max_new_tokens=20)
 
     ``generate`` is transformers' own, with greedy search, sampling, beam search, logits processors, stopping criteria,
-    streamers and ``prefill_chunk_size``. Prompts may be on any device, and are padded on the left. The keys and values
+    streamers and ``prefill_chunk_size``. Prompts of a decoder alone may be on any device, and are padded on the left;
+    what an encoder or images need is on ``generator.device``. The keys and values
     of a layer stay on the device of its part. They are never copied to another one: they grow in a ``DynamicCache``
     whose layers are on several devices, which you may keep and pass on as ``past_key_values``.
 
@@ -55,7 +57,9 @@ def generator(model: Any, split: Split, devices: Devices = None) -> Any:
     if not hasattr(model, "generate") or not hasattr(model, "prepare_inputs_for_generation"):
         raise PipelineError("SK801", f"{kind.__name__} has no generate", "Give a model of transformers that generates.")
     rest, signature = _unread(model, split), inspect.signature(kind.forward)
+    before = _tensors(split.flow.root)
     step = ModelStep(model, split, devices)
+    _share(model, before, _tensors(step.decoder.tensors))
     first = next(iter(step.decoder.devices.values()))
     move_tensors(model, nn.Module(), dict.fromkeys(rest, first))
     _require_there(_runs_whole(model, step), first)
@@ -82,6 +86,21 @@ def _unread(model: nn.Module, split: Split) -> list[int]:
     return [id(t) for t in (*model.parameters(), *model.buffers()) if id(t) not in read and not t.is_meta]
 
 
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return name -> parameter or buffer."""
+    return dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)))
+
+
+def _share(model: nn.Module, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
+    """Let a model hold the tensors of the parts, where they could not be moved in place or the model was on ``meta``."""
+    new = {id(tensor): after[name] for name, tensor in before.items()}
+    new |= {id(tensor): after[name] for name, tensor in _tensors(model).items() if name in after and tensor.is_meta}
+    for module in model.modules():
+        for table in attributes_of(module)[:2]:
+            held: dict[str, Any] = table
+            held.update({name: new.get(id(tensor), tensor) for name, tensor in held.items()})
+
+
 def _runs_whole(model: Any, step: ModelStep) -> nn.Module:
     """Return the module that may share a weight with a part, and that runs on the first device."""
     if getattr(model.config, "is_encoder_decoder", False):
@@ -96,7 +115,7 @@ def _require_there(module: nn.Module, device: torch.device) -> None:
         PipelineError: SK808.
     """
     for name, tensor in module.named_parameters():
-        if not tensor.is_meta and not isinstance(tensor, FakeTensor) and not same_device(tensor.device, device):
+        if not tensor.is_meta and not same_device(tensor.device, device):
             raise PipelineError(
                 "SK808",
                 f"{name} is read on {device} by what runs whole, and by a part on {tensor.device}",
