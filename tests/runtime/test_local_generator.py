@@ -13,6 +13,8 @@ from splitkit._torch import FakeTensorMode
 from splitkit.errors import PipelineError
 from splitkit.graph.caches import caches_of
 from splitkit.runtime.devices import device_copies
+from splitkit.runtime.devices.device_graphs import PartOnDevice
+from splitkit.runtime.generation.decoder_memory import decoder_memory
 from splitkit.runtime.generation.decoder_on_devices import DecoderOnDevices
 from splitkit.runtime.generation.encoder_caches import EncoderCaches
 from splitkit.runtime.generation.kept_caches import cache_bytes, kept_caches
@@ -220,28 +222,30 @@ def test_each_layer_keeps_its_cache_on_the_device_of_its_part():
     assert list(cache_bytes(split, sequences=2, tokens=8).values()) == held
 
 
-def test_an_old_cache_is_freed_while_the_new_one_is_made():
-    """At no time do both caches of a part exist: only one tensor of a cache has two lengths."""
-    model = decoder("llama")
-    decoder_parts = DecoderOnDevices(split_of("llama"), CPUS)
-    kept, tokens, sequences = decoder_parts.caches, 400, 4
-    caches = [torch.randn(cache.sizes(sequences, tokens)) for cache in kept]
-    one = caches[0].nbytes
+@pytest.mark.parametrize("family, query", [("llama", 1), ("llama", 48), ("gpt2", 48), ("mixtral", 16)])
+def test_the_memory_of_each_part_is_predicted(family, query, monkeypatch):
+    """Measured in a real step; a part frees each tensor of its cache when it has made the longer one."""
+    sequences, tokens = 4, 300 if query == 1 else 48
+    split, measured = split_of(family), []
 
-    def step():
-        given = {
-            "input_ids": torch.ones(sequences, 1, dtype=torch.long),
-            "attention_mask": torch.ones(sequences, tokens + 1, dtype=torch.long),
-            "position_ids": torch.full((sequences, 1), tokens),
-        }
-        return decoder_parts.step(given, caches)
+    def measure(part, *given):
+        outputs = []
+        measured.append(sk.measure_memory(lambda: outputs.append(part.part(*given))).peak)
+        return outputs[0]
 
-    measured = sk.measure_memory(step)
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    # repeated keys and values of one layer, for two heads each
-    forms = 4 * one
-    assert len(kept) == 4 and not caches
-    assert measured.peak - weights < (4 + 1) * one + forms + one // 2
+    monkeypatch.setattr(PartOnDevice, "forward", measure)
+    parts = DecoderOnDevices(split, CPUS)
+    caches = [torch.randn(cache.sizes(sequences, tokens - query)) for cache in parts.caches]
+    given = {
+        "input_ids": torch.ones(sequences, query, dtype=torch.long),
+        "attention_mask": torch.ones(sequences, tokens, dtype=torch.long),
+        "position_ids": torch.zeros(sequences, query, dtype=torch.long),
+    }
+    _, updated = parts.step(given, caches)
+    predicted = decoder_memory(split, sequences=sequences, tokens=tokens, query=query)
+    for part, peak in zip(predicted.values(), measured, strict=True):
+        assert peak <= part.peak <= 1.1 * peak
+    assert sum(part.cache for part in predicted.values()) == sum(cache.nbytes for cache in updated)
 
 
 REFUSED = {
@@ -294,6 +298,8 @@ def test_what_is_no_decoder_is_refused():
         sk.generator(torch.nn.Linear(2, 2), split)
     with pytest.raises(PipelineError, match="SK802: tokens is -1"):
         cache_bytes(split_of("llama"), sequences=1, tokens=-1)
+    with pytest.raises(PipelineError, match="SK802: tokens is 3"):
+        decoder_memory(split_of("llama"), sequences=1, tokens=3, query=4)
 
 
 def test_the_model_is_of_the_same_class_and_shares_its_weights(llama):

@@ -92,7 +92,7 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _share(model: nn.Module, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
-    """Let a model hold the tensors of the parts, where they could not be moved in place or the model was on ``meta``."""
+    """Let a model hold the tensors of the parts: its own may be on ``meta``, or of a kind that cannot move in place."""
     new = {id(tensor): after[name] for name, tensor in before.items()}
     new |= {id(tensor): after[name] for name, tensor in _tensors(model).items() if name in after and tensor.is_meta}
     for module in model.modules():
