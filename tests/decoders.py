@@ -30,14 +30,49 @@ _OWN: dict[str, dict[str, Any]] = {
 FAMILIES = tuple(_OWN)
 
 
+_BOTH = {
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48),
+    **{"d_model": 32, "vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    **{"decoder_start_token_id": 3, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 40},
+}
+_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 96}
+_IMAGES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+IMAGE = 95
+"""The token in whose place LLaVA reads a part of an image, of which there are four."""
+
+
+def _made(family: str) -> nn.Module:
+    import transformers as hf
+
+    model: Any
+    if family == "t5":
+        model = hf.T5ForConditionalGeneration(hf.T5Config(**_T5, decoder_start_token_id=0))
+    elif family in ("bart", "whisper"):
+        model = hf.AutoModelForSeq2SeqLM if family == "bart" else hf.AutoModelForSpeechSeq2Seq
+        model = model.from_config(hf.AutoConfig.for_model(family, **_BOTH))
+    elif family == "llava":
+        vision = hf.CLIPVisionConfig(**_IMAGES, image_size=16, patch_size=8, projection_dim=32)
+        text = hf.LlamaConfig(**_SIZES)
+        model = hf.LlavaForConditionalGeneration(
+            hf.LlavaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE, image_seq_length=4)
+        )
+    else:
+        config = hf.AutoConfig.for_model(family, **{**_SIZES, **_OWN[family]})
+        model = hf.AutoModelForCausalLM.from_config(config)
+    if family == "whisper":
+        model.generation_config.no_timestamps_token_id = 90
+        model.generation_config.is_multilingual = False
+        model.generation_config.max_length = 40
+    return model
+
+
 @cache
 def decoder(family: str) -> nn.Module:
-    """Return a random causal language model; its tokens differ, for all weights are drawn large."""
-    import transformers
-
+    """Return a random model that generates; its tokens differ, for all weights are drawn large."""
     torch.manual_seed(7)
-    config = transformers.AutoConfig.for_model(family, **{**_SIZES, **_OWN[family]})
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = _made(family).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

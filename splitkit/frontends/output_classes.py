@@ -79,8 +79,13 @@ def outputs_opened(model: nn.Module) -> Iterator[None]:
 def register_caches_among(inputs: Any) -> None:
     """Register the class of every cache of transformers among inputs, so that a graph takes its tensors as inputs."""
     for leaf in pytree.tree_leaves(inputs):
-        if any(kind.__module__ == "transformers.cache_utils" for kind in type(leaf).__mro__):
+        if is_cache(leaf):
             register_classes_of(leaf)
+
+
+def is_cache(value: object) -> bool:
+    """Whether an object is a cache of transformers."""
+    return any(kind.__module__ == "transformers.cache_utils" for kind in type(value).__mro__)
 
 
 def register_classes_of(value: Any) -> None:

@@ -5,6 +5,8 @@ from splitkit.runtime.folder.load import StageFolder, open_stages
 from splitkit.runtime.folder.save import save_stages
 from splitkit.runtime.folder.training_checkpoint import CheckpointFolder, open_checkpoints
 from splitkit.runtime.folder.whole_model import full_state_dict, save_pretrained, save_safetensors
+from splitkit.runtime.generation.decoder_memory import decoder_memory
+from splitkit.runtime.generation.kept_caches import cache_bytes
 from splitkit.runtime.ranks.pipeline import Pipeline, PipelineStep, pipeline
 from splitkit.runtime.ranks.pipeline_module import PipelineModule
 from splitkit.runtime.ranks.rank_agreement import planned_once
@@ -18,6 +20,8 @@ __all__ = [
     "PipelineStep",
     "StageFolder",
     "StepRecorder",
+    "cache_bytes",
+    "decoder_memory",
     "form_output",
     "full_state_dict",
     "open_checkpoints",

@@ -33,6 +33,12 @@ def test_a_device_without_an_index_is_the_current_one():
     assert found["moved"] == [["simgpu:1"], ["simgpu:1"]] and not found["races"]
 
 
+def test_decoders_generate_as_on_the_cpu():
+    for found in launch("accelerator/generating.py", 1, "llama", "t5", "llava"):
+        assert found["same"] and not found["races"], found
+        assert all(devices == ["simgpu:0", "simgpu:1"] for devices in found["devices"]), found
+
+
 RUNS = [
     "a tied weight", "a written buffer", "a written buffer with gradients", "a gradient that is added to",
     "an input that is written after the call", "an output that is written after the call", "a value on two devices",

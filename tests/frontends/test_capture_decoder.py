@@ -33,7 +33,7 @@ def test_a_step_of_any_size_gives_what_the_model_gives(family):
             ours = copy.deepcopy(theirs) if past else empty_cache(gm, sequences)
             step = {
                 "input_ids": ids[:, past:], "attention_mask": mask, "position_ids": positions[:, past:],
-                "use_cache": True,
+                "use_cache": True, "logits_to_keep": 1,
             }  # fmt: skip
             want, got = model(**step, past_key_values=theirs), gm(**step, past_key_values=ours)
         torch.testing.assert_close(got.logits, want.logits[:, -1:], atol=2e-5, rtol=1e-4)
@@ -97,6 +97,9 @@ def test_what_is_no_decoder_is_refused():
     DECODERS["gpt2"][0].eval()
     with pytest.raises(sk.CaptureError, match="tokens is 2"):
         sk.capture_decoder(DECODERS["gpt2"][0], tokens=2)
+    mamba = transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, state_size=4, vocab_size=8)
+    with pytest.raises(sk.CaptureError, match=r"SK401: MambaForCausalLM .* puts no keys and values into past"):
+        sk.capture_decoder(transformers.MambaForCausalLM(mamba).eval())
     encoder = transformers.BertModel(
         transformers.BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
     )

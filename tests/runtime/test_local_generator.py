@@ -6,14 +6,17 @@ import copy
 
 import pytest
 import torch
-from decoders import FAMILIES, captured, decoder
+from decoders import FAMILIES, IMAGE, captured, decoder
 
 import splitkit as sk
 from splitkit._torch import FakeTensorMode
 from splitkit.errors import PipelineError
 from splitkit.graph.caches import caches_of
 from splitkit.runtime.devices import device_copies
+from splitkit.runtime.devices.device_graphs import PartOnDevice
+from splitkit.runtime.generation.decoder_memory import decoder_memory
 from splitkit.runtime.generation.decoder_on_devices import DecoderOnDevices
+from splitkit.runtime.generation.encoder_caches import EncoderCaches
 from splitkit.runtime.generation.kept_caches import cache_bytes, kept_caches
 
 transformers = pytest.importorskip("transformers")
@@ -56,6 +59,52 @@ def test_greedy_tokens_are_those_of_the_whole(family):
     assert torch.equal(greedy(generator), whole)
     assert torch.equal(greedy(generator, eos_token_id=ends, pad_token_id=0), early)
     assert not torch.equal(early, whole) and len({*whole[:, 9:].flatten().tolist()}) > 3
+
+
+def inputs_of(family):
+    """Inputs that are no tokens of a decoder, of two or three requests of different lengths."""
+    generator = torch.Generator().manual_seed(5)
+    if family == "whisper":
+        return {"input_features": torch.randn(3, 8, 40, generator=generator)}
+    if family == "llava":
+        ids = torch.randint(3, 90, (2, 12), generator=generator)
+        mask = torch.ones_like(ids)
+        ids[:, 4:8], mask[1, :3] = IMAGE, 0
+        return {
+            "input_ids": ids * mask,
+            "attention_mask": mask,
+            "pixel_values": torch.randn(2, 3, 16, 16, generator=generator),
+        }
+    ids, mask = prompts().values()
+    # encoders read prompts that are padded on the right
+    return {"input_ids": ids.flip(1), "attention_mask": mask.flip(1)}
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "whisper", "llava"])
+def test_models_with_an_encoder_or_images(family):
+    model, given = decoder(family), inputs_of(family)
+    split = split_of(family)
+    found = []
+    for generates in (model, sk.generator(model, split, CPUS)):
+        torch.manual_seed(3)
+        ways = [{}, {"num_beams": 2}, {"do_sample": True, "top_k": 20}]
+        found.append([generates.generate(**given, max_new_tokens=10, **{"do_sample": False, **way}) for way in ways])
+    for want, got in zip(*found, strict=True):
+        assert torch.equal(want, got) and len({*got.flatten().tolist()}) > 3
+
+
+def test_keys_and_values_of_an_encoder_are_computed_once(monkeypatch):
+    computed = []
+    compute = EncoderCaches.compute
+    monkeypatch.setattr(EncoderCaches, "compute", lambda self, given: computed.append(1) or compute(self, given))
+    generator = sk.generator(decoder("t5"), split_of("t5"), CPUS)
+    out = generator.generate(**inputs_of("t5"), max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
+    assert len(computed) == 1
+    cache = out.past_key_values
+    assert cache.get_seq_length() == out.sequences.shape[1] - 1
+    assert [layer.keys.shape[2] for layer in cache.cross_attention_cache.layers] == [9, 9]
+    with pytest.raises(PipelineError, match="SK802: there are no encoder_outputs"):
+        generator(decoder_input_ids=torch.ones(1, 1, dtype=torch.long))
 
 
 WAYS = {
@@ -142,19 +191,28 @@ def test_a_tied_weight_is_copied_once_and_not_in_every_step(monkeypatch):
 
 def on_fake_gpus(family):
     model, gm = copy.deepcopy((decoder(family), captured(family)))
-    mode = FakeTensorMode()
-    for module in gm.modules():
-        for name, parameter in list(module._parameters.items()):
-            module._parameters[name] = torch.nn.Parameter(mode.from_tensor(parameter.detach()))
-        for name, buffer in list(module._buffers.items()):
-            module._buffers[name] = mode.from_tensor(buffer)
+    mode, made = FakeTensorMode(), {}
+    for module in (*model.modules(), *gm.modules()):
+        for table in (module._parameters, module._buffers):
+            for name, tensor in [(name, tensor) for name, tensor in table.items() if tensor is not None]:
+                if id(tensor) not in made:
+                    fake = mode.from_tensor(tensor.detach())
+                    made[id(tensor)] = torch.nn.Parameter(fake) if table is module._parameters else fake
+                table[name] = made[id(tensor)]
     with mode:
         split = sk.split(gm, sk.policies.Stages(2))
-        return model, split, sk.generator(model, split, ["cuda:0", "cuda:1"]), mode
+        return split, sk.generator(model, split, ["cuda:0", "cuda:1"]), mode
+
+
+def test_what_runs_whole_is_on_the_device_of_the_first_part():
+    _, generator, _ = on_fake_gpus("llava")
+    whole = [generator.model.vision_tower, generator.model.multi_modal_projector, generator.get_input_embeddings()]
+    held = [tensor for module in whole for tensor in (*module.parameters(), *module.buffers())]
+    assert held and {str(tensor.device) for tensor in held} == {str(generator.device)} == {"cuda:0"}
 
 
 def test_each_layer_keeps_its_cache_on_the_device_of_its_part():
-    _, split, generator, mode = on_fake_gpus("llama")
+    split, generator, mode = on_fake_gpus("llama")
     cache = transformers.DynamicCache()
     with mode, torch.no_grad():
         for query in (6, 1, 1):
@@ -164,28 +222,30 @@ def test_each_layer_keeps_its_cache_on_the_device_of_its_part():
     assert list(cache_bytes(split, sequences=2, tokens=8).values()) == held
 
 
-def test_an_old_cache_is_freed_while_the_new_one_is_made():
-    """At no time do both caches of a part exist: only one tensor of a cache has two lengths."""
-    model = decoder("llama")
-    decoder_parts = DecoderOnDevices(split_of("llama"), CPUS)
-    kept, tokens, sequences = decoder_parts.caches, 400, 4
-    caches = [torch.randn(cache.sizes(sequences, tokens)) for cache in kept]
-    one = caches[0].nbytes
+@pytest.mark.parametrize("family, query", [("llama", 1), ("llama", 48), ("gpt2", 48), ("mixtral", 16)])
+def test_the_memory_of_each_part_is_predicted(family, query, monkeypatch):
+    """Measured in a real step; a part frees each tensor of its cache when it has made the longer one."""
+    sequences, tokens = 4, 300 if query == 1 else 48
+    split, measured = split_of(family), []
 
-    def step():
-        given = {
-            "input_ids": torch.ones(sequences, 1, dtype=torch.long),
-            "attention_mask": torch.ones(sequences, tokens + 1, dtype=torch.long),
-            "position_ids": torch.full((sequences, 1), tokens),
-        }
-        return decoder_parts.step(given, caches)
+    def measure(part, *given):
+        outputs = []
+        measured.append(sk.measure_memory(lambda: outputs.append(part.part(*given))).peak)
+        return outputs[0]
 
-    measured = sk.measure_memory(step)
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    # repeated keys and values of one layer, for two heads each
-    forms = 4 * one
-    assert len(kept) == 4 and not caches
-    assert measured.peak - weights < (4 + 1) * one + forms + one // 2
+    monkeypatch.setattr(PartOnDevice, "forward", measure)
+    parts = DecoderOnDevices(split, CPUS)
+    caches = [torch.randn(cache.sizes(sequences, tokens - query)) for cache in parts.caches]
+    given = {
+        "input_ids": torch.ones(sequences, query, dtype=torch.long),
+        "attention_mask": torch.ones(sequences, tokens, dtype=torch.long),
+        "position_ids": torch.zeros(sequences, query, dtype=torch.long),
+    }
+    _, updated = parts.step(given, caches)
+    predicted = decoder_memory(split, sequences=sequences, tokens=tokens, query=query)
+    for part, peak in zip(predicted.values(), measured, strict=True):
+        assert peak <= part.peak <= 1.1 * peak
+    assert sum(part.cache for part in predicted.values()) == sum(cache.nbytes for cache in updated)
 
 
 REFUSED = {
@@ -238,6 +298,8 @@ def test_what_is_no_decoder_is_refused():
         sk.generator(torch.nn.Linear(2, 2), split)
     with pytest.raises(PipelineError, match="SK802: tokens is -1"):
         cache_bytes(split_of("llama"), sequences=1, tokens=-1)
+    with pytest.raises(PipelineError, match="SK802: tokens is 3"):
+        decoder_memory(split_of("llama"), sequences=1, tokens=3, query=4)
 
 
 def test_the_model_is_of_the_same_class_and_shares_its_weights(llama):

@@ -26,7 +26,8 @@ def capture_decoder(model: nn.Module, batch: int = 2, tokens: int = 32) -> fx.Gr
 
     ::
 
-        out = gm(input_ids=..., attention_mask=..., position_ids=..., past_key_values=cache, use_cache=True)
+        out = gm(input_ids=..., attention_mask=..., position_ids=..., past_key_values=cache,
+                 use_cache=True, logits_to_keep=1)
         out.logits, out.past_key_values
 
     The number of sequences, of tokens in the step and of positions in the caches may differ in every call: the same
@@ -35,13 +36,14 @@ def capture_decoder(model: nn.Module, batch: int = 2, tokens: int = 32) -> fx.Gr
     ``[sequences, query]`` and ``past_key_values_...`` ``[sequences, heads, positions, head_dim]``; its outputs are the
     logits of the last token ``[sequences, 1, vocabulary]`` and then the updated caches, in the order of the inputs.
 
-    The decoder of a model with an encoder, such as T5, has the inputs ``decoder_input_ids`` and ``encoder_outputs``, and
-    caches of its own positions and of the encoder's. The encoder's are returned as they are; they are computed by a
-    graph of its own, which `splitkit.generator` finds in ``gm.meta["encoder_caches"]``.
+    The decoder of a model with an encoder, such as T5, has the inputs ``decoder_input_ids`` and ``encoder_outputs``,
+    and caches of its own positions and of the encoder's. The encoder's are returned as they are; they are computed by
+    a graph of its own, which `splitkit.generator` finds in ``gm.meta["encoder_caches"]``.
 
     A layer with a sliding window keeps all positions, too, and masks those outside of the window. The model is left as
-    it is, and may be on ``meta``. Run the graph under ``torch.no_grad()``, or each step keeps the last one's graph of
-    autograd.
+    it is, and may be on ``meta``. Inputs that the model's ``forward`` does not take are left out. With images, the
+    input is ``inputs_embeds`` ``[sequences, query, hidden]`` instead of ``input_ids``. Run the graph under
+    ``torch.no_grad()``, or each step keeps the last one's graph of autograd.
 
     Args:
         model: a model of transformers that generates text, in eval mode.

@@ -41,9 +41,11 @@ def fill(model: nn.Module, inputs: Mapping[str, Any], *caches: Any) -> list[list
     with torch.no_grad(), as_in_export(), FakeTensorMode(allow_non_fake_inputs=True):
         try:
             model(**inputs, use_cache=True)
-        except (TypeError, ValueError, AttributeError) as error:
+        except Exception as error:
             why = f"called with {', '.join(inputs)}, it raises {type(error).__name__}: {error}"
             raise not_a_decoder(model, why) from error
+    if not all(cache.layers for cache in caches):
+        raise not_a_decoder(model, "it puts no keys and values into past_key_values, as models with other states do")
     for layer in (layer for cache in caches for layer in cache.layers):
         if not isinstance(getattr(layer, "keys", None), torch.Tensor):
             raise not_a_decoder(model, "it keeps other things than keys and values of each layer in its cache")

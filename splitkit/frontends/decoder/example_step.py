@@ -28,18 +28,29 @@ def example_step(model: nn.Module, batch: int, tokens: int) -> dict[str, Any]:
     from transformers import DynamicCache
 
     device, cache = device_of(model), DynamicCache()
-    one = torch.zeros(1, 1, dtype=torch.long, device=device)
-    (layers,) = fill(model, {"input_ids": one, "past_key_values": cache}, cache)
+    name, (one, several) = _tokens(model, batch, device)
+    (layers,) = fill(model, {name: one, "past_key_values": cache}, cache)
     past = tokens - QUERY
     known = {
-        "input_ids": torch.zeros(batch, QUERY, dtype=torch.long, device=device),
+        name: several,
         "attention_mask": torch.ones(batch, tokens, dtype=torch.long, device=device),
         "position_ids": torch.arange(past, tokens, device=device).expand(batch, QUERY).contiguous(),
         "logits_to_keep": 1,
-    }
-    accepted = inspect.signature(model.forward).parameters
-    return {
-        **{name: value for name, value in known.items() if name in accepted},
         "past_key_values": cache_like(layers, batch, past, device),
         "use_cache": True,
     }
+    # export wants the order of the signature
+    return {name: known[name] for name in inspect.signature(model.forward).parameters if name in known}
+
+
+def _tokens(model: nn.Module, batch: int, device: torch.device) -> tuple[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return the name of the input for tokens, one token, and those of the step; with images they are embedded."""
+    config: Any = model.config
+    text = config.get_text_config(decoder=True)
+    shapes = ((1, 1), (batch, QUERY))
+    if text is config:
+        one, several = (torch.zeros(shape, dtype=torch.long, device=device) for shape in shapes)
+        return "input_ids", (one, several)
+    dtype = getattr(model, "dtype", torch.float32)
+    one, several = (torch.zeros(*shape, text.hidden_size, dtype=dtype, device=device) for shape in shapes)
+    return "inputs_embeds", (one, several)

@@ -40,6 +40,7 @@ def example_with_encoder(model: nn.Module, batch: int, tokens: int, filled: bool
     first = {"decoder_input_ids": one, "encoder_outputs": encoded(1, 1)}
     kept, cross = fill(model, {**first, "past_key_values": EncoderDecoderCache(own, crossed)}, own, crossed)
     past = tokens - QUERY
+    given = cache_like(cross, batch, length, device) if filled else DynamicCache()
     known = {
         "decoder_input_ids": torch.zeros(batch, QUERY, dtype=torch.long, device=device),
         "encoder_outputs": encoded(batch, length),
@@ -47,11 +48,8 @@ def example_with_encoder(model: nn.Module, batch: int, tokens: int, filled: bool
         "decoder_attention_mask": torch.ones(batch, tokens, dtype=torch.long, device=device),
         "decoder_position_ids": torch.arange(past, tokens, device=device).expand(batch, QUERY).contiguous(),
         "logits_to_keep": 1,
-    }
-    accepted = inspect.signature(model.forward).parameters
-    given = cache_like(cross, batch, length, device) if filled else DynamicCache()
-    return {
-        **{name: value for name, value in known.items() if name in accepted},
         "past_key_values": EncoderDecoderCache(cache_like(kept, batch, past, device), given),
         "use_cache": True,
     }
+    # export wants the order of the signature
+    return {name: known[name] for name in inspect.signature(model.forward).parameters if name in known}

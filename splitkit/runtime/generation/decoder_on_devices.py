@@ -9,7 +9,7 @@ tensor while the part makes the new one, and it is freed at once::
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -90,7 +90,7 @@ def _take(parent: fx.GraphModule, given: fx.Node, readers: Sequence[fx.Node]) ->
     for reader in readers:
         part = parent.get_submodule(str(reader.target))
         assert isinstance(part, PartOnDevice)
-        _take_at_first_use(part.part, reader.args.index(given))
+        _take_at_first_use(cast(fx.GraphModule, part.part), reader.args.index(given))
 
 
 def _copy_once(parent: fx.GraphModule, weight: fx.Node) -> None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from splitkit._torch import attributes_of
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
+from splitkit.graph.storages import attribute
 from splitkit.runtime.devices.accelerators import same_device
 from splitkit.runtime.devices.device_map import Devices
+from splitkit.runtime.devices.move_tensors import move_tensors
 from splitkit.runtime.generation.model_step import ModelStep
 
 
@@ -27,7 +31,8 @@ def generator(model: Any, split: Split, devices: Devices = None) -> Any:
         tokens = generator.generate(**tokenizer(prompts, padding=True, return_tensors="pt"), max_new_tokens=20)
 
     ``generate`` is transformers' own, with greedy search, sampling, beam search, logits processors, stopping criteria,
-    streamers and ``prefill_chunk_size``. Prompts may be on any device, and are padded on the left. The keys and values
+    streamers and ``prefill_chunk_size``. Prompts of a decoder alone may be on any device, and are padded on the left;
+    what an encoder or images need is on ``generator.device``. The keys and values
     of a layer stay on the device of its part. They are never copied to another one: they grow in a ``DynamicCache``
     whose layers are on several devices, which you may keep and pass on as ``past_key_values``.
 
@@ -51,10 +56,13 @@ def generator(model: Any, split: Split, devices: Devices = None) -> Any:
     kind = type(model)
     if not hasattr(model, "generate") or not hasattr(model, "prepare_inputs_for_generation"):
         raise PipelineError("SK801", f"{kind.__name__} has no generate", "Give a model of transformers that generates.")
-    step, signature = ModelStep(split, devices), inspect.signature(kind.forward)
+    rest, signature = _unread(model, split), inspect.signature(kind.forward)
+    before = _tensors(split.flow.root)
+    step = ModelStep(model, split, devices)
+    _share(model, before, _tensors(step.decoder.tensors))
     first = next(iter(step.decoder.devices.values()))
-    if getattr(model.config, "is_encoder_decoder", False):
-        _move_encoder(model.get_encoder(), step.decoder.tensors, first)
+    move_tensors(model, nn.Module(), dict.fromkeys(rest, first))
+    _require_there(_runs_whole(model, step), first)
 
     @functools.wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -70,19 +78,47 @@ def generator(model: Any, split: Split, devices: Devices = None) -> Any:
     return new
 
 
-def _move_encoder(encoder: nn.Module, held: nn.Module, device: torch.device) -> None:
-    """Move an encoder, which runs whole, to a device.
+def _unread(model: nn.Module, split: Split) -> list[int]:
+    """Return the ids of parameters and buffers that no part reads, such as those of an encoder."""
+    root = split.flow.root
+    nodes = [node for node in split.flow.graph.find_nodes(op="get_attr") if node.users]
+    read = {id(attribute(root, str(node.target))) for node in nodes}
+    return [id(t) for t in (*model.parameters(), *model.buffers()) if id(t) not in read and not t.is_meta]
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return name -> parameter or buffer."""
+    return dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)))
+
+
+def _share(model: nn.Module, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
+    """Let a model hold the tensors of the parts: its own may be on ``meta``, or of a kind that cannot move in place."""
+    new = {id(tensor): after[name] for name, tensor in before.items()}
+    new |= {id(tensor): after[name] for name, tensor in _tensors(model).items() if name in after and tensor.is_meta}
+    for module in model.modules():
+        for table in attributes_of(module)[:2]:
+            held: dict[str, Any] = table
+            held.update({name: new.get(id(tensor), tensor) for name, tensor in held.items()})
+
+
+def _runs_whole(model: Any, step: ModelStep) -> nn.Module:
+    """Return the module that may share a weight with a part, and that runs on the first device."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        return cast(nn.Module, model.get_encoder())
+    return cast(nn.Module, model.get_input_embeddings()) if "inputs_embeds" in step.decoder.inputs else nn.Module()
+
+
+def _require_there(module: nn.Module, device: torch.device) -> None:
+    """Refuse a module of which a part on another device has a weight.
 
     Raises:
-        PipelineError: SK808 if it shares a tensor with a part on another device.
+        PipelineError: SK808.
     """
-    parts = {id(tensor) for tensor in (*held.parameters(), *held.buffers())}
-    for name, tensor in (*encoder.named_parameters(), *encoder.named_buffers()):
-        if id(tensor) in parts and not same_device(tensor.device, device):
+    for name, tensor in module.named_parameters():
+        if not tensor.is_meta and not same_device(tensor.device, device):
             raise PipelineError(
                 "SK808",
-                f"{name} of the encoder, which runs on {device}, is on {tensor.device} with the part that reads it",
-                "Let the first part read it.",
+                f"{name} is read on {device} by what runs whole, and by a part on {tensor.device}",
+                "Untie the weight, or let the first part read it.",
                 [name],
             )
-        tensor.data = tensor.data.to(device)

@@ -85,11 +85,12 @@ def put_into(cache: Any, caches: Sequence[KeptCache], tensors: Sequence[torch.Te
     """Let a cache hold the tensors of a step, each on its device; every layer keeps all positions."""
     from transformers.cache_utils import DynamicLayer
 
+    new_layer: Any = DynamicLayer
     inside = _caches_in(cache)
     made: dict[str, dict[int, Any]] = {within: {} for within in inside}
     for kept, tensor in zip(caches, tensors, strict=True):
         place = _place(kept)
-        layer = made[place.within].setdefault(place.layer, DynamicLayer())
+        layer = made[place.within].setdefault(place.layer, new_layer())
         setattr(layer, place.kind, tensor)
         layer.dtype, layer.device, layer.is_initialized = tensor.dtype, tensor.device, True
     for within, inner in inside.items():

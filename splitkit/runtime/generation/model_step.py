@@ -12,6 +12,7 @@ from splitkit.errors import PipelineError
 from splitkit.graph.caches import ENCODER_CACHES
 from splitkit.runtime.devices.device_map import Devices
 from splitkit.runtime.generation.decoder_on_devices import DecoderOnDevices
+from splitkit.runtime.generation.embedded_inputs import EmbeddedInputs
 from splitkit.runtime.generation.encoder_caches import EncoderCaches
 from splitkit.runtime.generation.model_caches import put_into, require_plain, taken_from
 
@@ -26,13 +27,16 @@ class ModelStep:
         decoder: the parts on their devices.
     """
 
-    def __init__(self, split: Split, devices: Devices = None) -> None:
+    def __init__(self, model: Any, split: Split, devices: Devices = None) -> None:
         self.decoder = DecoderOnDevices(split, devices)
         has_encoder = ENCODER_CACHES in split.flow.root.meta
         self._encoder = EncoderCaches(split, self.decoder.caches, self.decoder.devices) if has_encoder else None
         before = "decoder_" if self._encoder else ""
+        embedded = "inputs_embeds" in self.decoder.inputs
+        self._embedded = EmbeddedInputs(model, type(model).forward) if embedded else None
         self._tokens, self._mask, self._positions = (
-            f"{before}{name}" for name in ("input_ids", "attention_mask", "position_ids")
+            f"{before}{name}"
+            for name in ("inputs_embeds" if embedded else "input_ids", "attention_mask", "position_ids")
         )
         self._taken = {self._tokens, self._mask, self._positions, *self.decoder.inputs}
         self._taken |= {"encoder_outputs"} if self._encoder else set()
@@ -43,6 +47,7 @@ class ModelStep:
         Raises:
             PipelineError: SK802 for arguments that the graph does not take.
         """
+        given = self._embedded.of(given) if self._embedded else given
         self._require_known(given)
         ids: torch.Tensor = given[self._tokens]
         cache = given.get("past_key_values")
@@ -58,7 +63,7 @@ class ModelStep:
         if hidden is not None:
             seen = given.get("attention_mask")
             inputs[_HIDDEN] = hidden
-            inputs["attention_mask"] = ids.new_ones(hidden.shape[:2]) if seen is None else seen
+            inputs["attention_mask"] = _ones(ids, *hidden.shape[:2]) if seen is None else seen
         tensors = taken_from(cache, self.decoder, ids.shape[0], lambda: self._encoded(inputs))
         logits, tensors = self.decoder.step(inputs, tensors)
         put_into(cache, self.decoder.caches, tensors)
@@ -76,8 +81,8 @@ class ModelStep:
     def _require_known(self, given: Mapping[str, Any]) -> None:
         """Refuse arguments that the graph has no input for, and what it does not compute."""
         ids = given.get(self._tokens)
-        if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or not ids.numel():
-            raise _bad(f"there are no {self._tokens}", "Give token ids, [sequences, tokens]; it takes no embeddings.")
+        if not isinstance(ids, torch.Tensor) or ids.ndim != (3 if self._embedded else 2) or not ids.numel():
+            raise _bad(f"there are no {self._tokens}", "Give what the graph was captured with.")
         if self._encoder and given.get("encoder_outputs") is None:
             raise _bad("there are no encoder_outputs", "Give those of model.get_encoder(), as generate does.")
         for name, value in given.items():
@@ -98,20 +103,25 @@ def _output(logits: torch.Tensor, cache: Any, hidden: torch.Tensor | None) -> An
     from transformers.modeling_outputs import CausalLMOutputWithPast, Seq2SeqLMOutput
 
     if hidden is None:
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)  # type: ignore[arg-type]
-    return Seq2SeqLMOutput(logits=logits, past_key_values=cache, encoder_last_hidden_state=hidden)  # type: ignore[arg-type]
+        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+    return Seq2SeqLMOutput(logits=logits, past_key_values=cache, encoder_last_hidden_state=hidden)
 
 
 def _mask(name: str, mask: torch.Tensor | None, ids: torch.Tensor, past: int) -> torch.Tensor:
-    sequences, query = ids.shape
+    sequences, query = ids.shape[:2]
     if mask is None:
-        return ids.new_ones(sequences, past + query)
-    if mask.shape != (sequences, past + query):
+        return _ones(ids, sequences, past + query)
+    if not isinstance(mask, torch.Tensor) or mask.shape != (sequences, past + query):
+        found = list(mask.shape) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
         raise _bad(
-            f"{name} is {list(mask.shape)}, for {sequences} sequences of {past} cached and {query} new tokens",
+            f"{name} is {found}, for {sequences} sequences of {past} cached and {query} new tokens",
             f"Give one of {[sequences, past + query]}.",
         )
     return mask
+
+
+def _ones(like: torch.Tensor, *sizes: int) -> torch.Tensor:
+    return torch.ones(sizes, dtype=torch.long, device=like.device)
 
 
 def _bad(reason: str, remedy: str) -> PipelineError:
