@@ -85,7 +85,10 @@ def _require_data(group: list[torch.Tensor], homes: Mapping[int, torch.device], 
         if tensor.is_meta and homes[id(tensor)].type != "meta":
             names = _names([tensor], tables)
             raise PipelineError(
-                "SK807", f"{names[0]} is on meta and has no data to move", "Load the weights first.", names
+                "SK807",
+                f"{names[0]} is on meta and has no data to move",
+                "Load the weights: splitkit.load(split, folder, devices).",
+                names,
             )
 
 
