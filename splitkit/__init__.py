@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from splitkit.pipeline.stage_prices import stage_costs as stage_costs
     from splitkit.plans.parts import Part as Part
     from splitkit.plans.record import Plan as Plan
+    from splitkit.runtime.folder.load_weights import load as load
     from splitkit.studies.frontier import Frontier as Frontier
     from splitkit.studies.sweep import sweep as sweep
     from splitkit.testing.compare import Comparison as Comparison
@@ -89,6 +90,7 @@ _HOME = {
     "capture_joint": "frontends.joint.joint_capture",
     "compare": "testing.compare",
     "inline": "engine.inlining.inline",
+    "load": "runtime.folder.load_weights",
     "measure_memory": "memory.measurement",
     "plan": "engine.split",
     "report": "view.data.report",

@@ -22,7 +22,7 @@ FRONT_DOOR = MODULES | {
     "CUDA_BLOCK", "CaptureError", "CheckError", "Comparison", "CostError", "CycleError", "FileError", "Frontier",
     "GraphError", "Joint", "MeasuredMemory", "MeasuredStep", "MemoryProfile", "NoPlanError", "Pair", "Part", "Plan",
     "PlanError", "PolicyError", "ScheduleError", "ScheduleRun", "Split", "SplitError", "analyze", "apply", "backend",
-    "capture", "capture_joint", "compare", "inline", "measure_memory", "plan", "report", "simulate_memory",
+    "capture", "capture_joint", "compare", "inline", "load", "measure_memory", "plan", "report", "simulate_memory",
     "simulate_schedule", "split", "split_module", "stage_costs", "sweep",
 }  # fmt: skip
 CONSTANTS = {"CUDA_BLOCK", "PARENT", "Ops", "PartKey"}
