@@ -118,7 +118,7 @@ def _require_known(split: Split, weights: Weights, held: Sequence[_Slot]) -> Non
             raise FileError(
                 "SK507",
                 f"{slot.names[0]} is on meta and in no state dict, so that no checkpoint has its values",
-                "Make it a real tensor before you capture the model: capture keeps the values of real buffers.",
+                "Give the model its value as a buffer (register_buffer) that is not on meta when you capture it.",
                 slot.names,
             )
     known = {*parameters_and_buffers(root), *root.state_dict()}
